@@ -1,0 +1,7 @@
+"""``python -m distributor``."""
+
+import sys
+
+from distributor.cli import main
+
+sys.exit(main())

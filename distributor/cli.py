@@ -1,0 +1,187 @@
+"""The command line: ``distributor run`` and ``distributor demo``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from distributor.errors import WorkerDied
+from distributor.torch_distributor import TorchDistributor
+from distributor.version import __version__
+
+BAD_INPUT, FAILED, TIMED_OUT, INTERRUPTED = 2, 1, 124, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns
+    -------
+    int
+        0 for success; a script's own exit code; 128 and the signal's number for a rank that was
+        killed; 124 where a deadline passed; 130 after Ctrl-C; 2 for bad input, with nothing
+        launched; 1 for any other failure.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        options.command(options)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        return _report(error)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="distributor", description="Run PyTorch on Spark.")
+    parser.add_argument("--version", action="version", version=f"distributor {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser(
+        "run",
+        help="run a script on several ranks",
+        usage="distributor run [options] script.py [-- args ...]",
+        argument_default=argparse.SUPPRESS,
+    )
+    run.set_defaults(command=_run)
+    for field in dataclasses.fields(TorchDistributor):
+        for flags, option in _flags_of(field):
+            run.add_argument(*flags, dest=field.name, **option)
+    run.add_argument("--master", help="with --cluster: Spark's master URL", default=None)
+    run.add_argument(
+        "--conf",
+        metavar="KEY=VALUE",
+        type=_pair,
+        action="append",
+        default=[],
+        help="with --cluster: a Spark setting",
+    )
+    run.add_argument("script", help="the Python script")
+    run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments, after --")
+
+    demo = commands.add_parser("demo", help="train on real images, here and on an embedded Spark")
+    demo.set_defaults(command=_demo)
+    return parser
+
+
+def _flags_of(field: dataclasses.Field[Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Derive flags from a field of `TorchDistributor`; its docstring gives the help."""
+    help_text = _FIELD_HELP[field.name].replace("%", "%%")
+    if field.name in _SPECIAL_FLAGS:
+        for flags, option in _SPECIAL_FLAGS[field.name]:
+            yield flags, {"help": help_text, **option}
+    else:
+        flag = "--" + field.name.replace("_", "-")
+        kind = str(field.type)
+        option = next(option for name, option in _OPTION_BY_TYPE.items() if name in kind)
+        yield [flag], {"help": help_text, **option}
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, found {text!r}")
+    return name, value
+
+
+def _ranks(text: str) -> str | tuple[int, ...]:
+    if text in ("all", "none"):
+        return text
+    try:
+        return tuple(int(rank) for rank in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected 'all', 'none' or ranks like 0,3; found {text!r}"
+        ) from None
+
+
+def _field_help() -> dict[str, str]:
+    """Read each field's description from the class's numpydoc section."""
+    section = inspect.cleandoc(TorchDistributor.__doc__ or "").split("Parameters\n", 1)[1]
+    entries = re.findall(r"^(\w+) : .*\n((?:    .*\n)+)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+_FIELD_HELP = _field_help()
+_SPECIAL_FLAGS: dict[str, list[tuple[list[str], dict[str, Any]]]] = {
+    "num_processes": [(["--nproc", "--num-processes"], {"type": int, "metavar": "N"})],
+    "local_mode": [
+        (["--cluster"], {"action": "store_false", "help": "run on Spark's executors, not here"})
+    ],
+    "use_gpu": [
+        (["--gpu"], {"action": "store_true", "help": "a GPU for each rank (the default)"}),
+        (["--cpu"], {"action": "store_false", "help": "no GPUs"}),
+    ],
+}
+_OPTION_BY_TYPE: dict[str, dict[str, Any]] = {
+    "Mapping": {"type": _pair, "action": "append", "metavar": "NAME=VALUE"},
+    "Literal": {"type": _ranks, "metavar": "RANKS"},
+    "float": {"type": float, "metavar": "SECONDS"},
+    "str": {"type": str, "metavar": "TEXT"},
+}
+
+
+def _run(options: argparse.Namespace) -> None:
+    names = {field.name for field in dataclasses.fields(TorchDistributor)}
+    settings = {name: value for name, value in vars(options).items() if name in names}
+    if "env" in settings:
+        settings["env"] = dict(settings["env"])
+    args = options.args[1:] if options.args[:1] == ["--"] else options.args
+    with _session(options, needed=not settings.get("local_mode", True)):
+        TorchDistributor(**settings).run(options.script, *args)
+
+
+@contextmanager
+def _session(options: argparse.Namespace, needed: bool) -> Iterator[None]:
+    if not needed:
+        yield
+        return
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.appName("distributor")
+    if options.master:
+        builder = builder.master(options.master)
+    for key, value in options.conf:
+        builder = builder.config(key, value)
+    spark = builder.getOrCreate()
+    try:
+        yield
+    finally:
+        spark.stop()
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from distributor.demo import demo
+
+    demo()
+
+
+def _report(error: Exception) -> int:
+    """Say what went wrong, as the user would look for it, and choose the exit code."""
+    from_rank = hasattr(error, "rank_failures")
+    if from_rank:
+        print(f"distributor: {type(error).__name__}:", error.__cause__ or error, file=sys.stderr)
+        print("".join(getattr(error, "__notes__", [])), file=sys.stderr)
+    elif isinstance(error, _EXPECTED):
+        print(f"distributor: {type(error).__name__}: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    if isinstance(error, WorkerDied):
+        return error.exit_code or 128 + (error.signal or 0)
+    if from_rank:
+        return FAILED
+    return next((code for kinds, code in _EXIT_CODES if isinstance(error, kinds)), FAILED)
+
+
+_EXPECTED = (RuntimeError, ValueError, TypeError, OSError)
+_EXIT_CODES: list[tuple[Any, int]] = [
+    (TimeoutError, TIMED_OUT),
+    ((ValueError, TypeError, FileNotFoundError, IsADirectoryError), BAD_INPUT),
+]

@@ -1,0 +1,149 @@
+"""``distributor demo``: DDP training on real images, here and on an embedded Spark."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from distributor.torch_distributor import TorchDistributor
+
+JAVA = 17
+"""The oldest Java that PySpark 4 runs on."""
+
+
+def train(epochs: int = 15, batch_size: int = 32) -> float:
+    """Train a small network on scikit-learn's digits with DDP; every rank runs this.
+
+    Parameters
+    ----------
+    epochs : int
+        Passes over the training images.
+    batch_size : int
+        Images per step and rank.
+
+    Returns
+    -------
+    float
+        Accuracy on the images held out, between 0 and 1.
+    """
+    import socket
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    print(f"rank {rank} of {world_size} on {socket.gethostname()}")
+    torch.manual_seed(0)
+    images, labels, test_images, test_labels = _digits()
+    dataset = TensorDataset(images, labels)
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, seed=0)
+    loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler)
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for epoch in range(1, epochs + 1):
+        sampler.set_epoch(epoch)
+        total = torch.zeros(())
+        for batch, target in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(batch), target)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            total += loss.detach()
+        dist.all_reduce(total)
+        if rank == 0:
+            print(f"epoch {epoch:2}  loss {total.item() / len(loader) / world_size:.4f}")
+    with torch.no_grad():
+        accuracy = (model(test_images).argmax(1) == test_labels).float().mean().item()
+    dist.destroy_process_group()
+    return float(accuracy)
+
+
+def _digits() -> tuple[Any, Any, Any, Any]:
+    """Load 1,797 images of 8 by 8 pixels, every fifth of them for the test."""
+    import torch
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    data = torch.tensor(images, dtype=torch.float32) / 16
+    target = torch.tensor(labels)
+    held_out = torch.arange(len(data)) % 5 == 0
+    return data[~held_out], target[~held_out], data[held_out], target[held_out]
+
+
+def demo() -> None:
+    """Train on two local ranks, then on two ranks of an embedded Spark cluster.
+
+    Raises
+    ------
+    RuntimeError
+        Where scikit-learn, which brings the images, is missing.
+    """
+    try:
+        import sklearn  # noqa: F401
+    except ImportError:
+        raise RuntimeError(
+            "The demo trains on scikit-learn's digits: pip install scikit-learn"
+        ) from None
+    _train_and_tell("two local ranks", local_mode=True)
+    found = java_version()
+    if found is None or found < JAVA:
+        print(
+            f"\nSpark needs Java {JAVA} or later, and found {found or 'none'}. Install it "
+            "(Debian and Ubuntu: apt-get install openjdk-17-jre-headless; Fedora: dnf install "
+            "java-17-openjdk-headless; macOS: brew install openjdk@17) and run the demo again."
+        )
+        return
+    with _embedded_spark():
+        _train_and_tell("two ranks on an embedded Spark cluster", local_mode=False)
+
+
+def java_version() -> int | None:
+    """Tell the major version of the ``java`` that Spark would run; None without one."""
+    home = os.environ.get("JAVA_HOME")
+    java = f"{home}/bin/java" if home else shutil.which("java")
+    try:
+        said = subprocess.run([java or "java", "-version"], capture_output=True, text=True)
+    except OSError:
+        return None
+    found = re.search(r'version "(?:1\.)?(\d+)', said.stderr)
+    return int(found.group(1)) if found else None
+
+
+def _train_and_tell(where: str, *, local_mode: bool) -> None:
+    print(f"\nTraining on {where}")
+    sys.stdout.flush()
+    began = time.perf_counter()
+    accuracy = TorchDistributor(num_processes=2, local_mode=local_mode, use_gpu=False).run(train)
+    seconds = time.perf_counter() - began
+    print(f"rank 0 returned a test accuracy of {accuracy:.4f} after {seconds:.1f} s")
+
+
+@contextmanager
+def _embedded_spark() -> Iterator[None]:
+    from pyspark.sql import SparkSession
+
+    spark = (
+        SparkSession.builder.appName("distributor demo")
+        .master("local-cluster[2,1,1024]")
+        .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.log.level", "ERROR")
+        .getOrCreate()
+    )
+    try:
+        yield
+    finally:
+        spark.stop()

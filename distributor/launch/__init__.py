@@ -1,0 +1,1 @@
+"""What runs on the driver: plan, launch, watch and show."""

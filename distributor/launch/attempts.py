@@ -1,0 +1,85 @@
+"""The one loop: launch, look at the outcomes, return the values or raise the failure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from distributor.errors import DistributorError
+from distributor.launch.console import Console
+from distributor.launch.job import Job, Launcher
+from distributor.node.agent import Sink
+from distributor.node.logs import LogFiles
+from distributor.wire.messages import Stream
+from distributor.wire.outcome import Failure, Outcome, Value, cause_first, raise_first
+
+
+def run(job: Job, launcher: Launcher) -> list[Any]:
+    """Run a job and give what its ranks returned.
+
+    Returns
+    -------
+    list
+        Rank 0's value alone, or every rank's in rank order where the job keeps all.
+
+    Raises
+    ------
+    Exception
+        What the failing rank raised, with its ``rank_failures``.
+    """
+    with DriverSink(job) as sink:
+        outcomes = launcher.launch(job, sink)
+    return values_of(job, outcomes)
+
+
+def values_of(job: Job, outcomes: list[Outcome]) -> list[Any]:
+    """Load the values that were asked for, or raise the first cause of failure."""
+    try:
+        failures = cause_first(outcome for outcome in outcomes if isinstance(outcome, Failure))
+        if failures:
+            raise_first(failures)
+        values = {outcome.rank: outcome for outcome in outcomes if isinstance(outcome, Value)}
+        wanted = range(job.num_processes) if job.keep_all else [0]
+        if missing := [rank for rank in wanted if rank not in values]:
+            raise DistributorError(f"No outcome came from rank(s) {missing}, and no failure.")
+        return [_load(values[rank]) for rank in wanted]
+    finally:
+        for outcome in outcomes:
+            if isinstance(outcome, Value):
+                outcome.file.close()
+
+
+def _load(value: Value) -> Any:
+    try:
+        return value.load()
+    except Exception as error:
+        raise DistributorError(
+            f"Rank {value.rank} returned a value that cannot be loaded here: {error!r}. "
+            "What it is made of must be importable in this process too."
+        ) from error
+
+
+class DriverSink:
+    """Shows the ranks' output here, and keeps all of it under ``log_dir``."""
+
+    def __init__(self, job: Job) -> None:
+        log_dir = job.settings.log_dir
+        self._console = Console(job.settings.shows)
+        self._files = LogFiles(Path(log_dir) / job.run_id) if log_dir is not None else None
+
+    def __enter__(self) -> DriverSink:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._console.close()
+        if self._files:
+            self._files.close()
+
+    def write(self, rank: int, stream: Stream, data: bytes) -> None:
+        self._console.write(rank, stream, data)
+        if self._files:
+            self._files.write(rank, stream, data)
+
+    def room(self) -> bool:
+        self._console.tick()
+        return True

@@ -1,0 +1,184 @@
+"""What is to be run, how, and for how long."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from distributor.node.agent import Sink
+from distributor.node.environment import RANK_VARIABLES
+from distributor.node.program import Call, Program, Script
+from distributor.wire import pickling
+from distributor.wire.outcome import Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a run is launched and watched; checked when it is built.
+
+    Parameters
+    ----------
+    env : mapping of str to str, optional
+        Environment variables for every rank.
+    timeout : float, optional
+        Seconds that the run may take once its ranks have started; None for no bound.
+    start_timeout : float
+        Seconds that may pass until all ranks are up, the wait for free slots included.
+    log_dir : str or path, optional
+        Folder that keeps every rank's whole output, in a folder named after the run.
+    show_output : "all", "none" or ranks
+        Whose output is shown here as it comes.
+    hub_address : str, optional
+        ``host`` or ``host:port`` at which this process listens for the nodes; by default the
+        address of Spark's driver and a free port.
+    """
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    timeout: float | None = None
+    start_timeout: float = 600.0
+    log_dir: str | os.PathLike[str] | None = None
+    show_output: Literal["all", "none"] | Collection[int] = "all"
+    hub_address: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_env(self.env)
+        _check_seconds("timeout", self.timeout)
+        _check_seconds("start_timeout", self.start_timeout)
+        _check_ranks(self.show_output)
+        if self.log_dir is not None:
+            Path(self.log_dir).mkdir(parents=True, exist_ok=True)
+        if self.hub_address is not None:
+            split_address(self.hub_address)
+
+    def shows(self, rank: int) -> bool:
+        """Tell whether a rank's output is shown."""
+        if isinstance(self.show_output, str):
+            return self.show_output == "all"
+        return rank in self.show_output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run: what each rank does, on how many, and with what settings."""
+
+    program: Program
+    num_processes: int
+    settings: Settings
+    keep_all: bool = False
+    run_id: str = field(default_factory=lambda: _new_run_id())
+    attempt: int = 0
+
+
+class Launcher(Protocol):
+    """Brings a job's ranks up somewhere and watches them to their end."""
+
+    def launch(self, job: Job, sink: Sink) -> list[Outcome]:
+        """Run all ranks; give the outcomes of those that ended by themselves."""
+
+
+def program_of(
+    train_object: Callable[..., Any] | str | os.PathLike[str],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Program:
+    """Make the program from what the user gave to ``run``.
+
+    Raises
+    ------
+    TypeError
+        For what is neither a callable nor a path, and a script's arguments given by name.
+    FileNotFoundError, IsADirectoryError
+        For a path that is no file.
+    UnpicklableError
+        For a callable or argument that cannot be sent to the ranks; names the culprit.
+    """
+    if isinstance(train_object, (str, os.PathLike)):
+        return _script(Path(train_object), args, kwargs)
+    if not callable(train_object):
+        raise TypeError(
+            "run takes a callable or the path of a Python script, "
+            f"but got {train_object!r} of type {type(train_object).__name__}."
+        )
+    name = getattr(train_object, "__name__", type(train_object).__name__)
+    return Call(name, pickling.dump_call(train_object, args, kwargs))
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split ``host`` or ``host:port``; the port is 0 where there is none."""
+    host, _, port = address.partition(":")
+    if not host or (port and not port.isdecimal()):
+        raise ValueError(f"hub_address must be 'host' or 'host:port', but is {address!r}.")
+    return host, int(port or 0)
+
+
+def check_num_processes(num_processes: object) -> int:
+    """Check a number of ranks; the words are PySpark's where it has some."""
+    if isinstance(num_processes, bool) or not hasattr(num_processes, "__index__"):
+        raise TypeError(
+            "num_processes has to be a positive integer, but is "
+            f"{num_processes!r} of type {type(num_processes).__name__}."
+        )
+    count = int(num_processes.__index__())
+    if count <= 0:
+        raise ValueError(f"num_processes has to be a positive integer, but is {count}.")
+    return count
+
+
+def _script(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Script:
+    if kwargs:
+        raise TypeError(
+            f"A script takes no keyword arguments, but got {sorted(kwargs)}. "
+            "Give them as command-line arguments: run('train.py', '--epochs=3')."
+        )
+    if path.is_dir():
+        raise IsADirectoryError(f"run needs the path of a Python script, but {path} is a folder.")
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"There is no script {path} (looked from {Path.cwd()}). "
+            "A path is read on the driver and sent to the nodes that do not have it."
+        )
+    path = path.absolute()
+    return Script(path.name, str(path), tuple(map(str, args)), path.read_bytes())
+
+
+def _check_env(env: Mapping[str, str]) -> None:
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(
+                f"env maps strings to strings, but has {name!r}: {value!r} "
+                f"({type(name).__name__} to {type(value).__name__})."
+            )
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"env has {name!r}, which is no name of an environment variable.")
+        if name in RANK_VARIABLES:
+            raise ValueError(f"env cannot set {name}: it says who a rank is, and differs by rank.")
+
+
+def _check_seconds(name: str, seconds: float | None) -> None:
+    if seconds is None and name == "timeout":
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"{name} is a number of seconds, but is {seconds!r}.")
+    if math.isnan(seconds) or seconds <= 0:
+        raise ValueError(f"{name} is a positive number of seconds, but is {seconds!r}.")
+
+
+def _check_ranks(shown: object) -> None:
+    if isinstance(shown, str):
+        valid = shown in ("all", "none")
+    else:
+        valid = isinstance(shown, Collection) and all(
+            isinstance(rank, int) and rank >= 0 for rank in shown
+        )
+    if not valid:
+        raise ValueError(f"show_output is 'all', 'none' or ranks such as [0], but is {shown!r}.")
+
+
+def _new_run_id() -> str:
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"

@@ -1,0 +1,186 @@
+"""What this machine and Spark offer: how many tasks, which GPUs. Plans only; launches nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from dataclasses import dataclass
+
+from distributor.launch.console import warn
+from distributor.launch.session import Session
+from distributor.node.environment import visible_devices
+
+TASK_GPUS = "spark.task.resource.gpu.amount"
+EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
+IGNORE_SSL = "pytorch.spark.distributor.ignoreSsl"
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """Ranks on this machine.
+
+    Parameters
+    ----------
+    num_processes : int
+        How many ranks, after the cut to the GPUs that there are.
+    gpus : tuple of str
+        Entries for ``CUDA_VISIBLE_DEVICES``; empty hides every GPU.
+    """
+
+    num_processes: int
+    gpus: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """Barrier tasks on a Spark cluster, each of them one node of the run.
+
+    Parameters
+    ----------
+    num_tasks : int
+        Spark tasks.
+    ranks_per_task : int
+        Ranks that each task starts.
+    use_gpu : bool
+        Whether each task takes the GPUs that Spark assigned to it.
+    profile_gpus : int
+        GPUs that a resource profile asks for each task, where the configuration asks for none.
+    driver_gpus : tuple of str
+        In ``local[n]``, where tasks have no GPUs of their own: one of the driver's for each rank.
+    """
+
+    num_tasks: int
+    ranks_per_task: int
+    use_gpu: bool
+    profile_gpus: int = 0
+    driver_gpus: tuple[str, ...] = ()
+
+
+def plan_local(num_processes: int, use_gpu: bool) -> LocalPlan:
+    """Plan a run on this machine.
+
+    Raises
+    ------
+    RuntimeError
+        Where GPUs are asked for and there is none.
+    """
+    if not use_gpu:
+        return LocalPlan(num_processes, ())
+    gpus = driver_gpus(Session.active())
+    if not gpus:
+        raise RuntimeError(
+            "GPUs were unable to be found on the driver. Looked at Spark's driver resources, "
+            "CUDA_VISIBLE_DEVICES and the NVIDIA driver. Pass use_gpu=False (--cpu) to train on CPUs."
+        )
+    if num_processes > len(gpus):
+        warn(
+            "'num_processes' cannot be set to a value greater than the number of available GPUs "
+            f"on the driver, which is {len(gpus)}. "
+            "'num_processes' was reset to be equal to the number of available GPUs."
+        )
+    used = min(num_processes, len(gpus))
+    return LocalPlan(used, gpus[:used])
+
+
+def plan_cluster(session: Session, num_processes: int, use_gpu: bool) -> ClusterPlan:
+    """Plan a run on Spark's executors.
+
+    Raises
+    ------
+    RuntimeError
+        Where encryption is asked for, or GPUs that the configuration does not offer.
+    """
+    _check_encryption(session)
+    if not use_gpu:
+        return ClusterPlan(num_processes, 1, use_gpu=False)
+    amount = float(session.conf(TASK_GPUS) or 0)
+    if session.is_local_master:
+        return _plan_local_master(session, num_processes, amount)
+    if amount:
+        ranks_per_task = max(1, int(amount))
+        _check_multiple(num_processes, ranks_per_task)
+        return ClusterPlan(num_processes // ranks_per_task, ranks_per_task, use_gpu=True)
+    return _plan_profile(session, num_processes)
+
+
+def driver_gpus(session: Session | None) -> tuple[str, ...]:
+    """List the driver's GPUs: Spark's, else those of the mask, else all of the machine."""
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if session is not None and (addresses := session.driver_gpu_addresses()):
+        return visible_devices(addresses, mask)
+    if mask is not None:
+        return tuple(entry.strip() for entry in mask.split(",") if entry.strip())
+    return tuple(str(index) for index in range(_count_gpus()))
+
+
+def _plan_local_master(session: Session, num_processes: int, amount: float) -> ClusterPlan:
+    if amount:
+        raise RuntimeError(
+            f"'{TASK_GPUS}' is set, but a {session.master} master cannot schedule GPUs and would "
+            "never start a task. Leave it unset: ranks then share the driver's GPUs."
+        )
+    gpus = driver_gpus(session)
+    if len(gpus) < num_processes:
+        raise RuntimeError(
+            f"{num_processes} ranks on {session.master} need as many GPUs on the driver, "
+            f"where {len(gpus)} were found."
+        )
+    return ClusterPlan(num_processes, 1, use_gpu=True, driver_gpus=gpus[:num_processes])
+
+
+def _plan_profile(session: Session, num_processes: int) -> ClusterPlan:
+    per_executor = int(float(session.conf(EXECUTOR_GPUS) or 0))
+    if not per_executor or not session.supports_profiles():
+        found = f"'{EXECUTOR_GPUS}' is {session.conf(EXECUTOR_GPUS) or 'unset too'}"
+        raise RuntimeError(
+            f"'{TASK_GPUS}' was unset, so gpu usage is unavailable ({found}). Set both when the "
+            "cluster is made (conf/spark-defaults-gpu.conf), or pass use_gpu=False."
+        )
+    fits_one = num_processes <= per_executor
+    ranks_per_task = num_processes if fits_one else math.gcd(num_processes, per_executor)
+    return ClusterPlan(
+        num_processes // ranks_per_task,
+        ranks_per_task,
+        use_gpu=True,
+        profile_gpus=ranks_per_task,
+    )
+
+
+def _check_multiple(num_processes: int, ranks_per_task: int) -> None:
+    if num_processes % ranks_per_task:
+        raise RuntimeError(
+            f"TorchDistributor 'num_processes' value ({num_processes}) must be a multiple of "
+            f"'{TASK_GPUS}' ({ranks_per_task}) value."
+        )
+
+
+def _check_encryption(session: Session) -> None:
+    if (session.conf("spark.ssl.enabled") or "false").lower() != "true":
+        return
+    if (session.conf(IGNORE_SSL) or "false").lower() != "true":
+        raise RuntimeError(
+            "This cluster has TLS encryption enabled; however, TorchDistributor does not support "
+            "data encryption in transit. To override this configuration and use TorchDistributor "
+            f"anyway, you may set '{IGNORE_SSL}' to 'true' in the Spark configuration. Model "
+            "parameters and possibly training data are then sent between nodes unencrypted."
+        )
+    warn(
+        "This cluster has TLS encryption enabled; TorchDistributor does not support data "
+        f"encryption in transit, and '{IGNORE_SSL}' is 'true': model parameters and possibly "
+        "training data are sent between nodes unencrypted."
+    )
+
+
+def _count_gpus() -> int:
+    """Count the GPUs that the driver library shows; unlike CUDA's calls it leaves no state."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    if nvml.nvmlInit_v2() != 0:
+        return 0
+    count = ctypes.c_uint()
+    found = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
+    nvml.nvmlShutdown()
+    return count.value if found else 0

@@ -1,0 +1,133 @@
+"""Launcher: one barrier task per node on Spark's executors."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from distributor.errors import StartTimeout
+from distributor.launch.console import notify
+from distributor.launch.job import Job, split_address
+from distributor.launch.resources import ClusterPlan
+from distributor.launch.session import BarrierJob, Session
+from distributor.launch.shipping import portable_task
+from distributor.launch.watch import Watch
+from distributor.node.agent import Sink
+from distributor.node.barrier_task import ROWS
+from distributor.node.environment import source_address
+from distributor.node.task_spec import TaskSpec
+from distributor.wire.hub import Hub
+from distributor.wire.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class SparkLauncher:
+    """Runs a job's ranks in one barrier job.
+
+    Parameters
+    ----------
+    session : Session
+        The Spark session.
+    plan : ClusterPlan
+        How many tasks, and what each of them has.
+    """
+
+    session: Session
+    plan: ClusterPlan
+
+    def launch(self, job: Job, sink: Sink) -> list[Outcome]:
+        """Run all ranks; give the outcomes of those that ended by themselves.
+
+        Raises
+        ------
+        OSError
+            Where ``hub_address`` cannot be bound.
+        StartTimeout, RunTimeout
+            Where a deadline passed.
+        ExecutorNotReady
+            Where an executor lacks what a rank needs.
+        """
+        deadline = time.monotonic() + job.settings.start_timeout
+        bind_host, advertised_host, port = hub_address(self.session, job.settings.hub_address)
+        secret = secrets.token_bytes(32)
+        with Hub(bind_host, secret, port=port) as hub:
+            profile = self._profile()
+            self._await_slots(profile, deadline)
+            spec = self._spec(job, (advertised_host, hub.port), secret)
+            task = portable_task(self.session, pickle.dumps(spec, protocol=5))
+            frame = self.session.barrier_frame(task, self.plan.num_tasks, ROWS, profile)
+            with Watch(job, self.plan, hub, sink, deadline) as watch:
+                with BarrierJob(self.session, frame, job.run_id, watch.job_ended) as barrier_job:
+                    return watch.outcomes(barrier_job.cancel)
+
+    def _profile(self) -> Any:
+        gpus = self.plan.profile_gpus
+        return self.session.gpu_profile(gpus) if gpus else None
+
+    def _await_slots(self, profile: Any, deadline: float) -> None:
+        """Wait until the executors could hold all tasks: a job submitted earlier sleeps 15 s."""
+        wanted, told = self.plan.num_tasks, time.monotonic() + TELL_SECONDS
+        while (slots := self.session.slots(profile)) is not None and slots < wanted:
+            shortage = (
+                f"{wanted} barrier tasks are wanted at once, and the executors of "
+                f"{self.session.master} have room for {slots}"
+            )
+            if self.session.is_local_master or time.monotonic() > deadline:
+                raise StartTimeout(
+                    f"{shortage}. Ask for fewer ranks, or give the application more executors or "
+                    "cores (spark.executor.instances, spark.executor.cores, spark.cores.max, "
+                    "spark.task.cpus)."
+                )
+            if time.monotonic() > told:
+                notify(f"Waiting: {shortage}.")
+                told += TELL_SECONDS
+            time.sleep(SLOTS_INTERVAL)
+
+    def _spec(self, job: Job, hub: tuple[str, int], secret: bytes) -> TaskSpec:
+        log_dir = job.settings.log_dir
+        return TaskSpec(
+            run_id=job.run_id,
+            attempt=job.attempt,
+            program=job.program,
+            ranks_per_node=self.plan.ranks_per_task,
+            keep_all=job.keep_all,
+            env=dict(job.settings.env),
+            use_gpu=self.plan.use_gpu,
+            driver_gpus=self.plan.driver_gpus,
+            hub=hub,
+            secret=secret,
+            log_dir=None if log_dir is None else os.fspath(log_dir),
+            meet_timeout=job.settings.start_timeout,
+        )
+
+
+TELL_SECONDS = 5.0
+SLOTS_INTERVAL = 0.05
+"""Seconds between two looks at how many executors have registered; Spark has no event for it."""
+
+
+def hub_address(session: Session, wish: str | None) -> tuple[str, str, int]:
+    """Choose where the hub listens: the host to bind, the host to tell the nodes, the port.
+
+    By default it listens only where Spark's driver does. A Connect client is not where the driver
+    is, so there it is the address from which the client reaches the driver.
+    """
+    if wish is not None:
+        host, port = split_address(wish)
+        return host, host, port
+    driver = session.conf("spark.driver.host") or "127.0.0.1"
+    if session.is_connect:
+        ours = _towards(driver)
+        return ours, ours, 0
+    return session.conf("spark.driver.bindAddress") or driver, driver, 0
+
+
+def _towards(host: str) -> str:
+    try:
+        return source_address(host)
+    except OSError:
+        return "127.0.0.1"  # nodes elsewhere then go without the hub

@@ -1,0 +1,251 @@
+"""The driver's view of one run on the cluster: what the nodes tell, and what follows from it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from distributor.errors import RunTimeout, StartTimeout
+from distributor.launch.console import warn
+from distributor.launch.diagnosis import explain
+from distributor.launch.job import Job
+from distributor.launch.resources import ClusterPlan
+from distributor.node.agent import Sink
+from distributor.node.settling import Settling
+from distributor.wire.hub import LOST, Hub
+from distributor.wire.messages import (
+    Failed,
+    MeetThroughSpark,
+    NodeDone,
+    NodeUp,
+    Output,
+    RanksStarted,
+    Release,
+    Rendezvous,
+    Stop,
+    ValueEnd,
+    ValuePart,
+    ValueReceived,
+)
+from distributor.wire.outcome import Failure, Outcome, Value
+from distributor.wire.report import failures_in
+
+TICK = 0.1
+MEET_SECONDS = 15.0
+"""Seconds from the first node's word to the last's, before they meet through Spark instead."""
+LAST_WORDS_SECONDS = 5.0
+"""Seconds for what nodes said over the link before their tasks ended."""
+
+
+class Watch:
+    """Follows a run from its submission to its outcomes; a context manager.
+
+    Parameters
+    ----------
+    job : Job
+        What runs.
+    plan : ClusterPlan
+        On how many nodes.
+    hub : Hub
+        Where the nodes' words arrive.
+    sink : Sink
+        Where the ranks' output goes.
+    start_deadline : float
+        When, by ``time.monotonic``, all nodes must be up.
+    """
+
+    def __init__(
+        self, job: Job, plan: ClusterPlan, hub: Hub, sink: Sink, start_deadline: float
+    ) -> None:
+        self._job = job
+        self._plan = plan
+        self._hub = hub
+        self._sink = sink
+        self._start_deadline = start_deadline
+        self._run_deadline: float | None = None
+        self._hosts: dict[int, str] = {}
+        self._first_up = 0.0
+        self._rendezvous: Rendezvous | None = None
+        self._met = False
+        self._done: set[int] = set()
+        self._left: set[int] = set()
+        self._failures: list[Failure] = []
+        self._settling = Settling(plan.num_tasks)
+        self._started: set[int] = set()
+        self._stopped = False
+        self._files: dict[int, BinaryIO] = {}
+        self._values: dict[int, Value] = {}
+        self._ending: list[Any] | BaseException | None = None
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def job_ended(self, ending: list[Any] | BaseException) -> None:
+        """Take the job's rows, or the exception that ended it. From any thread."""
+        self._hub.post(ending)
+
+    def outcomes(self, cancel: Callable[[], object]) -> list[Outcome]:
+        """Follow the run to its end.
+
+        Parameters
+        ----------
+        cancel : callable
+            Cancels the Spark job; called where the run is given up.
+
+        Returns
+        -------
+        list of Outcome
+            Of each rank that ended by itself, failures in the order in which they came.
+        """
+        try:
+            while self._ending is None:
+                self._take(TICK)
+                self._sink.room()
+                self._advance()
+            self._take_last_words()
+        except BaseException:
+            self._hub.broadcast(Stop("the driver gave the run up"))
+            cancel()
+            raise
+        return self._read(self._ending)
+
+    # What the nodes tell
+
+    def _take(self, seconds: float) -> bool:
+        event = self._hub.get(seconds)
+        if event is None:
+            return False
+        node, message = event
+        if message is LOST:
+            self._left.add(node)
+        elif isinstance(message, (list, BaseException)):
+            self._ending = message
+        else:
+            _HANDLERS[type(message)](self, node, message)
+        return True
+
+    def _node_up(self, node: int, message: NodeUp) -> None:
+        self._first_up = self._first_up or time.monotonic()
+        self._hosts[node] = message.host
+
+    def _rendezvous_known(self, node: int, message: Rendezvous) -> None:
+        self._rendezvous = message
+
+    def _ranks_started(self, node: int, message: RanksStarted) -> None:
+        self._settling.started(node)
+        self._started.add(node)
+
+    def _output(self, node: int, message: Output) -> None:
+        self._sink.write(message.rank, message.stream, message.data)
+
+    def _value_part(self, node: int, message: ValuePart) -> None:
+        if message.rank not in self._files:
+            self._files[message.rank] = tempfile.TemporaryFile()
+        self._files[message.rank].write(message.data)
+
+    def _value_end(self, node: int, message: ValueEnd) -> None:
+        file = self._files.pop(message.rank)
+        if file.tell() == message.size:
+            self._values[message.rank] = Value(message.rank, file)
+            self._hub.send(node, ValueReceived(message.rank))
+
+    def _failed(self, node: int, message: Failed) -> None:
+        self._failures.append(message.failure)
+        self._settling.failed(message.failure)
+
+    def _node_done(self, node: int, message: NodeDone) -> None:
+        self._done.add(node)
+        if len(self._done) == self._plan.num_tasks:
+            self._hub.broadcast(Release())
+
+    # What follows from it
+
+    def _advance(self) -> None:
+        now = time.monotonic()
+        if not self._met and self._hosts:
+            self._let_meet(now)
+        if self._run_deadline is not None and now > self._run_deadline:
+            raise RunTimeout(
+                f"The run took longer than its timeout of {self._job.settings.timeout:g} s. "
+                f"Still busy: {self._busy()}"
+            )
+        if self._settling.over() and not self._stopped:
+            self._stopped = True
+            self._hub.broadcast(Stop("a rank failed"))
+
+    def _let_meet(self, now: float) -> None:
+        if self._rendezvous and len(self._hosts) == self._plan.num_tasks:
+            self._hub.broadcast(self._rendezvous)
+        elif self._left or now > self._first_up + MEET_SECONDS:
+            self._warn_of_missing_links()
+            self._hub.broadcast(MeetThroughSpark())
+        elif now > self._start_deadline:
+            raise StartTimeout(f"After start_timeout, no word from task(s) {self._silent()}.")
+        else:
+            return
+        self._met = True
+        if (seconds := self._job.settings.timeout) is not None:
+            self._run_deadline = now + seconds
+
+    def _silent(self) -> list[int]:
+        return sorted(set(range(self._plan.num_tasks)) - set(self._hosts))
+
+    def _busy(self) -> str:
+        busy = {n: host for n, host in sorted(self._hosts.items()) if n not in self._done}
+        return ", ".join(f"node {node} on {host}" for node, host in busy.items()) or "no node"
+
+    def _warn_of_missing_links(self) -> None:
+        warn(
+            f"Node(s) {self._silent()} did not reach this process at port {self._hub.port}: their "
+            "output is not shown here, and values come through Spark. Open that way, or set "
+            "hub_address to one that the executors can reach."
+        )
+
+    # The end
+
+    def _take_last_words(self) -> None:
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        while not set(self._hosts) <= self._left and time.monotonic() < deadline:
+            self._take(TICK)
+        while self._take(0):
+            pass
+
+    def _read(self, ending: list[Any] | BaseException) -> list[Outcome]:
+        if isinstance(ending, BaseException):
+            told = {failure.origin.rank for failure in self._failures}
+            late = [failure for failure in failures_in(str(ending))]
+            failures = [*self._failures, *(f for f in late if f.origin.rank not in told)]
+            if not failures:
+                raise explain(ending, self._plan.num_tasks) from ending
+            return [*failures, *self._values.values()]
+        if not self._hosts:
+            self._warn_of_missing_links()
+        return [*self._failures, *(_values_in(ending) | self._values).values()]
+
+
+_HANDLERS: dict[type, Callable[[Watch, int, Any], None]] = {
+    NodeUp: Watch._node_up,
+    Rendezvous: Watch._rendezvous_known,
+    RanksStarted: Watch._ranks_started,
+    Output: Watch._output,
+    ValuePart: Watch._value_part,
+    ValueEnd: Watch._value_end,
+    Failed: Watch._failed,
+    NodeDone: Watch._node_done,
+}
+
+
+def _values_in(rows: list[Any]) -> dict[int, Value]:
+    """Put the values together that came as rows."""
+    values: dict[int, Value] = {}
+    for row in sorted(rows, key=lambda row: (row.rank, row.part)):
+        if row.rank not in values:
+            values[row.rank] = Value(row.rank, tempfile.TemporaryFile())
+        values[row.rank].file.write(row.data)
+    return values

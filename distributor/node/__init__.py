@@ -1,0 +1,1 @@
+"""On each machine of a run: its agent, its ranks and their environment."""

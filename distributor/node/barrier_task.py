@@ -1,0 +1,160 @@
+"""One node of a run inside one Spark barrier task."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import platform
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distributor.errors import ExecutorNotReady
+from distributor.node.agent import Agent
+from distributor.node.channel import Channel, open_channel
+from distributor.node.environment import Node, node_order, routable_address, visible_devices
+from distributor.node.program import Program, Script
+from distributor.node.task_spec import TaskSpec
+from distributor.wire.messages import Rendezvous
+from distributor.wire.outcome import Failure, Outcome, Value
+from distributor.wire.report import TaskFailed
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+ROWS = "rank int, part int, data binary"
+"""The rows of a task: the values that did not reach the driver over the link, in parts."""
+
+
+def run(pickled_spec: bytes, batches: Iterator[Any]) -> Iterator[pa.RecordBatch]:
+    """Be one node of the run: meet the others, run the ranks, hand over what they returned.
+
+    Raises
+    ------
+    TaskFailed
+        Where a rank failed: only a raise makes Spark stop the other tasks.
+    """
+    from pyspark import BarrierTaskContext
+
+    _check_interpreter()
+    for _ in batches:  # they only number the tasks
+        pass
+    spec: TaskSpec = pickle.loads(pickled_spec)
+    context = BarrierTaskContext.get()
+    hosts = [info.address.rsplit(":", 1)[0] for info in context.getTaskInfos()]
+    node_rank = node_order(hosts).index(context.partitionId())
+    with open_channel(spec, node_rank, hosts[context.partitionId()], context) as channel:
+        node, listener = _join(spec, node_rank, hosts, context, channel)
+        outcomes = _run_ranks(spec, node, listener, channel)
+        yield from _rows(outcomes, delivered=channel.deliver(outcomes))
+
+
+def _check_interpreter() -> None:
+    if find_spec("torch") is None:
+        raise ExecutorNotReady(
+            f"The executor on {socket.gethostname()} runs Python {platform.python_version()} at "
+            f"{sys.executable}, which has no torch. Install torch there, or set PYSPARK_PYTHON "
+            "(or spark.pyspark.python for spark-submit) to an interpreter that has it, before "
+            "the Spark session is made."
+        )
+
+
+def _join(
+    spec: TaskSpec, node_rank: int, hosts: list[str], context: Any, channel: Channel
+) -> tuple[Node, socket.socket | None]:
+    """Agree with the other nodes on where rank 0's store listens."""
+    host = hosts[context.partitionId()]
+    address = routable_address(host, hosts)
+    listener = socket.create_server((address, 0)) if node_rank == 0 else None
+    mine = Rendezvous(address, listener.getsockname()[1]) if listener else None
+    meeting = channel.meet(mine)
+    node = Node(
+        run_id=spec.run_id,
+        attempt=spec.attempt,
+        host=host,
+        address=address,
+        node_rank=node_rank,
+        num_nodes=len(hosts),
+        ranks_per_node=spec.ranks_per_node,
+        master_addr=meeting.host,
+        master_port=meeting.port,
+        gpus=_gpus(spec, node_rank, context),
+        env=spec.env,
+    )
+    return node, listener
+
+
+def _gpus(spec: TaskSpec, node_rank: int, context: Any) -> tuple[str, ...]:
+    if not spec.use_gpu:
+        return ()
+    if spec.driver_gpus:
+        first = node_rank * spec.ranks_per_node
+        return spec.driver_gpus[first : first + spec.ranks_per_node]
+    addresses = context.resources()["gpu"].addresses
+    return visible_devices(addresses, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _run_ranks(
+    spec: TaskSpec, node: Node, listener: socket.socket | None, channel: Channel
+) -> list[Outcome]:
+    agent = Agent(
+        node,
+        _placed(spec.program),
+        channel,
+        listener=listener,
+        keep_all=spec.keep_all,
+        patience=channel.patience,
+        on_started=channel.started,
+        on_failure=channel.failed,
+        on_done=channel.done,
+    )
+    with agent:
+        channel.attach(agent)
+        outcomes = agent.run()
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+    if failures or channel.stopped:
+        channel.await_verdict(failures)
+        raise TaskFailed.of(failures)
+    return outcomes
+
+
+def _placed(program: Program) -> Program:
+    """See to it that a script lies on this node: the driver's text, whatever was here before."""
+    if not isinstance(program, Script):
+        return program
+    try:
+        if Path(program.path).read_bytes() == program.source:
+            return program
+    except OSError:
+        pass  # not here: the nodes need not share the driver's disk
+    return replace(program, path=str(_written(program)))
+
+
+def _written(script: Script) -> Path:
+    from pyspark import SparkFiles
+
+    digest = hashlib.sha256(script.source).hexdigest()[:12]
+    path = Path(SparkFiles.getRootDirectory(), f"distributor-{digest}", script.name)
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        aside = path.with_suffix(f".{os.getpid()}")
+        aside.write_bytes(script.source)
+        aside.replace(path)
+    return path
+
+
+def _rows(outcomes: list[Outcome], delivered: set[int]) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+
+    schema = pa.schema([("rank", pa.int32()), ("part", pa.int32()), ("data", pa.binary())])
+    for outcome in outcomes:
+        if isinstance(outcome, Value) and outcome.rank not in delivered:
+            for part, data in enumerate(outcome.parts()):
+                columns = [[outcome.rank], [part], [data]]
+                arrays = [pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)]
+                yield pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -1,0 +1,302 @@
+"""How a node talks with the driver and the other nodes: over the link, or through Spark."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from distributor.errors import StartTimeout
+from distributor.node.agent import Agent, Sink
+from distributor.node.logs import LogFiles
+from distributor.node.settling import CAUSE_SECONDS, ECHO_SECONDS, START_SECONDS
+from distributor.node.task_spec import TaskSpec
+from distributor.wire.link import Link
+from distributor.wire.messages import (
+    Failed,
+    MeetThroughSpark,
+    NodeDone,
+    NodeUp,
+    Output,
+    RanksStarted,
+    Release,
+    Rendezvous,
+    Stop,
+    Stream,
+    ValueEnd,
+    ValuePart,
+    ValueReceived,
+)
+from distributor.wire.outcome import Failure, Outcome, Value
+
+CONNECT_SECONDS = 5.0
+"""Seconds to reach the hub before a node goes on without it."""
+LINGER_SECONDS = 30.0
+"""Seconds that rank 0 serves the store after its work when the link was lost meanwhile."""
+SEND_SECONDS = 60.0
+"""Seconds without progress after which a value goes through Spark instead of the link."""
+BACKLOG = 8 * 1024 * 1024
+
+
+class Channel(Sink, Protocol):
+    """A node's way to the others; also the sink for its ranks' output."""
+
+    patience: float
+    """Seconds that the driver has to decide on a failure before the node does."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the driver told this node to stop."""
+
+    def __enter__(self) -> Channel: ...
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+    def attach(self, agent: Agent) -> None:
+        """Let the driver's words reach the agent."""
+
+    def meet(self, mine: Rendezvous | None) -> Rendezvous:
+        """Tell where rank 0's store listens, on its node, or learn it."""
+
+    def started(self) -> None:
+        """Tell that this node's ranks begin their work."""
+
+    def failed(self, failure: Failure) -> None:
+        """Tell that a rank failed."""
+
+    def await_verdict(self, failures: list[Failure]) -> None:
+        """Wait before the task is ended by a failure: that ends every other task too."""
+
+    def done(self) -> None:
+        """Tell that this node's ranks have done their work; see that rank 0 is released."""
+
+    def deliver(self, outcomes: list[Outcome]) -> set[int]:
+        """Hand over values; give the ranks whose values arrived."""
+
+
+def open_channel(spec: TaskSpec, node_rank: int, host: str, context: Any) -> Channel:
+    """Connect to the hub; where it cannot be had, give the channel through Spark alone."""
+    through_spark = SparkChannel(spec, context)
+    channel = HubChannel(spec, through_spark)
+    try:
+        channel.connect(node_rank, host)
+    except OSError as error:
+        print(f"distributor: no link to the driver at {spec.hub}: {error}", file=sys.stderr)
+        return through_spark
+    return channel
+
+
+class SparkChannel:
+    """What Spark alone gives: an exchange at the start, a barrier at the end, rows.
+
+    Output goes to the node's own ``log_dir``, where there is one, and is not shown.
+    """
+
+    patience = 0.0
+
+    def __init__(self, spec: TaskSpec, context: Any) -> None:
+        self._context = context
+        self._agent: Agent | None = None
+        self._files = LogFiles(Path(spec.log_dir) / spec.run_id) if spec.log_dir else None
+        self._last_barrier = threading.Thread(target=self._finish_together, daemon=True)
+
+    @property
+    def stopped(self) -> bool:
+        return False  # Spark stops a task by killing it
+
+    def __enter__(self) -> SparkChannel:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._files:
+            self._files.close()
+
+    def attach(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def meet(self, mine: Rendezvous | None) -> Rendezvous:
+        said = self._context.allGather(json.dumps(asdict(mine) if mine else None))
+        given = [json.loads(text) for text in said]
+        return next(Rendezvous(**fields) for fields in given if fields)
+
+    def started(self) -> None:
+        pass  # nobody waits for it
+
+    def failed(self, failure: Failure) -> None:
+        pass  # the exception that ends the task carries it
+
+    def await_verdict(self, failures: list[Failure]) -> None:
+        if failures and all(failure.collateral for failure in failures):
+            time.sleep(ECHO_SECONDS)  # unless the cause ends this task by then
+
+    def done(self) -> None:
+        self._last_barrier.start()
+
+    def _finish_together(self) -> None:
+        self._context.barrier()
+        if self._agent:
+            self._agent.release()
+
+    def deliver(self, outcomes: list[Outcome]) -> set[int]:
+        self._last_barrier.join()
+        return set()  # the rows carry all
+
+    def write(self, rank: int, stream: Stream, data: bytes) -> None:
+        if self._files:
+            self._files.write(rank, stream, data)
+
+    def room(self) -> bool:
+        return True
+
+
+class HubChannel:
+    """The link to the driver's hub, with the way through Spark for what the link cannot do."""
+
+    patience = CAUSE_SECONDS + ECHO_SECONDS + START_SECONDS
+
+    def __init__(self, spec: TaskSpec, through_spark: SparkChannel) -> None:
+        self._spec = spec
+        self._through_spark = through_spark
+        self._met_through_spark = False
+        self._answers: queue.Queue[Rendezvous | None] = queue.Queue()
+        self._changed = threading.Condition()
+        self._received: set[int] = set()
+        self._done = self._stopped = False
+        self._agent: Agent | None = None
+        self._link: Link
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped
+
+    def __enter__(self) -> HubChannel:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._link.close()
+        self._through_spark.__exit__(*exc_info)
+
+    def connect(self, node_rank: int, host: str) -> None:
+        """Connect to the hub.
+
+        Raises
+        ------
+        OSError
+            Where it cannot be reached, or does not prove that it holds the run's secret.
+        """
+        self._link = Link.connect(
+            *self._spec.hub,
+            self._spec.secret,
+            node_rank,
+            timeout=CONNECT_SECONDS,
+            on_message=self._receive,
+            on_lost=self._lost,
+        )
+        self._link.send(NodeUp(host))
+
+    def attach(self, agent: Agent) -> None:
+        self._agent = agent
+        self._through_spark.attach(agent)
+        if self._stopped:
+            agent.stop()
+
+    def meet(self, mine: Rendezvous | None) -> Rendezvous:
+        if mine:
+            self._link.send(mine)
+        try:
+            answer = self._answers.get(timeout=self._spec.meet_timeout)
+        except queue.Empty:
+            raise StartTimeout("The other nodes did not come up within start_timeout.") from None
+        if answer:
+            return answer
+        self._met_through_spark = True
+        return self._through_spark.meet(mine)
+
+    def started(self) -> None:
+        self._link.send(RanksStarted())
+
+    def failed(self, failure: Failure) -> None:
+        self._link.send(Failed(failure))
+
+    def await_verdict(self, failures: list[Failure]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._link.lost, self.patience)
+
+    def done(self) -> None:
+        self._done = True
+        if self._met_through_spark:
+            self._through_spark.done()
+        self._link.send(NodeDone())
+        if self._link.lost:
+            self._linger()
+
+    def deliver(self, outcomes: list[Outcome]) -> set[int]:
+        if self._met_through_spark:
+            self._through_spark.deliver(outcomes)
+        values = [outcome for outcome in outcomes if isinstance(outcome, Value)]
+        sent = {value.rank for value in values if self._send(value)}
+        with self._changed:
+            self._changed.wait_for(lambda: self._link.lost or sent <= self._received, SEND_SECONDS)
+            return sent & self._received
+
+    def _send(self, value: Value) -> bool:
+        size = 0
+        for data in value.parts():
+            if not self._link.wait_below(BACKLOG, SEND_SECONDS):
+                return False
+            self._link.send(ValuePart(value.rank, data))
+            size += len(data)
+        if not size:
+            return False  # nobody asked for what this rank returned
+        self._link.send(ValueEnd(value.rank, size))
+        return True
+
+    def write(self, rank: int, stream: Stream, data: bytes) -> None:
+        if self._link.lost:
+            self._through_spark.write(rank, stream, data)
+        else:
+            self._link.send(Output(rank, stream, data))
+
+    def room(self) -> bool:
+        return self._link.lost or self._link.backlog() < BACKLOG
+
+    def _receive(self, message: object) -> None:
+        """Act on the driver's word; called on the link's thread."""
+        if isinstance(message, Rendezvous):
+            self._answers.put(message)
+        elif isinstance(message, MeetThroughSpark):
+            self._answers.put(None)
+        elif isinstance(message, Stop):
+            with self._changed:
+                self._stopped = True
+                self._changed.notify_all()
+            if self._agent:
+                self._agent.stop()
+        elif isinstance(message, Release):
+            self._release()
+        elif isinstance(message, ValueReceived):
+            with self._changed:
+                self._received.add(message.rank)
+                self._changed.notify_all()
+
+    def _lost(self) -> None:
+        self._answers.put(None)
+        with self._changed:
+            self._changed.notify_all()
+        if self._done:
+            self._linger()
+
+    def _linger(self) -> None:
+        """Release rank 0 after a while: the driver can no longer tell when all are done."""
+        timer = threading.Timer(LINGER_SECONDS, self._release)
+        timer.daemon = True
+        timer.start()
+
+    def _release(self) -> None:
+        if self._agent:
+            self._agent.release()

@@ -1,0 +1,226 @@
+"""What a rank finds in its environment: torchrun's variables, its GPUs, its interface."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from distributor.wire.outcome import Origin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One node's share of a run: which ranks it holds, and where they meet the others.
+
+    Parameters
+    ----------
+    run_id : str
+        The run's name; ``TORCHELASTIC_RUN_ID`` of its ranks.
+    attempt : int
+        0 for the first launch of the run.
+    host : str
+        This machine's name or address, for messages.
+    address : str
+        This machine's address among the nodes; decides the network interface.
+    node_rank, num_nodes : int
+        This node's place among the run's nodes.
+    ranks_per_node : int
+        Ranks on this and on every node.
+    master_addr, master_port : str, int
+        Where rank 0's store listens.
+    gpus : tuple of str, optional
+        GPUs of this node's ranks, as ``CUDA_VISIBLE_DEVICES`` wants them; empty hides all of
+        them and None leaves the variable as it is.
+    env : mapping of str to str
+        The user's own variables; they win over the environment that is here already.
+    """
+
+    run_id: str
+    attempt: int = 0
+    host: str
+    address: str
+    node_rank: int = 0
+    num_nodes: int = 1
+    ranks_per_node: int
+    master_addr: str
+    master_port: int
+    gpus: tuple[str, ...] | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    def origin(self, local_rank: int) -> Origin:
+        """Say who the node's rank number `local_rank` is."""
+        return Origin(
+            rank=self.node_rank * self.ranks_per_node + local_rank,
+            local_rank=local_rank,
+            host=self.host,
+            attempt=self.attempt,
+        )
+
+
+ROLE = "default"
+
+RANK_VARIABLES = frozenset(
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE NODE_RANK ROLE_RANK "
+    "ROLE_NAME ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID "
+    "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE".split()
+)
+"""The variables that say who a rank is; a user's ``env`` cannot set them."""
+
+
+def rank_environment(node: Node, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Build a rank's whole environment, as torchrun would, from the one its agent has.
+
+    Parameters
+    ----------
+    node : Node
+        The rank's node.
+    local_rank : int
+        The rank's place on its node.
+    inherited : mapping of str to str
+        The agent's own environment.
+
+    Returns
+    -------
+    dict of str to str
+    """
+    rank, world_size = node.origin(local_rank).rank, node.world_size
+    identity = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": node.ranks_per_node,
+        "GROUP_RANK": node.node_rank,
+        "GROUP_WORLD_SIZE": node.num_nodes,
+        "NODE_RANK": node.node_rank,  # not torchrun's: PySpark's class sets it
+        "ROLE_RANK": rank,
+        "ROLE_NAME": ROLE,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": node.master_addr,
+        "MASTER_PORT": node.master_port,
+        "TORCHELASTIC_RUN_ID": node.run_id,
+        "TORCHELASTIC_RESTART_COUNT": node.attempt,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    devices = {} if node.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus)}
+    return {
+        **_defaults(node),
+        **inherited,
+        **devices,
+        **node.env,
+        **{name: str(value) for name, value in identity.items()},
+    }
+
+
+def _defaults(node: Node) -> dict[str, str]:
+    """List what holds only where neither the user nor the machine says otherwise."""
+    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    if node.ranks_per_node > 1:
+        defaults["OMP_NUM_THREADS"] = "1"
+    if interface := interface_of(node.address):
+        defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return defaults
+
+
+def visible_devices(addresses: Sequence[str], mask: str | None) -> tuple[str, ...]:
+    """Translate Spark's GPU addresses into entries for ``CUDA_VISIBLE_DEVICES``.
+
+    Spark's addresses are positions, so where a mask is inherited they index into it. A discovery
+    script that ignores the mask lists the entries themselves; those are taken as they are.
+
+    Raises
+    ------
+    ValueError
+        Where an address is no number, or neither a position in the mask nor an entry of it.
+    """
+    for address in addresses:
+        if not address.isdecimal() or str(int(address)) != address:
+            raise ValueError(
+                f"Found GPU addresses {list(addresses)} which are not all in the correct format "
+                "for CUDA_VISIBLE_DEVICES, which requires integers with no zero padding. "
+                "Correct the GPU discovery script (conf/get_gpus.sh is one that works)."
+            )
+    if mask is None:
+        return tuple(addresses)
+    entries = [entry.strip() for entry in mask.split(",") if entry.strip()]
+    if all(int(address) < len(entries) for address in addresses):
+        return tuple(entries[int(address)] for address in addresses)
+    if set(addresses) <= set(entries):
+        return tuple(addresses)
+    raise ValueError(
+        f"Spark assigned the GPU addresses {list(addresses)}, but CUDA_VISIBLE_DEVICES={mask!r} "
+        f"on {socket.gethostname()} has only {len(entries)} entries. Let the discovery script list "
+        "positions within CUDA_VISIBLE_DEVICES, or unset that variable for the executors."
+    )
+
+
+def node_order(hosts: Sequence[str]) -> list[int]:
+    """Number the nodes so that those of one host stand side by side.
+
+    Parameters
+    ----------
+    hosts : sequence of str
+        The host of each Spark task, by partition.
+
+    Returns
+    -------
+    list of int
+        Partitions in the order of their node ranks. The host of partition 0 comes first.
+    """
+    first_seen = {host: partition for partition, host in reversed(list(enumerate(hosts)))}
+    return sorted(range(len(hosts)), key=lambda partition: (first_seen[hosts[partition]], partition))
+
+
+def routable_address(name: str, peers: Sequence[str]) -> str:
+    """Find the IPv4 address under which this machine, called `name`, is reached by its peers.
+
+    A host name that resolves to loopback (Debian's 127.0.1.1) is right only where all peers are
+    this machine; otherwise it is the address from which a packet to a peer leaves.
+    """
+    address = _resolve(name)
+    strangers = [peer for peer in peers if peer != name]
+    if address.startswith("127.") and strangers:
+        return source_address(strangers[0])
+    return address
+
+
+def source_address(destination: str) -> str:
+    """Find the local IPv4 address from which `destination` is reached; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((destination, 9))
+        return str(probe.getsockname()[0])
+
+
+def _resolve(name: str) -> str:
+    return str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
+
+
+def interface_of(address: str) -> str | None:
+    """Name the network interface that has an IPv4 address; None where that cannot be told."""
+    return _interfaces().get(address)
+
+
+def _interfaces() -> dict[str, str]:
+    """Map each IPv4 address of this machine to its interface (Linux; elsewhere empty)."""
+    if sys.platform != "linux":
+        return {}
+    import array
+    import fcntl
+
+    siocgifconf, entry_size = 0x8912, 40
+    table = array.array("B", bytes(entry_size * 256))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("iL", len(table), table.buffer_info()[0])
+        filled = struct.unpack("iL", fcntl.ioctl(any_socket, siocgifconf, request))[0]
+    entries = (bytes(table[i : i + entry_size]) for i in range(0, filled, entry_size))
+    return {
+        socket.inet_ntoa(entry[20:24]): entry[:16].split(b"\0")[0].decode().split(":")[0]
+        for entry in entries
+    }

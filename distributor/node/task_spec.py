@@ -1,0 +1,51 @@
+"""What the driver tells every task of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distributor.node.program import Program
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """What the driver tells every task of a run, pickled with the task.
+
+    Parameters
+    ----------
+    run_id, attempt : str, int
+        The run.
+    program : Program
+        What each rank runs.
+    ranks_per_node : int
+        Ranks that each task starts.
+    keep_all : bool
+        Whether every rank's value is wanted, or rank 0's alone.
+    env : dict of str to str
+        The user's variables for the ranks.
+    use_gpu : bool
+        Whether the ranks have the GPUs that Spark assigned to their task.
+    driver_gpus : tuple of str
+        In ``local[n]``: the driver's GPUs, one for each rank.
+    hub : tuple of str and int
+        Where the driver listens.
+    secret : bytes
+        What proves a node to the hub, and the hub to a node.
+    log_dir : str or None
+        Folder for the ranks' output where the hub cannot be reached.
+    meet_timeout : float
+        Seconds to wait for the other nodes.
+    """
+
+    run_id: str
+    attempt: int
+    program: Program
+    ranks_per_node: int
+    keep_all: bool
+    env: dict[str, str]
+    use_gpu: bool
+    driver_gpus: tuple[str, ...]
+    hub: tuple[str, int]
+    secret: bytes
+    log_dir: str | None
+    meet_timeout: float

@@ -1,0 +1,155 @@
+"""TorchDistributor: PySpark's class, and what it should have been."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar, overload
+
+from distributor.launch import attempts
+from distributor.launch.console import notify
+from distributor.launch.job import Job, Launcher, Settings, check_num_processes, program_of
+from distributor.launch.local import LocalLauncher
+from distributor.launch.resources import plan_cluster, plan_local
+from distributor.launch.session import Session
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class TorchDistributor(Settings):
+    """Runs a PyTorch function or script on several ranks, here or as a Spark barrier job.
+
+    A drop-in for ``pyspark.ml.torch.distributor.TorchDistributor``. What it takes is checked
+    where it is built: GPUs that are not there, or a Spark configuration that cannot work, are
+    errors before anything is launched.
+
+    Parameters
+    ----------
+    num_processes : int
+        How many ranks. In local mode with GPUs it is cut, with a warning, to the GPUs there are.
+    local_mode : bool
+        True: ranks on this machine, no Spark needed. False: on the executors of the active
+        Spark session, classic or Connect.
+    use_gpu : bool
+        Whether each rank has a GPU. Without, GPUs are hidden from the ranks.
+    env : mapping of str to str, optional
+        Environment variables for every rank.
+    timeout : float, optional
+        Seconds that the run may take once its ranks have started; None for no bound.
+    start_timeout : float
+        Seconds that may pass until all ranks are up, the wait for free slots included.
+    log_dir : str or path, optional
+        Folder on the driver that keeps every rank's whole output, in a folder named after the run.
+    show_output : "all", "none" or ranks
+        Whose output is shown here as it comes.
+    hub_address : str, optional
+        ``host`` or ``host:port`` at which this process listens for the nodes; by default the
+        address of Spark's driver and a free port.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a setting that makes no sense.
+    RuntimeError
+        Where GPUs are asked for and there are none, where the cluster demands encryption, or
+        where distributed mode finds no Spark session.
+
+    Examples
+    --------
+    >>> def train(learning_rate):
+    ...     import torch.distributed as dist
+    ...     dist.init_process_group("gloo")
+    ...     return dist.get_world_size()
+    >>> TorchDistributor(num_processes=2, local_mode=True, use_gpu=False).run(train, 1e-3)
+    2
+    """
+
+    num_processes: int = 1
+    local_mode: bool = True
+    use_gpu: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Frozen for its users; what they gave is settled here, once.
+        object.__setattr__(self, "num_processes", check_num_processes(self.num_processes))
+        _, planned = self._plan()
+        object.__setattr__(self, "num_processes", planned)
+
+    @overload
+    def run(self, train_object: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    @overload
+    def run(self, train_object: str | os.PathLike[str], *args: str) -> None: ...
+
+    def run(self, train_object: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a function or a script on every rank, and give what rank 0 returned.
+
+        Parameters
+        ----------
+        train_object : callable or path
+            What each rank runs: any callable, or a Python script.
+        *args
+            Its arguments; for a script, the words of its command line.
+        **kwargs
+            Its keyword arguments; a script has none.
+
+        Returns
+        -------
+        object
+            Rank 0's value; None for a script.
+
+        Raises
+        ------
+        Exception
+            What the failing rank raised, with its own type and arguments. Its cause is the remote
+            traceback, and its ``rank_failures`` maps each failed rank to its failure, the cause
+            first. `WorkerDied` where a rank ended without a word, `RemoteError` where its
+            exception cannot be rebuilt here.
+        RunTimeout, StartTimeout
+            Where a deadline passed.
+        """
+        return self._run(False, train_object, args, kwargs)[0]
+
+    @overload
+    def run_all(
+        self, train_object: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]: ...
+
+    @overload
+    def run_all(self, train_object: str | os.PathLike[str], *args: str) -> list[None]: ...
+
+    def run_all(self, train_object: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """Do as `run` does, and give what every rank returned, in rank order."""
+        return self._run(True, train_object, args, kwargs)
+
+    def _run(
+        self, keep_all: bool, train_object: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        program = program_of(train_object, args, kwargs)
+        launcher, num_processes = self._plan()
+        job = Job(
+            program=program,
+            num_processes=num_processes,
+            settings=self,
+            keep_all=keep_all,
+        )
+        what = "local training" if self.local_mode else "distributed training"
+        kind = "processes" if self.local_mode else "executor processes"
+        notify(f"Started {what} with {num_processes} {kind}")
+        values = attempts.run(job, launcher)
+        notify(f"Finished {what} with {num_processes} {kind}")
+        return values
+
+    def _plan(self) -> tuple[Launcher, int]:
+        """Choose the launcher, and the number of ranks that it can start."""
+        if self.local_mode:
+            plan = plan_local(self.num_processes, self.use_gpu)
+            return LocalLauncher(plan.gpus), plan.num_processes
+        from distributor.launch.spark import SparkLauncher  # local mode does without its imports
+
+        session = Session.require_active()
+        cluster = plan_cluster(session, self.num_processes, self.use_gpu)
+        return SparkLauncher(session, cluster), self.num_processes

@@ -1,0 +1,237 @@
+"""A node's connection to the driver's hub: one thread reads, one sends, and nobody waits."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import BinaryIO
+
+from distributor.wire import frames
+
+_CHUNK = 256 * 2**10  # what is handed to the kernel at once, so that the backlog is seen to shrink
+
+_log = logging.getLogger(__name__)
+
+
+class Link:
+    """A proven connection to a hub; `Link.connect` makes one.
+
+    Attributes
+    ----------
+    lost
+        Whether the connection ended without our asking, or before all that was queued was sent.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_message: Callable[[object], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self.lost = False
+        self._sock = sock
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._changed = threading.Condition()
+        self._frames: collections.deque[bytes] = collections.deque()
+        self._backlog = 0
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._send_all, name="distributor-link-sender", daemon=True),
+            threading.Thread(target=self._read_all, name="distributor-link-reader", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @classmethod
+    def connect(
+        cls,
+        host: str,
+        port: int,
+        secret: bytes,
+        node: int,
+        *,
+        timeout: float,
+        on_message: Callable[[object], None],
+        on_lost: Callable[[], None] = lambda: None,
+    ) -> Link:
+        """Connect to a hub as ``node``, with a proof in both directions.
+
+        Parameters
+        ----------
+        timeout
+            Seconds for everything but the resolution of the host's name, whose time limit is the
+            system's.
+        on_message
+            Called with each message in the reader's thread, perhaps before this method returns. If
+            it raises, that is logged and the link is lost.
+        on_lost
+            Called there once, after the last message, unless the link ends because of `close`.
+
+        Raises
+        ------
+        OSError
+            Where there is no connection: `HandshakeRefused`, TimeoutError and others.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            sock = _dial(host, port, deadline)
+            try:
+                _prove(sock, secret, node, deadline)
+                return cls(sock, on_message, on_lost)
+            except BaseException:
+                sock.close()
+                raise
+        except TimeoutError as error:
+            raise TimeoutError(f"no hub answers at {host}:{port} within {timeout:g} s") from error
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(self, message: object) -> None:
+        """Queue a message for the sender's thread; dropped where the link is lost or closed.
+
+        Raises
+        ------
+        FrameTooLarge
+            Where the pickled message is larger than `frames.MAX_FRAME`.
+        """
+        if self.lost or self._closing:
+            return
+        frame = frames.encode(message)
+        with self._changed:
+            if not (self.lost or self._closing):
+                self._frames.append(frame)
+                self._backlog += len(frame)
+                self._changed.notify_all()
+
+    def backlog(self) -> int:
+        """Return how many bytes are queued and not yet handed to the kernel."""
+        return self._backlog
+
+    def wait_below(self, limit: int, timeout: float) -> bool:
+        """Wait until the backlog is below ``limit`` bytes; False if it is not, or the link lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.lost or self._backlog < limit, timeout)
+            return not self.lost and self._backlog < limit
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Send what is queued, see the hub close in answer, and end both threads.
+
+        After ``timeout`` seconds the connection is cut instead.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + timeout
+        self._join(deadline)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that is stuck in the socket
+        self._join(max(deadline, time.monotonic() + 1.0))
+        self._sock.close()
+
+    def _join(self, deadline: float) -> None:
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _send_all(self) -> None:
+        try:
+            while frame := self._next_frame():
+                for start in range(0, len(frame), _CHUNK):
+                    chunk = memoryview(frame)[start : start + _CHUNK]
+                    self._sock.sendall(chunk)
+                    with self._changed:
+                        self._backlog -= len(chunk)
+                        self._changed.notify_all()
+            # The hub answers by closing, too; a close() at once could cut off what is under way.
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._lose()
+
+    def _next_frame(self) -> bytes | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._frames or self._closing or self.lost)
+            return self._frames.popleft() if self._frames else None
+
+    def _read_all(self) -> None:
+        try:
+            with self._sock.makefile("rb") as stream:
+                while payload := _next_payload(stream):
+                    self._on_message(frames.decode(payload))
+        except Exception:
+            _log.warning("a message from the hub could not be handled", exc_info=True)
+        with self._changed:
+            asked_for = self._closing
+        if self._backlog or not asked_for:
+            self._lose()
+        if not asked_for:
+            self._on_lost()
+
+    def _lose(self) -> None:
+        with self._changed:
+            self.lost = True
+            self._frames.clear()
+            self._changed.notify_all()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+
+def _dial(host: str, port: int, deadline: float) -> socket.socket:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    *others, last = [str(address[0]) for *_, address in found]
+    for tried, address in enumerate(others):
+        # Each address gets its share, or one that swallows packets would use up all the time.
+        with contextlib.suppress(OSError):
+            return socket.create_connection((address, port), _left(deadline) / (len(found) - tried))
+    return socket.create_connection((last, port), _left(deadline))
+
+
+def _prove(sock: socket.socket, secret: bytes, node: int, deadline: float) -> None:
+    frames.tune(sock)
+    nonce = os.urandom(frames.NONCE_SIZE)
+    greeting = _receive(sock, frames.GREETING.size, deadline)
+    sock.sendall(frames.hello(secret, greeting, nonce, node))
+    welcome = _receive(sock, frames.WELCOME.size, deadline)
+    frames.check_welcome(secret, greeting, nonce, welcome)
+    sock.settimeout(None)
+
+
+def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
+    received = b""
+    while len(received) < size:
+        sock.settimeout(_left(deadline))
+        part = sock.recv(size - len(received))
+        if not part:
+            raise frames.HandshakeRefused("the hub hung up: a wrong secret, or a node twice")
+        received += part
+    return received
+
+
+def _next_payload(stream: BinaryIO) -> bytes:
+    """Return what the next frame holds; nothing where the connection has ended."""
+    try:
+        header = stream.read(frames.HEADER.size)
+        if len(header) < frames.HEADER.size:
+            return b""
+        length = frames.check_length(frames.HEADER.unpack(header)[0])
+        payload = stream.read(length)
+        return payload if len(payload) == length else b""
+    except OSError:
+        return b""
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left

@@ -1,0 +1,91 @@
+"""The message types that a node and the driver exchange over the hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from distributor.wire.outcome import Failure
+
+Stream = Literal["stdout", "stderr"]
+
+
+@dataclass(frozen=True)
+class NodeUp:
+    """Node to driver: this node's agent runs, on this host."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where rank 0's store listens: from node 0 to the driver, and from there to every node."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class MeetThroughSpark:
+    """Driver to nodes: a node cannot reach the hub, so exchange the rendezvous by ``allGather``."""
+
+
+@dataclass(frozen=True)
+class RanksStarted:
+    """Node to driver: every rank of this node begins its work."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Node to driver: bytes that a rank printed."""
+
+    rank: int
+    stream: Stream
+    data: bytes
+
+
+@dataclass(frozen=True)
+class ValuePart:
+    """Node to driver: a piece of a rank's pickled value."""
+
+    rank: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class ValueEnd:
+    """Node to driver: a rank's value is complete, and so long (bytes)."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class ValueReceived:
+    """Driver to node: the value arrived whole, so it need not travel through Spark."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Node to driver: a rank failed."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class NodeDone:
+    """Node to driver: every rank of this node has done its work."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Driver to nodes: stop your ranks."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Release:
+    """Driver to nodes: every rank has ended, so rank 0 need not serve the store any longer."""

@@ -1,0 +1,262 @@
+"""Pickling of functions, values and exceptions, and the name of what cannot be pickled."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import linecache
+import os
+import pickle
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import cloudpickle
+
+from distributor.errors import UnpicklableError
+
+PROTOCOL = 5
+
+
+@dataclass(frozen=True)
+class PickledCall:
+    """A call, pickled on the driver.
+
+    Parameters
+    ----------
+    payload : bytes
+        The function with its arguments.
+    sources : dict of str to list of str
+        Source lines of files that exist only in this process (notebook cells), so that a
+        rank's tracebacks and ``inspect.getsource`` work there.
+    """
+
+    payload: bytes
+    sources: dict[str, list[str]]
+
+
+def dump_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> PickledCall:
+    """Pickle a call for the ranks.
+
+    Raises
+    ------
+    UnpicklableError
+        Where something cannot be pickled; it names the variable or argument.
+    """
+    buffer = io.BytesIO()
+    pickler = _SourceCollector(buffer)
+    try:
+        pickler.dump((function, args, dict(kwargs)))
+    except Exception as error:
+        raise UnpicklableError(_explain_call(function, args, kwargs, error)) from error
+    return PickledCall(buffer.getvalue(), pickler.sources)
+
+
+def dump_value(value: object, file: BinaryIO, what: str) -> None:
+    """Pickle a rank's value into `file`.
+
+    Raises
+    ------
+    UnpicklableError
+        Where part of it cannot be pickled; it names that part.
+    """
+    try:
+        cloudpickle.Pickler(file, protocol=PROTOCOL).dump(value)
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:
+        culprit = find_unpicklable("value", value)
+        where = f"{culprit}" if culprit else f"{type(value).__name__}: {error}"
+        raise UnpicklableError(f"{what} returned a value that cannot be pickled: {where}") from None
+
+
+def load_value(file: BinaryIO) -> Any:
+    """Unpickle a value; CUDA tensors become CPU tensors where this process has no GPU."""
+    return _ValueUnpickler(file).load()
+
+
+def dump_exception(error: BaseException) -> bytes | None:
+    """Pickle an exception so that it loads with its own type and arguments, or give None."""
+    if not isinstance(error, Exception):
+        return None  # a KeyboardInterrupt of a rank must not look like one of the driver's
+    for form in (error, _Rebuilt.of(error)):
+        try:
+            pickled = cloudpickle.dumps(form, protocol=PROTOCOL)
+            loaded = _opened(pickle.loads(pickled))
+            if type(loaded) is type(error) and repr(loaded.args) == repr(error.args):
+                return bytes(pickled)
+        except Exception:  # any error here only means that this form does not travel
+            continue
+    return None
+
+
+def load_exception(pickled: bytes) -> BaseException | None:
+    """Load what `dump_exception` gave; None where this process cannot (a missing module)."""
+    try:
+        return _opened(pickle.loads(pickled))
+    except Exception:
+        return None
+
+
+@dataclass(frozen=True)
+class _Rebuilt:
+    """An exception whose own pickling fails: its type, arguments and what else can travel."""
+
+    kind: type[BaseException]
+    args: tuple[Any, ...]
+    state: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Rebuilt:
+        state = {k: v for k, v in vars(error).items() if not find_unpicklable(k, v)}
+        return cls(type(error), error.args, state)
+
+    def build(self) -> BaseException:
+        error = self.kind.__new__(self.kind, *self.args)
+        error.args = self.args
+        error.__dict__.update(self.state)
+        return error
+
+
+def _opened(loaded: Any) -> BaseException:
+    error = loaded.build() if isinstance(loaded, _Rebuilt) else loaded
+    assert isinstance(error, BaseException)
+    return error
+
+
+class _SourceCollector(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles, and gathers the source of functions whose file only this process knows."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=PROTOCOL)
+        self.sources: dict[str, list[str]] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType):
+            filename = obj.__code__.co_filename
+            if filename not in self.sources and not os.path.exists(filename):
+                self.sources[filename] = linecache.getlines(filename, obj.__globals__)
+        return super().reducer_override(obj)
+
+
+def install_sources(sources: Mapping[str, list[str]]) -> None:
+    """Make source lines that came with a call visible to `traceback` and `inspect`."""
+    for filename, lines in sources.items():
+        # With no modification time an entry is never thrown out as stale.
+        linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
+
+
+class _ValueUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return _load_storage
+        return super().find_class(module, name)
+
+
+def _load_storage(data: bytes) -> Any:
+    import torch
+
+    def place(storage: Any, location: str) -> Any:
+        wants_gpu = location.startswith("cuda")
+        return storage if wants_gpu and not torch.cuda.is_available() else None
+
+    return torch.load(io.BytesIO(data), map_location=place, weights_only=False)
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The innermost part of an object that cannot be pickled."""
+
+    path: str
+    type_name: str
+    error: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is a {self.type_name} ({self.error})"
+
+
+def find_unpicklable(path: str, obj: object, _depth: int = 0) -> Culprit | None:
+    """Find the innermost part of `obj` that cannot be pickled; None where all of it can."""
+    try:
+        cloudpickle.dumps(obj, protocol=PROTOCOL)
+        return None
+    except Exception as error:
+        own = Culprit(path, _type_name(obj), str(error).strip().splitlines()[0] if str(error) else
+                      type(error).__name__)
+    if _depth < _MAX_DEPTH and not _is_sparks(obj):
+        for part_path, part in _parts(path, obj):
+            if inner := find_unpicklable(part_path, part, _depth + 1):
+                return inner
+    return own
+
+
+_MAX_DEPTH = 6
+
+
+def _explain_call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    error: Exception,
+) -> str:
+    name = getattr(function, "__name__", type(function).__name__)
+    inputs: dict[str, object] = {f"argument {i}": arg for i, arg in enumerate(args)}
+    inputs |= {f"argument '{key}'": value for key, value in kwargs.items()}
+    for path, obj in {name: function, **inputs}.items():
+        if culprit := find_unpicklable(path, obj):
+            return (
+                f"'{name}' cannot be sent to the ranks: {culprit}. Create it inside the function, "
+                "or pass what it is made from as an argument."
+            )
+    return f"'{name}' cannot be sent to the ranks: {error}"
+
+
+def _parts(path: str, obj: object) -> Iterator[tuple[str, object]]:
+    """List what an object is made of, each part with a name that a user recognises."""
+    if isinstance(obj, types.FunctionType):
+        for name, value in _captured(obj):
+            yield f"the variable '{name}' used by {path}", value
+    elif isinstance(obj, types.MethodType):
+        yield f"{path}.__self__", obj.__self__
+        yield path, obj.__func__
+    elif isinstance(obj, functools.partial):
+        yield path, obj.func
+        yield from _parts(f"{path}'s arguments", obj.args)
+        yield from _parts(f"{path}'s arguments", obj.keywords)
+    elif isinstance(obj, Mapping):
+        yield from ((f"{path}[{key!r}]", value) for key, value in obj.items())
+    elif isinstance(obj, (list, tuple, set, frozenset)):
+        yield from ((f"{path}[{i}]", value) for i, value in enumerate(obj))
+    else:
+        yield from ((f"{path}.{key}", value) for key, value in getattr(obj, "__dict__", {}).items())
+
+
+def _captured(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a variable that is not set yet
+            yield name, cell.cell_contents
+    for name in _names(function.__code__):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+    yield from (function.__kwdefaults__ or {}).items()
+    yield from ((f"default {i}", value) for i, value in enumerate(function.__defaults__ or ()))
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _type_name(obj: object) -> str:
+    return type(obj).__name__
+
+
+def _is_sparks(obj: object) -> bool:
+    """Spark's session is the culprit itself; the locks inside it would tell the user nothing."""
+    return type(obj).__module__.split(".")[0] in ("pyspark", "py4j")

@@ -1,0 +1,52 @@
+"""A node's failures inside the text of the exception that ends its Spark task."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from distributor.wire.outcome import Failure
+
+LIMIT = 100_000
+"""Characters of failure text that a report may carry; Spark passes 200 kB through whole."""
+
+
+class TaskFailed(Exception):
+    """Ends a barrier task whose ranks failed or were stopped; read back by `failures_in`."""
+
+    @classmethod
+    def of(cls, failures: Sequence[Failure]) -> TaskFailed:
+        """Report failures, or, where there are none, that the node was told to stop."""
+        if not failures:
+            return cls("The ranks of this node were stopped because the run ended elsewhere.")
+        summaries = "; ".join(f"{failure.origin}: {failure.summary}" for failure in failures)
+        return cls(f"{summaries[:2000]}\n<distributor-report {_encode(failures)}>")
+
+
+_REPORT = re.compile(r"<distributor-report ([A-Za-z0-9+/=]+)>")
+
+
+def failures_in(text: str) -> list[Failure]:
+    """Read the failures back from the text of Spark's exception.
+
+    The text comes through Spark, which authenticates executors, as code and rows do.
+    """
+    found: dict[int, Failure] = {}
+    for encoded in _REPORT.findall(text):
+        for failure in pickle.loads(zlib.decompress(base64.b64decode(encoded))):
+            found.setdefault(failure.origin.rank, failure)
+    return list(found.values())
+
+
+def _encode(failures: Sequence[Failure]) -> str:
+    encoded = base64.b64encode(zlib.compress(pickle.dumps(list(failures)))).decode()
+    if len(encoded) > LIMIT and len(failures) > 1:
+        return _encode(failures[:1])
+    if len(encoded) > LIMIT:
+        first = failures[0]
+        return _encode([replace(first, pickled=None, text=first.text[-LIMIT // 4 :])])
+    return encoded

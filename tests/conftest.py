@@ -1,0 +1,84 @@
+"""Fixtures: both launchers over one table, one Spark for the whole session, drivers of their own.
+
+Spark and torch are never mocked here: ranks are real processes, and the cluster is a real one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributor import TorchDistributor
+
+CLUSTER = "local-cluster[2,2,1024]"
+DEADLINE = 180
+"""Seconds for a driver of its own, Spark's start included."""
+
+needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[Any]:
+    """The session's one Spark: two executors of two cores, processes of their own."""
+    if shutil.which("java") is None:
+        pytest.skip("Spark needs Java")
+    from pyspark.sql import SparkSession
+
+    session = (
+        SparkSession.builder.master(CLUSTER)
+        .appName("distributor tests")
+        .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.log.level", "OFF")
+        .getOrCreate()
+    )
+    session.sparkContext.setLogLevel("OFF")
+    yield session
+    session.stop()
+
+
+@pytest.fixture(params=["local", pytest.param("cluster", marks=pytest.mark.spark)])
+def distribute(request: pytest.FixtureRequest) -> Callable[..., TorchDistributor]:
+    """Make a distributor on CPU ranks, once per launcher: ``distribute(3, timeout=60)``."""
+    local_mode = request.param == "local"
+    if not local_mode:
+        request.getfixturevalue("spark")
+
+    def make(num_processes: int = 2, **settings: Any) -> TorchDistributor:
+        return TorchDistributor(
+            num_processes, local_mode=local_mode, use_gpu=False, **{"timeout": 120, **settings}
+        )
+
+    return make
+
+
+@pytest.fixture
+def run_driver(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a driver program in an interpreter of its own: ``run_driver(source, env=..., ok=True)``."""
+
+    def run(
+        source: str, *args: str, env: dict[str, str] | None = None, ok: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        script = tmp_path / "driver.py"
+        script.write_text(textwrap.dedent(source))
+        done = subprocess.run(
+            [sys.executable, str(script), *args],
+            env={**os.environ, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            cwd=tmp_path,
+        )
+        if ok:
+            assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+        return done
+
+    return run
