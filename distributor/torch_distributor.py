@@ -82,7 +82,7 @@ class TorchDistributor(Settings):
     def run(self, train_object: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
 
     @overload
-    def run(self, train_object: str | os.PathLike[str], *args: str) -> None: ...
+    def run(self, train_object: str | os.PathLike[str], *args: object) -> None: ...
 
     def run(self, train_object: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a function or a script on every rank, and give what rank 0 returned.
@@ -119,7 +119,7 @@ class TorchDistributor(Settings):
     ) -> list[R]: ...
 
     @overload
-    def run_all(self, train_object: str | os.PathLike[str], *args: str) -> list[None]: ...
+    def run_all(self, train_object: str | os.PathLike[str], *args: object) -> list[None]: ...
 
     def run_all(self, train_object: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Do as `run` does, and give what every rank returned, in rank order."""
@@ -138,7 +138,6 @@ class TorchDistributor(Settings):
         )
         what = "local training" if self.local_mode else "distributed training"
         kind = "processes" if self.local_mode else "executor processes"
-        notify(f"Started {what} with {num_processes} {kind}")
         values = attempts.run(job, launcher)
         notify(f"Finished {what} with {num_processes} {kind}")
         return values

@@ -8,7 +8,6 @@ from typing import Any
 from distributor.errors import DistributorError
 from distributor.launch.console import Console
 from distributor.launch.job import Job, Launcher
-from distributor.node.agent import Sink
 from distributor.node.logs import LogFiles
 from distributor.wire.messages import Stream
 from distributor.wire.outcome import Failure, Outcome, Value, cause_first, raise_first

@@ -1,7 +1,7 @@
 """Ranks' output on the driver, prefixed by rank, line by line as it comes.
 
-A `_Feed` turns one rank's bytes into whole lines and the states of progress bars, a `_MovingLine` is
-the one line of a screen that is drawn over, and `Console` says what goes where, and when.
+A `_Feed` turns one rank's bytes into whole lines and the states of progress bars, a `_MovingLine`
+is the one line of a screen that is drawn over, and `Console` says what goes where, and when.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Console:
     """Shows what ranks print, as it comes, each line with its rank in front: ``[3] loss 0.2``.
 
     Progress bars move on a terminal and in a notebook, and become a line now and then elsewhere.
-    Nothing that ranks print, and nothing that befalls the driver's streams, raises. All calls are to
-    come from one thread.
+    Nothing that ranks print, and nothing that befalls the driver's streams, raises. All calls are
+    to come from one thread.
 
     Parameters
     ----------

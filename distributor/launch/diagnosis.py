@@ -69,15 +69,15 @@ def _no_interpreter(found: re.Match[str], where: str) -> DistributorError:
     return ExecutorNotReady(f"There is no Python at '{found.group(1)}'{where}. {SET_PYTHON}")
 
 
+def _python_error(found: re.Match[str], where: str) -> DistributorError:
+    return DistributorError(f"A task failed{where} before its ranks ran: {found.group(1).strip()}")
+
+
 _MEANINGS: list[tuple[str, Meaning]] = [
     (r"ExecutorNotReady: (.*?)(?:\n|$)", _not_ready),
-    (
-        r"(?:worker has different version|different version:) ?(\S+?) than that in driver:? ?(\S+?),",
-        _other_python,
-    ),
-    (r"PYTHON_VERSION_MISMATCH.*?worker has different version:? (\S+).*?driver:? (\S+?)[,.\s]",
-     _other_python),
+    (r"worker has different version:? \(?(.*?)\)? than that in driver:? (\S+?),", _other_python),
     (r"No module named '?([\w.]+)", _no_module),
     (r"(?:PACKAGE_NOT_INSTALLED\] |ImportError: )(\w+) >= \S+ must be installed", _no_module),
     (r'Cannot run program "([^"]+)"', _no_interpreter),
+    (r"barrier_task\.py.*\n(\w[\w.]*: .*?)\n(?:\s*SQLSTATE|\s*\n|\s+at )", _python_error),
 ]

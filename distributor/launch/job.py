@@ -17,6 +17,8 @@ from distributor.node.program import Call, Program, Script
 from distributor.wire import pickling
 from distributor.wire.outcome import Outcome
 
+MAX_PORT = 65535
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -52,7 +54,7 @@ class Settings:
         _check_seconds("start_timeout", self.start_timeout)
         _check_ranks(self.show_output)
         if self.log_dir is not None:
-            Path(self.log_dir).mkdir(parents=True, exist_ok=True)
+            _make_folder(self.log_dir)
         if self.hub_address is not None:
             split_address(self.hub_address)
 
@@ -103,17 +105,21 @@ def program_of(
     if not callable(train_object):
         raise TypeError(
             "run takes a callable or the path of a Python script, "
-            f"but got {train_object!r} of type {type(train_object).__name__}."
+            f"but got {train_object!r} of type {_type_of(train_object)}."
         )
-    name = getattr(train_object, "__name__", type(train_object).__name__)
-    return Call(name, pickling.dump_call(train_object, args, kwargs))
+    call = pickling.dump_call(train_object, args, kwargs)
+    return Call(pickling.name_of(train_object), call)
 
 
 def split_address(address: str) -> tuple[str, int]:
     """Split ``host`` or ``host:port``; the port is 0 where there is none."""
-    host, _, port = address.partition(":")
-    if not host or (port and not port.isdecimal()):
+    if not isinstance(address, str):
+        raise TypeError(f"hub_address must be 'host' or 'host:port', but is {address!r}.")
+    host, colon, port = address.partition(":")
+    if not host or (colon and not port.isdecimal()):
         raise ValueError(f"hub_address must be 'host' or 'host:port', but is {address!r}.")
+    if int(port or 0) > MAX_PORT:
+        raise ValueError(f"hub_address is {address!r}, but the highest port is {MAX_PORT}.")
     return host, int(port or 0)
 
 
@@ -122,7 +128,7 @@ def check_num_processes(num_processes: object) -> int:
     if isinstance(num_processes, bool) or not hasattr(num_processes, "__index__"):
         raise TypeError(
             "num_processes has to be a positive integer, but is "
-            f"{num_processes!r} of type {type(num_processes).__name__}."
+            f"{num_processes!r} of type {_type_of(num_processes)}."
         )
     count = int(num_processes.__index__())
     if count <= 0:
@@ -147,15 +153,30 @@ def _script(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Scr
     return Script(path.name, str(path), tuple(map(str, args)), path.read_bytes())
 
 
+def _make_folder(log_dir: str | os.PathLike[str]) -> None:
+    if not isinstance(log_dir, (str, os.PathLike)):
+        raise TypeError(f"log_dir is the path of a folder, but is {log_dir!r}.")
+    try:
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise NotADirectoryError(
+            f"log_dir is the path of a folder, but at '{log_dir}' or above it is a file."
+        ) from None
+
+
 def _check_env(env: Mapping[str, str]) -> None:
+    if not isinstance(env, Mapping):
+        raise TypeError(f"env maps strings to strings, but is {env!r} of type {_type_of(env)}.")
     for name, value in env.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(
                 f"env maps strings to strings, but has {name!r}: {value!r} "
-                f"({type(name).__name__} to {type(value).__name__})."
+                f"({_type_of(name)} to {_type_of(value)})."
             )
-        if not name or "=" in name or "\0" in name + value:
+        if not name or "=" in name or "\0" in name:
             raise ValueError(f"env has {name!r}, which is no name of an environment variable.")
+        if "\0" in value:
+            raise ValueError(f"env has a NUL character in {name}, which no variable can hold.")
         if name in RANK_VARIABLES:
             raise ValueError(f"env cannot set {name}: it says who a rank is, and differs by rank.")
 
@@ -163,10 +184,13 @@ def _check_env(env: Mapping[str, str]) -> None:
 def _check_seconds(name: str, seconds: float | None) -> None:
     if seconds is None and name == "timeout":
         return
+    unbound = " (None for no bound)" if name == "timeout" else ""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise TypeError(f"{name} is a number of seconds, but is {seconds!r}.")
-    if math.isnan(seconds) or seconds <= 0:
-        raise ValueError(f"{name} is a positive number of seconds, but is {seconds!r}.")
+        raise TypeError(f"{name} is a number of seconds{unbound}, but is {seconds!r}.")
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise ValueError(
+            f"{name} is a positive, finite number of seconds{unbound}, but is {seconds!r}."
+        )
 
 
 def _check_ranks(shown: object) -> None:
@@ -178,6 +202,10 @@ def _check_ranks(shown: object) -> None:
         )
     if not valid:
         raise ValueError(f"show_output is 'all', 'none' or ranks such as [0], but is {shown!r}.")
+
+
+def _type_of(thing: object) -> str:
+    return type(thing).__name__
 
 
 def _new_run_id() -> str:

@@ -6,6 +6,7 @@ import socket
 import time
 from dataclasses import dataclass
 
+from distributor.launch.console import notify
 from distributor.launch.job import Job
 from distributor.node.agent import Agent, Sink
 from distributor.node.environment import Node
@@ -45,6 +46,7 @@ class LocalLauncher:
                 keep_all=job.keep_all,
                 on_done=lambda: agent.release(),
             )
+            notify(f"Started local training with {job.num_processes} processes")
             with agent:
                 return agent.run(deadline)
 

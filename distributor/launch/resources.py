@@ -71,7 +71,7 @@ def plan_local(num_processes: int, use_gpu: bool) -> LocalPlan:
     if not gpus:
         raise RuntimeError(
             "GPUs were unable to be found on the driver. Looked at Spark's driver resources, "
-            "CUDA_VISIBLE_DEVICES and the NVIDIA driver. Pass use_gpu=False (--cpu) to train on CPUs."
+            "CUDA_VISIBLE_DEVICES and the NVIDIA driver. For CPUs pass use_gpu=False (--cpu)."
         )
     if num_processes > len(gpus):
         warn(
@@ -92,6 +92,7 @@ def plan_cluster(session: Session, num_processes: int, use_gpu: bool) -> Cluster
         Where encryption is asked for, or GPUs that the configuration does not offer.
     """
     _check_encryption(session)
+    _check_allocation(session)
     if not use_gpu:
         return ClusterPlan(num_processes, 1, use_gpu=False)
     amount = float(session.conf(TASK_GPUS) or 0)
@@ -152,6 +153,14 @@ def _check_multiple(num_processes: int, ranks_per_task: int) -> None:
         raise RuntimeError(
             f"TorchDistributor 'num_processes' value ({num_processes}) must be a multiple of "
             f"'{TASK_GPUS}' ({ranks_per_task}) value."
+        )
+
+
+def _check_allocation(session: Session) -> None:
+    if session.allocates_dynamically and not session.is_local_master:
+        raise RuntimeError(
+            "'spark.dynamicAllocation.enabled' is 'true', and Spark runs no barrier job then. Make "
+            "the session with it set to 'false' and with spark.executor.instances executors."
         )
 
 

@@ -80,12 +80,16 @@ class Session:
         gpus = self.spark.sparkContext.resources.get("gpu")
         return [] if gpus is None else list(gpus.addresses)
 
+    @property
+    def allocates_dynamically(self) -> bool:
+        """Whether executors come and go with the load."""
+        return (self.conf("spark.dynamicAllocation.enabled") or "false").lower() == "true"
+
     def supports_profiles(self) -> bool:
         """Tell whether ``mapInArrow`` takes a resource profile (PySpark 4)."""
         import pyspark
 
-        dynamic = (self.conf("spark.dynamicAllocation.enabled") or "false").lower() == "true"
-        return int(pyspark.__version__.split(".")[0]) >= 4 and not dynamic
+        return int(pyspark.__version__.split(".")[0]) >= 4
 
     def gpu_profile(self, gpus_per_task: int) -> Any:
         """Build a resource profile with GPUs for each task."""

@@ -37,9 +37,7 @@ def portable_task(session: Session, spec: bytes) -> Callable[[Iterator[Any]], It
     return _bootstrap(spec, archive, __version__)
 
 
-def _bootstrap(
-    spec: bytes, archive: str, version: str
-) -> Callable[[Iterator[Any]], Iterator[Any]]:
+def _bootstrap(spec: bytes, archive: str, version: str) -> Callable[[Iterator[Any]], Iterator[Any]]:
     # No name of this module may be used inside: being local is what makes it travel by value.
     def task(batches: Iterator[Any]) -> Iterator[Any]:
         import sys

@@ -9,9 +9,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from distributor.errors import StartTimeout
-from distributor.launch.console import notify
+from distributor.errors import DistributorError, StartTimeout
+from distributor.launch.console import notify, warn
 from distributor.launch.job import Job, split_address
+from distributor.launch.local import LOOPBACK
 from distributor.launch.resources import ClusterPlan
 from distributor.launch.session import BarrierJob, Session
 from distributor.launch.shipping import portable_task
@@ -52,17 +53,20 @@ class SparkLauncher:
             Where an executor lacks what a rank needs.
         """
         deadline = time.monotonic() + job.settings.start_timeout
-        bind_host, advertised_host, port = hub_address(self.session, job.settings.hub_address)
         secret = secrets.token_bytes(32)
-        with Hub(bind_host, secret, port=port) as hub:
+        address = hub_address(self.session, job.settings.hub_address)
+        with open_hub(address, secret, wished=job.settings.hub_address is not None) as hub:
             profile = self._profile()
             self._await_slots(profile, deadline)
-            spec = self._spec(job, (advertised_host, hub.port), secret)
+            notify(f"Started distributed training with {job.num_processes} executor processes")
+            spec = self._spec(job, (address.told, hub.port), secret)
             task = portable_task(self.session, pickle.dumps(spec, protocol=5))
             frame = self.session.barrier_frame(task, self.plan.num_tasks, ROWS, profile)
-            with Watch(job, self.plan, hub, sink, deadline) as watch:
-                with BarrierJob(self.session, frame, job.run_id, watch.job_ended) as barrier_job:
-                    return watch.outcomes(barrier_job.cancel)
+            with (
+                Watch(job, self.plan, hub, sink, deadline) as watch,
+                BarrierJob(self.session, frame, job.run_id, watch.job_ended) as barrier_job,
+            ):
+                return watch.outcomes(barrier_job.cancel)
 
     def _profile(self) -> Any:
         gpus = self.plan.profile_gpus
@@ -76,8 +80,9 @@ class SparkLauncher:
                 f"{wanted} barrier tasks are wanted at once, and the executors of "
                 f"{self.session.master} have room for {slots}"
             )
-            if self.session.is_local_master or time.monotonic() > deadline:
-                raise StartTimeout(
+            never = self.session.is_local_master
+            if never or time.monotonic() > deadline:
+                raise (DistributorError if never else StartTimeout)(
                     f"{shortage}. Ask for fewer ranks, or give the application more executors or "
                     "cores (spark.executor.instances, spark.executor.cores, spark.cores.max, "
                     "spark.task.cpus)."
@@ -110,24 +115,55 @@ SLOTS_INTERVAL = 0.05
 """Seconds between two looks at how many executors have registered; Spark has no event for it."""
 
 
-def hub_address(session: Session, wish: str | None) -> tuple[str, str, int]:
-    """Choose where the hub listens: the host to bind, the host to tell the nodes, the port.
+@dataclass(frozen=True)
+class HubAddress:
+    """Where the hub listens, and what the nodes are told of it."""
+
+    bound: str
+    told: str
+    port: int = 0
+
+
+def hub_address(session: Session, wish: str | None) -> HubAddress:
+    """Choose where the hub listens.
 
     By default it listens only where Spark's driver does. A Connect client is not where the driver
     is, so there it is the address from which the client reaches the driver.
     """
+    driver = session.conf("spark.driver.host") or LOOPBACK
+    bound = session.conf("spark.driver.bindAddress") or driver
     if wish is not None:
         host, port = split_address(wish)
-        return host, host, port
-    driver = session.conf("spark.driver.host") or "127.0.0.1"
+        return HubAddress(bound if host == driver else host, host, port)
     if session.is_connect:
         ours = _towards(driver)
-        return ours, ours, 0
-    return session.conf("spark.driver.bindAddress") or driver, driver, 0
+        return HubAddress(ours, ours)
+    return HubAddress(bound, driver)
+
+
+def open_hub(address: HubAddress, secret: bytes, *, wished: bool) -> Hub:
+    """Bind the hub; where the user named no address, one that cannot be had only costs the hub.
+
+    Raises
+    ------
+    OSError
+        Where ``hub_address`` cannot be bound.
+    """
+    try:
+        return Hub(address.bound, secret, port=address.port)
+    except OSError as error:
+        where = f"{address.bound}:{address.port or '(any port)'}"
+        if wished:
+            raise OSError(
+                f"hub_address cannot be bound at {where}: {error}. Name an address of this "
+                "machine that the executors can reach, and a port that is free."
+            ) from error
+        warn(f"No hub at {where}: {error}. Ranks' output will not be shown here.")
+        return Hub(LOOPBACK, secret)
 
 
 def _towards(host: str) -> str:
     try:
         return source_address(host)
     except OSError:
-        return "127.0.0.1"  # nodes elsewhere then go without the hub
+        return LOOPBACK  # nodes elsewhere then go without the hub

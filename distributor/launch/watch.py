@@ -219,7 +219,7 @@ class Watch:
     def _read(self, ending: list[Any] | BaseException) -> list[Outcome]:
         if isinstance(ending, BaseException):
             told = {failure.origin.rank for failure in self._failures}
-            late = [failure for failure in failures_in(str(ending))]
+            late = failures_in(str(ending))
             failures = [*self._failures, *(f for f in late if f.origin.rank not in told)]
             if not failures:
                 raise explain(ending, self._plan.num_tasks) from ending

@@ -9,7 +9,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -52,6 +51,7 @@ class Rank:
 
     origin: Origin
     process: subprocess.Popen[bytes]
+    watcher: threading.Thread
     leash: socket.socket
     outcome_file: BinaryIO
     printed: dict[Stream, BinaryIO]
@@ -74,11 +74,11 @@ class Rank:
         lines = b"".join(ends).decode(errors="backslashreplace").splitlines()
         return "\n".join(lines[-TAIL_LINES:])
 
-    def close(self) -> None:
+    def close(self, keep_value: bool) -> None:
         self.leash.close()
         for file in self.printed.values():
             file.close()
-        if not isinstance(self.outcome, Value):
+        if not (keep_value and isinstance(self.outcome, Value)):
             self.outcome_file.close()
 
     @staticmethod
@@ -150,12 +150,13 @@ class Agent:
     def __enter__(self) -> Agent:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         try:
             self._end_all()
         finally:
             for rank in self._ranks:
-                rank.close()
+                rank.watcher.join()
+                rank.close(keep_value=kind is None)
             self._selector.close()
             self._wake_end.close()
             self._waker.close()
@@ -241,10 +242,10 @@ class Agent:
                 start_new_session=True,
                 env=rank_environment(self._node, local_rank, os.environ),
             )
-        threading.Thread(
-            target=self._watch_process, args=(process,), name=f"rank-{origin.rank}", daemon=True
-        ).start()
-        rank = Rank(origin, process, ours, outcome, {"stdout": stdout, "stderr": stderr})
+        watcher = threading.Thread(target=self._watch_process, args=(process,), daemon=True)
+        watcher.start()
+        printed: dict[Stream, BinaryIO] = {"stdout": stdout, "stderr": stderr}
+        rank = Rank(origin, process, watcher, ours, outcome, printed)
         self._selector.register(ours, selectors.EVENT_READ, rank)
         return rank
 

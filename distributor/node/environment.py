@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distributor.wire.outcome import Origin
@@ -66,11 +66,26 @@ class Node:
 
 ROLE = "default"
 
-RANK_VARIABLES = frozenset(
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE NODE_RANK ROLE_RANK "
-    "ROLE_NAME ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID "
-    "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE".split()
-)
+_IDENTITY: dict[str, Callable[[Node, int], object]] = {
+    "RANK": lambda node, local_rank: node.origin(local_rank).rank,
+    "LOCAL_RANK": lambda node, local_rank: local_rank,
+    "WORLD_SIZE": lambda node, local_rank: node.world_size,
+    "LOCAL_WORLD_SIZE": lambda node, local_rank: node.ranks_per_node,
+    "GROUP_RANK": lambda node, local_rank: node.node_rank,
+    "GROUP_WORLD_SIZE": lambda node, local_rank: node.num_nodes,
+    "NODE_RANK": lambda node, local_rank: node.node_rank,  # not torchrun's: PySpark's class sets it
+    "ROLE_RANK": lambda node, local_rank: node.origin(local_rank).rank,
+    "ROLE_NAME": lambda node, local_rank: ROLE,
+    "ROLE_WORLD_SIZE": lambda node, local_rank: node.world_size,
+    "MASTER_ADDR": lambda node, local_rank: node.master_addr,
+    "MASTER_PORT": lambda node, local_rank: node.master_port,
+    "TORCHELASTIC_RUN_ID": lambda node, local_rank: node.run_id,
+    "TORCHELASTIC_RESTART_COUNT": lambda node, local_rank: node.attempt,
+    "TORCHELASTIC_MAX_RESTARTS": lambda node, local_rank: 0,
+    "TORCHELASTIC_USE_AGENT_STORE": lambda node, local_rank: True,
+}
+
+RANK_VARIABLES = frozenset(_IDENTITY)
 """The variables that say who a rank is; a user's ``env`` cannot set them."""
 
 
@@ -90,32 +105,14 @@ def rank_environment(node: Node, local_rank: int, inherited: Mapping[str, str]) 
     -------
     dict of str to str
     """
-    rank, world_size = node.origin(local_rank).rank, node.world_size
-    identity = {
-        "RANK": rank,
-        "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": node.ranks_per_node,
-        "GROUP_RANK": node.node_rank,
-        "GROUP_WORLD_SIZE": node.num_nodes,
-        "NODE_RANK": node.node_rank,  # not torchrun's: PySpark's class sets it
-        "ROLE_RANK": rank,
-        "ROLE_NAME": ROLE,
-        "ROLE_WORLD_SIZE": world_size,
-        "MASTER_ADDR": node.master_addr,
-        "MASTER_PORT": node.master_port,
-        "TORCHELASTIC_RUN_ID": node.run_id,
-        "TORCHELASTIC_RESTART_COUNT": node.attempt,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-    }
+    identity = {name: str(value(node, local_rank)) for name, value in _IDENTITY.items()}
     devices = {} if node.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus)}
     return {
         **_defaults(node),
         **inherited,
         **devices,
         **node.env,
-        **{name: str(value) for name, value in identity.items()},
+        **identity,
     }
 
 
@@ -175,7 +172,9 @@ def node_order(hosts: Sequence[str]) -> list[int]:
         Partitions in the order of their node ranks. The host of partition 0 comes first.
     """
     first_seen = {host: partition for partition, host in reversed(list(enumerate(hosts)))}
-    return sorted(range(len(hosts)), key=lambda partition: (first_seen[hosts[partition]], partition))
+    return sorted(
+        range(len(hosts)), key=lambda partition: (first_seen[hosts[partition]], partition)
+    )
 
 
 def routable_address(name: str, peers: Sequence[str]) -> str:

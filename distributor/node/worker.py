@@ -225,7 +225,20 @@ def _call(program: Program) -> Any:
     sys.argv = [program.name]
     pickling.install_sources(program.call.sources)
     function, args, kwargs = pickle.loads(program.call.payload)
+    _fill_main(function)
     return function(*args, **kwargs)
+
+
+def _fill_main(function: Any) -> None:
+    """Put what travelled from the driver's ``__main__`` into this one.
+
+    Whoever pickles by name here, as ``torch.save`` does, then finds a notebook's classes.
+    """
+    ours = vars(sys.modules["__main__"])
+    travelled = getattr(getattr(function, "func", function), "__globals__", {})
+    for name, value in list(travelled.items()):
+        if getattr(value, "__module__", None) == "__main__":
+            ours.setdefault(name, value)
 
 
 def _leave(exit_code: list[int]) -> NoReturn:

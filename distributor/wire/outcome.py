@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 from distributor.errors import RemoteError, RemoteTraceback, WorkerDied
 from distributor.wire import pickling
 
-
 PART_BYTES = 1024 * 1024
 
 

@@ -18,6 +18,8 @@ import cloudpickle
 from distributor.errors import UnpicklableError
 
 PROTOCOL = 5
+MAX_EXCEPTION = 16 * 1024 * 1024
+"""Bytes of a pickled exception, beyond which only its text travels."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ def dump_exception(error: BaseException) -> bytes | None:
         try:
             pickled = cloudpickle.dumps(form, protocol=PROTOCOL)
             loaded = _opened(pickle.loads(pickled))
-            if type(loaded) is type(error) and repr(loaded.args) == repr(error.args):
+            same = type(loaded) is type(error) and repr(loaded.args) == repr(error.args)
+            if same and len(pickled) <= MAX_EXCEPTION:
                 return bytes(pickled)
         except Exception:  # any error here only means that this form does not travel
             continue
@@ -126,6 +129,13 @@ def _opened(loaded: Any) -> BaseException:
     error = loaded.build() if isinstance(loaded, _Rebuilt) else loaded
     assert isinstance(error, BaseException)
     return error
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Name a callable as its user would: a partial by its function, an instance by its class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 class _SourceCollector(cloudpickle.Pickler):  # type: ignore[misc]
@@ -174,6 +184,7 @@ class Culprit:
     path: str
     type_name: str
     error: str
+    advice: str
 
     def __str__(self) -> str:
         return f"{self.path} is a {self.type_name} ({self.error})"
@@ -185,16 +196,21 @@ def find_unpicklable(path: str, obj: object, _depth: int = 0) -> Culprit | None:
         cloudpickle.dumps(obj, protocol=PROTOCOL)
         return None
     except Exception as error:
-        own = Culprit(path, _type_name(obj), str(error).strip().splitlines()[0] if str(error) else
-                      type(error).__name__)
-    if _depth < _MAX_DEPTH and not _is_sparks(obj):
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if _is_sparks(obj):
+        return Culprit(path, type(obj).__name__, "which only the driver has", _ADVICE_ON_SPARK)
+    if _depth < _MAX_DEPTH:
         for part_path, part in _parts(path, obj):
             if inner := find_unpicklable(part_path, part, _depth + 1):
                 return inner
-    return own
+    return Culprit(path, type(obj).__name__, why, _ADVICE)
 
 
 _MAX_DEPTH = 6
+_ADVICE = "Create it inside the function, or pass what it is made from as an argument."
+_ADVICE_ON_SPARK = (
+    "Ranks have no Spark: pass them collected data, or the path of files that Spark has written."
+)
 
 
 def _explain_call(
@@ -203,15 +219,12 @@ def _explain_call(
     kwargs: Mapping[str, Any],
     error: Exception,
 ) -> str:
-    name = getattr(function, "__name__", type(function).__name__)
+    name = name_of(function)
     inputs: dict[str, object] = {f"argument {i}": arg for i, arg in enumerate(args)}
     inputs |= {f"argument '{key}'": value for key, value in kwargs.items()}
     for path, obj in {name: function, **inputs}.items():
         if culprit := find_unpicklable(path, obj):
-            return (
-                f"'{name}' cannot be sent to the ranks: {culprit}. Create it inside the function, "
-                "or pass what it is made from as an argument."
-            )
+            return f"'{name}' cannot be sent to the ranks: {culprit}. {culprit.advice}"
     return f"'{name}' cannot be sent to the ranks: {error}"
 
 
@@ -243,7 +256,9 @@ def _captured(function: types.FunctionType) -> Iterator[tuple[str, object]]:
         if name in function.__globals__:
             yield name, function.__globals__[name]
     yield from (function.__kwdefaults__ or {}).items()
-    yield from ((f"default {i}", value) for i, value in enumerate(function.__defaults__ or ()))
+    defaults = function.__defaults__ or ()
+    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+    yield from zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -251,10 +266,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
-
-
-def _type_name(obj: object) -> str:
-    return type(obj).__name__
 
 
 def _is_sparks(obj: object) -> bool:

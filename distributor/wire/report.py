@@ -48,5 +48,6 @@ def _encode(failures: Sequence[Failure]) -> str:
         return _encode(failures[:1])
     if len(encoded) > LIMIT:
         first = failures[0]
-        return _encode([replace(first, pickled=None, text=first.text[-LIMIT // 4 :])])
+        text, summary = first.text[-LIMIT // 4 :], first.summary[: LIMIT // 4]
+        return _encode([replace(first, pickled=None, text=text, summary=summary)])
     return encoded

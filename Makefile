@@ -1,0 +1,57 @@
+# `make demo` and `make test` work from a fresh clone: each first makes .venv, once.
+
+PYTHON ?= python3
+# More arguments for pytest: make test ARGS="-k spark -x"
+ARGS ?=
+
+VENV := .venv
+VENV35 := .venv-spark35
+SPARK35 := conf/constraints-spark35.txt
+
+# A machine without a GPU gets the CPU's torch. Asked when pip runs, not when make reads this.
+TORCH = $$(nvidia-smi -L >/dev/null 2>&1 || echo "-c conf/constraints-cpu.txt")
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-all test-spark35 lint clean
+.DELETE_ON_ERROR:
+
+help: ## Say what there is
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | \
+		while IFS='|' read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
+
+venv: $(VENV)/.installed ## Make .venv, with the package and all that its tests need
+
+demo: venv ## Train on real digits, on this machine
+	$(VENV)/bin/distributor demo
+
+# Spark starts faster so.
+test test-all test-spark35: export JDK_JAVA_OPTIONS := -XX:+UseSerialGC -XX:TieredStopAtLevel=1
+
+test: venv ## Run the tests, less the slow ones
+	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+
+test-all: venv ## Run all the tests
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-spark35: $(VENV35)/.installed ## Run the tests, less the slow ones, on PySpark 3.5
+	$(VENV35)/bin/python -m pytest -m "not slow" $(ARGS)
+
+lint: venv ## Check style, format and types
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+clean: ## Remove what builds, tests and runs leave behind; the environments stay
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
+	rm -rf artifacts derby.log metastore_db spark-warehouse mlflow.db mlartifacts mlruns lightning_logs
+	find . -name '.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+$(VENV)/.installed: setup.cfg setup.py conf/constraints-cpu.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install $(TORCH) -e '.[dev]'
+	touch $@
+
+$(VENV35)/.installed: setup.cfg setup.py conf/constraints-cpu.txt $(SPARK35)
+	$(PYTHON) -m venv $(VENV35)
+	$(VENV35)/bin/python -m pip install $(TORCH) -c $(SPARK35) -e '.[test]'
+	touch $@

@@ -1,0 +1,655 @@
+"""Ranks' output as the user sees it: in files, on terminals, in notebooks, on broken streams."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import logging
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import pytest
+
+from distributor.launch.console import Console, Stream, notify, warn
+
+Chunk = tuple[int, Stream, bytes]
+MIB = 2**20
+
+
+class Clock:
+    """Time that moves when told to."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Notebook(io.StringIO):
+    """A stream that is told by the name of its type's module, as ipykernel's is."""
+
+    __module__ = "ipykernel.iostream"
+
+
+def on_screen(text: str, width: int = 80) -> list[str]:
+    """The lines that a terminal of this width shows after this text."""
+    lines, column, wraps = [""], 0, True
+    for token in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|.|\n", text):
+        if token == "\n":
+            lines.append("")
+            column = 0
+        elif token == "\r":
+            column = 0
+        elif token == "\x1b[K":
+            lines[-1] = lines[-1][:column]
+        elif token in ("\x1b[?7l", "\x1b[?7h"):
+            wraps = token.endswith("h")
+        else:
+            assert token >= " ", f"an unexpected control sequence {token!r}"
+            if column == width:
+                lines, column = ([*lines, ""], 0) if wraps else (lines, width - 1)
+            lines[-1] = lines[-1][:column].ljust(column) + token + lines[-1][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines]
+
+
+class Driver:
+    """A console whose time and streams are the test's."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.console = Console(lambda rank: rank != 99, clock=self.clock)
+        self.streams(io.StringIO(), io.StringIO())
+
+    def streams(self, stdout: Any, stderr: Any) -> None:
+        self.stdout, self.stderr = stdout, stderr
+
+    def screen(self, kind: type[io.StringIO]) -> io.StringIO:
+        """One screen for both streams."""
+        screen = kind()
+        self.streams(screen, screen)
+        return screen
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        with contextlib.redirect_stdout(self.stdout), contextlib.redirect_stderr(self.stderr):
+            yield
+
+    def write(self, *chunks: Chunk) -> None:
+        with self.here():
+            for chunk in chunks:
+                self.console.write(*chunk)
+
+    def bar(self, *states: str, rank: int = 0, every: float = 0.0) -> None:
+        for state in states:
+            self.write((rank, "stderr", f"\r{state}".encode()))
+            self.clock.now += every
+
+    def tick(self, after: float = 0.0) -> None:
+        self.clock.now += after
+        with self.here():
+            self.console.tick()
+
+    def close(self) -> None:
+        with self.here():
+            self.console.close()
+
+    def out(self) -> str:
+        return str(self.stdout.getvalue())
+
+    def err(self) -> str:
+        return str(self.stderr.getvalue())
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+LINES: dict[str, tuple[list[Chunk], str]] = {
+    "a line": ([(3, "stdout", b"epoch 1 loss 0.2\n")], "[3] epoch 1 loss 0.2\n"),
+    "many in a chunk": ([(0, "stdout", b"a\nb\n\nc\n")], "[0] a\n[0] b\n[0] \n[0] c\n"),
+    "cut mid line": ([(0, "stdout", b"a\nhel"), (0, "stdout", b"lo\n")], "[0] a\n[0] hello\n"),
+    "cut before the newline": ([(0, "stdout", b"a"), (0, "stdout", b"\nb\n")], "[0] a\n[0] b\n"),
+    "cut mid character": (
+        [(0, "stdout", b"\xe2"), (0, "stdout", b"\x82"), (0, "stdout", b"\xac 5\n")],
+        "[0] € 5\n",
+    ),
+    "not UTF-8": ([(0, "stdout", b"a\xff\xfe\xe2\x82b\n")], "[0] a\\xff\\xfe\\xe2\\x82b\n"),
+    "half a character at the end": ([(0, "stdout", b"a\xe2\x82")], "[0] a\\xe2\\x82\n"),
+    "nothing": ([(0, "stdout", b"")], ""),
+    "no newline at the end": ([(0, "stdout", b"a\nbye")], "[0] a\n[0] bye\n"),
+    "ranks mid line": (
+        [(0, "stdout", b"a"), (1, "stdout", b"x\ny"), (0, "stdout", b"b\n"), (1, "stdout", b"z\n")],
+        "[1] x\n[0] ab\n[1] yz\n",
+    ),
+    "streams mid line": (
+        [(0, "stdout", b"a"), (0, "stderr", b"x"), (0, "stdout", b"b\n")],
+        "[0] ab\n",
+    ),
+    "a rank that is not shown": ([(99, "stdout", b"a\n"), (99, "stdout", b"b")], ""),
+    "Windows' line ends": ([(0, "stdout", b"a\r\nb\r\n\r\nc\r\n")], "[0] a\n[0] b\n[0] \n[0] c\n"),
+    "a line end in two": ([(0, "stdout", b"a\r"), (0, "stdout", b"\nb\n")], "[0] a\n[0] b\n"),
+    "a line end with two returns": ([(0, "stdout", b"a\r\r\nb\n")], "[0] a\n[0] b\n"),
+    "two returns in two": ([(0, "stdout", b"a\r"), (0, "stdout", b"\r\nb\n")], "[0] a\n[0] b\n"),
+    "colours": ([(0, "stdout", b"\x1b[31mred\x1b[0m\n")], "[0] \x1b[31mred\x1b[0m\n"),
+}
+
+
+@pytest.mark.parametrize(("chunks", "expected"), LINES.values(), ids=LINES)
+def test_lines(driver: Driver, chunks: list[Chunk], expected: str) -> None:
+    driver.write(*chunks)
+    driver.close()
+    assert driver.out() == expected
+
+
+def test_what_is_left_is_shown_once_rank_by_rank(driver: Driver) -> None:
+    driver.write((1, "stdout", b"one"), (0, "stdout", b"zero"))
+    driver.close()
+    driver.close()
+    assert driver.out() == "[0] zero\n[1] one\n"
+
+
+def test_each_stream_goes_to_its_own(driver: Driver) -> None:
+    driver.write((0, "stdout", b"out\n"), (0, "stderr", b"err\n"))
+    assert (driver.out(), driver.err()) == ("[0] out\n", "[0] err\n")
+
+
+def test_streams_are_looked_up_at_each_write(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    console, cell = Console(lambda rank: True), io.StringIO()
+    console.write(0, "stdout", b"before\n")
+    with contextlib.redirect_stdout(cell):
+        console.write(0, "stdout", b"inside\n")
+    console.write(0, "stdout", b"after\n")
+    assert cell.getvalue() == "[0] inside\n"
+    assert capsys.readouterr().out == "[0] before\n[0] after\n"
+
+
+NASTY = (
+    "ä\n€uro\r\n\n\r\nplain 🙂 line\r\r\nlast\n".encode() + b"\xff\xe2\x82\n\xc3\r\ntail \xf0\x9f"
+)
+NASTY_BARS = "start\n\r 1%\r 20% ü\r\n\r1\r22\r333 \x1b[K\r\n\r4%\r     \rdone\nrest".encode()
+
+
+def every_cut(data: bytes) -> Iterator[list[bytes]]:
+    yield [data]
+    yield [data[i : i + 1] for i in range(len(data))]
+    for i in range(1, len(data)):
+        yield [data[:i], data[i:]]
+
+
+def test_cuts_do_not_change_lines(driver: Driver) -> None:
+    shown = set()
+    for chunks in every_cut(NASTY):
+        driver.streams(io.StringIO(), io.StringIO())
+        driver.write(*((0, "stdout", chunk) for chunk in chunks))
+        driver.close()
+        shown.add(driver.out())
+    expected = (
+        "[0] ä\n[0] €uro\n[0] \n[0] \n[0] plain 🙂 line\n[0] last\n"
+        "[0] \\xff\\xe2\\x82\n[0] \\xc3\n[0] tail \\xf0\\x9f\n"
+    )
+    assert shown == {expected}
+
+
+@pytest.mark.parametrize("kind", [Terminal, Notebook])
+def test_cuts_do_not_change_a_screen(driver: Driver, kind: type[io.StringIO]) -> None:
+    for chunks in every_cut(NASTY_BARS):
+        screen = driver.screen(kind)
+        driver.write(*((0, "stderr", chunk) for chunk in chunks))
+        driver.close()
+        expected = ["[0] start", "[0]  20% ü", "[0] 333", "[0] done", "[0] rest", ""]
+        assert on_screen(screen.getvalue()) == expected, chunks
+
+
+# What does not raise ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("encoding", "expected"),
+    [
+        ("ascii", rb"[0] \xe4 \u20ac"),
+        ("latin-1", b"[0] \xe4 \\u20ac"),
+        ("cp1252", b"[0] \xe4 \x80"),
+    ],
+)
+def test_narrow_encodings(driver: Driver, encoding: str, expected: bytes) -> None:
+    log = io.BytesIO()
+    driver.streams(io.TextIOWrapper(log, encoding), None)
+    driver.write((0, "stdout", "ä €\n".encode()), (0, "stdout", b"plain\n"))
+    assert log.getvalue() == expected + b"\n[0] plain\n"
+
+
+class Broken(io.StringIO):
+    """A stream that fails, and counts how often it was asked."""
+
+    def __init__(self, error: Exception, *, tty: bool) -> None:
+        super().__init__()
+        self.error, self.tty, self.asked = error, tty, 0
+
+    def isatty(self) -> bool:
+        return self.tty
+
+    def write(self, text: str, /) -> int:
+        self.asked += 1
+        raise self.error
+
+
+@pytest.mark.parametrize("tty", [False, True])
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "full"), RuntimeError("odd")])
+def test_a_broken_stream_is_left_alone(driver: Driver, error: Exception, tty: bool) -> None:
+    broken = Broken(error, tty=tty)
+    driver.streams(broken, io.StringIO())
+    driver.write((0, "stdout", b"a\n"), (0, "stdout", b"\rbar"), (0, "stdout", b"b\n"))
+    driver.write((0, "stderr", b"still here\n"))
+    assert broken.asked == 1
+    assert driver.err() == "[0] still here\n"
+    driver.streams(io.StringIO(), None)
+    driver.write((0, "stdout", b"a new stream\n"))
+    assert driver.out() == "[0] a new stream\n"
+
+
+def closed() -> TextIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("gone", [None, closed(), object()], ids=["None", "closed", "no stream"])
+def test_no_stream_at_all(driver: Driver, gone: Any) -> None:
+    driver.streams(gone, gone)
+    driver.write((0, "stdout", b"a\n"), (0, "stderr", b"\rb"), (0, "stderr", b"c"))
+    driver.tick()
+    driver.close()
+    with driver.here():
+        notify("hello")
+    driver.streams(io.StringIO(), None)
+    driver.write((0, "stdout", b"here again\n"))
+    assert driver.out() == "[0] here again\n"
+
+
+# Long lines and lines without an end --------------------------------------------------------------
+
+
+def test_a_long_line_arrives_whole(driver: Driver) -> None:
+    """Also one that takes seconds to come: it is no prompt."""
+    line = b"0123456789abcdef" * (MIB // 8)
+    for start in range(0, len(line), MIB // 16):
+        driver.write((0, "stdout", line[start : start + MIB // 16]), (1, "stdout", b"x\n"))
+        driver.tick(after=0.5)
+    driver.write((0, "stdout", b"\n"))
+    assert driver.out().replace("[1] x\n", "") == f"[0] {line.decode()}\n"
+
+
+@pytest.mark.parametrize("start", [b"", b"\r"], ids=["line", "bar"])
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_a_long_line_in_small_pieces(driver: Driver, kind: type[io.StringIO], start: bytes) -> None:
+    """Joining the pieces at each write would copy a quarter of a terabyte."""
+    screen = driver.screen(kind)
+    chunks = [start, *[b"x" * 50] * 100_000, b"\n"]
+    driver.write(*((0, "stdout", chunk) for chunk in chunks))
+    assert screen.getvalue().endswith("[0] " + "x" * 5_000_000 + "\n")
+
+
+def test_a_prompt_is_seen(driver: Driver) -> None:
+    driver.write((0, "stdout", b"Continue? "))
+    driver.tick(after=0.9)
+    assert driver.out() == ""
+    driver.tick(after=0.2)
+    driver.tick()
+    assert driver.out() == "[0] Continue? \n"
+    driver.write((0, "stdout", b"yes\nnext\n"))
+    assert driver.out() == "[0] Continue? \n[0] yes\n[0] next\n"
+
+
+@pytest.mark.parametrize("end", [[b"\n"], [b"\r\n"], [b"\r", b"\n"], [b"", b"\n"]])
+def test_the_newline_of_a_prompt_is_not_an_empty_line(driver: Driver, end: list[bytes]) -> None:
+    driver.write((0, "stdout", b"loading..."))
+    driver.tick(after=1.5)
+    driver.write(*((0, "stdout", piece) for piece in end), (0, "stdout", b"\nnext\n"))
+    assert driver.out() == "[0] loading...\n[0] \n[0] next\n"
+
+
+def test_another_write_shows_a_prompt(driver: Driver) -> None:
+    driver.write((0, "stdout", b"Continue? "))
+    driver.clock.now += 1.5
+    driver.write((1, "stderr", b"x\n"))
+    assert driver.out() == "[0] Continue? \n"
+
+
+def test_dots_are_seen_while_they_come(driver: Driver) -> None:
+    driver.write((0, "stdout", b"a long line " * 1000), (0, "stdout", b"\n"))
+    driver.streams(io.StringIO(), None)
+    for _ in range(6):
+        driver.write((0, "stdout", b"."))
+        driver.tick(after=0.5)
+    assert driver.out() == "[0] ..\n" * 3
+
+
+def test_a_late_end_completes_its_line(driver: Driver) -> None:
+    driver.write((0, "stdout", b"hel"))
+    driver.clock.now += 5
+    driver.write((0, "stdout", b"lo\n"))
+    assert driver.out() == "[0] hello\n"
+
+
+# Progress bars in files ---------------------------------------------------------------------------
+
+
+def test_a_file_gets_two_states_a_second_and_the_last(driver: Driver) -> None:
+    driver.bar(*(f"{i}%" for i in range(100)), every=0.0625)
+    driver.write((0, "stderr", b"\r100%\n"))
+    states = [f"[0] {i}%" for i in range(0, 100, 8)]
+    assert driver.err().splitlines() == [*states, "[0] 100%"]
+
+
+def test_each_rank_and_stream_has_its_own_rate(driver: Driver) -> None:
+    driver.bar("1%", "2%")
+    driver.bar("1%", "2%", rank=1)
+    driver.write((0, "stdout", b"\r1%"), (0, "stdout", b"\r2%"))
+    assert (driver.out(), driver.err()) == ("[0] 1%\n", "[0] 1%\n[1] 1%\n")
+
+
+def test_a_state_that_waited_is_shown_by_tick(driver: Driver) -> None:
+    driver.bar("1%", "2%", "3%")
+    driver.tick()
+    assert driver.err() == "[0] 1%\n"
+    driver.tick(after=0.5)
+    driver.tick(after=5)
+    assert driver.err() == "[0] 1%\n[0] 3%\n"
+
+
+BARS: dict[str, tuple[list[bytes], list[str]]] = {
+    "the last state, at the newline": ([b"\r1%", b"\r2%", b"\r3%", b"\n"], ["1%", "3%"]),
+    "the last state, at the end": ([b"\r1%", b"\r2%", b"\r3%"], ["1%", "3%"]),
+    "the last state, before a return": ([b"1%\r", b"2%\r", b"3%\r"], ["2%", "3%"]),
+    "the last state in a chunk": ([b"\r1%\r2%\r3%"], ["3%"]),
+    "the last state of each line in a chunk": ([b"\r1%\r2%\n\r7%\r8%\nx\n"], ["2%", "8%", "x"]),
+    "a state once": ([b"\r1%", b"\n", b"next\n"], ["1%", "next"]),
+    "a state once, at the end": ([b"\r1%"], ["1%"]),
+    "a state again on another line": ([b"\r1%", b"\n\r1%\n"], ["1%", "1%"]),
+    "a cleared bar": ([b"\r1%", b"\r    ", b"\r", b"\n"], ["1%"]),
+    "a bar cleared by a sequence": ([b"\r1%", b"\r\x1b[2K", b"\r\x1b[K", b"\rhi\n"], ["1%", "hi"]),
+    "blanks alone": ([b"\r   ", b"\r\r", b"\r  \r\n"], []),
+    "a line after a cleared bar": ([b"\r1%", b"\r    \rdone\nnext\n"], ["1%", "done", "next"]),
+    "colours stay, moves go": ([b"\r\x1b[?25l\x1b[32m1%\x1b[0m\x1b[A\n"], ["\x1b[32m1%\x1b[0m"]),
+    "text, then a bar": ([b"load: \r1%", b"\n"], ["1%"]),
+}
+
+
+@pytest.mark.parametrize(("chunks", "expected"), BARS.values(), ids=BARS)
+def test_bars_in_a_file(driver: Driver, chunks: list[bytes], expected: list[str]) -> None:
+    driver.write(*((0, "stderr", chunk) for chunk in chunks))
+    driver.close()
+    assert driver.err() == "".join(f"[0] {line}\n" for line in expected)
+
+
+# Progress bars on screens -------------------------------------------------------------------------
+
+
+def test_a_bar_moves_on_a_terminal(driver: Driver) -> None:
+    screen = driver.screen(Terminal)
+    driver.bar("99 of 100", "1%")
+    assert "\r[0] 99 of 100" in screen.getvalue()
+    assert on_screen(screen.getvalue()) == ["[0] 1%"]
+    driver.write((0, "stderr", b"\n"))
+    assert on_screen(screen.getvalue()) == ["[0] 1%", ""]
+
+
+SCREENS: dict[str, tuple[list[Chunk], list[str]]] = {
+    "lines go above": ([(0, "stderr", b"\r1%"), (1, "stdout", b"x\ny\n")], ["[1] x", "[1] y", "[0] 1%"]),
+    "its own rank's lines too": ([(0, "stderr", b"\r1%"), (0, "stdout", b"x\n")], ["[0] x", "[0] 1%"]),
+    "a part of a line changes nothing": ([(0, "stderr", b"\r1%"), (1, "stderr", b"x")], ["[0] 1%"]),
+    "the last updated moves": (
+        [(0, "stderr", b"\r1% of much"), (1, "stdout", b"\r2%"), (0, "stdout", b"x\n")],
+        ["[0] x", "[1] 2%"],
+    ),
+    "the last updated, not the last begun": (
+        [(0, "stderr", b"\r1%"), (1, "stderr", b"\r7%"), (0, "stderr", b"\r2%")],
+        ["[0] 2%"],
+    ),
+    "a finished bar is a line": ([(0, "stderr", b"\r1%"), (0, "stderr", b"\r2%\n")], ["[0] 2%", ""]),
+    "another's bar goes on": (
+        [(0, "stderr", b"\r1%"), (1, "stderr", b"\r7%"), (0, "stderr", b"\r2%\n")],
+        ["[0] 2%", "[1] 7%"],
+    ),
+    "a bar follows a bar": ([(0, "stderr", b"\r1%"), (0, "stderr", b"\r2%\n\r0%")], ["[0] 2%", "[0] 0%"]),
+    "a cleared bar goes": ([(0, "stderr", b"\r1%"), (0, "stderr", b"\r   \r"), (0, "stderr", b"\r")], [""]),
+    "a cleared bar ends without a line": (
+        [(0, "stderr", b"\r1%"), (0, "stderr", b"\r   "), (0, "stderr", b"\nx\n")],
+        ["[0] x", ""],
+    ),
+    "another's cleared bar leaves it": (
+        [(1, "stderr", b"\r1%"), (0, "stderr", b"\r2%"), (1, "stderr", b"\r   ")],
+        ["[0] 2%"],
+    ),
+    "a state cut in two": ([(0, "stderr", b"\r 4"), (0, "stderr", b"5%")], ["[0]  45%"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Terminal, Notebook])
+@pytest.mark.parametrize(("chunks", "expected"), SCREENS.values(), ids=SCREENS)
+def test_bars_on_a_screen(
+    driver: Driver, kind: type[io.StringIO], chunks: list[Chunk], expected: list[str]
+) -> None:
+    screen = driver.screen(kind)
+    driver.write(*chunks)
+    driver.tick()
+    assert on_screen(screen.getvalue()) == expected
+
+
+@pytest.mark.parametrize("kind", [Terminal, Notebook])
+def test_close_leaves_all_bars_as_lines(driver: Driver, kind: type[io.StringIO]) -> None:
+    screen = driver.screen(kind)
+    driver.bar("1%", "2%", rank=1)
+    driver.bar("3% and more", rank=0)
+    driver.bar("   ", rank=2)
+    driver.close()
+    assert on_screen(screen.getvalue()) == ["[0] 3% and more", "[1] 2%", ""]
+
+
+def test_a_prompt_stands_above_a_bar(driver: Driver) -> None:
+    screen = driver.screen(Terminal)
+    driver.write((1, "stdout", b"Continue? "))
+    driver.bar("1%")
+    driver.tick(after=2)
+    assert on_screen(screen.getvalue()) == ["[1] Continue?", "[0] 1%"]
+
+
+def test_a_file_beside_a_terminal_gets_no_sequences(driver: Driver) -> None:
+    driver.streams(io.StringIO(), Terminal())
+    driver.bar("1%")
+    drawn = driver.err()
+    driver.write((0, "stdout", b"x\n"), (0, "stdout", b"\r5%"))
+    assert driver.out() == "[0] x\n[0] 5%\n"
+    assert driver.err() == drawn
+
+
+def test_a_bar_is_not_drawn_into_what_became_a_file(driver: Driver) -> None:
+    driver.screen(Terminal)
+    driver.bar("1%")
+    driver.streams(driver.stdout, io.StringIO())
+    driver.write((0, "stdout", b"x\n"))
+    driver.tick()
+    assert driver.err() == ""
+
+
+@pytest.mark.parametrize("streams", [("stderr", "stdout"), ("stdout", "stderr")])
+def test_a_notebook_has_two_outputs(driver: Driver, streams: tuple[Stream, Stream]) -> None:
+    bars, lines = Notebook(), Notebook()
+    driver.streams(*((bars, lines) if streams[0] == "stdout" else (lines, bars)))
+    driver.write((0, streams[0], b"\r1% of much"), (0, streams[0], b"\r2%"))
+    driver.write((0, streams[1], b"x\n"), (0, streams[1], b"y\n"))
+    hidden = bars.getvalue()
+    driver.tick()
+    driver.tick()
+    assert lines.getvalue() == "[0] x\n[0] y\n"
+    assert on_screen(hidden) == [""], "an output that another one follows keeps no stale state"
+    assert on_screen(bars.getvalue()) == ["[0] 2%"]
+    assert bars.getvalue().count("[0] 2%") == 2
+    assert "\x1b" not in bars.getvalue(), "a notebook does not know all of a terminal's sequences"
+
+
+def test_a_real_terminal() -> None:
+    """A pseudo-terminal of 20 columns, with bars as wide as it and wider."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 20, 0, 0))
+    driver = Driver()
+    with open(slave, "w") as terminal:
+        driver.streams(terminal, terminal)
+        driver.bar(" 1%" + "#" * 13, " 2%" + "#" * 40, " 3%" + "-" * 16)
+        driver.write((1, "stdout", b"hello\n"))
+        terminal.write("<here>")
+        driver.write((0, "stderr", b"\r 4%\n"))
+        driver.close()
+    before, after = received(master).split("<here>")
+    assert on_screen(before, 20) == ["[1] hello", "[0]  3%" + "-" * 13]
+    assert on_screen(before + after, 20) == ["[1] hello", "[0]  4%", ""]
+
+
+def received(master: int) -> str:
+    """All that a terminal gets until nobody has it open any more."""
+    data = b""
+    with open(master, "rb", buffering=0) as terminal, contextlib.suppress(OSError):
+        while more := terminal.read(65536):
+            data += more
+    return data.decode()
+
+
+IN_A_CELL = """
+from distributor.launch.console import Console
+console = Console(lambda rank: True)
+console.write(0, "stderr", b"\\r10% of all")
+console.write(0, "stderr", b"\\r20%")
+console.write(1, "stdout", b"hello\\n")
+console.write(0, "stderr", b"\\r30%\\n")
+console.close()
+"""
+
+
+def test_a_real_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ipykernel")
+    jupyter_client = pytest.importorskip("jupyter_client")
+    for variable in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    manager, client = jupyter_client.manager.start_new_kernel()
+    outputs: dict[str, str] = {"stdout": "", "stderr": ""}
+
+    def collect(message: dict[str, Any]) -> None:
+        if message["msg_type"] == "stream":
+            outputs[message["content"]["name"]] += message["content"]["text"]
+
+    try:
+        reply = client.execute_interactive(IN_A_CELL, timeout=60, output_hook=collect)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert reply["content"]["status"] == "ok", reply
+    assert outputs["stdout"] == "[1] hello\n"
+    assert on_screen(outputs["stderr"]) == ["[0] 30%", ""]
+    assert "\r[0] 20%" in outputs["stderr"]
+    assert "\x1b" not in outputs["stderr"]
+
+
+# How often streams are asked ----------------------------------------------------------------------
+
+
+class Counted(Terminal):
+    """Counts what is asked of it."""
+
+    def __init__(self, *, tty: bool) -> None:
+        super().__init__()
+        self.tty, self.writes, self.flushes = tty, 0, 0
+
+    def isatty(self) -> bool:
+        return self.tty
+
+    def write(self, text: str, /) -> int:
+        self.writes += 1
+        return super().write(text)
+
+    def flush(self) -> None:
+        self.flushes += 1
+
+
+CHUNKS = (b"a\nb\nc\n" * 1000, b"a\nb", b"\r1%\n\r2%\nx\n\r3%", b"\r4%", b"a\r\nb\r\n")
+
+
+@pytest.mark.parametrize("tty", [False, True])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_one_write_and_one_flush_a_chunk(driver: Driver, chunk: bytes, tty: bool) -> None:
+    stdout, stderr = Counted(tty=tty), Counted(tty=tty)
+    driver.streams(stdout, stderr)
+    driver.bar("1%", rank=1)  # on a terminal it is erased and drawn again around all that follows
+    driver.write((2, "stdout", b"a prompt"))
+    driver.clock.now += 2
+    stderr.writes = stderr.flushes = 0
+    driver.write((0, "stdout", chunk))
+    assert stdout.writes == stdout.flushes == 1
+    assert stderr.writes == stderr.flushes <= 1
+
+
+def test_nothing_to_show_asks_for_nothing(driver: Driver) -> None:
+    stream = Counted(tty=True)
+    driver.streams(stream, stream)
+    driver.write((0, "stdout", b"part"), (0, "stdout", b""), (99, "stdout", b"x\n"))
+    driver.tick()
+    assert (stream.writes, stream.flushes) == (0, 0)
+
+
+# Words of the driver's own ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "handled", "logged"),
+    [
+        (logging.NOTSET, False, False),
+        (logging.INFO, False, False),
+        (logging.WARNING, True, False),
+        (logging.INFO, True, True),
+        (logging.DEBUG, True, True),
+    ],
+)
+def test_notify(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, level: int, handled: bool, logged: bool
+) -> None:
+    log, logger = io.StringIO(), logging.getLogger("distributor")
+    monkeypatch.setattr(logger, "propagate", False)  # to the handlers that pytest gives the root
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logger.level)  # for these two to be restored
+    monkeypatch.setattr(logger, "_cache", {})
+    logger.setLevel(level)
+    if handled:
+        handler = logging.StreamHandler(log)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(filename)s %(message)s"))
+        logger.addHandler(handler)
+    before = (logger.level, list(logger.handlers), logger.propagate, logging.root.level)
+    with driver.here():
+        notify("Started 100% of 2 processes")
+    assert driver.err() == ("" if logged else "Started 100% of 2 processes\n")
+    record = "INFO test_console.py Started 100% of 2 processes\n"
+    assert log.getvalue() == (record if logged else "")
+    assert (logger.level, logger.handlers, logger.propagate, logging.root.level) == before
+
+
+def test_warn(caplog: pytest.LogCaptureFixture) -> None:
+    warn("The link is 50% down")
+    assert caplog.record_tuples == [("distributor", logging.WARNING, "The link is 50% down")]
