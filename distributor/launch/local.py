@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from dataclasses import dataclass
@@ -32,11 +33,12 @@ class LocalLauncher:
 
         Raises
         ------
-        RunTimeout
-            Where the job's ``timeout`` passed.
+        StartTimeout, RunTimeout
+            Where a deadline of the job passed.
         """
-        seconds = job.settings.timeout
-        deadline = None if seconds is None else time.monotonic() + seconds
+        settings, now = job.settings, time.monotonic()
+        start_deadline = now + settings.start_timeout
+        deadline = now + (settings.timeout or math.inf)
         with socket.create_server((LOOPBACK, 0)) as listener:
             agent = Agent(
                 self._node(job, listener),
@@ -48,7 +50,7 @@ class LocalLauncher:
             )
             notify(f"Started local training with {job.num_processes} processes")
             with agent:
-                return agent.run(deadline)
+                return agent.run(start_deadline, deadline)
 
     def _node(self, job: Job, listener: socket.socket) -> Node:
         return Node(

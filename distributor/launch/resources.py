@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from distributor.launch.console import warn
 from distributor.launch.session import Session
-from distributor.node.environment import visible_devices
+from distributor.node.environment import mask_entries, visible_devices
 
 TASK_GPUS = "spark.task.resource.gpu.amount"
 EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
@@ -111,7 +111,7 @@ def driver_gpus(session: Session | None) -> tuple[str, ...]:
     if session is not None and (addresses := session.driver_gpu_addresses()):
         return visible_devices(addresses, mask)
     if mask is not None:
-        return tuple(entry.strip() for entry in mask.split(",") if entry.strip())
+        return mask_entries(mask)
     return tuple(str(index) for index in range(_count_gpus()))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from distributor.errors import RunTimeout, StartTimeout
 from distributor.launch.console import warn
@@ -33,7 +33,7 @@ from distributor.wire.outcome import Failure, Outcome, Value
 from distributor.wire.report import failures_in
 
 TICK = 0.1
-MEET_SECONDS = 15.0
+MEET_SECONDS = 30.0
 """Seconds from the first node's word to the last's, before they meet through Spark instead."""
 LAST_WORDS_SECONDS = 5.0
 """Seconds for what nodes said over the link before their tasks ended."""
@@ -68,7 +68,7 @@ class Watch:
         self._hosts: dict[int, str] = {}
         self._first_up = 0.0
         self._rendezvous: Rendezvous | None = None
-        self._met = False
+        self._meeting: Literal["hub", "spark"] | None = None
         self._done: set[int] = set()
         self._left: set[int] = set()
         self._failures: list[Failure] = []
@@ -168,37 +168,43 @@ class Watch:
 
     def _advance(self) -> None:
         now = time.monotonic()
-        if not self._met and self._hosts:
+        if self._meeting is None:
             self._let_meet(now)
+        elif self._meeting == "hub" and now > self._start_deadline and self._starting():
+            raise StartTimeout(f"After start_timeout, still starting: {self._starting()}.")
         if self._run_deadline is not None and now > self._run_deadline:
             raise RunTimeout(
                 f"The run took longer than its timeout of {self._job.settings.timeout:g} s. "
-                f"Still busy: {self._busy()}"
+                f"Still busy: {self._named(set(self._hosts) - self._done) or 'no known node'}."
             )
         if self._settling.over() and not self._stopped:
             self._stopped = True
             self._hub.broadcast(Stop("a rank failed"))
 
     def _let_meet(self, now: float) -> None:
-        if self._rendezvous and len(self._hosts) == self._plan.num_tasks:
+        """Let the nodes meet as soon as all are here; through Spark where one stays away."""
+        if self._rendezvous and not self._silent():
             self._hub.broadcast(self._rendezvous)
-        elif self._left or now > self._first_up + MEET_SECONDS:
+            self._meeting = "hub"
+        elif self._hosts and (self._left or now > self._first_up + MEET_SECONDS):
             self._warn_of_missing_links()
             self._hub.broadcast(MeetThroughSpark())
+            self._meeting = "spark"
         elif now > self._start_deadline:
-            raise StartTimeout(f"After start_timeout, no word from task(s) {self._silent()}.")
-        else:
-            return
-        self._met = True
-        if (seconds := self._job.settings.timeout) is not None:
+            if self._hosts:
+                raise StartTimeout(f"After start_timeout, no word from task(s) {self._silent()}.")
+            self._meeting = "spark"  # as far as this process can tell
+        if self._meeting and (seconds := self._job.settings.timeout) is not None:
             self._run_deadline = now + seconds
+
+    def _starting(self) -> str:
+        return self._named(set(range(self._plan.num_tasks)) - self._started)
 
     def _silent(self) -> list[int]:
         return sorted(set(range(self._plan.num_tasks)) - set(self._hosts))
 
-    def _busy(self) -> str:
-        busy = {n: host for n, host in sorted(self._hosts.items()) if n not in self._done}
-        return ", ".join(f"node {node} on {host}" for node, host in busy.items()) or "no node"
+    def _named(self, nodes: set[int]) -> str:
+        return ", ".join(f"node {node} on {self._hosts[node]}" for node in sorted(nodes))
 
     def _warn_of_missing_links(self) -> None:
         warn(

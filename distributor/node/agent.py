@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import selectors
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO, Protocol
 
-from distributor.errors import RunTimeout
+from distributor.errors import RunTimeout, StartTimeout
 from distributor.node import worker
 from distributor.node.environment import Node, rank_environment
 from distributor.node.program import Program
@@ -161,15 +162,15 @@ class Agent:
             self._wake_end.close()
             self._waker.close()
 
-    def run(self, deadline: float | None = None) -> list[Outcome]:
+    def run(self, start_deadline: float = math.inf, deadline: float = math.inf) -> list[Outcome]:
         """Start the ranks and wait until all of them have ended.
 
         The calling thread is the ranks' parent: where it ends, they are killed.
 
         Parameters
         ----------
-        deadline : float, optional
-            The time, by ``time.monotonic``, at which the run is given up.
+        start_deadline, deadline : float
+            When, by ``time.monotonic``, all ranks must have begun and ended their work.
 
         Returns
         -------
@@ -179,15 +180,15 @@ class Agent:
 
         Raises
         ------
-        RunTimeout
-            Where the deadline passed.
+        StartTimeout, RunTimeout
+            Where a deadline passed.
         """
         self._start_all()
         while any(rank.running for rank in self._ranks):
             self._wait()
             self._pass_output_on()
             self._note_ended_processes()
-            self._advance(deadline)
+            self._advance(start_deadline, deadline)
         self._drain_output()
         values = [rank.outcome for rank in self._ranks if isinstance(rank.outcome, Value)]
         return [*self._failures, *values]
@@ -311,10 +312,13 @@ class Agent:
         self._settling.failed(failure)
         self._on_failure(failure)
 
-    def _advance(self, deadline: float | None) -> None:
+    def _advance(self, start_deadline: float, deadline: float) -> None:
         """Take the step that what was noted asks for: let ranks leave, or stop them."""
-        if deadline is not None and time.monotonic() >= deadline:
-            raise RunTimeout(self._late())
+        now = time.monotonic()
+        if now >= deadline:
+            raise RunTimeout(f"The run was stopped at its timeout. {self._busy()}")
+        if now >= start_deadline and self._to_start and not self._failures:
+            raise StartTimeout(f"Not all ranks began within start_timeout. {self._busy()}")
         if self._stop_asked.is_set() or self._settling.over():
             self._end_all()
         self._let_leave()
@@ -339,9 +343,9 @@ class Agent:
             for rank in self._ranks
         )
 
-    def _late(self) -> str:
+    def _busy(self) -> str:
         busy = [str(rank.origin) for rank in self._ranks if rank.outcome is None]
-        return "The run was stopped at its timeout. Still busy: " + ("; ".join(busy) or "no rank")
+        return f"Still busy: {'; '.join(busy) or 'no rank'}."
 
     # Stopping
 

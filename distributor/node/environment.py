@@ -7,6 +7,7 @@ import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from distributor.wire.outcome import Origin
 
@@ -146,7 +147,7 @@ def visible_devices(addresses: Sequence[str], mask: str | None) -> tuple[str, ..
             )
     if mask is None:
         return tuple(addresses)
-    entries = [entry.strip() for entry in mask.split(",") if entry.strip()]
+    entries = mask_entries(mask)
     if all(int(address) < len(entries) for address in addresses):
         return tuple(entries[int(address)] for address in addresses)
     if set(addresses) <= set(entries):
@@ -156,6 +157,12 @@ def visible_devices(addresses: Sequence[str], mask: str | None) -> tuple[str, ..
         f"on {socket.gethostname()} has only {len(entries)} entries. Let the discovery script list "
         "positions within CUDA_VISIBLE_DEVICES, or unset that variable for the executors."
     )
+
+
+def mask_entries(mask: str) -> tuple[str, ...]:
+    """List the GPUs that ``CUDA_VISIBLE_DEVICES`` shows; like CUDA, read no further than a -1."""
+    entries = (entry.strip() for entry in mask.split(",") if entry.strip())
+    return tuple(takewhile(lambda entry: entry[0] != "-" and entry != "NoDevFiles", entries))
 
 
 def node_order(hosts: Sequence[str]) -> list[int]:

@@ -161,10 +161,11 @@ class Hub:
     async def _serve(self, listener: socket.socket) -> None:
         server = await self._loop.create_server(lambda: _Peer(self), sock=listener, backlog=BACKLOG)
         await self._stop.wait()
-        server.close()
-        # Connections that asyncio is just accepting become peers first, or would be left open.
+        # What asyncio is just accepting becomes a peer first: a closed server would trip over it.
+        self._loop.remove_reader(listener)
         if accepting := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(accepting)
+        server.close()
         for peer in self._open:
             peer.transport.close()
             self._loop.call_later(FLUSH_SECONDS, peer.transport.abort)

@@ -146,11 +146,11 @@ def test_a_hub_that_never_answers_costs_no_more_than_the_timeout() -> None:
 
 
 def test_strangers_are_hung_up_on(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(hub_module, "HANDSHAKE_SECONDS", 1.0)
     monkeypatch.setattr(hub_module, "MAX_UNPROVED", 2)
     silent, garbage = stranger(hub), stranger(hub)
     assert silent.recv(1) == garbage.recv(1) == frames.MAGIC[:1]
-    with within(0.4):
+    with within(0.9):
         assert_hung_up(stranger(hub))  # one too many
         garbage.sendall(b"GET / HTTP/1.1\r\n" * 100)
         assert_hung_up(garbage)
@@ -271,7 +271,7 @@ def test_nothing_is_left_of_a_hundred_hubs() -> None:
             one.send("hello")
             assert hub.get(SOON) == (0, "hello")
             stranger(hub).close()  # which is perhaps just being accepted
-    assert census() == before
+    assert all(now <= then for now, then in zip(census(), before, strict=True))
 
 
 def test_two_hundred_links_at_once(hub: Hub) -> None:
