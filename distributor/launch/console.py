@@ -19,7 +19,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Literal, TextIO
 
-Stream = Literal["stdout", "stderr"]
+from distributor.wire.messages import Stream
+
 _Put = tuple[Stream, str]
 
 _PARTIAL_AFTER = 1.0  # s until text without a newline, a prompt say, is shown as it is

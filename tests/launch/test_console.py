@@ -414,8 +414,14 @@ def test_a_bar_moves_on_a_terminal(driver: Driver) -> None:
 
 
 SCREENS: dict[str, tuple[list[Chunk], list[str]]] = {
-    "lines go above": ([(0, "stderr", b"\r1%"), (1, "stdout", b"x\ny\n")], ["[1] x", "[1] y", "[0] 1%"]),
-    "its own rank's lines too": ([(0, "stderr", b"\r1%"), (0, "stdout", b"x\n")], ["[0] x", "[0] 1%"]),
+    "lines go above": (
+        [(0, "stderr", b"\r1%"), (1, "stdout", b"x\ny\n")],
+        ["[1] x", "[1] y", "[0] 1%"],
+    ),
+    "its own rank's lines too": (
+        [(0, "stderr", b"\r1%"), (0, "stdout", b"x\n")],
+        ["[0] x", "[0] 1%"],
+    ),
     "a part of a line changes nothing": ([(0, "stderr", b"\r1%"), (1, "stderr", b"x")], ["[0] 1%"]),
     "the last updated moves": (
         [(0, "stderr", b"\r1% of much"), (1, "stdout", b"\r2%"), (0, "stdout", b"x\n")],
@@ -425,13 +431,22 @@ SCREENS: dict[str, tuple[list[Chunk], list[str]]] = {
         [(0, "stderr", b"\r1%"), (1, "stderr", b"\r7%"), (0, "stderr", b"\r2%")],
         ["[0] 2%"],
     ),
-    "a finished bar is a line": ([(0, "stderr", b"\r1%"), (0, "stderr", b"\r2%\n")], ["[0] 2%", ""]),
+    "a finished bar is a line": (
+        [(0, "stderr", b"\r1%"), (0, "stderr", b"\r2%\n")],
+        ["[0] 2%", ""],
+    ),
     "another's bar goes on": (
         [(0, "stderr", b"\r1%"), (1, "stderr", b"\r7%"), (0, "stderr", b"\r2%\n")],
         ["[0] 2%", "[1] 7%"],
     ),
-    "a bar follows a bar": ([(0, "stderr", b"\r1%"), (0, "stderr", b"\r2%\n\r0%")], ["[0] 2%", "[0] 0%"]),
-    "a cleared bar goes": ([(0, "stderr", b"\r1%"), (0, "stderr", b"\r   \r"), (0, "stderr", b"\r")], [""]),
+    "a bar follows a bar": (
+        [(0, "stderr", b"\r1%"), (0, "stderr", b"\r2%\n\r0%")],
+        ["[0] 2%", "[0] 0%"],
+    ),
+    "a cleared bar goes": (
+        [(0, "stderr", b"\r1%"), (0, "stderr", b"\r   \r"), (0, "stderr", b"\r")],
+        [""],
+    ),
     "a cleared bar ends without a line": (
         [(0, "stderr", b"\r1%"), (0, "stderr", b"\r   "), (0, "stderr", b"\nx\n")],
         ["[0] x", ""],
@@ -441,7 +456,7 @@ SCREENS: dict[str, tuple[list[Chunk], list[str]]] = {
         ["[0] 2%"],
     ),
     "a state cut in two": ([(0, "stderr", b"\r 4"), (0, "stderr", b"5%")], ["[0]  45%"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", [Terminal, Notebook])
