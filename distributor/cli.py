@@ -183,5 +183,8 @@ def _report(error: Exception) -> int:
 _EXPECTED = (RuntimeError, ValueError, TypeError, OSError)
 _EXIT_CODES: list[tuple[Any, int]] = [
     (TimeoutError, TIMED_OUT),
-    ((ValueError, TypeError, FileNotFoundError, IsADirectoryError), BAD_INPUT),
+    (
+        (ValueError, TypeError, FileNotFoundError, IsADirectoryError, NotADirectoryError),
+        BAD_INPUT,
+    ),
 ]

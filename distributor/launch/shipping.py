@@ -11,7 +11,6 @@ from typing import Any
 
 import cloudpickle
 
-import distributor
 from distributor.launch.session import Session
 from distributor.version import __version__
 
@@ -63,9 +62,7 @@ def _archive() -> bytes:
     """Pack this package and cloudpickle, whose versions must agree with the driver's."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for package in (distributor, cloudpickle):
-            assert package.__file__ is not None
-            folder = Path(package.__file__).parent
+        for folder in (Path(__file__).parent.parent, Path(cloudpickle.__file__).parent):
             for path in sorted(folder.rglob("*.py")):
                 # With a fixed date, the same code is the same archive.
                 entry = zipfile.ZipInfo(str(path.relative_to(folder.parent)))

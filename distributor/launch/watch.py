@@ -204,7 +204,12 @@ class Watch:
         return sorted(set(range(self._plan.num_tasks)) - set(self._hosts))
 
     def _named(self, nodes: set[int]) -> str:
-        return ", ".join(f"node {node} on {self._hosts[node]}" for node in sorted(nodes))
+        return ", ".join(f"{self._ranks_of(n)} on {self._hosts[n]}" for n in sorted(nodes))
+
+    def _ranks_of(self, node: int) -> str:
+        count = self._plan.ranks_per_task
+        first = node * count
+        return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
 
     def _warn_of_missing_links(self) -> None:
         warn(

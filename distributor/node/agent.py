@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, Protocol
 
 from distributor.errors import RunTimeout, StartTimeout
-from distributor.node import worker
+from distributor.node import leash
 from distributor.node.environment import Node, rank_environment
+from distributor.node.order import Order, command
 from distributor.node.program import Program
 from distributor.node.settling import Settling
 from distributor.wire.messages import Stream
@@ -224,7 +225,7 @@ class Agent:
         files = [tempfile.TemporaryFile() for _ in range(3)]
         outcome, stdout, stderr = files
         first = origin.rank == 0
-        order = worker.Order(
+        order = Order(
             origin=origin,
             parent=os.getpid(),
             leash=theirs.fileno(),
@@ -235,7 +236,7 @@ class Agent:
         )
         with theirs:
             process = subprocess.Popen(
-                worker.command(order),
+                command(order),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -272,11 +273,11 @@ class Agent:
         report = b""
         with contextlib.suppress(OSError):
             report = rank.leash.recv(1)
-        if report == worker.STARTED:
+        if report == leash.STARTED:
             self._note_start(rank)
-        elif report == worker.VALUE:
+        elif report == leash.VALUE:
             rank.outcome = Value(rank.origin.rank, rank.outcome_file)
-        elif report == worker.FAILURE:
+        elif report == leash.FAILURE:
             rank.outcome_file.seek(0)
             self._note_failure(rank, pickle.load(rank.outcome_file))
         else:
@@ -334,7 +335,7 @@ class Agent:
             if self._released.is_set() or not serves_others:
                 rank.may_leave = True
                 with contextlib.suppress(OSError):  # it has left already
-                    rank.leash.send(worker.RELEASE)
+                    rank.leash.send(leash.RELEASE)
 
     def _work_is_done(self) -> bool:
         """Tell whether all ranks have ended with a value, but for rank 0, which may linger."""
@@ -360,7 +361,7 @@ class Agent:
             for rank in self._ranks:
                 rank.signal(signal.SIGKILL)
             for rank in self._ranks:
-                rank.process.wait()
+                rank.watcher.join()  # which reaps the process
 
     def _await_exits(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

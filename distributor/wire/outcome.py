@@ -91,7 +91,8 @@ class Failure:
         if error is None:
             error = RemoteError(f"{self.origin}: {self.summary}\n\n{self.text}")
         if not isinstance(error, WorkerDied):  # whose message says it all
-            error.__cause__ = RemoteTraceback(f"{self.origin}:\n{self.text.rstrip()}")
+            cause = RemoteTraceback(f"{self.origin}:\n{self.text.rstrip()}")
+            BaseException.__setattr__(error, "__cause__", cause)  # the user's own may be frozen
         return error
 
 
@@ -147,10 +148,9 @@ def raise_first(failures: Mapping[int, Failure]) -> None:
     """
     first = next(iter(failures.values()))
     error = first.exception()
-    # Past __setattr__: an exception of the user's may be frozen.
+    # Past __setattr__, which add_note uses too: an exception of the user's may be frozen.
     error.__dict__["rank_failures"] = dict(failures)
-    if hasattr(error, "add_note"):
-        error.add_note(_note(first, failures))
+    error.__dict__.setdefault("__notes__", []).append(_note(first, failures))
     raise error
 
 

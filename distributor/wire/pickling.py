@@ -8,6 +8,7 @@ import io
 import linecache
 import os
 import pickle
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -89,12 +90,17 @@ def dump_exception(error: BaseException) -> bytes | None:
         try:
             pickled = cloudpickle.dumps(form, protocol=PROTOCOL)
             loaded = _opened(pickle.loads(pickled))
-            same = type(loaded) is type(error) and repr(loaded.args) == repr(error.args)
+            same = type(loaded) is type(error) and _look(loaded.args) == _look(error.args)
             if same and len(pickled) <= MAX_EXCEPTION:
                 return bytes(pickled)
         except Exception:  # any error here only means that this form does not travel
             continue
     return None
+
+
+def _look(args: tuple[Any, ...]) -> str:
+    """Show arguments; where a copy lies in memory is no difference."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(args))
 
 
 def load_exception(pickled: bytes) -> BaseException | None:
@@ -120,7 +126,7 @@ class _Rebuilt:
 
     def build(self) -> BaseException:
         error = self.kind.__new__(self.kind, *self.args)
-        error.args = self.args
+        BaseException.__setattr__(error, "args", self.args)  # the user's own may forbid it
         error.__dict__.update(self.state)
         return error
 
@@ -190,20 +196,39 @@ class Culprit:
         return f"{self.path} is a {self.type_name} ({self.error})"
 
 
-def find_unpicklable(path: str, obj: object, _depth: int = 0) -> Culprit | None:
+def find_unpicklable(path: str, obj: object) -> Culprit | None:
     """Find the innermost part of `obj` that cannot be pickled; None where all of it can."""
-    try:
-        cloudpickle.dumps(obj, protocol=PROTOCOL)
+    why = _refusal(obj)
+    if why is None:
         return None
-    except Exception as error:
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return _innermost(path, obj, why, {}) or Culprit(path, type(obj).__name__, why, _ADVICE)
+
+
+def _innermost(
+    path: str, obj: object, why: str, seen: dict[int, object], depth: int = 0
+) -> Culprit | None:
+    """Look into what cannot be pickled; None where only a cycle through `seen` is to blame."""
     if _is_sparks(obj):
         return Culprit(path, type(obj).__name__, "which only the driver has", _ADVICE_ON_SPARK)
-    if _depth < _MAX_DEPTH:
-        for part_path, part in _parts(path, obj):
-            if inner := find_unpicklable(part_path, part, _depth + 1):
-                return inner
-    return Culprit(path, type(obj).__name__, why, _ADVICE)
+    seen[id(obj)] = obj
+    goes_round = False
+    for part_path, part in _parts(path, obj) if depth < _MAX_DEPTH else ():
+        if id(part) in seen:
+            goes_round = True
+        elif part_why := _refusal(part):
+            if found := _innermost(part_path, part, part_why, seen, depth + 1):
+                return found
+            goes_round = True
+    return None if goes_round else Culprit(path, type(obj).__name__, why, _ADVICE)
+
+
+def _refusal(obj: object) -> str | None:
+    """Tell in a line why an object cannot be pickled; None where it can."""
+    try:
+        cloudpickle.dumps(obj, protocol=PROTOCOL)
+    except Exception as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return None
 
 
 _MAX_DEPTH = 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import pickle
 import re
 import zlib
@@ -37,17 +38,18 @@ def failures_in(text: str) -> list[Failure]:
     """
     found: dict[int, Failure] = {}
     for encoded in _REPORT.findall(text):
-        for failure in pickle.loads(zlib.decompress(base64.b64decode(encoded))):
-            found.setdefault(failure.origin.rank, failure)
+        with contextlib.suppress(Exception):  # cut, or a text that only looks like a report
+            for failure in pickle.loads(zlib.decompress(base64.b64decode(encoded))):
+                found.setdefault(failure.origin.rank, failure)
     return list(found.values())
 
 
-def _encode(failures: Sequence[Failure]) -> str:
+def _encode(failures: Sequence[Failure], room: int = LIMIT // 4) -> str:
     encoded = base64.b64encode(zlib.compress(pickle.dumps(list(failures)))).decode()
     if len(encoded) > LIMIT and len(failures) > 1:
         return _encode(failures[:1])
     if len(encoded) > LIMIT:
         first = failures[0]
-        text, summary = first.text[-LIMIT // 4 :], first.summary[: LIMIT // 4]
-        return _encode([replace(first, pickled=None, text=text, summary=summary)])
+        text, summary = first.text[-room:], first.summary[:room]
+        return _encode([replace(first, pickled=None, text=text, summary=summary)], room // 2)
     return encoded

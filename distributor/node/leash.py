@@ -1,0 +1,52 @@
+"""The tie between a rank and its agent, at the rank's end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+
+from distributor.node.order import Order
+
+STARTED, VALUE, FAILURE, RELEASE = b"S", b"V", b"F", b"R"
+"""What passes over the leash: that work begins, how it ended, and that the rank may leave."""
+
+
+class Leash:
+    """Holds on to the agent: no rank outlives its agent, or leaves before it may."""
+
+    def __init__(self, order: Order) -> None:
+        for descriptor in order.descriptors():
+            os.set_inheritable(descriptor, False)
+        _die_with_parent(order.parent)
+        self._socket = socket.socket(fileno=order.leash)
+        self._released = threading.Event()
+        threading.Thread(target=self._watch, name="leash", daemon=True).start()
+
+    def tell(self, what: bytes) -> None:
+        """Tell the agent how far this rank has come."""
+        self._socket.sendall(what)
+
+    def await_release(self) -> None:
+        """Wait until this rank may leave."""
+        self._released.wait()
+
+    def _watch(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._socket.recv(1) == RELEASE:
+                self._released.set()
+                self._socket.recv(1)  # returns when the agent has closed its end, or is gone
+                return
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _die_with_parent(parent: int) -> None:
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel was asked
+        os._exit(1)
