@@ -65,7 +65,11 @@ def run_driver(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
     """Run a driver program in an interpreter of its own: ``run_driver(source, env=..., ok=True)``."""
 
     def run(
-        source: str, *args: str, env: dict[str, str] | None = None, ok: bool = True
+        source: str,
+        *args: str,
+        env: dict[str, str] | None = None,
+        ok: bool = True,
+        timeout: float = DEADLINE,
     ) -> subprocess.CompletedProcess[str]:
         script = tmp_path / "driver.py"
         script.write_text(textwrap.dedent(source))
@@ -74,7 +78,7 @@ def run_driver(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
             env={**os.environ, **(env or {})},
             capture_output=True,
             text=True,
-            timeout=DEADLINE,
+            timeout=timeout,
             cwd=tmp_path,
         )
         if ok:

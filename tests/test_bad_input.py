@@ -1,0 +1,359 @@
+"""What cannot work is one clear error, raised before a process is started or Spark gets a job."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from distributor import TorchDistributor, UnpicklableError
+
+FOLDER = Path(__file__).parent
+NAN, INFINITY = float("nan"), float("inf")
+
+_started: list[Any] = []
+"""The command lines of the processes that this one has started, short-lived ones included."""
+
+
+def _note_process(event: str, args: tuple[Any, ...]) -> None:
+    if event in ("subprocess.Popen", "os.posix_spawn", "os.fork"):
+        _started.append(args)
+
+
+sys.addaudithook(_note_process)
+
+
+@pytest.fixture
+def nothing_launched(
+    request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Assert of a block that it starts no process, submits no Spark job and says nothing."""
+    spark = request.getfixturevalue("spark") if "spark" in request.fixturenames else None
+
+    @contextlib.contextmanager
+    def watch() -> Iterator[None]:
+        _started.clear()
+        capfd.readouterr()
+        children, jobs = _children(), _spark_jobs(spark)
+        yield
+        assert (_started, _children(), _spark_jobs(spark)) == ([], children, jobs)
+        assert capfd.readouterr() == ("", "")
+
+    return watch
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def _spark_jobs(spark: Any) -> int:
+    """Count the jobs that a session was ever given; each has a number of its own."""
+    if spark is None:
+        return 0
+    return int(spark.sparkContext._jsc.sc().dagScheduler().numTotalJobs())
+
+
+def train(*args: object, **kwargs: object) -> str:
+    return "launched"
+
+
+def local(num_processes: Any = 1, **settings: Any) -> TorchDistributor:
+    return TorchDistributor(num_processes, local_mode=True, use_gpu=False, **settings)
+
+
+BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"num_processes": 0}, ValueError, "num_processes has to be a positive integer, but is 0"),
+    ({"num_processes": -1}, ValueError, "num_processes .* but is -1"),
+    ({"num_processes": 2.5}, TypeError, "num_processes .* but is 2.5 of type float"),
+    ({"num_processes": "2"}, TypeError, "num_processes .* but is '2' of type str"),
+    ({"num_processes": True}, TypeError, "num_processes .* but is True of type bool"),
+    ({"num_processes": None}, TypeError, "num_processes .* but is None of type NoneType"),
+    ({"env": {"A": 1}}, TypeError, r"env maps strings to strings, but has 'A': 1 \(str to int\)"),
+    ({"env": {"A": None}}, TypeError, "env maps strings .* 'A': None"),
+    ({"env": {1: "a"}}, TypeError, "env maps strings .* 1: 'a'"),
+    ({"env": {"A=B": "c"}}, ValueError, "env has 'A=B', which is no name"),
+    ({"env": {"": "c"}}, ValueError, "env has '', which is no name"),
+    ({"env": {"A\0": "c"}}, ValueError, r"env has 'A\\x00', which is no name"),
+    ({"env": {"A": "b\0"}}, ValueError, "env has a NUL character in A"),
+    ({"env": {"RANK": "1"}}, ValueError, "env cannot set RANK: it says who a rank is"),
+    ({"env": {"MASTER_PORT": "1"}}, ValueError, "env cannot set MASTER_PORT"),
+    ({"env": None}, TypeError, "env maps strings to strings, but is None"),
+    ({"env": ["A=B"]}, TypeError, r"env maps strings to strings, but is \['A=B'\]"),
+    ({"timeout": 0}, ValueError, r"timeout is a positive, .* \(None for no bound\), but is 0"),
+    ({"timeout": -1}, ValueError, "timeout is a positive, .* but is -1"),
+    ({"timeout": NAN}, ValueError, "timeout is a positive, .* but is nan"),
+    ({"timeout": INFINITY}, ValueError, "timeout is a .*finite .*None for no bound.* is inf"),
+    ({"timeout": "x"}, TypeError, "timeout is a number of seconds .* but is 'x'"),
+    ({"timeout": True}, TypeError, "timeout is a number of seconds .* but is True"),
+    ({"start_timeout": 0}, ValueError, "start_timeout is a positive, .* but is 0"),
+    ({"start_timeout": INFINITY}, ValueError, "start_timeout is a .*finite .* but is inf"),
+    ({"start_timeout": None}, TypeError, "start_timeout is a number of seconds, but is None"),
+    ({"show_output": "loud"}, ValueError, r"show_output is 'all', 'none' or .* but is 'loud'"),
+    ({"show_output": [-1]}, ValueError, r"show_output .* but is \[-1\]"),
+    ({"show_output": ["0"]}, ValueError, r"show_output .* but is \['0'\]"),
+    ({"show_output": 0}, ValueError, "show_output .* but is 0"),
+    ({"hub_address": "host:abc"}, ValueError, "hub_address must be .* but is 'host:abc'"),
+    ({"hub_address": "host:"}, ValueError, "hub_address must be .* but is 'host:'"),
+    ({"hub_address": ":80"}, ValueError, "hub_address must be .* but is ':80'"),
+    ({"hub_address": ""}, ValueError, "hub_address must be .* but is ''"),
+    ({"hub_address": "host:65536"}, ValueError, "'host:65536', but the highest port is 65535"),
+    ({"hub_address": 80}, TypeError, "hub_address must be .* but is 80"),
+    ({"log_dir": 5}, TypeError, "log_dir is the path of a folder, but is 5"),
+    ({"log_dir": __file__}, NotADirectoryError, f"log_dir .* at '{re.escape(__file__)}'"),
+    ({"log_dir": f"{__file__}/logs"}, NotADirectoryError, "log_dir .*above it is a file"),
+]
+
+
+@pytest.mark.parametrize(("settings", "kind", "message"), BAD_SETTINGS)
+def test_a_setting_that_makes_no_sense(
+    nothing_launched: Any, settings: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with nothing_launched(), pytest.raises(kind, match=message):
+        local(**settings).run(train)
+
+
+@pytest.mark.parametrize(
+    ("train_object", "kind", "message"),
+    [
+        (
+            3,
+            TypeError,
+            "run takes a callable or the path of a Python script, but got 3 of type int",
+        ),
+        (None, TypeError, "run takes .* but got None of type NoneType"),
+        (b"train.py", TypeError, "run takes .* but got b'train.py' of type bytes"),
+        ("no/such/train.py", FileNotFoundError, "no script no/such/train.py .looked from /"),
+        (FOLDER / "missing.py", FileNotFoundError, "There is no script /.*missing.py"),
+        (str(FOLDER), IsADirectoryError, f"{re.escape(str(FOLDER))} is a folder"),
+        (FOLDER, IsADirectoryError, f"{re.escape(str(FOLDER))} is a folder"),
+        ("", IsADirectoryError, "is a folder"),
+    ],
+)
+def test_a_train_object_that_cannot_run(
+    nothing_launched: Any, train_object: Any, kind: type[Exception], message: str
+) -> None:
+    with nothing_launched(), pytest.raises(kind, match=message):
+        local().run(train_object)
+
+
+def test_a_script_given_keyword_arguments(nothing_launched: Any) -> None:
+    runner: Any = local()
+    with nothing_launched(), pytest.raises(TypeError, match=r"got \['epochs', 'lr'\]") as caught:
+        runner.run(__file__, lr=0.1, epochs=3)
+    assert "run('train.py', '--epochs=3')" in str(caught.value)
+
+
+def closure(culprit: object) -> Callable[[], object]:
+    guarded = culprit
+
+    def train() -> object:
+        return guarded
+
+    return train
+
+
+def helpers_closure(culprit: object) -> Callable[[], object]:
+    helper = closure(culprit)
+
+    def work() -> object:
+        return helper()
+
+    return work
+
+
+def global_variable(culprit: object) -> Callable[[], object]:
+    namespace: dict[str, Any] = {"guarded": culprit, "__name__": "a_notebook"}
+    exec("def train():\n    return [guarded for _ in range(3)]", namespace)
+    return namespace["train"]  # type: ignore[no-any-return]
+
+
+def default_argument(culprit: object) -> Callable[..., object]:
+    def train(first: int = 0, guarded: object = culprit) -> object:
+        return guarded
+
+    return train
+
+
+def keyword_default(culprit: object) -> Callable[..., object]:
+    def train(*, guarded: object = culprit) -> object:
+        return guarded
+
+    return train
+
+
+class Trainer:
+    """Holds what cannot be sent, where no one looks."""
+
+    def __init__(self, culprit: object) -> None:
+        self.guarded = {"inside": [culprit]}
+
+    def train(self) -> None: ...
+
+    def __call__(self) -> None: ...
+
+
+Give = Callable[[Any], tuple[Any, ...]]
+HIDING_PLACES: dict[str, tuple[str, Give, dict[str, Give]]] = {
+    "closure": ("the variable 'guarded' used by train is a ", lambda it: (closure(it),), {}),
+    "global": ("the variable 'guarded' used by train is a ", lambda it: (global_variable(it),), {}),
+    "default": (
+        "the variable 'guarded' used by train is a ",
+        lambda it: (default_argument(it),),
+        {},
+    ),
+    "keyword default": (
+        "the variable 'guarded' used by train is a ",
+        lambda it: (keyword_default(it),),
+        {},
+    ),
+    "closure of a helper": (
+        "'work' .* the variable 'guarded' used by the variable 'helper' used by work is a ",
+        lambda it: (helpers_closure(it),),
+        {},
+    ),
+    "bound method": (
+        r"'train' .* train.__self__.guarded\['inside'\]\[0\] is a ",
+        lambda it: (Trainer(it).train,),
+        {},
+    ),
+    "callable object": (
+        r"'Trainer' .* Trainer.guarded\['inside'\]\[0\] is a ",
+        lambda it: (Trainer(it),),
+        {},
+    ),
+    "function in partials": (
+        "'train' .* the variable 'guarded' used by train is a ",
+        lambda it: (functools.partial(functools.partial(closure(it))),),
+        {},
+    ),
+    "argument in a partial": (
+        r"'train' .* train's arguments\[0\] is a ",
+        lambda it: (functools.partial(train, it),),
+        {},
+    ),
+    "keyword in a partial": (
+        r"'train' .* train's arguments\['guarded'\] is a ",
+        lambda it: (functools.partial(train, guarded=it),),
+        {},
+    ),
+    "inside an argument": (
+        r"'train' .* argument 1\['guarded'\]\[1\] is a ",
+        lambda it: (train, 0, {"guarded": [0, it]}),
+        {},
+    ),
+    "attribute of an argument": (
+        r"'train' .* argument 0.guarded\['inside'\]\[0\] is a ",
+        lambda it: (train, Trainer(it)),
+        {},
+    ),
+    "keyword argument": (
+        "'train' .* argument 'guarded' is a ",
+        lambda it: (train,),
+        {"guarded": lambda it: it},
+    ),
+}
+each_hiding_place = pytest.mark.parametrize(
+    ("message", "call", "kwargs"), HIDING_PLACES.values(), ids=HIDING_PLACES
+)
+
+
+@each_hiding_place
+def test_a_lock_cannot_be_sent(nothing_launched: Any, message: str, call: Any, kwargs: Any) -> None:
+    lock = threading.Lock()
+    given = {name: make(lock) for name, make in kwargs.items()}
+    expected = f"{message}lock .*Create it inside the function"
+    with nothing_launched(), pytest.raises(UnpicklableError, match=expected):
+        local().run(*call(lock), **given)
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("local_mode", [True, False])
+@each_hiding_place
+def test_a_spark_session_cannot_be_sent(
+    spark: Any, nothing_launched: Any, message: str, call: Any, kwargs: Any, local_mode: bool
+) -> None:
+    runner: Any = TorchDistributor(2, local_mode=local_mode, use_gpu=False)
+    given = {name: make(spark) for name, make in kwargs.items()}
+    expected = f"{message}SparkSession .*Ranks have no Spark"
+    with nothing_launched(), pytest.raises(UnpicklableError, match=expected):
+        runner.run(*call(spark), **given)
+
+
+@pytest.mark.spark
+def test_a_data_frame_cannot_be_sent(spark: Any, nothing_launched: Any) -> None:
+    frame, expected = spark.range(3), "argument 0 is a DataFrame .*Ranks have no Spark"
+    with nothing_launched(), pytest.raises(UnpicklableError, match=expected):
+        local().run(train, frame)
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize(("settings", "kind", "message"), BAD_SETTINGS[::4])
+def test_a_setting_that_makes_no_sense_on_a_cluster(
+    spark: Any,
+    nothing_launched: Any,
+    settings: dict[str, Any],
+    kind: type[Exception],
+    message: str,
+) -> None:
+    settings = {"num_processes": 2, **settings}
+    with nothing_launched(), pytest.raises(kind, match=message):
+        TorchDistributor(local_mode=False, use_gpu=False, **settings).run(train)
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("address", ["192.0.2.77", "192.0.2.77:7077", "no-such-host.invalid"])
+def test_a_hub_address_that_cannot_be_bound(
+    spark: Any, nothing_launched: Any, address: str
+) -> None:
+    runner = TorchDistributor(2, local_mode=False, use_gpu=False, hub_address=address)
+    host = re.escape(address.partition(":")[0])
+    with nothing_launched(), pytest.raises(OSError, match=f"hub_address .*{host}.* address of"):
+        runner.run(train)
+
+
+@pytest.mark.spark
+def test_a_hub_address_whose_port_is_taken(spark: Any, nothing_launched: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        runner = TorchDistributor(2, local_mode=False, use_gpu=False, hub_address=address)
+        with nothing_launched(), pytest.raises(OSError, match=f"{address}.*a port that is free"):
+            runner.run(train)
+
+
+@pytest.mark.parametrize("before", ["", "import pyspark.sql"])
+def test_distributed_mode_without_a_spark_session(run_driver: Any, before: str) -> None:
+    done = run_driver(
+        f"""
+        {before}
+        from distributor import TorchDistributor
+        try:
+            TorchDistributor(2, local_mode=False, use_gpu=False).run(print)
+        except RuntimeError as error:
+            print(type(error).__name__, error)
+        """
+    )
+    assert done.stdout.startswith("RuntimeError Distributed mode runs on the active Spark session")
+    assert "SparkSession.builder.getOrCreate()" in done.stdout
+    assert "local_mode=True" in done.stdout
+    assert "Started" not in done.stdout + done.stderr
+
+
+def test_the_watch_sees_what_is_launched(nothing_launched: Any) -> None:
+    """So the other tests here can fail."""
+    with pytest.raises(AssertionError, match="distributor"), nothing_launched():
+        assert local().run(train) == "launched"
+
+
+@pytest.mark.spark
+def test_the_watch_sees_a_spark_job(spark: Any, nothing_launched: Any) -> None:
+    with pytest.raises(AssertionError), nothing_launched():
+        spark.range(3).collect()

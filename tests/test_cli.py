@@ -1,0 +1,261 @@
+"""``python -m distributor``: exit codes, options and the demo, each in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from distributor import TorchDistributor, __version__
+from distributor.cli import _parser
+
+DEADLINE = 120
+"""Seconds for one command, on a machine that does much else."""
+Done = subprocess.CompletedProcess
+Cli = Callable[..., "Done[str]"]
+
+EXITS = """
+import os, signal, sys
+print("I am", __name__, sys.argv)
+how = sys.argv[1]
+if how == "exception":
+    raise KeyError("lost")
+if how == "SIGKILL" and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how.isdigit() and os.environ["RANK"] == "1":
+    sys.exit(int(how))
+"""
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    """Run the command line in ``tmp_path``."""
+
+    def run(
+        *args: str, env: dict[str, str | None] | None = None, timeout: float = DEADLINE
+    ) -> Done[str]:
+        merged = {**os.environ, **(env or {})}
+        return subprocess.run(
+            [sys.executable, "-m", "distributor", *args],
+            env={name: value for name, value in merged.items() if value is not None},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=tmp_path,
+        )
+
+    return run
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    """Write a script; give its path."""
+
+    def write(source: str) -> str:
+        path = tmp_path / "train.py"
+        path.write_text(source)
+        return str(path)
+
+    return write
+
+
+def test_version(cli: Cli) -> None:
+    done = cli("--version")
+    assert (done.returncode, done.stdout) == (0, f"distributor {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "told"),
+    [
+        ("0", 0, "Finished local training with 2 processes"),
+        ("3", 3, "rank 1 .* exited with code 3"),
+        ("exception", 1, "KeyError: 'lost'"),
+        ("SIGKILL", 137, "rank 1 .* was killed by SIGKILL"),
+    ],
+)
+def test_exit_code_is_the_scripts(cli: Cli, script: Any, how: str, code: int, told: str) -> None:
+    done = cli("run", "--nproc", "2", "--cpu", script(EXITS), "--", how)
+    assert done.returncode == code, done.stderr
+    assert re.search(told, done.stderr)
+    assert "[0] I am __main__" in done.stdout
+    assert ("distributor: " in done.stderr) == (code != 0)
+    assert "launch/attempts.py" not in done.stderr, "the launcher's own frames help nobody"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["no-such-script.py"], "no script no-such-script.py"),
+        (["--nproc", "0", "train.py"], "num_processes has to be a positive integer, but is 0"),
+        (["--nproc", "two", "train.py"], "--nproc.*invalid int value: 'two'"),
+        (["--timeout", "-1", "train.py"], "timeout is a positive"),
+        (["--env", "RANK=3", "train.py"], "env cannot set RANK"),
+        (["--env", "RANK", "train.py"], "expected NAME=VALUE, found 'RANK'"),
+        (["--show-output", "loud", "train.py"], "expected 'all', 'none' or ranks"),
+        (["--hub-address", "host:abc", "train.py"], "hub_address must be 'host' or 'host:port'"),
+        (["--log-dir", "train.py", "train.py"], "log_dir is the path of a folder"),
+        (["--no-such-option", "train.py"], "no-such-option"),
+        ([], "required: script"),
+    ],
+)
+def test_bad_input_is_2_and_launches_nothing(
+    cli: Cli, script: Any, options: list[str], told: str
+) -> None:
+    script("print('launched')")
+    done = cli("run", "--cpu", *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.search(told, done.stderr), done.stderr
+    assert "Started" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_command_is_bad_input(cli: Cli) -> None:
+    done = cli()
+    assert done.returncode == 2
+    assert "COMMAND" in done.stderr
+
+
+def test_timeout_is_124(cli: Cli, script: Any) -> None:
+    done = cli("run", "--cpu", "--timeout", "3", script("import threading as t; t.Event().wait()"))
+    assert done.returncode == 124
+    assert re.search(r"distributor: RunTimeout: .*rank 0", done.stderr)
+
+
+def test_arguments_environment_and_output(cli: Cli, script: Any, tmp_path: Path) -> None:
+    source = """
+import os, sys
+print(sys.argv[1:], os.environ["COLOUR"], os.environ["EMPTY"], os.environ["EQUALS"])
+print("to stderr", file=sys.stderr)
+"""
+    logs = tmp_path / "logs"
+    options = ["--env", "COLOUR=blue", "--env", "EMPTY=", "--env", "EQUALS=a=b"]
+    options += ["--show-output", "1", "--log-dir", str(logs), "--num-processes", "3", "--cpu"]
+    arguments = ["--lr", "0.1", "-x", "--", "--timeout", "word", "-"]
+    done = cli("run", *options, script(source), "--", *arguments)
+    assert done.returncode == 0, done.stderr
+    line = f"{arguments} blue  a=b\n"
+    assert done.stdout == f"[1] {line}"
+    assert [text for text in done.stderr.splitlines() if "to stderr" in text] == ["[1] to stderr"]
+    (run,) = logs.iterdir()
+    assert {path.name: path.read_text() for path in run.iterdir()} == {
+        **{f"rank{rank}.stdout": line for rank in range(3)},
+        **{f"rank{rank}.stderr": "to stderr\n" for rank in range(3)},
+    }
+
+
+FLAGS: dict[str, tuple[list[str], object]] = {
+    "num_processes": (["--nproc", "3"], 3),
+    "local_mode": (["--cluster"], False),
+    "use_gpu": (["--cpu"], False),
+    "env": (["--env", "A=1", "--env", "B="], [("A", "1"), ("B", "")]),
+    "timeout": (["--timeout", "1.5"], 1.5),
+    "start_timeout": (["--start-timeout", "2"], 2.0),
+    "log_dir": (["--log-dir", "logs"], "logs"),
+    "show_output": (["--show-output", "0,2"], (0, 2)),
+    "hub_address": (["--hub-address", "here:1"], "here:1"),
+}
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TorchDistributor)])
+def test_every_field_has_a_flag(field: str) -> None:
+    flags, value = FLAGS[field]
+    options = vars(_parser().parse_args(["run", *flags, "train.py", "--", "-x"]))
+    assert options[field] == value
+    assert set(options) & set(FLAGS) == {field}, "what is not given is left to the class"
+    assert (options["script"], options["args"][-1]) == ("train.py", "-x")
+
+
+def test_help_tells_of_every_flag(cli: Cli) -> None:
+    done = cli("run", "--help")
+    assert done.returncode == 0
+    for flags, _ in FLAGS.values():
+        # The flag, and behind it or in the next line what it does.
+        assert re.search(rf"{flags[0]}[ ,\n].*?[a-z]{{3}}", done.stdout, re.DOTALL), flags[0]
+    assert "Seconds that the run may take once its ranks have started" in " ".join(
+        done.stdout.split()
+    )
+
+
+@pytest.mark.spark
+def test_cluster(cli: Cli, script: Any) -> None:
+    source = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(())
+dist.all_reduce(total)
+print("rank", dist.get_rank(), "total", total.item(), sys.argv[1:], os.environ["COLOUR"])
+dist.destroy_process_group()
+"""
+    options = ["--cluster", "--master", "local[2]", "--nproc", "2", "--cpu"]
+    options += ["--conf", "spark.ui.enabled=false", "--env", "COLOUR=blue"]
+    done = cli("run", *options, script(source), "--", "--lr", "0.1")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    assert sorted(lines) == [
+        f"[{rank}] rank {rank} total 2.0 ['--lr', '0.1'] blue" for rank in range(2)
+    ]
+
+
+def test_ctrl_c_is_130(script: Any, tmp_path: Path) -> None:
+    source = "import os, threading; print('pid', os.getpid()); threading.Event().wait()"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "distributor", "run", "--nproc", "2", "--cpu", script(source)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        # Whatever started the tests may have ignored it for all that they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    too_late = threading.Timer(DEADLINE, process.kill)
+    too_late.start()
+    try:
+        assert process.stdout
+        pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=20)
+    finally:
+        too_late.cancel()
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130
+    assert "Traceback" not in told
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def accuracies(done: Done[str]) -> list[float]:
+    assert done.returncode == 0, done.stderr
+    return [float(text) for text in re.findall(r"test accuracy of (\d\.\d+)", done.stdout)]
+
+
+def test_demo_without_java_says_what_to_install(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = cli("demo", env={"PATH": str(empty), "JAVA_HOME": None}, timeout=240)
+    (accuracy,) = accuracies(done)
+    assert accuracy > 0.95
+    assert "Spark needs Java 17 or later, and found none" in done.stdout
+    assert "apt-get install openjdk-17-jre-headless" in done.stdout
+    assert "[0] rank 0 of 2" in done.stdout
+
+
+@pytest.mark.spark
+@pytest.mark.timeout(500)
+def test_demo(cli: Cli) -> None:
+    pytest.importorskip("sklearn")
+    done = cli("demo", timeout=480)
+    here, there = accuracies(done)
+    assert min(here, there) > 0.95
+    assert "Spark needs Java" not in done.stdout

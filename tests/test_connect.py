@@ -1,0 +1,258 @@
+"""Runs through Spark Connect, and runs whose nodes cannot reach the driver's hub.
+
+Each is a driver of its own: a process has either a classic or a Connect session, never both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pyspark
+import pytest
+
+from conftest import needs_java
+
+pytestmark = [pytest.mark.spark, needs_java]
+
+HAS_CONNECT = find_spec("grpc") is not None and any(
+    Path(pyspark.__file__).parent.glob("jars/spark-connect_*.jar")  # PySpark 3.5 would download it
+)
+needs_connect = pytest.mark.skipif(not HAS_CONNECT, reason="this PySpark has no Connect server")
+both_sessions = pytest.mark.parametrize(
+    "session", ["classic", pytest.param("connect", marks=needs_connect)]
+)
+THIS_PYTHON = {"PYSPARK_PYTHON": sys.executable}
+
+PRELUDE = '''
+import hashlib, json, logging, os, random, signal, sys, threading, time
+
+def open_session(kind):
+    from pyspark.sql import SparkSession
+    builder = SparkSession.builder
+    if kind == "connect":
+        return builder.remote("local[2]").getOrCreate()
+    return builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+
+class Broken(Exception):
+    """An exception that only this driver has."""
+
+def rank():
+    return int(os.environ["RANK"])
+
+def train(number):
+    import torch
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.tensor([number + rank()])
+    dist.all_reduce(total)
+    print("training on", rank())
+    return rank(), dist.get_world_size(), total.item()
+
+def fail_beside_one_that_waits(folder):
+    open(os.path.join(folder, str(os.getpid())), "w").close()
+    deadline = time.monotonic() + 60
+    while len(os.listdir(folder)) < 2:
+        assert time.monotonic() < deadline, "the other rank is not up"
+        time.sleep(0.02)
+    if rank() == 1:
+        raise Broken("no", 3)
+    threading.Event().wait()
+
+def die_beside_one_that_waits():
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+def give(megabytes):
+    return random.Random(rank()).randbytes(megabytes * 2**20)
+
+def digest(value):
+    return len(value), hashlib.sha256(value).hexdigest()
+
+class Warnings(logging.Handler):
+    """Gathers what the package warns of."""
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.told = []
+        logging.getLogger("distributor").addHandler(self)
+    def emit(self, record):
+        self.told.append(record.getMessage())
+    def take(self):
+        told, self.told = self.told, []
+        return told
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return error
+
+def how(error):
+    found = [type(error).__name__, isinstance(error, Broken), [str(a) for a in error.args]]
+    return [*found, sorted(getattr(error, "rank_failures", {}))]
+
+def outlived(folder):
+    """Ranks that are still there 10 s after their run."""
+    deadline = time.monotonic() + 10
+    pids = os.listdir(folder)
+    while (left := [p for p in pids if os.path.exists("/proc/" + p)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return len(pids), left
+
+def tell(**facts):
+    print("FACTS " + json.dumps(facts), flush=True)
+
+warnings = Warnings()
+'''
+
+
+def facts_in(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """What the driver told at its end."""
+    told = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
+    assert len(told) == 1, done.stdout[-4000:] + done.stderr[-8000:]
+    return json.loads(told[0].removeprefix("FACTS "))
+
+
+Driver = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@needs_connect
+def test_runs_through_connect(run_driver: Driver, tmp_path: Path) -> None:
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    done = run_driver(
+        PRELUDE
+        + """
+spark = open_session("connect")
+from distributor import TorchDistributor, WorkerDied
+
+distributor = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=60)
+value = distributor.run(train, 10)
+values = distributor.run_all(train, 20)
+broken = error_of(lambda: distributor.run(fail_beside_one_that_waits, sys.argv[1]))
+died = error_of(lambda: distributor.run(die_beside_one_that_waits))
+large = distributor.run(give, 30)
+tell(
+    value=value,
+    values=values,
+    broken=how(broken),
+    left=outlived(sys.argv[1]),
+    died=[type(died).__name__, getattr(died, "signal", None)],
+    large=digest(large) == digest(random.Random(0).randbytes(30 * 2**20)),
+    warned=warnings.take(),
+)
+spark.stop()
+""",
+        str(folder),
+        env=THIS_PYTHON,
+    )
+    facts = facts_in(done)
+    assert facts["value"] == [0, 2, 21]
+    assert facts["values"] == [[0, 2, 41], [1, 2, 41]]
+    assert facts["broken"] == ["Broken", True, ["no", "3"], [1]]
+    assert facts["left"] == [2, []]
+    assert facts["died"] == ["WorkerDied", 9]
+    assert facts["large"] is True
+    assert facts["warned"] == []
+    shown = done.stdout.splitlines()
+    assert [shown.count(f"[{rank}] training on {rank}") for rank in range(2)] == [2, 2]
+
+
+def a_python_without_torch() -> str | None:
+    """A folder whose ``python3`` cannot run ranks; None where there is none."""
+    for folder in ("/usr/bin", "/bin"):
+        python = shutil.which("python3", path=folder)
+        probe = [python, "-c", "import pyarrow, torch"] if python else ["true"]
+        if subprocess.run(probe, capture_output=True, check=False).returncode:
+            return folder
+    return None
+
+
+@needs_connect
+def test_the_systems_python_is_told_apart(run_driver: Driver) -> None:
+    folder = a_python_without_torch()
+    if folder is None:
+        pytest.skip("this machine's python3 could run ranks, or there is none")
+    done = run_driver(
+        PRELUDE
+        + """
+os.environ.pop("PYSPARK_PYTHON", None)
+spark = open_session("connect")
+from distributor import TorchDistributor
+
+distributor = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=60)
+started = time.monotonic()
+error = error_of(lambda: distributor.run(train, 10))
+took = time.monotonic() - started
+tell(kind=type(error).__name__, text=str(error), took=took, warned=warnings.take())
+spark.stop()
+""",
+        env={"PATH": os.pathsep.join([folder, os.environ["PATH"]])},
+    )
+    facts = facts_in(done)
+    assert facts["kind"] == "ExecutorNotReady", facts
+    assert "PYSPARK_PYTHON" in facts["text"]
+    assert len(facts["text"].splitlines()) == 1, facts["text"]
+    assert facts["warned"] == []
+
+
+@both_sessions
+def test_without_the_hub_all_comes_through_spark(
+    session: str, run_driver: Driver, tmp_path: Path
+) -> None:
+    pids, logs = tmp_path / "pids", tmp_path / "logs"
+    pids.mkdir()
+    done = run_driver(
+        PRELUDE
+        + """
+kind, pids, logs = sys.argv[1:]
+spark = open_session(kind)
+from distributor import TorchDistributor
+from distributor.launch import spark as launcher
+
+# The nodes look for the hub where nobody listens.
+launcher.hub_address = lambda *_: launcher.HubAddress(bound="127.0.0.1", told="127.0.0.2")
+
+distributor = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=60, log_dir=logs)
+value, warned = distributor.run(train, 10), [warnings.take()]
+values, warned = distributor.run_all(train, 20), [*warned, warnings.take()]
+large, warned = distributor.run_all(give, 20), [*warned, warnings.take()]
+broken = error_of(lambda: distributor.run(fail_beside_one_that_waits, pids))
+tell(
+    value=value,
+    values=values,
+    large=[digest(found) == digest(random.Random(r).randbytes(20 * 2**20))
+           for r, found in enumerate(large)],
+    broken=how(broken),
+    left=outlived(pids),
+    warned=warned,
+    warned_of_failure=warnings.take(),
+)
+spark.stop()
+""",
+        session,
+        str(pids),
+        str(logs),
+        env=THIS_PYTHON,
+    )
+    facts = facts_in(done)
+    assert facts["value"] == [0, 2, 21]
+    assert facts["values"] == [[0, 2, 41], [1, 2, 41]]
+    assert facts["large"] == [True, True]
+    assert facts["broken"] == ["Broken", True, ["no", "3"], [1]]
+    assert facts["left"] == [2, []]
+    for told in facts["warned"]:
+        assert len(told) == 1
+        assert "hub_address" in told[0]
+    assert len(facts["warned_of_failure"]) <= 1
+    assert "[0] training" not in done.stdout, "what is not connected cannot be shown"
+    printed = [path.read_text() for path in sorted(logs.glob("*/rank*.stdout"))]
+    assert sorted(filter(None, printed)) == 2 * ["training on 0\n"] + 2 * ["training on 1\n"]

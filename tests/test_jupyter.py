@@ -1,0 +1,239 @@
+"""Runs from the cells of a real Jupyter kernel."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import DEADLINE, needs_java
+
+pytest.importorskip("ipykernel")
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+jupyter_client = pytest.importorskip("jupyter_client")
+
+DEFINITIONS = """
+import os
+from distributor import TorchDistributor
+
+class Trained:
+    def __init__(self, rank, score):
+        self.rank, self.score = rank, score
+
+class Broken(Exception):
+    pass
+
+double = lambda number: 2 * number
+
+def train(number):
+    print("training on", os.environ["RANK"])
+    return Trained(int(os.environ["RANK"]), double(number))
+
+two_ranks = TorchDistributor(2, use_gpu=False, timeout=120)
+"""
+
+
+class Notebook:
+    """A kernel and the notebook that grows with each cell that it runs."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def run(self, source: str) -> Cell:
+        """Run one more cell; an error in it is raised here."""
+        cells = self._client.nb.cells
+        cells.append(nbformat.v4.new_code_cell(source.strip()))
+        return Cell(self._client.execute_cell(cells[-1], len(cells) - 1))
+
+    def interrupt(self) -> None:
+        """Do as the stop button does; from any thread."""
+        asyncio.run(self._client.km.interrupt_kernel())
+
+
+class Cell:
+    """What a notebook shows below a cell that has run."""
+
+    def __init__(self, cell: Any) -> None:
+        self._outputs = cell.outputs
+
+    def lines(self, stream: str) -> list[str]:
+        """The lines of one stream, as carriage returns leave them."""
+        texts = [output.text for output in self._outputs if output.get("name") == stream]
+        return "".join(texts).splitlines()
+
+    @property
+    def value(self) -> str:
+        """The cell's last expression, as text."""
+        return next(
+            output.data["text/plain"]
+            for output in self._outputs
+            if output.output_type == "execute_result"
+        )
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """A kernel of this interpreter, apart from whatever Jupyter knows on this machine."""
+    folder = tmp_path_factory.mktemp("jupyter")
+    spec = folder / "kernels" / "this_python"
+    spec.mkdir(parents=True)
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    names = {"display_name": "this Python", "language": "python", "argv": command}
+    (spec / "kernel.json").write_text(json.dumps(names))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+            patch.setenv(name, str(folder))
+        specs = jupyter_client.kernelspec.KernelSpecManager(kernel_dirs=[str(folder / "kernels")])
+        client = nbclient.NotebookClient(
+            nbformat.v4.new_notebook(),
+            km=jupyter_client.AsyncKernelManager(
+                kernel_name="this_python", kernel_spec_manager=specs
+            ),
+            timeout=DEADLINE,
+            startup_timeout=DEADLINE,
+            coalesce_streams=True,
+            resources={"metadata": {"path": str(folder)}},
+        )
+        with client.setup_kernel():
+            opened = Notebook(client)
+            opened.run(DEFINITIONS)
+            yield opened
+            asyncio.run(client.km.shutdown_kernel(now=True))
+
+
+def test_a_class_a_function_and_a_lambda_of_the_notebook(notebook: Notebook) -> None:
+    cell = notebook.run("""
+found = two_ranks.run(train, 21)
+isinstance(found, Trained), found.rank, found.score
+    """)
+    assert cell.value == "(True, 0, 42)"
+    assert sorted(cell.lines("stdout")) == ["[0] training on 0", "[1] training on 1"]
+
+
+def test_each_cell_shows_its_own_ranks(notebook: Notebook) -> None:
+    first = notebook.run('two_ranks.run(lambda: print("first"))')
+    second = notebook.run('two_ranks.run(lambda: print("second"))')
+
+    assert sorted(first.lines("stdout")) == ["[0] first", "[1] first"]
+    assert sorted(second.lines("stdout")) == ["[0] second", "[1] second"]
+
+
+def test_an_exception_of_the_notebook_and_its_line(notebook: Notebook) -> None:
+    cell = notebook.run("""
+import traceback
+
+def fail():
+    raise Broken("no", os.environ["RANK"])  # this very line
+
+try:
+    two_ranks.run(fail)
+except Broken as error:
+    caught = error
+    shown = "".join(traceback.format_exception(error))
+print(caught.args[0], sorted(caught.rank_failures), shown.count("# this very line"))
+    """)
+    assert cell.lines("stdout") == ["no [0, 1] 1"]
+    in_ranks = [line for line in cell.lines("stderr") if line.endswith("# this very line")]
+    assert len(in_ranks) == 2
+
+
+def test_a_rank_reads_the_source_of_a_cell(notebook: Notebook) -> None:
+    cell = notebook.run("""
+def tell_sources():
+    import inspect
+    return inspect.getsource(tell_sources) + inspect.getsource(train)
+
+print(two_ranks.run(tell_sources))
+    """)
+    told = cell.lines("stdout")
+    assert told[:2] == ["def tell_sources():", "    import inspect"]
+    assert told[3:5] == ["def train(number):", '    print("training on", os.environ["RANK"])']
+
+
+def test_a_progress_bar_ends_as_one_line(notebook: Notebook) -> None:
+    cell = notebook.run("""
+def with_bar():
+    import sys, time
+    for step in range(11):
+        sys.stderr.write(f"\\r{10 * step:3d}%|{'#' * step:10}| {step}/10")
+        sys.stderr.flush()
+        time.sleep(0.06)
+    sys.stderr.write("\\n")
+    print("over")
+
+TorchDistributor(1, use_gpu=False).run(with_bar)
+    """)
+    bars = [line.rstrip() for line in cell.lines("stderr") if "/10" in line]
+    assert bars == ["[0] 100%|##########| 10/10"]
+    assert cell.lines("stdout") == ["[0] over"]
+
+
+def test_the_stop_button_ends_the_ranks(notebook: Notebook, tmp_path: Path) -> None:
+    def press_when_both_run() -> None:
+        deadline = time.monotonic() + DEADLINE
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        notebook.interrupt()
+
+    threading.Thread(target=press_when_both_run, daemon=True).start()
+    cell = notebook.run(f"""
+def hang():
+    import pathlib, threading
+    pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()
+    threading.Event().wait()
+
+try:
+    two_ranks.run(hang)
+    ended = "by itself"
+except KeyboardInterrupt:
+    ended = "interrupted"
+ended
+    """)
+    assert cell.value == "'interrupted'"
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(is_there(pid) for pid in pids):
+        assert time.monotonic() < deadline, "ranks outlived the stop button"
+        time.sleep(0.02)
+    assert notebook.run("two_ranks.run(train, 1).score").value == "2"
+
+
+def is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.spark
+@needs_java
+def test_a_cluster_from_a_cell(notebook: Notebook) -> None:
+    notebook.run("""
+from pyspark.sql import SparkSession
+spark = (
+    SparkSession.builder.master("local-cluster[2,1,1024]")
+    .config("spark.ui.enabled", "false").config("spark.ui.showConsoleProgress", "false")
+    .getOrCreate()
+)
+    """)
+    cell = notebook.run("""
+found = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).run(train, 4)
+isinstance(found, Trained), found.rank, found.score
+    """)
+    notebook.run("spark.stop()")
+
+    assert cell.value == "(True, 0, 8)"
+    ranks = [line for line in cell.lines("stdout") if re.match(r"\[\d\] ", line)]
+    assert sorted(ranks) == ["[0] training on 0", "[1] training on 1"]
