@@ -5,12 +5,14 @@ Spark and torch are never mocked here: ranks are real processes, and the cluster
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,25 @@ DEADLINE = 180
 """Seconds for a driver of its own, Spark's start included."""
 
 needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
+
+
+def _has_connect() -> bool:
+    """Tell whether Connect works offline: PySpark 3.5 would download its server."""
+    pyspark = find_spec("pyspark")
+    if pyspark is None or pyspark.origin is None or find_spec("grpc") is None:
+        return False
+    return any(Path(pyspark.origin).parent.glob("jars/spark-connect_*.jar"))
+
+
+needs_connect = pytest.mark.skipif(not _has_connect(), reason="no Connect server is installed")
+
+
+def facts_in(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Read what a driver program told as ``print("FACTS " + json.dumps(...))``."""
+    told = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
+    assert len(told) == 1, done.stdout[-4000:] + done.stderr[-8000:]
+    facts: dict[str, Any] = json.loads(told[0].removeprefix("FACTS "))
+    return facts
 
 
 @pytest.fixture(scope="session")

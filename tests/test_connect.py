@@ -5,27 +5,18 @@ Each is a driver of its own: a process has either a classic or a Connect session
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import pyspark
 import pytest
-
-from conftest import needs_java
+from conftest import facts_in, needs_connect, needs_java
 
 pytestmark = [pytest.mark.spark, needs_java]
 
-HAS_CONNECT = find_spec("grpc") is not None and any(
-    Path(pyspark.__file__).parent.glob("jars/spark-connect_*.jar")  # PySpark 3.5 would download it
-)
-needs_connect = pytest.mark.skipif(not HAS_CONNECT, reason="this PySpark has no Connect server")
 both_sessions = pytest.mark.parametrize(
     "session", ["classic", pytest.param("connect", marks=needs_connect)]
 )
@@ -102,8 +93,9 @@ def how(error):
 def outlived(folder):
     """Ranks that are still there 10 s after their run."""
     deadline = time.monotonic() + 10
-    pids = os.listdir(folder)
-    while (left := [p for p in pids if os.path.exists("/proc/" + p)]) and time.monotonic() < deadline:
+    left = pids = os.listdir(folder)
+    while left and time.monotonic() < deadline:
+        left = [pid for pid in pids if os.path.exists("/proc/" + pid)]
         time.sleep(0.05)
     return len(pids), left
 
@@ -112,13 +104,6 @@ def tell(**facts):
 
 warnings = Warnings()
 '''
-
-
-def facts_in(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """What the driver told at its end."""
-    told = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
-    assert len(told) == 1, done.stdout[-4000:] + done.stderr[-8000:]
-    return json.loads(told[0].removeprefix("FACTS "))
 
 
 Driver = Callable[..., subprocess.CompletedProcess[str]]

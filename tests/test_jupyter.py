@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from conftest import DEADLINE, needs_java
 
 pytest.importorskip("ipykernel")

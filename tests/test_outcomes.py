@@ -142,14 +142,20 @@ CUDA_LIKE_BYTES = 13 * 4
 """Only storages of this size are tagged as a GPU's; all tensors of a run meet the same tagger."""
 
 
-def make_cuda_like() -> tuple[Any, bytes]:
-    """Give a tensor that is pickled as one on a GPU is, and what a plain pickle makes of it."""
+def tag_as_cuda() -> None:
+    """Have this process pickle some tensors as if they were on a GPU."""
     import torch
 
     def tag(storage: Any) -> str | None:
         return "cuda:0" if storage.nbytes() == CUDA_LIKE_BYTES else None
 
     torch.serialization.register_package(0, tag, lambda storage, location: None)
+
+
+def make_cuda_like() -> tuple[Any, bytes]:
+    """Give a tensor that is tagged as a GPU's, and its plain pickle."""
+    import torch
+
     tensor = torch.arange(13, dtype=torch.float32)
     return tensor, pickle.dumps(tensor)
 
@@ -273,7 +279,10 @@ def returned(request: pytest.FixtureRequest) -> dict[str, Any]:
     makers = {name: make for name, (make, _) in VALUES.items()}
 
     def program() -> Any:
-        return {name: make() for name, make in makers.items()} if my_rank() == 0 else "rank 1's"
+        if my_rank() == 1:
+            return "rank 1's"
+        tag_as_cuda()
+        return {name: make() for name, make in makers.items()}
 
     distributor = TorchDistributor(
         2, local_mode=request.param == "local", use_gpu=False, timeout=180

@@ -1,4 +1,4 @@
-"""Executors that lack this package and cloudpickle run it from the archive that the driver ships."""
+"""Executors that lack this package run it from the archive that the driver ships."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from conftest import needs_java
-from test_connect import facts_in, needs_connect
+from conftest import facts_in, needs_connect, needs_java
 
 pytestmark = [pytest.mark.spark, needs_java]
 
