@@ -3,6 +3,9 @@
 PYTHON ?= python3
 # More arguments for pytest: make test ARGS="-k spark -x"
 ARGS ?=
+# Two test processes, for most of the time a test waits for one core; a file's tests share a Spark.
+JOBS ?= 2
+PYTEST = python -m pytest -n $(JOBS) --dist loadfile
 
 VENV := .venv
 VENV35 := .venv-spark35
@@ -28,13 +31,13 @@ demo: venv ## Train on real digits, on this machine
 test test-all test-spark35: export JDK_JAVA_OPTIONS := -XX:+UseSerialGC -XX:TieredStopAtLevel=1
 
 test: venv ## Run the tests, less the slow ones
-	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+	$(VENV)/bin/$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: venv ## Run all the tests
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/$(PYTEST) $(ARGS)
 
 test-spark35: $(VENV35)/.installed ## Run the tests, less the slow ones, on PySpark 3.5
-	$(VENV35)/bin/python -m pytest -m "not slow" $(ARGS)
+	$(VENV35)/bin/$(PYTEST) -m "not slow" $(ARGS)
 
 lint: venv ## Check style, format and types
 	$(VENV)/bin/ruff check
@@ -48,10 +51,10 @@ clean: ## Remove what builds, tests and runs leave behind; the environments stay
 
 $(VENV)/.installed: setup.cfg setup.py conf/constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install $(TORCH) -e '.[dev]'
+	$(VENV)/bin/python -m pip install -q $(TORCH) -e '.[dev]'
 	touch $@
 
 $(VENV35)/.installed: setup.cfg setup.py conf/constraints-cpu.txt $(SPARK35)
 	$(PYTHON) -m venv $(VENV35)
-	$(VENV35)/bin/python -m pip install $(TORCH) -c $(SPARK35) -e '.[test]'
+	$(VENV35)/bin/python -m pip install -q $(TORCH) -c $(SPARK35) -e '.[test]'
 	touch $@

@@ -83,7 +83,7 @@ def distribute(request: pytest.FixtureRequest) -> Callable[..., TorchDistributor
 
 @pytest.fixture
 def run_driver(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a driver program in an interpreter of its own: ``run_driver(source, env=..., ok=True)``."""
+    """Run a driver program in an interpreter of its own: ``run_driver(source, env=...)``."""
 
     def run(
         source: str,

@@ -44,10 +44,12 @@ import pytest
 from distributor import (
     DistributorError,
     RemoteError,
+    RunTimeout,
     TorchDistributor,
     UnpicklableError,
     WorkerDied,
 )
+from distributor.launch.job import Job, program_of
 from distributor.wire.outcome import Failure
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -926,6 +928,43 @@ def test_failed_run_keeps_all_output_and_shows_what_was_asked_for(
         assert shown_by(rank, captured.err) == errors
 
 
+class CutShort:
+    """A sink that ends the run when it has heard "ready", as the run's timeout would."""
+
+    def __init__(self) -> None:
+        self.heard = b""
+        self.cut = False
+
+    def write(self, rank: int, stream: str, data: bytes) -> None:
+        self.heard += data
+        if not self.cut and b"ready" in self.heard:
+            self.cut = True
+            raise RunTimeout("cut short")
+
+    def room(self) -> bool:
+        return True
+
+
+def test_output_is_kept_to_the_end_where_a_run_is_cut_short(distribute: Distribute) -> None:
+    def program() -> None:
+        def say_why(*_: object) -> None:
+            os.write(1, b"l" * 2 * MIB + b"last words\n")
+            os._exit(1)
+
+        signal.signal(signal.SIGTERM, say_why)
+        print("ready")
+        wait_until(lambda: False, "the run is cut short")
+
+    distributor, sink = distribute(1), CutShort()
+    launcher, _ = distributor._plan()
+    job = Job(program=program_of(program, (), {}), num_processes=1, settings=distributor)
+    with pytest.raises(RunTimeout, match="cut short"):
+        launcher.launch(job, sink)
+    assert sink.heard.startswith(b"ready\n")
+    assert sink.heard.endswith(b"last words\n")
+    assert len(sink.heard) == len(b"ready\nlast words\n") + 2 * MIB
+
+
 # What a rank leaves behind, and what it may do
 
 
@@ -1101,12 +1140,14 @@ def test_nothing_in_the_drivers_process_changes(
 # Scripts
 
 SCRIPT = """
-import json, os, sys
+import gzip, json, os, sys
 from pathlib import Path
 import sibling
 
 out = Path(sys.argv[1], os.environ["RANK"])
 rank_file = open(out, "w")
+closed = gzip.open(os.devnull, "wt")
+closed.close()  # has no descriptor to ask for any more
 json.dump([sys.argv[1:], __name__, __file__, sibling.VALUE, os.environ["WORLD_SIZE"]], rank_file)
 
 class Trouble(Exception):
@@ -1114,7 +1155,7 @@ class Trouble(Exception):
         super().__init__(why)
         self.code = code
 
-def main():  # keeps the module's names, the open file among them, in a cycle
+def main():  # keeps the module's names, both files among them, in a cycle
     if sys.argv[2] == "raise":
         raise Trouble(7, "in the script")  # the script's line
     if sys.argv[2] == "exit":

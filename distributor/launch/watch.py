@@ -109,9 +109,13 @@ class Watch:
                 self._sink.room()
                 self._advance()
             self._take_last_words()
-        except BaseException:
+        except BaseException as error:
             self._hub.broadcast(Stop("the driver gave the run up"))
-            cancel()
+            try:
+                if isinstance(error, Exception):
+                    self._take_last_words()  # they may tell why the run was cut short
+            finally:
+                cancel()
             raise
         return self._read(self._ending)
 

@@ -155,6 +155,8 @@ class Agent:
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         try:
             self._end_all()
+            if kind is not None and issubclass(kind, Exception):
+                self._drain_output()  # it may tell why the run was cut short
         finally:
             for rank in self._ranks:
                 rank.watcher.join()

@@ -17,7 +17,7 @@ def flush_files() -> None:
     """Write what files that nobody closed still hold, as the interpreter's teardown would."""
     writers = {io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom}
     for file in [found for found in gc.get_objects() if type(found) in writers]:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # closed, or around something of the user's own
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe's reader may not come
                 file.flush()
 
@@ -25,7 +25,7 @@ def flush_files() -> None:
 def leave(exit_code: int) -> NoReturn:
     """End without the interpreter's teardown, which costs time and can abort in C++ code."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(Exception):
             stream.flush()
     ctypes.CDLL(None).fflush(None)  # what C code printed
     os._exit(exit_code)
