@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -107,3 +108,23 @@ def run_driver(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
         return done
 
     return run
+
+
+@pytest.fixture
+def python_that_begins_with(tmp_path: Path) -> Callable[[str], Path]:
+    """Make an interpreter for executors: this one, after some lines of its own."""
+
+    def make(source: str) -> Path:
+        folder = tmp_path / "before_all_else"
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(textwrap.dedent(source))
+        python = folder / "python"
+        python.write_text(
+            "#!/bin/sh\n"
+            f'export PYTHONPATH={shlex.quote(str(folder))}"${{PYTHONPATH:+:$PYTHONPATH}}"\n'
+            f'exec {shlex.quote(sys.executable)} "$@"\n'
+        )
+        python.chmod(0o755)
+        return python
+
+    return make

@@ -45,14 +45,14 @@ def nothing_launched(
         capfd.readouterr()
         children, jobs = _children(), _spark_jobs(spark)
         yield
-        assert (_started, _children(), _spark_jobs(spark)) == ([], children, jobs)
+        assert (_started, _children() - children, _spark_jobs(spark)) == ([], set(), jobs)
         assert capfd.readouterr() == ("", "")
 
     return watch
 
 
 def _children() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
+    return {child.pid for child in psutil.Process().children()}
 
 
 def _spark_jobs(spark: Any) -> int:

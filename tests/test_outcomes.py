@@ -50,6 +50,7 @@ from distributor import (
     WorkerDied,
 )
 from distributor.launch.job import Job, program_of
+from distributor.wire.frames import MAX_FRAME
 from distributor.wire.outcome import Failure
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -410,7 +411,7 @@ def key_error() -> None:
 
 
 def own_type() -> None:
-    error = Tagged("tagged")
+    error = Tagged("tagged\nin two lines")
     vars(error).update(step=7, metrics=Metrics(0.5, []))
     raise error  # fails
 
@@ -542,7 +543,7 @@ CASES = [
     Case(
         fail=own_type,
         kind=Tagged,
-        args=("tagged",),
+        args=("tagged\nin two lines",),
         attributes={"step": 7, "metrics": Metrics(0.5, [])},
     ),
     Case(
@@ -650,8 +651,22 @@ def test_failure_is_raised_here_as_it_was_there(
     for rank, failure in failures.items():
         assert failure.origin.rank == rank
         assert not failure.collateral
+        if case.kind is not RemoteError:
+            assert failure.summary.partition(":")[0].endswith(case.kind.__name__)
         assert type(failure.exception()) is case.kind
         assert all(line in failure.text for line in case.lines)
+
+
+def test_message_larger_than_any_frame_is_cut_in_its_middle(distribute: Distribute) -> None:
+    def program() -> None:
+        raise ValueError("begin" + "m" * MAX_FRAME + "end")  # in the traceback
+
+    with pytest.raises(RemoteError, match="ValueError: beginmmm") as caught:
+        distribute(1).run(program)
+    told = str(caught.value)
+    assert "# in the traceback" in told
+    assert told.rstrip().endswith("mmmend")
+    assert len(told) < MAX_FRAME
 
 
 def check_error(error: Any, case: Case) -> None:

@@ -16,6 +16,8 @@ from distributor.errors import RemoteError, RemoteTraceback, WorkerDied
 from distributor.wire import pickling
 
 PART_BYTES = 1024 * 1024
+MAX_SUMMARY, MAX_TEXT = 1000, 4 * 1024 * 1024
+"""Characters of a failure's summary and text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +103,29 @@ Outcome = Value | Failure
 
 def failure_of(error: BaseException, origin: Origin) -> Failure:
     """Capture an exception that was raised in a rank."""
-    lines = traceback.format_exception_only(type(error), error)
     return Failure(
         origin=origin,
-        summary="".join(lines).strip().splitlines()[-1],
-        text=format_traceback(error),
+        summary=_summary_of(error),
+        text=_cut(format_traceback(error)),
         pickled=pickling.dump_exception(error),
         collateral=_is_lost_connection(error),
     )
+
+
+def _summary_of(error: BaseException) -> str:
+    """Give the line that names the exception, of those that tell of its source and its notes."""
+    lines = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
+    name = type(error).__qualname__
+    named = (line for line in lines if line.partition(":")[0].endswith(name))
+    return next(named, lines[-1])[:MAX_SUMMARY]
+
+
+def _cut(text: str) -> str:
+    """Leave out the middle of a text that would not fit into a message."""
+    left_out, half = len(text) - MAX_TEXT, MAX_TEXT // 2
+    if left_out <= 0:
+        return text
+    return f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"
 
 
 def death(
