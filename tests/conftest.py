@@ -22,7 +22,7 @@ import pytest
 from distributor import TorchDistributor
 
 CLUSTER = "local-cluster[2,2,1024]"
-DEADLINE = 180
+DEADLINE = 300
 """Seconds for a driver of its own, Spark's start included."""
 
 needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
