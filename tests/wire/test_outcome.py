@@ -123,8 +123,8 @@ def test_a_ranks_interrupt_is_none_of_the_drivers(kind: type[BaseException]) -> 
     assert kind.__name__ in str(error)
 
 
-def test_the_summary_is_the_last_line() -> None:
-    assert failure_of(ValueError("one\ntwo"), origin(0)).summary == "two"
+def test_the_summary_is_the_line_that_names_the_exception() -> None:
+    assert failure_of(ValueError("one\ntwo"), origin(0)).summary == "ValueError: one"
     assert failure_of(ValueError("only"), origin(0)).summary == "ValueError: only"
     assert failure_of(KeyError(), origin(0)).summary == "KeyError"
 
