@@ -3,23 +3,33 @@
 from distributor.errors import (
     DistributorError,
     ExecutorNotReady,
+    NodeLost,
     RemoteError,
     RunTimeout,
     StartTimeout,
     UnpicklableError,
+    ValueTooLarge,
     WorkerDied,
 )
+from distributor.launch.inquiry import stacks
+from distributor.launch.local import cool_down
 from distributor.torch_distributor import TorchDistributor
 from distributor.version import __version__
+from distributor.wire.outcome import load_value
 
 __all__ = [
     "DistributorError",
     "ExecutorNotReady",
+    "NodeLost",
     "RemoteError",
     "RunTimeout",
     "StartTimeout",
     "TorchDistributor",
     "UnpicklableError",
+    "ValueTooLarge",
     "WorkerDied",
     "__version__",
+    "cool_down",
+    "load_value",
+    "stacks",
 ]

@@ -6,13 +6,17 @@ import argparse
 import dataclasses
 import inspect
 import re
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from distributor.errors import WorkerDied
+from distributor.launch.inquiry import stacks
+from distributor.node.stacks import with_stacks
 from distributor.torch_distributor import TorchDistributor
 from distributor.version import __version__
 
@@ -123,6 +127,8 @@ _SPECIAL_FLAGS: dict[str, list[tuple[list[str], dict[str, Any]]]] = {
 _OPTION_BY_TYPE: dict[str, dict[str, Any]] = {
     "Mapping": {"type": _pair, "action": "append", "metavar": "NAME=VALUE"},
     "Literal": {"type": _ranks, "metavar": "RANKS"},
+    "Sequence": {"action": "append", "metavar": "NAME"},
+    "bool": {"action": argparse.BooleanOptionalAction},
     "float": {"type": float, "metavar": "SECONDS"},
     "str": {"type": str, "metavar": "TEXT"},
 }
@@ -134,8 +140,20 @@ def _run(options: argparse.Namespace) -> None:
     if "env" in settings:
         settings["env"] = dict(settings["env"])
     args = options.args[1:] if options.args[:1] == ["--"] else options.args
+    if hasattr(signal, "SIGQUIT"):
+        signal.signal(signal.SIGQUIT, _show_stacks)
     with _session(options, needed=not settings.get("local_mode", True)):
         TorchDistributor(**settings).run(options.script, *args)
+
+
+def _show_stacks(*_: object) -> None:
+    """Show where the ranks stand, on a thread of its own: this one waits for the run."""
+
+    def show() -> None:
+        for run_id, found in stacks().items():
+            print(with_stacks(f"Run {run_id} goes on.", found), file=sys.stderr)
+
+    threading.Thread(target=show, name="stacks", daemon=True).start()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -53,12 +54,39 @@ class WorkerDied(DistributorError):
         return type(self), self.args, state
 
 
-class StartTimeout(DistributorError, TimeoutError):
+class _Timeout(DistributorError, TimeoutError):
+    """A deadline passed.
+
+    Parameters
+    ----------
+    message : str
+        Which deadline, who was waited for, and where those at work stood.
+    stacks : mapping of int to str, optional
+        Where they stood, by rank: Python stacks.
+    """
+
+    def __init__(self, message: str, *, stacks: Mapping[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.stacks = dict(stacks or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args, {"stacks": self.stacks}
+
+
+class StartTimeout(_Timeout):
     """Not all ranks were up within ``start_timeout`` seconds."""
 
 
-class RunTimeout(DistributorError, TimeoutError):
+class RunTimeout(_Timeout):
     """The run took longer than ``timeout`` seconds."""
+
+
+class NodeLost(DistributorError):
+    """A node was no longer heard of: cut off, stopped, or its machine dead."""
+
+
+class ValueTooLarge(DistributorError):
+    """A rank's value could not be brought to the driver; the message says where it is kept."""
 
 
 class ExecutorNotReady(DistributorError):

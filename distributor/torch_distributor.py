@@ -48,6 +48,12 @@ class TorchDistributor(Settings):
     hub_address : str, optional
         ``host`` or ``host:port`` at which this process listens for the nodes; by default the
         address of Spark's driver and a free port.
+    warm : bool
+        Whether ranks are forked from a process that each node keeps, with torch imported, for this
+        and later runs; otherwise, and always on macOS, each starts a fresh interpreter. The
+        variable DISTRIBUTOR_WARM, 0 or 1, sets the default, which is True.
+    preload : sequence of str
+        Modules that this process imports too; none of them may touch CUDA or start threads.
 
     Raises
     ------
@@ -75,8 +81,9 @@ class TorchDistributor(Settings):
         super().__post_init__()
         # Frozen for its users; what they gave is settled here, once.
         object.__setattr__(self, "num_processes", check_num_processes(self.num_processes))
-        _, planned = self._plan()
+        launcher, planned = self._plan()
         object.__setattr__(self, "num_processes", planned)
+        launcher.prepare(self, planned)
 
     @overload
     def run(self, train_object: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...

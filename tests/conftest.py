@@ -6,6 +6,7 @@ Spark and torch are never mocked here: ranks are real processes, and the cluster
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -45,6 +46,17 @@ def facts_in(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert len(told) == 1, done.stdout[-4000:] + done.stderr[-8000:]
     facts: dict[str, Any] = json.loads(told[0].removeprefix("FACTS "))
     return facts
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Say what this package warned of so far; what others log in this process is their own."""
+
+    def messages() -> list[str]:
+        ours = [record for record in caplog.records if record.name == "distributor"]
+        return [record.getMessage() for record in ours if record.levelno == logging.WARNING]
+
+    return messages
 
 
 @pytest.fixture(scope="session")

@@ -67,7 +67,9 @@ def train(*args: object, **kwargs: object) -> str:
 
 
 def local(num_processes: Any = 1, **settings: Any) -> TorchDistributor:
-    return TorchDistributor(num_processes, local_mode=True, use_gpu=False, **settings)
+    """Make one that starts all it needs in its run: nothing is warm before it."""
+    settings = {"local_mode": True, "warm": False, **settings}
+    return TorchDistributor(num_processes, use_gpu=False, **settings)
 
 
 BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -88,6 +90,8 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"env": {"MASTER_PORT": "1"}}, ValueError, "env cannot set MASTER_PORT"),
     ({"env": None}, TypeError, "env maps strings to strings, but is None"),
     ({"env": ["A=B"]}, TypeError, r"env maps strings to strings, but is \['A=B'\]"),
+    ({"preload": "torch"}, TypeError, r"preload lists modules, .* but is 'torch'"),
+    ({"preload": [1]}, TypeError, r"preload lists modules, .* but is \[1\]"),
     ({"timeout": 0}, ValueError, r"timeout is a positive, .* \(None for no bound\), but is 0"),
     ({"timeout": -1}, ValueError, "timeout is a positive, .* but is -1"),
     ({"timeout": NAN}, ValueError, "timeout is a positive, .* but is nan"),
@@ -281,7 +285,7 @@ def test_a_lock_cannot_be_sent(nothing_launched: Any, message: str, call: Any, k
 def test_a_spark_session_cannot_be_sent(
     spark: Any, nothing_launched: Any, message: str, call: Any, kwargs: Any, local_mode: bool
 ) -> None:
-    runner: Any = TorchDistributor(2, local_mode=local_mode, use_gpu=False)
+    runner = local(2, local_mode=local_mode)
     given = {name: make(spark) for name, make in kwargs.items()}
     expected = f"{message}SparkSession .*Ranks have no Spark"
     with nothing_launched(), pytest.raises(UnpicklableError, match=expected):

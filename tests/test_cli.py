@@ -163,6 +163,8 @@ FLAGS: dict[str, tuple[list[str], object]] = {
     "log_dir": (["--log-dir", "logs"], "logs"),
     "show_output": (["--show-output", "0,2"], (0, 2)),
     "hub_address": (["--hub-address", "here:1"], "here:1"),
+    "warm": (["--no-warm"], False),
+    "preload": (["--preload", "json", "--preload", "csv"], ["json", "csv"]),
 }
 
 
@@ -207,7 +209,7 @@ dist.destroy_process_group()
     ]
 
 
-def test_ctrl_c_is_130(script: Any, tmp_path: Path) -> None:
+def test_ctrl_backslash_shows_stacks_and_ctrl_c_is_130(script: Any, tmp_path: Path) -> None:
     source = "import os, threading; print('pid', os.getpid()); threading.Event().wait()"
     process = subprocess.Popen(
         [sys.executable, "-m", "distributor", "run", "--nproc", "2", "--cpu", script(source)],
@@ -223,6 +225,11 @@ def test_ctrl_c_is_130(script: Any, tmp_path: Path) -> None:
     try:
         assert process.stdout
         pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+        process.send_signal(signal.SIGQUIT)
+        assert process.stderr
+        shown = iter(process.stderr.readline, "")
+        assert any(line.startswith("Run ") and "goes on" in line for line in shown)
+        assert any(line == "ranks 0, 1:\n" for line in shown)
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=20)
     finally:

@@ -6,14 +6,16 @@ that use Connect are in this file and so run in turn, for its local server has o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from bed.waiting import assert_gone, until
 from conftest import facts_in, needs_connect, needs_java
 
 pytestmark = [pytest.mark.spark, needs_java]
@@ -22,6 +24,7 @@ both_sessions = pytest.mark.parametrize(
     "session", ["classic", pytest.param("connect", marks=needs_connect)]
 )
 THIS_PYTHON = {"PYSPARK_PYTHON": sys.executable}
+SECRET = {"SPARK_CONNECT_AUTHENTICATE_TOKEN": "of this test"}
 
 PRELUDE = '''
 import hashlib, json, logging, os, random, signal, sys, threading, time
@@ -378,3 +381,57 @@ spark.stop()
     assert facts["broken"] == ["no"]
     shown = done.stdout.splitlines()
     assert [shown.count(f"[{rank}] in {rank}") for rank in range(2)] == [2, 2]
+
+
+SERVER = """
+from pyspark.sql import SparkSession
+SparkSession.builder.remote("local[2]").getOrCreate()
+print("serving", flush=True)
+sys.stdin.read()
+"""
+CLIENT = """
+from pyspark.sql import SparkSession
+from distributor import TorchDistributor
+
+def wait(folder):
+    open(os.path.join(folder, str(os.getpid())), "w").close()
+    threading.Event().wait()
+
+SparkSession.builder.remote("sc://localhost:15002").getOrCreate()
+TorchDistributor(2, local_mode=False, use_gpu=False).run(wait, sys.argv[1])
+"""
+
+
+@needs_connect
+def test_ranks_do_not_outlive_a_connect_client_that_is_killed(tmp_path: Path) -> None:
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    with (
+        program(SERVER, tmp_path / "server.py") as server,
+        program(CLIENT, tmp_path / "client.py", str(ranks), after=server) as client,
+    ):
+        until(lambda: len(list(ranks.iterdir())) == 2, "the ranks run", 120)
+        client.kill()
+
+        assert_gone(int(rank.name) for rank in ranks.iterdir())
+        assert server.poll() is None, "it serves others"
+
+
+@contextlib.contextmanager
+def program(
+    source: str, script: Path, *args: str, after: subprocess.Popen[str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a program of its own, once another has said that it is ready."""
+    if after is not None:
+        assert after.stdout
+        assert any(line == "serving\n" for line in after.stdout)
+    script.write_text(PRELUDE + source)
+    command = [sys.executable, str(script), *args]
+    pipe = subprocess.PIPE
+    environment = {**os.environ, **THIS_PYTHON, **SECRET}
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()

@@ -7,7 +7,6 @@ configuration has a driver process of its own.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -392,21 +391,20 @@ def test_encryption_is_not_promised(encrypted: Any, use_gpu: bool, ignored: str 
 
 
 @pytest.mark.spark
-def test_who_waives_encryption_is_warned(encrypted: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_waives_encryption_is_warned(encrypted: Any, warned: Callable[[], list[str]]) -> None:
     encrypted.conf.set(IGNORE_SSL, "true")
     ranks = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120)
-    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.name == "distributor"
-    assert "sent between nodes unencrypted" in warning.getMessage()
+    (warning,) = warned()
+    assert "sent between nodes unencrypted" in warning
     assert ranks.run(lambda: "trained") == "trained"
 
 
 @pytest.mark.spark
 def test_local_mode_sends_nothing_over_the_network(
-    encrypted: Any, caplog: pytest.LogCaptureFixture
+    encrypted: Any, warned: Callable[[], list[str]]
 ) -> None:
     TorchDistributor(2, local_mode=True, use_gpu=False)
-    assert not caplog.records
+    assert warned() == []
 
 
 def test_without_spark_the_mask_says_which_gpus_there_are(ask: Ask) -> None:

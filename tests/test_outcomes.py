@@ -354,6 +354,34 @@ def test_leaving_with_code_0_is_success_and_gives_none(distribute: Distribute) -
     assert distribute(3).run_all(leave) == [None, None, "stayed"]
 
 
+def test_large_arguments_travel_once_and_are_each_ranks_own(
+    distribute: Distribute, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    weights = torch.arange(2.0 * MIB)
+
+    def program(given: dict[str, Any], *, sign: int) -> float:
+        given["weights"] *= sign * (my_rank() + 1)
+        return float(given["weights"][-1])
+
+    last = 2.0 * MIB - 1
+    distributor = distribute(2)
+    for sign in (1, 1, -1):
+        found = distributor.run_all(program, {"weights": weights, "small": 1}, sign=sign)
+        assert found == [sign * last, sign * 2 * last]
+    assert weights[-1] == last, "the driver's own is as it was"
+    told = capfd.readouterr().err
+    if distributor.local_mode:
+        assert "'program' takes" not in told
+        return
+    named = "'program' takes 8.39 MB to the ranks, 8.39 MB of it in argument 0['weights']."
+    assert told.count(named) == 3
+    spark = request.getfixturevalue("spark")
+    files = [name for name in spark.sparkContext.listFiles if "distributor-program" in name]
+    assert len(files) == 2, "one for each sign"
+
+
 def test_value_that_nobody_asked_for_need_not_be_picklable(distribute: Distribute) -> None:
     def locks() -> object:
         return "fine" if my_rank() == 0 else threading.Lock()
@@ -952,6 +980,35 @@ def test_failed_run_keeps_all_output_and_shows_what_was_asked_for(
         assert shown_by(rank, captured.err) == errors
 
 
+def test_of_very_many_lines_none_is_lost_or_told_twice(
+    distribute: Distribute, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    many = 200_000
+
+    def program() -> None:
+        if my_rank() == 1:
+            wait_until(lambda: False, "this rank is stopped")
+        for number in range(many):
+            print("line", number)
+            if number == many - many // 10:
+                child = os.fork()
+                if not child:
+                    print("forked")
+                    sys.stdout.flush()
+                    os._exit(0)
+                os.waitpid(child, 0)
+        wait_until(lambda: sys.stdout.line_buffering, "each line is written by itself again")
+        print("last words")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(WorkerDied, match="last words"):
+        distribute(2, log_dir=tmp_path).run(program)
+    expected = sorted([*(f"line {number}" for number in range(many)), "forked", "last words"])
+    (log,) = tmp_path.glob("*/rank0.stdout")
+    assert sorted(log.read_text().splitlines()) == expected
+    assert sorted(shown_by(0, capfd.readouterr().out)) == expected
+
+
 class CutShort:
     """A sink that ends the run when it has heard "ready", as the run's timeout would."""
 
@@ -1023,6 +1080,29 @@ def test_threads_end_their_work_and_exit_handlers_run(
         distribute(2).run(program)
     notes = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert notes == {"rank0": "thread last first ", "rank1": "thread last first "}
+
+
+def test_failed_ranks_exit_handlers_run_to_their_end(
+    distribute: Distribute, tmp_path: Path
+) -> None:
+    def program() -> None:
+        pid, note = tmp_path / "pid", tmp_path / "note"
+        if my_rank() == 1:
+            pid.write_text(str(os.getpid()))
+            wait_until(lambda: False, "this rank is stopped")
+
+        def work() -> None:
+            other = int(pid.read_text())
+            wait_until(lambda: not is_alive(other), "the other rank is stopped")
+            note.write_text("done")
+
+        wait_until(lambda: pid.exists() and pid.read_text(), "the other rank runs")
+        atexit.register(work)
+        raise LookupError("failed")
+
+    with pytest.raises(LookupError):
+        distribute(2).run(program)
+    assert (tmp_path / "note").read_text() == "done"
 
 
 def test_children_of_a_rank_work(distribute: Distribute) -> None:
@@ -1153,7 +1233,7 @@ def test_nothing_in_the_drivers_process_changes(
 
     after = state_of_this_process()
     assert {name for name in before if before[name] != after[name]} == set()
-    assert children() <= processes
+    wait_until(lambda: children() <= processes, "its processes have ended")
     if distributor.local_mode:
         wait_until(lambda: set(threading.enumerate()) <= threads, "its threads have ended")
         assert open_files() == files

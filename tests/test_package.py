@@ -118,6 +118,18 @@ def test_an_import_is_light() -> None:
     assert told == f"[] {distributor.__version__}\n"
 
 
+def test_an_import_leaves_the_environment_as_it_was() -> None:
+    told = python(
+        """
+        import os
+        before = dict(os.environ)
+        import distributor.launch.spark
+        print(dict(os.environ) == before)
+        """
+    )
+    assert told == "True\n"
+
+
 BLOCK = """
 class Blocker:
     def find_spec(self, name, path=None, target=None):

@@ -7,6 +7,7 @@ from typing import Any
 
 from distributor.errors import DistributorError
 from distributor.launch.console import Console
+from distributor.launch.inquiry import going_on
 from distributor.launch.job import Job, Launcher
 from distributor.node.logs import LogFiles
 from distributor.wire.messages import Stream
@@ -26,7 +27,7 @@ def run(job: Job, launcher: Launcher) -> list[Any]:
     Exception
         What the failing rank raised, with its ``rank_failures``.
     """
-    with DriverSink(job) as sink:
+    with DriverSink(job) as sink, going_on(job.run_id, job.inquiry):
         outcomes = launcher.launch(job, sink)
     return values_of(job, outcomes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from distributor.errors import DistributorError, ExecutorNotReady
+from distributor.errors import DistributorError, ExecutorNotReady, NodeLost, ValueTooLarge
 
 SET_PYTHON = (
     "Set PYSPARK_PYTHON (spark.pyspark.python for spark-submit) to a Python that has torch and "
@@ -14,7 +14,7 @@ SET_PYTHON = (
 )
 
 
-def explain(error: BaseException, num_tasks: int) -> DistributorError:
+def explain(error: BaseException, num_tasks: int, vanished: str = "") -> DistributorError:
     """Turn the exception of a Spark job whose ranks told nothing into one that helps.
 
     Parameters
@@ -23,18 +23,21 @@ def explain(error: BaseException, num_tasks: int) -> DistributorError:
         What ``collect`` raised.
     num_tasks : int
         How many tasks the job had.
+    vanished : str, optional
+        The ranks, and their host, of the node whose link was lost first.
 
     Returns
     -------
     DistributorError
     """
     text = str(error)
+    where = _where(text)
     for pattern, make in _MEANINGS:
         if found := re.search(pattern, text, re.DOTALL):
-            return make(found, _where(text))
+            return make(found, where or (f" of {vanished}" if vanished else ""))
     return DistributorError(
         f"Spark ended the job of {num_tasks} tasks before any rank reported a failure"
-        f"{_where(text)}:\n{text[:4000]}"
+        f"{where}:\n{text[:4000]}"
     )
 
 
@@ -49,6 +52,17 @@ Meaning = Callable[["re.Match[str]", str], DistributorError]
 
 def _not_ready(found: re.Match[str], where: str) -> DistributorError:
     return ExecutorNotReady(found.group(1).strip())
+
+
+def _too_large(found: re.Match[str], where: str) -> DistributorError:
+    return ValueTooLarge(found.group(1).strip())
+
+
+def _full_disk(found: re.Match[str], where: str) -> DistributorError:
+    return DistributorError(
+        f"A disk{where} is full: Spark keeps what it brings to executors below spark.local.dir.\n"
+        f"{found.group(1)}"
+    )
 
 
 def _other_python(found: re.Match[str], where: str) -> DistributorError:
@@ -69,15 +83,27 @@ def _no_interpreter(found: re.Match[str], where: str) -> DistributorError:
     return ExecutorNotReady(f"There is no Python at '{found.group(1)}'{where}. {SET_PYTHON}")
 
 
+def _lost(found: re.Match[str], where: str) -> DistributorError:
+    return NodeLost(
+        f"The node{where} ended without a word: {found.group(1).strip()}. Most often its host or "
+        "its container ran out of memory, or the cluster manager took it back; the logs of the "
+        "executor, and of the kernel of its host, tell more."
+    )
+
+
 def _python_error(found: re.Match[str], where: str) -> DistributorError:
     return DistributorError(f"A task failed{where} before its ranks ran: {found.group(1).strip()}")
 
 
 _MEANINGS: list[tuple[str, Meaning]] = [
     (r"ExecutorNotReady: (.*?)(?:\n|$)", _not_ready),
+    (r"ValueTooLarge: (.*?)(?:\n|$)", _too_large),
+    (r"([^\n]*No space left on device[^\n]*)", _full_disk),
     (r"worker has different version:? \(?(.*?)\)? than that in driver:? (\S+?),", _other_python),
     (r"No module named '?([\w.]+)", _no_module),
     (r"(?:PACKAGE_NOT_INSTALLED\] |ImportError: )(\w+) >= \S+ must be installed", _no_module),
     (r'Cannot run program "([^"]+)"', _no_interpreter),
+    (r"(ExecutorLostFailure [^\n]*)", _lost),
+    (r"(Python worker exited unexpectedly \(crashed\))", _lost),
     (r"barrier_task\.py.*\n(\w[\w.]*: .*?)\n(?:\s*SQLSTATE|\s*\n|\s+at )", _python_error),
 ]

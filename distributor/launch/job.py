@@ -6,11 +6,12 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from distributor.launch.inquiry import Inquiry
 from distributor.node.agent import Sink
 from distributor.node.environment import RANK_VARIABLES
 from distributor.node.program import Call, Program, Script
@@ -39,6 +40,12 @@ class Settings:
     hub_address : str, optional
         ``host`` or ``host:port`` at which this process listens for the nodes; by default the
         address of Spark's driver and a free port.
+    warm : bool
+        Whether ranks are forked from a process that each node keeps, with torch imported, for this
+        and later runs; otherwise, and always on macOS, each starts a fresh interpreter. The
+        variable DISTRIBUTOR_WARM, 0 or 1, sets the default, which is True.
+    preload : sequence of str
+        Modules that this process imports too; none of them may touch CUDA or start threads.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -47,6 +54,8 @@ class Settings:
     log_dir: str | os.PathLike[str] | None = None
     show_output: Literal["all", "none"] | Collection[int] = "all"
     hub_address: str | None = None
+    warm: bool = field(default_factory=lambda: os.environ.get("DISTRIBUTOR_WARM") != "0")
+    preload: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         _check_env(self.env)
@@ -57,6 +66,7 @@ class Settings:
             _make_folder(self.log_dir)
         if self.hub_address is not None:
             split_address(self.hub_address)
+        _check_modules(self.preload)
 
     def shows(self, rank: int) -> bool:
         """Tell whether a rank's output is shown."""
@@ -75,10 +85,14 @@ class Job:
     keep_all: bool = False
     run_id: str = field(default_factory=lambda: _new_run_id())
     attempt: int = 0
+    inquiry: Inquiry = field(default_factory=Inquiry)
 
 
 class Launcher(Protocol):
     """Brings a job's ranks up somewhere and watches them to their end."""
+
+    def prepare(self, settings: Settings, num_processes: int) -> None:
+        """Begin what the first run would otherwise have to wait for."""
 
     def launch(self, job: Job, sink: Sink) -> list[Outcome]:
         """Run all ranks; give the outcomes of those that ended by themselves."""
@@ -202,6 +216,15 @@ def _check_ranks(shown: object) -> None:
         )
     if not valid:
         raise ValueError(f"show_output is 'all', 'none' or ranks such as [0], but is {shown!r}.")
+
+
+def _check_modules(preload: object) -> None:
+    if (
+        isinstance(preload, str)
+        or not isinstance(preload, Sequence)
+        or not all(isinstance(name, str) for name in preload)
+    ):
+        raise TypeError(f"preload lists modules, such as ['lightning'], but is {preload!r}.")
 
 
 def _type_of(thing: object) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
 import time
 from dataclasses import dataclass
 
 from distributor.launch.console import notify
-from distributor.launch.job import Job
+from distributor.launch.job import Job, Settings
+from distributor.node import warm
 from distributor.node.agent import Agent, Sink
-from distributor.node.environment import Node
+from distributor.node.environment import Node, common_environment
+from distributor.node.program import in_file
+from distributor.node.warm import Warmth
 from distributor.wire.outcome import Outcome
 
 LOOPBACK = "127.0.0.1"
@@ -28,6 +32,10 @@ class LocalLauncher:
 
     gpus: tuple[str, ...]
 
+    def prepare(self, settings: Settings, num_processes: int) -> None:
+        """Begin what the first run would otherwise have to wait for."""
+        warm.prepare(_warmth(settings, num_processes))
+
     def launch(self, job: Job, sink: Sink) -> list[Outcome]:
         """Run all ranks; give the outcomes of those that ended by themselves.
 
@@ -36,21 +44,28 @@ class LocalLauncher:
         StartTimeout, RunTimeout
             Where a deadline of the job passed.
         """
-        settings, now = job.settings, time.monotonic()
-        start_deadline = now + settings.start_timeout
-        deadline = now + (settings.timeout or math.inf)
-        with socket.create_server((LOOPBACK, 0)) as listener:
+        settings = job.settings
+        start_deadline = time.monotonic() + settings.start_timeout
+        warmth = _warmth(settings, job.num_processes)
+        with (
+            socket.create_server((LOOPBACK, 0)) as listener,
+            in_file(job.program) as program,
+            warm.starter(warmth, start_deadline) as starter,
+        ):
             agent = Agent(
                 self._node(job, listener),
-                job.program,
+                program,
                 sink,
+                starter,
                 listener=listener,
                 keep_all=job.keep_all,
+                on_stacks=job.inquiry.answer,
                 on_done=lambda: agent.release(),
             )
+            job.inquiry.ask = agent.ask_for_stacks
             notify(f"Started local training with {job.num_processes} processes")
             with agent:
-                return agent.run(start_deadline, deadline)
+                return agent.run(start_deadline, settings.timeout or math.inf)
 
     def _node(self, job: Job, listener: socket.socket) -> Node:
         return Node(
@@ -64,3 +79,15 @@ class LocalLauncher:
             gpus=self.gpus,
             env=job.settings.env,
         )
+
+
+def cool_down() -> None:
+    """End the warm process of this one's local runs, if there is one; runs that go on do so."""
+    warm.retire(os.getpid())
+
+
+def _warmth(settings: Settings, num_processes: int) -> Warmth | None:
+    if not settings.warm:
+        return None
+    environment = common_environment(num_processes, settings.env, os.environ)
+    return Warmth(owner=os.getpid(), environment=environment, preload=tuple(settings.preload))

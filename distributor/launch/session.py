@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import re
 import sys
 import threading
 import weakref
@@ -13,6 +15,7 @@ from typing import Any
 
 _SWAP = threading.Lock()
 _SHIPPED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_PROFILES: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 
 
 class Session:
@@ -27,7 +30,6 @@ class Session:
     def __init__(self, spark: Any) -> None:
         self.spark = spark
         self.is_connect = type(spark).__module__.startswith("pyspark.sql.connect")
-        self.master = self.conf("spark.master") or ""
 
     @classmethod
     def active(cls) -> Session | None:
@@ -37,9 +39,10 @@ class Session:
         from pyspark.sql import SparkSession
 
         try:
-            return cls(SparkSession.active())
+            spark = SparkSession.active()
         except Exception:  # 3.5 and 4 raise different types for "no session"
             return None
+        return cls(spark)
 
     @classmethod
     def require_active(cls) -> Session:
@@ -57,6 +60,11 @@ class Session:
                 "first (SparkSession.builder.getOrCreate()), or pass local_mode=True."
             )
         return session
+
+    @functools.cached_property
+    def master(self) -> str:
+        """The master's URL; asked for when it is wanted, for a Connect server may have gone."""
+        return self.conf("spark.master") or ""
 
     @property
     def is_local_master(self) -> bool:
@@ -92,12 +100,16 @@ class Session:
         return int(pyspark.__version__.split(".")[0]) >= 4
 
     def gpu_profile(self, gpus_per_task: int) -> Any:
-        """Build a resource profile with GPUs for each task."""
+        """Give the session's resource profile with so many GPUs for each task."""
         from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
+        profiles = _PROFILES.setdefault(self.spark, {})  # Spark keeps each that it is given
+        if gpus_per_task in profiles:
+            return profiles[gpus_per_task]
         cpus = int(self.conf("spark.task.cpus") or 1)
         requests = TaskResourceRequests().cpus(cpus).resource("gpu", gpus_per_task)
-        return ResourceProfileBuilder().require(requests).build
+        profiles[gpus_per_task] = ResourceProfileBuilder().require(requests).build
+        return profiles[gpus_per_task]
 
     def slots(self, profile: Any = None) -> int | None:
         """Count the tasks that the executors registered by now can run at once.
@@ -113,6 +125,35 @@ class Session:
         requested = profile._java_resource_profile
         manager.addResourceProfile(requested)
         return int(context.maxNumConcurrentTasks(requested))
+
+    def most_slots(self) -> int | None:
+        """Count the tasks that the application can ever run at once, as far as it is configured.
+
+        None where that depends on the cluster.
+        """
+        if self.is_local_master:
+            return self.slots()
+        cpus = int(self.conf("spark.task.cpus") or 1)
+        cores = self.conf("spark.executor.cores")
+        if found := re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,.*\]", self.master):
+            return int(found[1]) * (int(found[2]) // cpus)
+        if self.master.startswith("spark://") and (most := self.conf("spark.cores.max")):
+            return int(most) // cpus
+        executors = self.conf("spark.executor.instances")
+        if self.master.startswith(("yarn", "k8s://")) and cores and executors:
+            return int(executors) * (int(cores) // cpus)
+        return None
+
+    def most_result_bytes(self) -> int:
+        """Tell how much a job may bring to the driver as rows.
+
+        Spark refuses what is beyond ``spark.driver.maxResultSize``; long before it runs out of
+        memory where heaps are small: both ends hold a task's rows several times over.
+        """
+        keys = ("spark.driver.memory", "spark.executor.memory")
+        heaps = [_bytes_in(self.conf(key) or "1g", "m") // HEAP_SHARE for key in keys]
+        most = _bytes_in(self.conf("spark.driver.maxResultSize") or "1g", "b")
+        return min(heaps + ([most] if most else []))
 
     def ship(self, name: str, write: Callable[[Path], object]) -> None:
         """Give every executor a file, once per session.
@@ -165,6 +206,14 @@ class Session:
                 yield
             finally:
                 context.pythonExec = usual
+
+
+def _bytes_in(text: str, unit: str) -> int:
+    """Read one of Spark's sizes, whose unit is this one where it has none."""
+    found = re.fullmatch(r"(\d+)([bkmgtp]?)b?", text.strip().lower())
+    if not found:
+        raise ValueError(f"{text!r} is no size, such as '1g'")
+    return int(found[1]) << 10 * "bkmgtp".index(found[2] or unit)
 
 
 class BarrierJob:
@@ -227,5 +276,7 @@ class BarrierJob:
         self._on_end(ending)
 
 
+HEAP_SHARE = 4
+"""The part of a heap that a job's rows may take."""
 _END_SECONDS = 10.0
 """Seconds for a job to end by itself, and again once it is cancelled."""

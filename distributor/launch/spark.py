@@ -11,18 +11,21 @@ from typing import Any
 
 from distributor.errors import DistributorError, StartTimeout
 from distributor.launch.console import notify, warn
-from distributor.launch.job import Job, split_address
+from distributor.launch.job import Job, Settings, split_address
 from distributor.launch.local import LOOPBACK
 from distributor.launch.resources import ClusterPlan
 from distributor.launch.session import BarrierJob, Session
-from distributor.launch.shipping import portable_task
+from distributor.launch.shipping import portable_task, shipped_program
 from distributor.launch.watch import Watch
 from distributor.node.agent import Sink
 from distributor.node.barrier_task import ROWS
 from distributor.node.environment import source_address
+from distributor.node.program import Call, Program
 from distributor.node.task_spec import TaskSpec
 from distributor.wire.hub import Hub
 from distributor.wire.outcome import Outcome
+from distributor.wire.pickling import heaviest
+from distributor.wire.room import in_bytes
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,9 @@ class SparkLauncher:
 
     session: Session
     plan: ClusterPlan
+
+    def prepare(self, settings: Settings, num_processes: int) -> None:
+        """Nothing: executors may not be there yet, and their first run makes them warm."""
 
     def launch(self, job: Job, sink: Sink) -> list[Outcome]:
         """Run all ranks; give the outcomes of those that ended by themselves.
@@ -75,29 +81,41 @@ class SparkLauncher:
     def _await_slots(self, profile: Any, deadline: float) -> None:
         """Wait until the executors could hold all tasks: a job submitted earlier sleeps 15 s."""
         wanted, told = self.plan.num_tasks, time.monotonic() + TELL_SECONDS
+        executors = f"the executors of {self.session.master}"
+        most = self.session.most_slots()
+        if most is not None and most < wanted:
+            raise DistributorError(
+                f"{wanted} barrier tasks are wanted at once, and {executors} never have room for "
+                f"more than {most}. {MORE_ROOM}"
+            )
         while (slots := self.session.slots(profile)) is not None and slots < wanted:
             shortage = (
-                f"{wanted} barrier tasks are wanted at once, and the executors of "
-                f"{self.session.master} have room for {slots}"
+                f"{wanted} barrier tasks are wanted at once, and {executors} have room for {slots}"
             )
-            never = self.session.is_local_master
-            if never or time.monotonic() > deadline:
-                raise (DistributorError if never else StartTimeout)(
-                    f"{shortage}. Ask for fewer ranks, or give the application more executors or "
-                    "cores (spark.executor.instances, spark.executor.cores, spark.cores.max, "
-                    "spark.task.cpus)."
-                )
+            if time.monotonic() > deadline:
+                raise StartTimeout(f"{shortage}. {MORE_ROOM}")
             if time.monotonic() > told:
-                notify(f"Waiting: {shortage}.")
+                notify(f"Waiting: {shortage}. {MORE_ROOM}")
                 told += TELL_SECONDS
             time.sleep(SLOTS_INTERVAL)
 
+    def _sendable(self, program: Program) -> Program | str:
+        if program.size <= LARGE_PROGRAM:
+            return program
+        if isinstance(program, Call):
+            path, weight = heaviest(*program.call.load())
+            notify(
+                f"'{program.name}' takes {in_bytes(program.size)} to the ranks, "
+                f"{in_bytes(weight)} of it in {path}. Spark brings it to each executor once."
+            )
+        return shipped_program(self.session, program)
+
     def _spec(self, job: Job, hub: tuple[str, int], secret: bytes) -> TaskSpec:
-        log_dir = job.settings.log_dir
+        log_dir, tasks = job.settings.log_dir, self.plan.num_tasks
         return TaskSpec(
             run_id=job.run_id,
             attempt=job.attempt,
-            program=job.program,
+            program=self._sendable(job.program),
             ranks_per_node=self.plan.ranks_per_task,
             keep_all=job.keep_all,
             env=dict(job.settings.env),
@@ -106,10 +124,19 @@ class SparkLauncher:
             hub=hub,
             secret=secret,
             log_dir=None if log_dir is None else os.fspath(log_dir),
+            most_through_spark=self.session.most_result_bytes() // (tasks if job.keep_all else 1),
             meet_timeout=job.settings.start_timeout,
+            warm=job.settings.warm,
+            preload=tuple(job.settings.preload),
         )
 
 
+LARGE_PROGRAM = 4 * 1024 * 1024
+"""Bytes from which a program does not travel with Spark's task, which would bring it each time."""
+MORE_ROOM = (
+    "Ask for fewer ranks, or give the application more executors or cores "
+    "(spark.executor.instances, spark.executor.cores, spark.cores.max, spark.task.cpus)."
+)
 TELL_SECONDS = 5.0
 SLOTS_INTERVAL = 0.05
 """Seconds between two looks at how many executors have registered; Spark has no event for it."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NoReturn
 
-from distributor.errors import RunTimeout, StartTimeout
+from distributor.errors import NodeLost, RunTimeout, StartTimeout
 from distributor.launch.console import warn
 from distributor.launch.diagnosis import explain
 from distributor.launch.job import Job
 from distributor.launch.resources import ClusterPlan
 from distributor.node.agent import Sink
 from distributor.node.settling import Settling
-from distributor.wire.hub import LOST, Hub
+from distributor.node.software import Software, check_alike, pickling_software
+from distributor.node.stacks import with_stacks
+from distributor.wire.frames import LEASE_SECONDS
+from distributor.wire.hub import HERE, LOST, SILENT, Hub
 from distributor.wire.messages import (
     Failed,
     MeetThroughSpark,
@@ -24,17 +26,25 @@ from distributor.wire.messages import (
     RanksStarted,
     Release,
     Rendezvous,
+    Stacks,
     Stop,
+    TellStacks,
     ValueEnd,
     ValuePart,
     ValueReceived,
 )
 from distributor.wire.outcome import Failure, Outcome, Value
+from distributor.wire.parcel import anonymous_file
 from distributor.wire.report import failures_in
 
 TICK = 0.1
-MEET_SECONDS = 30.0
-"""Seconds from the first node's word to the last's, before they meet through Spark instead."""
+MEET_SECONDS = 10.0
+"""Seconds from the first node's word to the last's, before they meet through Spark instead.
+
+Longer than a node tries to connect. One that is only slow costs the others no more than a second.
+"""
+STACKS_SECONDS = 3.0
+"""Seconds for the nodes to say where their ranks stand."""
 LAST_WORDS_SECONDS = 5.0
 """Seconds for what nodes said over the link before their tasks ended."""
 
@@ -66,15 +76,19 @@ class Watch:
         self._start_deadline = start_deadline
         self._run_deadline: float | None = None
         self._hosts: dict[int, str] = {}
+        self._software: dict[str, Software] = {}
         self._first_up = 0.0
         self._rendezvous: Rendezvous | None = None
         self._meeting: Literal["hub", "spark"] | None = None
         self._done: set[int] = set()
-        self._left: set[int] = set()
+        self._linked: set[int] = set()
+        self._vanished: list[int] = []
         self._failures: list[Failure] = []
         self._settling = Settling(plan.num_tasks)
         self._started: set[int] = set()
         self._stopped = False
+        self._given_up: set[int] = set()
+        self._stacks: dict[int, dict[int, str]] = {}  # by node, and there by rank
         self._files: dict[int, BinaryIO] = {}
         self._values: dict[int, Value] = {}
         self._ending: list[Any] | BaseException | None = None
@@ -103,6 +117,7 @@ class Watch:
         list of Outcome
             Of each rank that ended by itself, failures in the order in which they came.
         """
+        self._job.inquiry.ask = lambda: self._hub.post(TellStacks())
         try:
             while self._ending is None:
                 self._take(TICK)
@@ -127,7 +142,11 @@ class Watch:
             return False
         node, message = event
         if message is LOST:
-            self._left.add(node)
+            self._linked.discard(node)
+            if not self._stopped and node in self._hosts.keys() - self._done:
+                self._vanished.append(node)
+        elif message is SILENT:
+            self._given_up.add(node)
         elif isinstance(message, (list, BaseException)):
             self._ending = message
         else:
@@ -137,6 +156,11 @@ class Watch:
     def _node_up(self, node: int, message: NodeUp) -> None:
         self._first_up = self._first_up or time.monotonic()
         self._hosts[node] = message.host
+        self._software[f"{message.host} (node {node})"] = message.software
+        self._linked.add(node)
+        if self._meeting == "spark":
+            self._settling.expect(len(self._linked))
+            self._hub.send(node, MeetThroughSpark())
 
     def _rendezvous_known(self, node: int, message: Rendezvous) -> None:
         self._rendezvous = message
@@ -144,13 +168,17 @@ class Watch:
     def _ranks_started(self, node: int, message: RanksStarted) -> None:
         self._settling.started(node)
         self._started.add(node)
+        if self._meeting == "spark" and self._started >= self._linked:
+            self._warn_of_missing_links()  # not before: all nodes have met, so none is only slow
+        if len(self._started) == self._plan.num_tasks:
+            self._start_the_clock()
 
     def _output(self, node: int, message: Output) -> None:
         self._sink.write(message.rank, message.stream, message.data)
 
     def _value_part(self, node: int, message: ValuePart) -> None:
         if message.rank not in self._files:
-            self._files[message.rank] = tempfile.TemporaryFile()
+            self._files[message.rank] = anonymous_file()
         self._files[message.rank].write(message.data)
 
     def _value_end(self, node: int, message: ValueEnd) -> None:
@@ -162,6 +190,15 @@ class Watch:
     def _failed(self, node: int, message: Failed) -> None:
         self._failures.append(message.failure)
         self._settling.failed(message.failure)
+
+    def _ask_for_stacks(self, node: int, message: TellStacks) -> None:
+        self._stacks = {}
+        self._hub.broadcast(message)
+
+    def _stacks_told(self, node: int, message: Stacks) -> None:
+        self._stacks[node] = message.stacks
+        if self._linked <= self._stacks.keys():
+            self._job.inquiry.answer(self._all_stacks())
 
     def _node_done(self, node: int, message: NodeDone) -> None:
         self._done.add(node)
@@ -175,31 +212,62 @@ class Watch:
         if self._meeting is None:
             self._let_meet(now)
         elif self._meeting == "hub" and now > self._start_deadline and self._starting():
-            raise StartTimeout(f"After start_timeout, still starting: {self._starting()}.")
+            self._give_up(StartTimeout, f"After start_timeout, still starting: {self._starting()}.")
         if self._run_deadline is not None and now > self._run_deadline:
-            raise RunTimeout(
+            self._give_up(
+                RunTimeout,
                 f"The run took longer than its timeout of {self._job.settings.timeout:g} s. "
-                f"Still busy: {self._named(set(self._hosts) - self._done) or 'no known node'}."
+                f"Still busy: {self._named(set(self._hosts) - self._done) or 'no known node'}.",
+            )
+        if (lost := self._given_up & self._hosts.keys() - self._done) and not self._stopped:
+            raise NodeLost(
+                f"{self._named(lost)}: no sign of life for {LEASE_SECONDS:g} s. The host is cut "
+                "off from this one, stopped or dead; its ranks stop by themselves as soon as they "
+                "notice."
             )
         if self._settling.over() and not self._stopped:
             self._stopped = True
             self._hub.broadcast(Stop("a rank failed"))
 
+    def _give_up(self, kind: type[RunTimeout] | type[StartTimeout], why: str) -> NoReturn:
+        """Find out where the ranks stand, for as long as nodes may take to say so, and raise."""
+        self._ask_for_stacks(HERE, TellStacks())
+        asked = set(self._linked)
+        deadline = time.monotonic() + STACKS_SECONDS
+        while asked & self._linked - self._stacks.keys() and time.monotonic() < deadline:
+            self._take(TICK)
+        stacks = self._all_stacks()
+        raise kind(with_stacks(why, stacks), stacks=stacks)
+
+    def _all_stacks(self) -> dict[int, str]:
+        return {rank: text for told in self._stacks.values() for rank, text in told.items()}
+
     def _let_meet(self, now: float) -> None:
         """Let the nodes meet as soon as all are here; through Spark where one stays away."""
-        if self._rendezvous and not self._silent():
+        if self._rendezvous and len(self._hosts) == self._plan.num_tasks:
+            check_alike(self._software | {"the driver": pickling_software()})
             self._hub.broadcast(self._rendezvous)
             self._meeting = "hub"
-        elif self._hosts and (self._left or now > self._first_up + MEET_SECONDS):
-            self._warn_of_missing_links()
+        elif self._hosts and (
+            len(self._linked) < len(self._hosts) or now > self._first_up + MEET_SECONDS
+        ):
             self._hub.broadcast(MeetThroughSpark())
-            self._meeting = "spark"
+            self._go_without_hub()
         elif now > self._start_deadline:
             if self._hosts:
                 raise StartTimeout(f"After start_timeout, no word from task(s) {self._silent()}.")
-            self._meeting = "spark"  # as far as this process can tell
-        if self._meeting and (seconds := self._job.settings.timeout) is not None:
-            self._run_deadline = now + seconds
+            self._go_without_hub()
+
+    def _go_without_hub(self) -> None:
+        """Take the ranks as started: whoever has no link cannot tell."""
+        self._meeting = "spark"
+        self._settling.expect(len(self._linked))
+        self._start_the_clock()
+
+    def _start_the_clock(self) -> None:
+        seconds = self._job.settings.timeout
+        if seconds is not None and self._run_deadline is None:
+            self._run_deadline = time.monotonic() + seconds
 
     def _starting(self) -> str:
         return self._named(set(range(self._plan.num_tasks)) - self._started)
@@ -215,9 +283,15 @@ class Watch:
         first = node * count
         return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
 
+    def _warn_if_unheard(self) -> None:
+        if not self._hosts:
+            self._warn_of_missing_links()
+
     def _warn_of_missing_links(self) -> None:
+        if not (silent := self._silent()):
+            return
         warn(
-            f"Node(s) {self._silent()} did not reach this process at port {self._hub.port}: their "
+            f"Node(s) {silent} did not reach this process at port {self._hub.port}: their "
             "output is not shown here, and values come through Spark. Open that way, or set "
             "hub_address to one that the executors can reach."
         )
@@ -226,7 +300,7 @@ class Watch:
 
     def _take_last_words(self) -> None:
         deadline = time.monotonic() + LAST_WORDS_SECONDS
-        while not set(self._hosts) <= self._left and time.monotonic() < deadline:
+        while self._linked and time.monotonic() < deadline:
             self._take(TICK)
         while self._take(0):
             pass
@@ -236,12 +310,19 @@ class Watch:
             told = {failure.origin.rank for failure in self._failures}
             late = failures_in(str(ending))
             failures = [*self._failures, *(f for f in late if f.origin.rank not in told)]
-            if not failures:
-                raise explain(ending, self._plan.num_tasks) from ending
+            if all(failure.collateral for failure in failures):
+                self._look_for_the_cause(ending, failures)
+            self._warn_if_unheard()
             return [*failures, *self._values.values()]
-        if not self._hosts:
-            self._warn_of_missing_links()
+        self._warn_if_unheard()
         return [*self._failures, *(_values_in(ending) | self._values).values()]
+
+    def _look_for_the_cause(self, ending: BaseException, echoes: list[Failure]) -> None:
+        """Raise what Spark knows of a run whose ranks told nothing, or but of lost connections."""
+        vanished = self._named(set(self._vanished[:1]))
+        explained = explain(ending, self._plan.num_tasks, vanished)
+        if not echoes or isinstance(explained, NodeLost):
+            raise explained from ending
 
 
 _HANDLERS: dict[type, Callable[[Watch, int, Any], None]] = {
@@ -252,6 +333,8 @@ _HANDLERS: dict[type, Callable[[Watch, int, Any], None]] = {
     ValuePart: Watch._value_part,
     ValueEnd: Watch._value_end,
     Failed: Watch._failed,
+    Stacks: Watch._stacks_told,
+    TellStacks: Watch._ask_for_stacks,
     NodeDone: Watch._node_done,
 }
 
@@ -261,6 +344,6 @@ def _values_in(rows: list[Any]) -> dict[int, Value]:
     values: dict[int, Value] = {}
     for row in sorted(rows, key=lambda row: (row.rank, row.part)):
         if row.rank not in values:
-            values[row.rank] = Value(row.rank, tempfile.TemporaryFile())
+            values[row.rank] = Value(row.rank, anonymous_file())
         values[row.rank].file.write(row.data)
     return values

@@ -7,30 +7,36 @@ import math
 import os
 import pickle
 import selectors
-import signal
 import socket
-import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, NoReturn, Protocol
 
 from distributor.errors import RunTimeout, StartTimeout
 from distributor.node import leash
 from distributor.node.environment import Node, rank_environment
-from distributor.node.order import Order, command
-from distributor.node.program import Program
+from distributor.node.order import Order
+from distributor.node.processes import Process, Starter
+from distributor.node.scratch import new_scratch, remove_scratch
 from distributor.node.settling import Settling
+from distributor.node.stacks import stacks_of, with_stacks
 from distributor.wire.messages import Stream
 from distributor.wire.outcome import Failure, Origin, Outcome, Value, death
+from distributor.wire.parcel import anonymous_file
 
 OUTPUT_INTERVAL = 0.05
 """Seconds between two looks at what the ranks printed."""
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL."""
+KILL_SECONDS = 30.0
+"""Seconds from SIGKILL after which a process is left alone: it hangs in the kernel."""
 CHUNK = 256 * 1024
+MANY_LINES = 250
+"""Lines between two looks from which on a rank is to print in batches."""
 TAIL_BYTES, TAIL_LINES = 8192, 20
 
 
@@ -52,23 +58,33 @@ class Rank:
     """
 
     origin: Origin
-    process: subprocess.Popen[bytes]
-    watcher: threading.Thread
+    process: Process
     leash: socket.socket
     outcome_file: BinaryIO
+    answers: BinaryIO
     printed: dict[Stream, BinaryIO]
+    scratch: str
     passed_on: dict[Stream, int] = field(default_factory=lambda: {"stdout": 0, "stderr": 0})
     outcome: Outcome | None = None
     may_leave: bool = False
 
     @property
     def running(self) -> bool:
-        return self.process.returncode is None
+        return self.process.running
 
-    def signal(self, signum: int) -> None:
-        """Signal the rank and all that it started in its process group."""
-        if self.running:
-            _signal_group(self.process.pid, signum)
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def let_leave(self) -> None:
+        """Let the rank end: nobody needs it any longer."""
+        if not self.may_leave:
+            self.may_leave = True
+            self.tell(leash.RELEASE)
+
+    def tell(self, what: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has left already, or has been stopped and is deaf
+            self.leash.send(what, socket.MSG_DONTWAIT)
 
     def tail(self) -> str:
         """Give the last lines that the rank printed."""
@@ -77,8 +93,9 @@ class Rank:
         return "\n".join(lines[-TAIL_LINES:])
 
     def close(self, keep_value: bool) -> None:
+        remove_scratch(self.scratch)
         self.leash.close()
-        for file in self.printed.values():
+        for file in (self.answers, *self.printed.values()):
             file.close()
         if not (keep_value and isinstance(self.outcome, Value)):
             self.outcome_file.close()
@@ -96,10 +113,12 @@ class Agent:
     ----------
     node : Node
         The node's share of the run.
-    program : Program
-        What each rank runs.
+    program : BinaryIO
+        A file with the `Program` that each rank runs.
     sink : Sink
         Where their output goes.
+    starter : Starter
+        How their processes are started.
     listener : socket, optional
         The bound socket for the rendezvous store, on the node that has rank 0.
     keep_all : bool
@@ -110,6 +129,8 @@ class Agent:
         Called once, when every rank of this node begins its work.
     on_failure : callable
         Called with each failure as it is known.
+    on_stacks : callable
+        Called with the stacks of the ranks at work, by rank, when those were asked for.
     on_done : callable
         Called once, when every rank of this node has done its work. Rank 0 then still serves
         the store, until `release`.
@@ -118,32 +139,38 @@ class Agent:
     def __init__(
         self,
         node: Node,
-        program: Program,
+        program: BinaryIO,
         sink: Sink,
+        starter: Starter,
         *,
         listener: socket.socket | None = None,
         keep_all: bool = False,
         patience: float = 0.0,
         on_started: Callable[[], object] = lambda: None,
         on_failure: Callable[[Failure], object] = lambda failure: None,
+        on_stacks: Callable[[dict[int, str]], object] = lambda stacks: None,
         on_done: Callable[[], object] = lambda: None,
     ) -> None:
         self._node = node
         self._program = program
         self._sink = sink
+        self._starter = starter
         self._listener = listener
         self._keep_all = keep_all
         self._on_started = on_started
         self._on_failure = on_failure
+        self._on_stacks = on_stacks
         self._on_done = on_done
         self._ranks: list[Rank] = []
         self._failures: list[Failure] = []
         self._settling = Settling(node.ranks_per_node, patience)
         self._to_start = node.ranks_per_node
+        self._started_at = math.inf
         self._told_done = False
         self._stopping = False
         self._released = threading.Event()
         self._stop_asked = threading.Event()
+        self._stacks_asked = threading.Event()
         self._wake_end, self._waker = socket.socketpair()
         self._wake_end.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -159,21 +186,22 @@ class Agent:
                 self._drain_output()  # it may tell why the run was cut short
         finally:
             for rank in self._ranks:
-                rank.watcher.join()
                 rank.close(keep_value=kind is None)
             self._selector.close()
             self._wake_end.close()
             self._waker.close()
 
-    def run(self, start_deadline: float = math.inf, deadline: float = math.inf) -> list[Outcome]:
+    def run(self, start_deadline: float = math.inf, timeout: float = math.inf) -> list[Outcome]:
         """Start the ranks and wait until all of them have ended.
 
-        The calling thread is the ranks' parent: where it ends, they are killed.
+        The calling thread may be the ranks' parent: where it ends, they are killed.
 
         Parameters
         ----------
-        start_deadline, deadline : float
-            When, by ``time.monotonic``, all ranks must have begun and ended their work.
+        start_deadline : float
+            When, by ``time.monotonic``, all ranks must have begun their work.
+        timeout : float
+            Seconds from then in which all must have done it.
 
         Returns
         -------
@@ -187,11 +215,12 @@ class Agent:
             Where a deadline passed.
         """
         self._start_all()
+        behind = False
         while any(rank.running for rank in self._ranks):
-            self._wait()
-            self._pass_output_on()
+            self._wait(0.0 if behind else OUTPUT_INTERVAL)
+            behind = self._pass_output_on()
             self._note_ended_processes()
-            self._advance(start_deadline, deadline)
+            self._advance(start_deadline, timeout)
         self._drain_output()
         values = [rank.outcome for rank in self._ranks if isinstance(rank.outcome, Value)]
         return [*self._failures, *values]
@@ -206,6 +235,11 @@ class Agent:
         self._stop_asked.set()
         self._wake()
 
+    def ask_for_stacks(self) -> None:
+        """Have ``on_stacks`` called soon. From any thread."""
+        self._stacks_asked.set()
+        self._wake()
+
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # it has ended
             self._waker.send(b"!")
@@ -213,58 +247,41 @@ class Agent:
     # Starting
 
     def _start_all(self) -> None:
-        with tempfile.TemporaryFile() as program_file:
-            pickle.dump(self._program, program_file, protocol=5)
-            program_file.flush()
-            for local_rank in range(self._node.ranks_per_node):
-                self._ranks.append(self._start(local_rank, program_file))
+        for local_rank in range(self._node.ranks_per_node):
+            self._ranks.append(self._start(local_rank))
         if self._listener is not None:
             self._listener.close()  # rank 0 alone holds it, so that its death frees the port
 
-    def _start(self, local_rank: int, program_file: BinaryIO) -> Rank:
+    def _start(self, local_rank: int) -> Rank:
         origin = self._node.origin(local_rank)
         ours, theirs = socket.socketpair()
-        files = [tempfile.TemporaryFile() for _ in range(3)]
-        outcome, stdout, stderr = files
+        outcome, answers = anonymous_file(), anonymous_file()
+        stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         first = origin.rank == 0
+        scratch = new_scratch()
         order = Order(
             origin=origin,
             parent=os.getpid(),
             leash=theirs.fileno(),
-            program=program_file.fileno(),
+            program=self._program.fileno(),
             outcome=outcome.fileno(),
+            stacks=answers.fileno(),
             listener=self._listener.fileno() if self._listener and first else None,
+            scratch=scratch,
             keep_value=self._keep_all or first,
         )
+        environment = rank_environment(self._node, local_rank, os.environ)
         with theirs:
-            process = subprocess.Popen(
-                command(order),
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                pass_fds=order.descriptors(),
-                start_new_session=True,
-                env=rank_environment(self._node, local_rank, os.environ),
-            )
-        watcher = threading.Thread(target=self._watch_process, args=(process,), daemon=True)
-        watcher.start()
+            process = self._starter.start(order, environment, stdout, stderr, self._wake)
         printed: dict[Stream, BinaryIO] = {"stdout": stdout, "stderr": stderr}
-        rank = Rank(origin, process, watcher, ours, outcome, printed)
+        rank = Rank(origin, process, ours, outcome, answers, printed, scratch)
         self._selector.register(ours, selectors.EVENT_READ, rank)
         return rank
 
-    def _watch_process(self, process: subprocess.Popen[bytes]) -> None:
-        if hasattr(os, "waitid"):
-            # While it is not reaped its number cannot become another process group's.
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            _signal_group(process.pid, signal.SIGKILL)
-        process.wait()
-        self._wake()
-
     # Watching
 
-    def _wait(self) -> None:
-        for key, _ in self._selector.select(OUTPUT_INTERVAL):
+    def _wait(self, seconds: float) -> None:
+        for key, _ in self._selector.select(seconds):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_end.recv(4096)
@@ -305,6 +322,7 @@ class Agent:
         self._settling.started(rank.origin.rank)
         self._to_start -= 1
         if not self._to_start:
+            self._started_at = time.monotonic()
             self._on_started()
 
     def _note_failure(self, rank: Rank, failure: Failure) -> None:
@@ -315,13 +333,16 @@ class Agent:
         self._settling.failed(failure)
         self._on_failure(failure)
 
-    def _advance(self, start_deadline: float, deadline: float) -> None:
+    def _advance(self, start_deadline: float, timeout: float) -> None:
         """Take the step that what was noted asks for: let ranks leave, or stop them."""
         now = time.monotonic()
-        if now >= deadline:
-            raise RunTimeout(f"The run was stopped at its timeout. {self._busy()}")
+        if now >= self._started_at + timeout:
+            self._give_up(RunTimeout, "The run was stopped at its timeout.")
         if now >= start_deadline and self._to_start and not self._failures:
-            raise StartTimeout(f"Not all ranks began within start_timeout. {self._busy()}")
+            self._give_up(StartTimeout, "Not all ranks began within start_timeout.")
+        if self._stacks_asked.is_set():
+            self._stacks_asked.clear()
+            self._on_stacks(self._stacks())
         if self._stop_asked.is_set() or self._settling.over():
             self._end_all()
         self._let_leave()
@@ -332,12 +353,8 @@ class Agent:
     def _let_leave(self) -> None:
         for rank in self._ranks:
             serves_others = rank.origin.rank == 0 and isinstance(rank.outcome, Value)
-            if rank.may_leave or rank.outcome is None:
-                continue
-            if self._released.is_set() or not serves_others:
-                rank.may_leave = True
-                with contextlib.suppress(OSError):  # it has left already
-                    rank.leash.send(leash.RELEASE)
+            if rank.outcome is not None and (self._released.is_set() or not serves_others):
+                rank.let_leave()
 
     def _work_is_done(self) -> bool:
         """Tell whether all ranks have ended with a value, but for rank 0, which may linger."""
@@ -346,6 +363,15 @@ class Agent:
             for rank in self._ranks
         )
 
+    def _give_up(self, kind: type[RunTimeout] | type[StartTimeout], why: str) -> NoReturn:
+        stacks = self._stacks()
+        raise kind(with_stacks(f"{why} {self._busy()}", stacks), stacks=stacks)
+
+    def _stacks(self) -> dict[int, str]:
+        """Find out where the ranks stand that are still at work."""
+        busy = {r.origin.rank: r for r in self._ranks if r.running and r.outcome is None}
+        return stacks_of(busy)
+
     def _busy(self) -> str:
         busy = [str(rank.origin) for rank in self._ranks if rank.outcome is None]
         return f"Still busy: {'; '.join(busy) or 'no rank'}."
@@ -353,38 +379,47 @@ class Agent:
     # Stopping
 
     def _end_all(self) -> None:
-        """Stop what still runs: SIGTERM, a grace period, SIGKILL to each process group."""
+        """Stop what still runs: SIGTERM to each process group, a grace period, SIGKILL.
+
+        A rank whose outcome is known is leaving: it has the grace period for its exit handlers.
+        """
         self._stopping = True
         for rank in self._ranks:
-            rank.signal(signal.SIGTERM)
+            if rank.outcome is None:
+                rank.process.ask_to_end()
+            else:
+                rank.let_leave()
         try:
             self._await_exits(GRACE)
         finally:
             for rank in self._ranks:
-                rank.signal(signal.SIGKILL)
+                rank.process.kill()
             for rank in self._ranks:
-                rank.watcher.join()  # which reaps the process
+                if not rank.process.join(KILL_SECONDS):
+                    print(f"distributor: {rank.origin} cannot be killed.", file=sys.stderr)
 
     def _await_exits(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while any(rank.running for rank in self._ranks) and time.monotonic() < deadline:
-            self._wait()
+            self._wait(OUTPUT_INTERVAL)
             self._pass_output_on()
 
     # Output
 
     def _pass_output_on(self) -> bool:
-        """Hand on what the ranks printed since the last time; tell whether there was any."""
-        moved = False
+        """Hand on what the ranks printed since the last time; tell whether there may be more."""
+        more = False
         for rank, stream, file in self._files():
             if not self._sink.room():
                 break
             data = os.pread(file.fileno(), CHUNK, rank.passed_on[stream])
             if data:
-                moved = True
                 rank.passed_on[stream] += len(data)
                 self._sink.write(rank.origin.rank, stream, data)
-        return moved
+                more |= len(data) == CHUNK
+                if data.count(b"\n") > MANY_LINES:
+                    rank.tell(leash.MANY_LINES)
+        return more
 
     def _drain_output(self) -> None:
         deadline = time.monotonic() + GRACE
@@ -405,11 +440,7 @@ class Agent:
 
 def _death_of(rank: Rank) -> Failure:
     code = rank.process.returncode
+    assert code is not None, "it has ended"
     if code < 0:
         return death(rank.origin, signum=-code, tail=rank.tail())
     return death(rank.origin, exit_code=code, tail=rank.tail())
-
-
-def _signal_group(leader: int, signum: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signum)

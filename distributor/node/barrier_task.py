@@ -5,21 +5,29 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import platform
 import socket
-import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from distributor.errors import ExecutorNotReady
+from distributor.node import warm
 from distributor.node.agent import Agent
-from distributor.node.channel import Channel, open_channel
-from distributor.node.environment import Node, node_order, routable_address, visible_devices
-from distributor.node.program import Program, Script
+from distributor.node.channel import Channel, hosts_of, open_channel
+from distributor.node.environment import (
+    Node,
+    common_environment,
+    node_order,
+    routable_address,
+    visible_devices,
+)
+from distributor.node.keeping import keep_large
+from distributor.node.program import Program, Script, in_file
+from distributor.node.software import check_interpreter
 from distributor.node.task_spec import TaskSpec
+from distributor.node.warm import Warmth
 from distributor.wire.messages import Rendezvous
 from distributor.wire.outcome import Failure, Outcome, Value
 from distributor.wire.report import TaskFailed
@@ -27,6 +35,9 @@ from distributor.wire.report import TaskFailed
 if TYPE_CHECKING:
     import pyarrow as pa
 
+BACKLOG = 4096
+"""Connections that may wait until rank 0 serves the store: one from each rank, and each node."""
+REACH_SECONDS = 10.0
 ROWS = "rank int, part int, data binary"
 """The rows of a task: the values that did not reach the driver over the link, in parts."""
 
@@ -41,27 +52,21 @@ def run(pickled_spec: bytes, batches: Iterator[Any]) -> Iterator[pa.RecordBatch]
     """
     from pyspark import BarrierTaskContext
 
-    _check_interpreter()
+    check_interpreter()
     for _ in batches:  # they only number the tasks
         pass
     spec: TaskSpec = pickle.loads(pickled_spec)
     context = BarrierTaskContext.get()
-    hosts = [info.address.rsplit(":", 1)[0] for info in context.getTaskInfos()]
+    hosts = hosts_of(context)
     node_rank = node_order(hosts).index(context.partitionId())
     with open_channel(spec, node_rank, hosts[context.partitionId()], context) as channel:
         node, listener = _join(spec, node_rank, hosts, context, channel)
         outcomes = _run_ranks(spec, node, listener, channel)
-        yield from _rows(outcomes, delivered=channel.deliver(outcomes))
-
-
-def _check_interpreter() -> None:
-    if find_spec("torch") is None:
-        raise ExecutorNotReady(
-            f"The executor on {socket.gethostname()} runs Python {platform.python_version()} at "
-            f"{sys.executable}, which has no torch. Install torch there, or set PYSPARK_PYTHON "
-            "(or spark.pyspark.python for spark-submit) to an interpreter that has it, before "
-            "the Spark session is made."
-        )
+        delivered = channel.deliver(outcomes)
+        values = [outcome for outcome in outcomes if isinstance(outcome, Value)]
+        left = [value for value in values if value.size and value.rank not in delivered]
+        keep_large(left, spec)
+        yield from _rows(left)
 
 
 def _join(
@@ -70,9 +75,11 @@ def _join(
     """Agree with the other nodes on where rank 0's store listens."""
     host = hosts[context.partitionId()]
     address = routable_address(host, hosts)
-    listener = socket.create_server((address, 0)) if node_rank == 0 else None
+    listener = socket.create_server((address, 0), backlog=BACKLOG) if node_rank == 0 else None
     mine = Rendezvous(address, listener.getsockname()[1]) if listener else None
     meeting = channel.meet(mine)
+    if node_rank != 0:
+        _check_way(host, meeting)
     node = Node(
         run_id=spec.run_id,
         attempt=spec.attempt,
@@ -89,6 +96,21 @@ def _join(
     return node, listener
 
 
+def _check_way(host: str, store: Rendezvous) -> None:
+    """Find out now, in seconds, what torch would wait half an hour for."""
+    try:
+        socket.create_connection((store.host, store.port), REACH_SECONDS).close()
+    except OSError as error:
+        if isinstance(error, ConnectionRefusedError):
+            # Rank 0 may have ended already: its own node then tells why, which ends this task.
+            time.sleep(REACH_SECONDS)
+        raise ExecutorNotReady(
+            f"The executor on {host} cannot reach rank 0's at {store.host}:{store.port} ({error}). "
+            "Ranks talk to each other over TCP, at ports that the system chooses: open the way "
+            "between the hosts of the executors, in both directions."
+        ) from error
+
+
 def _gpus(spec: TaskSpec, node_rank: int, context: Any) -> tuple[str, ...]:
     if not spec.use_gpu:
         return ()
@@ -102,25 +124,48 @@ def _gpus(spec: TaskSpec, node_rank: int, context: Any) -> tuple[str, ...]:
 def _run_ranks(
     spec: TaskSpec, node: Node, listener: socket.socket | None, channel: Channel
 ) -> list[Outcome]:
-    agent = Agent(
-        node,
-        _placed(spec.program),
-        channel,
-        listener=listener,
-        keep_all=spec.keep_all,
-        patience=channel.patience,
-        on_started=channel.started,
-        on_failure=channel.failed,
-        on_done=channel.done,
-    )
-    with agent:
-        channel.attach(agent)
-        outcomes = agent.run()
+    deadline = time.monotonic() + spec.meet_timeout
+    with (
+        _program_file(spec.program) as program,
+        warm.starter(_warmth(spec), deadline) as starter,
+    ):
+        agent = Agent(
+            node,
+            program,
+            channel,
+            starter,
+            listener=listener,
+            keep_all=spec.keep_all,
+            patience=channel.patience,
+            on_started=channel.started,
+            on_failure=channel.failed,
+            on_stacks=channel.stacks,
+            on_done=channel.done,
+        )
+        with agent:
+            channel.attach(agent)
+            outcomes = agent.run()
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     if failures or channel.stopped:
         channel.await_verdict(failures)
         raise TaskFailed.of(failures)
     return outcomes
+
+
+def _warmth(spec: TaskSpec) -> Warmth | None:
+    if not spec.warm:
+        return None
+    environment = common_environment(spec.ranks_per_node, spec.env, os.environ)
+    # Spark ends its Python workers as it likes; their parent lives as long as the executor.
+    return Warmth(owner=os.getppid(), environment=environment, preload=spec.preload)
+
+
+def _program_file(program: Program | str) -> BinaryIO:
+    from pyspark import SparkFiles
+
+    if isinstance(program, str):
+        return Path(SparkFiles.get(program)).open("rb")
+    return in_file(_placed(program))
 
 
 def _placed(program: Program) -> Program:
@@ -148,13 +193,12 @@ def _written(script: Script) -> Path:
     return path
 
 
-def _rows(outcomes: list[Outcome], delivered: set[int]) -> Iterator[pa.RecordBatch]:
+def _rows(values: list[Value]) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
 
     schema = pa.schema([("rank", pa.int32()), ("part", pa.int32()), ("data", pa.binary())])
-    for outcome in outcomes:
-        if isinstance(outcome, Value) and outcome.rank not in delivered:
-            for part, data in enumerate(outcome.parts()):
-                columns = [[outcome.rank], [part], [data]]
-                arrays = [pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)]
-                yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+    for value in values:
+        for part, data in enumerate(value.parts()):
+            columns = [[value.rank], [part], [data]]
+            arrays = [pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)]
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)

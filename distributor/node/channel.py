@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 from distributor.errors import StartTimeout
 from distributor.node.agent import Agent, Sink
+from distributor.node.lease import Lease
 from distributor.node.logs import LogFiles
 from distributor.node.settling import CAUSE_SECONDS, ECHO_SECONDS, START_SECONDS
+from distributor.node.software import check_alike, software
 from distributor.node.task_spec import TaskSpec
 from distributor.wire.link import Link
 from distributor.wire.messages import (
@@ -26,8 +28,10 @@ from distributor.wire.messages import (
     RanksStarted,
     Release,
     Rendezvous,
+    Stacks,
     Stop,
     Stream,
+    TellStacks,
     ValueEnd,
     ValuePart,
     ValueReceived,
@@ -69,6 +73,9 @@ class Channel(Sink, Protocol):
     def failed(self, failure: Failure) -> None:
         """Tell that a rank failed."""
 
+    def stacks(self, stacks: dict[int, str]) -> None:
+        """Tell where this node's ranks stand."""
+
     def await_verdict(self, failures: list[Failure]) -> None:
         """Wait before the task is ended by a failure: that ends every other task too."""
 
@@ -89,6 +96,11 @@ def open_channel(spec: TaskSpec, node_rank: int, host: str, context: Any) -> Cha
         print(f"distributor: no link to the driver at {spec.hub}: {error}", file=sys.stderr)
         return through_spark
     return channel
+
+
+def hosts_of(context: Any) -> list[str]:
+    """List the hosts of a barrier stage's tasks, in the order of the tasks."""
+    return [info.address.rsplit(":", 1)[0] for info in context.getTaskInfos()]
 
 
 class SparkChannel:
@@ -120,15 +132,20 @@ class SparkChannel:
         self._agent = agent
 
     def meet(self, mine: Rendezvous | None) -> Rendezvous:
-        said = self._context.allGather(json.dumps(asdict(mine) if mine else None))
-        given = [json.loads(text) for text in said]
-        return next(Rendezvous(**fields) for fields in given if fields)
+        ours = {"store": asdict(mine) if mine else None, "software": software()}
+        said = [json.loads(text) for text in self._context.allGather(json.dumps(ours))]
+        by_host = zip(hosts_of(self._context), said, strict=True)
+        check_alike({host: words["software"] for host, words in by_host})
+        return next(Rendezvous(**words["store"]) for words in said if words["store"])
 
     def started(self) -> None:
         pass  # nobody waits for it
 
     def failed(self, failure: Failure) -> None:
         pass  # the exception that ends the task carries it
+
+    def stacks(self, stacks: dict[int, str]) -> None:
+        pass  # nobody could ask
 
     def await_verdict(self, failures: list[Failure]) -> None:
         if failures and all(failure.collateral for failure in failures):
@@ -169,6 +186,7 @@ class HubChannel:
         self._done = self._stopped = False
         self._agent: Agent | None = None
         self._link: Link
+        self._lease = Lease(spec.hub, self._expired)
 
     @property
     def stopped(self) -> bool:
@@ -178,6 +196,7 @@ class HubChannel:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._lease.close()
         self._link.close()
         self._through_spark.__exit__(*exc_info)
 
@@ -197,7 +216,8 @@ class HubChannel:
             on_message=self._receive,
             on_lost=self._lost,
         )
-        self._link.send(NodeUp(host))
+        self._lease.start()
+        self._link.send(NodeUp(host, software()))
 
     def attach(self, agent: Agent) -> None:
         self._agent = agent
@@ -222,6 +242,9 @@ class HubChannel:
 
     def failed(self, failure: Failure) -> None:
         self._link.send(Failed(failure))
+
+    def stacks(self, stacks: dict[int, str]) -> None:
+        self._link.send(Stacks(stacks))
 
     def await_verdict(self, failures: list[Failure]) -> None:
         with self._changed:
@@ -267,16 +290,16 @@ class HubChannel:
 
     def _receive(self, message: object) -> None:
         """Act on the driver's word; called on the link's thread."""
+        self._lease.renew()
         if isinstance(message, Rendezvous):
             self._answers.put(message)
         elif isinstance(message, MeetThroughSpark):
             self._answers.put(None)
         elif isinstance(message, Stop):
-            with self._changed:
-                self._stopped = True
-                self._changed.notify_all()
+            self._stop()
+        elif isinstance(message, TellStacks):
             if self._agent:
-                self._agent.stop()
+                self._agent.ask_for_stacks()
         elif isinstance(message, Release):
             self._release()
         elif isinstance(message, ValueReceived):
@@ -284,7 +307,19 @@ class HubChannel:
                 self._received.add(message.rank)
                 self._changed.notify_all()
 
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._agent:
+            self._agent.stop()
+
+    def _expired(self, reason: str) -> None:
+        print(f"distributor: {reason}: this node stops its ranks.", file=sys.stderr)
+        self._stop()
+
     def _lost(self) -> None:
+        self._lease.link_lost()
         self._answers.put(None)
         with self._changed:
             self._changed.notify_all()

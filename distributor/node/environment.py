@@ -109,7 +109,8 @@ def rank_environment(node: Node, local_rank: int, inherited: Mapping[str, str]) 
     identity = {name: str(value(node, local_rank)) for name, value in _IDENTITY.items()}
     devices = {} if node.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus)}
     return {
-        **_defaults(node),
+        **_network_defaults(node),
+        **_process_defaults(node.ranks_per_node),
         **inherited,
         **devices,
         **node.env,
@@ -117,14 +118,34 @@ def rank_environment(node: Node, local_rank: int, inherited: Mapping[str, str]) 
     }
 
 
-def _defaults(node: Node) -> dict[str, str]:
-    """List what holds only where neither the user nor the machine says otherwise."""
-    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    if node.ranks_per_node > 1:
-        defaults["OMP_NUM_THREADS"] = "1"
-    if interface := interface_of(node.address):
-        defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    return defaults
+def common_environment(
+    ranks_per_node: int, env: Mapping[str, str], inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """Build what the ranks of a node have in common from run to run.
+
+    Parameters
+    ----------
+    ranks_per_node : int
+        How many there are.
+    env : mapping of str to str
+        The user's own variables.
+    inherited : mapping of str to str
+        The agent's own environment.
+    """
+    return {**_process_defaults(ranks_per_node), **inherited, **env}
+
+
+# Defaults hold only where neither the user nor the machine says otherwise.
+
+
+def _process_defaults(ranks_per_node: int) -> dict[str, str]:
+    threads = {"OMP_NUM_THREADS": "1"} if ranks_per_node > 1 else {}
+    return {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **threads}
+
+
+def _network_defaults(node: Node) -> dict[str, str]:
+    interface = interface_of(node.address)
+    return {f"{backend}_SOCKET_IFNAME": interface for backend in ("GLOO", "NCCL") if interface}
 
 
 def visible_devices(addresses: Sequence[str], mask: str | None) -> tuple[str, ...]:

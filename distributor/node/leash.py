@@ -9,21 +9,26 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 
+from distributor.node.killing import kill_group
 from distributor.node.order import Order
 
-STARTED, VALUE, FAILURE, RELEASE = b"S", b"V", b"F", b"R"
-"""What passes over the leash: that work begins, how it ended, and that the rank may leave."""
+STARTED, VALUE, FAILURE = b"S", b"V", b"F"
+"""What a rank tells over the leash: that work begins, and how it ended."""
+RELEASE, MANY_LINES = b"R", b"M"
+"""What it is told: that it may leave, and that it prints very many lines."""
 
 
 class Leash:
     """Holds on to the agent: no rank outlives its agent, or leaves before it may."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, on_many_lines: Callable[[], object]) -> None:
         for descriptor in order.descriptors():
             os.set_inheritable(descriptor, False)
         _die_with_parent(order.parent)
         self._socket = socket.socket(fileno=order.leash)
+        self._on_many_lines = on_many_lines
         self._released = threading.Event()
         threading.Thread(target=self._watch, name="leash", daemon=True).start()
 
@@ -37,11 +42,13 @@ class Leash:
 
     def _watch(self) -> None:
         with contextlib.suppress(OSError):
-            if self._socket.recv(1) == RELEASE:
-                self._released.set()
-                self._socket.recv(1)  # returns when the agent has closed its end, or is gone
-                return
-        os.killpg(os.getpgid(0), signal.SIGKILL)
+            while told := self._socket.recv(1):  # until the agent has closed its end, or is gone
+                if told == RELEASE:
+                    self._released.set()
+                elif told == MANY_LINES:
+                    self._on_many_lines()
+        if not self._released.is_set():
+            kill_group(os.getpgid(0))
 
 
 def _die_with_parent(parent: int) -> None:

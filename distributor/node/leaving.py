@@ -24,11 +24,16 @@ def flush_files() -> None:
 
 def leave(exit_code: int) -> NoReturn:
     """End without the interpreter's teardown, which costs time and can abort in C++ code."""
+    flush_streams()
+    os._exit(exit_code)
+
+
+def flush_streams() -> None:
+    """Write what Python and C code have printed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    ctypes.CDLL(None).fflush(None)  # what C code printed
-    os._exit(exit_code)
+    ctypes.CDLL(None).fflush(None)
 
 
 def exit_code_of(leaving: SystemExit) -> int:

@@ -1,10 +1,11 @@
-"""What an agent tells a rank that it starts, and the command that starts it."""
+"""What an agent tells a rank that it starts."""
 
 from __future__ import annotations
 
 import json
-import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from distributor.wire.outcome import Origin
 
@@ -25,8 +26,12 @@ class Order:
         A file with the pickled `Program`, shared by the node's ranks.
     outcome : int
         An empty file for the value or failure.
+    stacks : int
+        A file in which to answer where it stands.
     listener : int or None
         The bound socket for the rendezvous store; only rank 0 has it.
+    scratch : str
+        The folder for multiprocessing's sockets; whoever ends the rank removes it.
     keep_value : bool
         Whether anyone wants what this rank returns.
     """
@@ -36,7 +41,9 @@ class Order:
     leash: int
     program: int
     outcome: int
+    stacks: int
     listener: int | None
+    scratch: str
     keep_value: bool
 
     def to_argument(self) -> str:
@@ -49,24 +56,13 @@ class Order:
 
     def descriptors(self) -> list[int]:
         """List the descriptors that the rank inherits."""
-        given = (self.leash, self.program, self.outcome, self.listener)
-        return [descriptor for descriptor in given if descriptor is not None]
+        return [getattr(self, name) for name in self._given()]
 
+    def renumbered(self, descriptors: Sequence[int], parent: int) -> Order:
+        """Give the same order where its descriptors have other numbers, and its parent too."""
+        numbers: dict[str, Any] = dict(zip(self._given(), descriptors, strict=True))
+        return replace(self, parent=parent, **numbers)
 
-BOOT = """
-import atexit, json, sys
-at_the_end = []
-atexit.register(lambda: [leave() for leave in at_the_end])
-sys.path[:] = json.loads(sys.argv.pop())
-from distributor.node import order, worker
-worker.main(order.Order.from_argument(sys.argv.pop()), at_the_end)
-"""
-"""What the interpreter of a rank runs; its arguments are an `Order` and a ``sys.path``.
-
-Exit handlers run last in, first out: registered before any import, ours comes after all others.
-"""
-
-
-def command(order: Order) -> list[str]:
-    """Give the command line that starts the rank with this process's modules at hand."""
-    return [sys.executable, "-c", BOOT, order.to_argument(), json.dumps(sys.path)]
+    def _given(self) -> list[str]:
+        names = ("leash", "program", "outcome", "stacks", "listener")
+        return [name for name in names if getattr(self, name) is not None]

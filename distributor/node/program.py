@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import BinaryIO
 
+from distributor.wire import parcel
 from distributor.wire.pickling import PickledCall
 
 
@@ -21,6 +23,11 @@ class Call:
 
     name: str
     call: PickledCall
+
+    @property
+    def size(self) -> int:
+        """The bytes that travel."""
+        return self.call.size
 
 
 @dataclass(frozen=True)
@@ -44,5 +51,17 @@ class Script:
     args: tuple[str, ...]
     source: bytes
 
+    @property
+    def size(self) -> int:
+        """The bytes that travel."""
+        return len(self.source)
+
 
 Program = Call | Script
+
+
+def in_file(program: Program) -> BinaryIO:
+    """Write a program to an anonymous file, which the ranks of a node can map."""
+    file = parcel.anonymous_file()
+    parcel.pack(program, file)
+    return file

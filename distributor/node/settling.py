@@ -34,6 +34,10 @@ class Settling:
         self._started: set[int] = set()
         self._due_at: float | None = None
 
+    def expect(self, count: int) -> None:
+        """Correct how many have to start: only so many can tell."""
+        self._expected = count
+
     def started(self, number: int) -> None:
         """Note that one of those expected has started."""
         self._started.add(number)

@@ -15,8 +15,8 @@ class TaskSpec:
     ----------
     run_id, attempt : str, int
         The run.
-    program : Program
-        What each rank runs.
+    program : Program or str
+        What each rank runs, or the name of the file that Spark has brought with it.
     ranks_per_node : int
         Ranks that each task starts.
     keep_all : bool
@@ -33,13 +33,17 @@ class TaskSpec:
         What proves a node to the hub, and the hub to a node.
     log_dir : str or None
         Folder for the ranks' output where the hub cannot be reached.
+    most_through_spark : int
+        Bytes of values that Spark can carry from one task to the driver.
     meet_timeout : float
         Seconds to wait for the other nodes.
+    warm, preload : bool, tuple of str
+        Whether ranks are forked from a warm process, and what it imports beside torch.
     """
 
     run_id: str
     attempt: int
-    program: Program
+    program: Program | str
     ranks_per_node: int
     keep_all: bool
     env: dict[str, str]
@@ -48,4 +52,7 @@ class TaskSpec:
     hub: tuple[str, int]
     secret: bytes
     log_dir: str | None
+    most_through_spark: int
     meet_timeout: float
+    warm: bool
+    preload: tuple[str, ...]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import io
-import mmap
 import os
 import pickle
 import runpy
@@ -16,8 +14,11 @@ from typing import Any
 from distributor.node.leash import FAILURE, STARTED, VALUE, Leash
 from distributor.node.leaving import end_forked, exit_code_of, flush_files, leave, print_error
 from distributor.node.order import Order
+from distributor.node.printing import Streams
 from distributor.node.program import Call, Program, Script
-from distributor.wire import pickling
+from distributor.node.scratch import use_scratch
+from distributor.node.stacks import answer_in
+from distributor.wire import parcel, pickling
 from distributor.wire.outcome import failure_of
 
 
@@ -25,8 +26,10 @@ def main(order: Order, at_the_end: list[Callable[[], object]]) -> None:
     """Be the rank that `order` describes, and end the process."""
     exit_code = [1]
     at_the_end += [flush_files, lambda: leave(exit_code[0])]
-    leash = Leash(order)
-    _prepare_streams()
+    leash = Leash(order, Streams().expect_many_lines)
+    use_scratch(order.scratch)
+    faulthandler.enable()
+    answer_in(order.stacks)
     store = _serve_store(order)
     leash.tell(STARTED)
     try:
@@ -39,14 +42,6 @@ def main(order: Order, at_the_end: list[Callable[[], object]]) -> None:
     leash.tell(VALUE if succeeded else FAILURE)
     leash.await_release()
     del store  # until here it serves the other ranks
-
-
-def _prepare_streams() -> None:
-    """Show each line when it is printed, and never fail on a character; trace crashes."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, errors="backslashreplace")
-    faulthandler.enable()
 
 
 def _serve_store(order: Order) -> object:
@@ -86,8 +81,7 @@ def _run_and_record(order: Order) -> bool:
 
 
 def _load_program(descriptor: int) -> Program:
-    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as mapped:
-        program = pickle.load(mapped)
+    program = parcel.unpack(descriptor)
     assert isinstance(program, (Call, Script))
     return program
 
@@ -114,7 +108,7 @@ def _call(program: Program) -> Any:
         return None
     sys.argv = [program.name]
     pickling.install_sources(program.call.sources)
-    function, args, kwargs = pickle.loads(program.call.payload)
+    function, args, kwargs = program.call.load()
     _fill_main(function)
     return function(*args, **kwargs)
 

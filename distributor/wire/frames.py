@@ -21,6 +21,10 @@ from typing import Final
 MAGIC: Final = b"distributor wire 1\n"
 MAX_FRAME: Final = 64 * 2**20
 NONCE_SIZE: Final = 32
+BEAT_SECONDS: Final = 5.0
+"""Seconds between two heartbeats, which the hub sends and each link's owner answers."""
+LEASE_SECONDS: Final = 20.0
+"""Seconds of silence after which either side takes the other for lost."""
 
 HEADER: Final = struct.Struct(">I")
 GREETING: Final = struct.Struct(f">{len(MAGIC)}s{NONCE_SIZE}s")

@@ -13,6 +13,7 @@ import enum
 import logging
 import os
 import queue
+import resource
 import socket
 import threading
 import time
@@ -20,15 +21,17 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from distributor.wire import frames
+from distributor.wire.messages import Beat
 
 HERE: Final = -1  # the node index of messages that the driver posts to itself
 
+ACCEPTED_AT_ONCE = 16  # what is accepted and not yet counted is a few times that at most
 BACKLOG = 1024
 FLUSH_SECONDS = 1.0
 FRAME_OVERHEAD = 256  # what a waiting frame costs beyond its bytes: tiny ones add up, too
 HANDSHAKE_SECONDS = 10.0
 MAX_OUTGOING = 64 * 2**20
-MAX_UNPROVED = 4096
+MAX_UNPROVED = 4096  # fewer where this process may open few descriptors
 MAX_WAITING = 32 * 2**20
 
 _log = logging.getLogger(__name__)
@@ -38,9 +41,12 @@ class Lost(enum.Enum):
     """What follows a node's last message; an Enum so that ``message is LOST`` narrows its type."""
 
     LOST = "lost"
+    SILENT = "silent"
 
 
 LOST: Final = Lost.LOST
+SILENT: Final = Lost.SILENT
+"""Comes before `LOST` where the connection stands, but the node has not been heard for a while."""
 
 
 class Hub:
@@ -58,6 +64,7 @@ class Hub:
         self._secret = secret
         self._events: queue.SimpleQueue[_Frame | tuple[int, object]] = queue.SimpleQueue()
         self._open: set[_Peer] = set()
+        self._unproved: dict[_Peer, None] = {}  # a set in the order in which they came
         self._proven: dict[int, _Peer] = {}
         self._waiting = 0
         self._waiting_lock = threading.Lock()
@@ -92,7 +99,8 @@ class Hub:
         -------
         tuple of int and object, or None
             A node and its message, in the order in which that node sent them, or ``(node, LOST)``
-            after its last; ``(HERE, message)`` for what was posted; None when the time is up.
+            after its last, with ``(node, SILENT)`` before it where the node was given up;
+            ``(HERE, message)`` for what was posted; None when the time is up.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -106,12 +114,15 @@ class Hub:
             if event.peer.garbled:
                 continue
             try:
-                return event.peer.node, frames.decode(event.payload)
+                message = frames.decode(event.payload)
             except Exception:
                 # What that peer sent after it is passed over: a gap would be worse than an end.
                 event.peer.garbled = True
                 _log.warning("cannot read what node %d sent", event.peer.node, exc_info=True)
                 self._call(event.peer.transport.abort)
+                continue
+            if not isinstance(message, Beat):  # that it came is all that it says
+                return event.peer.node, message
 
     def post(self, message: object) -> None:
         """Put a message of the driver's own into the queue, from any thread."""
@@ -158,9 +169,30 @@ class Hub:
         with contextlib.closing(self._loop), listener:
             self._loop.run_until_complete(self._serve(listener))
 
+    async def _beat(self) -> None:
+        """Let the nodes know that the driver lives, and find those that do not answer."""
+        frame = frames.encode(Beat())
+        while True:
+            before = self._loop.time()
+            await asyncio.sleep(frames.BEAT_SECONDS)
+            now = self._loop.time()
+            paused = self._held_back or now > before + 2 * frames.BEAT_SECONDS
+            for peer in list(self._proven.values()):
+                if paused:  # whoever was not heard may well have spoken
+                    peer.heard = now
+                elif now > peer.heard + frames.LEASE_SECONDS:
+                    self._events.put((peer.node, SILENT))
+                    peer.transport.abort()
+            self._write(frame, None)
+
     async def _serve(self, listener: socket.socket) -> None:
-        server = await self._loop.create_server(lambda: _Peer(self), sock=listener, backlog=BACKLOG)
+        server = await self._loop.create_server(
+            lambda: _Peer(self), sock=listener, backlog=ACCEPTED_AT_ONCE
+        )
+        listener.listen(BACKLOG)  # what asyncio calls so is also how many it accepts at once
+        beating = self._loop.create_task(self._beat())
         await self._stop.wait()
+        beating.cancel()
         # What asyncio is just accepting becomes a peer first: a closed server would trip over it.
         self._loop.remove_reader(listener)
         if accepting := asyncio.all_tasks() - {asyncio.current_task()}:
@@ -187,15 +219,20 @@ class Hub:
 
     def _connected(self, peer: _Peer) -> None:
         self._open.add(peer)
-        if len(self._open) - len(self._proven) > MAX_UNPROVED:
-            peer.transport.abort()
+        self._unproved[peer] = None
+        if len(self._unproved) > _most_unproved():
+            # Not the newcomer, or silent strangers would keep out whoever can prove the secret.
+            oldest = next(iter(self._unproved))
+            del self._unproved[oldest]
+            oldest.transport.abort()
 
     def _admit(self, peer: _Peer, hello: bytearray) -> bytes:
         node, welcome = frames.admit(self._secret, peer.nonce, hello)
         if node in self._proven:
             raise frames.HandshakeRefused(f"node {node} is connected already")
+        self._unproved.pop(peer)
         self._proven[node] = peer
-        peer.node = node
+        peer.node, peer.heard = node, self._loop.time()
         if self._held_back:
             peer.transport.pause_reading()
         return welcome
@@ -212,6 +249,7 @@ class Hub:
 
     def _gone(self, peer: _Peer) -> None:
         self._open.discard(peer)
+        self._unproved.pop(peer, None)
         if self._proven.get(peer.node) is peer:
             del self._proven[peer.node]
             self._events.put((peer.node, LOST))
@@ -219,11 +257,18 @@ class Hub:
             self._all_gone.set()
 
 
+def _most_unproved() -> int:
+    """Leave half of the descriptors of this process to the run and to the user."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_UNPROVED if most == resource.RLIM_INFINITY else min(MAX_UNPROVED, most // 2)
+
+
 class _Peer(asyncio.BufferedProtocol):
     """One connection; never reads a byte beyond what its next step needs: a hello, then frames."""
 
     transport: asyncio.Transport
     node = HERE
+    heard = 0.0
     garbled = False
 
     def __init__(self, hub: Hub) -> None:
@@ -243,6 +288,7 @@ class _Peer(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._filled += nbytes
+        self.heard = self._hub._loop.time()
         if self._filled == len(self._buffer):
             try:
                 self._then(self._buffer)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 from distributor.wire import frames
+from distributor.wire.messages import Beat
 
 _CHUNK = 256 * 2**10  # what is handed to the kernel at once, so that the backlog is seen to shrink
 
@@ -69,8 +70,9 @@ class Link:
             Seconds for everything but the resolution of the host's name, whose time limit is the
             system's.
         on_message
-            Called with each message in the reader's thread, perhaps before this method returns. If
-            it raises, that is logged and the link is lost.
+            Called with each message in the reader's thread, perhaps before this method returns;
+            with heartbeats too, which are answered already. If it raises, that is logged and the
+            link is lost.
         on_lost
             Called there once, after the last message, unless the link ends because of `close`.
 
@@ -167,7 +169,10 @@ class Link:
         try:
             with self._sock.makefile("rb") as stream:
                 while payload := _next_payload(stream):
-                    self._on_message(frames.decode(payload))
+                    message = frames.decode(payload)
+                    if isinstance(message, Beat):
+                        self.send(message)
+                    self._on_message(message)
         except Exception:
             _log.warning("a message from the hub could not be handled", exc_info=True)
         with self._changed:

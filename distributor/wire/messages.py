@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,9 +13,10 @@ Stream = Literal["stdout", "stderr"]
 
 @dataclass(frozen=True)
 class NodeUp:
-    """Node to driver: this node's agent runs, on this host."""
+    """Node to driver: this node's agent runs, on this host, with these versions."""
 
     host: str
+    software: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,11 @@ class Rendezvous:
 @dataclass(frozen=True)
 class MeetThroughSpark:
     """Driver to nodes: a node cannot reach the hub, so exchange the rendezvous by ``allGather``."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """From the hub to every node, and back: I am here."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,18 @@ class Failed:
 @dataclass(frozen=True)
 class NodeDone:
     """Node to driver: every rank of this node has done its work."""
+
+
+@dataclass(frozen=True)
+class TellStacks:
+    """Driver to nodes: say where your ranks stand."""
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """Node to driver: where its ranks that are at work stand, by rank."""
+
+    stacks: dict[int, str]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from distributor.errors import RemoteError, RemoteTraceback, WorkerDied
 from distributor.wire import pickling
+from distributor.wire.room import lacks_room, told_room
 
 PART_BYTES = 1024 * 1024
 MAX_SUMMARY, MAX_TEXT = 1000, 4 * 1024 * 1024
@@ -51,9 +52,15 @@ class Value:
     rank: int
     file: BinaryIO
 
+    @property
+    def size(self) -> int:
+        """How many bytes it takes, pickled; 0 where nobody asked for it."""
+        self.file.flush()
+        return os.fstat(self.file.fileno()).st_size
+
     def load(self) -> Any:
         """Unpickle the value; CUDA tensors become CPU tensors where there is no GPU."""
-        self.file.seek(0)
+        self.file.flush()
         return pickling.load_value(self.file)
 
     def parts(self) -> Iterator[bytes]:
@@ -61,6 +68,18 @@ class Value:
         self.file.seek(0)
         while data := self.file.read(PART_BYTES):
             yield data
+
+
+def load_value(path: str | os.PathLike[str]) -> Any:
+    """Load a value that could not be brought to the driver, from where it is kept.
+
+    Parameters
+    ----------
+    path : str or path
+        The file that the error names. It is trusted as a pickle is.
+    """
+    with open(path, "rb") as file:
+        return pickling.load_value(file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +125,7 @@ def failure_of(error: BaseException, origin: Origin) -> Failure:
     return Failure(
         origin=origin,
         summary=_summary_of(error),
-        text=_cut(format_traceback(error)),
+        text=_cut(format_traceback(error)) + (told_room() if lacks_room(error) else ""),
         pickled=pickling.dump_exception(error),
         collateral=_is_lost_connection(error),
     )
@@ -133,12 +152,7 @@ def death(
 ) -> Failure:
     """Describe a rank that ended without recording an outcome."""
     how = f"was killed by {_signal_name(signum)}" if signum else f"exited with code {exit_code}"
-    hint = (
-        "\nNobody here sent that signal: on Linux it is most often the out-of-memory killer's "
-        "(look at the kernel log of that host), or the cluster manager's."
-        if signum == signal.SIGKILL
-        else ""
-    )
+    hint = _hint(signum)
     output = f"Its last output:\n{tail}" if tail else "It printed nothing."
     error = WorkerDied(f"{origin} {how}.{hint}\n{output}", exit_code=exit_code, signal=signum)
     return Failure(
@@ -147,6 +161,17 @@ def death(
         text=f"{how}{hint}\n{output}",
         pickled=pickle.dumps(error),
     )
+
+
+def _hint(signum: int | None) -> str:
+    if signum == signal.SIGKILL:
+        return (
+            "\nNobody here sent that signal: on Linux it is most often the out-of-memory killer's "
+            "(look at the kernel log of that host), or the cluster manager's."
+        )
+    if signum == signal.SIGBUS:
+        return f"\nMost often shared memory or a disk is full. {told_room()}"
+    return ""
 
 
 def cause_first(failures: Iterable[Failure]) -> dict[int, Failure]:

@@ -17,8 +17,9 @@ from typing import Any, BinaryIO
 import cloudpickle
 
 from distributor.errors import UnpicklableError
+from distributor.wire import parcel
+from distributor.wire.parcel import PROTOCOL
 
-PROTOCOL = 5
 MAX_EXCEPTION = 16 * 1024 * 1024
 """Bytes of a pickled exception, beyond which only its text travels."""
 
@@ -31,13 +32,26 @@ class PickledCall:
     ----------
     payload : bytes
         The function with its arguments.
+    buffers : tuple of buffers
+        What of their tensors and arrays is large, which is not in `payload`.
     sources : dict of str to list of str
         Source lines of files that exist only in this process (notebook cells), so that a
         rank's tracebacks and ``inspect.getsource`` work there.
     """
 
     payload: bytes
+    buffers: tuple[Any, ...]
     sources: dict[str, list[str]]
+
+    @property
+    def size(self) -> int:
+        """The bytes that travel."""
+        return len(self.payload) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
+
+    def load(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Unpickle the function, its arguments, and those by name."""
+        function, args, kwargs = pickle.loads(self.payload, buffers=self.buffers)
+        return function, args, kwargs
 
 
 def dump_call(
@@ -56,7 +70,7 @@ def dump_call(
         pickler.dump((function, args, dict(kwargs)))
     except Exception as error:
         raise UnpicklableError(_explain_call(function, args, kwargs, error)) from error
-    return PickledCall(buffer.getvalue(), pickler.sources)
+    return PickledCall(buffer.getvalue(), tuple(pickler.buffers), pickler.sources)
 
 
 def dump_value(value: object, file: BinaryIO, what: str) -> None:
@@ -68,7 +82,7 @@ def dump_value(value: object, file: BinaryIO, what: str) -> None:
         Where part of it cannot be pickled; it names that part.
     """
     try:
-        cloudpickle.Pickler(file, protocol=PROTOCOL).dump(value)
+        parcel.pack(value, file)
     except (MemoryError, OSError):
         raise
     except Exception as error:
@@ -79,7 +93,7 @@ def dump_value(value: object, file: BinaryIO, what: str) -> None:
 
 def load_value(file: BinaryIO) -> Any:
     """Unpickle a value; CUDA tensors become CPU tensors where this process has no GPU."""
-    return _ValueUnpickler(file).load()
+    return parcel.unpack(file.fileno(), _ValueUnpickler)
 
 
 def dump_exception(error: BaseException) -> bytes | None:
@@ -144,11 +158,11 @@ def name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-class _SourceCollector(cloudpickle.Pickler):  # type: ignore[misc]
+class _SourceCollector(parcel.Pickler):
     """Pickles, and gathers the source of functions whose file only this process knows."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=PROTOCOL)
+        super().__init__(file)
         self.sources: dict[str, list[str]] = {}
 
     def reducer_override(self, obj: Any) -> Any:
@@ -238,6 +252,56 @@ _ADVICE_ON_SPARK = (
 )
 
 
+def heaviest(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[str, int]:
+    """Name the variable or argument that makes a call large, with its size in bytes."""
+    path, weight = name_of(function), 0
+    parts = iter(_inputs(function, args, kwargs).items())
+    for _ in range(1 + _MAX_DEPTH):
+        weighed = [(_weigh(part), part_path, part) for part_path, part in parts]
+        heavy, heavy_path, part = max(weighed, default=(0, "", None), key=lambda found: found[0])
+        if not heavy or heavy < weight / 2:
+            break
+        weight, path, parts = heavy, heavy_path, _parts(heavy_path, part)
+    return path, weight
+
+
+def _weigh(obj: object) -> int:
+    """Count the bytes that an object takes; 0 where it cannot be pickled alone."""
+    counter = _Counter()
+    pickler = parcel.Pickler(counter)
+    try:
+        pickler.dump(obj)
+    except Exception:
+        return 0
+    return counter.tell() + sum(buffer.raw().nbytes for buffer in pickler.buffers)
+
+
+class _Counter(io.BytesIO):
+    """A file that only counts what is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self._count += size
+        return size
+
+    def tell(self) -> int:
+        return self._count
+
+
+def _inputs(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, object]:
+    inputs: dict[str, object] = {name_of(function): function}
+    inputs |= {f"argument {i}": arg for i, arg in enumerate(args)}
+    return inputs | {f"argument '{key}'": value for key, value in kwargs.items()}
+
+
 def _explain_call(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -245,9 +309,7 @@ def _explain_call(
     error: Exception,
 ) -> str:
     name = name_of(function)
-    inputs: dict[str, object] = {f"argument {i}": arg for i, arg in enumerate(args)}
-    inputs |= {f"argument '{key}'": value for key, value in kwargs.items()}
-    for path, obj in {name: function, **inputs}.items():
+    for path, obj in _inputs(function, args, kwargs).items():
         if culprit := find_unpicklable(path, obj):
             return f"'{name}' cannot be sent to the ranks: {culprit}. {culprit.advice}"
     return f"'{name}' cannot be sent to the ranks: {error}"

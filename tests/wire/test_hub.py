@@ -18,7 +18,7 @@ import pytest
 
 from distributor.wire import frames
 from distributor.wire import hub as hub_module
-from distributor.wire.hub import HERE, LOST, Hub
+from distributor.wire.hub import HERE, LOST, SILENT, Hub
 from distributor.wire.link import Link
 
 SECRET = b"a secret of the run"
@@ -151,18 +151,24 @@ def test_strangers_are_hung_up_on(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> 
     silent, garbage = stranger(hub), stranger(hub)
     assert silent.recv(1) == garbage.recv(1) == frames.MAGIC[:1]
     with within(0.9):
-        assert_hung_up(stranger(hub))  # one too many
+        newcomer = stranger(hub)
+        assert_hung_up(silent)  # who has had the most time to prove anything
         garbage.sendall(b"GET / HTTP/1.1\r\n" * 100)
         assert_hung_up(garbage)
-    assert_hung_up(silent)
+    assert_hung_up(newcomer)
     assert_serves(hub)
 
 
 def test_only_what_is_proven_is_unpickled(
-    hub: Hub, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+    hub: Hub,
+    tmp_path: pathlib.Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     with stranger(hub) as early:
-        bomb = frames.encode(Call(os.mkdir, str(tmp_path / "unproved")))
+        bomb = frames.encode(Call(os.mkdir, "unproved"))
+        assert len(bomb) <= frames.HELLO.size, "a hello could be it"
         early.sendall(bomb.ljust(frames.HELLO.size) + bomb)
         assert_hung_up(early)
     assert hub.get(0.1) is None
@@ -195,6 +201,17 @@ def test_the_first_of_two_with_one_index_stays(hub: Hub) -> None:
         assert hub.get(SOON) == (1, "mine")
     assert hub.get(SOON) == (1, LOST)
     assert_serves(hub, 1)
+
+
+def test_a_peer_that_answers_no_heartbeat_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(frames, "LEASE_SECONDS", 0.5)
+    with Hub("127.0.0.1", SECRET) as hub, link(hub.port, 1) as good:
+        bad = proven(hub, 2)
+        assert [hub.get(SOON), hub.get(SOON)] == [(2, SILENT), (2, LOST)]
+        assert_hung_up(bad)
+        good.send("still here")
+        assert hub.get(SOON) == (1, "still here")
 
 
 def test_a_killed_peer_is_lost_after_its_last_message(hub: Hub) -> None:

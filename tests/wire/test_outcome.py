@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from distributor.errors import RemoteError, RemoteTraceback, WorkerDied
-from distributor.wire import outcome
+from distributor.wire import outcome, parcel
 from distributor.wire.outcome import (
     Failure,
     Origin,
@@ -186,7 +186,7 @@ def test_a_value_is_read_in_parts_and_as_a_whole(
     monkeypatch.setattr(outcome, "PART_BYTES", 1000)
     given = {"weights": bytes(range(250)) * (size // 250), "epoch": 3}
     with tempfile.TemporaryFile() as file:
-        pickle.dump(given, file)
+        parcel.pack(given, file)
         value = Value(4, file)
         parts = list(value.parts())
         assert value.load() == given

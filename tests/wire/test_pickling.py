@@ -18,11 +18,13 @@ import pytest
 
 from distributor.errors import UnpicklableError
 from distributor.wire import pickling
+from distributor.wire.parcel import anonymous_file
 from distributor.wire.pickling import (
     dump_call,
     dump_exception,
     dump_value,
     find_unpicklable,
+    heaviest,
     install_sources,
     load_exception,
     load_value,
@@ -75,7 +77,7 @@ def cycle() -> Holder:
 def test_a_call_loads_and_runs() -> None:
     factor = 10
     call = dump_call(lambda *terms, start: add(*terms, start=start) * factor, (1, 2), {"start": 3})
-    function, args, kwargs = pickle.loads(call.payload)
+    function, args, kwargs = call.load()
     assert function(*args, **kwargs) == 60
 
 
@@ -89,7 +91,7 @@ def test_sources_that_only_this_process_knows_travel() -> None:
     finally:
         del linecache.cache[name]
     assert call.sources == {name: source.splitlines(keepends=True)}
-    function, _, _ = pickle.loads(call.payload)
+    function, _, _ = call.load()
     cell = inspect.getclosurevars(function).nonlocals["namespace"]["cell"]
     with pytest.raises(OSError, match="could not get source"):
         inspect.getsource(cell)
@@ -174,11 +176,20 @@ def test_what_can_be_pickled_has_no_culprit(thing: object) -> None:
 
 
 def test_a_value_comes_back() -> None:
-    file = io.BytesIO()
-    dump_value({"function": lambda: 7, "plain": [1.5, "a"]}, file, "rank 3")
-    file.seek(0)
-    loaded = load_value(file)
+    with anonymous_file() as file:
+        dump_value({"function": lambda: 7, "plain": [1.5, "a"]}, file, "rank 3")
+        loaded = load_value(file)
     assert (loaded["function"](), loaded["plain"]) == (7, [1.5, "a"])
+
+
+def test_what_makes_a_call_large_is_named() -> None:
+    weights, table = bytes(3_000_000), {"small": bytes(10), "large": [bytes(2_000_000)]}
+    path, weight = heaviest(lambda: weights, (), {})
+    assert path == "the variable 'weights' used by <lambda>"
+    assert 3_000_000 <= weight < 3_001_000
+    path, weight = heaviest(add, (1, table), {"other": bytes(1_000_000)})
+    assert path == "argument 1['large'][0]"
+    assert 2_000_000 <= weight < 2_001_000
 
 
 def test_a_value_that_cannot_be_pickled_is_named() -> None:

@@ -1,0 +1,58 @@
+"""Keeping a value that cannot reach the driver: the work that made it is done."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from distributor.errors import ValueTooLarge
+from distributor.node.task_spec import TaskSpec
+from distributor.wire.outcome import Value
+from distributor.wire.room import in_bytes
+
+WORTH_KEEPING = 64 * 1024 * 1024
+"""Bytes from which a value on its way through Spark is kept in ``log_dir``, should it be lost."""
+
+
+def keep_large(values: Sequence[Value], spec: TaskSpec) -> None:
+    """Keep values that Spark may not be able to carry.
+
+    Raises
+    ------
+    ValueTooLarge
+        Where it surely is not; says where they are kept.
+    """
+    size = sum(value.size for value in values)
+    if size > spec.most_through_spark:
+        kept = " ".join(_keep(value, spec) for value in values)
+        raise ValueTooLarge(
+            f"What rank(s) {', '.join(str(value.rank) for value in values)} returned takes "
+            f"{in_bytes(size)}. It did not reach the driver at {spec.hub[0]}:{spec.hub[1]}, and "
+            f"Spark has room for {in_bytes(spec.most_through_spark)} of it "
+            "(spark.driver.maxResultSize, and a quarter of spark.driver.memory and "
+            f"spark.executor.memory). {kept} Open the way to the driver (hub_address), or give "
+            "Spark more."
+        )
+    if spec.log_dir is not None:
+        for value in values:
+            if value.size > WORTH_KEEPING:
+                _keep(value, spec)
+
+
+def _keep(value: Value, spec: TaskSpec) -> str:
+    folder = Path(spec.log_dir) / spec.run_id if spec.log_dir else Path(tempfile.gettempdir())
+    path = folder / f"{spec.run_id}-value-of-rank-{value.rank}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            value.file.seek(0)
+            shutil.copyfileobj(value.file, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return f"It could not be kept in {path} on {socket.gethostname()}: {error}."
+    return f"It is kept on {socket.gethostname()}: distributor.load_value('{path}') loads it."

@@ -1,0 +1,132 @@
+"""The agent's side of a keeper, which starts the ranks of one run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import BinaryIO, NamedTuple
+
+from distributor.errors import DistributorError
+from distributor.node.asking import Ended, Fork, Forked, Ready, Trouble, receive
+from distributor.node.interpreter import start_apart
+from distributor.node.killing import kill_all_with, kill_group
+from distributor.node.order import Order
+from distributor.node.processes import Process
+from distributor.node.surroundings import Surroundings
+from distributor.wire.parcel import anonymous_file
+
+BEGIN_SECONDS = 60.0
+"""Seconds that a fresh keeper, which imports little, has to come up."""
+OURS_ALONE = ("TORCHELASTIC_RUN_ID", "GROUP_RANK")
+"""Variables that all programs have that ranks start, with other values on no two nodes."""
+END_SECONDS = 10.0
+"""Seconds that a keeper has to end all that descends from it."""
+
+
+def is_supported() -> bool:
+    """Tell whether this system has what a zygote stands on; macOS, for one, has not."""
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+
+
+class Kept(NamedTuple):
+    """The connection to a keeper that is ready, and its process."""
+
+    connection: socket.socket
+    keeper: int
+
+
+def fresh_keeper() -> Kept:
+    """Start a keeper whose ranks have interpreters of their own."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        keeper = start_apart("keeper", str(theirs.fileno()), theirs.fileno())
+    ours.settimeout(BEGIN_SECONDS)
+    if not isinstance(receive(ours), Ready):
+        raise DistributorError(f"{sys.executable} could not be started as the keeper of ranks.")
+    ours.settimeout(None)
+    return Kept(ours, keeper)
+
+
+class KeptStarter:
+    """Has a keeper start each rank.
+
+    Parameters
+    ----------
+    kept : Kept
+        The keeper.
+    """
+
+    def __init__(self, kept: Kept) -> None:
+        self._connection, self._keeper = kept
+        self._surroundings = Surroundings.here()
+        self._processes: dict[int, Process] = {}
+        self._answers: queue.SimpleQueue[Forked | Trouble] = queue.SimpleQueue()
+        self._on_end: Callable[[], object] = lambda: None
+        self._common: dict[str, str] = {}
+        self._reader = threading.Thread(target=self._read, name="keeper-reader", daemon=True)
+
+    def __enter__(self) -> KeptStarter:
+        self._reader.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+        self._reader.join(END_SECONDS)
+        if self._reader.is_alive():  # somebody has stopped it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._keeper, signal.SIGKILL)
+            self._reader.join()
+        self._connection.close()
+
+    def start(
+        self,
+        order: Order,
+        environment: Mapping[str, str],
+        stdout: BinaryIO,
+        stderr: BinaryIO,
+        on_end: Callable[[], object],
+    ) -> Process:
+        self._on_end = on_end
+        self._common = {name: environment[name] for name in OURS_ALONE}
+        wanted = pickle.dumps(Fork(order, self._surroundings))
+        folder = os.open(".", os.O_PATH)
+        with anonymous_file() as file:
+            pickle.dump(dict(environment), file)
+            file.flush()
+            descriptors = [file.fileno(), folder, stdout.fileno(), stderr.fileno()]
+            with contextlib.suppress(OSError):  # the reader sees that it has gone
+                socket.send_fds(self._connection, [wanted], descriptors + order.descriptors())
+        os.close(folder)
+        answer = self._answers.get()
+        if isinstance(answer, Trouble):
+            raise DistributorError(f"A rank could not be started: {answer.text}")
+        return self._processes[answer.pid]
+
+    def _read(self) -> None:
+        while message := receive(self._connection):
+            if isinstance(message, Forked):
+                self._processes[message.pid] = Process(message.pid, self._on_end)
+                self._answers.put(message)
+            elif isinstance(message, Ended):
+                self._processes[message.pid].end(message.returncode)
+            elif isinstance(message, Trouble):
+                self._answers.put(message)
+        self._answers.put(Trouble("their keeper has ended."))
+        if lost := [process for process in self._processes.values() if process.running]:
+            self._end_lost(lost)
+
+    def _end_lost(self, ranks: list[Process]) -> None:
+        """End what came of ranks that the kernel has killed with their keeper."""
+        for rank in ranks:
+            kill_group(rank.pid)
+        kill_all_with(self._common)
+        for rank in ranks:
+            rank.end(-signal.SIGKILL)

@@ -1,0 +1,129 @@
+"""The processes of ranks: how one is started, signalled and seen to end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from typing import BinaryIO, Protocol
+
+from distributor.node.interpreter import command
+from distributor.node.killing import ignores, signal_group
+from distributor.node.order import Order
+
+
+class Process:
+    """A rank's process, the leader of its own process group.
+
+    Attributes
+    ----------
+    returncode : int or None
+        As `subprocess` has it: the exit code, or minus the signal; None while it runs.
+    """
+
+    def __init__(self, pid: int, on_end: Callable[[], object]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._on_end = on_end
+        self._ended = threading.Event()
+
+    @property
+    def running(self) -> bool:
+        return self.returncode is None
+
+    def ask_to_end(self) -> None:
+        """Ask the process, and all that it started in its group, to end; kill it if it is deaf."""
+        if self.running:
+            signal_group(self.pid, signal.SIGTERM)
+            if ignores(self.pid, signal.SIGTERM):
+                self.kill()
+
+    def kill(self) -> None:
+        """Kill the process; who started it sees to what it started."""
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def end(self, returncode: int) -> None:
+        """Note how it ended."""
+        self.returncode = returncode
+        self._on_end()
+        self._ended.set()
+
+    def join(self, seconds: float) -> bool:
+        """Wait until it has ended; tell whether it has."""
+        return self._ended.wait(seconds)
+
+
+class Starter(Protocol):
+    """Starts processes; a context manager, in which they run."""
+
+    def __enter__(self) -> Starter:
+        """Begin."""
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Let go of what it needed to watch them; all have ended."""
+
+    def start(
+        self,
+        order: Order,
+        environment: Mapping[str, str],
+        stdout: BinaryIO,
+        stderr: BinaryIO,
+        on_end: Callable[[], object],
+    ) -> Process:
+        """Start a rank.
+
+        Parameters
+        ----------
+        order : Order
+            What the rank is told, with descriptors of this process.
+        environment : mapping of str to str
+            Its whole environment.
+        stdout, stderr : BinaryIO
+            Where it prints.
+        on_end : callable
+            Called once when it has ended, on any thread.
+        """
+
+
+class FreshStarter:
+    """Starts each rank in a new interpreter, where the system lacks what a keeper stands on."""
+
+    def __enter__(self) -> FreshStarter:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def start(
+        self,
+        order: Order,
+        environment: Mapping[str, str],
+        stdout: BinaryIO,
+        stderr: BinaryIO,
+        on_end: Callable[[], object],
+    ) -> Process:
+        child = subprocess.Popen(
+            command("rank", order.to_argument()),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=order.descriptors(),
+            start_new_session=True,
+            env=environment,
+        )
+        process = Process(child.pid, on_end)
+        threading.Thread(target=_watch, args=(child, process), daemon=True).start()
+        return process
+
+
+def _watch(child: subprocess.Popen[bytes], process: Process) -> None:
+    if hasattr(os, "waitid"):
+        # While it is not reaped its number cannot become another process group's.
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        signal_group(child.pid, signal.SIGKILL)
+    process.end(child.wait())

@@ -1,0 +1,90 @@
+"""What a warm process is made of, and whether it still fits."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distributor.version import __version__
+
+_READ_AT_START = (
+    "ATEN_", "BLIS_", "DYLD_", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_",
+    "NPY_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_",
+    "TORCH_", "VECLIB_",
+)  # fmt: skip
+"""Variables with these beginnings are read when an interpreter or a library starts."""
+THREADS = "OMP_NUM_THREADS"
+"""Read at import too, but a forked rank can make up for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a warm process has loaded, and under which conditions.
+
+    Parameters
+    ----------
+    path : tuple of str
+        Its ``sys.path``.
+    variables : tuple of pairs of str
+        The environment variables that only a fresh start would read.
+    preload : tuple of str
+        The user's modules that it has imported, beside those that every rank needs.
+    version : str
+        This package's version.
+    """
+
+    path: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...]
+    preload: tuple[str, ...]
+    version: str = __version__
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str], preload: tuple[str, ...]) -> Recipe:
+        """Write down what a rank with this environment needs, were it started by this process."""
+        matters = (
+            (name, value)
+            for name, value in environment.items()
+            if name.startswith(_READ_AT_START) and name != THREADS
+        )
+        return cls(path=tuple(sys.path), variables=tuple(sorted(matters)), preload=preload)
+
+    def covers(self, wanted: Recipe) -> bool:
+        """Tell whether a process made so can fork what is wanted."""
+        same = (self.path, self.variables, self.version)
+        return same == (wanted.path, wanted.variables, wanted.version) and set(
+            wanted.preload
+        ) <= set(self.preload)
+
+
+def loaded_files(since: int = sys.maxsize) -> dict[str, tuple[int, int]]:
+    """Note the files that this process has imported, each with its change time and size.
+
+    Parameters
+    ----------
+    since : int
+        When the imports began, in ns. What has changed later may not be what was imported, and is
+        noted so that it counts as changed.
+    """
+    origins = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    files = {path: found for path in origins if path and (found := _state(path))}
+    now = time.time_ns()
+    return {
+        path: (0, 0) if since <= changed_at <= now else (changed_at, size)
+        for path, (changed_at, size) in files.items()
+    }
+
+
+def changed(files: Mapping[str, tuple[int, int]]) -> bool:
+    """Tell whether any of these files is no longer what it was."""
+    return any(_state(path) != before for path, before in files.items())
+
+
+def _state(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size

@@ -1,0 +1,247 @@
+"""A standalone Spark cluster on machines, its drivers, and its processes by role."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bed.machines import Machine
+from bed.waiting import MARK, marked, until
+
+DEADLINE = 120.0
+
+Role = Callable[[psutil.Process], bool]
+
+
+def _named(*parts: str) -> Role:
+    return lambda process: all(part in " ".join(process.cmdline()) for part in parts)
+
+
+def _is_agent(process: psutil.Process) -> bool:
+    """Tell a Python worker, below whose daemon an agent runs, by that both have one command."""
+    parent = process.parent()
+    is_daemon = _named("pyspark.daemon")
+    return parent is not None and is_daemon(process) and is_daemon(parent)
+
+
+ROLES: dict[str, Role] = {
+    "agent": _is_agent,
+    "driver_jvm": _named("org.apache.spark.deploy.SparkSubmit"),
+    "executor": _named("CoarseGrainedExecutorBackend"),
+    "zygote": _named("boot.main", " zygote "),
+}
+"""Processes that can be told by their command line alone."""
+
+
+class Cluster:
+    """A master, workers and a driver, each on a machine of its own.
+
+    Parameters
+    ----------
+    machines : list of Machine
+        The master's, the driver's, and one for each worker.
+    folder : Path
+        For all that it writes.
+    cores : int
+        How many executors, of one core each, a worker has room for.
+    """
+
+    def __init__(self, machines: list[Machine], folder: Path, cores: int = 1) -> None:
+        self._cores = cores
+        self.mark = uuid.uuid4().hex
+        self.folder = folder
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        self._machines = machines
+        self._on_master, self.on_driver, *self.on_workers = machines
+        self.address = f"spark://{self._on_master.address}:7077"
+
+    def start(self) -> None:
+        """Start master and workers, and wait until they have met."""
+        wanted = ["--host", self._on_master.address, "--port", "7077", "--webui-port", "0"]
+        master = self._start_daemon(self._on_master, "master.Master", *wanted)
+        for number, machine in enumerate(self.on_workers):
+            wanted = ["--host", machine.address, "--port", "0", "--webui-port", "0"]
+            wanted += ["--cores", str(self._cores), "--memory", f"{self._cores * 600}m"]
+            wanted += ["--work-dir", str(self.folder / f"work{number}"), self.address]
+            self._start_daemon(machine, "worker.Worker", *wanted)
+        log = self.folder / "master.Master.log"
+        until(
+            lambda: log.read_text().count("Registering worker") == len(self.on_workers),
+            "the workers register",
+            DEADLINE,
+        )
+        assert master.poll() is None
+
+    def driver(self, source: str, *, with_spark: bool = True, **conf: str) -> Driver:
+        """Start a driver program; it finds a session in ``spark`` and talks by ``tell``."""
+        script = self.folder / f"{uuid.uuid4().hex}-bed_driver.py"
+        script.write_text(TELLING + (SESSION if with_spark else "") + textwrap.dedent(source))
+        properties = {
+            "spark.master": self.address,
+            "spark.driver.host": self.on_driver.address,
+            "spark.driver.bindAddress": self.on_driver.address,
+            "spark.executor.memory": "512m",
+            "spark.executor.cores": "1",
+            "spark.ui.enabled": "false",
+            "spark.log.level": "OFF",
+            **conf,
+        }
+        return Driver(self, script, properties)
+
+    def processes(self) -> list[psutil.Process]:
+        """List all processes of this bed that live."""
+        return marked(self.mark)
+
+    def listens(self, port: int) -> bool:
+        """Tell whether anything listens at a port on any machine."""
+        alike = {machine.namespace: machine for machine in self._machines}
+        return any(machine.listens(port) for machine in alike.values())
+
+    def find(self, role: str, machine: Machine | None = None) -> list[psutil.Process]:
+        """List the processes with a role, on one machine or on all."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                here = machine is None or process.environ().get("SPARK_LOCAL_IP") == machine.address
+                if here and ROLES[role](process):
+                    found.append(process)
+        return found
+
+    def _start_daemon(self, machine: Machine, name: str, *wanted: str) -> subprocess.Popen[Any]:
+        home = _spark_home()
+        number = self.on_workers.index(machine) if machine in self.on_workers else ""
+        with (self.folder / f"{name}{number}.log").open("wb") as log:
+            return machine.start(
+                [f"{home}/bin/spark-class", f"org.apache.spark.deploy.{name}", *wanted],
+                env=self.environment | {"SPARK_HOME": home, "SPARK_NO_DAEMONIZE": "1"},
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+            )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What all processes of the bed have in their environment."""
+        return {
+            MARK: self.mark,
+            "PYSPARK_PYTHON": sys.executable,
+            "TMPDIR": str(self.temporary),
+        }
+
+
+TELLING = """
+import json, os, signal, socket, sys, threading, time
+from distributor import TorchDistributor
+
+_told = socket.socket(fileno=int(sys.argv[1]))
+_lock = threading.Lock()
+
+def tell(**facts):
+    with _lock:
+        _told.sendall(json.dumps({"at": time.time(), **facts}).encode() + b"\\n")
+
+"""
+SESSION = """
+from pyspark.sql import SparkSession
+
+builder = SparkSession.builder.appName("bed")
+for key, value in json.loads(sys.argv[2]).items():
+    builder = builder.config(key, value)
+spark = builder.getOrCreate()
+spark.sparkContext.setLogLevel("OFF")
+tell(ready=True)
+"""
+
+
+class Driver:
+    """A driver program that runs; a context manager that ends it.
+
+    Attributes
+    ----------
+    process : Popen
+        Its process.
+    """
+
+    def __init__(self, cluster: Cluster, script: Path, properties: dict[str, str]) -> None:
+        self._cluster = cluster
+        self._ours, theirs = socket.socketpair()
+        self._words = self._ours.makefile("r")
+        self.log = script.with_suffix(".log")
+        with theirs, self.log.open("wb") as log:
+            self.process = cluster.on_driver.start(
+                [sys.executable, str(script), str(theirs.fileno()), json.dumps(properties)],
+                env=cluster.environment,
+                stdout=log,
+                stderr=log,
+                cwd=cluster.folder,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._ours.close()
+
+    def say(self, words: object) -> None:
+        """Send the program a line of JSON."""
+        self._ours.settimeout(DEADLINE)
+        self._ours.sendall(json.dumps(words).encode() + b"\n")
+
+    def hear(self, key: str, timeout: float = DEADLINE) -> dict[str, Any]:
+        """Wait until the program tells of something."""
+        self._ours.settimeout(timeout)
+        for line in self._words:
+            told: dict[str, Any] = json.loads(line)
+            if key in told:
+                return told
+        raise AssertionError(f"the driver told nothing of {key}:\n{self.log.read_text()[-8000:]}")
+
+
+def kill(process: psutil.Process) -> float:
+    """Kill a process; give the time by the clock."""
+    at = time.time()
+    process.send_signal(signal.SIGKILL)
+    return at
+
+
+@contextlib.contextmanager
+def cluster_on(
+    machines: list[Machine], folder: Path, *, cores: int = 1, start: bool = True
+) -> Iterator[Cluster]:
+    """Make a cluster, and leave no process of it behind."""
+    cluster = Cluster(machines, folder, cores)
+    try:
+        if start:
+            cluster.start()
+        yield cluster
+    finally:
+        for process in cluster.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _spark_home() -> str:
+    if home := os.environ.get("SPARK_HOME"):
+        return home
+    found = find_spec("pyspark")
+    assert found is not None
+    assert found.origin is not None
+    return str(Path(found.origin).parent)

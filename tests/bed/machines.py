@@ -1,0 +1,196 @@
+"""Machines of one's own: network namespaces on a bridge, or mere addresses of the loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bed import delay
+from bed.delay import open_tap
+
+_numbers = itertools.count()
+LISTENING = "0A"
+"""The state of a socket, as the kernel's table has it."""
+
+
+@dataclass
+class Machine:
+    """Where processes run.
+
+    Parameters
+    ----------
+    address : str
+        Its IPv4 address.
+    namespace : str
+        Its network namespace; empty for an address of the loopback.
+    environment : dict of str to str
+        Variables of all that is started here.
+    """
+
+    address: str
+    namespace: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    _started: list[subprocess.Popen[Any]] = field(default_factory=list)
+
+    def start(self, command: Sequence[str], **settings: Any) -> subprocess.Popen[Any]:
+        """Start a process here; it is killed with the machine."""
+        inside = ["ip", "netns", "exec", self.namespace] if self.namespace else []
+        given = {**self.environment, **settings.pop("env", {})}
+        env = {**os.environ, "SPARK_LOCAL_IP": self.address, **given}
+        process = subprocess.Popen([*inside, *command], env=env, **settings)
+        self._started.append(process)
+        return process
+
+    def cut(self) -> None:
+        """Take its link down: packets are lost, and nobody is told."""
+        _ip("link", "set", self.namespace, "down")
+
+    def mend(self) -> None:
+        """Bring its link up again."""
+        _ip("link", "set", self.namespace, "up")
+
+    def lose(self, other: Machine) -> None:
+        """Lose what is sent from here to another machine, and to no other."""
+        nobody = ["lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "eth0"]
+        _ip("-n", self.namespace, "neigh", "replace", other.address, *nobody)
+
+    def also_elsewhere(self) -> Machine:
+        """Give it one more address."""
+        network, _, number = self.address.rpartition(".")
+        other = Machine(f"{network}.{100 + int(number)}", self.namespace)
+        _ip("-n", self.namespace, "address", "add", f"{other.address}/24", "dev", "eth0")
+        return other
+
+    def slow(self, milliseconds: int) -> None:
+        """Delay what is sent to it."""
+        name, come = self.namespace, f"{self.namespace}s"
+        address = _ip("-n", name, "-br", "link", "show", "eth0").split()[2]
+        _ip("-n", name, "tuntap", "add", "slow", "mode", "tap")
+        # With another's address, all that comes out of it would be taken for a stranger's.
+        _ip("-n", name, "link", "set", "slow", "address", address, "up")
+        tap = open_tap(come)
+        _ip("link", "set", come, "up")
+        command = [sys.executable, delay.__file__, str(tap), "slow", str(milliseconds / 1000)]
+        self.start(command, pass_fds=[tap])
+        os.close(tap)
+        _redirect("slow", "ingress", "eth0", namespace=name)
+        _redirect(name, "egress", come)
+
+    def listens(self, port: int) -> bool:
+        """Tell whether anything listens at a port here."""
+        inside = ["ip", "netns", "exec", self.namespace] if self.namespace else []
+        tables = ["/proc/net/tcp", "/proc/net/tcp6"]
+        told = subprocess.run([*inside, "cat", *tables], check=True, capture_output=True, text=True)
+        rows = [line.split() for line in told.stdout.splitlines()]
+        return any(row[3] == LISTENING and row[1].endswith(f":{port:04X}") for row in rows)
+
+    def end(self) -> None:
+        """Kill what was started here."""
+        for process in self._started:
+            process.kill()
+        for process in self._started:
+            process.wait()
+
+
+def why_not_apart() -> str:
+    """Say why there can be no namespaces here; nothing where there can."""
+    if not shutil.which("ip"):
+        return "iproute2 is not installed"
+    probe = f"dp{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if made.returncode:
+        return f"no network namespace can be made: {made.stderr.strip()}"
+    _ip("netns", "del", probe)
+    return ""
+
+
+@contextlib.contextmanager
+def machines_apart(count: int) -> Iterator[list[Machine]]:
+    """Make machines with a network namespace each, which a bridge joins.
+
+    The host's end of each machine's link is named as its namespace.
+    """
+    pid = os.getpid()
+    bridge, network = f"db{pid}", f"10.{200 + pid % 50}.{pid // 50 % 250}"
+    # Of an earlier bed's machines the kernel may still be taking leave.
+    names = [f"d{pid}n{next(_numbers)}" for _ in range(count)]
+    made = [Machine(f"{network}.{number}", name) for number, name in enumerate(names, 1)]
+    try:
+        _ip("link", "add", bridge, "type", "bridge")
+        _ip("link", "set", bridge, "up")
+        for machine in made:
+            _join(machine, bridge)
+        yield made
+    finally:
+        for machine in made:
+            machine.end()
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", machine.namespace)
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip("link", "del", bridge)
+
+
+@contextlib.contextmanager
+def machines_on_loopback(count: int) -> Iterator[list[Machine]]:
+    """Make machines that are addresses of the loopback; their links cannot be touched."""
+    made = [Machine(f"127.0.1.{number}") for number in range(1, count + 1)]
+    try:
+        yield made
+    finally:
+        for machine in made:
+            machine.end()
+
+
+def _join(machine: Machine, bridge: str) -> None:
+    name = machine.namespace
+    _ip("netns", "add", name)
+    _ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+    _ip("link", "set", name, "master", bridge, "up")
+    _ip("-n", name, "link", "set", "lo", "up")
+    _ip("-n", name, "address", "add", f"{machine.address}/24", "dev", "eth0")
+    _ip("-n", name, "link", "set", "eth0", "up")
+
+
+def _redirect(device: str, way: str, target: str, namespace: str = "") -> None:
+    """Have what one device takes in, or puts out, done by another."""
+    tc = ["tc", *(["-n", namespace] if namespace else [])]
+    anything = ["protocol", "all", "u32", "match", "u32", "0", "0"]
+    to_target = ["action", "mirred", way, "redirect", "dev", target]
+    subprocess.run([*tc, "qdisc", "add", "dev", device, "clsact"], check=True, capture_output=True)
+    rule = [*tc, "filter", "add", "dev", device, way, *anything, *to_target]
+    subprocess.run(rule, check=True, capture_output=True)
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def why_not_mounted() -> str:
+    """Say why no file system can be mounted here; nothing where one can."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with small_disk(Path(folder), 1):
+                return ""
+        except (OSError, subprocess.CalledProcessError) as error:
+            return f"no file system can be mounted: {error}"
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    """Mount a small file system on a folder."""
+    folder.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "distributor-test", str(folder)]
+    subprocess.run(command, check=True, capture_output=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True, capture_output=True)

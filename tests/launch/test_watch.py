@@ -1,0 +1,158 @@
+"""The driver's view of a run where only some nodes have a link to it, over real links."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+
+from distributor import TorchDistributor
+from distributor.errors import DistributorError, ExecutorNotReady
+from distributor.launch import watch as watch_module
+from distributor.launch.job import Job, program_of
+from distributor.launch.resources import ClusterPlan
+from distributor.launch.watch import Watch
+from distributor.node.agent import Sink
+from distributor.node.settling import START_SECONDS
+from distributor.wire.hub import Hub
+from distributor.wire.link import Link
+from distributor.wire.messages import (
+    Failed,
+    MeetThroughSpark,
+    NodeUp,
+    RanksStarted,
+    Rendezvous,
+    Stop,
+    Stream,
+)
+from distributor.wire.outcome import Failure, Origin, Outcome
+
+SECRET = b"a secret of the run"
+SOON = 10.0
+MEET_SECONDS = 0.2
+NODES = 3
+
+
+class Silent:
+    """A sink for ranks that print nothing."""
+
+    def write(self, rank: int, stream: Stream, data: bytes) -> None:
+        raise AssertionError(f"rank {rank} printed {data!r}")
+
+    def room(self) -> bool:
+        return True
+
+
+class FakeNode:
+    """A node's side of a run, driven by a test."""
+
+    def __init__(self, hub: Hub, number: int, versions: Mapping[str, str] | None = None) -> None:
+        self.heard: queue.Queue[object] = queue.Queue()
+        self._link = Link.connect(
+            "127.0.0.1", hub.port, SECRET, number, timeout=SOON, on_message=self.heard.put
+        )
+        self.tell(NodeUp(f"host{number}", versions or {}))
+
+    def tell(self, message: object) -> None:
+        self._link.send(message)
+
+    def hears(self) -> object:
+        return self.heard.get(timeout=SOON)
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class Followed:
+    """A run of three nodes that a thread follows to its end."""
+
+    def __init__(self, hub: Hub, watch: Watch) -> None:
+        self.hub = hub
+        self._watch = watch
+        self._outcomes: list[Outcome] = []
+        self._raised: list[Exception] = []
+        self._thread = threading.Thread(target=self._follow)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        try:
+            self._outcomes = self._watch.outcomes(cancel=lambda: None)
+        except DistributorError as error:
+            self._raised.append(error)
+
+    def raised(self) -> Exception:
+        self._thread.join(SOON)
+        return self._raised[0]
+
+    def end(self) -> list[Outcome]:
+        self._watch.job_ended([])
+        self._thread.join(SOON)
+        assert not self._thread.is_alive()
+        return self._outcomes
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
+    monkeypatch.setattr(watch_module, "MEET_SECONDS", MEET_SECONDS)
+    settings = TorchDistributor(NODES, use_gpu=False)
+    program = program_of(print, (), {})
+    job = Job(program=program, num_processes=NODES, settings=settings)
+    plan = ClusterPlan(num_tasks=NODES, ranks_per_task=1, use_gpu=False)
+    sink: Sink = Silent()
+    deadline = time.monotonic() + 60
+    with Hub("127.0.0.1", SECRET) as hub, Watch(job, plan, hub, sink, deadline) as watch:
+        yield Followed(hub, watch)
+
+
+def failure_of(rank: int) -> Failure:
+    origin = Origin(rank=rank, local_rank=0, host=f"host{rank}")
+    return Failure(origin=origin, summary="KeyError: 'x'", text="", pickled=None)
+
+
+def test_a_failure_ends_the_run_without_waiting_for_nodes_that_cannot_tell(
+    run: Followed, warned: Callable[[], list[str]]
+) -> None:
+    node = FakeNode(run.hub, 0)
+    node.tell(Rendezvous("127.0.0.1", 1))
+    assert node.hears() == MeetThroughSpark()
+    node.tell(RanksStarted())
+    failed = time.monotonic()
+    node.tell(Failed(failure_of(0)))
+    assert isinstance(node.hears(), Stop)
+    assert time.monotonic() - failed < START_SECONDS
+    node.close()
+    assert run.end() == [failure_of(0)]
+    (warning,) = warned()
+    assert "Node(s) [1, 2] did not reach this process" in warning
+
+
+def test_a_node_that_is_late_learns_how_the_others_meet(
+    run: Followed, warned: Callable[[], list[str]]
+) -> None:
+    first, second = FakeNode(run.hub, 0), FakeNode(run.hub, 1)
+    assert first.hears() == second.hears() == MeetThroughSpark()
+    late = FakeNode(run.hub, 2)
+    assert late.hears() == MeetThroughSpark()
+    for node in (first, second, late):
+        node.tell(RanksStarted())
+        node.close()
+    assert run.end() == []
+    assert warned() == [], "all of them have a link"
+
+
+def test_nodes_that_differ_are_told_before_they_meet(run: Followed) -> None:
+    versions = [{"torch": "2.12.0"}, {"torch": "2.13.0"}, {"torch": "2.13.0"}]
+    nodes = [FakeNode(run.hub, number, versions[number]) for number in range(NODES)]
+    nodes[0].tell(Rendezvous("127.0.0.1", 1))
+
+    heard = nodes[1].hears()
+
+    assert isinstance(heard, Stop), "and no rendezvous"
+    for node in nodes:
+        node.close()
+    error = run.raised()
+    assert isinstance(error, ExecutorNotReady)
+    assert "2.12.0 on host0 (node 0); 2.13.0 on host1 (node 1), host2 (node 2)" in str(error)

@@ -1,0 +1,197 @@
+"""Whatever ends a run, what its ranks started ends with it; deadlines tell where they stood."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+from bed.waiting import assert_gone, marked, until
+from test_repeated import driver
+
+import distributor
+from distributor import RunTimeout, TorchDistributor, WorkerDied
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+Distribute = Callable[..., TorchDistributor]
+RANKS = 2
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no keepers")
+
+
+def leave_behind(folder: str) -> None:
+    """Start what is hard to catch: sessions of their own, orphans, a segment of shared memory."""
+    import subprocess
+    from multiprocessing.shared_memory import SharedMemory
+
+    pids = [os.fork()]
+    if pids[0] == 0:
+        signal.pause()
+    pids.append(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+    reader, writer = os.pipe()
+    if os.fork() == 0:  # a daemon as of old
+        os.setsid()
+        daemon = os.fork()
+        if daemon == 0:
+            signal.pause()
+        os.write(writer, str(daemon).encode())
+        os._exit(0)
+    pids.append(int(os.read(reader, 20)))
+    segment = SharedMemory(create=True, size=1000)
+    note = Path(folder, os.environ["RANK"])
+    note.with_suffix(".part").write_text(json.dumps([segment.name, [os.getpid(), *pids]]))
+    note.with_suffix(".part").rename(note.with_suffix(".json"))
+
+
+def work(folder: str, way: str) -> str:
+    leave_behind(folder)
+    if way == "raise":
+        raise ValueError("on purpose")
+    if way == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way == "hang":
+        signal.pause()
+    return "done"
+
+
+ENDS: dict[str, type[Exception] | None] = {
+    "return": None,
+    "raise": ValueError,
+    "kill": WorkerDied,
+    "hang": RunTimeout,
+}
+
+
+@linux
+@pytest.mark.parametrize("way", ENDS)
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "fresh"])
+def test_what_ranks_have_started_ends_with_the_run(
+    distribute: Distribute, tmp_path: Path, warm: bool, way: str
+) -> None:
+    runner = distribute(RANKS, warm=warm, timeout=3 if way == "hang" else 120)
+    if (error := ENDS[way]) is None:
+        assert runner.run(work, str(tmp_path), way) == "done"
+    else:
+        with pytest.raises(error):
+            runner.run(work, str(tmp_path), way)
+    assert_nothing_left(tmp_path)
+
+
+def assert_nothing_left(folder: Path, processes: int | None = None) -> None:
+    """Check that all of the ranks has ended, or so many processes of each."""
+    notes = [json.loads(note.read_text()) for note in folder.glob("*.json")]
+    assert len(notes) == RANKS
+    assert_gone(pid for _, pids in notes for pid in pids[:processes])
+    segments = [Path("/dev/shm", name) for name, _ in notes]
+    until(lambda: not any(segment.exists() for segment in segments), "shared memory is left")
+
+
+DRIVER = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    from test_endings import work
+    from distributor import TorchDistributor
+
+    warm = sys.argv[3] == "warm"
+    runner = TorchDistributor(2, local_mode=True, use_gpu=False, warm=warm)
+    runner.run(work, sys.argv[2], "hang")
+"""
+
+
+@linux
+@pytest.mark.parametrize("warm", ["warm", "fresh"])
+@pytest.mark.parametrize("victim", ["driver", "keeper", "zygote and keeper"])
+def test_what_ranks_have_started_ends_with_whoever_is_killed(
+    tmp_path: Path, victim: str, warm: str
+) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    here = str(Path(__file__).parent)
+    with driver(DRIVER, tmp_path, here, str(notes), warm) as (process, mark):
+        until(lambda: len(list(notes.glob("*.json"))) == RANKS, "the ranks run", 60)
+        [rank, *_] = json.loads((notes / "0.json").read_text())[1]
+        keeper = psutil.Process(rank).ppid()
+        victims = {
+            "driver": [process.pid],
+            "keeper": [keeper],
+            "zygote and keeper": [psutil.Process(keeper).ppid(), keeper],
+        }[victim]
+        if process.pid in victims and victim != "driver":
+            pytest.skip("fresh ranks have no zygote")
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        # With nobody above it, a forked daemon, which lacks the variables of the run, is lost.
+        assert_nothing_left(notes, processes=3 if victim == "zygote and keeper" else None)
+        if victim == "driver":
+            until(lambda: not marked(mark), "processes of the driver are left")
+
+
+def stand(folder: str) -> None:
+    """Stand somewhere, each rank in a way of its own."""
+    import ctypes
+
+    def waits() -> None:
+        signal.pause()
+
+    def holds_the_lock() -> None:
+        ctypes.PyDLL(None).sleep(1000)
+
+    def is_stopped() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    [waits, holds_the_lock, is_stopped, waits][int(os.environ["RANK"])]()
+
+
+def wait_for(word: str) -> str:
+    """Work until a file is there."""
+    import time
+
+    print("at work", flush=True)
+    while not Path(word).exists():
+        time.sleep(0.01)
+    return "done"
+
+
+def test_a_run_that_goes_on_tells_where_its_ranks_stand(
+    distribute: Distribute, tmp_path: Path
+) -> None:
+    word = tmp_path / "word"
+    with ThreadPoolExecutor(1) as other:
+        run = other.submit(distribute(RANKS, timeout=120).run, wait_for, str(word))
+        try:
+            until(lambda: all_stand("in wait_for"), "the ranks tell", 60)
+            assert not run.done()
+        finally:
+            word.touch()
+        assert run.result() == "done"
+    assert distributor.stacks() == {}
+
+
+def all_stand(where: str) -> bool:
+    """Tell whether all ranks of the one run say that they stand there."""
+    [stacks] = distributor.stacks().values() or [{}]
+    return sorted(stacks) == list(range(RANKS)) and all(where in s for s in stacks.values())
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "fresh"])
+def test_a_deadline_tells_where_the_ranks_stood(
+    distribute: Distribute, tmp_path: Path, warm: bool
+) -> None:
+    runner: Any = distribute(4, warm=warm, timeout=2)
+    with pytest.raises(RunTimeout) as caught:
+        runner.run(stand, str(tmp_path))
+    stacks = caught.value.stacks
+    assert sorted(stacks) == [0, 1, 2, 3]
+    assert "in waits" in stacks[0]
+    assert "in holds_the_lock" in stacks[1]
+    assert "no answer" in stacks[2]
+    assert stacks[0] == stacks[3], "and so it is told once"
+    assert "ranks 0, 3:\n" in str(caught.value)
+    assert "leash" not in str(caught.value)
