@@ -15,7 +15,7 @@ SPARK35 := conf/constraints-spark35.txt
 TORCH = $$(nvidia-smi -L >/dev/null 2>&1 || echo "-c conf/constraints-cpu.txt")
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-spark35 lint clean
+.PHONY: help venv demo test test-all test-spark35 bench chaos lint clean
 .DELETE_ON_ERROR:
 
 help: ## Say what there is
@@ -28,7 +28,7 @@ demo: venv ## Train on real digits, on this machine
 	$(VENV)/bin/distributor demo
 
 # Spark starts faster so.
-test test-all test-spark35: export JDK_JAVA_OPTIONS := -XX:+UseSerialGC -XX:TieredStopAtLevel=1
+test test-all test-spark35 bench chaos: export JDK_JAVA_OPTIONS := -XX:+UseSerialGC -XX:TieredStopAtLevel=1
 
 test: venv ## Run the tests, less the slow ones
 	$(VENV)/bin/$(PYTEST) -m "not slow" $(ARGS)
@@ -38,6 +38,12 @@ test-all: venv ## Run all the tests
 
 test-spark35: $(VENV35)/.installed ## Run the tests, less the slow ones, on PySpark 3.5
 	$(VENV35)/bin/$(PYTEST) -m "not slow" $(ARGS)
+
+bench: $(VENV)/.bench ## Measure speed beside others, at length; ARGS=--quick for a first look
+	$(VENV)/bin/python -m benchmarks $(ARGS)
+
+chaos: venv ## Hurt runs in every way and say what came of it, at length; ARGS="--times 1"
+	PYTHONPATH=tests $(VENV)/bin/python -m bed.chaos $(ARGS)
 
 lint: venv ## Check style, format and types
 	$(VENV)/bin/ruff check
@@ -52,6 +58,10 @@ clean: ## Remove what builds, tests and runs leave behind; the environments stay
 $(VENV)/.installed: setup.cfg setup.py conf/constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q $(TORCH) -e '.[dev]'
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install -q $(TORCH) -e '.[bench]'
 	touch $@
 
 $(VENV35)/.installed: setup.cfg setup.py conf/constraints-cpu.txt $(SPARK35)

@@ -1,0 +1,175 @@
+"""What the ranks run: the same functions under every peer."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MEGABYTE = 10**6
+PIECE = 64 * MEGABYTE
+"""Bytes of one tensor at most, as the layers of a model are."""
+LINE = "line"
+"""What each printed line begins with."""
+
+
+def meet() -> int:
+    """Meet the other ranks once and part; give how many there are."""
+    import torch
+    import torch.distributed as dist
+
+    ours = not dist.is_initialized()  # Ray Train makes the group before the function runs
+    if ours:
+        dist.init_process_group("gloo")
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    if ours:
+        dist.destroy_process_group()
+    return int(ones.item())
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+def weights(size: int, mark: float = 1.0) -> dict[str, Tensor]:
+    """Make float32 tensors of `size` bytes in all, each filled with its own number."""
+    import torch
+
+    starts = range(0, size, PIECE)
+    return {
+        f"layer{index}": torch.full((min(PIECE, size - start) // 4,), index + mark)
+        for index, start in enumerate(starts)
+    }
+
+
+def weights_of_rank_0(size: int, mark: float = 1.0) -> dict[str, Tensor] | None:
+    """Make `weights` on rank 0 alone."""
+    return weights(size, mark) if int(os.environ.get("RANK", "0")) == 0 else None
+
+
+def made_and_kept(size: int) -> int:
+    """Make the same tensors where they are made, and return only how many they are."""
+    return len(weights_of_rank_0(size) or ())
+
+
+def is_intact(tensors: dict[str, Tensor], size: int, mark: float = 1.0) -> bool:
+    """Tell whether these are the tensors of `weights`: all their bytes, and both ends of each."""
+    whole = sum(tensor.numel() * 4 for tensor in tensors.values()) == size // 4 * 4
+    return whole and all(
+        tensor[0].item() == tensor[-1].item() == index + mark
+        for index, tensor in enumerate(tensors.values())
+    )
+
+
+def total(tensors: dict[str, Tensor]) -> float:
+    """Read tensors through."""
+    return sum(float(tensor.sum()) for tensor in tensors.values())
+
+
+def print_lines(count: int) -> tuple[float, float]:
+    """Print short lines as fast as can be; give when that began, by the clock, and its seconds."""
+    began, clock = time.perf_counter(), time.time()
+    for number in range(count):
+        print(LINE, number)
+    return clock, time.perf_counter() - began
+
+
+def loop(seconds: float, lines_per_second: int) -> float:
+    """Compute for a while, and print at a steady rate meanwhile; give the steps per second."""
+    import torch
+
+    torch.set_num_threads(1)
+    matrix = torch.rand(192, 192)
+    began = now = time.perf_counter()
+    steps = lines = 0
+    while now - began < seconds:
+        matrix = torch.tanh(matrix @ matrix)
+        steps += 1
+        now = time.perf_counter()
+        while lines < (now - began) * lines_per_second:
+            print(LINE, lines)
+            lines += 1
+    return steps / (now - began)
+
+
+def train(steps: int, warm_up: int) -> float:
+    """Train a small model data-parallel; give the steps per second after the warm-up."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    step = _training()
+    for _ in range(warm_up):
+        step()
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    seconds = time.perf_counter() - began
+    dist.destroy_process_group()
+    return steps / seconds
+
+
+def weigh(driver: int) -> dict[str, Any]:
+    """Do one training step and weigh this run's processes, all of them alive.
+
+    Parameters
+    ----------
+    driver : int
+        The process whose descendants are the run; it is not weighed itself.
+
+    Returns
+    -------
+    dict
+        The proportional set size, in bytes, of each rank and of all the run's processes.
+    """
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    _training()()
+    dist.barrier()
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, _pss(os.getpid()))
+    run = _pss_of_descendants(driver) if dist.get_rank() == 0 else 0
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"ranks": ranks, "run": run}
+
+
+def _training() -> Any:
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs, labels = torch.rand(64, 256), torch.randint(10, (64,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss: Any = nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def _pss(pid: int) -> int:
+    from benchmarks.packages import library
+
+    return int(library("psutil").Process(pid).memory_full_info().pss)
+
+
+def _pss_of_descendants(pid: int) -> int:
+    from benchmarks.packages import library
+
+    family = library("psutil").Process(pid).children(recursive=True)
+    return sum(_pss(process.pid) for process in family)

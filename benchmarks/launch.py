@@ -1,0 +1,114 @@
+"""How long it takes until ranks have met, parted, and their value is here."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any, NamedTuple
+
+from benchmarks import functions
+from benchmarks.measure import Driven, apart, kept
+from benchmarks.peers import PEERS, Peer, chosen
+from benchmarks.report import Row, gathered, row
+from benchmarks.spark import EMBEDDED, LOCAL, standalone
+from benchmarks.turns import Effort, measured
+
+ON_ONE_MACHINE = (
+    "ours",
+    "ours_ahead",
+    "ours_cold",
+    "pyspark",
+    "torchrun",
+    "spawn",
+    "torchrunx",
+    "accelerate",
+    "ray",
+    "floor_processes",
+    "floor_forks",
+)
+THROUGH_SPARK = ("ours", "ours_cold", "pyspark", "floor_stage")
+RANKS = 2
+OTHER_RANKS = (1, 4, 8)
+ON_OTHER_RANKS = ("ours", "pyspark", "torchrun", "spawn", "floor_processes", "floor_forks")
+DEADLINE = 300.0
+FIRST, LATER = "first run", "later runs"
+AT_LEAST = 2
+AT_MOST = 10
+LATER_SECONDS = 6.0
+"""Seconds after which a driver makes no more later runs, once it has made two."""
+
+
+class Case(NamedTuple):
+    """A peer somewhere on so many ranks."""
+
+    peer: Peer
+    place: str
+    ranks: int
+
+    @property
+    def title(self) -> str:
+        return titled(self.place, self.ranks)
+
+
+def titled(place: str, ranks: int) -> str:
+    """Give a case's title."""
+    where = "standalone" if place.startswith("spark://") else place
+    return f"{where}, {ranks} rank{'s' if ranks > 1 else ''}"
+
+
+def measure(effort: Effort) -> list[Row]:
+    """Measure launches on this machine."""
+    peers = chosen(ON_ONE_MACHINE, effort.families)
+    taken = [peer for peer in peers if not (effort.quick and peer.slow)]
+    rows = _measured([Case(peer, LOCAL, RANKS) for peer in taken], effort.rounds)
+    for ranks in () if effort.quick else OTHER_RANKS:
+        peers = chosen(ON_OTHER_RANKS, effort.families)
+        rows += _measured([Case(peer, LOCAL, ranks) for peer in peers], effort.few_rounds)
+    return rows
+
+
+def measure_spark(effort: Effort) -> list[Row]:
+    """Measure launches through Spark, in sessions that are warm."""
+    peers = chosen(THROUGH_SPARK, effort.families)
+    rows = _measured([Case(peer, EMBEDDED, RANKS) for peer in peers], effort.few_rounds)
+    with standalone() as (master, pids), kept(pids):
+        rows += _measured([Case(peer, master, RANKS) for peer in peers], effort.few_rounds)
+    return rows
+
+
+def drive(peer: str, place: str, ranks: int) -> dict[str, Any]:
+    """Measure one peer's first run and its later ones, in this driver."""
+    began = time.perf_counter()
+    with PEERS[peer].open(place, ranks) as run:
+        before = time.perf_counter() - began
+        first = _timed(run, ranks)
+        later: list[float] = []
+        while len(later) < AT_LEAST or (len(later) < AT_MOST and sum(later) < LATER_SECONDS):
+            later.append(_timed(run, ranks))
+    return {"before": before, "first": first, "later": later}
+
+
+def _timed(run: Any, ranks: int) -> float:
+    began = time.perf_counter()
+    value = run(functions.meet)
+    seconds = time.perf_counter() - began
+    if value not in (None, ranks):
+        raise RuntimeError(f"the ranks counted {value}, and are {ranks}")
+    return seconds
+
+
+def _measured(cases: list[Case], rounds: int) -> list[Row]:
+    return measured(cases, rounds, _drive, _rows)
+
+
+def _drive(case: Case) -> Driven:
+    return apart(drive, DEADLINE, peer=case.peer.name, place=case.place, ranks=case.ranks)
+
+
+def _rows(case: Case, told: list[Driven]) -> list[Row]:
+    before = statistics.median(gathered(told, "before"))
+    note = f"{before:.1f} s of set-up before it" if before >= 0.05 else ""
+    return [
+        row(case.peer, case.title, FIRST, gathered(told, "first"), note=note),
+        row(case.peer, case.title, LATER, gathered(told, "later")),
+    ]

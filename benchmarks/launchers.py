@@ -1,0 +1,173 @@
+"""The launchers that are measured: each, once set up, gives a function ``run(function, *args)``.
+
+What a user does once, imports and sessions, is done before that function is handed out.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.floors import CALL, free_port, meeting, target
+from benchmarks.packages import library
+from benchmarks.programs.call import ARGUMENTS, VALUE
+from benchmarks.spark import IN_DRIVER, LOCAL, session
+
+Run = Callable[..., Any]
+
+AHEAD_SECONDS = 2.0
+
+
+@contextmanager
+def ours(place: str, ranks: int, **settings: Any) -> Iterator[Run]:
+    """Build this project's distributor for each run."""
+    from distributor import TorchDistributor
+
+    def run(function: Run, *args: Any) -> Any:
+        distributor = TorchDistributor(ranks, local_mode=place == LOCAL, use_gpu=False, **settings)
+        return distributor.run(function, *args)
+
+    with session(place):
+        yield run
+
+
+@contextmanager
+def ours_cold(place: str, ranks: int) -> Iterator[Run]:
+    """Do without the warm process."""
+    with ours(place, ranks, warm=False) as run:
+        yield run
+
+
+@contextmanager
+def ours_ahead(place: str, ranks: int) -> Iterator[Run]:
+    """Build the distributor some seconds before its first run, as a notebook does."""
+    from distributor import TorchDistributor
+
+    with session(place):
+        distributor = TorchDistributor(ranks, local_mode=place == LOCAL, use_gpu=False)
+        time.sleep(AHEAD_SECONDS)
+        yield distributor.run
+
+
+@contextmanager
+def pyspark(place: str, ranks: int) -> Iterator[Run]:
+    """Build PySpark's distributor for each run; its local mode, too, needs a session."""
+    from pyspark.ml.torch.distributor import TorchDistributor
+
+    def run(function: Run, *args: Any) -> Any:
+        distributor = TorchDistributor(ranks, local_mode=place == LOCAL, use_gpu=False)
+        return distributor.run(function, *args)
+
+    with session(IN_DRIVER if place == LOCAL else place):
+        yield run
+
+
+@contextmanager
+def torchrun(place: str, ranks: int, log_dir: str | None = None) -> Iterator[Run]:
+    """Run torchrun's command, with files for arguments and value."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(ranks)]
+        if log_dir is not None:
+            command += ["--log-dir", log_dir, "--redirects", "3"]
+
+        def run(function: Run, *args: Any) -> Any:
+            import torch
+
+            if args:
+                torch.save(args, Path(folder, ARGUMENTS))
+            subprocess.run([*command, CALL, target(function), folder], check=True)
+            return torch.load(Path(folder, VALUE), weights_only=False)
+
+        yield run
+
+
+@contextmanager
+def spawn(place: str, ranks: int) -> Iterator[Run]:
+    """Spawn by ``torch.multiprocessing``; rank 0's value comes through a queue."""
+    processes = library("torch.multiprocessing")
+    context = processes.get_context("spawn")
+
+    def run(function: Run, *args: Any) -> Any:
+        values, taken = context.SimpleQueue(), context.Event()
+        started = processes.spawn(
+            _spawned,
+            (ranks, free_port(), values, taken, function, args),
+            nprocs=ranks,
+            join=False,
+        )
+        while values.empty():
+            started.join(0.002)
+        value = values.get()
+        taken.set()
+        while not started.join():
+            pass
+        return value
+
+    yield run
+
+
+def _spawned(
+    rank: int, ranks: int, port: int, values: Any, taken: Any, function: Run, args: tuple[Any, ...]
+) -> None:
+    os.environ.update(meeting(rank, ranks, port))
+    value = function(*args)
+    if rank == 0:
+        values.put(value)
+        taken.wait()  # a tensor lies in memory that ends with its process
+
+
+@contextmanager
+def torchrunx(place: str, ranks: int) -> Iterator[Run]:
+    """Launch by torchrunx, which starts an agent and workers."""
+    package = library("torchrunx")
+
+    def run(function: Run, *args: Any) -> Any:
+        launcher = package.Launcher(hostnames=["localhost"], workers_per_host=ranks, backend=None)
+        return launcher.run(function, *args).rank(0)
+
+    yield run
+
+
+@contextmanager
+def accelerate(place: str, ranks: int) -> Iterator[Run]:
+    """Fork by Accelerate's ``notebook_launcher``, which returns nothing."""
+    package = library("accelerate")
+
+    def run(function: Run, *args: Any) -> None:
+        package.notebook_launcher(function, args, num_processes=ranks, use_port=str(free_port()))
+
+    yield run
+
+
+@contextmanager
+def ray(place: str, ranks: int) -> Iterator[Run]:
+    """Fit by Ray Train in a Ray that is up."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    package, train = library("ray"), library("ray.train")
+    trainer = library("ray.train.torch").TorchTrainer
+    package.init(
+        num_cpus=ranks + 2, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
+
+    with tempfile.TemporaryDirectory() as folder:
+
+        def run(function: Run, *args: Any) -> None:
+            fitted = trainer(
+                lambda: function(*args) and None,
+                scaling_config=train.ScalingConfig(num_workers=ranks),
+                run_config=train.RunConfig(storage_path=folder),
+            )
+            fitted.fit()
+
+        try:
+            yield run
+        finally:
+            package.shutdown()

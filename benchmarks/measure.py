@@ -1,0 +1,154 @@
+"""Drivers in interpreters of their own, each with a deadline, and nothing left running."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.driver import ERROR, FACTS
+from benchmarks.floors import target
+from benchmarks.packages import library
+
+ROOT = Path(__file__).resolve().parent.parent
+END_SECONDS = 10.0
+DRIVER = (sys.executable, "-m", "benchmarks.driver")
+
+_kept: set[int] = set()
+
+
+class Failed(Exception):
+    """A driver failed, died, or took too long."""
+
+
+class Printed(NamedTuple):
+    """What was read at one time, by the clock."""
+
+    at: float
+    data: bytes
+
+
+class Driven(NamedTuple):
+    """What a driver told, and what it printed."""
+
+    facts: dict[str, Any]
+    printed: list[Printed]
+
+
+def apart(function: Callable[..., dict[str, Any]], seconds: float, /, **parameters: Any) -> Driven:
+    """Call a function in a fresh interpreter, the driver.
+
+    Parameters
+    ----------
+    function : callable
+        It returns what JSON can hold.
+    seconds : float
+        How long it may take.
+    **parameters
+        For it; they travel as JSON.
+
+    Raises
+    ------
+    Failed
+        Where it did not come to its end.
+    """
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stderr:
+        file = Path(folder, "facts.json")
+        driver = subprocess.Popen(
+            [*DRIVER, target(function), json.dumps(parameters), str(file)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            cwd=folder,
+            # What peers leave in the temporary directories goes with this one.
+            env=environment() | {"TMPDIR": folder, "SPARK_LOCAL_DIRS": folder},
+        )
+        with _reading(driver) as printed:
+            try:
+                driver.wait(seconds)
+            except subprocess.TimeoutExpired:
+                raise Failed(f"not done after {seconds:g} s") from None
+            finally:
+                end_descendants()
+        stderr.seek(0)
+        return Driven(_facts_in(file, stderr.read()), printed)
+
+
+def environment() -> dict[str, str]:
+    """Give a driver's environment: this project is found, and Spark runs this interpreter."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {"PYSPARK_PYTHON": sys.executable, **os.environ, "PYTHONPATH": path}
+
+
+def adopt_orphans() -> None:
+    """Become the parent of whatever a driver leaves behind, to be able to end it."""
+    from distributor.node import keeper  # not above: drivers of other launchers do without
+
+    keeper.adopt_orphans()
+
+
+@contextlib.contextmanager
+def kept(pids: Sequence[int]) -> Iterator[None]:
+    """Let these processes, with all that descend from them, outlive the drivers."""
+    _kept.update(pids)
+    try:
+        yield
+    finally:
+        _kept.difference_update(pids)
+
+
+def end_descendants() -> None:
+    """End every process that descends from this one, less those that are kept."""
+    psutil = library("psutil")
+    doomed = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process().children():
+            if child.pid not in _kept:
+                doomed += [*child.children(recursive=True), child]
+    for process in doomed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(doomed, timeout=END_SECONDS)
+
+
+@contextlib.contextmanager
+def _reading(process: subprocess.Popen[bytes]) -> Iterator[list[Printed]]:
+    """Read along what a process prints: a pipe that nobody reads would stop it."""
+    stdout = process.stdout
+    assert stdout is not None
+    chunks: list[Printed] = []
+
+    def read() -> None:
+        while chunk := os.read(stdout.fileno(), 1 << 20):
+            chunks.append(Printed(time.time(), chunk))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield chunks
+    finally:
+        reader.join()
+        stdout.close()
+
+
+def _facts_in(file: Path, stderr: bytes) -> dict[str, Any]:
+    if not file.exists():
+        raise Failed(f"the driver died: {_last_line(stderr)}")
+    told = json.loads(file.read_text())
+    if ERROR in told:
+        raise Failed(" ".join(told[ERROR].split())[:300])
+    facts: dict[str, Any] = told[FACTS]
+    return facts
+
+
+def _last_line(text: bytes) -> str:
+    lines = text.decode(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else "without a word"

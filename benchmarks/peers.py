@@ -1,0 +1,117 @@
+"""The peers by name: this project, other launchers, and floors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from benchmarks import floors, launchers, spark
+from benchmarks.launchers import Run
+from benchmarks.packages import version_of
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Something that runs a function on ranks.
+
+    Parameters
+    ----------
+    name, title : str
+        What it is called on the command line, and in tables.
+    open : callable
+        Sets it up: ``open(place, ranks)`` is a context manager that gives ``run``.
+    package : str, optional
+        The distribution whose version counts.
+    slow : bool
+        Whether a run takes so long that only the main case is measured.
+    note : str
+        What a reader of its figures must know.
+    """
+
+    name: str
+    title: str
+    open: Callable[..., AbstractContextManager[Run]]
+    package: str | None = None
+    slow: bool = False
+    note: str = ""
+
+    @property
+    def family(self) -> str:
+        """What ``--peers`` names: all variants of one peer."""
+        return self.name.partition("_")[0]
+
+    @property
+    def missing(self) -> str:
+        """Say why it cannot run here; nothing where it can."""
+        if self.package and version_of(self.package) is None:
+            return f"{self.package} is not installed"
+        return ""
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("ours", "distributor", launchers.ours, "distributor"),
+        Peer(
+            "ours_ahead",
+            "distributor, made 2 s before its run",
+            launchers.ours_ahead,
+            "distributor",
+        ),
+        Peer("ours_cold", "distributor, warm=False", launchers.ours_cold, "distributor"),
+        Peer(
+            "pyspark",
+            "PySpark's TorchDistributor",
+            launchers.pyspark,
+            "pyspark",
+            note="the making of its Spark session is not counted",
+        ),
+        Peer("torchrun", "torchrun", launchers.torchrun, "torch"),
+        Peer(
+            "spawn",
+            "torch.multiprocessing.spawn",
+            launchers.spawn,
+            "torch",
+            note="the driver's own import of torch is not counted",
+        ),
+        Peer(
+            "torchrunx",
+            "torchrunx",
+            launchers.torchrunx,
+            "torchrunx",
+            note="the driver's own import of torch is not counted",
+        ),
+        Peer(
+            "accelerate",
+            "accelerate.notebook_launcher",
+            launchers.accelerate,
+            "accelerate",
+            note="forks a driver that has torch; its imports are not counted",
+        ),
+        Peer(
+            "ray",
+            "Ray Train",
+            launchers.ray,
+            "ray",
+            slow=True,
+            note="ray.init is not counted; Ray makes the process group itself",
+        ),
+        Peer("floor_processes", "floor: bare processes", floors.processes),
+        Peer(
+            "floor_forks",
+            "floor: bare forks",
+            floors.forks,
+            note="the driver's own import of torch is not counted",
+        ),
+        Peer("floor_copy", "floor: one copy in memory", floors.copies),
+        Peer("floor_sockets", "floor: bare sockets", floors.nowhere),
+        Peer("floor_stage", "floor: empty barrier stage", spark.stage, "pyspark"),
+    )
+}
+
+
+def chosen(names: Sequence[str], families: Sequence[str]) -> list[Peer]:
+    """Give the peers of these names whose families are wanted; none named means all."""
+    peers = [PEERS[name] for name in names]
+    return [peer for peer in peers if not families or peer.family in families]

@@ -1,0 +1,1 @@
+"""Scripts for peers that take a script and no function."""

@@ -1,0 +1,293 @@
+"""How the driver's part of a cluster run grows with the nodes, which are simulated."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import resource
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from benchmarks.measure import Driven, apart
+from benchmarks.nodes import Fate, Orders
+from benchmarks.peers import Peer, chosen
+from benchmarks.report import Row, gathered, row
+from benchmarks.turns import Effort, measured
+
+NAMES = ("ours", "floor_sockets")
+NODES = (10, 30, 100, 300, 1000, 2000)
+FEW_NODES = (10, 100, 300)
+LINES = 100
+PROCESSES = 2
+"""In which the simulated nodes live; each has some thousand descriptors and one core."""
+DEADLINE = 180.0
+USUAL_DESCRIPTORS = 1024
+"""The soft limit that most systems give a process."""
+RUNS = 3
+WARM_UP_NODES = 4
+FIT_FROM = 100
+"""Nodes from which the growth is fitted; below, what does not grow prevails."""
+
+
+class Case(NamedTuple):
+    """So many nodes, what each prints, and how many descriptors the driver may have."""
+
+    peer: Peer
+    nodes: int
+    lines: int = 0
+    descriptors: int = 0
+
+    @property
+    def title(self) -> str:
+        printing = f", each prints {self.lines} lines" if self.lines else ""
+        limit = f", at most {self.descriptors:,} descriptors" if self.descriptors else ""
+        return titled(self.nodes) + printing + limit
+
+
+def titled(nodes: int) -> str:
+    """Give the title of a case that is nothing special."""
+    return f"{nodes:,} nodes"
+
+
+def measure(effort: Effort) -> list[Row]:
+    """Measure the driver's part, and fit how it grows."""
+    peers = chosen(NAMES, effort.families)
+    sizes = FEW_NODES if effort.quick else NODES
+    cases = [Case(peer, nodes) for nodes in sizes for peer in peers]
+    ours = [peer for peer in peers if peer.name == "ours"]
+    cases += [Case(peer, nodes, lines=LINES) for nodes in sizes[-2:] for peer in ours]
+    rows = measured(cases, effort.rounds, _drive, _rows)
+    grown = [growth for peer in peers for growth in _growths(peer, rows)]
+    if effort.quick:
+        return [*rows, *grown]
+    limited = [Case(peer, 1000, descriptors=USUAL_DESCRIPTORS) for peer in ours]
+    limited += [Case(peer, 2000, descriptors=USUAL_DESCRIPTORS) for peer in ours]
+    return [*rows, *grown, *measured(limited, 1, _drive, _rows_of_limit)]
+
+
+def drive(peer: str, nodes: int, lines: int, descriptors: int) -> dict[str, Any]:
+    """Be the driver of one run of simulated nodes."""
+    # The nodes' processes first: they need what this one is about to go without.
+    _allow_descriptors(None)
+    with _processes() as processes:
+        _allow_descriptors(descriptors or None)
+        if descriptors:
+            return _run(peer, _Crowd(processes, nodes, lines))
+        _run(peer, _Crowd(processes, WARM_UP_NODES))
+        runs = [_run(peer, _Crowd(processes, nodes, lines)) for _ in range(RUNS)]
+    return {key: [run[key] for run in runs] for key in runs[0]}
+
+
+def _run(peer: str, crowd: _Crowd) -> dict[str, float]:
+    serve = _follow_run if peer == "ours" else _serve_sockets
+    cpu = time.process_time()
+    began = serve(crowd)
+    cpu = time.process_time() - cpu
+    return {
+        "met": max(fate.met for fate in crowd.fates) - began,
+        "released": max(fate.released for fate in crowd.fates) - began,
+        "cpu": cpu,
+        "through_spark": sum(fate.through_spark for fate in crowd.fates),
+        "refused": sum(fate.refused for fate in crowd.fates),
+    }
+
+
+class _Crowd:
+    """Simulated nodes in processes that wait for their orders."""
+
+    def __init__(
+        self, processes: Sequence[subprocess.Popen[str]], nodes: int, lines: int = 0
+    ) -> None:
+        self._processes = processes
+        self._lines = lines
+        self.nodes = nodes
+        self.fates: list[Fate] = []
+
+    def start(self, port: int, secret: str) -> float:
+        """Let the nodes come; give when."""
+        began = time.monotonic()
+        share = math.ceil(self.nodes / len(self._processes))
+        for number, process in enumerate(self._processes):
+            first = number * share
+            count = max(0, min(share, self.nodes - first))
+            assert process.stdin is not None
+            orders = Orders(port, secret, first, count, self._lines)
+            process.stdin.write(json.dumps(asdict(orders)) + "\n")
+            process.stdin.flush()
+        return began
+
+    def await_end(self) -> None:
+        """Learn what befell them."""
+        for process in self._processes:
+            assert process.stdout is not None
+            self.fates += [Fate(**fate) for fate in json.loads(process.stdout.readline())]
+
+
+@contextmanager
+def _processes() -> Iterator[list[subprocess.Popen[str]]]:
+    command = [sys.executable, "-m", "benchmarks.nodes"]
+    pipe = subprocess.PIPE
+    processes = [
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(PROCESSES)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def _follow_run(crowd: _Crowd) -> float:
+    """Follow the run as the driver does, with its hub and its watch; give when it began."""
+    from distributor.launch.console import Console
+    from distributor.launch.job import Job, Settings, program_of
+    from distributor.launch.resources import ClusterPlan
+    from distributor.launch.watch import Watch
+    from distributor.wire.hub import Hub
+
+    secret = secrets.token_hex(16)
+    settings = Settings(warm=False)
+    job = Job(program=program_of(print, (), {}), num_processes=crowd.nodes, settings=settings)
+    plan = ClusterPlan(num_tasks=crowd.nodes, ranks_per_task=1, use_gpu=False)
+    sink = _Shown(Console(settings.shows))
+    deadline = time.monotonic() + DEADLINE
+    with Hub("127.0.0.1", secret.encode()) as hub, Watch(job, plan, hub, sink, deadline) as watch:
+        began = crowd.start(hub.port, secret)
+        ending = _then(crowd.await_end, lambda: watch.job_ended([]))
+        watch.outcomes(cancel=lambda: None)
+        ending.join()
+    return began
+
+
+def _then(first: Callable[[], object], then: Callable[[], object]) -> threading.Thread:
+    def both() -> None:
+        first()
+        then()
+
+    thread = threading.Thread(target=both)
+    thread.start()
+    return thread
+
+
+class _Shown:
+    """The driver's sink: what ranks print is shown here."""
+
+    def __init__(self, console: Any) -> None:
+        self._console = console
+
+    def write(self, rank: int, stream: Any, data: bytes) -> None:
+        self._console.write(rank, stream, data)
+
+    def room(self) -> bool:
+        return True
+
+
+def _serve_sockets(crowd: _Crowd) -> float:
+    """Do no more than accept all, tell all, hear all, and tell all again."""
+    return asyncio.run(_serve(crowd))
+
+
+async def _serve(crowd: _Crowd) -> float:
+    writers: list[asyncio.StreamWriter] = []
+    done = 0
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal done
+        writers.append(writer)
+        if len(writers) == crowd.nodes:
+            _tell_all(writers)
+        await reader.readexactly(1)
+        done += 1
+        if done == crowd.nodes:
+            _tell_all(writers)
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0, backlog=1024)
+    began = crowd.start(server.sockets[0].getsockname()[1], secret="")
+    await asyncio.to_thread(crowd.await_end)
+    server.close()
+    for writer in writers:
+        writer.close()
+    return began
+
+
+def _tell_all(writers: list[asyncio.StreamWriter]) -> None:
+    for writer in writers:
+        writer.write(b"g")
+
+
+def _allow_descriptors(limit: int | None) -> None:
+    """Set this process's soft limit; as high as it can be where none is named."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if limit is None else limit, hard))
+
+
+def _drive(case: Case) -> Driven:
+    return apart(
+        drive,
+        DEADLINE,
+        peer=case.peer.name,
+        nodes=case.nodes,
+        lines=case.lines,
+        descriptors=case.descriptors,
+    )
+
+
+MET, RELEASED, BUSY = "until all have met", "until all are released", "the driver's CPU time"
+
+
+def _rows(case: Case, told: list[Driven]) -> list[Row]:
+    astray = sum(gathered(told, "through_spark")) + sum(gathered(told, "refused"))
+    note = f"{astray:.0f} nodes without a link" if astray else ""
+    return [
+        row(case.peer, case.title, MET, gathered(told, "met"), note=note),
+        row(case.peer, case.title, RELEASED, gathered(told, "released"), note=note),
+        row(case.peer, case.title, BUSY, gathered(told, "cpu"), note=note),
+    ]
+
+
+def _rows_of_limit(case: Case, told: list[Driven]) -> list[Row]:
+    return [
+        row(case.peer, case.title, "nodes without a link", gathered(told, "refused"), "nodes"),
+        row(case.peer, case.title, "sent through Spark", gathered(told, "through_spark"), "nodes"),
+        row(case.peer, case.title, MET, gathered(told, "met")),
+    ]
+
+
+def _growths(peer: Peer, rows: Sequence[Row]) -> list[Row]:
+    grown = []
+    for what in (MET, RELEASED, BUSY):
+        points = [
+            (nodes, found.median)
+            for nodes in NODES
+            for found in rows
+            if (found.peer, found.what) == (peer.name, what)
+            and found.case == titled(nodes)
+            and nodes >= FIT_FROM
+            and found.median
+        ]
+        if len(points) > 1:
+            title = f"growth from {points[0][0]:,} to {points[-1][0]:,} nodes"
+            note = "the power of the number of nodes: 1 is linear"
+            grown.append(row(peer, title, what, [slope(points)], "", note))
+    return grown
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """Fit a power law by least squares: the slope in logarithms."""
+    xs = [math.log(x) for x, _ in points]
+    ys = [math.log(y) for _, y in points]
+    x0, y0 = sum(xs) / len(xs), sum(ys) / len(ys)
+    above = sum((x - x0) * (y - y0) for x, y in zip(xs, ys, strict=True))
+    return above / sum((x - x0) ** 2 for x in xs)

@@ -1,0 +1,157 @@
+"""Spark sessions, a standalone cluster, and the floor of all that runs through Spark."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.floors import free_port
+from benchmarks.measure import environment
+
+LOCAL = "local"
+"""The place that needs no Spark."""
+EMBEDDED = "local-cluster[2,2,1024]"
+IN_DRIVER = "local[1]"
+"""What PySpark's class wants in its local mode, to ask its configuration; no task runs there."""
+RANKS = 2
+LOOPBACK = "127.0.0.1"
+START_SECONDS = 60.0
+WARM_UPS = 2
+
+
+@contextmanager
+def session(place: str) -> Iterator[Any]:
+    """Make a Spark session whose executors and their Python workers are up; none for `LOCAL`."""
+    if place == LOCAL:
+        yield None
+        return
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.master(place).appName("benchmarks")
+    for key, value in _properties(place).items():
+        builder = builder.config(key, value)
+    spark = builder.getOrCreate()
+    spark.sparkContext.setLogLevel("OFF")
+    try:
+        for _ in range(0 if place == IN_DRIVER else WARM_UPS):
+            empty_stage(spark, RANKS)
+        yield spark
+    finally:
+        spark.stop()
+
+
+def _properties(place: str) -> dict[str, str]:
+    properties = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.log.level": "OFF",
+        # Room for large values: without it PySpark's class would fail at Spark's own limits.
+        "spark.driver.memory": "6g",
+        "spark.driver.maxResultSize": "0",
+    }
+    if place.startswith("spark://"):
+        # Two executors on the one worker.
+        properties |= {
+            "spark.executor.cores": "1",
+            "spark.executor.memory": "512m",
+            "spark.driver.host": LOOPBACK,
+        }
+    return properties
+
+
+def empty_stage(spark: Any, tasks: int) -> None:
+    """Run a barrier stage whose tasks do nothing."""
+
+    def task(batches: Iterator[Any]) -> Iterator[Any]:
+        for _ in batches:
+            pass
+        yield from ()
+
+    frame = spark.range(0, tasks, 1, tasks).mapInArrow(task, "nothing int", barrier=True)
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            frame.collect()
+            return
+        except Exception:
+            # Spark refuses a barrier stage until enough executors have registered.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+@contextmanager
+def stage(place: str, ranks: int) -> Iterator[Callable[..., Any]]:
+    """Run an empty barrier stage, whatever is asked for."""
+    with session(place) as spark:
+        yield lambda function, *args: empty_stage(spark, ranks)
+
+
+@contextmanager
+def standalone() -> Iterator[tuple[str, list[int]]]:
+    """Start a standalone cluster: a master and one worker.
+
+    Yields
+    ------
+    tuple of str and list of int
+        The master's address, and the cluster's own processes.
+    """
+    port = free_port()
+    master = f"spark://{LOOPBACK}:{port}"
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        wanted = ["--host", LOOPBACK, "--port", str(port), "--webui-port", "0"]
+        first = stack.enter_context(_daemon("master.Master", wanted, folder))
+        _await_port(port)
+        wanted = ["--host", LOOPBACK, "--port", "0", "--webui-port", "0"]
+        wanted += ["--cores", "2", "--memory", "1200m", "--work-dir", folder, master]
+        second = stack.enter_context(_daemon("worker.Worker", wanted, folder))
+        yield master, [first, second]
+
+
+@contextmanager
+def _daemon(name: str, arguments: list[str], folder: str) -> Iterator[int]:
+    home = os.environ.get("SPARK_HOME") or _packaged_spark()
+    command = [f"{home}/bin/spark-class", f"org.apache.spark.deploy.{name}", *arguments]
+    daemon = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**environment(), "SPARK_HOME": home, "SPARK_NO_DAEMONIZE": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield daemon.pid
+    finally:
+        daemon.terminate()
+        try:
+            daemon.wait(10)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
+
+
+def _packaged_spark() -> str:
+    found = find_spec("pyspark")
+    assert found is not None
+    assert found.origin is not None
+    return str(Path(found.origin).parent)
+
+
+def _await_port(port: int) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            socket.create_connection((LOOPBACK, port), 1).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)

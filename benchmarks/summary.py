@@ -1,0 +1,116 @@
+"""The table that the README shows: from the file of results, the figures that matter most."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from benchmarks import launch, memory, output, scale, training, values
+from benchmarks.spark import EMBEDDED, LOCAL
+
+HEAD = ("median of what", "distributor", "PySpark's class", "torchrun", "at best")
+PEERS = ("ours", "pyspark", "torchrun")
+NOTHING = ""
+
+
+class Line(NamedTuple):
+    """A line of the table: a figure of some peers in one case.
+
+    Parameters
+    ----------
+    title : str
+        What the README calls it.
+    benchmark, case, what : str
+        Where it is found in the results.
+    floor : str
+        The peer that shows what the machine can do; none where there is none.
+    ours : str
+        Which variant of this project is shown.
+    """
+
+    title: str
+    benchmark: str
+    case: str
+    what: str
+    floor: str = ""
+    ours: str = "ours"
+
+
+_HERE = launch.titled(LOCAL, launch.RANKS)
+_ON_CLUSTER = launch.titled(EMBEDDED, launch.RANKS)
+_STANDALONE = launch.titled("spark://", launch.RANKS)
+_MANY_LINES = output.titled(output.LINES, kept=False)
+_TRAINED = training.titled(training.STEPS)
+GIGABYTE = 1000
+
+LINES = (
+    Line("first run, 2 ranks", "launch", _HERE, launch.FIRST, "floor_processes"),
+    Line(
+        "first run, 2 s after the distributor was made",
+        "launch",
+        _HERE,
+        launch.FIRST,
+        ours="ours_ahead",
+    ),
+    Line("later runs", "launch", _HERE, launch.LATER, "floor_forks"),
+    Line("later runs, `warm=False`", "launch", _HERE, launch.LATER, "floor_processes", "ours_cold"),
+    Line("first run on local-cluster", "launch_spark", _ON_CLUSTER, launch.FIRST),
+    Line("later runs on local-cluster", "launch_spark", _ON_CLUSTER, launch.LATER, "floor_stage"),
+    Line("later runs on standalone", "launch_spark", _STANDALONE, launch.LATER, "floor_stage"),
+    Line(
+        "a value of 1 GB",
+        "values",
+        values.titled(LOCAL, GIGABYTE),
+        values.VALUE_ALONE,
+        "floor_copy",
+    ),
+    Line(
+        "a value of 1 GB on local-cluster",
+        "values",
+        values.titled(EMBEDDED, GIGABYTE),
+        values.VALUE_ALONE,
+    ),
+    Line(
+        "arguments of 500 MB on local-cluster",
+        "arguments",
+        values.titled(EMBEDDED, values.ARGUMENTS[-1]),
+        values.ARGUMENTS_ALONE,
+    ),
+    Line(
+        "the same arguments again",
+        "arguments",
+        values.titled(EMBEDDED, values.ARGUMENTS[-1]),
+        values.AGAIN,
+    ),
+    Line("a million lines, until read", "output", _MANY_LINES, output.READ),
+    Line("training speed left when printing 1,000 lines/s", "output", output.LOOP, output.LEFT),
+    Line("training, 2 ranks", "training", _TRAINED, training.SPEED),
+    Line("memory of each of 8 ranks", "memory", memory.titled(memory.MORE_RANKS), memory.EACH),
+    Line("1,000 simulated nodes meet", "scale", scale.titled(1000), scale.MET, "floor_sockets"),
+)
+
+
+def summary(results: dict[str, Any]) -> str:
+    """Lay the main figures out as a table in Markdown; what was not measured is left out."""
+    told = [(line, _figures(line, results)) for line in LINES]
+    rows = [(line.title, *figures) for line, figures in told if figures[0]]
+    return "\n".join(map(_row, [HEAD, ("---",) * len(HEAD), *rows]))
+
+
+def _figures(line: Line, results: dict[str, Any]) -> list[str]:
+    rows = results.get(line.benchmark, {"rows": []})["rows"]
+    found = {
+        row["peer"]: row for row in rows if (row["case"], row["what"]) == (line.case, line.what)
+    }
+    return [_figure(found.get(peer)) for peer in (line.ours, *PEERS[1:], line.floor)]
+
+
+def _figure(row: dict[str, Any] | None) -> str:
+    if row is None or row["median"] is None:
+        return NOTHING
+    median = row["median"]
+    shown = f"{median:,.0f}" if median >= 10 else f"{median:.2g}"
+    return f"{shown} {row['unit']}"
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cells)} |"

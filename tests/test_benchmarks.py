@@ -1,0 +1,76 @@
+"""The benchmarks run, and the README shows what they found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.report import load
+from benchmarks.summary import summary
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DEADLINE = 300
+PEERS = {"ours", "ours_ahead", "ours_cold", "floor_processes", "floor_forks"}
+
+
+class Measured:
+    """What one quick look gave."""
+
+    def __init__(self, out: Path, printed: str) -> None:
+        self.printed = printed
+        self.results: dict[str, Any] = json.loads((out / "results.json").read_text())
+        self.rows: list[dict[str, Any]] = self.results["launch"]["rows"]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    out = tmp_path_factory.mktemp("results")
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--only", "launch"]
+    command += ["--peers", "ours,floor", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return Measured(out, done.stdout)
+
+
+def test_every_peer_that_was_asked_for_is_measured(measured: Measured) -> None:
+    assert {row["peer"] for row in measured.rows} == PEERS
+    assert [row["note"] for row in measured.rows if row["what"] == "failed"] == []
+
+
+def test_every_row_tells_versions_and_repeats(measured: Measured) -> None:
+    for row in measured.rows:
+        assert {"python", "torch", "pyspark"} <= set(row["versions"])
+        assert row["repeats"] == len(row["values"]) > 0
+        assert row["min"] <= row["median"] <= row["max"]
+
+
+def test_ratios_are_to_this_project_in_the_same_case(measured: Measured) -> None:
+    ours = {
+        (row["case"], row["what"]): row["median"] for row in measured.rows if row["peer"] == "ours"
+    }
+    for row in measured.rows:
+        assert row["ratio"] == pytest.approx(row["median"] / ours[row["case"], row["what"]])
+
+
+def test_the_summary_ends_what_is_printed(measured: Measured) -> None:
+    table = summary(measured.results)
+    assert table.count("\n") > 2
+    assert measured.printed.endswith(f"{table}\n")
+
+
+def test_the_readme_shows_the_summary_of_the_results() -> None:
+    assert summary(load(RESULTS)) in (ROOT / "README.md").read_text()
+
+
+def test_the_results_are_those_of_a_whole_run() -> None:
+    results = load(RESULTS)
+    assert [name for name, found in results.items() if found["quick"]] == []
+    assert {name: found["machine"] for name, found in results.items()} == dict.fromkeys(
+        results, results["launch"]["machine"]
+    )
