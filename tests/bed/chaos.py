@@ -1,0 +1,397 @@
+"""``make chaos``: each way to hurt a run, on each launcher, and a table of what came of it.
+
+PySpark's own class goes through the same, where it can, so that the table shows both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from bed.cluster import Cluster, Driver, cluster_on
+from bed.machines import Machine, machines_apart, machines_on_loopback, why_not_apart
+from bed.waiting import alive, comes_true
+
+RANKS = 2
+STARTS_IN, TELLS_IN, ENDS_IN = 90.0, 60.0, 10.0
+"""Seconds until the ranks have met, the driver tells of the fault, and nothing is left."""
+OTHERS = "spark|torchinductor"
+"""What the names of temporary files have that are Spark's, or torch's cache for this user."""
+SHARED_MEMORY = Path("/dev/shm")
+
+SOURCE = """
+def work(folder, activity):
+    import ctypes, json, os, pathlib, signal, subprocess, time
+    from multiprocessing.connection import Listener
+    from multiprocessing.shared_memory import SharedMemory
+    import torch, torch.distributed as dist
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    segment = SharedMemory(create=True, size=1000)
+    socket = Listener(family="AF_UNIX")
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    session = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    if activity == "ignores SIGTERM":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note = pathlib.Path(folder, str(rank))
+    facts = [os.getpid(), child, session.pid], int(os.environ["MASTER_PORT"]), segment.name
+    note.with_suffix(".part").write_text(json.dumps(facts))
+    note.with_suffix(".part").rename(note.with_suffix(".json"))
+    while not pathlib.Path(folder, "fault").exists():
+        if activity == "computes":
+            torch.rand(64, 64) @ torch.rand(64, 64)
+        elif activity == "reduces":
+            dist.all_reduce(torch.ones(1))
+        elif activity == "holds the GIL":
+            ctypes.PyDLL(None).usleep(10_000)
+        else:
+            time.sleep(0.01)
+    if rank == 1:
+        fault = pathlib.Path(folder, "fault").read_text()
+        if fault == "raises":
+            raise KeyError("on purpose")
+        if fault == "exits":
+            os._exit(3)
+    if activity == "holds the GIL":
+        ctypes.PyDLL(None).sleep(1000)
+    while True:
+        if activity == "reduces":
+            dist.all_reduce(torch.ones(1))
+        else:
+            time.sleep(0.01)
+
+for line in _told.makefile():
+    try:
+        {distributor}.run(work, *json.loads(line))
+    except BaseException as error:
+        tell(error=type(error).__name__, message=str(error)[:4000])
+time.sleep(1000)
+"""
+OURS = "TorchDistributor(2, local_mode={local}, use_gpu=False, warm={warm})"
+PYSPARKS = (
+    "__import__('pyspark.ml.torch.distributor', fromlist=['x'])"
+    ".TorchDistributor(2, local_mode={local}, use_gpu=False)"
+)
+
+
+class Case(NamedTuple):
+    """A way to hurt a run.
+
+    Parameters
+    ----------
+    launcher : str
+        "local" or "cluster".
+    start : str
+        "warm" or "fresh", or "pyspark" for PySpark's class.
+    fault : str
+        What happens to whom.
+    """
+
+    launcher: str
+    start: str
+    fault: str
+
+
+class Note(NamedTuple):
+    """What a rank tells of itself: its processes, itself first, its store's port, its segment."""
+
+    family: list[int]
+    port: int
+    segment: str
+
+
+class Result(NamedTuple):
+    """What came of one run.
+
+    Parameters
+    ----------
+    seconds : float or None
+        From the fault until the driver told of it; None where it told nothing.
+    right : bool
+        Whether it told the cause.
+    processes, files, ports, segments : int
+        What was left.
+    """
+
+    seconds: float | None
+    right: bool
+    processes: int
+    files: int
+    ports: int
+    segments: int
+
+    @property
+    def spotless(self) -> bool:
+        return self.right and not any(self[2:])
+
+
+CAUSES = {
+    "a rank raises": ("KeyError", "on purpose"),
+    "a rank exits": ("WorkerDied", "code 3"),
+    "a rank is killed": ("WorkerDied", "SIGKILL"),
+    "an agent is killed": ("NodeLost", "Python worker exited"),
+    "an agent is stopped": ("NodeLost", "no sign of life"),
+    "an executor is killed": ("NodeLost", "ExecutorLostFailure"),
+    "a host is cut off": ("NodeLost", "no sign of life"),
+}
+"""What a driver should tell; of other faults, anything."""
+DRIVERS_END = ("the driver is killed", "the driver's JVM is killed", "a host is cut off")
+"""Faults after which a driver cannot be used for the next run."""
+TOLD_BY_NONE = ("the driver is killed",)
+FAULTS = {
+    "local": (
+        "a rank raises",
+        "a rank exits",
+        "a rank is killed",
+        "a rank's parent is killed",
+        "the driver is killed",
+    ),
+    "cluster": (
+        "a rank raises",
+        "a rank exits",
+        "a rank is killed",
+        "a rank's parent is killed",
+        "an agent is killed",
+        "an agent is stopped",
+        "an executor is killed",
+        "the driver is killed",
+        "the driver's JVM is killed",
+        "a host is cut off",
+    ),
+}
+NEEDS_A_LINK = ("a host is cut off",)
+STARTS = ("warm", "fresh", "pyspark")
+ACTIVITIES = ("waits", "computes", "reduces", "holds the GIL", "ignores SIGTERM")
+
+
+class Series:
+    """Runs that are hurt in one way, one after another; a context manager that ends the driver."""
+
+    def __init__(self, cluster: Cluster, case: Case) -> None:
+        self._cluster = cluster
+        self._case = case
+        self._driver: Driver | None = None
+
+    def __enter__(self) -> Series:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._driver is not None:
+            self._driver.__exit__()
+            self._driver = None
+
+    def hurt(self, activity: str) -> Result:
+        """Let a run start, hurt it, and see what comes of it."""
+        driver = self._driver = self._driver or self._start_driver()
+        files = self._temporary_files()
+        folder = Path(tempfile.mkdtemp(dir=self._cluster.folder))
+        driver.say([str(folder), activity])
+        ranks = self._await_ranks(driver, folder)
+        at = self._strike(driver, folder, [rank.family[0] for rank in ranks])
+        told = None
+        if self._case.fault not in TOLD_BY_NONE:
+            with contextlib.suppress(AssertionError, TimeoutError):
+                told = driver.hear("error", TELLS_IN)
+        left = self._await_end(ranks, files)
+        self._mend()
+        result = Result(None if told is None else told["at"] - at, self._is_right(told), *left)
+        if not result.spotless or self._case.fault in DRIVERS_END:
+            self.__exit__()
+        return result
+
+    def _start_driver(self) -> Driver:
+        launcher, start, _ = self._case
+        local = launcher == "local"
+        made = (PYSPARKS if start == "pyspark" else OURS).format(local=local, warm=start == "warm")
+        conf = {"spark.master": "local[2]"} if local else {}
+        return self._cluster.driver(
+            SOURCE.format(distributor=made), with_spark=not local or start == "pyspark", **conf
+        )
+
+    def _await_ranks(self, driver: Driver, folder: Path) -> list[Note]:
+        """Give what the ranks have noted, once they have met."""
+
+        def notes() -> list[Path]:
+            return sorted(folder.glob("*.json"))
+
+        comes_true(lambda: len(notes()) == RANKS or driver.process.poll() is not None, STARTS_IN)
+        if len(notes()) < RANKS:
+            raise RuntimeError(f"no ranks: {driver.log.read_text()[-4000:]}")
+        return [Note._make(json.loads(note.read_text())) for note in notes()]
+
+    def _strike(self, driver: Driver, folder: Path, ranks: list[int]) -> float:
+        fault = self._case.fault
+        at = time.time()
+        if fault in ("a rank raises", "a rank exits"):
+            (folder / "fault.part").write_text(fault.split()[-1])
+            (folder / "fault.part").rename(folder / "fault")
+        elif fault == "a host is cut off":
+            _machine_of(self._cluster, ranks[1]).cut()
+        else:
+            sign = signal.SIGSTOP if "stopped" in fault else signal.SIGKILL
+            os.kill(VICTIMS[fault](self._cluster, driver, ranks[1]), sign)
+        return at
+
+    def _is_right(self, told: dict[str, Any] | None) -> bool:
+        if told is None:
+            return self._case.fault in TOLD_BY_NONE
+        kind, words = CAUSES.get(self._case.fault, ("", ""))
+        return kind in ("", told["error"]) and words in told["message"]
+
+    def _await_end(self, ranks: list[Note], files: set[str]) -> tuple[int, int, int, int]:
+        """Wait until nothing is left, and count what is; processes that are left are killed."""
+        pids = [pid for rank in ranks for pid in rank.family]
+
+        def left() -> tuple[int, int, int, int]:
+            return (
+                len(alive(pids)),
+                len(self._temporary_files() - files),
+                int(self._cluster.listens(ranks[0].port)),
+                sum((SHARED_MEMORY / rank.segment).exists() for rank in ranks),
+            )
+
+        comes_true(lambda: not any(left()), ENDS_IN)
+        found = left()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return found
+
+    def _temporary_files(self) -> set[str]:
+        return {name for name in os.listdir(self._cluster.temporary) if not re.search(OTHERS, name)}
+
+    def _mend(self) -> None:
+        if self._case.fault == "a host is cut off":
+            for machine in self._cluster.on_workers:
+                machine.mend()
+
+
+def _machine_of(cluster: Cluster, pid: int) -> Machine:
+    address = psutil.Process(pid).environ()["SPARK_LOCAL_IP"]
+    return next(machine for machine in cluster.on_workers if machine.address == address)
+
+
+def _near(role: str) -> Callable[[Cluster, Driver, int], int]:
+    """Find the one process with a role on the machine of a rank."""
+    return lambda cluster, driver, rank: cluster.find(role, _machine_of(cluster, rank))[0].pid
+
+
+VICTIMS: dict[str, Callable[[Cluster, Driver, int], int]] = {
+    "a rank is killed": lambda cluster, driver, rank: rank,
+    "a rank's parent is killed": lambda cluster, driver, rank: psutil.Process(rank).ppid(),
+    "an agent is killed": _near("agent"),
+    "an agent is stopped": _near("agent"),
+    "an executor is killed": _near("executor"),
+    "the driver is killed": lambda cluster, driver, rank: driver.process.pid,
+    "the driver's JVM is killed": lambda cluster, driver, rank: cluster.find("driver_jvm")[0].pid,
+}
+
+
+@contextlib.contextmanager
+def bed(launcher: str, *, apart: bool = True) -> Iterator[Cluster]:
+    """Make a cluster to be hurt; for local runs, a mere driver's machine."""
+    apart = apart and launcher == "cluster" and not why_not_apart()
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        (machines_apart if apart else machines_on_loopback)(2 + RANKS) as machines,
+        cluster_on(machines, Path(folder), start=launcher == "cluster") as cluster,
+    ):
+        yield cluster
+
+
+def hurt(cluster: Cluster, case: Case, activities: Sequence[str], times: int) -> list[Result]:
+    """Hurt runs in one way, whose ranks do this and that in turn."""
+    with Series(cluster, case) as series:
+        return [series.hurt(activities[turn % len(activities)]) for turn in range(times)]
+
+
+HEAD = (
+    "launcher | start | fault | runs | processes left | files | ports | shared memory | "
+    "wrong causes | median | worst"
+)
+
+
+def line_of(case: Case, results: Sequence[Result]) -> str:
+    """Make a line of the table."""
+    seconds = [result.seconds for result in results if result.seconds is not None]
+    left = [sum(kind) for kind in list(zip(*results, strict=True))[2:]]
+    wrong = sum(not result.right for result in results)
+    times = [f"{of(seconds):.2f} s" if seconds else "-" for of in (statistics.median, max)]
+    return " | ".join(map(str, [*case, len(results), *left, wrong, *times]))
+
+
+def side_by_side(lines: Iterable[str]) -> str:
+    """Make a table of Markdown from lines of ours and of PySpark's.
+
+    Parameters
+    ----------
+    lines : iterable of str
+        As `line_of` makes them; others are passed over.
+    """
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for line in lines:
+        launcher, start, fault, *found = line.strip().split(" | ")
+        if launcher in FAULTS and len(found) == len(HEAD.split(" | ")) - len(Case._fields):
+            cells.setdefault((launcher, fault), {})[start] = _cell(*found)
+    rows = [["launcher", "fault", *STARTS], ["---"] * (2 + len(STARTS))]
+    rows += [[*key, *(found.get(start, "") for start in STARTS)] for key, found in cells.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cell(runs: str, processes: str, *found: str) -> str:
+    *others, wrong, median, worst = found
+    left = f"{processes} + {sum(map(int, others))} left"
+    told = f"told after {median}, {worst} at worst" if median != "-" else "told nothing"
+    return f"{runs} runs: {left}, {wrong} wrong, {told}"
+
+
+def main() -> int:
+    """Try what the command line asks for; 1 where anything was left, or told wrong, of ours."""
+    parser = argparse.ArgumentParser("chaos", description=__doc__)
+    parser.add_argument("--times", type=int, default=10, help="runs for each line of the table")
+    parser.add_argument("--launchers", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=STARTS)
+    parser.add_argument(
+        "--activities", nargs="+", choices=ACTIVITIES, default=ACTIVITIES, help="taking turns"
+    )
+    parser.add_argument("--faults", nargs="+", default=[], help="these alone: 'a rank is killed'")
+    wanted = parser.parse_args()
+    spotless, lines = True, []
+    print(HEAD, flush=True)
+    for launcher, start in itertools.product(wanted.launchers, wanted.starts):
+        # PySpark's class needs names for its hosts, which namespaces have not.
+        apart = start != "pyspark"
+        with bed(launcher, apart=apart) as cluster:
+            for fault in FAULTS[launcher]:
+                case = Case(launcher, start, fault)
+                if wanted.faults and fault not in wanted.faults:
+                    continue
+                if fault in NEEDS_A_LINK and (why_not_apart() or not apart):
+                    continue
+                results = hurt(cluster, case, wanted.activities, wanted.times)
+                lines.append(line_of(case, results))
+                print(lines[-1], flush=True)
+                spotless &= start == "pyspark" or all(result.spotless for result in results)
+    print(f"\n{side_by_side(lines)}")
+    return int(not spotless)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""A part of ``make chaos``: each way to hurt a local run, and some on a cluster, once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bed.chaos import ACTIVITIES, FAULTS, Case, bed, hurt, side_by_side
+from bed.cluster import Cluster
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no keepers")
+ROOT = Path(__file__).parent.parent
+ON_A_CLUSTER = ("a rank is killed", "a rank's parent is killed", "an executor is killed")
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Cluster]:
+    with bed("local") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Give a cluster for which nobody needs to be root."""
+    with bed("cluster", apart=False) as cluster:
+        yield cluster
+
+
+def test_the_readme_shows_what_was_found() -> None:
+    found = (ROOT / "benchmarks" / "results" / "chaos.txt").read_text()
+
+    assert side_by_side(found.splitlines()) in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("start", ["warm", "fresh"])
+@pytest.mark.parametrize(("fault", "activity"), [*zip(FAULTS["local"], ACTIVITIES, strict=True)])
+def test_a_hurt_run_tells_why_and_leaves_nothing(
+    machine: Cluster, start: str, fault: str, activity: str
+) -> None:
+    [result] = hurt(machine, Case("local", start, fault), [activity], times=1)
+
+    assert result.spotless, result
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("fault", ON_A_CLUSTER)
+def test_so_does_one_on_a_cluster(cluster: Cluster, fault: str) -> None:
+    results = hurt(cluster, Case("cluster", "warm", fault), ["ignores SIGTERM", "reduces"], times=2)
+
+    assert all(result.spotless for result in results), results

@@ -1,0 +1,179 @@
+"""Where room is lacking: for values without a link, for arguments, for shared memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bed.cluster import Cluster, cluster_on
+from bed.machines import machines_apart, small_disk, why_not_apart, why_not_mounted
+from conftest import facts_in, needs_java
+
+from distributor import DistributorError, WorkerDied, load_value
+from distributor.wire.outcome import Origin, death
+from distributor.wire.room import in_bytes, lacks_room
+
+NOT_APART, NOT_MOUNTED = why_not_apart(), why_not_mounted()
+needs_namespaces = pytest.mark.skipif(bool(NOT_APART), reason=NOT_APART)
+needs_mounts = pytest.mark.skipif(bool(NOT_MOUNTED), reason=NOT_MOUNTED)
+RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
+
+WITHOUT_A_LINK = """
+def give(megabytes):
+    import torch
+    return torch.ones(megabytes * 2**20, dtype=torch.uint8)
+
+# To the nodes, which have addresses of their own, this is one of theirs.
+runner = TorchDistributor(2, local_mode=False, use_gpu=False, hub_address="127.0.0.1"{settings})
+try:
+    tell(ending="value", size=len(runner.run(give, {megabytes})))
+except BaseException as error:
+    tell(ending=type(error).__name__, message=str(error))
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    with machines_apart(4) as machines, cluster_on(machines, folder) as cluster:
+        yield cluster
+
+
+def ending_of(cluster: Cluster, megabytes: int, settings: str = "", **conf: str) -> dict[str, Any]:
+    source = WITHOUT_A_LINK.format(megabytes=megabytes, settings=settings)
+    with cluster.driver(source, **conf) as driver:
+        return driver.hear("ending")
+
+
+@pytest.mark.spark
+@needs_namespaces
+def test_a_value_beyond_what_spark_carries_is_kept(cluster: Cluster, tmp_path: Path) -> None:
+    limit = {"spark.driver.maxResultSize": "16m"}
+
+    told = ending_of(cluster, 40, f", log_dir={str(tmp_path)!r}", **limit)
+
+    assert told["ending"] == "ValueTooLarge", told
+    assert "takes 41.9 MB" in told["message"]
+    assert "room for 16.8 MB" in told["message"]
+    assert "spark.driver.maxResultSize" in told["message"]
+    [kept] = tmp_path.glob("*/*-value-of-rank-0")
+    assert f"distributor.load_value('{kept}')" in told["message"]
+    value = load_value(kept)
+    assert len(value) == 40 * 2**20
+    assert bool((value == 1).all())
+
+
+@pytest.mark.spark
+@needs_namespaces
+def test_a_value_that_spark_carries_comes_and_is_kept_too(cluster: Cluster, tmp_path: Path) -> None:
+    told = ending_of(cluster, 80, f", log_dir={str(tmp_path)!r}")
+
+    assert told == {**told, "ending": "value", "size": 80 * 2**20}
+    [kept] = tmp_path.glob("*/*-value-of-rank-0")
+    assert len(load_value(kept)) == 80 * 2**20
+
+
+ARGUMENTS = """
+import json, sys
+from pyspark.sql import SparkSession
+from distributor import TorchDistributor
+
+builder = SparkSession.builder.master("local[2]").config("spark.local.dir", sys.argv[1])
+spark = builder.config("spark.ui.enabled", "false").getOrCreate()
+
+def size_of(data):
+    return len(data)
+
+runner = TorchDistributor(2, local_mode=False, use_gpu=False)
+facts = {"small": runner.run(size_of, b"a" * 100)}
+try:
+    runner.run(size_of, b"a" * 12_000_000)
+except Exception as error:
+    facts["kind"], facts["message"] = type(error).__name__, str(error)
+print("FACTS " + json.dumps(facts))
+"""
+
+
+@pytest.mark.spark
+@needs_java
+@needs_mounts
+def test_arguments_beyond_the_drivers_disk_are_refused(
+    run_driver: RunDriver, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", 8) as disk:
+        facts = facts_in(run_driver(ARGUMENTS, str(disk)))
+
+    assert facts["small"] == 100
+    assert facts["kind"] == DistributorError.__name__
+    assert "'size_of' takes 12 MB to the ranks" in facts["message"]
+    assert "MB free in " + str(disk) in facts["message"]
+    assert "spark.local.dir" in facts["message"]
+
+
+LOADING = """
+import json
+from distributor import TorchDistributor
+
+def load():
+    import torch
+    from torch.utils.data import DataLoader
+    for batch in DataLoader(torch.ones(64, 2**20), batch_size=16, num_workers=1):
+        assert batch.sum()
+
+try:
+    TorchDistributor(1, local_mode=True, use_gpu=False, timeout=120).run(load)
+except Exception as error:
+    print("FACTS " + json.dumps([type(error).__name__, str(error), str(error.__cause__)]))
+"""
+
+
+@needs_mounts
+def test_exhausted_shared_memory_is_named_with_what_there_is(tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(LOADING)
+    commands = f"mount -t tmpfs -o size=8m tmpfs /dev/shm && exec {sys.executable} {script}"
+
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", commands], capture_output=True, text=True, timeout=200
+    )
+
+    kind, *texts = facts_in(done)
+    assert kind == "RuntimeError"
+    assert "of 8.39 MB in /dev/shm" in "\n".join(texts)
+    assert "--shm-size" in "\n".join(texts)
+
+
+def test_a_bus_error_is_explained() -> None:
+    failure = death(Origin(rank=0, local_rank=0, host="here"), signum=7)
+
+    error = failure.exception()
+
+    assert isinstance(error, WorkerDied)
+    assert "killed by SIGBUS" in str(error)
+    assert "Free on this host: " in str(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "lacks"),
+    [
+        (OSError(28, "No space left on device"), True),
+        (RuntimeError("unable to mmap 67108864 bytes from file </torch_1>"), True),
+        (OSError(2, "No such file"), False),
+        (ValueError("no space left on device"), False),
+        (RuntimeError("shapes do not match"), False),
+    ],
+)
+def test_what_lacks_room(error: Exception, lacks: bool) -> None:
+    assert lacks_room(error) == lacks
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (41_943_040, "41.9 MB"), (3.2e12, "3.2 TB")],
+)
+def test_bytes_are_written_for_people(count: float, text: str) -> None:
+    assert in_bytes(count) == text
