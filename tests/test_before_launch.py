@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from bed.cluster import cluster_on
-from bed.machines import machines_apart, why_not_apart
+from bed.machines import machines_apart, machines_on_loopback, why_not_apart
 
 from distributor.node.barrier_task import REACH_SECONDS
 
 WHY_NOT = why_not_apart()
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
-]
+pytestmark = pytest.mark.spark
+needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 PROGRAM = """
 def train():
@@ -32,6 +30,7 @@ tell(ending=ending_of(TorchDistributor(2, local_mode=False, use_gpu=False)))
 """
 
 
+@needs_namespaces
 def test_nodes_with_other_versions_are_named(tmp_path: Path) -> None:
     another = tmp_path / "torch-2.4.0.dist-info"
     another.mkdir()
@@ -48,6 +47,7 @@ def test_nodes_with_other_versions_are_named(tmp_path: Path) -> None:
     assert f"2.4.0 on {other.address}" in ending["message"]
 
 
+@needs_namespaces
 def test_an_executor_that_cannot_reach_the_first_is_named(tmp_path: Path) -> None:
     with machines_apart(4) as machines, cluster_on(machines, tmp_path) as cluster:
         one, other = cluster.on_workers
@@ -60,3 +60,53 @@ def test_an_executor_that_cannot_reach_the_first_is_named(tmp_path: Path) -> Non
     ways = [(one.address, other.address), (other.address, one.address)]
     found = [f"on {here} cannot reach rank 0's at {there}" for here, there in ways]
     assert any(words in ending["message"] for words in found), ending
+
+
+SPECULATING = """
+import pathlib, uuid
+
+folder = pathlib.Path({folder!r})
+
+def begun(name):
+    return len(list(folder.glob(name + "-*")))
+
+def begin(name):
+    (folder / f"{{name}}-{{uuid.uuid4().hex}}").touch()
+
+def task(number):
+    begin(f"task{{number}}")
+    deadline = time.monotonic() + 60
+    while number == 1 and begun("task1") < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+def rank(seconds):
+    begin("rank")
+    time.sleep(seconds * int(os.environ["RANK"]))
+
+at = time.monotonic()
+spark.sparkContext.parallelize([0, 1], 2).foreach(task)
+seconds = 2 * (time.monotonic() - at)
+TorchDistributor(2, local_mode=False, use_gpu=False).run(rank, seconds)
+tell(tasks=begun("task1"), ranks=begun("rank"))
+"""
+EAGERLY = {
+    "spark.speculation": "true",
+    "spark.speculation.interval": "50ms",
+    "spark.speculation.minTaskRuntime": "50ms",
+    "spark.speculation.multiplier": "1.01",
+    "spark.speculation.quantile": "0.1",
+}
+
+
+@pytest.mark.slow
+def test_speculation_starts_no_rank_twice(tmp_path: Path) -> None:
+    """Spark itself leaves barrier stages out, so nothing need be refused."""
+    source = SPECULATING.format(folder=str(tmp_path))
+    with (
+        machines_on_loopback(4) as machines,
+        cluster_on(machines, tmp_path, cores=2) as cluster,
+        cluster.driver(source, **EAGERLY) as driver,
+    ):
+        told = driver.hear("ranks")
+
+    assert (told["tasks"], told["ranks"]) == (2, 2)

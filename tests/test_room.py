@@ -14,6 +14,7 @@ from bed.machines import machines_apart, small_disk, why_not_apart, why_not_moun
 from conftest import facts_in, needs_java
 
 from distributor import DistributorError, WorkerDied, load_value
+from distributor.wire import room
 from distributor.wire.outcome import Origin, death
 from distributor.wire.room import in_bytes, lacks_room
 
@@ -75,6 +76,62 @@ def test_a_value_that_spark_carries_comes_and_is_kept_too(cluster: Cluster, tmp_
     assert told == {**told, "ending": "value", "size": 80 * 2**20}
     [kept] = tmp_path.glob("*/*-value-of-rank-0")
     assert len(load_value(kept)) == 80 * 2**20
+
+
+WITH_LITTLE_MEMORY = """
+from distributor.launch import arrivals
+
+arrivals.free_memory = lambda: 50 * 2**20
+
+def give(megabytes):
+    import torch
+    return torch.ones(megabytes * 2**20, dtype=torch.uint8)
+
+runner = TorchDistributor(2, local_mode=False, use_gpu=False, log_dir={log_dir!r})
+try:
+    runner.run(give, 80)
+    tell(ending="value")
+except BaseException as error:
+    tell(ending=type(error).__name__, message=str(error))
+"""
+
+
+@pytest.mark.spark
+@needs_namespaces
+def test_a_value_beyond_the_drivers_memory_is_kept(cluster: Cluster, tmp_path: Path) -> None:
+    with cluster.driver(WITH_LITTLE_MEMORY.format(log_dir=str(tmp_path))) as driver:
+        told = driver.hear("ending")
+
+    assert told["ending"] == "ValueTooLarge", told
+    assert "the driver has 52.4 MB of memory left" in told["message"]
+    [kept] = tmp_path.glob("*/*-value-of-rank-0")
+    assert f"distributor.load_value('{kept}')" in told["message"]
+    assert len(load_value(kept)) == 80 * 2**20
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"memory.max": "1000", "memory.current": "900", "memory.stat": "anon 1\ninactive_file 50"},
+        {
+            "memory/memory.limit_in_bytes": "1000",
+            "memory/memory.usage_in_bytes": "900",
+            "memory/memory.stat": "inactive_file 50",
+        },
+    ],
+    ids=["v2", "v1"],
+)
+def test_a_containers_bound_counts(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "CGROUPS", str(tmp_path))
+    unbound = room.free_memory()
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert unbound > 2**20
+    assert room.free_memory() == 150
 
 
 ARGUMENTS = """

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, BinaryIO, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from distributor.errors import NodeLost, RunTimeout, StartTimeout
+from distributor.launch.arrivals import Arrivals
 from distributor.launch.console import warn
 from distributor.launch.diagnosis import explain
 from distributor.launch.job import Job
@@ -29,9 +30,8 @@ from distributor.wire.messages import (
     Stacks,
     Stop,
     TellStacks,
-    ValueEnd,
     ValuePart,
-    ValueReceived,
+    ValueStart,
 )
 from distributor.wire.outcome import Failure, Outcome, Value
 from distributor.wire.parcel import anonymous_file
@@ -89,16 +89,14 @@ class Watch:
         self._stopped = False
         self._given_up: set[int] = set()
         self._stacks: dict[int, dict[int, str]] = {}  # by node, and there by rank
-        self._files: dict[int, BinaryIO] = {}
-        self._values: dict[int, Value] = {}
+        self._arrivals = Arrivals()
         self._ending: list[Any] | BaseException | None = None
 
     def __enter__(self) -> Watch:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for file in self._files.values():
-            file.close()
+        self._arrivals.close()
 
     def job_ended(self, ending: list[Any] | BaseException) -> None:
         """Take the job's rows, or the exception that ended it. From any thread."""
@@ -176,16 +174,13 @@ class Watch:
     def _output(self, node: int, message: Output) -> None:
         self._sink.write(message.rank, message.stream, message.data)
 
-    def _value_part(self, node: int, message: ValuePart) -> None:
-        if message.rank not in self._files:
-            self._files[message.rank] = anonymous_file()
-        self._files[message.rank].write(message.data)
+    def _value_start(self, node: int, message: ValueStart) -> None:
+        if refusal := self._arrivals.start(message):
+            self._hub.send(node, refusal)
 
-    def _value_end(self, node: int, message: ValueEnd) -> None:
-        file = self._files.pop(message.rank)
-        if file.tell() == message.size:
-            self._values[message.rank] = Value(message.rank, file)
-            self._hub.send(node, ValueReceived(message.rank))
+    def _value_part(self, node: int, message: ValuePart) -> None:
+        if receipt := self._arrivals.take(message):
+            self._hub.send(node, receipt)
 
     def _failed(self, node: int, message: Failed) -> None:
         self._failures.append(message.failure)
@@ -313,9 +308,9 @@ class Watch:
             if all(failure.collateral for failure in failures):
                 self._look_for_the_cause(ending, failures)
             self._warn_if_unheard()
-            return [*failures, *self._values.values()]
+            return [*failures, *self._arrivals.values.values()]
         self._warn_if_unheard()
-        return [*self._failures, *(_values_in(ending) | self._values).values()]
+        return [*self._failures, *(_values_in(ending) | self._arrivals.values).values()]
 
     def _look_for_the_cause(self, ending: BaseException, echoes: list[Failure]) -> None:
         """Raise what Spark knows of a run whose ranks told nothing, or but of lost connections."""
@@ -330,8 +325,8 @@ _HANDLERS: dict[type, Callable[[Watch, int, Any], None]] = {
     Rendezvous: Watch._rendezvous_known,
     RanksStarted: Watch._ranks_started,
     Output: Watch._output,
+    ValueStart: Watch._value_start,
     ValuePart: Watch._value_part,
-    ValueEnd: Watch._value_end,
     Failed: Watch._failed,
     Stacks: Watch._stacks_told,
     TellStacks: Watch._ask_for_stacks,

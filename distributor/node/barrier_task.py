@@ -23,7 +23,7 @@ from distributor.node.environment import (
     routable_address,
     visible_devices,
 )
-from distributor.node.keeping import keep_large
+from distributor.node.keeping import keep_large, keep_refused
 from distributor.node.program import Program, Script, in_file
 from distributor.node.software import check_interpreter
 from distributor.node.task_spec import TaskSpec
@@ -64,6 +64,7 @@ def run(pickled_spec: bytes, batches: Iterator[Any]) -> Iterator[pa.RecordBatch]
         outcomes = _run_ranks(spec, node, listener, channel)
         delivered = channel.deliver(outcomes)
         values = [outcome for outcome in outcomes if isinstance(outcome, Value)]
+        keep_refused(values, channel.refused, spec)
         left = [value for value in values if value.size and value.rank not in delivered]
         keep_large(left, spec)
         yield from _rows(left)

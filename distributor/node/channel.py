@@ -32,9 +32,10 @@ from distributor.wire.messages import (
     Stop,
     Stream,
     TellStacks,
-    ValueEnd,
     ValuePart,
     ValueReceived,
+    ValueRefused,
+    ValueStart,
 )
 from distributor.wire.outcome import Failure, Outcome, Value
 
@@ -52,6 +53,8 @@ class Channel(Sink, Protocol):
 
     patience: float
     """Seconds that the driver has to decide on a failure before the node does."""
+    refused: dict[int, int]
+    """How much memory the driver has, by rank whose value takes more (bytes)."""
 
     @property
     def stopped(self) -> bool:
@@ -112,6 +115,7 @@ class SparkChannel:
     patience = 0.0
 
     def __init__(self, spec: TaskSpec, context: Any) -> None:
+        self.refused: dict[int, int] = {}
         self._context = context
         self._agent: Agent | None = None
         self._files = LogFiles(Path(spec.log_dir) / spec.run_id) if spec.log_dir else None
@@ -183,6 +187,7 @@ class HubChannel:
         self._answers: queue.Queue[Rendezvous | None] = queue.Queue()
         self._changed = threading.Condition()
         self._received: set[int] = set()
+        self.refused: dict[int, int] = {}
         self._done = self._stopped = False
         self._agent: Agent | None = None
         self._link: Link
@@ -264,19 +269,22 @@ class HubChannel:
         values = [outcome for outcome in outcomes if isinstance(outcome, Value)]
         sent = {value.rank for value in values if self._send(value)}
         with self._changed:
-            self._changed.wait_for(lambda: self._link.lost or sent <= self._received, SEND_SECONDS)
+            self._changed.wait_for(
+                lambda: self._link.lost or sent <= self._answered(), SEND_SECONDS
+            )
             return sent & self._received
 
+    def _answered(self) -> set[int]:
+        return self._received | self.refused.keys()
+
     def _send(self, value: Value) -> bool:
-        size = 0
+        if not value.size:
+            return False  # nobody asked for what this rank returned
+        self._link.send(ValueStart(value.rank, value.size))
         for data in value.parts():
-            if not self._link.wait_below(BACKLOG, SEND_SECONDS):
+            if value.rank in self.refused or not self._link.wait_below(BACKLOG, SEND_SECONDS):
                 return False
             self._link.send(ValuePart(value.rank, data))
-            size += len(data)
-        if not size:
-            return False  # nobody asked for what this rank returned
-        self._link.send(ValueEnd(value.rank, size))
         return True
 
     def write(self, rank: int, stream: Stream, data: bytes) -> None:
@@ -305,6 +313,10 @@ class HubChannel:
         elif isinstance(message, ValueReceived):
             with self._changed:
                 self._received.add(message.rank)
+                self._changed.notify_all()
+        elif isinstance(message, ValueRefused):
+            with self._changed:
+                self.refused[message.rank] = message.room
                 self._changed.notify_all()
 
     def _stop(self) -> None:

@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distributor.errors import ValueTooLarge
@@ -28,19 +28,50 @@ def keep_large(values: Sequence[Value], spec: TaskSpec) -> None:
     """
     size = sum(value.size for value in values)
     if size > spec.most_through_spark:
-        kept = " ".join(_keep(value, spec) for value in values)
         raise ValueTooLarge(
-            f"What rank(s) {', '.join(str(value.rank) for value in values)} returned takes "
-            f"{in_bytes(size)}. It did not reach the driver at {spec.hub[0]}:{spec.hub[1]}, and "
+            f"{_sizes(values)}. It did not reach the driver at {spec.hub[0]}:{spec.hub[1]}, and "
             f"Spark has room for {in_bytes(spec.most_through_spark)} of it "
             "(spark.driver.maxResultSize, and a quarter of spark.driver.memory and "
-            f"spark.executor.memory). {kept} Open the way to the driver (hub_address), or give "
-            "Spark more."
+            f"spark.executor.memory). {_keep_all(values, spec)} Open the way to the driver "
+            "(hub_address), or give Spark more."
         )
     if spec.log_dir is not None:
         for value in values:
             if value.size > WORTH_KEEPING:
                 _keep(value, spec)
+
+
+def keep_refused(values: Sequence[Value], room: Mapping[int, int], spec: TaskSpec) -> None:
+    """Keep values for which the driver has no memory.
+
+    Parameters
+    ----------
+    values : sequence of Value
+        All of the node's.
+    room : mapping of int to int
+        How much memory the driver has (bytes), by rank whose value takes more.
+
+    Raises
+    ------
+    ValueTooLarge
+        Where there are any; says where they are kept.
+    """
+    refused = [value for value in values if value.rank in room]
+    if refused:
+        raise ValueTooLarge(
+            f"{_sizes(refused)}, and the driver has {in_bytes(min(room.values()))} of memory left. "
+            f"{_keep_all(refused, spec)} Give the driver more memory, or write what is large to "
+            "storage and return where it is."
+        )
+
+
+def _sizes(values: Sequence[Value]) -> str:
+    ranks = ", ".join(str(value.rank) for value in values)
+    return f"What rank(s) {ranks} returned takes {in_bytes(sum(value.size for value in values))}"
+
+
+def _keep_all(values: Sequence[Value], spec: TaskSpec) -> str:
+    return " ".join(_keep(value, spec) for value in values)
 
 
 def _keep(value: Value, spec: TaskSpec) -> str:

@@ -52,6 +52,14 @@ class Output:
 
 
 @dataclass(frozen=True)
+class ValueStart:
+    """Node to driver: a rank's pickled value comes, and is so long (bytes)."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
 class ValuePart:
     """Node to driver: a piece of a rank's pickled value."""
 
@@ -60,18 +68,18 @@ class ValuePart:
 
 
 @dataclass(frozen=True)
-class ValueEnd:
-    """Node to driver: a rank's value is complete, and so long (bytes)."""
-
-    rank: int
-    size: int
-
-
-@dataclass(frozen=True)
 class ValueReceived:
     """Driver to node: the value arrived whole, so it need not travel through Spark."""
 
     rank: int
+
+
+@dataclass(frozen=True)
+class ValueRefused:
+    """Driver to node: there is no more room here than so much (bytes), so keep the value."""
+
+    rank: int
+    room: int
 
 
 @dataclass(frozen=True)

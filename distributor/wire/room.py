@@ -5,9 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 import tempfile
+from pathlib import Path
 
 SHARED_MEMORY = "/dev/shm"
+CGROUPS = "/sys/fs/cgroup"
+CONTAINERS = (
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+)
+"""Where each version of cgroups tells of a container's memory: its bound, its use, and of what."""
 _ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _SIGNS = ("no space left on device", "shared memory", "bus error", "unable to mmap")
 
@@ -32,6 +40,23 @@ def told_room() -> str:
         f"Free on this host: {free}. Data loaders' workers hand batches over in {SHARED_MEMORY}: "
         "give a container more of it (--shm-size, or an emptyDir in memory), or use fewer workers."
     )
+
+
+def free_memory() -> int:
+    """Tell how many bytes this process may still take of its host, or its container."""
+    import psutil
+
+    return min(psutil.virtual_memory().available, *map(_left_of, CONTAINERS))
+
+
+def _left_of(files: tuple[str, str, str]) -> int:
+    """Tell what a container's bound leaves; file caches make room when they must."""
+    try:
+        bound, used, stat = (Path(CGROUPS, file).read_text() for file in files)
+        cached = dict(line.split() for line in stat.splitlines())["inactive_file"]
+        return max(0, int(bound) - int(used) + int(cached))
+    except (OSError, ValueError, KeyError):
+        return sys.maxsize  # no such version of cgroups here, or no bound ("max")
 
 
 def in_bytes(count: float) -> str:
