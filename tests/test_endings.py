@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +21,7 @@ from test_repeated import driver
 
 import distributor
 from distributor import RunTimeout, TorchDistributor, WorkerDied
+from distributor.node import agent
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
@@ -195,3 +198,39 @@ def test_a_deadline_tells_where_the_ranks_stood(
     assert stacks[0] == stacks[3], "and so it is told once"
     assert "ranks 0, 3:\n" in str(caught.value)
     assert "leash" not in str(caught.value)
+
+
+def never_end() -> None:
+    threading.Event().wait()
+
+
+def test_an_exit_is_told_though_its_handlers_never_end(distribute: Distribute) -> None:
+    def program() -> None:
+        if os.environ["RANK"] == "0":
+            atexit.register(never_end)
+            print("about to leave")
+            sys.exit(3)
+        never_end()
+
+    with pytest.raises(WorkerDied, match="about to leave") as caught:
+        distribute(RANKS, timeout=60).run(program)
+    assert caught.value.exit_code == 3
+
+
+def test_a_value_comes_though_its_rank_never_ends(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agent, "TELL_SECONDS", 0.5)
+    monkeypatch.setattr(agent, "LEAVE_SECONDS", 1.5)
+
+    def program() -> str:
+        threading.Thread(target=never_end).start()
+        return "done"
+
+    distributor = TorchDistributor(RANKS, local_mode=True, use_gpu=False, timeout=60)
+    assert distributor.run_all(program) == ["done"] * RANKS
+    told = capfd.readouterr().err
+    for rank in range(RANKS):
+        assert f"rank {rank} (local rank {rank})" in told
+    assert "has done its work, but its process goes on" in told
+    assert "in never_end" in told

@@ -32,6 +32,8 @@ OUTPUT_INTERVAL = 0.05
 """Seconds between two looks at what the ranks printed."""
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL."""
+TELL_SECONDS, LEAVE_SECONDS = 30.0, 600.0
+"""Seconds that a rank whose work is done may take to end: until it is told of, and killed."""
 KILL_SECONDS = 30.0
 """Seconds from SIGKILL after which a process is left alone: it hangs in the kernel."""
 CHUNK = 256 * 1024
@@ -66,7 +68,8 @@ class Rank:
     scratch: str
     passed_on: dict[Stream, int] = field(default_factory=lambda: {"stdout": 0, "stderr": 0})
     outcome: Outcome | None = None
-    may_leave: bool = False
+    leaves_since: float = math.inf
+    told_of: bool = False
 
     @property
     def running(self) -> bool:
@@ -78,8 +81,8 @@ class Rank:
 
     def let_leave(self) -> None:
         """Let the rank end: nobody needs it any longer."""
-        if not self.may_leave:
-            self.may_leave = True
+        if self.leaves_since == math.inf:
+            self.leaves_since = time.monotonic()
             self.tell(leash.RELEASE)
 
     def tell(self, what: bytes) -> None:
@@ -296,6 +299,8 @@ class Agent:
             self._note_start(rank)
         elif report == leash.VALUE:
             rank.outcome = Value(rank.origin.rank, rank.outcome_file)
+        elif report == leash.EXIT:
+            self._note_failure(rank, _exit_of(rank, rank.leash.recv(1)[0]))
         elif report == leash.FAILURE:
             rank.outcome_file.seek(0)
             self._note_failure(rank, pickle.load(rank.outcome_file))
@@ -346,6 +351,7 @@ class Agent:
         if self._stop_asked.is_set() or self._settling.over():
             self._end_all()
         self._let_leave()
+        self._hurry_leavers(now)
         if not self._told_done and self._work_is_done():
             self._told_done = True
             self._on_done()
@@ -355,6 +361,20 @@ class Agent:
             serves_others = rank.origin.rank == 0 and isinstance(rank.outcome, Value)
             if rank.outcome is not None and (self._released.is_set() or not serves_others):
                 rank.let_leave()
+
+    def _hurry_leavers(self, now: float) -> None:
+        """Tell of ranks that have done their work and do not end; after a while, end them."""
+        for rank in self._ranks:
+            if rank.running and now > rank.leaves_since + LEAVE_SECONDS:
+                rank.process.kill()
+            elif rank.running and not rank.told_of and now > rank.leaves_since + TELL_SECONDS:
+                rank.told_of = True
+                why = (
+                    f"distributor: {rank.origin} has done its work, but its process goes on: a "
+                    f"thread that is no daemon, or an exit handler. It has {LEAVE_SECONDS:.0f} s."
+                )
+                told = with_stacks(why, stacks_of({rank.origin.rank: rank}))
+                self._sink.write(rank.origin.rank, "stderr", f"{told}\n".encode())
 
     def _work_is_done(self) -> bool:
         """Tell whether all ranks have ended with a value, but for rank 0, which may linger."""
@@ -443,4 +463,8 @@ def _death_of(rank: Rank) -> Failure:
     assert code is not None, "it has ended"
     if code < 0:
         return death(rank.origin, signum=-code, tail=rank.tail())
+    return _exit_of(rank, code)
+
+
+def _exit_of(rank: Rank, code: int) -> Failure:
     return death(rank.origin, exit_code=code, tail=rank.tail())

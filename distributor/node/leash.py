@@ -14,8 +14,8 @@ from collections.abc import Callable
 from distributor.node.killing import kill_group
 from distributor.node.order import Order
 
-STARTED, VALUE, FAILURE = b"S", b"V", b"F"
-"""What a rank tells over the leash: that work begins, and how it ended."""
+STARTED, VALUE, FAILURE, EXIT = b"S", b"V", b"F", b"X"
+"""What a rank tells over the leash: that work begins, and how it ended; an exit with its code."""
 RELEASE, MANY_LINES = b"R", b"M"
 """What it is told: that it may leave, and that it prints very many lines."""
 

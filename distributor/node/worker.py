@@ -11,8 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distributor.node.leash import FAILURE, STARTED, VALUE, Leash
-from distributor.node.leaving import end_forked, exit_code_of, flush_files, leave, print_error
+from distributor.node.leash import EXIT, FAILURE, STARTED, VALUE, Leash
+from distributor.node.leaving import (
+    end_forked,
+    exit_code_of,
+    flush_files,
+    flush_streams,
+    leave,
+    print_error,
+)
 from distributor.node.order import Order
 from distributor.node.printing import Streams
 from distributor.node.program import Call, Program, Script
@@ -20,6 +27,9 @@ from distributor.node.scratch import use_scratch
 from distributor.node.stacks import answer_in
 from distributor.wire import parcel, pickling
 from distributor.wire.outcome import failure_of
+
+_STORES: list[object] = []
+"""Rank 0's store serves the others for as long as the process lives: its end would cost time."""
 
 
 def main(order: Order, at_the_end: list[Callable[[], object]]) -> None:
@@ -30,18 +40,19 @@ def main(order: Order, at_the_end: list[Callable[[], object]]) -> None:
     use_scratch(order.scratch)
     faulthandler.enable()
     answer_in(order.stacks)
-    store = _serve_store(order)
+    _STORES.append(_serve_store(order))
     leash.tell(STARTED)
     try:
         succeeded = _run_and_record(order)
     except SystemExit as leaving:
-        # A death like any other: the agent tells it from the exit code, with the last output.
+        # A death like any other, told before exit handlers and threads take their time.
         exit_code[0] = exit_code_of(leaving)
+        flush_streams()
+        leash.tell(EXIT + bytes(exit_code))
         return
     exit_code[0] = 0 if succeeded else 1
     leash.tell(VALUE if succeeded else FAILURE)
     leash.await_release()
-    del store  # until here it serves the other ranks
 
 
 def _serve_store(order: Order) -> object:
