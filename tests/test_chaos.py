@@ -12,7 +12,11 @@ from bed.cluster import Cluster
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no keepers")
 ROOT = Path(__file__).parent.parent
-ON_A_CLUSTER = ("a rank is killed", "a rank's parent is killed", "an executor is killed")
+ON_A_CLUSTER = (
+    "a rank is killed",
+    "an executor is killed",
+    pytest.param("a rank's parent is killed", marks=pytest.mark.slow),
+)
 
 
 @pytest.fixture(scope="module")

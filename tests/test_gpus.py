@@ -163,7 +163,8 @@ def check_gpus(
 
 @pytest.mark.spark
 @pytest.mark.parametrize(
-    ("amount", "per_task", "sharers"), [("1", 1, 1), ("2", 2, 1), ("0.5", 1, 2)]
+    ("amount", "per_task", "sharers"),
+    [("2", 2, 1), ("0.5", 1, 2), pytest.param("1", 1, 1, marks=pytest.mark.slow)],
 )
 def test_each_task_has_the_gpus_that_spark_gave_it(
     ask: Ask, discovery: Callable[..., str], amount: str, per_task: int, sharers: int
