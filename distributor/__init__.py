@@ -1,10 +1,12 @@
 """Run PyTorch on Spark: one function or script on N ranks, here or as a barrier job."""
 
+from distributor import runtime
 from distributor.errors import (
     DistributorError,
     ExecutorNotReady,
     NodeLost,
     RemoteError,
+    RunCancelled,
     RunTimeout,
     StartTimeout,
     UnpicklableError,
@@ -13,6 +15,7 @@ from distributor.errors import (
 )
 from distributor.launch.inquiry import stacks
 from distributor.launch.local import cool_down
+from distributor.serverless import distributed
 from distributor.torch_distributor import TorchDistributor
 from distributor.version import __version__
 from distributor.wire.outcome import load_value
@@ -22,6 +25,7 @@ __all__ = [
     "ExecutorNotReady",
     "NodeLost",
     "RemoteError",
+    "RunCancelled",
     "RunTimeout",
     "StartTimeout",
     "TorchDistributor",
@@ -30,6 +34,8 @@ __all__ = [
     "WorkerDied",
     "__version__",
     "cool_down",
+    "distributed",
     "load_value",
+    "runtime",
     "stacks",
 ]

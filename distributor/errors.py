@@ -81,6 +81,10 @@ class RunTimeout(_Timeout):
     """The run took longer than ``timeout`` seconds."""
 
 
+class RunCancelled(DistributorError):
+    """The run was ended by who started it."""
+
+
 class NodeLost(DistributorError):
     """A node was no longer heard of: cut off, stopped, or its machine dead."""
 

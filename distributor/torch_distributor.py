@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
 from distributor.launch import attempts
+from distributor.launch.background import RunFuture
 from distributor.launch.console import notify
-from distributor.launch.job import Job, Launcher, Settings, check_num_processes, program_of
+from distributor.launch.job import (
+    Job,
+    Launcher,
+    Settings,
+    check_num_processes,
+    new_run_id,
+    program_of,
+)
 from distributor.launch.local import LocalLauncher
 from distributor.launch.resources import plan_cluster, plan_local
 from distributor.launch.session import Session
+from distributor.tracking import Tracking, following, open_run, rank_environment, tags_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,6 +63,13 @@ class TorchDistributor(Settings):
         variable DISTRIBUTOR_WARM, 0 or 1, sets the default, which is True.
     preload : sequence of str
         Modules that this process imports too; none of them may touch CUDA or start threads.
+    gpu_type : GPUType or str, optional
+        What the GPUs have to be, such as "H100", in either case; by default anything.
+    pool : str, optional
+        The pool of Spark's fair scheduler in which the job waits for slots; by default the one
+        that the calling thread has set.
+    mlflow_ranks : "first" or "all"
+        Whose calls of MLflow log to the job's run; the others' do nothing.
 
     Raises
     ------
@@ -132,30 +148,89 @@ class TorchDistributor(Settings):
         """Do as `run` does, and give what every rank returned, in rank order."""
         return self._run(True, train_object, args, kwargs)
 
+    @overload
+    def submit(
+        self, train_object: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> RunFuture[R]: ...
+
+    @overload
+    def submit(self, train_object: str | os.PathLike[str], *args: object) -> RunFuture[None]: ...
+
+    def submit(self, train_object: Any, *args: Any, **kwargs: Any) -> RunFuture[Any]:
+        """Begin what `run` does, and give a future of rank 0's value; bad input is raised here.
+
+        Returns
+        -------
+        RunFuture
+            A `concurrent.futures.Future` whose ``cancel()`` ends the run.
+        """
+        return self._submit(lambda values: values[0], False, train_object, args, kwargs)
+
+    @overload
+    def submit_all(
+        self, train_object: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> RunFuture[list[R]]: ...
+
+    @overload
+    def submit_all(
+        self, train_object: str | os.PathLike[str], *args: object
+    ) -> RunFuture[list[None]]: ...
+
+    def submit_all(self, train_object: Any, *args: Any, **kwargs: Any) -> RunFuture[list[Any]]:
+        """Begin what `run_all` does, and give a future of every rank's value, in rank order."""
+        return self._submit(lambda values: values, True, train_object, args, kwargs)
+
+    def _submit(
+        self,
+        pick: Callable[[list[Any]], Any],
+        keep_all: bool,
+        train_object: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> RunFuture[Any]:
+        job, launcher, run = self._prepare(keep_all, train_object, args, kwargs)
+        future = RunFuture(lambda: pick(self._follow(job, launcher, run)), job.cancellation)
+        launcher.thread(future.follow).start()
+        return future
+
     def _run(
         self, keep_all: bool, train_object: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
+        return self._follow(*self._prepare(keep_all, train_object, args, kwargs))
+
+    def _prepare(
+        self, keep_all: bool, train_object: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Job, Launcher, Tracking | None]:
         program = program_of(train_object, args, kwargs)
         launcher, num_processes = self._plan()
+        run_id = new_run_id()
+        tags = tags_of(num_processes, self.local_mode, self.use_gpu, run_id)
+        run = open_run(program.name, tags)
         job = Job(
             program=program,
             num_processes=num_processes,
             settings=self,
+            env={**rank_environment(run, self.mlflow_ranks), **self.env},
             keep_all=keep_all,
+            run_id=run_id,
         )
+        return job, launcher, run
+
+    def _follow(self, job: Job, launcher: Launcher, run: Tracking | None) -> list[Any]:
         what = "local training" if self.local_mode else "distributed training"
         kind = "processes" if self.local_mode else "executor processes"
-        values = attempts.run(job, launcher)
-        notify(f"Finished {what} with {num_processes} {kind}")
+        with following(run):
+            values = attempts.run(job, launcher)
+        notify(f"Finished {what} with {job.num_processes} {kind}")
         return values
 
     def _plan(self) -> tuple[Launcher, int]:
         """Choose the launcher, and the number of ranks that it can start."""
         if self.local_mode:
-            plan = plan_local(self.num_processes, self.use_gpu)
+            plan = plan_local(self.num_processes, self.use_gpu, self.wanted_type)
             return LocalLauncher(plan.gpus), plan.num_processes
         from distributor.launch.spark import SparkLauncher  # local mode does without its imports
 
         session = Session.require_active()
-        cluster = plan_cluster(session, self.num_processes, self.use_gpu)
+        cluster = plan_cluster(session, self.num_processes, self.use_gpu, self.pool)
         return SparkLauncher(session, cluster), self.num_processes

@@ -140,3 +140,35 @@ def python_that_begins_with(tmp_path: Path) -> Callable[[str], Path]:
         return python
 
     return make
+
+
+NVML = """
+#include <string.h>
+int nvmlInit_v2(void) { return INIT; }
+int nvmlDeviceGetCount_v2(unsigned int *count) { *count = COUNT; return COUNTED; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **device) { return 0; }
+int nvmlDeviceGetName(void *device, char *name, unsigned int room) {
+    strncpy(name, "NVIDIA A10G", room);
+    return 0;
+}
+int nvmlShutdown(void) { return 0; }
+"""
+"""As much of the NVIDIA driver's library as is asked."""
+
+
+@pytest.fixture
+def nvml(tmp_path: Path) -> Callable[..., str]:
+    """Build an NVIDIA driver's library that shows so many A10G; name its folder."""
+    if (gcc := shutil.which("gcc")) is None:
+        pytest.skip("there is no gcc to build a driver library with")
+
+    def build(count: int, *, init: int = 0, counted: int = 0) -> str:
+        source, folder = tmp_path / "nvml.c", tmp_path / "nvml"
+        source.write_text(NVML)
+        folder.mkdir()
+        values = [f"-DCOUNT={count}", f"-DINIT={init}", f"-DCOUNTED={counted}"]
+        library = str(folder / "libnvidia-ml.so.1")
+        subprocess.run([gcc, "-shared", "-fPIC", *values, "-o", library, str(source)], check=True)
+        return str(folder)
+
+    return build

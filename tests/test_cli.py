@@ -165,6 +165,9 @@ FLAGS: dict[str, tuple[list[str], object]] = {
     "hub_address": (["--hub-address", "here:1"], "here:1"),
     "warm": (["--no-warm"], False),
     "preload": (["--preload", "json", "--preload", "csv"], ["json", "csv"]),
+    "gpu_type": (["--gpu-type", "a10"], "a10"),
+    "pool": (["--pool", "reserved"], "reserved"),
+    "mlflow_ranks": (["--mlflow-ranks", "all"], "all"),
 }
 
 

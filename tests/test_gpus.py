@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import textwrap
 from collections import Counter
@@ -164,7 +163,11 @@ def check_gpus(
 @pytest.mark.spark
 @pytest.mark.parametrize(
     ("amount", "per_task", "sharers"),
-    [("2", 2, 1), ("0.5", 1, 2), pytest.param("1", 1, 1, marks=pytest.mark.slow)],
+    [
+        ("2", 2, 1),
+        pytest.param("0.5", 1, 2, marks=pytest.mark.slow),
+        pytest.param("1", 1, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_each_task_has_the_gpus_that_spark_gave_it(
     ask: Ask, discovery: Callable[..., str], amount: str, per_task: int, sharers: int
@@ -426,32 +429,6 @@ def test_without_spark_the_mask_says_which_gpus_there_are(ask: Ask) -> None:
     for word in ("Started", "Finished"):
         assert f"{word} local training with 2 processes" in stderr
         assert f"{word} local training with 1 processes" in stderr
-
-
-NVML = """
-int nvmlInit_v2(void) { return INIT; }
-int nvmlDeviceGetCount_v2(unsigned int *count) { *count = COUNT; return COUNTED; }
-int nvmlShutdown(void) { return 0; }
-"""
-"""As much of the NVIDIA driver's library as is asked."""
-
-
-@pytest.fixture
-def nvml(tmp_path: Path) -> Callable[..., str]:
-    """Build the driver's library, and name its folder."""
-    if (gcc := shutil.which("gcc")) is None:
-        pytest.skip("there is no gcc to build a driver library with")
-
-    def build(count: int, *, init: int = 0, counted: int = 0) -> str:
-        source, folder = tmp_path / "nvml.c", tmp_path / "nvml"
-        source.write_text(NVML)
-        folder.mkdir()
-        values = [f"-DCOUNT={count}", f"-DINIT={init}", f"-DCOUNTED={counted}"]
-        library = str(folder / "libnvidia-ml.so.1")
-        subprocess.run([gcc, "-shared", "-fPIC", *values, "-o", library, str(source)], check=True)
-        return str(folder)
-
-    return build
 
 
 def test_without_spark_or_mask_the_driver_library_counts_the_gpus(

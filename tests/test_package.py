@@ -26,7 +26,10 @@ LAYERS = [
     {"wire"},
     {"node"},
     {"launch"},
+    {"runtime", "tracking"},
     {"torch_distributor"},
+    {"serverless"},
+    {"serverless_gpu"},
     {"", "cli", "demo"},
     {"__main__"},
 ]

@@ -68,6 +68,7 @@ def test_a_value_beyond_what_spark_carries_is_kept(cluster: Cluster, tmp_path: P
     assert bool((value == 1).all())
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 @needs_namespaces
 def test_a_value_that_spark_carries_comes_and_is_kept_too(cluster: Cluster, tmp_path: Path) -> None:

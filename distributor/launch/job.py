@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from distributor.launch.cancelling import Cancellation
 from distributor.launch.inquiry import Inquiry
 from distributor.node.agent import Sink
 from distributor.node.environment import RANK_VARIABLES
+from distributor.node.gpus import GPUType
 from distributor.node.program import Call, Program, Script
 from distributor.wire import pickling
 from distributor.wire.outcome import Outcome
@@ -46,6 +49,13 @@ class Settings:
         variable DISTRIBUTOR_WARM, 0 or 1, sets the default, which is True.
     preload : sequence of str
         Modules that this process imports too; none of them may touch CUDA or start threads.
+    gpu_type : GPUType or str, optional
+        What the GPUs have to be, such as "H100", in either case; by default anything.
+    pool : str, optional
+        The pool of Spark's fair scheduler in which the job waits for slots; by default the one
+        that the calling thread has set.
+    mlflow_ranks : "first" or "all"
+        Whose calls of MLflow log to the job's run; the others' do nothing.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -56,6 +66,9 @@ class Settings:
     hub_address: str | None = None
     warm: bool = field(default_factory=lambda: os.environ.get("DISTRIBUTOR_WARM") != "0")
     preload: Sequence[str] = ()
+    gpu_type: GPUType | str | None = None
+    pool: str | None = None
+    mlflow_ranks: str = "first"
 
     def __post_init__(self) -> None:
         _check_env(self.env)
@@ -67,6 +80,15 @@ class Settings:
         if self.hub_address is not None:
             split_address(self.hub_address)
         _check_modules(self.preload)
+        _check_gpu_type(self.gpu_type)
+        _check_pool(self.pool)
+        if self.mlflow_ranks not in ("first", "all"):
+            raise ValueError(f"mlflow_ranks is 'first' or 'all', but is {self.mlflow_ranks!r}.")
+
+    @property
+    def wanted_type(self) -> str | None:
+        """The GPUs' type in capitals, as nodes are asked for it."""
+        return None if self.gpu_type is None else GPUType(self.gpu_type.upper()).value
 
     def shows(self, rank: int) -> bool:
         """Tell whether a rank's output is shown."""
@@ -77,15 +99,23 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run: what each rank does, on how many, and with what settings."""
+    """One run: what each rank does, on how many, and with what settings.
+
+    Parameters
+    ----------
+    env : mapping of str to str
+        Variables for every rank: the user's, and what else this run brings.
+    """
 
     program: Program
     num_processes: int
     settings: Settings
+    env: Mapping[str, str] = field(default_factory=dict)
     keep_all: bool = False
-    run_id: str = field(default_factory=lambda: _new_run_id())
+    run_id: str = field(default_factory=lambda: new_run_id())
     attempt: int = 0
     inquiry: Inquiry = field(default_factory=Inquiry)
+    cancellation: Cancellation = field(default_factory=Cancellation)
 
 
 class Launcher(Protocol):
@@ -96,6 +126,9 @@ class Launcher(Protocol):
 
     def launch(self, job: Job, sink: Sink) -> list[Outcome]:
         """Run all ranks; give the outcomes of those that ended by themselves."""
+
+    def thread(self, target: Callable[[], object]) -> threading.Thread:
+        """Make a thread on which a run can be launched for the calling one."""
 
 
 def program_of(
@@ -227,9 +260,21 @@ def _check_modules(preload: object) -> None:
         raise TypeError(f"preload lists modules, such as ['lightning'], but is {preload!r}.")
 
 
+def _check_gpu_type(gpu_type: object) -> None:
+    known = [kind.value for kind in GPUType]
+    if gpu_type is not None and (not isinstance(gpu_type, str) or gpu_type.upper() not in known):
+        raise ValueError(f"gpu_type is one of {', '.join(known)}, but is {gpu_type!r}.")
+
+
+def _check_pool(pool: object) -> None:
+    if pool is not None and not (isinstance(pool, str) and pool):
+        raise ValueError(f"pool is the name of a pool of Spark's fair scheduler, but is {pool!r}.")
+
+
 def _type_of(thing: object) -> str:
     return type(thing).__name__
 
 
-def _new_run_id() -> str:
+def new_run_id() -> str:
+    """Name a run as no other is named."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"

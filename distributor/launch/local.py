@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from distributor.launch.console import notify
@@ -34,7 +36,7 @@ class LocalLauncher:
 
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Begin what the first run would otherwise have to wait for."""
-        warm.prepare(_warmth(settings, num_processes))
+        warm.prepare(_warmth(settings, num_processes, settings.env))
 
     def launch(self, job: Job, sink: Sink) -> list[Outcome]:
         """Run all ranks; give the outcomes of those that ended by themselves.
@@ -46,7 +48,7 @@ class LocalLauncher:
         """
         settings = job.settings
         start_deadline = time.monotonic() + settings.start_timeout
-        warmth = _warmth(settings, job.num_processes)
+        warmth = _warmth(settings, job.num_processes, job.env)
         with (
             socket.create_server((LOOPBACK, 0)) as listener,
             in_file(job.program) as program,
@@ -63,9 +65,16 @@ class LocalLauncher:
                 on_done=lambda: agent.release(),
             )
             job.inquiry.ask = agent.ask_for_stacks
+            job.cancellation.then(agent.stop)
             notify(f"Started local training with {job.num_processes} processes")
             with agent:
-                return agent.run(start_deadline, settings.timeout or math.inf)
+                outcomes = agent.run(start_deadline, settings.timeout or math.inf)
+                job.cancellation.check()
+                return outcomes
+
+    def thread(self, target: Callable[[], object]) -> threading.Thread:
+        """Make a thread on which a run can be launched for the calling one."""
+        return threading.Thread(target=target, name="run", daemon=True)
 
     def _node(self, job: Job, listener: socket.socket) -> Node:
         return Node(
@@ -77,7 +86,7 @@ class LocalLauncher:
             master_addr=LOOPBACK,
             master_port=listener.getsockname()[1],
             gpus=self.gpus,
-            env=job.settings.env,
+            env=job.env,
         )
 
 
@@ -86,8 +95,8 @@ def cool_down() -> None:
     warm.retire(os.getpid())
 
 
-def _warmth(settings: Settings, num_processes: int) -> Warmth | None:
+def _warmth(settings: Settings, num_processes: int, env: Mapping[str, str]) -> Warmth | None:
     if not settings.warm:
         return None
-    environment = common_environment(num_processes, settings.env, os.environ)
+    environment = common_environment(num_processes, env, os.environ)
     return Warmth(owner=os.getpid(), environment=environment, preload=tuple(settings.preload))

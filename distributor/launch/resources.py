@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from distributor.launch.console import warn
 from distributor.launch.session import Session
 from distributor.node.environment import mask_entries, visible_devices
+from distributor.node.gpus import gpu_names, lack_of
 
 TASK_GPUS = "spark.task.resource.gpu.amount"
 EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
@@ -57,13 +57,13 @@ class ClusterPlan:
     driver_gpus: tuple[str, ...] = ()
 
 
-def plan_local(num_processes: int, use_gpu: bool) -> LocalPlan:
+def plan_local(num_processes: int, use_gpu: bool, gpu_type: str | None = None) -> LocalPlan:
     """Plan a run on this machine.
 
     Raises
     ------
     RuntimeError
-        Where GPUs are asked for and there is none.
+        Where GPUs are asked for and there is none, or none of this type.
     """
     if not use_gpu:
         return LocalPlan(num_processes, ())
@@ -80,17 +80,23 @@ def plan_local(num_processes: int, use_gpu: bool) -> LocalPlan:
             "'num_processes' was reset to be equal to the number of available GPUs."
         )
     used = min(num_processes, len(gpus))
+    if gpu_type is not None and (lack := lack_of(gpu_type, used)):
+        raise RuntimeError(f"On this machine {lack}.")
     return LocalPlan(used, gpus[:used])
 
 
-def plan_cluster(session: Session, num_processes: int, use_gpu: bool) -> ClusterPlan:
+def plan_cluster(
+    session: Session, num_processes: int, use_gpu: bool, pool: str | None = None
+) -> ClusterPlan:
     """Plan a run on Spark's executors.
 
     Raises
     ------
     RuntimeError
-        Where encryption is asked for, or GPUs that the configuration does not offer.
+        Where encryption is asked for, or GPUs or pools that the configuration does not offer.
     """
+    if pool is not None and (why := session.why_no_pools()):
+        raise RuntimeError(f"pool is {pool!r}, but {why}.")
     _check_encryption(session)
     _check_allocation(session)
     if not use_gpu:
@@ -112,7 +118,7 @@ def driver_gpus(session: Session | None) -> tuple[str, ...]:
         return visible_devices(addresses, mask)
     if mask is not None:
         return mask_entries(mask)
-    return tuple(str(index) for index in range(_count_gpus()))
+    return tuple(str(index) for index in range(len(gpu_names())))
 
 
 def _plan_local_master(session: Session, num_processes: int, amount: float) -> ClusterPlan:
@@ -179,17 +185,3 @@ def _check_encryption(session: Session) -> None:
         f"encryption in transit, and '{IGNORE_SSL}' is 'true': model parameters and possibly "
         "training data are sent between nodes unencrypted."
     )
-
-
-def _count_gpus() -> int:
-    """Count the GPUs that the driver library shows; unlike CUDA's calls it leaves no state."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return 0
-    if nvml.nvmlInit_v2() != 0:
-        return 0
-    count = ctypes.c_uint()
-    found = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
-    nvml.nvmlShutdown()
-    return count.value if found else 0

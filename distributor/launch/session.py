@@ -181,6 +181,25 @@ class Session:
             self.spark.sparkContext.addFile(str(path))
         shipped.add(name)
 
+    def why_no_pools(self) -> str | None:
+        """Say why no job can be put into a pool of the fair scheduler; None where it can."""
+        if self.is_connect:
+            return "through Spark Connect no job can be put into a pool"
+        if (self.conf("spark.scheduler.mode") or "FIFO").upper() != "FAIR":
+            return (
+                "'spark.scheduler.mode' is not 'FAIR': make the session with that, and with "
+                "'spark.scheduler.allocation.file' (conf/fairscheduler.xml)"
+            )
+        return None
+
+    def thread(self, target: Callable[[], object]) -> threading.Thread:
+        """Make a thread that is to Spark as the calling one: its tags, pool and job group."""
+        from pyspark import InheritableThread
+
+        options = {"session": self.spark} if self.is_connect else {}
+        thread: threading.Thread = InheritableThread(target=target, daemon=True, **options)
+        return thread
+
     def barrier_frame(self, task: Any, num_tasks: int, schema: str, profile: Any = None) -> Any:
         """Plan a barrier job of `num_tasks` tasks that run `task`; nothing is submitted yet."""
         options = {} if profile is None else {"profile": profile}
@@ -229,6 +248,8 @@ class BarrierJob:
         Names this job and no other, for cancelling.
     on_end : callable
         Called once on the job's thread with its rows, or with the exception that ended it.
+    pool : str, optional
+        The fair scheduler's pool.
     """
 
     def __init__(
@@ -237,15 +258,14 @@ class BarrierJob:
         frame: Any,
         tag: str,
         on_end: Callable[[list[Any] | BaseException], object],
+        pool: str | None = None,
     ) -> None:
-        from pyspark import InheritableThread
-
         self._session = session
         self._frame = frame
         self._tag = tag
         self._on_end = on_end
-        options = {"session": session.spark} if session.is_connect else {}
-        self._thread = InheritableThread(target=self._collect, daemon=True, **options)
+        self._pool = pool
+        self._thread = session.thread(self._collect)
 
     def __enter__(self) -> BarrierJob:
         self._thread.start()
@@ -270,12 +290,15 @@ class BarrierJob:
         tagger = spark.addTag if self._session.is_connect else spark.sparkContext.addJobTag
         try:
             tagger(self._tag)
+            if self._pool is not None:
+                spark.sparkContext.setLocalProperty(POOL, self._pool)
             ending: list[Any] | BaseException = self._frame.collect()
         except BaseException as error:
             ending = error
         self._on_end(ending)
 
 
+POOL = "spark.scheduler.pool"
 HEAP_SHARE = 4
 """The part of a heap that a job's rows may take."""
 _END_SECONDS = 10.0

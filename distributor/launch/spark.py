@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import pickle
 import secrets
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from distributor.errors import DistributorError, StartTimeout
+from distributor.launch.cancelling import Cancellation
 from distributor.launch.console import notify, warn
 from distributor.launch.job import Job, Settings, split_address
 from distributor.launch.local import LOOPBACK
+from distributor.launch.modules import shipped_modules
 from distributor.launch.resources import ClusterPlan
 from distributor.launch.session import BarrierJob, Session
 from distributor.launch.shipping import portable_task, shipped_program
@@ -20,7 +25,7 @@ from distributor.launch.watch import Watch
 from distributor.node.agent import Sink
 from distributor.node.barrier_task import ROWS
 from distributor.node.environment import source_address
-from distributor.node.program import Call, Program
+from distributor.node.program import Call, Program, Script
 from distributor.node.task_spec import TaskSpec
 from distributor.wire.hub import Hub
 from distributor.wire.outcome import Outcome
@@ -63,14 +68,16 @@ class SparkLauncher:
         address = hub_address(self.session, job.settings.hub_address)
         with open_hub(address, secret, wished=job.settings.hub_address is not None) as hub:
             profile = self._profile()
-            self._await_slots(profile, deadline)
+            self._await_slots(profile, deadline, job.cancellation)
             notify(f"Started distributed training with {job.num_processes} executor processes")
             spec = self._spec(job, (address.told, hub.port), secret)
             task = portable_task(self.session, pickle.dumps(spec, protocol=5))
             frame = self.session.barrier_frame(task, self.plan.num_tasks, ROWS, profile)
             with (
                 Watch(job, self.plan, hub, sink, deadline) as watch,
-                BarrierJob(self.session, frame, job.run_id, watch.job_ended) as barrier_job,
+                BarrierJob(
+                    self.session, frame, job.run_id, watch.job_ended, job.settings.pool
+                ) as barrier_job,
             ):
                 return watch.outcomes(barrier_job.cancel)
 
@@ -78,7 +85,11 @@ class SparkLauncher:
         gpus = self.plan.profile_gpus
         return self.session.gpu_profile(gpus) if gpus else None
 
-    def _await_slots(self, profile: Any, deadline: float) -> None:
+    def thread(self, target: Callable[[], object]) -> threading.Thread:
+        """Make a thread on which a run can be launched for the calling one."""
+        return self.session.thread(target)
+
+    def _await_slots(self, profile: Any, deadline: float, cancellation: Cancellation) -> None:
         """Wait until the executors could hold all tasks: a job submitted earlier sleeps 15 s."""
         wanted, told = self.plan.num_tasks, time.monotonic() + TELL_SECONDS
         executors = f"the executors of {self.session.master}"
@@ -97,6 +108,7 @@ class SparkLauncher:
             if time.monotonic() > told:
                 notify(f"Waiting: {shortage}. {MORE_ROOM}")
                 told += TELL_SECONDS
+            cancellation.check()
             time.sleep(SLOTS_INTERVAL)
 
     def _sendable(self, program: Program) -> Program | str:
@@ -118,7 +130,7 @@ class SparkLauncher:
             program=self._sendable(job.program),
             ranks_per_node=self.plan.ranks_per_task,
             keep_all=job.keep_all,
-            env=dict(job.settings.env),
+            env=dict(job.env),
             use_gpu=self.plan.use_gpu,
             driver_gpus=self.plan.driver_gpus,
             hub=hub,
@@ -128,7 +140,14 @@ class SparkLauncher:
             meet_timeout=job.settings.start_timeout,
             warm=job.settings.warm,
             preload=tuple(job.settings.preload),
+            gpu_type=job.settings.wanted_type,
+            modules=shipped_modules(self.session, _beside(job.program)),
         )
+
+
+def _beside(program: Program) -> list[Path]:
+    """Give the folder that a script's own modules lie in."""
+    return [Path(program.path).parent] if isinstance(program, Script) else []
 
 
 LARGE_PROGRAM = 4 * 1024 * 1024

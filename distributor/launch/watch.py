@@ -120,6 +120,7 @@ class Watch:
             while self._ending is None:
                 self._take(TICK)
                 self._sink.room()
+                self._job.cancellation.check()
                 self._advance()
             self._take_last_words()
         except BaseException as error:

@@ -272,6 +272,7 @@ class Agent:
             listener=self._listener.fileno() if self._listener and first else None,
             scratch=scratch,
             keep_value=self._keep_all or first,
+            modules=self._node.modules,
         )
         environment = rank_environment(self._node, local_rank, os.environ)
         with theirs:

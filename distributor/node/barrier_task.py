@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from distributor.node.environment import (
     routable_address,
     visible_devices,
 )
+from distributor.node.gpus import lack_of
 from distributor.node.keeping import keep_large, keep_refused
 from distributor.node.program import Program, Script, in_file
 from distributor.node.software import check_interpreter
@@ -59,6 +61,7 @@ def run(pickled_spec: bytes, batches: Iterator[Any]) -> Iterator[pa.RecordBatch]
     context = BarrierTaskContext.get()
     hosts = hosts_of(context)
     node_rank = node_order(hosts).index(context.partitionId())
+    _check_gpus(spec, hosts[context.partitionId()])
     with open_channel(spec, node_rank, hosts[context.partitionId()], context) as channel:
         node, listener = _join(spec, node_rank, hosts, context, channel)
         outcomes = _run_ranks(spec, node, listener, channel)
@@ -93,8 +96,24 @@ def _join(
         master_port=meeting.port,
         gpus=_gpus(spec, node_rank, context),
         env=spec.env,
+        modules=_modules(spec.modules) if spec.modules else "",
     )
     return node, listener
+
+
+def _modules(archive: str) -> str:
+    """Unpack the user's modules, once on this node."""
+    from pyspark import SparkFiles
+
+    folder = Path(SparkFiles.getRootDirectory(), archive.removesuffix(".zip"))
+    if not folder.exists():
+        aside = folder.with_name(f"{folder.name}.{os.getpid()}")
+        shutil.unpack_archive(SparkFiles.get(archive), aside, "zip")
+        try:
+            aside.rename(folder)
+        except OSError:  # another task of this node was quicker
+            shutil.rmtree(aside)
+    return str(folder)
 
 
 def _check_way(host: str, store: Rendezvous) -> None:
@@ -110,6 +129,11 @@ def _check_way(host: str, store: Rendezvous) -> None:
             "Ranks talk to each other over TCP, at ports that the system chooses: open the way "
             "between the hosts of the executors, in both directions."
         ) from error
+
+
+def _check_gpus(spec: TaskSpec, host: str) -> None:
+    if spec.use_gpu and spec.gpu_type and (lack := lack_of(spec.gpu_type, spec.ranks_per_node)):
+        raise ExecutorNotReady(f"On {host} {lack}.")
 
 
 def _gpus(spec: TaskSpec, node_rank: int, context: Any) -> tuple[str, ...]:

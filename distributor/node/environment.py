@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import sys
@@ -37,6 +38,8 @@ class Node:
         them and None leaves the variable as it is.
     env : mapping of str to str
         The user's own variables; they win over the environment that is here already.
+    modules : str
+        A folder with the user's modules, to be searched first; empty where there is none.
     """
 
     run_id: str
@@ -50,6 +53,7 @@ class Node:
     master_port: int
     gpus: tuple[str, ...] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    modules: str = ""
 
     @property
     def world_size(self) -> int:
@@ -66,6 +70,7 @@ class Node:
 
 
 ROLE = "default"
+PATH = "PYTHONPATH"
 
 _IDENTITY: dict[str, Callable[[Node, int], object]] = {
     "RANK": lambda node, local_rank: node.origin(local_rank).rank,
@@ -108,7 +113,7 @@ def rank_environment(node: Node, local_rank: int, inherited: Mapping[str, str]) 
     """
     identity = {name: str(value(node, local_rank)) for name, value in _IDENTITY.items()}
     devices = {} if node.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus)}
-    return {
+    environment = {
         **_network_defaults(node),
         **_process_defaults(node.ranks_per_node),
         **inherited,
@@ -116,6 +121,9 @@ def rank_environment(node: Node, local_rank: int, inherited: Mapping[str, str]) 
         **node.env,
         **identity,
     }
+    # For the programs that ranks start; they themselves are told by their order.
+    paths = [path for path in (node.modules, environment.get(PATH, "")) if path]
+    return environment | ({PATH: os.pathsep.join(paths)} if node.modules else {})
 
 
 def common_environment(

@@ -34,6 +34,8 @@ class Order:
         The folder for multiprocessing's sockets; whoever ends the rank removes it.
     keep_value : bool
         Whether anyone wants what this rank returns.
+    modules : str
+        A folder with the user's modules; empty where there is none.
     """
 
     origin: Origin
@@ -45,6 +47,7 @@ class Order:
     listener: int | None
     scratch: str
     keep_value: bool
+    modules: str = ""
 
     def to_argument(self) -> str:
         return json.dumps(asdict(self))

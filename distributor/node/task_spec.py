@@ -39,6 +39,10 @@ class TaskSpec:
         Seconds to wait for the other nodes.
     warm, preload : bool, tuple of str
         Whether ranks are forked from a warm process, and what it imports beside torch.
+    gpu_type : str or None
+        What the GPUs have to be.
+    modules : str or None
+        The name of the archive with the user's modules that Spark has brought.
     """
 
     run_id: str
@@ -56,3 +60,5 @@ class TaskSpec:
     meet_timeout: float
     warm: bool
     preload: tuple[str, ...]
+    gpu_type: str | None
+    modules: str | None

@@ -20,6 +20,7 @@ from distributor.node.leaving import (
     leave,
     print_error,
 )
+from distributor.node.mlflow_run import follow_run
 from distributor.node.order import Order
 from distributor.node.printing import Streams
 from distributor.node.program import Call, Program, Script
@@ -35,6 +36,8 @@ _STORES: list[object] = []
 def main(order: Order, at_the_end: list[Callable[[], object]]) -> None:
     """Be the rank that `order` describes, and end the process."""
     exit_code = [1]
+    if order.modules:
+        sys.path.insert(0, order.modules)
     at_the_end += [flush_files, lambda: leave(exit_code[0])]
     leash = Leash(order, Streams().expect_many_lines)
     use_scratch(order.scratch)
@@ -42,6 +45,7 @@ def main(order: Order, at_the_end: list[Callable[[], object]]) -> None:
     answer_in(order.stacks)
     _STORES.append(_serve_store(order))
     leash.tell(STARTED)
+    follow_run()
     try:
         succeeded = _run_and_record(order)
     except SystemExit as leaving:

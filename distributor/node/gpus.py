@@ -1,0 +1,83 @@
+"""The GPUs of this machine, as the NVIDIA driver's library shows them.
+
+Unlike CUDA's own calls it leaves no state in the process that asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+class GPUType(str, enum.Enum):
+    """Kinds of GPUs that can be asked for."""
+
+    T4 = "T4"
+    V100 = "V100"
+    A10 = "A10"
+    A100 = "A100"
+    L4 = "L4"
+    L40S = "L40S"
+    H100 = "H100"
+    H200 = "H200"
+    B200 = "B200"
+
+
+LIBRARY = "libnvidia-ml.so.1"
+MAX_NAME = 96
+
+
+def gpu_names() -> list[str]:
+    """List what the GPUs of this machine are called, such as "NVIDIA H100 80GB HBM3"."""
+    with _library() as nvml:
+        count = ctypes.c_uint()
+        if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return []
+        return [_name_of(nvml, index) for index in range(count.value)]
+
+
+def describe(names: Sequence[str]) -> str:
+    """Write a list of GPUs for people."""
+    counts = {name: list(names).count(name) for name in names}
+    return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "no GPU"
+
+
+def is_of_type(name: str, gpu_type: str) -> bool:
+    """Tell whether a GPU with this name is of a type such as "A10", as an A10G is."""
+    return re.search(rf"(?<![A-Z0-9]){re.escape(gpu_type)}G?(?![A-Z0-9])", name.upper()) is not None
+
+
+def lack_of(gpu_type: str, wanted: int) -> str | None:
+    """Say what this machine has instead, where it lacks so many GPUs of a type."""
+    names = gpu_names()
+    if sum(is_of_type(name, gpu_type) for name in names) >= wanted:
+        return None
+    return f"{wanted} GPU(s) of type {gpu_type} are wanted, and there is {describe(names)}"
+
+
+@contextlib.contextmanager
+def _library() -> Iterator[Any]:
+    try:
+        nvml = ctypes.CDLL(LIBRARY)
+    except OSError:
+        nvml = None
+    if nvml is None or nvml.nvmlInit_v2() != 0:
+        yield None
+        return
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _name_of(nvml: Any, index: int) -> str:
+    device, name = ctypes.c_void_p(), ctypes.create_string_buffer(MAX_NAME)
+    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) != 0:
+        return "a GPU that does not answer"
+    if nvml.nvmlDeviceGetName(device, name, MAX_NAME) != 0:
+        return "a GPU without a name"
+    return name.value.decode(errors="replace")

@@ -1,0 +1,6 @@
+"""The names of the ``serverless_gpu`` package, for code that was written for it."""
+
+from distributor.serverless import distributed
+from distributor.serverless_gpu import compute, launcher, runtime
+
+__all__ = ["compute", "distributed", "launcher", "runtime"]

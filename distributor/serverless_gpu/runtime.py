@@ -1,0 +1,5 @@
+"""Who a rank is, as ``serverless_gpu.runtime`` tells it."""
+
+from distributor.runtime import get_global_rank, get_local_rank, get_node_rank, get_world_size
+
+__all__ = ["get_global_rank", "get_local_rank", "get_node_rank", "get_world_size"]

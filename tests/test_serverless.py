@@ -1,0 +1,363 @@
+"""``@distributed``: how many ranks there are, where, what they give, and how a run is cancelled."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from bed.waiting import assert_gone, until
+from conftest import facts_in, needs_java
+
+from distributor import UnpicklableError, distributed, runtime, serverless, serverless_gpu
+from distributor.node.gpus import GPUType, describe, is_of_type
+from distributor.serverless_gpu import compute, launcher
+from distributor.serverless_gpu import runtime as their_runtime
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
+POOLS_FILE = Path(__file__).parents[1] / "conf" / "fairscheduler.xml"
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.spark)])
+def remote(request: pytest.FixtureRequest) -> bool:
+    """Say where the ranks are: here, or on executors."""
+    if request.param:
+        request.getfixturevalue("spark")
+    return bool(request.param)
+
+
+def who(*added: object, **named: object) -> tuple[Any, ...]:
+    return (
+        runtime.get_global_rank(),
+        runtime.get_local_rank(),
+        runtime.get_node_rank(),
+        runtime.get_world_size(),
+        *added,
+        named,
+    )
+
+
+def test_a_plain_call_runs_once_here() -> None:
+    here = distributed(gpus=2, use_gpu=False)(lambda: (os.getpid(), who()))
+
+    assert here() == (os.getpid(), (0, 0, 0, 1, {}))
+
+
+def test_every_ranks_result_comes_in_the_order_of_ranks(remote: bool) -> None:
+    fn = distributed(gpus=3, use_gpu=False, remote=remote, timeout=120)(who)
+
+    places = [(0, 0), (0, 0), (0, 0)] if remote else [(0, 0), (1, 0), (2, 0)]
+    found = fn.distributed("a", named=1)
+    assert [each[0] for each in found] == [0, 1, 2]
+    assert [each[3:] for each in found] == [(3, "a", {"named": 1})] * 3
+    if not remote:
+        assert [each[1:3] for each in found] == places
+    else:
+        assert sorted(each[2] for each in found) == [0, 1, 2], "a task is a node"
+
+
+def test_the_decorated_function_keeps_its_name_and_reaches_ranks_by_name_too() -> None:
+    @distributed(gpus=2, use_gpu=False, timeout=120)
+    def countdown(number: int) -> list[int]:
+        """Count down."""
+        return [number, *(countdown(number - 1) if number else [])]
+
+    assert countdown.__name__ == "countdown"
+    assert countdown.__doc__ == "Count down."
+    assert countdown.distributed(2) == [[2, 1, 0]] * 2
+
+
+def test_several_go_at_once(remote: bool, tmp_path: Path) -> None:
+    """Each run waits until the other is there."""
+
+    @distributed(gpus=1, use_gpu=False, remote=remote, timeout=120)
+    def meet(me: str, other: str) -> str:
+        (tmp_path / me).touch()
+        until(lambda: (tmp_path / other).exists(), "the other run is there", 60)
+        return me
+
+    futures = [meet.distributed_async("a", "b"), meet.distributed_async("b", "a")]
+    done, _ = concurrent.futures.wait(futures, timeout=120)
+
+    assert done == set(futures)
+    assert [future.result() for future in futures] == [["a"], ["b"]]
+
+
+def test_a_future_raises_what_the_run_raised(remote: bool) -> None:
+    def fail() -> None:
+        raise KeyError("on purpose")
+
+    runner = distributed(gpus=2, use_gpu=False, remote=remote, timeout=120, run_async=True)
+    future = runner(fail).distributed()
+
+    with pytest.raises(KeyError, match="on purpose"):
+        future.result(timeout=120)
+    assert not future.cancel()
+    assert not future.cancelled()
+
+
+def test_a_cancelled_run_leaves_no_rank(remote: bool, tmp_path: Path) -> None:
+    @distributed(gpus=2, use_gpu=False, remote=remote, timeout=120)
+    def stay() -> None:
+        (tmp_path / f"{os.getpid()}.pid").touch()
+        threading.Event().wait()
+
+    future = stay.distributed_async()
+    until(lambda: len(list(tmp_path.iterdir())) == 2, "both ranks are there", 60)
+    assert future.running()
+
+    assert future.cancel()
+    assert future.cancelled()
+    assert not future.running()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result()
+    assert_gone(int(path.stem) for path in tmp_path.iterdir())
+
+
+def test_a_run_can_be_cancelled_before_it_has_begun(remote: bool) -> None:
+    fn = distributed(gpus=2, use_gpu=False, remote=remote)(lambda: threading.Event().wait())
+
+    assert fn.distributed_async().cancel()
+    assert distributed(gpus=1, use_gpu=False, remote=remote)(who).distributed()
+
+
+def test_the_names_of_the_other_package() -> None:
+    assert serverless_gpu.distributed is launcher.distributed is distributed
+    assert compute.GPUType is GPUType
+    assert their_runtime.get_world_size is runtime.get_world_size
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ("GPU_8xH100", (8, "H100")),
+        ("gpu_1xa10", (1, "a10")),
+        ("H100", (None, "H100")),
+        (GPUType.A10, (None, GPUType.A10)),
+        (None, (None, None)),
+    ],
+)
+def test_an_accelerator_may_say_how_many(wanted: object, found: object) -> None:
+    assert serverless._split(wanted) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu_type", "alike"),
+    [
+        ("NVIDIA A10", "A10", True),
+        ("NVIDIA A10G", "A10", True),
+        ("NVIDIA A100-SXM4-80GB", "A10", False),
+        ("NVIDIA A100-SXM4-80GB", "A100", True),
+        ("NVIDIA H100 80GB HBM3", "H100", True),
+        ("NVIDIA H200", "H100", False),
+        ("Tesla T4", "T4", True),
+        ("NVIDIA L40S", "L4", False),
+    ],
+)
+def test_types_of_gpus(name: str, gpu_type: str, alike: bool) -> None:
+    assert is_of_type(name, gpu_type) == alike
+
+
+def test_gpus_are_described() -> None:
+    assert describe([]) == "no GPU"
+    assert describe(["NVIDIA A10", "NVIDIA A10"]) == "2 x NVIDIA A10"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "says"),
+    [
+        ({"gpus": 0, "use_gpu": False}, ValueError, "positive integer, but is 0"),
+        ({"gpus": 2.5, "use_gpu": False}, TypeError, "positive integer, but is 2.5"),
+        ({"gpus": 2, "gpu_type": "Z80", "use_gpu": False}, ValueError, "T4, V100, A10.*'Z80'"),
+        ({"use_gpu": False}, ValueError, "gpus says how many"),
+        ({"remote": True}, ValueError, "gpus says how many"),
+        ({"gpus": 2, "use_gpu": False, "timeout": -1}, ValueError, "timeout is a positive"),
+        ({"gpus": 1, "use_gpu": False, "pool": ""}, ValueError, "pool is the name"),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_launched(
+    arguments: dict[str, Any], kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind, match=says):
+        distributed(**arguments)(who).distributed()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"gpus": 2, "num_accelerators": 2}, "gpus and num_accelerators are two names"),
+        ({"gpu_type": "A10", "accelerator_type": "A10"}, "gpu_type and accelerator_type are two"),
+        ({"gpus": 2, "num_gpus": 3}, "does not know num_gpus. It takes gpus, gpu_type, remote"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_at_once(
+    arguments: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(TypeError, match=says):
+        distributed(**arguments)
+
+
+def test_a_captured_lock_is_named() -> None:
+    lock = threading.Lock()
+    fn = distributed(gpus=2, use_gpu=False)(lambda: lock.acquire())
+
+    with pytest.raises(UnpicklableError, match="lock"):
+        fn.distributed()
+    with pytest.raises(UnpicklableError, match="lock"):
+        fn.distributed_async()
+
+
+WITHOUT_SPARK = """
+import json
+from distributor import distributed
+
+def error_of(**arguments):
+    try:
+        distributed(**arguments)(lambda: "fine").distributed()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+
+print("FACTS " + json.dumps({
+    "remote": error_of(gpus=2, remote=True, use_gpu=False),
+    "none": error_of(),
+    "too many": error_of(gpus=3),
+    "wrong": error_of(num_accelerators=2, accelerator_type="gpu_2xh100"),
+    "right": error_of(gpu_type="a10"),
+}))
+"""
+
+
+def test_gpus_that_are_not_here_are_told_with_what_is(
+    run_driver: RunDriver, nvml: Callable[..., str]
+) -> None:
+    without_mask = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+    facts = facts_in(run_driver(WITHOUT_SPARK, env={**without_mask, "LD_LIBRARY_PATH": nvml(2)}))
+
+    assert facts["remote"][0] == "RuntimeError"
+    assert "SparkSession.builder.getOrCreate()" in facts["remote"][1]
+    assert facts["none"] is None, "all GPUs of this machine"
+    assert facts["too many"] == [
+        "ValueError",
+        "gpus is 3, and this machine has 2. Ask for fewer, or for those of the Spark cluster with "
+        "remote=True.",
+    ]
+    assert facts["wrong"] == [
+        "RuntimeError",
+        "On this machine 2 GPU(s) of type H100 are wanted, and there is 2 x NVIDIA A10G.",
+    ]
+    assert facts["right"] is None
+
+
+COMPETING = """
+import json, pathlib, sys, time
+from pyspark.sql import SparkSession
+from distributor import distributed
+
+folder = pathlib.Path(sys.argv[1])
+spark = (
+    SparkSession.builder.master("local-cluster[1,2,1024]")
+    .config("spark.ui.enabled", "false")
+    .config("spark.scheduler.mode", "FAIR")
+    .config("spark.scheduler.allocation.file", sys.argv[2])
+    .getOrCreate()
+)
+
+def until(condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+def waiting():
+    tracker = spark.sparkContext.statusTracker()
+    return len(tracker.getActiveJobsIds())
+
+def train(name, until_there):
+    with (folder / "order").open("a") as file:
+        file.write(name + " ")
+    deadline = time.monotonic() + 120
+    while until_there and not (folder / until_there).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+def run(pool, *args):
+    fn = distributed(gpus=2, use_gpu=False, remote=True, pool=pool)(train)
+    return fn.distributed_async(*args)
+
+first = run("on-demand", "first", "go")
+until(lambda: (folder / "order").exists() and (folder / "order").read_text().count("first") == 2)
+second = run("on-demand", "second", "")
+until(lambda: waiting() == 2)
+third = run("reserved", "third", "")
+until(lambda: waiting() == 3)
+(folder / "go").touch()
+for future in (first, second, third):
+    future.result(timeout=120)
+pool = spark.sparkContext.getLocalProperty("spark.scheduler.pool")
+print("FACTS " + json.dumps({"order": (folder / "order").read_text().split(), "pool": pool}))
+"""
+
+
+@pytest.mark.spark
+@needs_java
+def test_the_reserved_pool_goes_first(run_driver: RunDriver, tmp_path: Path) -> None:
+    facts = facts_in(run_driver(COMPETING, str(tmp_path), POOLS_FILE.as_uri()))
+
+    assert facts["order"] == ["first"] * 2 + ["third"] * 2 + ["second"] * 2
+    assert facts["pool"] is None, "the caller's thread is left as it was"
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize(
+    ("variables", "warns"),
+    [({}, False), ({"DATABRICKS_USE_RESERVED_GPU_POOL": "False"}, True)],
+    ids=["unset", "set"],
+)
+def test_a_reserved_pool_where_spark_has_none_is_passed_over(
+    spark: Any,
+    warned: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    warns: bool,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    found = distributed(gpus=1, use_gpu=False, remote=True, timeout=120)(who).distributed()
+
+    assert found == [(0, 0, 0, 1, {})]
+    assert any("spark.scheduler.mode" in text for text in warned()) == warns
+
+
+@pytest.mark.spark
+def test_a_pool_asked_for_where_spark_has_none_is_an_error(spark: Any) -> None:
+    fn = distributed(gpus=1, use_gpu=False, remote=True, pool="reserved")(who)
+
+    with pytest.raises(RuntimeError, match=r"pool is 'reserved', but 'spark\.scheduler\.mode'"):
+        fn.distributed()
+
+
+@pytest.mark.parametrize(
+    ("variables", "pool"),
+    [
+        ({}, None),
+        ({"DATABRICKS_USE_RESERVED_GPU_POOL": "True"}, "reserved"),
+        ({"DATABRICKS_USE_RESERVED_GPU_POOL": "False"}, "on-demand"),
+        ({"DATABRICKS_USE_RESERVED_GPU_POOL": "0", "DISTRIBUTOR_POOL": "mine"}, "mine"),
+    ],
+)
+def test_variables_name_a_pool(
+    variables: dict[str, str], pool: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serverless.Session, "active", classmethod(lambda cls: None))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    assert serverless._pool() == pool

@@ -1,0 +1,274 @@
+"""One MLflow run for all ranks of a job, on a real server."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.server
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import requests
+from bed.waiting import comes_true
+from conftest import facts_in
+
+from distributor import DistributorError, TorchDistributor, distributed, tracking
+
+mlflow: Any = pytest.importorskip("mlflow")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+Distribute = Callable[..., TorchDistributor]
+RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
+STARTS_IN = 120.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Start a server on SQL; give its address. It chooses no port itself, so one is tried."""
+    folder = tmp_path_factory.mktemp("server")
+    uri = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "mlflow", "server", "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
+    command += ["--artifacts-destination", str(folder / "artifacts")]
+    command += ["--host", "127.0.0.1", "--port", uri.rpartition(":")[2]]
+
+    def answers() -> bool:
+        with contextlib.suppress(requests.RequestException):
+            return bool(requests.get(f"{uri}/health", timeout=5).ok)
+        return False
+
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, cwd=folder, start_new_session=True
+        )
+    try:
+        assert comes_true(answers, STARTS_IN), (folder / "log").read_text()
+        yield uri
+    finally:
+        os.killpg(process.pid, 9)
+        process.wait()
+
+
+@pytest.fixture
+def experiment(server: str, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Set the server and an experiment of the test's own, as a user does; give its id."""
+    mlflow.set_tracking_uri(server)
+    yield mlflow.set_experiment(request.node.name).experiment_id
+    mlflow.set_tracking_uri(None)
+    mlflow.tracking.fluent._active_experiment_id = None
+    os.environ.pop("MLFLOW_EXPERIMENT_ID", None)  # which it has set
+
+
+def runs_of(experiment: str) -> list[Any]:
+    return list(mlflow.MlflowClient().search_runs([experiment]))
+
+
+def train(steps: int) -> str:
+    import mlflow
+
+    for step in range(steps):
+        mlflow.log_metric("loss", 1.0 / (step + 1), step=step)
+    mlflow.log_params({"rank": os.environ["RANK"]})
+    return "trained"
+
+
+def test_ranks_log_to_one_run_made_for_the_job(distribute: Distribute, experiment: str) -> None:
+    distribute(2).run(train, 3)
+
+    [run] = runs_of(experiment)
+    assert run.info.run_name == "train"
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"rank": "0"}
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+    assert [metric.value for metric in history] == [1.0, 0.5, 1 / 3]
+    assert run.data.tags["distributor.num_processes"] == "2"
+    assert run.data.tags["distributor.mode"] in ("local", "cluster")
+
+
+def test_the_link_is_shown(
+    distribute: Distribute, experiment: str, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    distribute(1).run(train, 1)
+
+    [run] = runs_of(experiment)
+    link = f"{server}/#/experiments/{experiment}/runs/{run.info.run_id}"
+    assert f"MLflow run: {link}" in capsys.readouterr().err
+
+
+def test_all_ranks_log_where_that_is_wanted(distribute: Distribute, experiment: str) -> None:
+    def log() -> None:
+        import mlflow
+
+        mlflow.log_metric(f"of rank {os.environ['RANK']}", 1.0)
+
+    distribute(3, mlflow_ranks="all").run(log)
+
+    [run] = runs_of(experiment)
+    assert run.data.metrics == {f"of rank {rank}": 1.0 for rank in range(3)}
+
+
+def test_a_run_that_is_active_here_is_theirs_and_stays_open(
+    distribute: Distribute, experiment: str
+) -> None:
+    with mlflow.start_run(run_name="mine") as mine:
+        distribute(2).run(train, 2)
+        assert mlflow.get_run(mine.info.run_id).info.status == "RUNNING"
+        mlflow.log_metric("afterwards", 1.0)
+
+    [run] = runs_of(experiment)
+    assert run.info.run_id == mine.info.run_id
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics == {"loss": 0.5, "afterwards": 1.0}
+
+
+def test_a_rank_that_closes_the_run_does_not_end_it(
+    distribute: Distribute, experiment: str
+) -> None:
+    def close_and_look() -> str:
+        import mlflow
+
+        for step in range(2):
+            with mlflow.start_run() as run:
+                mlflow.log_metric("inside", 1.0, step=step)
+        return str(mlflow.get_run(run.info.run_id).info.status)
+
+    assert distribute(1).run(close_and_look) == "RUNNING"
+    [run] = runs_of(experiment)
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics == {"inside": 1.0}
+
+
+def test_a_failed_job_is_failed_and_says_why(distribute: Distribute, experiment: str) -> None:
+    def fail() -> None:
+        import mlflow
+
+        mlflow.log_metric("before", 1.0)
+        raise KeyError("on purpose")
+
+    with pytest.raises(KeyError):
+        distribute(2).run(fail)
+
+    [run] = runs_of(experiment)
+    assert run.info.status == "FAILED"
+    assert run.data.metrics == {"before": 1.0}
+    assert run.data.tags["distributor.error"] == "KeyError: 'on purpose'"
+    text = mlflow.artifacts.load_text(f"runs:/{run.info.run_id}/distributor/error.txt")
+    assert "in fail" in text
+
+
+def test_a_cancelled_job_is_killed(experiment: str, tmp_path: Path) -> None:
+    @distributed(gpus=1, use_gpu=False)
+    def stay() -> None:
+        (tmp_path / "here").touch()
+        threading.Event().wait()
+
+    future = stay.distributed_async()
+    assert comes_true((tmp_path / "here").exists, 60)
+    assert future.cancel()
+
+    [run] = runs_of(experiment)
+    assert run.info.status == "KILLED"
+
+
+def test_only_the_first_rank_logs_artifacts_and_models(
+    distribute: Distribute, experiment: str
+) -> None:
+    def log() -> None:
+        import mlflow
+        import torch
+
+        mlflow.log_text(os.environ["RANK"], "rank.txt")
+        how = {"serialization_format": "pickle", "pip_requirements": ["torch"]}
+        mlflow.pytorch.log_model(torch.nn.Linear(2, 1), name="model", **how)
+
+    distribute(2).run(log)
+
+    [run] = runs_of(experiment)
+    assert mlflow.artifacts.load_text(f"runs:/{run.info.run_id}/rank.txt") == "0"
+    models = mlflow.search_logged_models([experiment], output_format="list")
+    assert [model.source_run_id for model in models] == [run.info.run_id]
+
+
+def test_without_a_server_there_is_no_run(distribute: Distribute, tmp_path: Path) -> None:
+    def variables() -> list[str]:
+        return [name for name in os.environ if name.startswith(("MLFLOW_RUN", "DISTRIBUTOR_ML"))]
+
+    assert distribute(1).run(variables) == []
+
+
+WITHOUT_MLFLOW = """
+import json, sys
+sys.modules["mlflow"] = None  # as where it is not installed
+from distributor import TorchDistributor
+value = TorchDistributor(1, use_gpu=False).run(lambda: "trained")
+print("FACTS " + json.dumps(value))
+"""
+
+
+def test_without_mlflow_nothing_changes(run_driver: RunDriver) -> None:
+    done = run_driver(WITHOUT_MLFLOW.replace("= None", '= None; del sys.modules["mlflow"]'))
+
+    assert facts_in(done) == "trained"
+
+
+def test_a_server_that_is_gone_stops_no_training(
+    distribute: Distribute, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was there when the run began."""
+    gone = tracking.Tracking("0" * 32, "1", f"http://127.0.0.1:{free_port()}", False)
+    monkeypatch.setattr("distributor.torch_distributor.open_run", lambda *_: gone)
+    haste = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+
+    assert distribute(2, env=haste).run(train, 2) == "trained"
+    err = capsys.readouterr().err
+    assert err.count("MLflow's server did not take what was logged") == 1
+    assert "3 call(s) did not reach MLflow" in err
+
+
+def test_a_server_that_is_not_there_costs_a_warning(
+    warned: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setattr(tracking, "ANSWER_SECONDS", 1.0)
+
+    assert TorchDistributor(1, use_gpu=False).run(lambda: "trained") == "trained"
+    [warning] = warned()
+    assert f"The MLflow server at {uri} cannot be had, so this run is not tracked" in warning
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    """A server that lets one user in, of whom it has no runs."""
+
+    def do_GET(self) -> None:
+        expected = "Basic " + base64.b64encode(b"ada:secret").decode()
+        self.send_error(404 if self.headers.get("Authorization") == expected else 401)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_refused_credentials_are_an_error_before_launching(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as refusing:
+        threading.Thread(target=refusing.serve_forever, daemon=True).start()
+        uri = f"http://127.0.0.1:{refusing.server_port}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        with pytest.raises(DistributorError, match=r"refuses the credentials.*_PASSWORD"):
+            TorchDistributor(1, use_gpu=False).run(print)
+        refusing.shutdown()
