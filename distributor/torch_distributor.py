@@ -46,6 +46,8 @@ class TorchDistributor(Settings):
         Whether each rank has a GPU. Without, GPUs are hidden from the ranks.
     env : mapping of str to str, optional
         Environment variables for every rank.
+    forward_env : sequence of str
+        Variables of this process that every rank has too, by name or pattern, such as "HF_*".
     timeout : float, optional
         Seconds that the run may take once its ranks have started; None for no bound.
     start_timeout : float
@@ -210,7 +212,7 @@ class TorchDistributor(Settings):
             program=program,
             num_processes=num_processes,
             settings=self,
-            env={**rank_environment(run, self.mlflow_ranks), **self.env},
+            env={**rank_environment(run, self.mlflow_ranks), **self.forwarded, **self.env},
             keep_all=keep_all,
             run_id=run_id,
         )

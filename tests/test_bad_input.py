@@ -91,6 +91,8 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"env": None}, TypeError, "env maps strings to strings, but is None"),
     ({"env": ["A=B"]}, TypeError, r"env maps strings to strings, but is \['A=B'\]"),
     ({"preload": "torch"}, TypeError, r"preload lists modules, .* but is 'torch'"),
+    ({"forward_env": "HF_*"}, TypeError, r"forward_env lists variables, .* but is 'HF_\*'"),
+    ({"mlflow_ranks": "some"}, ValueError, "mlflow_ranks is 'first' or 'all', but is 'some'"),
     ({"preload": [1]}, TypeError, r"preload lists modules, .* but is \[1\]"),
     ({"timeout": 0}, ValueError, r"timeout is a positive, .* \(None for no bound\), but is 0"),
     ({"timeout": -1}, ValueError, "timeout is a positive, .* but is -1"),

@@ -158,6 +158,7 @@ FLAGS: dict[str, tuple[list[str], object]] = {
     "local_mode": (["--cluster"], False),
     "use_gpu": (["--cpu"], False),
     "env": (["--env", "A=1", "--env", "B="], [("A", "1"), ("B", "")]),
+    "forward_env": (["--forward-env", "HF_*", "--forward-env", "A"], ["HF_*", "A"]),
     "timeout": (["--timeout", "1.5"], 1.5),
     "start_timeout": (["--start-timeout", "2"], 2.0),
     "log_dir": (["--log-dir", "logs"], "logs"),

@@ -75,6 +75,35 @@ def test_the_decorated_function_keeps_its_name_and_reaches_ranks_by_name_too() -
     assert countdown.distributed(2) == [[2, 1, 0]] * 2
 
 
+def test_variables_are_forwarded_by_pattern(remote: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HOME", "HF_OTHER", "ALONE", "NOT_ASKED_FOR"):
+        monkeypatch.setenv(name, "the driver's")
+    monkeypatch.setenv("RANK", "17")
+    env = {"HF_OTHER": "the user's"}
+    how = {"forward_env": ["HF_*", "ALONE", "RANK"], "env": env, "timeout": 120}
+
+    @distributed(gpus=1, use_gpu=False, remote=remote, **how)
+    def look() -> dict[str, str | None]:
+        names = ("HF_HOME", "HF_OTHER", "ALONE", "RANK")
+        return {name: os.environ.get(name) for name in names}
+
+    expected = {"HF_HOME": "the driver's", "HF_OTHER": "the user's", "ALONE": "the driver's"}
+    assert look.distributed() == [{**expected, "RANK": "0"}]
+
+
+@pytest.mark.spark
+def test_sparks_ui_describes_the_job(spark: Any) -> None:
+    def train_fn() -> None:
+        pass
+
+    distributed(gpus=2, use_gpu=False, remote=True)(train_fn).distributed()
+
+    jobs = spark.sparkContext._jsc.sc().statusStore().jobsList(None)
+    descriptions = [jobs.apply(index).description() for index in range(jobs.size())]
+    assert "train_fn on 2 ranks" in [each.get() for each in descriptions if each.isDefined()]
+    assert spark.sparkContext.getLocalProperty("spark.job.description") is None
+
+
 def test_several_go_at_once(remote: bool, tmp_path: Path) -> None:
     """Each run waits until the other is there."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import os
 import secrets
@@ -32,6 +33,8 @@ class Settings:
     ----------
     env : mapping of str to str, optional
         Environment variables for every rank.
+    forward_env : sequence of str
+        Variables of this process that every rank has too, by name or pattern, such as "HF_*".
     timeout : float, optional
         Seconds that the run may take once its ranks have started; None for no bound.
     start_timeout : float
@@ -59,6 +62,7 @@ class Settings:
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
+    forward_env: Sequence[str] = ()
     timeout: float | None = None
     start_timeout: float = 600.0
     log_dir: str | os.PathLike[str] | None = None
@@ -72,6 +76,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         _check_env(self.env)
+        _check_words("forward_env", self.forward_env, "variables, such as ['HF_*']")
         _check_seconds("timeout", self.timeout)
         _check_seconds("start_timeout", self.start_timeout)
         _check_ranks(self.show_output)
@@ -79,11 +84,21 @@ class Settings:
             _make_folder(self.log_dir)
         if self.hub_address is not None:
             split_address(self.hub_address)
-        _check_modules(self.preload)
+        _check_words("preload", self.preload, "modules, such as ['lightning']")
         _check_gpu_type(self.gpu_type)
         _check_pool(self.pool)
         if self.mlflow_ranks not in ("first", "all"):
             raise ValueError(f"mlflow_ranks is 'first' or 'all', but is {self.mlflow_ranks!r}.")
+
+    @property
+    def forwarded(self) -> dict[str, str]:
+        """The variables of this process that ranks have too, less those that say who a rank is."""
+        return {
+            name: value
+            for name, value in os.environ.items()
+            if name not in RANK_VARIABLES
+            and any(fnmatch.fnmatchcase(name, pattern) for pattern in self.forward_env)
+        }
 
     @property
     def wanted_type(self) -> str | None:
@@ -251,13 +266,13 @@ def _check_ranks(shown: object) -> None:
         raise ValueError(f"show_output is 'all', 'none' or ranks such as [0], but is {shown!r}.")
 
 
-def _check_modules(preload: object) -> None:
+def _check_words(name: str, words: object, what: str) -> None:
     if (
-        isinstance(preload, str)
-        or not isinstance(preload, Sequence)
-        or not all(isinstance(name, str) for name in preload)
+        isinstance(words, str)
+        or not isinstance(words, Sequence)
+        or not all(isinstance(word, str) for word in words)
     ):
-        raise TypeError(f"preload lists modules, such as ['lightning'], but is {preload!r}.")
+        raise TypeError(f"{name} lists {what}, but is {words!r}.")
 
 
 def _check_gpu_type(gpu_type: object) -> None:

@@ -36,7 +36,8 @@ class LocalLauncher:
 
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Begin what the first run would otherwise have to wait for."""
-        warm.prepare(_warmth(settings, num_processes, settings.env))
+        env = {**settings.forwarded, **settings.env}
+        warm.prepare(_warmth(settings, num_processes, env))
 
     def launch(self, job: Job, sink: Sink) -> list[Outcome]:
         """Run all ranks; give the outcomes of those that ended by themselves.

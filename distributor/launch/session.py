@@ -248,6 +248,8 @@ class BarrierJob:
         Names this job and no other, for cancelling.
     on_end : callable
         Called once on the job's thread with its rows, or with the exception that ended it.
+    description : str
+        What Spark's UI calls it; through Connect it cannot be told.
     pool : str, optional
         The fair scheduler's pool.
     """
@@ -258,12 +260,15 @@ class BarrierJob:
         frame: Any,
         tag: str,
         on_end: Callable[[list[Any] | BaseException], object],
+        *,
+        description: str,
         pool: str | None = None,
     ) -> None:
         self._session = session
         self._frame = frame
         self._tag = tag
         self._on_end = on_end
+        self._description = description
         self._pool = pool
         self._thread = session.thread(self._collect)
 
@@ -290,6 +295,8 @@ class BarrierJob:
         tagger = spark.addTag if self._session.is_connect else spark.sparkContext.addJobTag
         try:
             tagger(self._tag)
+            if not self._session.is_connect:
+                spark.sparkContext.setJobDescription(self._description)
             if self._pool is not None:
                 spark.sparkContext.setLocalProperty(POOL, self._pool)
             ending: list[Any] | BaseException = self._frame.collect()

@@ -76,7 +76,12 @@ class SparkLauncher:
             with (
                 Watch(job, self.plan, hub, sink, deadline) as watch,
                 BarrierJob(
-                    self.session, frame, job.run_id, watch.job_ended, job.settings.pool
+                    self.session,
+                    frame,
+                    job.run_id,
+                    watch.job_ended,
+                    description=f"{job.program.name} on {job.num_processes} ranks",
+                    pool=job.settings.pool,
                 ) as barrier_job,
             ):
                 return watch.outcomes(barrier_job.cancel)
