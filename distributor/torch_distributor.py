@@ -207,7 +207,7 @@ class TorchDistributor(Settings):
         launcher, num_processes = self._plan()
         run_id = new_run_id()
         tags = tags_of(num_processes, self.local_mode, self.use_gpu, run_id)
-        run = open_run(program.name, tags)
+        run = open_run(program.name, tags, self.local_mode)
         job = Job(
             program=program,
             num_processes=num_processes,

@@ -38,6 +38,8 @@ CREDENTIALS = (
 HASTE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """What ranks have where the user says nothing: MLflow's own bounds hold training up for minutes."""
 SERVERS = ("http://", "https://", "databricks")
+FILES = ("sqlite:", "file:", "/", ".")
+"""How the addresses of stores begin that are only on the machine where they are used."""
 ANSWER_SECONDS = 15.0
 """Seconds that the driver waits for the server at the start of a run, and at its end."""
 MAX_TAG = 4000
@@ -98,7 +100,7 @@ def rank_environment(tracking: Tracking | None, ranks: str) -> dict[str, str]:
     return {} if tracking is None else {**tracking.environment, RANKS: ranks}
 
 
-def open_run(name: str, tags: Mapping[str, object]) -> Tracking | None:
+def open_run(name: str, tags: Mapping[str, object], local_mode: bool) -> Tracking | None:
     """Find the run that is active here, or make one where a tracking server is set.
 
     Parameters
@@ -107,6 +109,8 @@ def open_run(name: str, tags: Mapping[str, object]) -> Tracking | None:
         For a new run.
     tags : mapping of str to object
         What is recorded of the job.
+    local_mode : bool
+        Whether the ranks are on this machine, and so can reach files that are only here.
 
     Returns
     -------
@@ -126,6 +130,12 @@ def open_run(name: str, tags: Mapping[str, object]) -> Tracking | None:
     wished = active.info.run_id if active else os.environ.get(RUN)
     if wished is None and not (mlflow.is_tracking_uri_set() and uri.startswith(SERVERS)):
         return None
+    if not local_mode and uri.startswith(FILES):
+        warn(
+            f"The active MLflow run is in {uri}, where executors cannot log to it, so this job is "
+            "not tracked. Use a tracking server (mlflow server; MLFLOW_TRACKING_URI)."
+        )
+        return None
     ours = {f"distributor.{key}": str(value) for key, value in tags.items()}
 
     def find() -> Tracking:
@@ -134,9 +144,9 @@ def open_run(name: str, tags: Mapping[str, object]) -> Tracking | None:
             experiment = mlflow.tracking.fluent._get_experiment_id()
             run = client.create_run(experiment, run_name=name, tags=ours)
         else:
-            run = client.get_run(wished)
-            for key, value in ours.items():
-                client.set_tag(wished, key, value)
+            run = active or client.get_run(wished)
+            recorded = [mlflow.entities.RunTag(key, value) for key, value in ours.items()]
+            client.log_batch(wished, tags=recorded)
         return Tracking(run.info.run_id, run.info.experiment_id, uri, wished is None)
 
     try:

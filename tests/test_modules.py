@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -108,6 +109,13 @@ def test_modules_and_packages_travel_and_nothing_else(folder: Path) -> None:
     write(folder / "data.csv")
 
     assert own_modules() == expected
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_what_cannot_be_read_stays(folder: Path) -> None:
+    write(folder / "secret.py").chmod(0)
+
+    assert own_modules() == {}
 
 
 def test_of_two_in_one_place_the_first_counts(folder: Path, tmp_path: Path) -> None:

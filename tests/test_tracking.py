@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
-import requests
 import torch
 from bed.waiting import comes_true
 from conftest import facts_in
@@ -46,8 +46,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command += ["--host", "127.0.0.1", "--port", uri.rpartition(":")[2]]
 
     def answers() -> bool:
-        with contextlib.suppress(requests.RequestException):
-            return bool(requests.get(f"{uri}/health", timeout=5).ok)
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{uri}/health", timeout=5):
+            return True
         return False
 
     with (folder / "log").open("wb") as log:
@@ -269,6 +269,35 @@ def test_training_by_the_decorator_is_one_run(
     assert [m.step for m in history(run.info.run_id, "total_loss")] == [0, 1]
     assert run.data.metrics["total_loss"] == pytest.approx(totals[0])
     assert len(totals) == gpus
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[str]:
+    """Set a store that is a file of this machine."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    mlflow.set_tracking_uri(uri)
+    yield uri
+    mlflow.set_tracking_uri(None)
+    os.environ.pop("MLFLOW_EXPERIMENT_ID", None)
+
+
+def test_a_run_in_a_file_here_serves_local_ranks(store: str) -> None:
+    with mlflow.start_run() as mine:
+        TorchDistributor(2, use_gpu=False, timeout=120).run(train, 2)
+
+    assert mlflow.get_run(mine.info.run_id).data.metrics == {"loss": 0.5}
+
+
+@pytest.mark.spark
+def test_a_run_in_a_file_here_is_not_for_executors(
+    spark: Any, store: str, warned: Callable[[], list[str]]
+) -> None:
+    with mlflow.start_run():
+        ranks = TorchDistributor(1, local_mode=False, use_gpu=False, timeout=120)
+        assert ranks.run(lambda: os.environ.get("MLFLOW_RUN_ID")) is None
+
+    [warning] = warned()
+    assert f"The active MLflow run is in {store}, where executors cannot log to it" in warning
 
 
 WITHOUT_MLFLOW = """

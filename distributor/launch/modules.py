@@ -79,7 +79,7 @@ def _own_folders() -> Iterator[Path]:
     """List the folders of ``sys.path`` that belong to no installation."""
     for entry in sys.path:
         folder = Path(entry or os.getcwd()).absolute()
-        if folder.is_dir() and not _is_installed(folder):
+        if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) and not _is_installed(folder):
             yield folder
 
 
@@ -103,7 +103,7 @@ def _files_in(folder: Path) -> Iterator[tuple[str, Path]]:
     """List the modules and packages in a folder, by name."""
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
-            if entry.name.endswith(".py") and entry.is_file():
+            if entry.name.endswith(".py") and entry.is_file() and os.access(entry, os.R_OK):
                 yield entry.name, Path(entry.path)
             elif entry.name != OURS and entry.is_dir() and _is_package(Path(entry.path)):
                 yield from _files_of_package(folder, Path(entry.path))
@@ -118,7 +118,9 @@ def _files_of_package(root: Path, package: Path) -> Iterator[tuple[str, Path]]:
         subfolders[:] = sorted(name for name in subfolders if name not in SKIPPED)
         for name in sorted(names):
             path = Path(folder, name)
-            if path.is_file() and (name.endswith(".py") or path.stat().st_size < LARGE_FILE):
+            if not path.is_file() or not os.access(path, os.R_OK):
+                continue
+            if name.endswith(".py") or path.stat().st_size < LARGE_FILE:
                 yield str(path.relative_to(root)), path
 
 
