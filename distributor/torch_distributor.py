@@ -21,7 +21,7 @@ from distributor.launch.job import (
 from distributor.launch.local import LocalLauncher
 from distributor.launch.resources import plan_cluster, plan_local
 from distributor.launch.session import Session
-from distributor.tracking import Tracking, following, open_run, rank_environment, tags_of
+from distributor.tracking import Following, Tracking, open_run, rank_environment, tags_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -221,7 +221,7 @@ class TorchDistributor(Settings):
     def _follow(self, job: Job, launcher: Launcher, run: Tracking | None) -> list[Any]:
         what = "local training" if self.local_mode else "distributed training"
         kind = "processes" if self.local_mode else "executor processes"
-        with following(run):
+        with Following(run):
             values = attempts.run(job, launcher)
         notify(f"Finished {what} with {job.num_processes} {kind}")
         return values

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -125,10 +124,12 @@ def open_run(name: str, tags: Mapping[str, object], local_mode: bool) -> Trackin
     if "mlflow" not in sys.modules and not (os.environ.get(URI) and find_spec("mlflow")):
         return None
     mlflow: Any = import_module("mlflow")
-    uri = mlflow.get_tracking_uri()
     active = mlflow.active_run()
     wished = active.info.run_id if active else os.environ.get(RUN)
-    if wished is None and not (mlflow.is_tracking_uri_set() and uri.startswith(SERVERS)):
+    if wished is None and not mlflow.is_tracking_uri_set():
+        return None
+    uri = mlflow.get_tracking_uri()
+    if wished is None and not uri.startswith(SERVERS):
         return None
     if not local_mode and uri.startswith(FILES):
         warn(
@@ -164,22 +165,32 @@ def open_run(name: str, tags: Mapping[str, object], local_mode: bool) -> Trackin
         return None
 
 
-@contextlib.contextmanager
-def following(tracking: Tracking | None) -> Iterator[None]:
-    """Let a job end its run with its own end, and record what made it fail."""
-    if tracking is None:
-        yield
-        return
-    notify(f"MLflow run: {tracking.link}")
-    try:
-        yield
-    except BaseException as error:
-        _close(tracking, _status(error), error)
-        raise
-    _close(tracking, "FINISHED", None)
+class Following:
+    """Lets a job end its run with its own end, and records what made it fail; a context manager.
+
+    No generator: those write into the exceptions that pass through, and some are frozen.
+
+    Parameters
+    ----------
+    tracking : Tracking or None
+        The run; None where there is none.
+    """
+
+    def __init__(self, tracking: Tracking | None) -> None:
+        self._tracking = tracking
+
+    def __enter__(self) -> None:
+        if self._tracking is not None:
+            notify(f"MLflow run: {self._tracking.link}")
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._tracking is not None:
+            _close(self._tracking, _status(error), error)
 
 
-def _status(error: BaseException) -> str:
+def _status(error: BaseException | None) -> str:
+    if error is None:
+        return "FINISHED"
     return "KILLED" if isinstance(error, (RunCancelled, KeyboardInterrupt)) else "FAILED"
 
 
