@@ -148,12 +148,23 @@ class _Zygote:
 
     def _answer(self, caller: socket.socket, hello: Hello) -> Order | None:
         if self._trouble is not None:
-            say(caller, Trouble(self._trouble))
-            self._leave()
+            self._refuse(caller, Trouble(self._trouble))
         if self._recipe.covers(hello.wanted) and not changed(self._files):
             return self._keep_for(caller)
+        self._refuse(caller, Stale(self._recipe.preload))
+
+    def _refuse(self, caller: socket.socket, answer: Trouble | Stale) -> NoReturn:
+        """End with an answer to all who wait; the one that started this process may be the last."""
+        self._listener.setblocking(False)
+        with contextlib.suppress(OSError):
+            while True:
+                self._accept()
         self._listener.close()  # the name is free before anyone knows
-        say(caller, Stale(self._recipe.preload))
+        for other in self._callers:
+            with contextlib.suppress(OSError):
+                other.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)  # unread, it would undo the answer
+            say(other, answer)
+        say(caller, answer)
         self._leave()
 
     def _keep_for(self, agent: socket.socket) -> Order | None:
