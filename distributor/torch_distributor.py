@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -21,7 +22,9 @@ from distributor.launch.job import (
 from distributor.launch.local import LocalLauncher
 from distributor.launch.resources import plan_cluster, plan_local
 from distributor.launch.session import Session
-from distributor.tracking import Following, Tracking, open_run, rank_environment, tags_of
+from distributor.node.redaction import Redaction
+from distributor.recording import Recorder
+from distributor.tracking import open_run, rank_environment, tags_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -190,8 +193,8 @@ class TorchDistributor(Settings):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> RunFuture[Any]:
-        job, launcher, run = self._prepare(keep_all, train_object, args, kwargs)
-        future = RunFuture(lambda: pick(self._follow(job, launcher, run)), job.cancellation)
+        job, launcher, recorder = self._prepare(keep_all, train_object, args, kwargs)
+        future = RunFuture(lambda: pick(self._follow(job, launcher, recorder)), job.cancellation)
         launcher.thread(future.follow).start()
         return future
 
@@ -202,26 +205,31 @@ class TorchDistributor(Settings):
 
     def _prepare(
         self, keep_all: bool, train_object: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Job, Launcher, Tracking | None]:
+    ) -> tuple[Job, Launcher, Recorder | None]:
         program = program_of(train_object, args, kwargs)
         launcher, num_processes = self._plan()
         run_id = new_run_id()
-        tags = tags_of(num_processes, self.local_mode, self.use_gpu, run_id)
-        run = open_run(program.name, tags, self.local_mode)
+        where = {"num_processes": num_processes, "use_gpu": self.use_gpu, **launcher.describe()}
+        tracking = open_run(program.name, tags_of(run_id, where), self.local_mode)
+        of_run = rank_environment(tracking, self.mlflow_ranks)
+        env = {**of_run, **self.forwarded, **self.env}
+        recorder = Recorder(tracking, self.mlflow_ranks, Redaction(env)) if tracking else None
         job = Job(
             program=program,
             num_processes=num_processes,
             settings=self,
-            env={**rank_environment(run, self.mlflow_ranks), **self.forwarded, **self.env},
+            env=env,
+            listeners=(recorder,) if recorder else (),
             keep_all=keep_all,
             run_id=run_id,
         )
-        return job, launcher, run
+        return job, launcher, recorder
 
-    def _follow(self, job: Job, launcher: Launcher, run: Tracking | None) -> list[Any]:
+    def _follow(self, job: Job, launcher: Launcher, recorder: Recorder | None) -> list[Any]:
         what = "local training" if self.local_mode else "distributed training"
         kind = "processes" if self.local_mode else "executor processes"
-        with Following(run):
+        recorded: AbstractContextManager[object] = recorder or nullcontext()
+        with recorded:
             values = attempts.run(job, launcher)
         notify(f"Finished {what} with {job.num_processes} {kind}")
         return values

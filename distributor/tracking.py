@@ -1,20 +1,22 @@
-"""MLflow: all ranks of a job log to one run, which the driver opens and closes. An extra."""
+"""MLflow: all ranks of a job log to one run, which the driver finds or makes. An extra."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 import re
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from distributor.errors import DistributorError, RunCancelled
-from distributor.launch.console import notify, warn
+from distributor.errors import DistributorError
+from distributor.launch.console import warn
 from distributor.node.mlflow_run import RANKS, RUN
 from distributor.version import __version__
 
@@ -41,7 +43,6 @@ FILES = ("sqlite:", "file:", "/", ".")
 """How the addresses of stores begin that are only on the machine where they are used."""
 ANSWER_SECONDS = 15.0
 """Seconds that the driver waits for the server at the start of a run, and at its end."""
-MAX_TAG = 4000
 
 
 @dataclass(frozen=True)
@@ -151,67 +152,21 @@ def open_run(name: str, tags: Mapping[str, object], local_mode: bool) -> Trackin
         return Tracking(run.info.run_id, run.info.experiment_id, uri, wished is None)
 
     try:
-        return _bounded(find)
+        return bounded(find)
     except Exception as error:
         if _refused(error):
             raise DistributorError(
-                f"The MLflow server at {uri} refuses the credentials: {_brief(error)}. Set "
+                f"The MLflow server at {uri} refuses the credentials: {brief(error)}. Set "
                 "MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD; "
                 "for Databricks DATABRICKS_HOST and DATABRICKS_TOKEN, or a profile."
             ) from error
         warn(
-            f"The MLflow server at {uri} cannot be had, so this run is not tracked: {_brief(error)}"
+            f"The MLflow server at {uri} cannot be had, so this run is not tracked: {brief(error)}"
         )
         return None
 
 
-class Following:
-    """Lets a job end its run with its own end, and records what made it fail; a context manager.
-
-    No generator: those write into the exceptions that pass through, and some are frozen.
-
-    Parameters
-    ----------
-    tracking : Tracking or None
-        The run; None where there is none.
-    """
-
-    def __init__(self, tracking: Tracking | None) -> None:
-        self._tracking = tracking
-
-    def __enter__(self) -> None:
-        if self._tracking is not None:
-            notify(f"MLflow run: {self._tracking.link}")
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._tracking is not None:
-            _close(self._tracking, _status(error), error)
-
-
-def _status(error: BaseException | None) -> str:
-    if error is None:
-        return "FINISHED"
-    return "KILLED" if isinstance(error, (RunCancelled, KeyboardInterrupt)) else "FAILED"
-
-
-def _close(tracking: Tracking, status: str, error: BaseException | None) -> None:
-    def close() -> None:
-        client = import_module("mlflow").MlflowClient(tracking.uri)
-        if error is not None:
-            text = "".join(traceback.format_exception(error))
-            summary = f"{type(error).__name__}: {error}"[:MAX_TAG]
-            client.set_tag(tracking.run_id, "distributor.error", summary)
-            client.log_text(tracking.run_id, text, "distributor/error.txt")
-        if tracking.made_for_job:
-            client.set_terminated(tracking.run_id, status)
-
-    try:
-        _bounded(close)
-    except Exception as problem:
-        warn(f"The MLflow run {tracking.run_id} could not be ended as {status}: {_brief(problem)}")
-
-
-def _bounded(ask: Callable[[], T]) -> T:
+def bounded(ask: Callable[[], T]) -> T:
     """Ask the server, but not for longer than a while: MLflow itself would try for minutes."""
     answers: list[T] = []
     errors: list[Exception] = []
@@ -241,7 +196,7 @@ def _refused(error: BaseException | None) -> bool:
     return told or status in (401, 403) or _refused(error.__cause__ or error.__context__)
 
 
-def _brief(error: BaseException) -> str:
+def brief(error: BaseException) -> str:
     """Give the first line of an error: a server's may be a page of HTML."""
     return (str(error).splitlines() or [type(error).__name__])[0][:500]
 
@@ -260,12 +215,19 @@ def _databricks(uri: str) -> dict[str, str]:
     return {name: value for name, value in pairs.items() if value}
 
 
-def tags_of(num_processes: int, local_mode: bool, use_gpu: bool, run_id: str) -> dict[str, object]:
-    """Say what is recorded of a job."""
-    return {
-        "run_id": run_id,
-        "num_processes": num_processes,
-        "mode": "local" if local_mode else "cluster",
-        "use_gpu": use_gpu,
-        "version": __version__,
-    }
+def tags_of(run_id: str, where: Mapping[str, object]) -> dict[str, object]:
+    """Say what is recorded of a job.
+
+    Parameters
+    ----------
+    run_id : str
+        The job's run.
+    where : mapping of str to object
+        What its launcher says of itself.
+    """
+    versions = {"distributor": __version__, "python": platform.python_version()}
+    for package in ("torch", "pyspark"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    named = {f"version.{package}": number for package, number in versions.items()}
+    return {"run_id": run_id, "attempt": 0, **where, **named}

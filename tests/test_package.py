@@ -27,6 +27,7 @@ LAYERS = [
     {"node"},
     {"launch"},
     {"runtime", "tracking"},
+    {"recording"},
     {"torch_distributor"},
     {"serverless"},
     {"serverless_gpu"},

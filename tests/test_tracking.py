@@ -21,7 +21,15 @@ import torch
 from bed.waiting import comes_true
 from conftest import facts_in
 
-from distributor import DistributorError, TorchDistributor, distributed, tracking
+from distributor import (
+    DistributorError,
+    TorchDistributor,
+    distributed,
+    recording,
+    runtime,
+    tracking,
+)
+from distributor.node.redaction import MASK
 
 mlflow: Any = pytest.importorskip("mlflow")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -76,6 +84,12 @@ def runs_of(experiment: str) -> list[Any]:
     return list(mlflow.MlflowClient().search_runs([experiment]))
 
 
+def metrics_of(run: Any) -> dict[str, float]:
+    """What was logged, less what every run that takes a while has of its nodes."""
+    metrics = run.data.metrics.items()
+    return {name: value for name, value in metrics if not name.startswith("system/")}
+
+
 def train(steps: int) -> str:
     import mlflow
 
@@ -96,6 +110,9 @@ def test_ranks_log_to_one_run_made_for_the_job(distribute: Distribute, experimen
     assert [metric.value for metric in history] == [1.0, 0.5, 1 / 3]
     assert run.data.tags["distributor.num_processes"] == "2"
     assert run.data.tags["distributor.mode"] in ("local", "cluster")
+    assert run.data.tags["distributor.version.torch"].startswith(
+        torch.__version__.partition("+")[0]
+    )
 
 
 def test_the_link_is_shown(
@@ -117,7 +134,7 @@ def test_all_ranks_log_where_that_is_wanted(distribute: Distribute, experiment: 
     distribute(3, mlflow_ranks="all").run(log)
 
     [run] = runs_of(experiment)
-    assert run.data.metrics == {f"of rank {rank}": 1.0 for rank in range(3)}
+    assert metrics_of(run) == {f"of rank {rank}": 1.0 for rank in range(3)}
 
 
 def test_a_run_that_is_active_here_is_theirs_and_stays_open(
@@ -131,7 +148,7 @@ def test_a_run_that_is_active_here_is_theirs_and_stays_open(
     [run] = runs_of(experiment)
     assert run.info.run_id == mine.info.run_id
     assert run.info.status == "FINISHED"
-    assert run.data.metrics == {"loss": 0.5, "afterwards": 1.0}
+    assert metrics_of(run) == {"loss": 0.5, "afterwards": 1.0}
 
 
 def test_a_rank_that_closes_the_run_does_not_end_it(
@@ -148,7 +165,7 @@ def test_a_rank_that_closes_the_run_does_not_end_it(
     assert distribute(1).run(close_and_look) == "RUNNING"
     [run] = runs_of(experiment)
     assert run.info.status == "FINISHED"
-    assert run.data.metrics == {"inside": 1.0}
+    assert metrics_of(run) == {"inside": 1.0}
 
 
 def test_a_failed_job_is_failed_and_says_why(distribute: Distribute, experiment: str) -> None:
@@ -165,10 +182,117 @@ def test_a_failed_job_is_failed_and_says_why(distribute: Distribute, experiment:
 
     [run] = runs_of(experiment)
     assert run.info.status == "FAILED"
-    assert run.data.metrics == {"before": 1.0}
+    assert metrics_of(run) == {"before": 1.0}
     assert run.data.tags["distributor.error"] == "KeyError: 'on purpose'"
     text = mlflow.artifacts.load_text(f"runs:/{run.info.run_id}/distributor/error.txt")
     assert "in fail" in text
+
+
+def test_what_ranks_printed_is_kept_of_a_failed_job(
+    distribute: Distribute, experiment: str
+) -> None:
+    def fail() -> None:
+        print(f"rank {os.environ['RANK']} says {os.environ['MY_TOKEN']}", flush=True)
+        raise ValueError(f"wrong token {os.environ['MY_TOKEN']}")
+
+    with pytest.raises(ValueError, match="s3cr3t"):
+        distribute(2, env={"MY_TOKEN": "s3cr3t"}).run(fail)
+
+    [run] = runs_of(experiment)
+    kept = {
+        name: mlflow.artifacts.load_text(f"runs:/{run.info.run_id}/distributor/{name}.txt")
+        for name in ("rank_0", "error")
+    }
+    assert f"rank 0 says {MASK}\n" in kept["rank_0"]
+    assert f"ValueError: wrong token {MASK}" in kept["error"]
+    assert run.data.tags["distributor.error"] == f"ValueError: wrong token {MASK}"
+    assert "s3cr3t" not in "".join(kept.values())
+
+
+def test_progress_goes_to_the_run_in_batches(distribute: Distribute, experiment: str) -> None:
+    def count(most: int) -> None:
+        for step in range(most):
+            runtime.progress(step, most, loss=float(os.environ["RANK"]), step=step)
+
+    distribute(2).run(count, 1500)
+
+    [run] = runs_of(experiment)
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "step")
+    assert sorted((metric.step, metric.value) for metric in history) == [
+        (step, float(step)) for step in range(1500)
+    ]
+    assert run.data.metrics["loss"] == 0.0, "only rank 0's"
+
+
+def test_what_a_node_does_is_recorded_under_its_name(
+    experiment: str, nvml: Callable[..., str], run_driver: RunDriver, server: str
+) -> None:
+    source = f"""
+        import json, mlflow
+        from distributor import TorchDistributor
+        from distributor.node import usage
+        usage.EVERY_SECONDS = 0.2
+        mlflow.set_tracking_uri({server!r})
+        run_id = mlflow.start_run(experiment_id={experiment!r}).info.run_id
+        def wait(run_id):
+            import mlflow, time
+            deadline = time.monotonic() + 60
+            while not mlflow.get_run(run_id).data.metrics and time.monotonic() < deadline:
+                time.sleep(0.1)
+        TorchDistributor(1, use_gpu=False).run(wait, run_id)
+        print("FACTS " + json.dumps(mlflow.get_run(run_id).data.metrics))
+    """
+    done = run_driver(source, env={"LD_LIBRARY_PATH": nvml(2)})
+    metrics = facts_in(done)
+    [node] = {name.split("/")[1] for name in metrics}
+    assert node == f"node0-{socket.gethostname()}"
+    figures = {name.rpartition("/")[2]: figure for name, figure in metrics.items()}
+    assert 0 <= figures["cpu_utilization_percentage"] <= 100
+    assert figures["system_memory_usage_megabytes"] > 0
+    assert figures["gpu_1_utilization_percentage"] == 31
+    assert figures["gpu_1_memory_usage_percentage"] == 25
+
+
+@pytest.mark.slow
+def test_no_metric_of_eight_ranks_is_lost(experiment: str) -> None:
+    def count() -> None:
+        for step in range(1000):
+            runtime.progress(step, 1000, loss=step / 7)
+
+    TorchDistributor(8, use_gpu=False, mlflow_ranks="all", timeout=300).run(count)
+
+    [run] = runs_of(experiment)
+    for rank in range(8):
+        history = mlflow.MlflowClient().get_metric_history(run.info.run_id, f"loss/rank_{rank}")
+        assert sorted(metric.value for metric in history) == [step / 7 for step in range(1000)]
+
+
+def test_metrics_wait_for_a_server_that_comes_back(warned: Callable[[], list[str]]) -> None:
+    down, came = threading.Event(), list[int]()
+    down.set()
+
+    def send(metrics: list[int]) -> None:
+        if down.is_set():
+            raise ConnectionError("nobody is there")
+        came.extend(metrics)
+
+    outbox = recording.Outbox(send)
+    outbox.put(range(2500))
+    assert comes_true(lambda: bool(warned()), 60)
+    down.clear()
+    assert outbox.close() == 0
+    assert came == list(range(2500))
+    assert len(warned()) == 1
+
+
+def test_metrics_that_no_server_takes_are_counted(warned: Callable[[], list[str]]) -> None:
+    def refuse(metrics: list[int]) -> None:
+        raise ConnectionError("nobody is there")
+
+    outbox = recording.Outbox(refuse)
+    outbox.put(range(2500))
+    assert outbox.close() == 2500
+    assert warned() == ["MLflow's server did not take metrics: nobody is there. Training goes on."]
 
 
 def test_a_cancelled_job_is_killed(experiment: str, tmp_path: Path) -> None:
@@ -293,7 +417,7 @@ def test_a_run_in_a_file_here_serves_local_ranks(store: str) -> None:
     with mlflow.start_run() as mine:
         TorchDistributor(2, use_gpu=False, timeout=120).run(train, 2)
 
-    assert mlflow.get_run(mine.info.run_id).data.metrics == {"loss": 0.5}
+    assert metrics_of(mlflow.get_run(mine.info.run_id)) == {"loss": 0.5}
 
 
 @pytest.mark.spark

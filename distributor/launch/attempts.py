@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from distributor.launch.console import Console
 from distributor.launch.inquiry import going_on
 from distributor.launch.job import Job, Launcher
 from distributor.node.logs import LogFiles
-from distributor.wire.messages import Stream
+from distributor.wire.messages import Source, Stream
 from distributor.wire.outcome import Failure, Outcome, Value, cause_first, raise_first
+from distributor.wire.progress import Progress, Reader
 
 
 def run(job: Job, launcher: Launcher) -> list[Any]:
@@ -60,12 +62,19 @@ def _load(value: Value) -> Any:
 
 
 class DriverSink:
-    """Shows the ranks' output here, and keeps all of it under ``log_dir``."""
+    """Shows the ranks' output here, keeps all of it under ``log_dir``, and tells who listens."""
 
     def __init__(self, job: Job) -> None:
-        log_dir = job.settings.log_dir
-        self._console = Console(job.settings.shows)
+        log_dir, standing = job.settings.log_dir, job.standing
+        self._console = Console(
+            job.settings.shows,
+            headline=lambda: standing.line(job.program.name, job.num_processes),
+            reported=lambda: standing.told,
+        )
         self._files = LogFiles(Path(log_dir) / job.run_id) if log_dir is not None else None
+        self._standing = standing
+        self._listeners = job.listeners
+        self._readers: defaultdict[tuple[int, Source], Reader] = defaultdict(Reader)
 
     def __enter__(self) -> DriverSink:
         return self
@@ -75,10 +84,30 @@ class DriverSink:
         if self._files:
             self._files.close()
 
-    def write(self, rank: int, stream: Stream, data: bytes) -> None:
+    def write(self, rank: int, source: Source, data: bytes) -> None:
+        if source == "stdout" or source == "stderr":
+            self._note_print(rank, source, data)
+        else:
+            note = self._note_progress if source == "progress" else self._note_usage
+            for told in self._readers[rank, source].take(data):
+                note(rank, told)
+
+    def _note_print(self, rank: int, stream: Stream, data: bytes) -> None:
         self._console.write(rank, stream, data)
         if self._files:
             self._files.write(rank, stream, data)
+        for listener in self._listeners:
+            listener.printed(rank, stream, data)
+
+    def _note_progress(self, rank: int, progress: Progress) -> None:
+        if rank == 0:
+            self._standing.note(progress)
+        for listener in self._listeners:
+            listener.progressed(rank, progress)
+
+    def _note_usage(self, rank: int, usage: Progress) -> None:
+        for listener in self._listeners:
+            listener.used(usage)
 
     def room(self) -> bool:
         self._console.tick()

@@ -26,6 +26,9 @@ _Put = tuple[Stream, str]
 _PARTIAL_AFTER = 1.0  # s until text without a newline, a prompt say, is shown as it is
 _STATE_EVERY = 0.5  # s between two states of one progress bar as lines of a file
 _TICK_EVERY = 0.1  # s between two looks of `Console.write` at the other ranks
+_HEADLINE_AFTER = 2.0  # s until a run is long enough for a line of its own
+_HEADLINE_EVERY = 0.5  # s between two states of that line
+_HEADLINE_IN_FILES = 30.0  # s between two of them as lines of a file
 _LONG = 8192  # characters: a longer unfinished line is neither a prompt nor a bar
 # Control sequences, colours ("m") aside, and one that is cut off.
 _MOVES = re.compile(r"\x1b\[[0-?]*[ -/]*(?:[@-ln-~]|$)|\x1b$")
@@ -43,15 +46,28 @@ class Console:
     ----------
     shown
         Whether a rank's output is shown.
+    headline
+        Says how far the run is. A screen's moving line shows it while no rank's bar has that.
+    reported
+        Whether that is worth a line of a file now and then, and a last one.
     clock
         Seconds that only grow.
     """
 
     def __init__(
-        self, shown: Callable[[int], bool], *, clock: Callable[[], float] = time.monotonic
+        self,
+        shown: Callable[[int], bool],
+        *,
+        headline: Callable[[], str] = lambda: "",
+        reported: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._shown = shown
+        self._headline = headline
+        self._reported = reported
         self._clock = clock
+        self._headline_due = clock() + _HEADLINE_AFTER
+        self._headline_in_file_due = clock() + _HEADLINE_IN_FILES
         self._feeds: dict[tuple[int, Stream], _Feed] = {}
         self._moving = _MovingLine()
         self._pending: list[_Put] = []
@@ -77,14 +93,27 @@ class Console:
         self._ticked = now = self._clock()
         for feed in self._feeds.values():
             self._show(feed, feed.overdue(now), now)
+        self._show_headline(now)
         self._flush()
 
     def close(self) -> None:
         """Show what is left: lines without a newline, and the last state of progress bars."""
         now = self._clock()
+        self._moving.headline = ""
         for _, feed in sorted(self._feeds.items()):
             self._show(feed, feed.finish(now), now)
+        if self._reported():
+            self._pending.append(("stderr", self._headline() + "\n"))
         self._flush()
+
+    def _show_headline(self, now: float) -> None:
+        if _screen("stderr"):
+            if now >= self._headline_due:
+                self._headline_due = now + _HEADLINE_EVERY
+                self._moving.headline = self._headline()
+        elif now >= self._headline_in_file_due and self._reported():
+            self._headline_in_file_due = now + _HEADLINE_IN_FILES
+            self._pending.append(("stderr", self._headline() + "\n"))
 
     def _show(self, feed: _Feed, lines: str, now: float) -> None:
         if _screen(feed.stream):
@@ -195,9 +224,10 @@ class _Feed:
 
 
 class _MovingLine:
-    """The one line of a screen that is drawn over: the bar that was updated last."""
+    """The one line of a screen that is drawn over: the bar that was updated last, or a headline."""
 
     def __init__(self) -> None:
+        self.headline = ""
         self._feed: _Feed | None = None
         self._drawn = ""  # what is on the screen now
         self._drawn_on: Stream = "stderr"
@@ -211,13 +241,16 @@ class _MovingLine:
     def around(self, puts: list[_Put]) -> list[_Put]:
         """The same, where the line is erased first, and drawn again below."""
         feed = self._feed
-        text = feed.prefix + feed.state if feed and feed.state and _screen(feed.stream) else ""
+        stream: Stream = "stderr"
+        text = self.headline if _screen(stream) else ""
+        if feed and feed.state and _screen(feed.stream):
+            stream, text = feed.stream, feed.prefix + feed.state
         screens = [stream for stream, _ in puts if _screen(stream)]
         if not screens and text == self._drawn:
             return puts
         puts = [*self._erase(screens[0] if screens else self._drawn_on), *puts]
-        if feed and text:
-            puts += self._draw(feed.stream, text, screens[-1] if screens else feed.stream)
+        if text:
+            puts += self._draw(stream, text, screens[-1] if screens else stream)
         return puts
 
     def _erase(self, stream: Stream) -> list[_Put]:

@@ -15,12 +15,15 @@ from typing import Any, Literal, Protocol
 
 from distributor.launch.cancelling import Cancellation
 from distributor.launch.inquiry import Inquiry
+from distributor.launch.progress import Standing
 from distributor.node.agent import Sink
 from distributor.node.environment import RANK_VARIABLES
 from distributor.node.gpus import GPUType
 from distributor.node.program import Call, Program, Script
 from distributor.wire import pickling
+from distributor.wire.messages import Stream
 from distributor.wire.outcome import Outcome
+from distributor.wire.progress import Progress
 
 MAX_PORT = 65535
 
@@ -61,7 +64,7 @@ class Settings:
         Whose calls of MLflow log to the job's run; the others' do nothing.
     """
 
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     forward_env: Sequence[str] = ()
     timeout: float | None = None
     start_timeout: float = 600.0
@@ -120,17 +123,34 @@ class Job:
     ----------
     env : mapping of str to str
         Variables for every rank: the user's, and what else this run brings.
+    listeners : tuple of Listener
+        Who hears what the ranks print and tell, beside the console.
     """
 
     program: Program
     num_processes: int
     settings: Settings
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     keep_all: bool = False
+    listeners: tuple[Listener, ...] = ()
     run_id: str = field(default_factory=lambda: new_run_id())
     attempt: int = 0
+    standing: Standing = field(default_factory=Standing)
     inquiry: Inquiry = field(default_factory=Inquiry)
     cancellation: Cancellation = field(default_factory=Cancellation)
+
+
+class Listener(Protocol):
+    """Hears what the ranks print and tell; its methods are called on one thread, and are quick."""
+
+    def printed(self, rank: int, stream: Stream, data: bytes) -> None:
+        """Hear what a rank printed."""
+
+    def progressed(self, rank: int, progress: Progress) -> None:
+        """Hear how far a rank is."""
+
+    def used(self, usage: Progress) -> None:
+        """Hear what a node's processors, memory and GPUs do."""
 
 
 class Launcher(Protocol):
@@ -141,6 +161,9 @@ class Launcher(Protocol):
 
     def launch(self, job: Job, sink: Sink) -> list[Outcome]:
         """Run all ranks; give the outcomes of those that ended by themselves."""
+
+    def describe(self) -> dict[str, object]:
+        """Say where ranks are launched, for the record."""
 
     def thread(self, target: Callable[[], object]) -> threading.Thread:
         """Make a thread on which a run can be launched for the calling one."""

@@ -62,6 +62,7 @@ class LocalLauncher:
                 starter,
                 listener=listener,
                 keep_all=job.keep_all,
+                on_started=lambda: job.standing.come_up(job.num_processes),
                 on_stacks=job.inquiry.answer,
                 on_done=lambda: agent.release(),
             )
@@ -72,6 +73,10 @@ class LocalLauncher:
                 outcomes = agent.run(start_deadline, settings.timeout or math.inf)
                 job.cancellation.check()
                 return outcomes
+
+    def describe(self) -> dict[str, object]:
+        """Say where ranks are launched, for the record."""
+        return {"mode": "local", "nodes": 1, "gpus": len(self.gpus)}
 
     def thread(self, target: Callable[[], object]) -> threading.Thread:
         """Make a thread on which a run can be launched for the calling one."""

@@ -90,6 +90,16 @@ class SparkLauncher:
         gpus = self.plan.profile_gpus
         return self.session.gpu_profile(gpus) if gpus else None
 
+    def describe(self) -> dict[str, object]:
+        """Say where ranks are launched, for the record."""
+        ranks = self.plan.num_tasks * self.plan.ranks_per_task
+        return {
+            "mode": "cluster",
+            "nodes": self.plan.num_tasks,
+            "gpus": ranks if self.plan.use_gpu else 0,
+            "application_id": self.session.conf("spark.app.id"),
+        }
+
     def thread(self, target: Callable[[], object]) -> threading.Thread:
         """Make a thread on which a run can be launched for the calling one."""
         return self.session.thread(target)
@@ -155,8 +165,11 @@ def _beside(program: Program) -> list[Path]:
     return [Path(program.path).parent] if isinstance(program, Script) else []
 
 
-LARGE_PROGRAM = 4 * 1024 * 1024
-"""Bytes from which a program does not travel with Spark's task, which would bring it each time."""
+LARGE_PROGRAM = 512 * 1024
+"""Bytes from which a program does not travel with Spark's task, which would bring it each time.
+
+PySpark writes a task of a megabyte or more to disk, and with it the ranks' variables.
+"""
 MORE_ROOM = (
     "Ask for fewer ranks, or give the application more executors or cores "
     "(spark.executor.instances, spark.executor.cores, spark.cores.max, spark.task.cpus)."

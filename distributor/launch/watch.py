@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn
@@ -13,6 +14,7 @@ from distributor.launch.diagnosis import explain
 from distributor.launch.job import Job
 from distributor.launch.resources import ClusterPlan
 from distributor.node.agent import Sink
+from distributor.node.barrier_task import LATE
 from distributor.node.settling import Settling
 from distributor.node.software import Software, check_alike, pickling_software
 from distributor.node.stacks import with_stacks
@@ -167,13 +169,14 @@ class Watch:
     def _ranks_started(self, node: int, message: RanksStarted) -> None:
         self._settling.started(node)
         self._started.add(node)
+        self._job.standing.come_up(self._plan.ranks_per_task)
         if self._meeting == "spark" and self._started >= self._linked:
             self._warn_of_missing_links()  # not before: all nodes have met, so none is only slow
         if len(self._started) == self._plan.num_tasks:
             self._start_the_clock()
 
     def _output(self, node: int, message: Output) -> None:
-        self._sink.write(message.rank, message.stream, message.data)
+        self._sink.write(message.rank, message.source, message.data)
 
     def _value_start(self, node: int, message: ValueStart) -> None:
         if refusal := self._arrivals.start(message):
@@ -311,6 +314,8 @@ class Watch:
             self._warn_if_unheard()
             return [*failures, *self._arrivals.values.values()]
         self._warn_if_unheard()
+        for message in _late_in(ending):
+            self._output(HERE, message)
         return [*self._failures, *(_values_in(ending) | self._arrivals.values).values()]
 
     def _look_for_the_cause(self, ending: BaseException, echoes: list[Failure]) -> None:
@@ -335,10 +340,17 @@ _HANDLERS: dict[type, Callable[[Watch, int, Any], None]] = {
 }
 
 
+def _late_in(rows: list[Any]) -> list[Output]:
+    """Give what ranks told that no link could bring."""
+    late = [pickle.loads(row.data) for row in rows if row.part == LATE]
+    return [message for messages in late for message in messages]
+
+
 def _values_in(rows: list[Any]) -> dict[int, Value]:
     """Put the values together that came as rows."""
     values: dict[int, Value] = {}
-    for row in sorted(rows, key=lambda row: (row.rank, row.part)):
+    parts = (row for row in rows if row.part != LATE)
+    for row in sorted(parts, key=lambda row: (row.rank, row.part)):
         if row.rank not in values:
             values[row.rank] = Value(row.rank, anonymous_file())
         values[row.rank].file.write(row.data)

@@ -12,19 +12,23 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import BinaryIO, NoReturn, Protocol
 
 from distributor.errors import RunTimeout, StartTimeout
 from distributor.node import leash
 from distributor.node.environment import Node, rank_environment
+from distributor.node.mlflow_run import RUN
 from distributor.node.order import Order
 from distributor.node.processes import Process, Starter
+from distributor.node.redaction import Redaction
 from distributor.node.scratch import new_scratch, remove_scratch
 from distributor.node.settling import Settling
 from distributor.node.stacks import stacks_of, with_stacks
-from distributor.wire.messages import Stream
+from distributor.node.usage import Usage
+from distributor.wire.messages import Source, Stream
 from distributor.wire.outcome import Failure, Origin, Outcome, Value, death
 from distributor.wire.parcel import anonymous_file
 
@@ -36,6 +40,7 @@ TELL_SECONDS, LEAVE_SECONDS = 30.0, 600.0
 """Seconds that a rank whose work is done may take to end: until it is told of, and killed."""
 KILL_SECONDS = 30.0
 """Seconds from SIGKILL after which a process is left alone: it hangs in the kernel."""
+PRINTED: tuple[Stream, ...] = ("stdout", "stderr")
 CHUNK = 256 * 1024
 MANY_LINES = 250
 """Lines between two looks from which on a rank is to print in batches."""
@@ -45,8 +50,8 @@ TAIL_BYTES, TAIL_LINES = 8192, 20
 class Sink(Protocol):
     """Where the ranks' output goes."""
 
-    def write(self, rank: int, stream: Stream, data: bytes) -> None:
-        """Take bytes that a rank printed."""
+    def write(self, rank: int, source: Source, data: bytes) -> None:
+        """Take bytes that a rank printed or told."""
 
     def room(self) -> bool:
         """Tell whether it takes more now; what waits stays in the rank's file."""
@@ -64,9 +69,9 @@ class Rank:
     leash: socket.socket
     outcome_file: BinaryIO
     answers: BinaryIO
-    printed: dict[Stream, BinaryIO]
+    told: dict[Source, BinaryIO]
     scratch: str
-    passed_on: dict[Stream, int] = field(default_factory=lambda: {"stdout": 0, "stderr": 0})
+    passed_on: Counter[Source] = field(default_factory=Counter)
     outcome: Outcome | None = None
     leaves_since: float = math.inf
     told_of: bool = False
@@ -91,14 +96,14 @@ class Rank:
 
     def tail(self) -> str:
         """Give the last lines that the rank printed."""
-        ends = [self._end_of(self.printed[stream]) for stream in ("stdout", "stderr")]
+        ends = [self._end_of(self.told[stream]) for stream in PRINTED]
         lines = b"".join(ends).decode(errors="backslashreplace").splitlines()
         return "\n".join(lines[-TAIL_LINES:])
 
     def close(self, keep_value: bool) -> None:
         remove_scratch(self.scratch)
         self.leash.close()
-        for file in (self.answers, *self.printed.values()):
+        for file in (self.answers, *self.told.values()):
             file.close()
         if not (keep_value and isinstance(self.outcome, Value)):
             self.outcome_file.close()
@@ -167,6 +172,8 @@ class Agent:
         self._ranks: list[Rank] = []
         self._failures: list[Failure] = []
         self._settling = Settling(node.ranks_per_node, patience)
+        self._redaction = Redaction(node.env)
+        self._usage = Usage(node.name) if RUN in node.env else None
         self._to_start = node.ranks_per_node
         self._started_at = math.inf
         self._told_done = False
@@ -222,6 +229,7 @@ class Agent:
         while any(rank.running for rank in self._ranks):
             self._wait(0.0 if behind else OUTPUT_INTERVAL)
             behind = self._pass_output_on()
+            self._tell_usage()
             self._note_ended_processes()
             self._advance(start_deadline, timeout)
         self._drain_output()
@@ -258,7 +266,7 @@ class Agent:
     def _start(self, local_rank: int) -> Rank:
         origin = self._node.origin(local_rank)
         ours, theirs = socket.socketpair()
-        outcome, answers = anonymous_file(), anonymous_file()
+        outcome, answers, progress = anonymous_file(), anonymous_file(), anonymous_file()
         stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         first = origin.rank == 0
         scratch = new_scratch()
@@ -269,6 +277,7 @@ class Agent:
             program=self._program.fileno(),
             outcome=outcome.fileno(),
             stacks=answers.fileno(),
+            progress=progress.fileno(),
             listener=self._listener.fileno() if self._listener and first else None,
             scratch=scratch,
             keep_value=self._keep_all or first,
@@ -277,8 +286,12 @@ class Agent:
         environment = rank_environment(self._node, local_rank, os.environ)
         with theirs:
             process = self._starter.start(order, environment, stdout, stderr, self._wake)
-        printed: dict[Stream, BinaryIO] = {"stdout": stdout, "stderr": stderr}
-        rank = Rank(origin, process, ours, outcome, answers, printed, scratch)
+        told: dict[Source, BinaryIO] = {
+            "stdout": stdout,
+            "stderr": stderr,
+            "progress": progress,
+        }
+        rank = Rank(origin, process, ours, outcome, answers, told, scratch)
         self._selector.register(ours, selectors.EVENT_READ, rank)
         return rank
 
@@ -334,6 +347,11 @@ class Agent:
     def _note_failure(self, rank: Rank, failure: Failure) -> None:
         if self._stopping:
             return  # we ended it, or what it saw of that: no failure of its own
+        failure = replace(
+            failure,
+            summary=self._redaction.of_text(failure.summary),
+            text=self._redaction.of_text(failure.text),
+        )
         rank.outcome = failure
         self._failures.append(failure)
         self._settling.failed(failure)
@@ -427,36 +445,50 @@ class Agent:
 
     # Output
 
-    def _pass_output_on(self) -> bool:
-        """Hand on what the ranks printed since the last time; tell whether there may be more."""
+    def _pass_output_on(self, last: bool = False) -> bool:
+        """Hand on what the ranks printed and told since the last time; tell whether there is more.
+
+        Parameters
+        ----------
+        last : bool
+            Whether nothing follows, so that the beginning of a secret is none.
+        """
         more = False
-        for rank, stream, file in self._files():
+        for rank, source, file in self._files():
             if not self._sink.room():
                 break
-            data = os.pread(file.fileno(), CHUNK, rank.passed_on[stream])
-            if data:
-                rank.passed_on[stream] += len(data)
-                self._sink.write(rank.origin.rank, stream, data)
-                more |= len(data) == CHUNK
-                if data.count(b"\n") > MANY_LINES:
+            data = os.pread(file.fileno(), CHUNK, rank.passed_on[source])
+            full, shown, length = len(data) == CHUNK, data, len(data)
+            if source in PRINTED:
+                shown, length = self._redaction.of_stream(data, last=last and not full)
+            if length:
+                rank.passed_on[source] += length
+                self._sink.write(rank.origin.rank, source, shown)
+                more |= full
+                if source in PRINTED and data.count(b"\n") > MANY_LINES:
                     rank.tell(leash.MANY_LINES)
         return more
 
     def _drain_output(self) -> None:
         deadline = time.monotonic() + GRACE
-        while self._unread() and (self._pass_output_on() or time.monotonic() < deadline):
+        while self._unread() and (self._pass_output_on(last=True) or time.monotonic() < deadline):
             pass
+
+    def _tell_usage(self) -> None:
+        if self._usage and self._usage.due():
+            first = self._node.origin(0).rank
+            self._sink.write(first, "usage", self._usage.look().to_line())
 
     def _unread(self) -> bool:
         return any(
-            os.fstat(file.fileno()).st_size > rank.passed_on[stream]
-            for rank, stream, file in self._files()
+            os.fstat(file.fileno()).st_size > rank.passed_on[source]
+            for rank, source, file in self._files()
         )
 
-    def _files(self) -> Iterator[tuple[Rank, Stream, BinaryIO]]:
+    def _files(self) -> Iterator[tuple[Rank, Source, BinaryIO]]:
         for rank in self._ranks:
-            for stream, file in rank.printed.items():
-                yield rank, stream, file
+            for source, file in rank.told.items():
+                yield rank, source, file
 
 
 def _death_of(rank: Rank) -> Failure:

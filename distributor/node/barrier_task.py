@@ -30,7 +30,7 @@ from distributor.node.program import Program, Script, in_file
 from distributor.node.software import check_interpreter
 from distributor.node.task_spec import TaskSpec
 from distributor.node.warm import Warmth
-from distributor.wire.messages import Rendezvous
+from distributor.wire.messages import Output, Rendezvous
 from distributor.wire.outcome import Failure, Outcome, Value
 from distributor.wire.report import TaskFailed
 
@@ -42,6 +42,8 @@ BACKLOG = 4096
 REACH_SECONDS = 10.0
 ROWS = "rank int, part int, data binary"
 """The rows of a task: the values that did not reach the driver over the link, in parts."""
+LATE = -1
+"""The part of a row that has, pickled, what else did not."""
 
 
 def run(pickled_spec: bytes, batches: Iterator[Any]) -> Iterator[pa.RecordBatch]:
@@ -71,6 +73,7 @@ def run(pickled_spec: bytes, batches: Iterator[Any]) -> Iterator[pa.RecordBatch]
         left = [value for value in values if value.size and value.rank not in delivered]
         keep_large(left, spec)
         yield from _rows(left)
+        yield from _late(channel.late)
 
 
 def _join(
@@ -219,11 +222,20 @@ def _written(script: Script) -> Path:
 
 
 def _rows(values: list[Value]) -> Iterator[pa.RecordBatch]:
+    for value in values:
+        for part, data in enumerate(value.parts()):
+            yield _row(value.rank, part, data)
+
+
+def _late(messages: list[Output]) -> Iterator[pa.RecordBatch]:
+    if messages:
+        yield _row(messages[0].rank, LATE, pickle.dumps(messages))
+
+
+def _row(rank: int, part: int, data: bytes) -> pa.RecordBatch:
     import pyarrow as pa
 
     schema = pa.schema([("rank", pa.int32()), ("part", pa.int32()), ("data", pa.binary())])
-    for value in values:
-        for part, data in enumerate(value.parts()):
-            columns = [[value.rank], [part], [data]]
-            arrays = [pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)]
-            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+    columns: list[list[Any]] = [[rank], [part], [data]]
+    arrays = [pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -28,9 +28,9 @@ from distributor.wire.messages import (
     RanksStarted,
     Release,
     Rendezvous,
+    Source,
     Stacks,
     Stop,
-    Stream,
     TellStacks,
     ValuePart,
     ValueReceived,
@@ -46,6 +46,8 @@ LINGER_SECONDS = 30.0
 SEND_SECONDS = 60.0
 """Seconds without progress after which a value goes through Spark instead of the link."""
 BACKLOG = 8 * 1024 * 1024
+LATE_BYTES = 64 * 1024 * 1024
+"""Bytes of what ranks tell that a node without a link keeps for the end; the rest is lost."""
 
 
 class Channel(Sink, Protocol):
@@ -55,6 +57,10 @@ class Channel(Sink, Protocol):
     """Seconds that the driver has to decide on a failure before the node does."""
     refused: dict[int, int]
     """How much memory the driver has, by rank whose value takes more (bytes)."""
+
+    @property
+    def late(self) -> list[Output]:
+        """What ranks told that no link could bring; the task's rows take it along."""
 
     @property
     def stopped(self) -> bool:
@@ -120,6 +126,8 @@ class SparkChannel:
         self._agent: Agent | None = None
         self._files = LogFiles(Path(spec.log_dir) / spec.run_id) if spec.log_dir else None
         self._last_barrier = threading.Thread(target=self._finish_together, daemon=True)
+        self.late: list[Output] = []
+        self._late_room = LATE_BYTES
 
     @property
     def stopped(self) -> bool:
@@ -167,9 +175,13 @@ class SparkChannel:
         self._last_barrier.join()
         return set()  # the rows carry all
 
-    def write(self, rank: int, stream: Stream, data: bytes) -> None:
-        if self._files:
-            self._files.write(rank, stream, data)
+    def write(self, rank: int, source: Source, data: bytes) -> None:
+        if source == "stdout" or source == "stderr":
+            if self._files:
+                self._files.write(rank, source, data)
+        elif self._late_room > 0:
+            self._late_room -= len(data)
+            self.late.append(Output(rank, source, data))
 
     def room(self) -> bool:
         return True
@@ -196,6 +208,10 @@ class HubChannel:
     @property
     def stopped(self) -> bool:
         return self._stopped
+
+    @property
+    def late(self) -> list[Output]:
+        return self._through_spark.late
 
     def __enter__(self) -> HubChannel:
         return self
@@ -287,11 +303,11 @@ class HubChannel:
             self._link.send(ValuePart(value.rank, data))
         return True
 
-    def write(self, rank: int, stream: Stream, data: bytes) -> None:
+    def write(self, rank: int, source: Source, data: bytes) -> None:
         if self._link.lost:
-            self._through_spark.write(rank, stream, data)
+            self._through_spark.write(rank, source, data)
         else:
-            self._link.send(Output(rank, stream, data))
+            self._link.send(Output(rank, source, data))
 
     def room(self) -> bool:
         return self._link.lost or self._link.backlog() < BACKLOG

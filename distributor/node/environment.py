@@ -52,12 +52,17 @@ class Node:
     master_addr: str
     master_port: int
     gpus: tuple[str, ...] | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     modules: str = ""
 
     @property
     def world_size(self) -> int:
         return self.num_nodes * self.ranks_per_node
+
+    @property
+    def name(self) -> str:
+        """What the node is called among the run's; two may be on one host."""
+        return f"node{self.node_rank}-{self.host}"
 
     def origin(self, local_rank: int) -> Origin:
         """Say who the node's rank number `local_rank` is."""

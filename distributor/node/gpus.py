@@ -40,6 +40,15 @@ def gpu_names() -> list[str]:
         return [_name_of(nvml, index) for index in range(count.value)]
 
 
+def gpu_usage() -> list[tuple[float, float, float]]:
+    """List of each GPU how busy it is (percent), and its memory: used, and whole (bytes)."""
+    with _library() as nvml:
+        count = ctypes.c_uint()
+        if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return []
+        return [usage for index in range(count.value) if (usage := _usage_of(nvml, index))]
+
+
 def describe(names: Sequence[str]) -> str:
     """Write a list of GPUs for people."""
     counts = {name: list(names).count(name) for name in names}
@@ -72,6 +81,25 @@ def _library() -> Iterator[Any]:
         yield nvml
     finally:
         nvml.nvmlShutdown()
+
+
+class _Rates(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
+
+
+def _usage_of(nvml: Any, index: int) -> tuple[float, float, float] | None:
+    device, rates, memory = ctypes.c_void_p(), _Rates(), _Memory()
+    if (
+        nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) != 0
+        or nvml.nvmlDeviceGetUtilizationRates(device, ctypes.byref(rates)) != 0
+        or nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) != 0
+    ):
+        return None
+    return rates.gpu, memory.used, memory.total
 
 
 def _name_of(nvml: Any, index: int) -> str:

@@ -28,6 +28,8 @@ class Order:
         An empty file for the value or failure.
     stacks : int
         A file in which to answer where it stands.
+    progress : int
+        A file in which to tell how far it is.
     listener : int or None
         The bound socket for the rendezvous store; only rank 0 has it.
     scratch : str
@@ -44,6 +46,7 @@ class Order:
     program: int
     outcome: int
     stacks: int
+    progress: int
     listener: int | None
     scratch: str
     keep_value: bool
@@ -67,5 +70,5 @@ class Order:
         return replace(self, parent=parent, **numbers)
 
     def _given(self) -> list[str]:
-        names = ("leash", "program", "outcome", "stacks", "listener")
+        names = ("leash", "program", "outcome", "stacks", "progress", "listener")
         return [name for name in names if getattr(self, name) is not None]

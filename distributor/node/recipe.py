@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import time
@@ -29,7 +30,8 @@ class Recipe:
     path : tuple of str
         Its ``sys.path``.
     variables : tuple of pairs of str
-        The environment variables that only a fresh start would read.
+        The environment variables that only a fresh start would read, with digests of their values:
+        a command line, which all users can read, carries this.
     preload : tuple of str
         The user's modules that it has imported, beside those that every rank needs.
     version : str
@@ -45,7 +47,7 @@ class Recipe:
     def of(cls, environment: Mapping[str, str], preload: tuple[str, ...]) -> Recipe:
         """Write down what a rank with this environment needs, were it started by this process."""
         matters = (
-            (name, value)
+            (name, hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:16])
             for name, value in environment.items()
             if name.startswith(_READ_AT_START) and name != THREADS
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from distributor.node.program import Program
 
@@ -50,11 +50,11 @@ class TaskSpec:
     program: Program | str
     ranks_per_node: int
     keep_all: bool
-    env: dict[str, str]
+    env: dict[str, str] = field(repr=False)
     use_gpu: bool
     driver_gpus: tuple[str, ...]
     hub: tuple[str, int]
-    secret: bytes
+    secret: bytes = field(repr=False)
     log_dir: str | None
     most_through_spark: int
     meet_timeout: float

@@ -26,6 +26,7 @@ from distributor.node.printing import Streams
 from distributor.node.program import Call, Program, Script
 from distributor.node.scratch import use_scratch
 from distributor.node.stacks import answer_in
+from distributor.node.telling import tell_in
 from distributor.wire import parcel, pickling
 from distributor.wire.outcome import failure_of
 
@@ -43,6 +44,7 @@ def main(order: Order, at_the_end: list[Callable[[], object]]) -> None:
     use_scratch(order.scratch)
     faulthandler.enable()
     answer_in(order.stacks)
+    tell_in(order.progress)
     _STORES.append(_serve_store(order))
     leash.tell(STARTED)
     follow_run()

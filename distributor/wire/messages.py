@@ -9,6 +9,8 @@ from typing import Literal
 from distributor.wire.outcome import Failure
 
 Stream = Literal["stdout", "stderr"]
+Source = Stream | Literal["progress", "usage"]
+"""What ranks print, how far they say they are, and what their node does, told by its first."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,10 @@ class RanksStarted:
 
 @dataclass(frozen=True)
 class Output:
-    """Node to driver: bytes that a rank printed."""
+    """Node to driver: bytes that a rank printed or told."""
 
     rank: int
-    stream: Stream
+    source: Source
     data: bytes
 
 

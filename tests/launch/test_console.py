@@ -73,7 +73,13 @@ class Driver:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.console = Console(lambda rank: rank != 99, clock=self.clock)
+        self.headline, self.reported = "", False
+        self.console = Console(
+            lambda rank: rank != 99,
+            headline=lambda: self.headline,
+            reported=lambda: self.reported,
+            clock=self.clock,
+        )
         self.streams(io.StringIO(), io.StringIO())
 
     def streams(self, stdout: Any, stderr: Any) -> None:
@@ -628,6 +634,58 @@ def test_nothing_to_show_asks_for_nothing(driver: Driver) -> None:
     driver.write((0, "stdout", b"part"), (0, "stdout", b""), (99, "stdout", b"x\n"))
     driver.tick()
     assert (stream.writes, stream.flushes) == (0, 0)
+
+
+def test_a_headline_moves_below_what_is_printed(driver: Driver) -> None:
+    screen = driver.screen(Terminal)
+    driver.headline = "train on 2 ranks, 00:01"
+    driver.tick()
+    assert screen.getvalue() == "", "a short run has none"
+    driver.tick(after=2.0)
+    assert on_screen(screen.getvalue()) == ["train on 2 ranks, 00:01"]
+    driver.headline = "train on 2 ranks, 00:03"
+    driver.tick(after=2.0)
+    driver.write((0, "stdout", b"a line\n"))
+    assert on_screen(screen.getvalue()) == ["[0] a line", "train on 2 ranks, 00:03"]
+    driver.close()
+    assert on_screen(screen.getvalue()) == ["[0] a line", ""]
+
+
+def test_a_ranks_own_bar_comes_before_the_headline(driver: Driver) -> None:
+    screen = driver.screen(Terminal)
+    driver.headline = "train on 2 ranks, 00:01"
+    driver.tick(after=2.0)
+    driver.bar("50%")
+    assert on_screen(screen.getvalue()) == ["[0] 50%"]
+    driver.write((0, "stderr", b"\n"))
+    driver.tick(after=1.0)
+    assert on_screen(screen.getvalue()) == ["[0] 50%", "train on 2 ranks, 00:01"]
+
+
+def test_a_headline_that_was_reported_is_a_line_now_and_then_in_a_file(driver: Driver) -> None:
+    driver.headline = "nobody has told anything"
+    driver.tick(after=100.0)
+    assert driver.err() == ""
+    driver.reported, driver.headline = True, "train: 50%"
+    driver.tick()
+    driver.tick(after=29.0)
+    driver.headline = "train: 75%"
+    driver.tick(after=2.0)
+    driver.headline = "train: 100%"
+    driver.close()
+    assert driver.err() == "train: 50%\ntrain: 75%\ntrain: 100%\n"
+
+
+@pytest.mark.parametrize("kind", [Terminal, Notebook])
+def test_the_last_headline_stays_where_it_was_reported(
+    driver: Driver, kind: type[io.StringIO]
+) -> None:
+    screen = driver.screen(kind)
+    driver.reported, driver.headline = True, "train: 50%"
+    driver.tick(after=2.0)
+    driver.headline = "train: 100%"
+    driver.close()
+    assert on_screen(screen.getvalue()) == ["train: 100%", ""]
 
 
 # Words of the driver's own ------------------------------------------------------------------------

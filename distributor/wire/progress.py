@@ -1,0 +1,82 @@
+"""How far a rank says it is: one line of JSON each time, in a file or on its way."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a rank is, and what it measured there.
+
+    Parameters
+    ----------
+    done : float
+        How much is done: steps, samples, whatever the rank counts.
+    total : float or None
+        How much there is to do; None where that is not known.
+    metrics : mapping of str to float
+        What was measured.
+    at : float
+        When, in seconds since the epoch.
+    """
+
+    done: float
+    total: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    at: float = field(default_factory=time.time)
+
+    def to_line(self) -> bytes:
+        return json.dumps([self.done, self.total, self.metrics, self.at]).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Progress:
+        done, total, metrics, at = json.loads(line)
+        return cls(done, total, metrics, at)
+
+
+class Reader:
+    """Puts together what comes cut anywhere."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def take(self, data: bytes) -> list[Progress]:
+        """Give what these bytes complete."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return list(filter(None, map(_read, lines)))
+
+
+def _read(line: bytes) -> Progress | None:
+    try:
+        return Progress.from_line(line)
+    except (TypeError, ValueError):
+        return None  # a rank's own code has written into the file
+
+
+def checked(done: Any, total: Any, metrics: Mapping[str, Any]) -> Progress:
+    """Make plain numbers of what a user's code gives: tensors and numpy's numbers too.
+
+    Raises
+    ------
+    TypeError
+        For what is no number; says which it is.
+    """
+    return Progress(
+        done=_number("done", done),
+        total=None if total is None else _number("total", total),
+        metrics={name: _number(name, value) for name, value in metrics.items()},
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) in (float, int):
+        return value  # type: ignore[no-any-return]  # the common case, at no cost
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"progress takes numbers, but {name} is {value!r}.") from None

@@ -1,0 +1,149 @@
+"""A secret that ranks are given is theirs alone: nowhere else can it be read."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bed.cluster import cluster_on
+from bed.machines import machines_on_loopback
+from bed.waiting import comes_true
+from conftest import facts_in
+
+from distributor import TorchDistributor
+from distributor.node.redaction import MASK
+
+SECRET = "hunter2-hunter2"
+
+PROGRAM = """
+import json, os, pathlib, sys
+
+def shown_by(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""  # it has ended
+
+def train(folder, ballast):
+    import os, pathlib, sys, time
+    token = os.environ["MY_TOKEN"]
+    print("printed:", token, flush=True)
+    print("complained of:", token, file=sys.stderr, flush=True)
+    lines = [shown_by(path) for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")]
+    count = sum(token.encode() in line for line in lines)
+    pathlib.Path(folder, os.environ["RANK"]).write_text(str(count))
+    while not pathlib.Path(folder, "enough").exists():
+        time.sleep(0.01)
+    if os.environ["RANK"] == "0":
+        return os.environ["TORCH_OWN_TOKEN"]
+    raise ValueError(f"{token} is wrong")
+"""
+
+
+def holders_of(secret: str, folder: Path) -> list[str]:
+    """List the files below a folder that have the secret in them."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    return [str(path) for path in files if secret.encode() in path.read_bytes()]
+
+
+def pages_of(ui: str) -> Iterator[str]:
+    """Read all pages of an application's UI, as far as one link leads to the next."""
+    seen, ahead = set(), [f"{ui}/jobs/"]
+    while ahead:
+        url = ahead.pop()
+        if url in seen or len(seen) > 200:
+            continue
+        seen.add(url)
+        try:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                text = answer.read().decode(errors="replace")
+        except OSError:
+            continue
+        yield text
+        links = re.findall(r'href="(/[^"#]*)"', text)
+        ahead += [f"{ui}{link}" for link in links if "kill" not in link and "static" not in link]
+
+
+@pytest.mark.spark
+def test_a_secret_is_nowhere_on_a_cluster(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    events = tmp_path / "events"
+    notes.mkdir()
+    events.mkdir()
+    source = f"""{PROGRAM}
+secret = json.loads(_told.makefile().readline())
+tell(ui=spark.sparkContext.uiWebUrl)
+runner = TorchDistributor(
+    2, local_mode=False, use_gpu=False, timeout=120, log_dir={str(tmp_path / "logs")!r},
+    env={{"MY_TOKEN": secret, "TORCH_OWN_TOKEN": secret}},
+)
+print(runner)
+try:
+    runner.run(train, {str(notes)!r}, bytes(900_000))
+except ValueError as error:
+    tell(error=str(error))
+spark.stop()
+tell(stopped=True)
+"""
+    with machines_on_loopback(3) as machines, cluster_on(machines, tmp_path, cores=2) as cluster:
+        conf = {
+            "spark.ui.enabled": "true",
+            "spark.ui.port": "0",
+            "spark.log.level": "DEBUG",
+            "spark.eventLog.enabled": "true",
+            "spark.eventLog.compress": "false",
+            "spark.eventLog.dir": events.as_uri(),
+        }
+        with cluster.driver(source, **conf) as driver:
+            driver.say(SECRET)
+            ui = driver.hear("ui")["ui"]
+            comes_true(lambda: len(list(notes.iterdir())) == 2, 120)
+            pages = list(pages_of(ui))
+            held = holders_of(SECRET, tmp_path)
+            (notes / "enough").touch()
+            assert driver.hear("error")["error"] == f"{SECRET} is wrong", "the user's own exception"
+            driver.hear("stopped")
+            log = driver.log.read_text()
+
+        assert [(notes / rank).read_text() for rank in "01"] == ["0", "0"], "command lines"
+        assert len(pages) > 5
+        assert not [page for page in pages if SECRET in page]
+        assert held == []
+        assert holders_of(SECRET, tmp_path) == []
+        assert f"printed: {MASK}" in log
+        assert any(events.iterdir())
+        kept = b"".join(path.read_bytes() for path in (tmp_path / "logs").rglob("rank1.*"))
+        assert kept.count(MASK.encode()) >= 3, "printed, complained of, and in the traceback"
+
+
+def test_a_secret_is_nowhere_here(run_driver: Callable[..., Any], tmp_path: Path) -> None:
+    source = f"""{PROGRAM}
+from distributor import TorchDistributor
+folder = pathlib.Path(sys.argv[1])
+(folder / "enough").touch()
+secret = os.environ["GIVEN"]
+settings = dict(use_gpu=False, timeout=120, log_dir=folder / "logs")
+runner = TorchDistributor(2, env={{"MY_TOKEN": secret, "TORCH_OWN_TOKEN": secret}}, **settings)
+print(runner)
+try:
+    runner.run(train, folder, bytes(3_000_000))
+except ValueError as error:
+    print("FACTS " + json.dumps(type(error).__name__))
+"""
+    done = run_driver(source, str(tmp_path), env={"GIVEN": SECRET, "TMPDIR": str(tmp_path)})
+
+    assert facts_in(done) == "ValueError"
+    assert SECRET not in done.stdout + done.stderr
+    assert f"[1] ValueError: {MASK} is wrong" in done.stderr
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["0", "0"], "command lines"
+    assert holders_of(SECRET, tmp_path) == []
+
+
+def test_settings_are_shown_without_variables() -> None:
+    shown = repr(TorchDistributor(1, use_gpu=False, env={"MY_TOKEN": SECRET}))
+    assert shown.startswith("TorchDistributor(")
+    assert SECRET not in shown
