@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import launch, memory, output, plots, scale, training, values
+from benchmarks import launch, memory, output, plots, progress, scale, training, values
 from benchmarks.measure import adopt_orphans, end_descendants
 from benchmarks.packages import machine, versions
 from benchmarks.report import Row, load, save, table, with_ratios
@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "values": values.measure,
     "arguments": values.measure_arguments,
     "output": output.measure,
+    "progress": progress.measure,
     "training": training.measure,
     "memory": memory.measure,
     "scale": scale.measure,

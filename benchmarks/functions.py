@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -96,6 +97,21 @@ def loop(seconds: float, lines_per_second: int) -> float:
     return steps / (now - began)
 
 
+def logging_loop(steps: int, way: str) -> float:
+    """Compute, and log a metric at each step in one way, or in none; give the steps per second."""
+    import torch
+
+    torch.set_num_threads(1)
+    matrix = torch.rand(192, 192)
+    log = _logging(way)
+    began = time.perf_counter()
+    for step in range(steps):
+        for _ in range(20):
+            matrix = torch.tanh(matrix @ matrix)
+        log(step, float(matrix[0, 0]))
+    return steps / (time.perf_counter() - began)
+
+
 def train(steps: int, warm_up: int) -> float:
     """Train a small model data-parallel; give the steps per second after the warm-up."""
     import torch
@@ -139,6 +155,19 @@ def weigh(driver: int) -> dict[str, Any]:
     dist.barrier()
     dist.destroy_process_group()
     return {"ranks": ranks, "run": run}
+
+
+def _logging(way: str) -> Callable[[int, float], object]:
+    if way == "ours":
+        from distributor import runtime
+
+        return lambda step, loss: runtime.progress(step, loss=loss)
+    if way:
+        import mlflow
+
+        at_once = way == "mlflow"
+        return lambda step, loss: mlflow.log_metric("loss", loss, step=step, synchronous=at_once)
+    return lambda step, loss: None
 
 
 def _training() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from benchmarks import launch, memory, output, scale, training, values
+from benchmarks import launch, memory, output, progress, scale, training, values
 from benchmarks.spark import EMBEDDED, LOCAL
 
 HEAD = ("median of what", "distributor", "PySpark's class", "torchrun", "at best")
@@ -83,6 +83,12 @@ LINES = (
     ),
     Line("a million lines, until read", "output", _MANY_LINES, output.READ),
     Line("training speed left when printing 1,000 lines/s", "output", output.LOOP, output.LEFT),
+    Line(
+        "training speed left when telling progress at each step",
+        "progress",
+        progress.titled(progress.STEPS),
+        progress.LEFT,
+    ),
     Line("training, 2 ranks", "training", _TRAINED, training.SPEED),
     Line("memory of each of 8 ranks", "memory", memory.titled(memory.MORE_RANKS), memory.EACH),
     Line("1,000 simulated nodes meet", "scale", scale.titled(1000), scale.MET, "floor_sockets"),

@@ -30,7 +30,7 @@ from distributor.node.stacks import stacks_of, with_stacks
 from distributor.node.usage import Usage
 from distributor.wire.messages import Source, Stream
 from distributor.wire.outcome import Failure, Origin, Outcome, Value, death
-from distributor.wire.parcel import anonymous_file
+from distributor.wire.parcel import anonymous_file, give_back
 
 OUTPUT_INTERVAL = 0.05
 """Seconds between two looks at what the ranks printed."""
@@ -465,6 +465,8 @@ class Agent:
                 rank.passed_on[source] += length
                 self._sink.write(rank.origin.rank, source, shown)
                 more |= full
+                if source == "progress":
+                    give_back(file, rank.passed_on[source])
                 if source in PRINTED and data.count(b"\n") > MANY_LINES:
                     rank.tell(leash.MANY_LINES)
         return more

@@ -12,6 +12,7 @@ import mmap
 import os
 import pickle
 import struct
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
@@ -32,6 +33,14 @@ def anonymous_file() -> BinaryIO:
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("distributor"), "w+b")
     return tempfile.TemporaryFile()
+
+
+def give_back(file: BinaryIO, length: int) -> None:
+    """Give back what the first bytes of an anonymous file take; it stays as long as it is."""
+    keep_size_and_punch_hole = 0x01 | 0x02
+    if sys.platform == "linux":
+        offset, size = ctypes.c_int64(0), ctypes.c_int64(length)
+        ctypes.CDLL(None).fallocate(file.fileno(), keep_size_and_punch_hole, offset, size)
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]

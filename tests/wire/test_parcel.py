@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from typing import Any
 
 import pytest
 
-from distributor.wire.parcel import LARGE_BUFFER, Pickler, anonymous_file, pack, unpack
+from distributor.wire.parcel import LARGE_BUFFER, Pickler, anonymous_file, give_back, pack, unpack
 
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
@@ -158,3 +159,15 @@ def test_a_file_that_is_cut_short_is_noticed(kept: float) -> None:
         os.truncate(file.fileno(), int(size * kept) if 0 < kept < 1 else int(kept % size))
         with pytest.raises((EOFError, ValueError, pickle.UnpicklingError)):
             unpack(file.fileno())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives memory back")
+def test_what_was_read_of_a_file_takes_no_memory() -> None:
+    with anonymous_file() as file:
+        file.write(bytes(2**20) + b"rest")
+        file.flush()
+        give_back(file, 2**20)
+        status = os.fstat(file.fileno())
+        assert status.st_size == 2**20 + 4
+        assert status.st_blocks * 512 < 2**20
+        assert os.pread(file.fileno(), 4, 2**20) == b"rest"
