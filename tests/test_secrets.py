@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 from bed.cluster import cluster_on
 from bed.machines import machines_on_loopback
 from bed.waiting import comes_true
 from conftest import facts_in
 
-from distributor import TorchDistributor
+from distributor import TorchDistributor, WorkerDied
 from distributor.node.redaction import MASK
 
 SECRET = "hunter2-hunter2"
@@ -42,6 +45,8 @@ def train(folder, ballast):
         return os.environ["TORCH_OWN_TOKEN"]
     raise ValueError(f"{token} is wrong")
 """
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def holders_of(secret: str, folder: Path) -> list[str]:
@@ -141,6 +146,17 @@ except ValueError as error:
     assert f"[1] ValueError: {MASK} is wrong" in done.stderr
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["0", "0"], "command lines"
     assert holders_of(SECRET, tmp_path) == []
+
+
+def test_a_rank_that_died_took_its_secrets_along() -> None:
+    def leave() -> None:
+        print(os.environ["MY_TOKEN"], flush=True)
+        os._exit(3)
+
+    with pytest.raises(WorkerDied) as caught:
+        TorchDistributor(1, use_gpu=False, timeout=120, env={"MY_TOKEN": SECRET}).run(leave)
+    assert MASK in str(caught.value)
+    assert SECRET not in str(caught.value)
 
 
 def test_settings_are_shown_without_variables() -> None:

@@ -314,7 +314,7 @@ class Agent:
         elif report == leash.VALUE:
             rank.outcome = Value(rank.origin.rank, rank.outcome_file)
         elif report == leash.EXIT:
-            self._note_failure(rank, _exit_of(rank, rank.leash.recv(1)[0]))
+            self._note_failure(rank, self._exit_of(rank, rank.leash.recv(1)[0]))
         elif report == leash.FAILURE:
             rank.outcome_file.seek(0)
             self._note_failure(rank, pickle.load(rank.outcome_file))
@@ -329,13 +329,26 @@ class Agent:
             if not rank.running and rank.outcome is None and not self._stopping:
                 self._collect_last_words(rank)
                 if rank.outcome is None:
-                    self._note_failure(rank, _death_of(rank))
+                    self._note_failure(rank, self._death_of(rank))
 
     def _collect_last_words(self, rank: Rank) -> None:
         """Read what a rank reported just before its process ended."""
         rank.leash.setblocking(False)
         while rank.outcome is None and rank.leash in self._watched():
             self._read_leash(rank)
+
+    def _death_of(self, rank: Rank) -> Failure:
+        code = rank.process.returncode
+        assert code is not None, "it has ended"
+        if code < 0:
+            return death(rank.origin, signum=-code, tail=self._tail_of(rank))
+        return self._exit_of(rank, code)
+
+    def _exit_of(self, rank: Rank, code: int) -> Failure:
+        return death(rank.origin, exit_code=code, tail=self._tail_of(rank))
+
+    def _tail_of(self, rank: Rank) -> str:
+        return self._redaction.of_text(rank.tail())
 
     def _note_start(self, rank: Rank) -> None:
         self._settling.started(rank.origin.rank)
@@ -491,15 +504,3 @@ class Agent:
         for rank in self._ranks:
             for source, file in rank.told.items():
                 yield rank, source, file
-
-
-def _death_of(rank: Rank) -> Failure:
-    code = rank.process.returncode
-    assert code is not None, "it has ended"
-    if code < 0:
-        return death(rank.origin, signum=-code, tail=rank.tail())
-    return _exit_of(rank, code)
-
-
-def _exit_of(rank: Rank, code: int) -> Failure:
-    return death(rank.origin, exit_code=code, tail=rank.tail())
