@@ -1,4 +1,4 @@
-"""The command that starts an interpreter with this one's modules at hand."""
+"""Interpreters that ranks run with: this one, or that of an environment; and how one is started."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 BOOT = """
 import atexit, json, sys
@@ -22,46 +23,68 @@ Exit handlers run last in, first out: registered before any import, ours comes a
 """
 
 
-def command(role: str, argument: str) -> list[str]:
-    """Give the command line of an interpreter that has this process's modules at hand.
+@dataclass(frozen=True, kw_only=True)
+class Interpreter:
+    """What ranks, and the processes that start them, run with.
 
     Parameters
     ----------
-    role : "rank", "keeper" or "zygote"
-        What it is to be.
-    argument : str
-        What that role needs to know.
+    executable : str
+        Its path.
+    path : tuple of str
+        The ``sys.path`` of what it runs.
+    variables : mapping of str to str
+        What it needs in its environment beyond what is there already.
     """
-    return [sys.executable, "-c", BOOT, role, argument, json.dumps(sys.path)]
 
+    executable: str
+    path: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
 
-def start_apart(
-    role: str, argument: str, descriptor: int, environment: Mapping[str, str] | None = None
-) -> int:
-    """Start an interpreter in a session of its own, silent, and reaped when it ends.
+    @classmethod
+    def here(cls) -> Interpreter:
+        """Give this process's own, with its modules at hand."""
+        return cls(executable=sys.executable, path=tuple(sys.path))
 
-    Parameters
-    ----------
-    role, argument : str
-        As `command` has them.
-    descriptor : int
-        What it inherits.
-    environment : mapping of str to str, optional
-        Its environment; by default this process's.
+    def command(self, role: str, argument: str) -> list[str]:
+        """Give the command line that starts it.
 
-    Returns
-    -------
-    int
-        Its process id.
-    """
-    child = subprocess.Popen(
-        command(role, argument),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=[descriptor],
-        start_new_session=True,
-        env=environment,
-    )
-    threading.Thread(target=child.wait, name=f"{role}-reaper", daemon=True).start()
-    return child.pid
+        Parameters
+        ----------
+        role : "rank", "keeper" or "zygote"
+            What it is to be.
+        argument : str
+            What that role needs to know.
+        """
+        return [self.executable, "-c", BOOT, role, argument, json.dumps(self.path)]
+
+    def start_apart(
+        self, role: str, argument: str, descriptor: int, environment: Mapping[str, str]
+    ) -> int:
+        """Start it in a session of its own, silent, and reaped when it ends.
+
+        Parameters
+        ----------
+        role, argument : str
+            As `command` has them.
+        descriptor : int
+            What it inherits.
+        environment : mapping of str to str
+            Its whole environment.
+
+        Returns
+        -------
+        int
+            Its process id.
+        """
+        child = subprocess.Popen(
+            self.command(role, argument),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[descriptor],
+            start_new_session=True,
+            env=environment,
+        )
+        threading.Thread(target=child.wait, name=f"{role}-reaper", daemon=True).start()
+        return child.pid

@@ -32,7 +32,7 @@ from distributor.node.asking import (
     peer_of,
     say,
 )
-from distributor.node.interpreter import command
+from distributor.node.interpreter import Interpreter
 from distributor.node.killing import TICK, TRACKER_SECONDS, all_processes, group_of, is_tracker
 from distributor.node.order import Order
 from distributor.node.scratch import remove_scratch
@@ -140,7 +140,7 @@ def _execute(wanted: Fork, descriptors: list[int]) -> tuple[int, None]:
     environment, folder, stdout, stderr, *given = descriptors
     order = wanted.order.renumbered(given, os.getpid())
     child = subprocess.Popen(
-        command("rank", order.to_argument()),
+        Interpreter.here().command("rank", order.to_argument()),
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,

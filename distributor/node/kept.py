@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 from distributor.errors import DistributorError
 from distributor.node.asking import Ended, Fork, Forked, Ready, Trouble, receive
-from distributor.node.interpreter import start_apart
+from distributor.node.interpreter import Interpreter
 from distributor.node.killing import kill_all_with, kill_group
 from distributor.node.order import Order
 from distributor.node.processes import Process
@@ -42,14 +42,18 @@ class Kept(NamedTuple):
     keeper: int
 
 
-def fresh_keeper() -> Kept:
-    """Start a keeper whose ranks have interpreters of their own."""
+def fresh_keeper(interpreter: Interpreter) -> Kept:
+    """Start a keeper whose ranks each have an interpreter of their own, of the same kind as its."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        keeper = start_apart("keeper", str(theirs.fileno()), theirs.fileno())
+        environment = {**os.environ, **interpreter.variables}
+        number = theirs.fileno()
+        keeper = interpreter.start_apart("keeper", str(number), number, environment)
     ours.settimeout(BEGIN_SECONDS)
     if not isinstance(receive(ours), Ready):
-        raise DistributorError(f"{sys.executable} could not be started as the keeper of ranks.")
+        raise DistributorError(
+            f"{interpreter.executable} could not be started as the keeper of ranks."
+        )
     ours.settimeout(None)
     return Kept(ours, keeper)
 

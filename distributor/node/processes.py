@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import BinaryIO, Protocol
 
-from distributor.node.interpreter import command
+from distributor.node.interpreter import Interpreter
 from distributor.node.killing import ignores, signal_group
 from distributor.node.order import Order
 
@@ -91,7 +91,16 @@ class Starter(Protocol):
 
 
 class FreshStarter:
-    """Starts each rank in a new interpreter, where the system lacks what a keeper stands on."""
+    """Starts each rank in a new interpreter, where the system lacks what a keeper stands on.
+
+    Parameters
+    ----------
+    interpreter : Interpreter
+        The one.
+    """
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        self._interpreter = interpreter
 
     def __enter__(self) -> FreshStarter:
         return self
@@ -108,7 +117,7 @@ class FreshStarter:
         on_end: Callable[[], object],
     ) -> Process:
         child = subprocess.Popen(
-            command("rank", order.to_argument()),
+            self._interpreter.command("rank", order.to_argument()),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,

@@ -7,8 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from distributor.node.interpreter import Interpreter
 from distributor.version import __version__
 
 _READ_AT_START = (
@@ -27,6 +28,8 @@ class Recipe:
 
     Parameters
     ----------
+    executable : str
+        Its interpreter.
     path : tuple of str
         Its ``sys.path``.
     variables : tuple of pairs of str
@@ -38,27 +41,41 @@ class Recipe:
         This package's version.
     """
 
+    executable: str
     path: tuple[str, ...]
     variables: tuple[tuple[str, str], ...]
     preload: tuple[str, ...]
     version: str = __version__
 
     @classmethod
-    def of(cls, environment: Mapping[str, str], preload: tuple[str, ...]) -> Recipe:
-        """Write down what a rank with this environment needs, were it started by this process."""
+    def of(
+        cls,
+        environment: Mapping[str, str],
+        preload: tuple[str, ...],
+        interpreter: Interpreter | None = None,
+    ) -> Recipe:
+        """Write down what a rank with this environment needs; by default in this interpreter."""
+        interpreter = interpreter or Interpreter.here()
         matters = (
             (name, hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:16])
             for name, value in environment.items()
             if name.startswith(_READ_AT_START) and name != THREADS
         )
-        return cls(path=tuple(sys.path), variables=tuple(sorted(matters)), preload=preload)
+        return cls(
+            executable=interpreter.executable,
+            path=interpreter.path,
+            variables=tuple(sorted(matters)),
+            preload=preload,
+        )
 
     def covers(self, wanted: Recipe) -> bool:
         """Tell whether a process made so can fork what is wanted."""
-        same = (self.path, self.variables, self.version)
-        return same == (wanted.path, wanted.variables, wanted.version) and set(
-            wanted.preload
-        ) <= set(self.preload)
+        same = replace(self, preload=()) == replace(wanted, preload=())
+        return same and set(wanted.preload) <= set(self.preload)
+
+    def left_to(self, wanted: Recipe) -> tuple[str, ...]:
+        """Give what the next one is to preload too: others may still want what this one had."""
+        return self.preload if wanted.executable == self.executable else ()
 
 
 def loaded_files(since: int = sys.maxsize) -> dict[str, tuple[int, int]]:

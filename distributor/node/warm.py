@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distributor.errors import DistributorError, StartTimeout
@@ -25,7 +25,7 @@ from distributor.node.asking import (
     peer_of,
     receive,
 )
-from distributor.node.interpreter import start_apart
+from distributor.node.interpreter import Interpreter
 from distributor.node.kept import Kept, KeptStarter, fresh_keeper, is_supported
 from distributor.node.processes import FreshStarter, Starter
 from distributor.node.recipe import Recipe
@@ -52,18 +52,23 @@ class Warmth:
         What ranks find in theirs, whatever the run.
     preload : tuple of str
         Modules of the user's that it imports beside torch.
+    interpreter : Interpreter
+        What it runs with; by default what this process does.
     """
 
     owner: int
     environment: Mapping[str, str]
     preload: tuple[str, ...] = ()
+    interpreter: Interpreter = field(default_factory=Interpreter.here)
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe.of(self.environment, self.preload)
+        return Recipe.of(self.environment, self.preload, self.interpreter)
 
 
-def starter(warmth: Warmth | None, deadline: float = math.inf) -> Starter:
+def starter(
+    warmth: Warmth | None, deadline: float = math.inf, interpreter: Interpreter | None = None
+) -> Starter:
     """Give what starts ranks: a keeper that forks them, or one that starts fresh interpreters.
 
     Parameters
@@ -72,6 +77,8 @@ def starter(warmth: Warmth | None, deadline: float = math.inf) -> Starter:
         What a zygote is to have ready; None for fresh interpreters.
     deadline : float
         When, by ``time.monotonic``, it must be ready.
+    interpreter : Interpreter, optional
+        What fresh ranks run with; by default what this process does.
 
     Raises
     ------
@@ -80,10 +87,11 @@ def starter(warmth: Warmth | None, deadline: float = math.inf) -> Starter:
     StartTimeout
         Where the deadline passed.
     """
+    interpreter = interpreter or Interpreter.here()
     if not is_supported():
-        return FreshStarter()
+        return FreshStarter(interpreter)
     if warmth is None:
-        return KeptStarter(fresh_keeper())
+        return KeptStarter(fresh_keeper(interpreter))
     try:
         return KeptStarter(_connect(warmth, deadline))
     except TimeoutError as error:
@@ -94,7 +102,7 @@ def starter(warmth: Warmth | None, deadline: float = math.inf) -> Starter:
         ) from error
     except OSError as error:
         print(f"distributor: no warm process, ranks start fresh: {error}", file=sys.stderr)
-        return KeptStarter(fresh_keeper())
+        return KeptStarter(fresh_keeper(interpreter))
 
 
 def prepare(warmth: Warmth | None) -> None:
@@ -191,7 +199,9 @@ def _bear(warmth: Warmth) -> socket.socket | None:
         listener.listen()
         birth = Birth(warmth.owner, listener.fileno(), warmth.recipe)
         environment = {**warmth.environment, **_SPARE_CUDA}
-        start_apart("zygote", birth.to_argument(), listener.fileno(), environment)
+        warmth.interpreter.start_apart(
+            "zygote", birth.to_argument(), listener.fileno(), environment
+        )
         return _dial(warmth.owner)
 
 

@@ -151,7 +151,7 @@ class _Zygote:
             self._refuse(caller, Trouble(self._trouble))
         if self._recipe.covers(hello.wanted) and not changed(self._files):
             return self._keep_for(caller)
-        self._refuse(caller, Stale(self._recipe.preload))
+        self._refuse(caller, Stale(self._recipe.left_to(hello.wanted)))
 
     def _refuse(self, caller: socket.socket, answer: Trouble | Stale) -> NoReturn:
         """End with an answer to all who wait; the one that started this process may be the last."""

@@ -61,9 +61,16 @@ def test_it_fits_who_wants_less_preloaded_and_not_who_wants_more() -> None:
 def test_another_path_or_version_makes_it_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Recipe.of({}, ())
     assert not made.covers(replace(made, version="0.0.0"))
+    assert not made.covers(replace(made, executable="/elsewhere/bin/python"))
     monkeypatch.setattr(sys, "path", [*sys.path, "/elsewhere"])
     assert not made.covers(Recipe.of({}, ()))
     assert not Recipe.of({}, ()).covers(made)
+
+
+def test_what_it_had_preloaded_is_left_to_the_same_interpreter_alone() -> None:
+    made = Recipe.of({}, ("json",))
+    assert made.left_to(Recipe.of({"LANG": "C"}, ())) == ("json",)
+    assert made.left_to(replace(made, executable="/elsewhere/bin/python")) == ()
 
 
 def test_it_travels_to_a_new_process_as_it_is() -> None:
