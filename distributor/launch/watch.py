@@ -26,6 +26,7 @@ from distributor.wire.messages import (
     NodeDone,
     NodeUp,
     Output,
+    Preparing,
     RanksStarted,
     Release,
     Rendezvous,
@@ -77,6 +78,7 @@ class Watch:
         self._sink = sink
         self._start_deadline = start_deadline
         self._run_deadline: float | None = None
+        self._preparing: dict[int, str] = {}
         self._hosts: dict[int, str] = {}
         self._software: dict[str, Software] = {}
         self._first_up = 0.0
@@ -144,6 +146,7 @@ class Watch:
         node, message = event
         if message is LOST:
             self._linked.discard(node)
+            self._preparing.pop(node, None)
             if not self._stopped and node in self._hosts.keys() - self._done:
                 self._vanished.append(node)
         elif message is SILENT:
@@ -154,7 +157,11 @@ class Watch:
             _HANDLERS[type(message)](self, node, message)
         return True
 
+    def _node_prepares(self, node: int, message: Preparing) -> None:
+        self._preparing[node] = message.host
+
     def _node_up(self, node: int, message: NodeUp) -> None:
+        self._preparing.pop(node, None)
         self._first_up = self._first_up or time.monotonic()
         self._hosts[node] = message.host
         self._software[f"{message.host} (node {node})"] = message.software
@@ -247,15 +254,19 @@ class Watch:
             check_alike(self._software | {"the driver": pickling_software()})
             self._hub.broadcast(self._rendezvous)
             self._meeting = "hub"
-        elif self._hosts and (
-            len(self._linked) < len(self._hosts) or now > self._first_up + MEET_SECONDS
-        ):
+        elif self._hosts and not self._preparing and self._one_stays_away(now):
             self._hub.broadcast(MeetThroughSpark())
             self._go_without_hub()
         elif now > self._start_deadline:
+            if self._preparing:
+                hosts = ", ".join(sorted(set(self._preparing.values())))
+                raise StartTimeout(f"After start_timeout, the environment is not ready on {hosts}.")
             if self._hosts:
                 raise StartTimeout(f"After start_timeout, no word from task(s) {self._silent()}.")
             self._go_without_hub()
+
+    def _one_stays_away(self, now: float) -> bool:
+        return len(self._linked) < len(self._hosts) or now > self._first_up + MEET_SECONDS
 
     def _go_without_hub(self) -> None:
         """Take the ranks as started: whoever has no link cannot tell."""
@@ -327,6 +338,7 @@ class Watch:
 
 
 _HANDLERS: dict[type, Callable[[Watch, int, Any], None]] = {
+    Preparing: Watch._node_prepares,
     NodeUp: Watch._node_up,
     Rendezvous: Watch._rendezvous_known,
     RanksStarted: Watch._ranks_started,

@@ -27,7 +27,7 @@ from distributor.node.environment import (
 from distributor.node.gpus import lack_of
 from distributor.node.keeping import keep_large, keep_refused
 from distributor.node.program import Program, Script, in_file
-from distributor.node.software import check_interpreter
+from distributor.node.software import check_interpreter, software
 from distributor.node.task_spec import TaskSpec
 from distributor.node.warm import Warmth
 from distributor.wire.messages import Output, Rendezvous
@@ -84,7 +84,7 @@ def _join(
     address = routable_address(host, hosts)
     listener = socket.create_server((address, 0), backlog=BACKLOG) if node_rank == 0 else None
     mine = Rendezvous(address, listener.getsockname()[1]) if listener else None
-    meeting = channel.meet(mine)
+    meeting = channel.meet(mine, software())
     if node_rank != 0:
         _check_way(host, meeting)
     node = Node(

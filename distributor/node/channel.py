@@ -16,7 +16,7 @@ from distributor.node.agent import Agent, Sink
 from distributor.node.lease import Lease
 from distributor.node.logs import LogFiles
 from distributor.node.settling import CAUSE_SECONDS, ECHO_SECONDS, START_SECONDS
-from distributor.node.software import check_alike, software
+from distributor.node.software import Software, check_alike
 from distributor.node.task_spec import TaskSpec
 from distributor.wire.link import Link
 from distributor.wire.messages import (
@@ -25,6 +25,7 @@ from distributor.wire.messages import (
     NodeDone,
     NodeUp,
     Output,
+    Preparing,
     RanksStarted,
     Release,
     Rendezvous,
@@ -73,8 +74,8 @@ class Channel(Sink, Protocol):
     def attach(self, agent: Agent) -> None:
         """Let the driver's words reach the agent."""
 
-    def meet(self, mine: Rendezvous | None) -> Rendezvous:
-        """Tell where rank 0's store listens, on its node, or learn it."""
+    def meet(self, mine: Rendezvous | None, software: Software) -> Rendezvous:
+        """Tell this node's versions, and where rank 0's store listens, on its node, or learn it."""
 
     def started(self) -> None:
         """Tell that this node's ranks begin their work."""
@@ -143,8 +144,8 @@ class SparkChannel:
     def attach(self, agent: Agent) -> None:
         self._agent = agent
 
-    def meet(self, mine: Rendezvous | None) -> Rendezvous:
-        ours = {"store": asdict(mine) if mine else None, "software": software()}
+    def meet(self, mine: Rendezvous | None, software: Software) -> Rendezvous:
+        ours = {"store": asdict(mine) if mine else None, "software": dict(software)}
         said = [json.loads(text) for text in self._context.allGather(json.dumps(ours))]
         by_host = zip(hosts_of(self._context), said, strict=True)
         check_alike({host: words["software"] for host, words in by_host})
@@ -203,6 +204,7 @@ class HubChannel:
         self._done = self._stopped = False
         self._agent: Agent | None = None
         self._link: Link
+        self._host: str
         self._lease = Lease(spec.hub, self._expired)
 
     @property
@@ -238,7 +240,8 @@ class HubChannel:
             on_lost=self._lost,
         )
         self._lease.start()
-        self._link.send(NodeUp(host, software()))
+        self._host = host
+        self._link.send(Preparing(host))
 
     def attach(self, agent: Agent) -> None:
         self._agent = agent
@@ -246,7 +249,8 @@ class HubChannel:
         if self._stopped:
             agent.stop()
 
-    def meet(self, mine: Rendezvous | None) -> Rendezvous:
+    def meet(self, mine: Rendezvous | None, software: Software) -> Rendezvous:
+        self._link.send(NodeUp(self._host, software))
         if mine:
             self._link.send(mine)
         try:
@@ -256,7 +260,7 @@ class HubChannel:
         if answer:
             return answer
         self._met_through_spark = True
-        return self._through_spark.meet(mine)
+        return self._through_spark.meet(mine, software)
 
     def started(self) -> None:
         self._link.send(RanksStarted())

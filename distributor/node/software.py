@@ -13,9 +13,15 @@ import cloudpickle
 
 from distributor.errors import ExecutorNotReady
 
+SHARED = ("Python", "torch", "cloudpickle")
+"""What every run compares; of an environment that nodes have installed, all."""
 SET_PYTHON = (
     "Set PYSPARK_PYTHON (or spark.pyspark.python for spark-submit) to an interpreter that has it, "
     "before the Spark session is made."
+)
+INSTALL = (
+    "Install the same version everywhere, or name an interpreter that has it, or one environment "
+    f"for all (environment=). {SET_PYTHON}"
 )
 MOST_HOSTS = 3
 """Hosts that an error names for each version."""
@@ -70,17 +76,16 @@ def check_alike(found: Mapping[str, Software]) -> None:
     ExecutorNotReady
         Where they differ; names versions and hosts.
     """
-    for name in ("Python", "torch", "cloudpickle"):
+    others = {name for versions in found.values() for name in versions}.difference(SHARED)
+    for name in (*SHARED, *sorted(others)):
         hosts: dict[str, list[str]] = {}
         for host, versions in found.items():
             if name in versions:
                 hosts.setdefault(versions[name], []).append(host)
         if len(hosts) > 1:
             told = "; ".join(f"{version} on {_listed(hosts[version])}" for version in sorted(hosts))
-            raise ExecutorNotReady(
-                f"The nodes of this run differ in {name}: {told}. Install the same version "
-                f"everywhere, or name an interpreter that has it. {SET_PYTHON}"
-            )
+            remedy = INSTALL if name in SHARED else f"Name one in environment=: '{name}==...'."
+            raise ExecutorNotReady(f"The nodes of this run differ in {name}: {told}. {remedy}")
 
 
 def _listed(hosts: list[str]) -> str:

@@ -14,6 +14,13 @@ Source = Stream | Literal["progress", "usage"]
 
 
 @dataclass(frozen=True)
+class Preparing:
+    """Node to driver: this node is here, and sees to what its ranks run with."""
+
+    host: str
+
+
+@dataclass(frozen=True)
 class NodeUp:
     """Node to driver: this node's agent runs, on this host, with these versions."""
 

@@ -23,6 +23,7 @@ from distributor.wire.messages import (
     Failed,
     MeetThroughSpark,
     NodeUp,
+    Preparing,
     RanksStarted,
     Rendezvous,
     Stop,
@@ -49,12 +50,23 @@ class Silent:
 class FakeNode:
     """A node's side of a run, driven by a test."""
 
-    def __init__(self, hub: Hub, number: int, versions: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        number: int,
+        versions: Mapping[str, str] | None = None,
+        *,
+        prepares: bool = False,
+    ) -> None:
         self.heard: queue.Queue[object] = queue.Queue()
         self._link = Link.connect(
             "127.0.0.1", hub.port, SECRET, number, timeout=SOON, on_message=self.heard.put
         )
-        self.tell(NodeUp(f"host{number}", versions or {}))
+        self._up = NodeUp(f"host{number}", versions or {})
+        self.tell(Preparing(self._up.host) if prepares else self._up)
+
+    def come_up(self) -> None:
+        self.tell(self._up)
 
     def tell(self, message: object) -> None:
         self._link.send(message)
@@ -141,6 +153,20 @@ def test_a_node_that_is_late_learns_how_the_others_meet(
         node.close()
     assert run.end() == []
     assert warned() == [], "all of them have a link"
+
+
+def test_nodes_that_prepare_their_environment_are_waited_for(run: Followed) -> None:
+    slow = [FakeNode(run.hub, number, prepares=True) for number in (1, 2)]
+    first = FakeNode(run.hub, 0)
+    first.tell(Rendezvous("127.0.0.1", 1))
+    with pytest.raises(queue.Empty):
+        first.heard.get(timeout=3 * MEET_SECONDS)
+    for node in slow:
+        node.come_up()
+    assert [node.hears() for node in (first, *slow)] == [Rendezvous("127.0.0.1", 1)] * NODES
+    for node in (first, *slow):
+        node.close()
+    assert run.end() == []
 
 
 def test_nodes_that_differ_are_told_before_they_meet(run: Followed) -> None:

@@ -23,6 +23,14 @@ def test_nodes_that_are_alike_may_run_and_a_driver_needs_no_torch() -> None:
     check_alike({"a": software(), "b": software(), "the driver": pickling_software()})
 
 
+def test_a_difference_in_what_nodes_installed_is_told_too() -> None:
+    found = {"host0": {"gadget": "1.0"}, "host1": {"gadget": "2.0"}, "the driver": {}}
+    with pytest.raises(ExecutorNotReady) as caught:
+        check_alike({host: {**software(), **versions} for host, versions in found.items()})
+
+    assert "differ in gadget: 1.0 on host0; 2.0 on host1. Name one in environ" in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["Python", "torch", "cloudpickle"])
 def test_a_difference_names_versions_and_hosts(name: str) -> None:
     found = {f"host{number}": {**software()} for number in range(6)}
