@@ -56,8 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.set_defaults(command=_run)
     for field in dataclasses.fields(TorchDistributor):
+        one_of = run.add_mutually_exclusive_group()
         for flags, option in _flags_of(field):
-            run.add_argument(*flags, dest=field.name, **option)
+            one_of.add_argument(*flags, dest=field.name, **option)
     run.add_argument("--master", help="with --cluster: Spark's master URL", default=None)
     run.add_argument(
         "--conf",
@@ -122,6 +123,17 @@ _SPECIAL_FLAGS: dict[str, list[tuple[list[str], dict[str, Any]]]] = {
     "use_gpu": [
         (["--gpu"], {"action": "store_true", "help": "a GPU for each rank (the default)"}),
         (["--cpu"], {"action": "store_false", "help": "no GPUs"}),
+    ],
+    "environment": [
+        (["--environment"], {"metavar": "ARCHIVE", "help": "a packed environment for the ranks"}),
+        (
+            ["--requirement"],
+            {
+                "action": "append",
+                "metavar": "NAME==VERSION",
+                "help": "what pip is to install for the ranks, once on each node",
+            },
+        ),
     ],
 }
 _OPTION_BY_TYPE: dict[str, dict[str, Any]] = {

@@ -94,4 +94,4 @@ class ValueTooLarge(DistributorError):
 
 
 class ExecutorNotReady(DistributorError):
-    """An executor lacks what a rank needs: the same Python, torch, pyarrow."""
+    """A node lacks what a rank needs: the same Python, torch, pyarrow, its ``environment``."""

@@ -75,6 +75,9 @@ class TorchDistributor(Settings):
         that the calling thread has set.
     mlflow_ranks : "first" or "all"
         Whose calls of MLflow log to the job's run; the others' do nothing.
+    environment : path or sequence of str, optional
+        What ranks run in: a packed virtual environment (venv-pack, conda-pack), or requirements
+        that pip installs once on each node; by default the interpreter that is there.
 
     Raises
     ------

@@ -7,7 +7,9 @@ import functools
 import re
 import socket
 import sys
+import tarfile
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,13 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"log_dir": 5}, TypeError, "log_dir is the path of a folder, but is 5"),
     ({"log_dir": __file__}, NotADirectoryError, f"log_dir .* at '{re.escape(__file__)}'"),
     ({"log_dir": f"{__file__}/logs"}, NotADirectoryError, "log_dir .*above it is a file"),
+    ({"environment": "no.tar.gz"}, FileNotFoundError, "no packed environment 'no.tar.gz' .looked"),
+    ({"environment": FOLDER}, IsADirectoryError, f"'{FOLDER}' is a folder. Pack .*venv-pack"),
+    ({"environment": __file__}, ValueError, "a packed environment ends in .tar.gz, .*as a list"),
+    ({"environment": 3}, TypeError, "environment is the path of .*, or a list .* but is 3"),
+    ({"environment": [3]}, TypeError, r"environment is .* but is \[3\]"),
+    ({"environment": ["-r x.txt"]}, ValueError, "but has '-r x.txt'. pip's options are variables"),
+    ({"environment": ["numpy", ""]}, ValueError, "environment lists requirements .* but has ''"),
 ]
 
 
@@ -125,6 +134,54 @@ def test_a_setting_that_makes_no_sense(
 ) -> None:
     with nothing_launched(), pytest.raises(kind, match=message):
         local(**settings).run(train)
+
+
+THIS, OTHER = f"{sys.version_info[0]}.{sys.version_info[1]}", "3.2"
+ARCHIVES: dict[str, tuple[list[str], str]] = {
+    "of another Python": (
+        ["pyvenv.cfg", f"lib/python{OTHER}/os.py"],
+        f"with Python {OTHER}, and this process runs Python {THIS}: .* Make it with Python {THIS}",
+    ),
+    "of something else": (["a", "b/c", f"d/e/lib/python{THIS}/f"], "there is no lib/pythonX.Y"),
+    "of a folder above": ([f"venv/lib/python{THIS}/os.py"], "all in a folder 'venv/' where lib"),
+    "empty": ([], "there is no lib/pythonX.Y"),
+}
+
+
+@pytest.mark.parametrize(("names", "message"), ARCHIVES.values(), ids=list(ARCHIVES))
+@pytest.mark.parametrize("suffix", [".tar.gz", ".zip"])
+def test_an_archive_that_is_no_environment(
+    nothing_launched: Any, tmp_path: Path, names: list[str], message: str, suffix: str
+) -> None:
+    archive = tmp_path / f"environment{suffix}"
+    if suffix == ".zip":
+        with zipfile.ZipFile(archive, "w") as packed:
+            for name in names:
+                packed.writestr(name, "")
+    else:
+        with tarfile.open(archive, "w:gz") as packed_tar:
+            for name in names:
+                packed_tar.addfile(tarfile.TarInfo(name))
+    with nothing_launched(), pytest.raises(ValueError, match=message) as caught:
+        local(environment=archive).run(train)
+    assert str(archive) in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".tar.gz", ".tgz", ".tar", ".zip"])
+@pytest.mark.parametrize("cut", ["no archive", "cut off"])
+def test_an_archive_that_cannot_be_read(
+    nothing_launched: Any, tmp_path: Path, suffix: str, cut: str
+) -> None:
+    archive = tmp_path / f"environment{suffix}"
+    if cut == "cut off" and suffix.endswith("gz"):
+        with tarfile.open(archive, "w:gz") as packed:
+            packed.add(__file__, "first")
+            packed.add(__file__, f"lib/python{THIS}/os.py")
+        archive.write_bytes(archive.read_bytes()[:2000])
+    else:
+        archive.write_bytes(b"no archive")
+    with nothing_launched(), pytest.raises(ValueError, match="cannot be read as an archive: "):
+        local(environment=archive).run(train)
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,7 @@ FLAGS: dict[str, tuple[list[str], object]] = {
     "gpu_type": (["--gpu-type", "a10"], "a10"),
     "pool": (["--pool", "reserved"], "reserved"),
     "mlflow_ranks": (["--mlflow-ranks", "all"], "all"),
+    "environment": (["--environment", "env.tar.gz"], "env.tar.gz"),
 }
 
 

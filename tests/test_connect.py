@@ -12,9 +12,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from bed.packages import environment, packed
 from bed.waiting import assert_gone, until
 from conftest import facts_in, needs_connect, needs_java
 
@@ -117,6 +119,8 @@ Driver = Callable[..., subprocess.CompletedProcess[str]]
 def test_runs_through_connect(run_driver: Driver, tmp_path: Path) -> None:
     folder = tmp_path / "pids"
     folder.mkdir()
+    made = environment(tmp_path / "made", "99.0", "iniconfig")
+    archive = packed(made, tmp_path / "environment.tar.gz")
     done = run_driver(
         PRELUDE
         + """
@@ -126,11 +130,15 @@ from distributor import TorchDistributor, WorkerDied
 distributor = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=60)
 value, large = distributor.run(lambda: (train(10), give(30)))
 values = distributor.run_all(train, 20)
+from importlib import metadata
+in_packed = TorchDistributor(2, local_mode=False, use_gpu=False, environment=sys.argv[2])
+versions = [runs.run_all(metadata.version, "iniconfig") for runs in (distributor, in_packed)]
 broken = error_of(lambda: distributor.run(fail_beside_one_that_waits, sys.argv[1]))
 died = error_of(lambda: distributor.run(die_beside_one_that_waits))
 tell(
     value=value,
     values=values,
+    versions=versions,
     broken=how(broken),
     left=outlived(sys.argv[1]),
     died=[type(died).__name__, getattr(died, "signal", None)],
@@ -140,9 +148,11 @@ tell(
 spark.stop()
 """,
         str(folder),
-        env=THIS_PYTHON,
+        str(archive),
+        env={**THIS_PYTHON, "DISTRIBUTOR_CACHE": str(tmp_path / "cache")},
     )
     facts = facts_in(done)
+    assert facts["versions"] == [[metadata.version("iniconfig")] * 2, ["99.0"] * 2]
     assert facts["value"] == [0, 2, 21]
     assert facts["values"] == [[0, 2, 41], [1, 2, 41]]
     assert facts["broken"] == ["Broken", True, ["no", "3"], [1]]
@@ -325,10 +335,13 @@ def test_executors_need_no_package(
     session: str,
     python_that_begins_with: Callable[[str], Path],
     run_driver: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
 ) -> None:
+    made = environment(tmp_path / "made", "1.0", bare=True)
+    archive = packed(made, tmp_path / "environment.tar.gz")
     done = run_driver(
         f"""
-import json, os
+import json, os, sys
 from pyspark.sql import SparkSession
 
 spark = SparkSession.builder.{session}.getOrCreate()
@@ -362,6 +375,8 @@ def fail():
 
 distributor = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=60)
 first, second = distributor.run_all(tell_where), distributor.run_all(tell_where)
+bare = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=60, environment=sys.argv[1])
+second += bare.run_all(tell_where)
 try:
     distributor.run(fail)
 except Broken as error:
@@ -371,16 +386,21 @@ print("FACTS " + json.dumps(dict(
 )))
 spark.stop()
 """,
-        env={"PYSPARK_PYTHON": str(python_that_begins_with(ONLY_FROM_ARCHIVES))},
+        str(archive),
+        env={
+            "PYSPARK_PYTHON": str(python_that_begins_with(ONLY_FROM_ARCHIVES)),
+            "DISTRIBUTOR_CACHE": str(tmp_path / "cache"),
+        },
     )
     facts = facts_in(done)
     assert facts["without"] == ["missing", "missing"], "the executors are not bare"
+    assert len([*facts["first"], *facts["second"]]) == 6
     for of_rank in [*facts["first"], *facts["second"]]:
         assert len(of_rank) == 2
         assert all(".zip" in file for file in of_rank), of_rank
     assert facts["broken"] == ["no"]
     shown = done.stdout.splitlines()
-    assert [shown.count(f"[{rank}] in {rank}") for rank in range(2)] == [2, 2]
+    assert [shown.count(f"[{rank}] in {rank}") for rank in range(2)] == [3, 3]
 
 
 SERVER = """

@@ -96,7 +96,7 @@ def _python_error(found: re.Match[str], where: str) -> DistributorError:
 
 
 _MEANINGS: list[tuple[str, Meaning]] = [
-    (r"ExecutorNotReady: (.*?)(?:\n|$)", _not_ready),
+    (r"ExecutorNotReady: ([^\n]*(?:\n {4}[^\n]*)*)", _not_ready),  # indented lines belong to it
     (r"ValueTooLarge: (.*?)(?:\n|$)", _too_large),
     (r"([^\n]*No space left on device[^\n]*)", _full_disk),
     (r"worker has different version:? \(?(.*?)\)? than that in driver:? (\S+?),", _other_python),

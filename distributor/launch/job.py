@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from distributor.launch.cancelling import Cancellation
+from distributor.launch.environments import Environment, check_environment
 from distributor.launch.inquiry import Inquiry
 from distributor.launch.progress import Standing
 from distributor.node.agent import Sink
@@ -62,6 +63,9 @@ class Settings:
         that the calling thread has set.
     mlflow_ranks : "first" or "all"
         Whose calls of MLflow log to the job's run; the others' do nothing.
+    environment : path or sequence of str, optional
+        What ranks run in: a packed virtual environment (venv-pack, conda-pack), or requirements
+        that pip installs once on each node; by default the interpreter that is there.
     """
 
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -76,6 +80,7 @@ class Settings:
     gpu_type: GPUType | str | None = None
     pool: str | None = None
     mlflow_ranks: str = "first"
+    environment: Environment = None
 
     def __post_init__(self) -> None:
         _check_env(self.env)
@@ -92,6 +97,7 @@ class Settings:
         _check_pool(self.pool)
         if self.mlflow_ranks not in ("first", "all"):
             raise ValueError(f"mlflow_ranks is 'first' or 'all', but is {self.mlflow_ranks!r}.")
+        check_environment(self.environment)
 
     @property
     def forwarded(self) -> dict[str, str]:

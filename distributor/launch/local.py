@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from distributor.launch.console import notify
+from distributor.launch.environments import prepared_here
 from distributor.launch.job import Job, Settings
 from distributor.node import warm
 from distributor.node.agent import Agent, Sink
 from distributor.node.environment import Node, common_environment
+from distributor.node.interpreter import Interpreter
 from distributor.node.program import in_file
 from distributor.node.warm import Warmth
 from distributor.wire.outcome import Outcome
@@ -36,8 +38,10 @@ class LocalLauncher:
 
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Begin what the first run would otherwise have to wait for."""
+        if settings.environment:
+            return  # it may take long to make, and perhaps no run follows
         env = {**settings.forwarded, **settings.env}
-        warm.prepare(_warmth(settings, num_processes, env))
+        warm.prepare(_warmth(settings, num_processes, env, Interpreter.here()))
 
     def launch(self, job: Job, sink: Sink) -> list[Outcome]:
         """Run all ranks; give the outcomes of those that ended by themselves.
@@ -46,17 +50,22 @@ class LocalLauncher:
         ------
         StartTimeout, RunTimeout
             Where a deadline of the job passed.
+        ExecutorNotReady
+            Where the environment cannot be had here.
         """
         settings = job.settings
         start_deadline = time.monotonic() + settings.start_timeout
-        warmth = _warmth(settings, job.num_processes, job.env)
+        prepared = prepared_here(settings.environment, job.env, start_deadline)
+        interpreter = prepared.interpreter if prepared else Interpreter.here()
+        env = {**interpreter.variables, **job.env}
+        warmth = _warmth(settings, job.num_processes, env, interpreter)
         with (
             socket.create_server((LOOPBACK, 0)) as listener,
             in_file(job.program) as program,
-            warm.starter(warmth, start_deadline) as starter,
+            warm.starter(warmth, start_deadline, interpreter) as starter,
         ):
             agent = Agent(
-                self._node(job, listener),
+                self._node(job, listener, env),
                 program,
                 sink,
                 starter,
@@ -82,7 +91,7 @@ class LocalLauncher:
         """Make a thread on which a run can be launched for the calling one."""
         return threading.Thread(target=target, name="run", daemon=True)
 
-    def _node(self, job: Job, listener: socket.socket) -> Node:
+    def _node(self, job: Job, listener: socket.socket, env: Mapping[str, str]) -> Node:
         return Node(
             run_id=job.run_id,
             attempt=job.attempt,
@@ -92,7 +101,7 @@ class LocalLauncher:
             master_addr=LOOPBACK,
             master_port=listener.getsockname()[1],
             gpus=self.gpus,
-            env=job.env,
+            env=env,
         )
 
 
@@ -101,8 +110,14 @@ def cool_down() -> None:
     warm.retire(os.getpid())
 
 
-def _warmth(settings: Settings, num_processes: int, env: Mapping[str, str]) -> Warmth | None:
+def _warmth(
+    settings: Settings, num_processes: int, env: Mapping[str, str], interpreter: Interpreter
+) -> Warmth | None:
     if not settings.warm:
         return None
-    environment = common_environment(num_processes, env, os.environ)
-    return Warmth(owner=os.getpid(), environment=environment, preload=tuple(settings.preload))
+    return Warmth(
+        owner=os.getpid(),
+        environment=common_environment(num_processes, env, os.environ),
+        preload=tuple(settings.preload),
+        interpreter=interpreter,
+    )

@@ -61,7 +61,7 @@ def own_modules(beside: Sequence[Path] = ()) -> dict[str, Path]:
         does for an import.
     """
     files: dict[str, Path] = {}
-    for folder in dict.fromkeys([*beside, *_own_folders()]):
+    for folder in dict.fromkeys([*beside, *own_folders()]):
         found = dict(_files_in(folder))
         size = sum(path.stat().st_size for path in found.values())
         if size > MOST_BYTES:
@@ -75,8 +75,8 @@ def own_modules(beside: Sequence[Path] = ()) -> dict[str, Path]:
     return files
 
 
-def _own_folders() -> Iterator[Path]:
-    """List the folders of ``sys.path`` that belong to no installation."""
+def own_folders() -> Iterator[Path]:
+    """List the folders of ``sys.path`` that belong to no installation: the user's."""
     for entry in sys.path:
         folder = Path(entry or os.getcwd()).absolute()
         if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) and not _is_installed(folder):

@@ -165,20 +165,52 @@ class Session:
         write : callable
             Writes the file to the path given.
         """
+        with self._first_time(name) as folder:
+            if folder is None:
+                return
+            path = folder / name
+            write(path)
+            if self.is_connect:
+                self.spark.addArtifacts(str(path), file=True)
+            else:
+                self.spark.sparkContext.addFile(str(path))
+
+    def ship_archive(self, name: str, archive: Path) -> None:
+        """Give every executor what is in an archive, once per session.
+
+        Parameters
+        ----------
+        name : str
+            The folder in ``SparkFiles`` that Spark unpacks it to.
+        archive : Path
+            The archive, of a kind that Spark knows by its suffix.
+        """
+        with self._first_time(name) as folder:
+            if folder is None:
+                return
+            # By a name of its own: Spark takes no two files of one name from different folders.
+            suffix = ".tar.gz" if archive.name.endswith(".tar.gz") else archive.suffix
+            link = folder / f"{name}{suffix}"
+            link.symlink_to(archive)
+            if self.is_connect:
+                self.spark.addArtifacts(f"{link}#{name}", archive=True)
+            else:
+                self.spark.sparkContext.addArchive(f"{link}#{name}")
+
+    @contextlib.contextmanager
+    def _first_time(self, name: str) -> Iterator[Path | None]:
+        """Give a folder from which Spark can take what has this name; None where it did before."""
         import tempfile
 
         shipped = _SHIPPED.setdefault(self.spark, set())
         if name in shipped:
-            return
-        if self.is_connect:
+            yield None
+        elif self.is_connect:
             with tempfile.TemporaryDirectory() as folder:
-                write(Path(folder, name))
-                self.spark.addArtifacts(str(Path(folder, name)), file=True)
+                yield Path(folder)
         else:
-            # Spark serves the file from where it lies, and removes this folder when it stops.
-            path = Path(self.spark.sparkContext._temp_dir, name)
-            write(path)
-            self.spark.sparkContext.addFile(str(path))
+            # Spark serves files from where they lie, and removes this folder when it stops.
+            yield Path(self.spark.sparkContext._temp_dir)
         shipped.add(name)
 
     def why_no_pools(self) -> str | None:

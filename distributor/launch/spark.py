@@ -15,6 +15,7 @@ from typing import Any
 from distributor.errors import DistributorError, StartTimeout
 from distributor.launch.cancelling import Cancellation
 from distributor.launch.console import notify, warn
+from distributor.launch.environments import shipped_environment
 from distributor.launch.job import Job, Settings, split_address
 from distributor.launch.local import LOOPBACK
 from distributor.launch.modules import shipped_modules
@@ -157,6 +158,7 @@ class SparkLauncher:
             preload=tuple(job.settings.preload),
             gpu_type=job.settings.wanted_type,
             modules=shipped_modules(self.session, _beside(job.program)),
+            environment=shipped_environment(self.session, job.settings.environment),
         )
 
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from distributor.errors import ExecutorNotReady
-from distributor.node import warm
+from distributor.node import environments, warm
 from distributor.node.agent import Agent
 from distributor.node.channel import Channel, hosts_of, open_channel
 from distributor.node.environment import (
@@ -24,7 +25,9 @@ from distributor.node.environment import (
     routable_address,
     visible_devices,
 )
+from distributor.node.environments import Prepared
 from distributor.node.gpus import lack_of
+from distributor.node.interpreter import Interpreter
 from distributor.node.keeping import keep_large, keep_refused
 from distributor.node.program import Program, Script, in_file
 from distributor.node.software import check_interpreter, software
@@ -56,17 +59,19 @@ def run(pickled_spec: bytes, batches: Iterator[Any]) -> Iterator[pa.RecordBatch]
     """
     from pyspark import BarrierTaskContext
 
-    check_interpreter()
     for _ in batches:  # they only number the tasks
         pass
     spec: TaskSpec = pickle.loads(pickled_spec)
     context = BarrierTaskContext.get()
     hosts = hosts_of(context)
     node_rank = node_order(hosts).index(context.partitionId())
+    if spec.environment is None:
+        check_interpreter()
     _check_gpus(spec, hosts[context.partitionId()])
     with open_channel(spec, node_rank, hosts[context.partitionId()], context) as channel:
-        node, listener = _join(spec, node_rank, hosts, context, channel)
-        outcomes = _run_ranks(spec, node, listener, channel)
+        prepared = _prepared(spec)
+        node, listener = _join(spec, node_rank, hosts, context, channel, prepared)
+        outcomes = _run_ranks(spec, node, listener, channel, prepared.interpreter)
         delivered = channel.deliver(outcomes)
         values = [outcome for outcome in outcomes if isinstance(outcome, Value)]
         keep_refused(values, channel.refused, spec)
@@ -76,15 +81,42 @@ def run(pickled_spec: bytes, batches: Iterator[Any]) -> Iterator[pa.RecordBatch]
         yield from _late(channel.late)
 
 
+def _prepared(spec: TaskSpec) -> Prepared:
+    """See to what this node's ranks run with."""
+    if spec.environment is None:
+        return Prepared(Interpreter.here(), software())
+    variables = {**os.environ, **spec.env}
+    deadline = time.monotonic() + spec.meet_timeout
+    brought = _brought_by_spark()
+    entries = [Path(entry).absolute() for entry in sys.path]
+    beside = [str(entry) for entry in entries if entry.is_relative_to(brought)]
+    if isinstance(spec.environment, str):
+        folder = brought / spec.environment
+        return environments.packed(folder, variables, deadline, beside)
+    return environments.required(spec.environment, variables, deadline, beside)
+
+
+def _brought_by_spark() -> Path:
+    """Give the folder of Spark's files, which Spark names from its working folder."""
+    from pyspark import SparkFiles
+
+    return Path(SparkFiles.getRootDirectory()).absolute()
+
+
 def _join(
-    spec: TaskSpec, node_rank: int, hosts: list[str], context: Any, channel: Channel
+    spec: TaskSpec,
+    node_rank: int,
+    hosts: list[str],
+    context: Any,
+    channel: Channel,
+    prepared: Prepared,
 ) -> tuple[Node, socket.socket | None]:
     """Agree with the other nodes on where rank 0's store listens."""
     host = hosts[context.partitionId()]
     address = routable_address(host, hosts)
     listener = socket.create_server((address, 0), backlog=BACKLOG) if node_rank == 0 else None
     mine = Rendezvous(address, listener.getsockname()[1]) if listener else None
-    meeting = channel.meet(mine, software())
+    meeting = channel.meet(mine, prepared.software)
     if node_rank != 0:
         _check_way(host, meeting)
     node = Node(
@@ -98,7 +130,7 @@ def _join(
         master_addr=meeting.host,
         master_port=meeting.port,
         gpus=_gpus(spec, node_rank, context),
-        env=spec.env,
+        env={**prepared.interpreter.variables, **spec.env},
         modules=_modules(spec.modules) if spec.modules else "",
     )
     return node, listener
@@ -108,7 +140,7 @@ def _modules(archive: str) -> str:
     """Unpack the user's modules, once on this node."""
     from pyspark import SparkFiles
 
-    folder = Path(SparkFiles.getRootDirectory(), archive.removesuffix(".zip"))
+    folder = _brought_by_spark() / archive.removesuffix(".zip")
     if not folder.exists():
         aside = folder.with_name(f"{folder.name}.{os.getpid()}")
         shutil.unpack_archive(SparkFiles.get(archive), aside, "zip")
@@ -150,12 +182,16 @@ def _gpus(spec: TaskSpec, node_rank: int, context: Any) -> tuple[str, ...]:
 
 
 def _run_ranks(
-    spec: TaskSpec, node: Node, listener: socket.socket | None, channel: Channel
+    spec: TaskSpec,
+    node: Node,
+    listener: socket.socket | None,
+    channel: Channel,
+    interpreter: Interpreter,
 ) -> list[Outcome]:
     deadline = time.monotonic() + spec.meet_timeout
     with (
         _program_file(spec.program) as program,
-        warm.starter(_warmth(spec), deadline) as starter,
+        warm.starter(_warmth(spec, interpreter), deadline, interpreter) as starter,
     ):
         agent = Agent(
             node,
@@ -180,12 +216,16 @@ def _run_ranks(
     return outcomes
 
 
-def _warmth(spec: TaskSpec) -> Warmth | None:
+def _warmth(spec: TaskSpec, interpreter: Interpreter) -> Warmth | None:
     if not spec.warm:
         return None
-    environment = common_environment(spec.ranks_per_node, spec.env, os.environ)
-    # Spark ends its Python workers as it likes; their parent lives as long as the executor.
-    return Warmth(owner=os.getppid(), environment=environment, preload=spec.preload)
+    env = {**interpreter.variables, **spec.env}
+    return Warmth(
+        owner=os.getppid(),  # Spark ends its workers as it likes; their parent lives on
+        environment=common_environment(spec.ranks_per_node, env, os.environ),
+        preload=spec.preload,
+        interpreter=interpreter,
+    )
 
 
 def _program_file(program: Program | str) -> BinaryIO:

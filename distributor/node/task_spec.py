@@ -43,6 +43,8 @@ class TaskSpec:
         What the GPUs have to be.
     modules : str or None
         The name of the archive with the user's modules that Spark has brought.
+    environment : str, tuple of str or None
+        What the ranks run in: the name of the folder that Spark has brought, or requirements.
     """
 
     run_id: str
@@ -62,3 +64,4 @@ class TaskSpec:
     preload: tuple[str, ...]
     gpu_type: str | None
     modules: str | None
+    environment: str | tuple[str, ...] | None

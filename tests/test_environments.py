@@ -1,0 +1,328 @@
+"""Ranks in an environment of their own: packed, or installed on each node."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from bed.cluster import cluster_on
+from bed.machines import machines_on_loopback
+from bed.packages import NAME, environment, packed, wheel
+from bed.waiting import assert_gone, until
+from conftest import DEADLINE
+
+import distributor
+from distributor import ExecutorNotReady, StartTimeout, TorchDistributor
+from distributor.launch.local import cool_down
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+Distribute = Callable[..., TorchDistributor]
+OURS = "iniconfig"
+"""A small package that this Python has, and so Spark's own."""
+THEIRS = "99.0"
+
+
+def look(name: str) -> dict[str, Any]:
+    """Tell what a rank runs with."""
+    import torch
+
+    from distributor import runtime
+
+    program = f"import {name}; print({name}.VERSION)"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    return {
+        "rank": runtime.get_global_rank(),
+        "version": metadata.version(name),
+        "module": __import__(name).VERSION,
+        "child": printed.stdout.strip(),
+        "prefix": sys.prefix,
+        "places": [sys.executable, *sys.path, os.environ["PATH"].partition(os.pathsep)[0]],
+        "distributor": distributor.__version__,
+        "cloudpickle": cloudpickle.__version__,
+        "torch": torch.__version__,
+    }
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of what nodes keep; executors are told of it by ``env``."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("DISTRIBUTOR_CACHE", str(folder))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed environment with a package in another version than this Python has."""
+    folder = tmp_path_factory.mktemp("packed")
+    return packed(environment(folder / "made", THEIRS, OURS), folder / "environment.tar.gz")
+
+
+def on_nodes(cache: Path, **variables: object) -> dict[str, str]:
+    """Give the variables that nodes need to find the cache, and wheels nowhere but here."""
+    told = {"DISTRIBUTOR_CACHE": cache, "PIP_NO_INDEX": "1", **variables}
+    return {name: str(value) for name, value in told.items()}
+
+
+@pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_ranks_of_a_packed_environment_have_its_packages(
+    distribute: Distribute, archive: Path, cache: Path, warm: bool
+) -> None:
+    import torch
+
+    ranks = distribute(2, environment=archive, warm=warm, env=on_nodes(cache))
+    found, again = ranks.run_all(look, OURS), ranks.run_all(look, OURS)
+
+    assert metadata.version(OURS) != THEIRS
+    assert [told["rank"] for told in found] == [0, 1]
+    for told in found:
+        assert told["version"] == told["module"] == told["child"] == THEIRS
+        assert told["prefix"] != sys.prefix
+        assert all(map(os.path.isabs, told["places"])), told["places"]
+        assert told["distributor"] == distributor.__version__
+        assert told["cloudpickle"] == cloudpickle.__version__
+        assert told["torch"] == torch.__version__
+    assert {told["prefix"] for told in again} == {told["prefix"] for told in found}
+    assert distribute(1, warm=False).run(metadata.version, OURS) == metadata.version(OURS)
+
+
+def test_a_warm_process_is_of_one_environment(archive: Path, tmp_path: Path) -> None:
+    """And what one preloads is not asked of the next one, which may lack it."""
+    other = packed(environment(tmp_path / "other", "1.0"), tmp_path / "other.tar.gz")
+
+    def local(**settings: Any) -> TorchDistributor:
+        return TorchDistributor(1, use_gpu=False, timeout=120, warm=True, **settings)
+
+    with_gadget = local(environment=other, preload=[NAME])
+    try:
+        assert with_gadget.run(metadata.version, NAME) == "1.0"
+        assert local(environment=archive).run(metadata.version, OURS) == THEIRS
+        assert local().run(metadata.version, OURS) == metadata.version(OURS)
+        first = with_gadget.run(os.getppid)
+        assert first != os.getpid()
+    finally:
+        cool_down()
+
+
+def test_the_users_modules_come_before_those_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = packed(environment(tmp_path / "made", "1.0"), tmp_path / "made.tar.gz")
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    (beside / f"{NAME}.py").write_text("VERSION = 'of the user'")
+    monkeypatch.syspath_prepend(str(beside))
+
+    def version() -> str:
+        import gadget  # type: ignore[import-not-found]
+
+        return str(gadget.VERSION)
+
+    ranks = TorchDistributor(1, use_gpu=False, timeout=120, warm=False, environment=archive)
+    assert ranks.run(version) == "of the user"
+
+
+def test_requirements_are_installed_once_on_each_node(
+    distribute: Distribute, cache: Path, tmp_path: Path
+) -> None:
+    env = on_nodes(cache, PIP_FIND_LINKS=tmp_path / "wheels")
+    wheel(tmp_path / "wheels", "1.0")
+    wheel(tmp_path / "wheels", "2.0")
+    ranks = distribute(2, environment=[f"{NAME}==1.0"], env=env)
+    found = ranks.run_all(look, NAME)
+    (folder,) = {told["prefix"] for told in found}
+
+    assert [told["version"] for told in found] == ["1.0", "1.0"]
+    assert [told["child"] for told in found] == ["1.0", "1.0"]
+    assert Path(folder).parent == cache
+    made = Path(folder).stat().st_ino, (Path(folder) / ".complete").stat().st_mtime_ns
+    assert ranks.run(look, NAME)["prefix"] == folder
+    assert made == (Path(folder).stat().st_ino, (Path(folder) / ".complete").stat().st_mtime_ns)
+    other = distribute(1, environment=(f"{NAME}==2.0",), env=env, warm=False).run(look, NAME)
+    assert other["version"] == "2.0"
+    assert other["prefix"] != folder
+
+
+def test_what_pip_cannot_install_is_told_with_its_last_lines(
+    distribute: Distribute, cache: Path
+) -> None:
+    ranks = distribute(2, environment=["no-such-gadget==3"], env=on_nodes(cache))
+    with pytest.raises(ExecutorNotReady) as caught:
+        ranks.run(os.getpid)
+
+    message = str(caught.value)
+    assert "could not install no-such-gadget==3" in message
+    assert "\n    ERROR: No matching distribution found for no-such-gadget==3" in message
+    assert "PIP_" in message
+    assert message.startswith("On ")
+    assert not list(cache.glob("requirements-*/.complete"))
+
+
+def test_an_interpreter_that_does_not_run_is_named(
+    distribute: Distribute, cache: Path, tmp_path: Path
+) -> None:
+    made = environment(tmp_path / "made", "1.0")
+    (made / "bin" / "python").unlink()
+    (made / "bin" / "python").symlink_to("/no/such/python3.11")
+    archive = packed(made, tmp_path / "made.tar.gz")
+    with pytest.raises(ExecutorNotReady) as caught:
+        distribute(1, environment=archive, env=on_nodes(cache)).run(os.getpid)
+
+    message = str(caught.value)
+    assert f"On {socket.gethostname()} the environment's interpreter" in message
+    assert "bin/python (a link to /no/such/python3.11) does not run: " in message
+    assert "conda-pack" in message
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "fresh"])
+def test_what_venv_pack_packs_needs_none_of_our_packages(tmp_path: Path, warm: bool) -> None:
+    venv_pack = pytest.importorskip("venv_pack")
+    made = environment(tmp_path / "made", "1.0", bare=True)
+    archive = tmp_path / "environment.tar.gz"
+    venv_pack.pack(prefix=str(made), output=str(archive))
+
+    def see() -> tuple[str, list[str]]:
+        from importlib.util import find_spec
+
+        names = ("distributor", "cloudpickle", "threadpoolctl", "torch", "numpy", "pyspark")
+        return metadata.version(NAME), [name for name in names if find_spec(name)]
+
+    ranks = TorchDistributor(2, use_gpu=False, timeout=120, warm=warm, environment=str(archive))
+    assert ranks.run(see) == ("1.0", ["distributor", "cloudpickle", "threadpoolctl"])
+
+
+HANGING = """
+import os, pathlib, shutil, time
+
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    folder_of_test = pathlib.Path(os.environ["FOLDER_OF_TEST"])
+    (folder_of_test / "begun").write_text(f"{os.getppid()} {os.getpid()}")
+    while not (folder_of_test / "go").exists():
+        time.sleep(0.02)
+    built = folder_of_test / "wheels" / "gadget-5.0-py3-none-any.whl"
+    return pathlib.Path(shutil.copy(built, folder)).name
+"""
+PYPROJECT = """
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+[project]
+name = "gadget"
+version = "5.0"
+"""
+INSTALLING = """
+import sys
+from importlib import metadata
+from distributor import TorchDistributor
+
+ranks = TorchDistributor(1, use_gpu=False, warm=False, environment=[sys.argv[1]])
+print("VERSION", ranks.run(metadata.version, "gadget"))
+"""
+
+
+@pytest.fixture
+def slow_to_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package whose build waits for a file called ``go``."""
+    wheel(tmp_path / "wheels", "5.0")
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "backend.py").write_text(HANGING)
+    (source / "pyproject.toml").write_text(PYPROJECT)
+    monkeypatch.setenv("FOLDER_OF_TEST", str(tmp_path))
+    return source
+
+
+def test_a_killed_install_leaves_no_process_and_is_begun_anew(
+    slow_to_build: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(INSTALLING)
+    command = [sys.executable, str(script), str(slow_to_build)]
+    begun = tmp_path / "begun"
+    with subprocess.Popen(command) as driver:
+        until(lambda: begun.exists() and " " in begun.read_text(), "pip builds", 60)
+        driver.kill()
+    assert_gone([int(pid) for pid in begun.read_text().split()])
+
+    (tmp_path / "go").touch()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+    assert "VERSION 5.0" in done.stdout, done.stderr
+
+
+def test_an_install_has_a_deadline(slow_to_build: Path, tmp_path: Path) -> None:
+    ranks = TorchDistributor(
+        1, use_gpu=False, warm=False, environment=[str(slow_to_build)], start_timeout=4
+    )
+    with pytest.raises(StartTimeout, match=f"pip on .* still installs {slow_to_build}"):
+        ranks.run(os.getpid)
+    if (tmp_path / "begun").exists():  # before it was built the deadline may have passed too
+        assert_gone([int(pid) for pid in (tmp_path / "begun").read_text().split()])
+
+
+# On a cluster whose nodes have what the driver has not
+
+TELLING = """
+from importlib import metadata
+import pyarrow
+
+def version(batches):
+    for _ in batches:
+        yield pyarrow.RecordBatch.from_pydict({"version": [metadata.version("gadget")]})
+
+def ending_of(**settings):
+    ranks = TorchDistributor(2, local_mode=False, use_gpu=False, **settings)
+    try:
+        return ranks.run_all(metadata.version, "gadget")
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+
+rows = spark.range(0, 1, 1, 1).mapInArrow(version, "version string").collect()
+tell(
+    of_spark=[row.version for row in rows],
+    packed=ending_of(environment=ARCHIVE),
+    own=ending_of(),
+    newest=ending_of(environment=["gadget"]),
+    pinned=ending_of(environment=["gadget==2.0"]),
+)
+"""
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_ranks_have_other_versions_than_sparks_own_python(tmp_path: Path) -> None:
+    """Which needs no torch. And of what each node installed for itself, a difference is named."""
+    without_torch = tmp_path / "without_torch"
+    without_torch.mkdir()
+    (without_torch / "sitecustomize.py").write_text("import sys; sys.modules['torch'] = None")
+    archive = packed(environment(tmp_path / "made", THEIRS), tmp_path / "environment.tar.gz")
+    with machines_on_loopback(4) as machines:
+        for machine, newest in zip(machines[2:], ("3.0", "4.0"), strict=True):
+            wheel(tmp_path / newest, newest)
+            wheel(tmp_path / newest, "2.0")
+            machine.environment |= {
+                "PYTHONPATH": f"{wheel(tmp_path / 'of_spark', '1.0')}:{without_torch}",
+                "PIP_FIND_LINKS": str(tmp_path / newest),
+                "DISTRIBUTOR_CACHE": str(tmp_path / f"cache-{newest}"),
+            }
+        source = TELLING.replace("ARCHIVE", repr(str(archive)))
+        with cluster_on(machines, tmp_path) as cluster, cluster.driver(source) as driver:
+            told = driver.hear("packed")
+
+    assert told["of_spark"] == ["1.0"]
+    assert told["packed"] == [THEIRS] * 2
+    assert "which has no torch" in told["own"]
+    differ = r"ExecutorNotReady: .* differ in gadget: 3\.0 on \S+ \(node \d\); 4\.0 on \S+ \(node"
+    assert re.match(differ, told["newest"]), told["newest"]
+    assert "'gadget==...'" in told["newest"]
+    assert told["pinned"] == ["2.0"] * 2
