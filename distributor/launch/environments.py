@@ -6,10 +6,12 @@ import functools
 import hashlib
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from distributor.launch.console import notify
 from distributor.launch.modules import own_folders
 from distributor.launch.session import Session
 from distributor.node.environments import Prepared, packed, required
@@ -18,6 +20,7 @@ from distributor.node.unpacking import BROKEN, SUFFIXES, library_in, unpack
 
 Environment: TypeAlias = str | os.PathLike[str] | Sequence[str] | None
 """A packed environment's path, or requirements; None for the interpreter that is there."""
+TELL_SECONDS = 5.0
 PACK = "Pack a virtual environment with venv-pack or conda-pack (-o environment.tar.gz)."
 
 
@@ -80,6 +83,20 @@ def prepared_here(
     if not environment:
         return None
     variables = {**os.environ, **env}
+    told = threading.Timer(TELL_SECONDS, notify, ["Waiting: the environment is not ready here."])
+    told.daemon = True
+    told.start()
+    try:
+        return _prepared(environment, variables, deadline)
+    finally:
+        told.cancel()
+
+
+def _prepared(
+    environment: str | os.PathLike[str] | Sequence[str],
+    variables: Mapping[str, str],
+    deadline: float,
+) -> Prepared:
     beside = [str(folder) for folder in own_folders()]
     if not isinstance(environment, (str, os.PathLike)):
         return required(tuple(environment), variables, deadline, beside)

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from distributor.launch.console import notify
+from distributor.wire.room import in_bytes
+
 _SWAP = threading.Lock()
 _SHIPPED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 _PROFILES: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
@@ -188,6 +191,8 @@ class Session:
         with self._first_time(name) as folder:
             if folder is None:
                 return
+            size = in_bytes(archive.stat().st_size)
+            notify(f"Spark brings {archive.name} ({size}) to the executors, once per session.")
             # By a name of its own: Spark takes no two files of one name from different folders.
             suffix = ".tar.gz" if archive.name.endswith(".tar.gz") else archive.suffix
             link = folder / f"{name}{suffix}"

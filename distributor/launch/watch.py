@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any, Literal, NoReturn
 
 from distributor.errors import NodeLost, RunTimeout, StartTimeout
 from distributor.launch.arrivals import Arrivals
-from distributor.launch.console import warn
+from distributor.launch.console import notify, warn
 from distributor.launch.diagnosis import explain
 from distributor.launch.job import Job
 from distributor.launch.resources import ClusterPlan
@@ -46,6 +47,8 @@ MEET_SECONDS = 10.0
 
 Longer than a node tries to connect. One that is only slow costs the others no more than a second.
 """
+TELL_SECONDS = 5.0
+"""Seconds from a node's first word until it is told that its environment is what takes so long."""
 STACKS_SECONDS = 3.0
 """Seconds for the nodes to say where their ranks stand."""
 LAST_WORDS_SECONDS = 5.0
@@ -79,6 +82,7 @@ class Watch:
         self._start_deadline = start_deadline
         self._run_deadline: float | None = None
         self._preparing: dict[int, str] = {}
+        self._tell_at = math.inf
         self._hosts: dict[int, str] = {}
         self._software: dict[str, Software] = {}
         self._first_up = 0.0
@@ -159,6 +163,7 @@ class Watch:
 
     def _node_prepares(self, node: int, message: Preparing) -> None:
         self._preparing[node] = message.host
+        self._tell_at = min(self._tell_at, time.monotonic() + TELL_SECONDS)
 
     def _node_up(self, node: int, message: NodeUp) -> None:
         self._preparing.pop(node, None)
@@ -250,6 +255,9 @@ class Watch:
 
     def _let_meet(self, now: float) -> None:
         """Let the nodes meet as soon as all are here; through Spark where one stays away."""
+        if self._preparing and now > self._tell_at:
+            self._tell_at = math.inf
+            notify(f"Waiting: {self._unready()}.")
         if self._rendezvous and len(self._hosts) == self._plan.num_tasks:
             check_alike(self._software | {"the driver": pickling_software()})
             self._hub.broadcast(self._rendezvous)
@@ -259,11 +267,13 @@ class Watch:
             self._go_without_hub()
         elif now > self._start_deadline:
             if self._preparing:
-                hosts = ", ".join(sorted(set(self._preparing.values())))
-                raise StartTimeout(f"After start_timeout, the environment is not ready on {hosts}.")
+                raise StartTimeout(f"After start_timeout, {self._unready()}.")
             if self._hosts:
                 raise StartTimeout(f"After start_timeout, no word from task(s) {self._silent()}.")
             self._go_without_hub()
+
+    def _unready(self) -> str:
+        return f"the environment is not ready on {', '.join(sorted(set(self._preparing.values())))}"
 
     def _one_stays_away(self, now: float) -> bool:
         return len(self._linked) < len(self._hosts) or now > self._first_up + MEET_SECONDS

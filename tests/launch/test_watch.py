@@ -155,12 +155,16 @@ def test_a_node_that_is_late_learns_how_the_others_meet(
     assert warned() == [], "all of them have a link"
 
 
-def test_nodes_that_prepare_their_environment_are_waited_for(run: Followed) -> None:
+def test_nodes_that_prepare_their_environment_are_waited_for(
+    run: Followed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch_module, "TELL_SECONDS", MEET_SECONDS)
     slow = [FakeNode(run.hub, number, prepares=True) for number in (1, 2)]
     first = FakeNode(run.hub, 0)
     first.tell(Rendezvous("127.0.0.1", 1))
     with pytest.raises(queue.Empty):
         first.heard.get(timeout=3 * MEET_SECONDS)
+    assert "Waiting: the environment is not ready on host1, host2." in capsys.readouterr().err
     for node in slow:
         node.come_up()
     assert [node.hears() for node in (first, *slow)] == [Rendezvous("127.0.0.1", 1)] * NODES
