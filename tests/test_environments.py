@@ -81,7 +81,8 @@ def test_ranks_of_a_packed_environment_have_its_packages(
     import torch
 
     ranks = distribute(2, environment=archive, warm=warm, env=on_nodes(cache))
-    found, again = ranks.run_all(look, OURS), ranks.run_all(look, OURS)
+    at_once = [ranks.submit_all(look, OURS) for _ in range(2)]
+    found, again = (future.result(DEADLINE) for future in at_once)
 
     assert metadata.version(OURS) != THEIRS
     assert [told["rank"] for told in found] == [0, 1]
@@ -123,13 +124,17 @@ def test_the_users_modules_come_before_those_of_the_environment(
     (beside / f"{NAME}.py").write_text("VERSION = 'of the user'")
     monkeypatch.syspath_prepend(str(beside))
 
-    def version() -> str:
+    monkeypatch.setenv("PYTHONPATH", f"/no/such/folder{os.pathsep}{beside}")
+    ranks = TorchDistributor(1, use_gpu=False, timeout=120, warm=False, environment=archive)
+
+    def versions() -> tuple[str, str]:
         import gadget  # type: ignore[import-not-found]
 
-        return str(gadget.VERSION)
+        program = [sys.executable, "-c", "import gadget; print(gadget.VERSION)"]
+        printed = subprocess.run(program, capture_output=True, text=True)
+        return gadget.VERSION, printed.stdout.strip()
 
-    ranks = TorchDistributor(1, use_gpu=False, timeout=120, warm=False, environment=archive)
-    assert ranks.run(version) == "of the user"
+    assert ranks.run(versions) == ("of the user", "of the user")
 
 
 def test_requirements_are_installed_once_on_each_node(

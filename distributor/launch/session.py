@@ -17,6 +17,7 @@ from distributor.launch.console import notify
 from distributor.wire.room import in_bytes
 
 _SWAP = threading.Lock()
+_SHIP = threading.Lock()
 _SHIPPED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 _PROFILES: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 
@@ -196,6 +197,7 @@ class Session:
             # By a name of its own: Spark takes no two files of one name from different folders.
             suffix = ".tar.gz" if archive.name.endswith(".tar.gz") else archive.suffix
             link = folder / f"{name}{suffix}"
+            link.unlink(missing_ok=True)  # of an attempt that failed
             link.symlink_to(archive)
             if self.is_connect:
                 self.spark.addArtifacts(f"{link}#{name}", archive=True)
@@ -207,16 +209,17 @@ class Session:
         """Give a folder from which Spark can take what has this name; None where it did before."""
         import tempfile
 
-        shipped = _SHIPPED.setdefault(self.spark, set())
-        if name in shipped:
-            yield None
-        elif self.is_connect:
-            with tempfile.TemporaryDirectory() as folder:
-                yield Path(folder)
-        else:
-            # Spark serves files from where they lie, and removes this folder when it stops.
-            yield Path(self.spark.sparkContext._temp_dir)
-        shipped.add(name)
+        with _SHIP:  # of runs that begin at the same time one ships, and the others wait
+            shipped = _SHIPPED.setdefault(self.spark, set())
+            if name in shipped:
+                yield None
+            elif self.is_connect:
+                with tempfile.TemporaryDirectory() as folder:
+                    yield Path(folder)
+            else:
+                # Spark serves files from where they lie, and removes this folder when it stops.
+                yield Path(self.spark.sparkContext._temp_dir)
+            shipped.add(name)
 
     def why_no_pools(self) -> str | None:
         """Say why no job can be put into a pool of the fair scheduler; None where it can."""

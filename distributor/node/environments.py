@@ -27,7 +27,8 @@ from distributor.node.software import Software, pickling_software
 FIRST, LAST = ("distributor", "cloudpickle"), ("threadpoolctl",)
 """What ranks have from here: whatever their environment has, and where it has none."""
 PROBE_SECONDS = 60.0
-NOT_INHERITED = {"PYTHONPATH": "", "PYTHONHOME": ""}
+PATH = "PYTHONPATH"
+NOT_INHERITED = {PATH: "", "PYTHONHOME": ""}
 """Spark's Python finds its modules by these; empty they are as unset."""
 PROBE = """
 import json, sys
@@ -120,10 +121,12 @@ def _prepared(
     told = _described(str(executable), compared)
     first, last = (_folders_with(names, variables, deadline) for names in (FIRST, LAST))
     search = os.pathsep.join([str(executable.parent), variables.get("PATH", os.defpath)])
+    inherited = variables.get(PATH, "").split(os.pathsep)
+    kept = os.pathsep.join(entry for entry in inherited if entry in beside)
     interpreter = Interpreter(
         executable=str(executable),
         path=tuple(dict.fromkeys([*first, *beside, *told["path"], *last])),
-        variables={**NOT_INHERITED, "VIRTUAL_ENV": str(folder), "PATH": search},
+        variables={**NOT_INHERITED, PATH: kept, "VIRTUAL_ENV": str(folder), "PATH": search},
     )
     return Prepared(interpreter, {**told["software"], **pickling_software()})
 
