@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bed.kernels import kernel_for
 from conftest import DEADLINE, needs_java
 
 pytest.importorskip("ipykernel")
 nbformat = pytest.importorskip("nbformat")
-nbclient = pytest.importorskip("nbclient")
-jupyter_client = pytest.importorskip("jupyter_client")
+pytest.importorskip("nbclient")
 
 DEFINITIONS = """
 import os
@@ -83,31 +81,10 @@ class Cell:
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """A kernel of this interpreter, apart from whatever Jupyter knows on this machine."""
-    folder = tmp_path_factory.mktemp("jupyter")
-    spec = folder / "kernels" / "this_python"
-    spec.mkdir(parents=True)
-    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    names = {"display_name": "this Python", "language": "python", "argv": command}
-    (spec / "kernel.json").write_text(json.dumps(names))
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
-            patch.setenv(name, str(folder))
-        specs = jupyter_client.kernelspec.KernelSpecManager(kernel_dirs=[str(folder / "kernels")])
-        client = nbclient.NotebookClient(
-            nbformat.v4.new_notebook(),
-            km=jupyter_client.AsyncKernelManager(
-                kernel_name="this_python", kernel_spec_manager=specs
-            ),
-            timeout=DEADLINE,
-            startup_timeout=DEADLINE,
-            coalesce_streams=True,
-            resources={"metadata": {"path": str(folder)}},
-        )
-        with client.setup_kernel():
-            opened = Notebook(client)
-            opened.run(DEFINITIONS)
-            yield opened
-            asyncio.run(client.km.shutdown_kernel(now=True))
+    with kernel_for(nbformat.v4.new_notebook(), tmp_path_factory.mktemp("jupyter")) as client:
+        opened = Notebook(client)
+        opened.run(DEFINITIONS)
+        yield opened
 
 
 def test_a_class_a_function_and_a_lambda_of_the_notebook(notebook: Notebook) -> None:

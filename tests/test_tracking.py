@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import http.server
 import os
 import socket
 import subprocess
 import sys
 import threading
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from bed.tracking_server import free_port, tracking_server
 from bed.waiting import comes_true
 from conftest import facts_in
 
@@ -35,39 +34,13 @@ mlflow: Any = pytest.importorskip("mlflow")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
-STARTS_IN = 120.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start a server on SQL; give its address. It chooses no port itself, so one is tried."""
-    folder = tmp_path_factory.mktemp("server")
-    uri = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "mlflow", "server", "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
-    command += ["--artifacts-destination", str(folder / "artifacts")]
-    command += ["--host", "127.0.0.1", "--port", uri.rpartition(":")[2]]
-
-    def answers() -> bool:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{uri}/health", timeout=5):
-            return True
-        return False
-
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, cwd=folder, start_new_session=True
-        )
-    try:
-        assert comes_true(answers, STARTS_IN), (folder / "log").read_text()
+    """Start a server on SQL; give its address."""
+    with tracking_server(tmp_path_factory.mktemp("server")) as uri:
         yield uri
-    finally:
-        os.killpg(process.pid, 9)
-        process.wait()
 
 
 @pytest.fixture
@@ -166,6 +139,25 @@ def test_a_rank_that_closes_the_run_does_not_end_it(
     [run] = runs_of(experiment)
     assert run.info.status == "FINISHED"
     assert metrics_of(run) == {"inside": 1.0}
+
+
+def test_a_rank_may_name_server_and_experiment_itself(
+    distribute: Distribute, experiment: str, server: str
+) -> None:
+    """As programs do that were written for another launcher."""
+
+    def log() -> None:
+        import mlflow
+
+        mlflow.set_tracking_uri(server)
+        mlflow.set_experiment(experiment_id=experiment)
+        mlflow.log_metric("loss", 1.0)
+
+    distribute(2).run(log)
+
+    [run] = runs_of(experiment)
+    assert run.info.run_name == "log"
+    assert run.data.metrics == {"loss": 1.0}
 
 
 def test_a_failed_job_is_failed_and_says_why(distribute: Distribute, experiment: str) -> None:

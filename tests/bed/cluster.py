@@ -91,17 +91,7 @@ class Cluster:
         """Start a driver program; it finds a session in ``spark`` and talks by ``tell``."""
         script = self.folder / f"{uuid.uuid4().hex}-bed_driver.py"
         script.write_text(TELLING + (SESSION if with_spark else "") + textwrap.dedent(source))
-        properties = {
-            "spark.master": self.address,
-            "spark.driver.host": self.on_driver.address,
-            "spark.driver.bindAddress": self.on_driver.address,
-            "spark.executor.memory": "512m",
-            "spark.executor.cores": "1",
-            "spark.ui.enabled": "false",
-            "spark.log.level": "OFF",
-            **conf,
-        }
-        return Driver(self, script, properties)
+        return Driver(self, script, self.properties | conf)
 
     def processes(self) -> list[psutil.Process]:
         """List all processes of this bed that live."""
@@ -133,6 +123,19 @@ class Cluster:
                 stderr=log,
                 cwd=self.folder,
             )
+
+    @property
+    def properties(self) -> dict[str, str]:
+        """What a driver's session needs to be told."""
+        return {
+            "spark.master": self.address,
+            "spark.driver.host": self.on_driver.address,
+            "spark.driver.bindAddress": self.on_driver.address,
+            "spark.executor.memory": "512m",
+            "spark.executor.cores": "1",
+            "spark.ui.enabled": "false",
+            "spark.log.level": "OFF",
+        }
 
     @property
     def environment(self) -> dict[str, str]:

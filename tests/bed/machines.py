@@ -142,7 +142,9 @@ def machines_apart(count: int) -> Iterator[list[Machine]]:
 @contextlib.contextmanager
 def machines_on_loopback(count: int) -> Iterator[list[Machine]]:
     """Make machines that are addresses of the loopback; their links cannot be touched."""
-    made = [Machine(f"127.0.1.{number}") for number in range(1, count + 1)]
+    pid = os.getpid()
+    network = f"127.{100 + pid % 100}.{pid // 100 % 250}"  # another bed has another
+    made = [Machine(f"{network}.{number}") for number in range(1, count + 1)]
     try:
         yield made
     finally:
