@@ -15,7 +15,7 @@ SPARK35 := conf/constraints-spark35.txt
 TORCH = $$(nvidia-smi -L >/dev/null 2>&1 || echo "-c conf/constraints-cpu.txt")
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-spark35 bench chaos lint clean
+.PHONY: help venv demo test test-all test-spark35 bench chaos notebooks lint clean
 .DELETE_ON_ERROR:
 
 help: ## Say what there is
@@ -28,7 +28,7 @@ demo: venv ## Train on real digits, on this machine
 	$(VENV)/bin/distributor demo
 
 # Spark starts faster so.
-test test-all test-spark35 bench chaos: export JDK_JAVA_OPTIONS := -XX:+UseSerialGC -XX:TieredStopAtLevel=1
+test test-all test-spark35 bench chaos notebooks: export JDK_JAVA_OPTIONS := -XX:+UseSerialGC -XX:TieredStopAtLevel=1
 
 test: venv ## Run the tests, less the slow ones
 	$(VENV)/bin/$(PYTEST) -m "not slow" $(ARGS)
@@ -44,6 +44,9 @@ bench: $(VENV)/.bench ## Measure speed beside others, at length; ARGS=--quick fo
 
 chaos: venv ## Hurt runs in every way and say what came of it, at length; ARGS="--times 1"
 	PYTHONPATH=tests $(VENV)/bin/python -m bed.chaos $(ARGS)
+
+notebooks: venv ## Run the notebooks on a cluster of two executors, and save what they show
+	PYTHONPATH=tests $(VENV)/bin/python -m bed.notebooks $(ARGS)
 
 lint: venv ## Check style, format and types
 	$(VENV)/bin/ruff check

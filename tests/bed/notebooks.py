@@ -1,0 +1,157 @@
+"""The notebooks, run from top to bottom; ``make notebooks`` saves them as they then are."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bed.cluster import Cluster, cluster_on
+from bed.kernels import kernel_for
+from bed.machines import machines_on_loopback
+from bed.tracking_server import tracking_server
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = ROOT / "notebooks"
+NAMES = ("walkthrough", "serverless")
+QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+"""Variables without which MLflow would tell its makers of its use."""
+OF_THIS_MACHINE = {
+    r"(?m)^(NOTE: Picked up|WARNING: Using incubator).*\n": "",
+    re.escape(f"{ROOT}/"): "",
+    r"[^\s\"]*/ipykernel_\d+/\d+\.py": "<cell>",
+    rf"\b{re.escape(socket.gethostname())}\b": "localhost",
+}
+"""What saved outputs are without (also what Java says of its own start), and have instead."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where notebooks are run: what they have to be told is in their kernels' environment.
+
+    Parameters
+    ----------
+    folder : Path
+        For all that is written.
+    cluster : Cluster
+        Where their Spark sessions have their executors.
+    uri : str
+        The tracking server's address.
+    """
+
+    folder: Path
+    cluster: Cluster
+    uri: str
+
+    def run(self, name: str, **properties: str) -> Any:
+        """Run a notebook; give it with its outputs. Errors that are not on purpose are raised.
+
+        Parameters
+        ----------
+        name : str
+            The file's, without its ending.
+        **properties
+            Of Spark, for other than a session on the cluster.
+        """
+        import nbformat
+
+        notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", nbformat.NO_CONVERT)
+        folder = self.folder / name
+        folder.mkdir()
+        with kernel_for(notebook, folder, self._environment(name, properties)) as client:
+            client.execute()
+        return notebook
+
+    def _environment(self, name: str, properties: dict[str, str]) -> dict[str, str]:
+        return {
+            **self.cluster.environment,
+            **QUIET,
+            "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+            "MLFLOW_EXPERIMENT_NAME": name,
+            "MLFLOW_TRACKING_URI": self.uri,
+            "OMP_NUM_THREADS": "1",  # as ranks have it; on busy cores more threads only wait
+            "PYTHONWARNINGS": "ignore",  # they tell of the versions that happen to be installed
+            "SPARK_CONF_DIR": str(self._spark_conf(name, properties)),
+            "SPARK_LOCAL_IP": self.cluster.on_driver.address,
+        }
+
+    def _spark_conf(self, name: str, properties: dict[str, str]) -> Path:
+        folder = self.folder / f"{name}-conf"
+        folder.mkdir()
+        shutil.copy(ROOT / "conf" / "log4j2.properties", folder)
+        told = {
+            **self.cluster.properties,
+            **{f"spark.executorEnv.{variable}": value for variable, value in QUIET.items()},
+            "spark.ui.showConsoleProgress": "false",
+            **properties,
+        }
+        lines = [f"{key} {value}\n" for key, value in told.items()]
+        (folder / "spark-defaults.conf").write_text("".join(lines))
+        return folder
+
+
+@contextlib.contextmanager
+def place_for_notebooks(folder: Path, port: int | None = None) -> Iterator[Place]:
+    """Start a cluster of two executors and, meanwhile, a tracking server; on the loopback."""
+    with (
+        contextlib.ExitStack() as stack,
+        ThreadPoolExecutor() as pool,
+        machines_on_loopback(3) as machines,
+    ):
+        server = pool.submit(stack.enter_context, tracking_server(folder, port))
+        with cluster_on(machines, folder, cores=2) as cluster:
+            yield Place(folder, cluster, server.result())
+
+
+def main() -> int:
+    """Run and save the notebooks that the command line names."""
+    import nbformat
+
+    parser = argparse.ArgumentParser("notebooks", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
+    wanted = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        place_for_notebooks(Path(folder), port=5000) as place,
+    ):
+        for name in wanted.only:
+            notebook = place.run(name)
+            nbformat.write(neutral(notebook), NOTEBOOKS / f"{name}.ipynb")
+            print(f"{name}: {len(notebook.cells)} cells")
+    return 0
+
+
+def neutral(notebook: Any) -> Any:
+    """Take from a notebook that has run what only tells of this machine."""
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if "text" in output:
+                output.text = _without_machine(output.text)
+            if "traceback" in output:
+                output.traceback = [_without_machine(text) for text in output.traceback]
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if output.get("text") != ""]
+    return notebook
+
+
+def _without_machine(text: str) -> str:
+    for pattern, instead in OF_THIS_MACHINE.items():
+        text = re.sub(pattern, instead, text)
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""The notebooks: from top to bottom on a cluster with a tracking server, and as they are saved."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from bed.notebooks import NAMES, NOTEBOOKS, Place, place_for_notebooks
+from conftest import needs_java
+
+nbformat = pytest.importorskip("nbformat")
+OF_A_MACHINE = re.compile(r"(?<![\w.:/#])/\w+/|\b(?!127\.0\.0\.1\b)\d+\.\d+\.\d+\.\d+\b")
+"""A path from the root, or an address other than the tracking server's."""
+
+
+class Ran:
+    """What a notebook shows below its cells."""
+
+    def __init__(self, notebook: Any) -> None:
+        self.code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+    def value(self, source: str) -> Any:
+        """Give the value shown below the cell that has this line."""
+        [output] = self._outputs(source, "execute_result")
+        return ast.literal_eval(output.data["text/plain"])
+
+    def lines(self, source: str) -> list[str]:
+        """Give the lines printed below the cell that has this line."""
+        streams = self._outputs(source, "stream")
+        return [line for output in streams for line in output.text.splitlines()]
+
+    def errors(self) -> list[str]:
+        """Name the errors that are shown."""
+        outputs = [output for cell in self.code for output in cell.outputs]
+        return [output.ename for output in outputs if output.output_type == "error"]
+
+    def plots(self) -> int:
+        """Count the plots."""
+        outputs = [output for cell in self.code for output in cell.outputs]
+        return sum("image/png" in output.get("data", {}) for output in outputs)
+
+    def _outputs(self, source: str, kind: str) -> list[Any]:
+        [cell] = [cell for cell in self.code if source in cell.source.splitlines()]
+        return [output for output in cell.outputs if output.output_type == kind]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """Start a cluster and a tracking server."""
+    for name in ("ipykernel", "matplotlib", "mlflow", "mlxtend", "nbclient"):
+        pytest.importorskip(name)
+    with place_for_notebooks(tmp_path_factory.mktemp("notebooks")) as place:
+        yield place
+
+
+def runs_of(place: Place, name: str) -> list[Any]:
+    """List the MLflow runs of a notebook, the first first."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(place.uri)
+    experiment = client.get_experiment_by_name(name)
+    return list(client.search_runs([experiment.experiment_id], order_by=["start_time"]))
+
+
+def losses_of(place: Place, run: Any) -> list[float]:
+    from mlflow import MlflowClient
+
+    history = MlflowClient(place.uri).get_metric_history(run.info.run_id, "loss")
+    return [metric.value for metric in history]
+
+
+@pytest.mark.spark
+@needs_java
+def test_the_walkthrough(place: Place) -> None:
+    """Alone, on two local ranks, and on two executors of a standalone cluster."""
+    ran = Ran(place.run("walkthrough"))
+
+    runs = runs_of(place, "walkthrough")
+    assert [run.info.run_name for run in runs] == ["alone", "local mode", "cluster mode"]
+    assert [run.info.status for run in runs] == ["FINISHED"] * 3
+    assert [run.data.params for run in runs] == [{"epochs": "3", "batch_size": "64"}] * 3
+    assert [run.data.tags.get("distributor.mode") for run in runs] == [None, "local", "cluster"]
+    for run in runs:
+        losses = losses_of(place, run)
+        # One rank's, of the 63 steps of each epoch.
+        assert len(losses) == 3 * (63 // 10)
+        assert losses[-1] < 0.5 * losses[0]
+        assert run.data.metrics["accuracy"] > 0.85
+    assert ran.value("accuracy(Net().to(DEVICE))") < 0.3
+
+    # Each rank has its share of the 4,000 digits, and says so.
+    alone = ran.lines('with mlflow.start_run(run_name="alone") as run:')
+    assert sum("63 steps" in line for line in alone) == 3
+    for mode in ("local", "cluster"):
+        cell = f'with mlflow.start_run(run_name="{mode} mode") as run:'
+        told = [line.partition(": ")[0] for line in ran.lines(cell) if "63 steps" in line]
+        assert sorted(told) == [f"[{rank}] epoch {epoch}" for rank in (0, 1) for epoch in (1, 2, 3)]
+        assert 0 < ran.value(cell) < 0.5, "what rank 0 returned"
+    for folder in ("alone", "local", "cluster"):
+        saved = (place.folder / "walkthrough" / "checkpoints" / folder).iterdir()
+        assert sorted(path.name for path in saved) == ["epoch-1.pt", "epoch-2.pt", "epoch-3.pt"]
+
+    assert ran.value("torch.equal(predict(loaded), predict(model))") is True
+    assert ran.errors() == []
+    assert ran.plots() == 2
+
+
+@pytest.mark.spark
+@needs_java
+def test_the_serverless_quick_start(place: Place) -> None:
+    """Its Spark is one of this machine, which starts sooner: the walkthrough has the cluster."""
+    ran = Ran(place.run("serverless", **{"spark.master": "local[2]"}))
+
+    nodes = [{"rank": rank, "local": rank, "node": 0} for rank in (0, 1)]
+    assert ran.value('introduce.distributed("hello")') == nodes
+    assert ran.value('introduce("hello")') == nodes[0]
+    assert ran.value("train.distributed(epochs=20)")[0] < 0.8
+    assert ran.value("train_on_cluster.distributed(epochs=20)")[0] < 0.8
+    assert ran.value("future.cancel(), future.cancelled()") == (True, True)
+    assert ran.value("failed") == [0]
+    assert ran.errors() == ["ZeroDivisionError"]
+
+    runs = runs_of(place, "serverless")
+    by_name: dict[str, list[Any]] = {}
+    for run in runs:
+        by_name.setdefault(run.info.run_name, []).append(run)
+    assert {name: len(found) for name, found in by_name.items() if name != "train"} == {
+        "introduce": 1,
+        "train_on_cluster": 1,
+        "divide": 2,
+    }
+    trained = [*by_name["train"], *by_name["train_on_cluster"]]
+    finished = [run for run in trained if run.info.status == "FINISHED"]
+    assert sorted(len(losses_of(place, run)) for run in finished) == [10, 10, 20, 20]
+    assert sorted(run.info.status for run in trained) == ["FINISHED"] * 4 + ["KILLED"]
+    assert {run.info.status for run in by_name["divide"]} == {"FAILED"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_notebook_is_of_one_run(name: str) -> None:
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", nbformat.NO_CONVERT)
+    nbformat.validate(notebook)
+    ran = Ran(notebook)
+
+    assert [cell.execution_count for cell in ran.code] == list(range(1, len(ran.code) + 1))
+    on_purpose = [cell for cell in ran.code if "raises-exception" in cell.metadata.get("tags", [])]
+    assert len(ran.errors()) == len(on_purpose)
+    shown = [text for cell in ran.code for output in cell.outputs for text in texts_of(output)]
+    assert shown
+    assert [found[0] for text in shown for found in OF_A_MACHINE.finditer(text)] == []
+
+
+def texts_of(output: Any) -> list[str]:
+    """List the texts of a cell's output, escapes for colours left out."""
+    data = output.get("data", {})
+    texts = [output.get("text", ""), *output.get("traceback", []), output.get("evalue", "")]
+    texts += [text for kind, text in data.items() if kind.startswith("text/")]
+    return [re.sub(r"\x1b\[[\d;]*m", "", text) for text in texts]
