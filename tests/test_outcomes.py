@@ -955,6 +955,7 @@ def test_failed_run_keeps_all_output_and_shows_what_was_asked_for(
             wait_until(lambda: False, "the failure stops this rank")
         wait_until(sign.exists, "rank 0 has printed")
         sys.stdout.flush()  # a crash in a flood may lose its last few milliseconds
+        sys.stderr.flush()
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise OSError("the last word")
