@@ -25,6 +25,7 @@ from distributor.launch.session import Session
 from distributor.node.redaction import Redaction
 from distributor.recording import Recorder
 from distributor.tracking import open_run, rank_environment, tags_of
+from distributor.wire.keeping import Keeping
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,6 +76,12 @@ class TorchDistributor(Settings):
         that the calling thread has set.
     mlflow_ranks : "first" or "all"
         Whose calls of MLflow log to the job's run; the others' do nothing.
+    storage_path : str or path, optional
+        Where ``distributor.train.report`` keeps checkpoints: a path that all nodes see, or an
+        address such as ``s3://bucket/runs``.
+    name : str, optional
+        The folder in it. A name that is used again goes on from what is there; by default it is
+        the run's own.
     environment : path or sequence of str, optional
         What ranks run in: a packed virtual environment (venv-pack, conda-pack), or requirements
         that pip installs once on each node; by default the interpreter that is there.
@@ -215,7 +222,7 @@ class TorchDistributor(Settings):
         where = {"num_processes": num_processes, "use_gpu": self.use_gpu, **launcher.describe()}
         tracking = open_run(program.name, tags_of(run_id, where), self.local_mode)
         of_run = rank_environment(tracking, self.mlflow_ranks)
-        env = {**of_run, **self.forwarded, **self.env}
+        env = {**of_run, **self._keeping(run_id), **self.forwarded, **self.env}
         recorder = Recorder(tracking, self.mlflow_ranks, Redaction(env)) if tracking else None
         job = Job(
             program=program,
@@ -227,6 +234,14 @@ class TorchDistributor(Settings):
             run_id=run_id,
         )
         return job, launcher, recorder
+
+    def _keeping(self, run_id: str) -> dict[str, str]:
+        if self.storage_path is None:
+            return {}
+        path = os.fspath(self.storage_path)
+        if "://" not in path:
+            path = os.path.abspath(path)  # ranks may have another working folder
+        return Keeping(storage_path=path, name=self.name or run_id).to_variable()
 
     def _follow(self, job: Job, launcher: Launcher, recorder: Recorder | None) -> list[Any]:
         what = "local training" if self.local_mode else "distributed training"

@@ -169,6 +169,8 @@ FLAGS: dict[str, tuple[list[str], object]] = {
     "gpu_type": (["--gpu-type", "a10"], "a10"),
     "pool": (["--pool", "reserved"], "reserved"),
     "mlflow_ranks": (["--mlflow-ranks", "all"], "all"),
+    "storage_path": (["--storage-path", "s3://bucket/runs"], "s3://bucket/runs"),
+    "name": (["--name", "mine"], "mine"),
     "environment": (["--environment", "env.tar.gz"], "env.tar.gz"),
 }
 

@@ -29,7 +29,7 @@ LAYERS = [
     {"runtime", "tracking"},
     {"recording"},
     {"torch_distributor"},
-    {"serverless"},
+    {"serverless", "train"},
     {"serverless_gpu"},
     {"", "cli", "demo"},
     {"__main__"},

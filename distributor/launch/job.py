@@ -63,6 +63,12 @@ class Settings:
         that the calling thread has set.
     mlflow_ranks : "first" or "all"
         Whose calls of MLflow log to the job's run; the others' do nothing.
+    storage_path : str or path, optional
+        Where ``distributor.train.report`` keeps checkpoints: a path that all nodes see, or an
+        address such as ``s3://bucket/runs``.
+    name : str, optional
+        The folder in it. A name that is used again goes on from what is there; by default it is
+        the run's own.
     environment : path or sequence of str, optional
         What ranks run in: a packed virtual environment (venv-pack, conda-pack), or requirements
         that pip installs once on each node; by default the interpreter that is there.
@@ -80,6 +86,8 @@ class Settings:
     gpu_type: GPUType | str | None = None
     pool: str | None = None
     mlflow_ranks: str = "first"
+    storage_path: str | os.PathLike[str] | None = None
+    name: str | None = None
     environment: Environment = None
 
     def __post_init__(self) -> None:
@@ -95,6 +103,7 @@ class Settings:
         _check_words("preload", self.preload, "modules, such as ['lightning']")
         _check_gpu_type(self.gpu_type)
         _check_pool(self.pool)
+        _check_storage(self.storage_path, self.name)
         if self.mlflow_ranks not in ("first", "all"):
             raise ValueError(f"mlflow_ranks is 'first' or 'all', but is {self.mlflow_ranks!r}.")
         check_environment(self.environment)
@@ -313,6 +322,15 @@ def _check_gpu_type(gpu_type: object) -> None:
 def _check_pool(pool: object) -> None:
     if pool is not None and not (isinstance(pool, str) and pool):
         raise ValueError(f"pool is the name of a pool of Spark's fair scheduler, but is {pool!r}.")
+
+
+def _check_storage(storage_path: object, name: object) -> None:
+    if storage_path is not None and not isinstance(storage_path, (str, os.PathLike)):
+        raise TypeError(f"storage_path is a path or an address, but is {storage_path!r}.")
+    if name is not None and not (isinstance(name, str) and name and "/" not in name):
+        raise ValueError(f"name is the name of a folder in storage_path, but is {name!r}.")
+    if name is not None and storage_path is None:
+        raise ValueError(f"name is {name!r}, but there is no storage_path for it to be in.")
 
 
 def _type_of(thing: object) -> str:

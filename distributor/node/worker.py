@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from distributor.node.finishing import finish
 from distributor.node.leash import EXIT, FAILURE, STARTED, VALUE, Leash
 from distributor.node.leaving import (
     end_forked,
@@ -104,17 +105,24 @@ def _load_program(descriptor: int) -> Program:
 
 
 def _execute(program: Program) -> Any:
-    """Run the program; leaving with code 0 is its way to return None."""
+    """Run the program, and finish what it began; leaving with code 0 is its way to return None."""
     rank = os.getpid()
+    try:
+        value = _returned(program)
+        finish()
+        return value
+    finally:
+        if os.getpid() != rank:
+            end_forked(sys.exc_info()[1])
+
+
+def _returned(program: Program) -> Any:
     try:
         return _call(program)
     except SystemExit as leaving:
         if leaving.code in (None, 0):
             return None
         raise
-    finally:
-        if os.getpid() != rank:
-            end_forked(sys.exc_info()[1])
 
 
 def _call(program: Program) -> Any:

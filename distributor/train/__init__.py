@@ -1,0 +1,74 @@
+"""Training that reports, keeps checkpoints and goes on from them, in Ray Train's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distributor.train.checkpoint import Checkpoint
+from distributor.train.context import TrainContext, get_context
+from distributor.train.session import CheckpointUploadMode, ReportedCheckpoint, current
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointUploadMode",
+    "ReportedCheckpoint",
+    "TrainContext",
+    "get_all_reported_checkpoints",
+    "get_checkpoint",
+    "get_context",
+    "report",
+]
+
+
+def report(
+    metrics: Mapping[str, Any],
+    checkpoint: Checkpoint | None = None,
+    checkpoint_dir_name: str | None = None,
+    checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+    delete_local_checkpoint_after_upload: bool | None = None,
+) -> None:
+    """Report metrics, and perhaps a checkpoint, together with all other ranks.
+
+    A checkpoint is all that the ranks save in theirs, and exists once all of it is in storage.
+    Every rank calls this as often as the others.
+
+    Parameters
+    ----------
+    metrics : mapping of str to object
+        What was measured, as JSON can hold it; rank 0's is recorded.
+    checkpoint : Checkpoint, optional
+        What this rank has saved. Ranks that have saved nothing give none.
+    checkpoint_dir_name : str, optional
+        The checkpoint's folder; by default ``checkpoint_000003`` and so on. The same on all ranks.
+    checkpoint_upload_mode : CheckpointUploadMode
+        SYNC: it exists when this returns. ASYNC: this returns at once, and it exists some time
+        later, in the order of the reports. NO_UPLOAD: it lies in storage already.
+    delete_local_checkpoint_after_upload : bool, optional
+        Whether this rank's own folder is removed then; by default where the mode is ASYNC.
+
+    Raises
+    ------
+    DistributorError
+        Where a rank could not bring its files to storage, where ranks differ in the checkpoint's
+        name, or where one does not report. With ASYNC the next report raises it, or the run's end.
+    RuntimeError
+        Outside a run, or in one without storage.
+    TypeError
+        For metrics that JSON cannot hold.
+    """
+    mode = CheckpointUploadMode(checkpoint_upload_mode)
+    delete = delete_local_checkpoint_after_upload
+    if delete is None:
+        delete = mode is CheckpointUploadMode.ASYNC
+    current().report(metrics, checkpoint, checkpoint_dir_name, mode, delete)
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """Give the latest checkpoint that exists, of an earlier run of this name too; or None."""
+    return current().latest()
+
+
+def get_all_reported_checkpoints() -> list[ReportedCheckpoint]:
+    """List the checkpoints that exist, with what was reported, the oldest first."""
+    return current().all()

@@ -1,0 +1,75 @@
+"""File systems by address: what pyarrow knows, else what fsspec does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+
+def resolve(path: str | os.PathLike[str], filesystem: Any = None) -> tuple[pafs.FileSystem, str]:
+    """Find the file system of a path.
+
+    Parameters
+    ----------
+    path : str or path
+        A path, or an address such as ``s3://bucket/folder``; with `filesystem` a path in it.
+    filesystem : pyarrow.fs.FileSystem or fsspec file system, optional
+        Where the path is.
+
+    Returns
+    -------
+    FileSystem
+        Pyarrow's, or what makes one of fsspec's.
+    str
+        The path in it; absolute where it is this machine's.
+
+    Raises
+    ------
+    TypeError
+        For a `filesystem` of neither kind.
+    ValueError
+        For an address whose scheme nobody knows.
+    """
+    text = os.fspath(path)
+    if filesystem is not None:
+        return _adapted(filesystem), text.rstrip("/")
+    if "://" not in text:
+        return pafs.LocalFileSystem(), str(Path(text).expanduser().absolute())
+    try:
+        found, inside = pafs.FileSystem.from_uri(text)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as unknown:
+        return _by_fsspec(text, unknown)
+    return found, str(inside).rstrip("/")
+
+
+def is_local(filesystem: pafs.FileSystem) -> bool:
+    """Tell whether it is that of this machine, mounted shares among it."""
+    return isinstance(filesystem, pafs.LocalFileSystem)
+
+
+def _adapted(filesystem: Any) -> pafs.FileSystem:
+    if isinstance(filesystem, pafs.FileSystem):
+        return filesystem
+    if hasattr(filesystem, "ls") and hasattr(filesystem, "open"):
+        return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem))
+    raise TypeError(
+        "storage_filesystem is a file system of pyarrow's (pyarrow.fs) or fsspec's, but is "
+        f"{filesystem!r}."
+    )
+
+
+def _by_fsspec(address: str, unknown: Exception) -> tuple[pafs.FileSystem, str]:
+    try:
+        from fsspec.core import url_to_fs
+
+        found, inside = url_to_fs(address)
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f"No file system is known for {address}: pyarrow says {str(unknown)!r}, and fsspec "
+            f"{str(error)!r}. Install the package that has it, or give storage_filesystem."
+        ) from error
+    return _adapted(found), str(inside).rstrip("/")

@@ -1,0 +1,37 @@
+"""Which checkpoints are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from distributor.train.storage import PREFIX, Manifest
+from distributor.wire.keeping import Keeping
+
+
+def superfluous(committed: Sequence[tuple[str, Manifest]], keeping: Keeping) -> list[str]:
+    """Name the checkpoints that need not be kept: neither the latest, nor among the best.
+
+    Parameters
+    ----------
+    committed : sequence of pairs of str and Manifest
+        Those that exist, the oldest first.
+    keeping : Keeping
+        How many are kept, and by what they are judged. Those that the user has named stay.
+    """
+    numbered = [pair for pair in committed if pair[0].startswith(PREFIX)]
+    if keeping.num_to_keep is None or len(numbered) <= keeping.num_to_keep:
+        return []
+    ranked = sorted(numbered, key=lambda pair: _worth(pair[1], keeping))
+    kept = {numbered[-1][0]}
+    while len(kept) < keeping.num_to_keep:
+        kept.add(ranked.pop()[0])
+    return [name for name, _ in numbered if name not in kept]
+
+
+def _worth(manifest: Manifest, keeping: Keeping) -> tuple[float, int]:
+    """Judge a checkpoint: by its metric, which may be missing, then by its age."""
+    score = manifest.metrics.get(keeping.score_attribute or "")
+    if not isinstance(score, (int, float)) or math.isnan(score):
+        return -math.inf, manifest.index
+    return (score if keeping.score_order == "max" else -score), manifest.index

@@ -1,0 +1,44 @@
+"""What a training keeps and where, as the driver tells its ranks by a variable."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+VARIABLE = "DISTRIBUTOR_TRAIN"
+"""The variable in which a rank finds what its training keeps where."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """What a training keeps, and where.
+
+    Parameters
+    ----------
+    storage_path, name : str
+        The folder of all trainings, and this one's in it.
+    num_to_keep : int or None
+        How many checkpoints are kept; None for all.
+    score_attribute : str or None
+        The metric that makes a checkpoint worth keeping; None for its age.
+    score_order : "max" or "min"
+        Which end of that metric is the better.
+    """
+
+    storage_path: str
+    name: str
+    num_to_keep: int | None = None
+    score_attribute: str | None = None
+    score_order: Literal["max", "min"] = "max"
+
+    def to_variable(self) -> dict[str, str]:
+        """Give the variable for ranks."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def here(cls) -> Keeping | None:
+        """Read what this rank's training keeps; None where nobody said."""
+        text = os.environ.get(VARIABLE)
+        return cls(**json.loads(text)) if text else None

@@ -1,0 +1,242 @@
+"""Ranks that report together: what is in storage then, and from where the next run goes on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from distributor import DistributorError, TorchDistributor, train
+from distributor.train import Checkpoint, CheckpointUploadMode, session
+from distributor.train.keeping import superfluous
+from distributor.train.storage import Manifest, Storage
+from distributor.wire.keeping import Keeping
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+Distribute = Callable[..., TorchDistributor]
+
+
+def save(folder: Path, text: str) -> Checkpoint:
+    """Save what this rank has."""
+    rank = train.get_context().get_world_rank()
+    mine = folder / f"of rank {rank}"
+    mine.mkdir(parents=True, exist_ok=True)
+    (mine / f"{rank}.txt").write_text(text)
+    return Checkpoint.from_directory(mine)
+
+
+def go_on(folder: Path, until: int) -> tuple[int, str | None]:
+    """Count from where the latest checkpoint ends, and report at each step."""
+    before = train.get_checkpoint()
+    begin = 0
+    if before:
+        rank = train.get_context().get_world_rank()
+        with before.as_directory() as there:
+            begin = int(Path(there, f"{rank}.txt").read_text())
+    for step in range(begin, until):
+        checkpoint = save(folder, str(step + 1))
+        train.report({"step": step, "loss": 1 / (step + 1)}, checkpoint=checkpoint)
+    latest = train.get_checkpoint()
+    return begin, latest.path if latest else None
+
+
+def test_what_ranks_report_is_one_checkpoint(distribute: Distribute, tmp_path: Path) -> None:
+    ranks = distribute(2, storage_path=tmp_path / "runs", name="mine")
+
+    begin, latest = ranks.run(go_on, tmp_path, 2)
+
+    assert begin == 0
+    storage = Storage(tmp_path / "runs", "mine")
+    assert latest == f"{storage.path}/checkpoint_000001"
+    assert [manifest.metrics["step"] for _, manifest in storage.committed()] == [0, 1]
+    files = {path.name: path.read_text() for path in Path(latest).glob("*.txt")}
+    assert files == {"0.txt": "2", "1.txt": "2"}
+
+
+def test_a_name_that_is_used_again_goes_on(tmp_path: Path) -> None:
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", name="mine")
+    ranks.run(go_on, tmp_path, 2)
+
+    begin, latest = ranks.run(go_on, tmp_path, 3)
+
+    assert begin == 2
+    assert latest is not None
+    assert latest.endswith("checkpoint_000002")
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", name="mine")
+    _, latest = ranks.run(go_on, tmp_path, 2)
+    assert latest is not None
+    Path(latest, "1.txt").write_text("9")
+
+    begin, latest = ranks.run(go_on, tmp_path, 2)
+
+    assert begin == 1
+    assert latest is not None
+    assert latest.endswith("checkpoint_000002"), "what is damaged is not written over either"
+    assert "checkpoint_000001 is passed over: " in capsys.readouterr().out
+
+
+def test_what_is_reported_in_the_background_exists_at_the_end(tmp_path: Path) -> None:
+    def report() -> None:
+        for step in range(3):
+            train.report(
+                {"step": step},
+                checkpoint=save(tmp_path / str(step), "x"),
+                checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+            )
+
+    TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", name="mine").run(report)
+
+    storage = Storage(tmp_path / "runs", "mine")
+    assert [manifest.metrics["step"] for _, manifest in storage.committed()] == [0, 1, 2]
+    assert not any((tmp_path / "0").iterdir()), "local folders are removed by default"
+
+
+def test_only_some_ranks_have_something_to_save(tmp_path: Path) -> None:
+    def report() -> list[str]:
+        first = train.get_context().get_world_rank() == 0
+        checkpoint = save(tmp_path, "whole") if first else None
+        train.report({"loss": 1.0})
+        train.report({"loss": 0.5}, checkpoint=checkpoint, checkpoint_dir_name="full_model")
+        return [reported.checkpoint.path for reported in train.get_all_reported_checkpoints()]
+
+    paths = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", name="a").run(report)
+
+    assert paths == [f"{tmp_path}/runs/a/full_model"]
+
+
+def test_ranks_that_differ_in_the_name_are_told_so(tmp_path: Path) -> None:
+    def report() -> None:
+        name = f"of {train.get_context().get_world_rank()}"
+        train.report({}, checkpoint=save(tmp_path, "x"), checkpoint_dir_name=name)
+
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs")
+    with pytest.raises(DistributorError, match="names: 'of 1' on rank 1, 'of 0' on rank 0"):
+        ranks.run(report)
+
+
+def test_a_rank_that_does_not_report_is_named(tmp_path: Path) -> None:
+    def report() -> None:
+        session.WAIT_SECONDS = 2.0
+        if train.get_context().get_world_rank() == 0:
+            train.report({"loss": 1.0})
+        else:
+            train.get_checkpoint()
+
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
+    with pytest.raises(DistributorError, match=r"rank 0 still waits for rank\(s\) \[1\]"):
+        ranks.run(report)
+
+
+def test_files_of_one_name_that_differ_are_told(tmp_path: Path) -> None:
+    def report() -> None:
+        mine = tmp_path / str(train.get_context().get_world_rank())
+        mine.mkdir()
+        (mine / "model.pt").write_text(mine.name)
+        train.report({}, checkpoint=Checkpoint.from_directory(mine))
+
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs")
+    with pytest.raises(DistributorError, match="Several ranks report a file model"):
+        ranks.run(report)
+
+
+def test_sharded_on_four_ranks_and_loaded_on_others(tmp_path: Path) -> None:
+    """By torch.distributed.checkpoint, parameters and optimizer alike to the last bit."""
+
+    def train_some(steps: int) -> Any:
+        import torch
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+        from torch.distributed.fsdp import fully_shard
+
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 24), torch.nn.Linear(24, 3)).double()
+        fully_shard(model)
+        optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+        before = train.get_checkpoint()
+        if before:
+            states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+            with before.as_directory() as folder:
+                dcp.load(states, checkpoint_id=folder)
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=states["model"],
+                optim_state_dict=states["optim"],
+            )
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+        states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+        if steps:
+            folder = str(tmp_path / "local")
+            dcp.save(states, checkpoint_id=folder)
+            train.report({}, checkpoint=Checkpoint.from_directory(folder))
+        whole = {name: value.full_tensor() for name, value in states["model"].items()}
+        moments = {
+            f"{name}.{key}": value.full_tensor()
+            for name, state in states["optim"]["state"].items()
+            for key, value in state.items()
+            if hasattr(value, "full_tensor")
+        }
+        return {**whole, **moments}
+
+    where = {"use_gpu": False, "storage_path": tmp_path / "runs", "name": "mine", "timeout": 120}
+    saved = TorchDistributor(4, **where).run(train_some, 3)
+    assert len(saved) == 12
+    for ranks in (2, 3, 1):
+        loaded = TorchDistributor(ranks, **where).run(train_some, 0)
+        assert loaded.keys() == saved.keys()
+        assert all((loaded[name] == saved[name]).all() for name in saved)
+
+
+def test_outside_a_run_there_is_nobody_to_report_to() -> None:
+    with pytest.raises(RuntimeError, match="report and get_checkpoint are for the ranks of a run"):
+        train.report({"loss": 1.0})
+    assert train.get_context().get_world_size() == 1
+
+
+def test_without_storage_nothing_can_be_kept() -> None:
+    with pytest.raises(RuntimeError, match="This run keeps nothing: give TorchDistributor a"):
+        TorchDistributor(1, use_gpu=False).run(lambda: train.report({}))
+
+
+KEPT = [
+    (None, None, "max", "0123"),
+    (2, None, "max", "23"),
+    (2, "accuracy", "max", "13"),
+    (2, "accuracy", "min", "03"),
+    (1, "accuracy", "max", "3"),
+    (3, "unknown", "max", "123"),
+]
+
+
+@pytest.mark.parametrize(("keep", "attribute", "order", "kept"), KEPT)
+def test_the_best_are_kept_and_the_latest(keep: Any, attribute: Any, order: Any, kept: str) -> None:
+    scores = [0.1, 0.9, 0.5, 0.3]
+    committed = [
+        (
+            f"checkpoint_{index:06d}",
+            Manifest(index=index, metrics={"accuracy": score}, world_size=1, files=()),
+        )
+        for index, score in enumerate(scores)
+    ]
+    named = ("full_model", Manifest(index=4, world_size=1, files=()))
+    keeping = Keeping(
+        storage_path="x", name="x", num_to_keep=keep, score_attribute=attribute, score_order=order
+    )
+    gone = superfluous([*committed, named], keeping)
+    left = [name[-1] for name, _ in committed if name not in gone]
+    assert "".join(left) == kept
+    assert "full_model" not in gone

@@ -1,0 +1,208 @@
+"""Checkpoints in storage: whole or not there, on file systems that can do little."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs as pafs
+import pytest
+
+from distributor import DistributorError
+from distributor.train.checkpoint import Checkpoint
+from distributor.train.storage import MANIFEST, Manifest, Storage
+
+fsspec = pytest.importorskip("fsspec")
+
+
+def plain_writes_only(folder: Path) -> Any:
+    """Make a file system that can do no more than a mounted object store."""
+    from fsspec.implementations.dirfs import DirFileSystem
+    from fsspec.implementations.local import LocalFileSystem
+
+    class Plain(LocalFileSystem):  # type: ignore[misc]
+        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+            assert mode in ("rb", "wb"), f"{mode} is no plain write"
+            assert mode == "rb" or not Path(path).exists(), f"{path} is written twice"
+            file = super()._open(path, mode, **options)
+            return file
+
+        def mv(self, *args: Any, **options: Any) -> None:
+            raise PermissionError("it cannot rename")
+
+        mv_file = rename = move = ln = symlink = mv
+
+    return DirFileSystem(str(folder), Plain())
+
+
+@pytest.fixture(params=["local", "plain"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    (tmp_path / "storage").mkdir()
+    if request.param == "local":
+        return Storage(tmp_path / "storage", "run")
+    return Storage("", "run", plain_writes_only(tmp_path / "storage"))
+
+
+def written_by(rank: int, folder: Path) -> Path:
+    """Make what a rank saves: a shard, and another in a folder below."""
+    mine = folder / f"of rank {rank}"
+    (mine / "deep").mkdir(parents=True)
+    (mine / f"__{rank}_0.distcp").write_bytes(bytes([rank]) * 1000)
+    (mine / "deep" / f"{rank}.pt").write_bytes(b"x" * rank)
+    return mine
+
+
+def save(storage: Storage, index: int, folder: Path, ranks: int = 2) -> str:
+    name = f"checkpoint_{index:06d}"
+    files = [
+        file
+        for rank in range(ranks)
+        for file in storage.upload(written_by(rank, folder / name), name)
+    ]
+    metrics = {"loss": 1 / (index + 1)}
+    manifest = Manifest(index=index, metrics=metrics, world_size=ranks, files=tuple(files))
+    storage.commit(name, manifest)
+    return name
+
+
+def test_what_is_committed_is_found_in_order(storage: Storage, tmp_path: Path) -> None:
+    names = [save(storage, index, tmp_path) for index in (2, 0, 1)]
+
+    found = storage.committed()
+    assert [name for name, _ in found] == sorted(names)
+    assert [manifest.metrics for _, manifest in found] == [
+        {"loss": 1.0},
+        {"loss": 0.5},
+        {"loss": 1 / 3},
+    ]
+    assert [storage.damage_of(name, manifest) for name, manifest in found] == [None] * 3
+    with storage.checkpoint(names[0]).as_directory() as folder:
+        assert Path(folder, "__1_0.distcp").read_bytes() == bytes([1]) * 1000
+        assert Path(folder, "deep", "1.pt").read_bytes() == b"x"
+
+
+def test_without_a_manifest_there_is_no_checkpoint(storage: Storage, tmp_path: Path) -> None:
+    storage.upload(written_by(0, tmp_path), "checkpoint_000000")
+    assert storage.committed() == []
+
+
+@pytest.mark.parametrize("length", [0, 1, 50, -1])
+def test_a_manifest_that_was_cut_short_is_none(tmp_path: Path, length: int) -> None:
+    storage = Storage(tmp_path / "storage", "run")
+    name = save(storage, 0, tmp_path)
+    manifest = tmp_path / "storage" / "run" / name / MANIFEST
+    manifest.write_bytes(manifest.read_bytes()[:length])
+    assert storage.committed() == []
+
+
+def test_nothing_committed_is_written_over(storage: Storage, tmp_path: Path) -> None:
+    name = save(storage, 0, tmp_path)
+    with pytest.raises(DistributorError, match=f"{name} is already in .*run, and is not written"):
+        storage.upload(written_by(0, tmp_path), name)
+
+
+def test_a_file_that_others_cannot_see_stops_the_commit(tmp_path: Path) -> None:
+    storage = Storage(tmp_path / "storage", "run")
+    files = storage.upload(written_by(0, tmp_path), "a")
+    (tmp_path / "storage" / "run" / "a" / "deep" / "0.pt").write_bytes(b"more")
+    with pytest.raises(DistributorError, match=r"not whole: 0 bytes were written to .*0\.pt, and"):
+        storage.commit("a", Manifest(index=0, world_size=1, files=tuple(files)))
+    assert storage.committed() == []
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda file: file.unlink(), "is gone"),
+        (lambda file: file.write_bytes(b"short"), "has 5 bytes, and had 1,000"),
+        (lambda file: file.write_bytes(bytes(1000)), "has been changed"),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, harm: Any, told: str) -> None:
+    storage = Storage(tmp_path / "storage", "run")
+    name = save(storage, 0, tmp_path)
+    harm(tmp_path / "storage" / "run" / name / "__1_0.distcp")
+
+    [(_, manifest)] = storage.committed()
+    damage = storage.damage_of(name, manifest)
+    assert damage is not None
+    assert damage.endswith(told)
+    assert "__1_0.distcp" in damage
+
+
+def test_what_is_removed_is_gone(storage: Storage, tmp_path: Path) -> None:
+    kept, removed = save(storage, 0, tmp_path), save(storage, 1, tmp_path)
+    storage.remove(removed)
+    assert [name for name, _ in storage.committed()] == [kept]
+    with pytest.raises(FileNotFoundError, match=f"There is no checkpoint at .*{removed}"):
+        storage.checkpoint(removed).to_directory(tmp_path / "copy")
+
+
+KILLED = """
+import os, signal, sys
+import pyarrow.fs as pafs
+from distributor.train import storage as subject
+from distributor.train.storage import Manifest, Storage
+
+folder, deadly = sys.argv[1], int(sys.argv[2])
+calls = [0]
+
+class Mortal(pafs.FSSpecHandler):
+    def open_output_stream(self, path, metadata):
+        calls[0] += 1
+        stream = super().open_output_stream(path, metadata)
+        if calls[0] == deadly:
+            stream.write(b"{")
+            stream.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return stream
+
+import fsspec
+storage = Storage(folder, "run", pafs.PyFileSystem(Mortal(fsspec.filesystem("file"))))
+files = storage.upload(sys.argv[3], "checkpoint_000001")
+storage.commit("checkpoint_000001", Manifest(index=1, world_size=1, files=tuple(files)))
+print("committed")
+"""
+
+
+@pytest.mark.parametrize("deadly", [1, 2, 3, 4])
+def test_whoever_is_killed_while_saving_leaves_what_was_there(tmp_path: Path, deadly: int) -> None:
+    """It writes two files, and then the manifest."""
+    storage = Storage(tmp_path / "storage", "run")
+    before = save(storage, 0, tmp_path)
+    mine = written_by(7, tmp_path)
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "storage"), str(deadly), str(mine)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    found = storage.committed()
+    committed = "committed" in done.stdout
+    assert committed == (deadly == 4), done.stderr
+    assert [name for name, _ in found] == [before, "checkpoint_000001"][: 1 + committed]
+    assert [storage.damage_of(*pair) for pair in found] == [None] * len(found)
+
+
+def test_a_checkpoint_travels_and_keeps_its_metadata(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.from_directory(tmp_path)
+    checkpoint.set_metadata({"epoch": 3})
+    checkpoint.update_metadata({"step": 7})
+
+    there: Checkpoint = pickle.loads(pickle.dumps(checkpoint))
+    assert there == checkpoint
+    assert there.get_metadata() == {"epoch": 3, "step": 7}
+    with there.as_directory() as folder:
+        assert folder == str(tmp_path), "it is not copied"
+
+
+def test_addresses_of_pyarrow_and_of_fsspec_are_known(tmp_path: Path) -> None:
+    local = Checkpoint(tmp_path.as_uri())
+    assert isinstance(local.filesystem, pafs.LocalFileSystem)
+    assert local.path == str(tmp_path)
+    memory = Checkpoint("memory://bucket/checkpoint")
+    assert memory.path.endswith("bucket/checkpoint")
+    with pytest.raises(ValueError, match="No file system is known for nowhere://x"):
+        Checkpoint("nowhere://x")
+    with pytest.raises(TypeError, match="storage_filesystem is a file system of pyarrow's"):
+        Checkpoint("x", filesystem="s3")
