@@ -44,7 +44,7 @@ PRINTED: tuple[Stream, ...] = ("stdout", "stderr")
 CHUNK = 256 * 1024
 MANY_LINES = 250
 """Lines between two looks from which on a rank is to print in batches."""
-TAIL_BYTES, TAIL_LINES = 8192, 20
+TAIL_BYTES, TAIL_LINES = 8192, 40
 
 
 class Sink(Protocol):

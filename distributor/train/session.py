@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import json
 import os
+import secrets
 import shutil
+import socket
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -111,15 +113,45 @@ class Session:
             timeout=timedelta(seconds=WAIT_SECONDS),
         )
         self._store = dist.PrefixStore("distributor/train", client)  # type: ignore[attr-defined]
+        self._tell(f"proof/{self._rank}", {"host": socket.gethostname(), **self._prove()})
         if self._rank == 0:
-            self._tell("begin", self._found())
+            error = self._strangers()
+            self._tell("begin", {"error": error} if error else self._found())
         found = self._hear("begin", {0})
+        if "error" in found:
+            raise DistributorError(found["error"])
         self._latest, self._next = found["latest"], found["next"]
+
+    def _prove(self) -> dict[str, str]:
+        """Leave a file for rank 0 to see."""
+        proof = f".proof-{secrets.token_hex(8)}"
+        try:
+            self._storage.leave(proof)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"file": proof}
+
+    def _strangers(self) -> str | None:
+        """Say which ranks do not write to the storage that this one sees."""
+        told = [self._hear(f"proof/{rank}", {rank}) for rank in range(self._size)]
+        seen = self._storage.take_away([each["file"] for each in told if "file" in each])
+        lacks = [
+            f"rank {rank} on {each['host']}: {each.get('error', 'what it writes is not there')}"
+            for rank, each in enumerate(told)
+            if each.get("file") not in seen
+        ]
+        if not lacks:
+            return None
+        return (
+            f"The ranks do not share the storage that rank 0 on {told[0]['host']} sees at "
+            f"{self._storage.path}: {'; '.join(lacks)}. storage_path has to be a folder that all "
+            "nodes mount and may write, or an address such as s3://bucket/runs."
+        )
 
     def _found(self) -> dict[str, Any]:
         """Find the latest checkpoint that is not damaged."""
         committed = self._storage.committed()
-        after = 1 + max((manifest.index for _, manifest in committed), default=-1)
+        after = max([self._storage.next_index(), *(1 + each.index for _, each in committed)])
         for name, manifest in reversed(committed):
             damage = self._storage.damage_of(name, manifest)
             if damage is None:
@@ -176,8 +208,9 @@ class Session:
                 index=self._next, metrics=metrics, world_size=self._size, files=files
             )
             self._storage.commit(target, manifest)
-            for name in superfluous(self._storage.committed(), self._keeping):
-                self._storage.remove(name)
+            kept = self._storage.committed()
+            for old in (*superfluous(kept, self._keeping), *self._storage.leftovers(target)):
+                self._storage.remove(old)
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return {"committed": True}

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from distributor.train.filesystems import resolve
 
 MANIFEST = ".manifest.json"
 PREFIX = "checkpoint_"
+NUMBERED = re.compile(rf"{PREFIX}(\d+)")
 CHUNK = 16 * 1024 * 1024
 
 
@@ -95,6 +97,20 @@ class Storage:
         self.filesystem, root = resolve(storage_path, filesystem)
         self.path = f"{root}/{name}"
 
+    def leave(self, name: str) -> None:
+        """Leave a small file in the run's folder."""
+        self.filesystem.create_dir(self.path, recursive=True)
+        with self.filesystem.open_output_stream(f"{self.path}/{name}") as stream:
+            stream.write(b"\n")
+
+    def take_away(self, names: Sequence[str]) -> set[str]:
+        """Remove such files; give the names of those that were there."""
+        infos = self.filesystem.get_file_info([f"{self.path}/{name}" for name in names])
+        there = {info.base_name for info in infos if info.type == pafs.FileType.File}
+        for name in there:
+            self.filesystem.delete_file(f"{self.path}/{name}")
+        return there
+
     def upload(self, folder: str | os.PathLike[str], checkpoint: str) -> list[Stored]:
         """Write a rank's files into a checkpoint, which exists only once it is committed.
 
@@ -149,6 +165,21 @@ class Storage:
             if (manifest := self.manifest_of(name)) is not None
         )
         return sorted(found, key=lambda pair: pair[1].index)
+
+    def next_index(self) -> int:
+        """Give the number after that of any checkpoint, whole or not: folders are used once."""
+        return 1 + max(map(_index_of, self._numbered()), default=-1)
+
+    def leftovers(self, before: str) -> list[str]:
+        """Name the checkpoints before another that were begun and never committed.
+
+        One whose manifest is there and damaged is not among them: it is for people to look at.
+        """
+        old = [name for name in self._numbered() if _index_of(name) < _index_of(before)]
+        files = [self._inside(name, MANIFEST) for name in old]
+        infos = self.filesystem.get_file_info(files)
+        missing = pafs.FileType.NotFound
+        return [name for name, info in zip(old, infos, strict=True) if info.type == missing]
 
     def manifest_of(self, checkpoint: str) -> Manifest | None:
         """Read a checkpoint's manifest; None where it is not committed."""
@@ -216,8 +247,17 @@ class Storage:
         infos = self.filesystem.get_file_info(selector)
         return [info.base_name for info in infos if info.type == pafs.FileType.Directory]
 
+    def _numbered(self) -> list[str]:
+        return sorted(name for name in self._folders() if NUMBERED.fullmatch(name))
+
     def _inside(self, checkpoint: str, name: str) -> str:
         return f"{self.path}/{checkpoint}/{name}"
+
+
+def _index_of(checkpoint: str) -> int:
+    """Give a checkpoint's number; one that is named otherwise comes before all."""
+    found = NUMBERED.fullmatch(checkpoint)
+    return int(found[1]) if found else -1
 
 
 def _chunks(stream: Any) -> Iterator[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from distributor import DistributorError, TorchDistributor, train
 from distributor.train import Checkpoint, CheckpointUploadMode, session
 from distributor.train.keeping import superfluous
-from distributor.train.storage import Manifest, Storage
+from distributor.train.storage import MANIFEST, Manifest, Storage
 from distributor.wire.keeping import Keeping
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -66,6 +67,21 @@ def test_a_name_that_is_used_again_goes_on(tmp_path: Path) -> None:
     assert begin == 2
     assert latest is not None
     assert latest.endswith("checkpoint_000002")
+
+
+def test_what_was_never_committed_is_not_mixed_with_what_is(tmp_path: Path) -> None:
+    runs = tmp_path / "runs" / "mine"
+    (runs / "checkpoint_000007").mkdir(parents=True)
+    (runs / "checkpoint_000007" / "9.txt").write_text("of a rank that was killed")
+    (runs / "checkpoint_000006").mkdir()
+    (runs / "checkpoint_000006" / MANIFEST).write_text("{")
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", name="mine")
+
+    begin, latest = ranks.run(go_on, tmp_path, 1)
+
+    assert (begin, latest) == (0, f"{runs}/checkpoint_000008")
+    assert not (runs / "checkpoint_000007").exists()
+    assert (runs / "checkpoint_000006").exists(), "somebody may mend it"
 
 
 def test_a_damaged_checkpoint_is_passed_over(
@@ -134,6 +150,29 @@ def test_a_rank_that_does_not_report_is_named(tmp_path: Path) -> None:
     ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
     with pytest.raises(DistributorError, match=r"rank 0 still waits for rank\(s\) \[1\]"):
         ranks.run(report)
+
+
+def test_ranks_that_do_not_share_their_storage_are_named(tmp_path: Path) -> None:
+    """As on hosts where the path is a folder of each host's own."""
+
+    def report() -> None:
+        rank = train.get_context().get_world_rank()
+        os.environ["DISTRIBUTOR_TRAIN"] = Keeping(
+            storage_path=str(tmp_path / f"of {min(rank, 1)}"), name="mine"
+        ).to_variable()["DISTRIBUTOR_TRAIN"]
+        train.report({"loss": 1.0})
+
+    ranks = TorchDistributor(3, use_gpu=False, storage_path=tmp_path, timeout=120)
+    told = rf"sees at {tmp_path}/of 0/mine: rank 1 on .*: what it writes is not there; rank 2 on "
+    with pytest.raises(DistributorError, match=told):
+        ranks.run(report)
+
+
+def test_storage_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
+    with pytest.raises(DistributorError, match=r"rank 0 on .*: NotADirectoryError"):
+        ranks.run(lambda: train.report({"loss": 1.0}))
 
 
 def test_files_of_one_name_that_differ_are_told(tmp_path: Path) -> None:
