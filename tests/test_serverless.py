@@ -158,6 +158,29 @@ def test_a_run_can_be_cancelled_before_it_has_begun(remote: bool) -> None:
     assert distributed(gpus=1, use_gpu=False, remote=remote)(who).distributed()
 
 
+@pytest.mark.slow
+@pytest.mark.spark
+def test_cancelling_at_any_moment_leaves_the_executors(spark: Any) -> None:
+    """A worker that waits for the others in Spark takes its executor along when it is cancelled."""
+    executors = executors_of(spark)
+    stay = distributed(gpus=2, use_gpu=False, remote=True)(lambda: threading.Event().wait())
+    begin = distributed(gpus=2, use_gpu=False, remote=True, timeout=120)(who)
+
+    for cancelled in range(30):
+        future = stay.distributed_async()
+        threading.Event().wait(cancelled % 10 / 20)
+        assert future.cancel()
+        assert len(begin.distributed()) == 2
+
+    assert executors_of(spark) == executors
+
+
+def executors_of(spark: Any) -> set[str]:
+    """Name Spark's executors, each by the port of its block manager."""
+    status = spark.sparkContext._jsc.sc().getExecutorMemoryStatus()
+    return set(spark._jvm.scala.jdk.javaapi.CollectionConverters.asJava(status).keySet())
+
+
 def test_the_names_of_the_other_package() -> None:
     assert serverless_gpu.distributed is launcher.distributed is distributed
     assert compute.GPUType is GPUType

@@ -39,6 +39,7 @@ from distributor.wire.messages import (
     ValueStart,
 )
 from distributor.wire.outcome import Failure, Outcome, Value
+from distributor.wire.report import TaskFailed
 
 CONNECT_SECONDS = 5.0
 """Seconds to reach the hub before a node goes on without it."""
@@ -47,8 +48,18 @@ LINGER_SECONDS = 30.0
 SEND_SECONDS = 60.0
 """Seconds without progress after which a value goes through Spark instead of the link."""
 BACKLOG = 8 * 1024 * 1024
+CANCELLED_SECONDS = 5.0
+"""Seconds within which Spark ends the worker of a task that it has cancelled.
+
+One that waits in ``allGather`` meanwhile takes its whole executor along (exit code 50, in PySpark
+3.5 to 4.3), and with it whatever else runs there. A driver that ended the run is a link that
+cannot be had, so a node that finds none first waits to be ended.
+"""
 LATE_BYTES = 64 * 1024 * 1024
 """Bytes of what ranks tell that a node without a link keeps for the end; the rest is lost."""
+
+Answer = Rendezvous | MeetThroughSpark | None
+"""What a node that waits to meet the others is told; None where the link or the run has ended."""
 
 
 class Channel(Sink, Protocol):
@@ -145,6 +156,11 @@ class SparkChannel:
         self._agent = agent
 
     def meet(self, mine: Rendezvous | None, software: Software) -> Rendezvous:
+        time.sleep(CANCELLED_SECONDS)
+        return self.meet_now(mine, software)
+
+    def meet_now(self, mine: Rendezvous | None, software: Software) -> Rendezvous:
+        """Meet at once: the driver said so, so it has not cancelled this task."""
         ours = {"store": asdict(mine) if mine else None, "software": dict(software)}
         said = [json.loads(text) for text in self._context.allGather(json.dumps(ours))]
         by_host = zip(hosts_of(self._context), said, strict=True)
@@ -197,7 +213,7 @@ class HubChannel:
         self._spec = spec
         self._through_spark = through_spark
         self._met_through_spark = False
-        self._answers: queue.Queue[Rendezvous | None] = queue.Queue()
+        self._answers: queue.Queue[Answer] = queue.Queue()
         self._changed = threading.Condition()
         self._received: set[int] = set()
         self.refused: dict[int, int] = {}
@@ -257,10 +273,14 @@ class HubChannel:
             answer = self._answers.get(timeout=self._spec.meet_timeout)
         except queue.Empty:
             raise StartTimeout("The other nodes did not come up within start_timeout.") from None
-        if answer:
+        if isinstance(answer, Rendezvous):
             return answer
+        if self._stopped:
+            raise TaskFailed.of([])
         self._met_through_spark = True
-        return self._through_spark.meet(mine, software)
+        spark = self._through_spark
+        meet = spark.meet if answer is None else spark.meet_now
+        return meet(mine, software)
 
     def started(self) -> None:
         self._link.send(RanksStarted())
@@ -319,10 +339,8 @@ class HubChannel:
     def _receive(self, message: object) -> None:
         """Act on the driver's word; called on the link's thread."""
         self._lease.renew()
-        if isinstance(message, Rendezvous):
+        if isinstance(message, (Rendezvous, MeetThroughSpark)):
             self._answers.put(message)
-        elif isinstance(message, MeetThroughSpark):
-            self._answers.put(None)
         elif isinstance(message, Stop):
             self._stop()
         elif isinstance(message, TellStacks):
@@ -343,6 +361,7 @@ class HubChannel:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+        self._answers.put(None)
         if self._agent:
             self._agent.stop()
 
