@@ -54,7 +54,7 @@ def test_an_executor_that_cannot_reach_the_first_is_named(tmp_path: Path) -> Non
         one.lose(other)
         other.lose(one)
         with cluster.driver(PROGRAM) as driver:
-            ending = driver.hear("ending", REACH_SECONDS + 60)["ending"]
+            ending = driver.hear("ending", REACH_SECONDS + 180)["ending"]
 
     assert ending["error"] == "ExecutorNotReady", ending
     ways = [(one.address, other.address), (other.address, one.address)]
