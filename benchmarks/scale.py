@@ -159,7 +159,9 @@ def _follow_run(crowd: _Crowd) -> float:
 
     secret = secrets.token_hex(16)
     settings = Settings(warm=False)
-    job = Job(program=program_of(print, (), {}), num_processes=crowd.nodes, settings=settings)
+    job = Job(
+        program=program_of(print, (), {}), num_processes=crowd.nodes, least=1, settings=settings
+    )
     plan = ClusterPlan(num_tasks=crowd.nodes, ranks_per_task=1, use_gpu=False)
     sink = _Shown(Console(settings.shows))
     deadline = time.monotonic() + DEADLINE

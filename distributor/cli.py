@@ -142,6 +142,7 @@ _OPTION_BY_TYPE: dict[str, dict[str, Any]] = {
     "Sequence": {"action": "append", "metavar": "NAME"},
     "bool": {"action": argparse.BooleanOptionalAction},
     "float": {"type": float, "metavar": "SECONDS"},
+    "int": {"type": int, "metavar": "N"},
     "str": {"type": str, "metavar": "TEXT"},
 }
 

@@ -41,8 +41,9 @@ class TorchDistributor(Settings):
 
     Parameters
     ----------
-    num_processes : int
+    num_processes : int or (int, int)
         How many ranks. In local mode with GPUs it is cut, with a warning, to the GPUs there are.
+        A pair is the least and the most: each attempt takes as many as there is room for.
     local_mode : bool
         True: ranks on this machine, no Spark needed. False: on the executors of the active
         Spark session, classic or Connect.
@@ -82,6 +83,11 @@ class TorchDistributor(Settings):
     name : str, optional
         The folder in it. A name that is used again goes on from what is there; by default it is
         the run's own.
+    max_failures : int
+        How many attempts may fail, by a rank's exception or by the death of a rank, executor or
+        host, before the run does; -1 for any number. The next attempt's ranks find the latest
+        checkpoint with ``distributor.train.get_checkpoint``. The same exception at the same step
+        ends the run.
     environment : path or sequence of str, optional
         What ranks run in: a packed virtual environment (venv-pack, conda-pack), or requirements
         that pip installs once on each node; by default the interpreter that is there.
@@ -104,16 +110,17 @@ class TorchDistributor(Settings):
     2
     """
 
-    num_processes: int = 1
+    num_processes: int | tuple[int, int] = 1
     local_mode: bool = True
     use_gpu: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # Frozen for its users; what they gave is settled here, once.
-        object.__setattr__(self, "num_processes", check_num_processes(self.num_processes))
-        launcher, planned = self._plan()
-        object.__setattr__(self, "num_processes", planned)
+        least, most = check_num_processes(self.num_processes)
+        launcher, planned = self._plan(least, most)
+        settled = planned if least == most else (least, planned)
+        object.__setattr__(self, "num_processes", settled)
         launcher.prepare(self, planned)
 
     @overload
@@ -217,7 +224,8 @@ class TorchDistributor(Settings):
         self, keep_all: bool, train_object: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Job, Launcher, Recorder | None]:
         program = program_of(train_object, args, kwargs)
-        launcher, num_processes = self._plan()
+        least, most = check_num_processes(self.num_processes)
+        launcher, num_processes = self._plan(least, most)
         run_id = new_run_id()
         where = {"num_processes": num_processes, "use_gpu": self.use_gpu, **launcher.describe()}
         tracking = open_run(program.name, tags_of(run_id, where), self.local_mode)
@@ -227,6 +235,7 @@ class TorchDistributor(Settings):
         job = Job(
             program=program,
             num_processes=num_processes,
+            least=least,
             settings=self,
             env=env,
             listeners=(recorder,) if recorder else (),
@@ -252,13 +261,13 @@ class TorchDistributor(Settings):
         notify(f"Finished {what} with {job.num_processes} {kind}")
         return values
 
-    def _plan(self) -> tuple[Launcher, int]:
-        """Choose the launcher, and the number of ranks that it can start."""
+    def _plan(self, least: int, most: int) -> tuple[Launcher, int]:
+        """Choose the launcher, and the most ranks that it can start."""
         if self.local_mode:
-            plan = plan_local(self.num_processes, self.use_gpu, self.wanted_type)
+            plan = plan_local(least, most, self.use_gpu, self.wanted_type)
             return LocalLauncher(plan.gpus), plan.num_processes
         from distributor.launch.spark import SparkLauncher  # local mode does without its imports
 
         session = Session.require_active()
-        cluster = plan_cluster(session, self.num_processes, self.use_gpu, self.pool)
-        return SparkLauncher(session, cluster), self.num_processes
+        cluster = plan_cluster(session, most, self.use_gpu, self.pool)
+        return SparkLauncher(session, cluster), most

@@ -171,6 +171,7 @@ FLAGS: dict[str, tuple[list[str], object]] = {
     "mlflow_ranks": (["--mlflow-ranks", "all"], "all"),
     "storage_path": (["--storage-path", "s3://bucket/runs"], "s3://bucket/runs"),
     "name": (["--name", "mine"], "mine"),
+    "max_failures": (["--max-failures", "2"], 2),
     "environment": (["--environment", "env.tar.gz"], "env.tar.gz"),
 }
 

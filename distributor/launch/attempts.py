@@ -1,13 +1,15 @@
-"""The one loop: launch, look at the outcomes, return the values or raise the failure."""
+"""The one loop: launch, look at the outcomes, return the values, raise the failure or try again."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from distributor.errors import DistributorError
-from distributor.launch.console import Console
+from distributor.errors import DistributorError, NodeLost, UnpicklableError, ValueTooLarge
+from distributor.launch.console import Console, notify
 from distributor.launch.inquiry import going_on
 from distributor.launch.job import Job, Launcher
 from distributor.node.logs import LogFiles
@@ -16,8 +18,31 @@ from distributor.wire.outcome import Failure, Outcome, Value, cause_first, raise
 from distributor.wire.progress import Progress, Reader
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt that failed.
+
+    Parameters
+    ----------
+    number : int
+        Which it was, from 0.
+    world_size : int
+        On how many ranks.
+    error : Exception
+        What ended it; ``rank_failures`` has each rank's, where ranks failed.
+    """
+
+    number: int
+    world_size: int
+    error: Exception
+
+    def __str__(self) -> str:
+        what = str(self.error).strip().partition("\n")[0]
+        return f"attempt {self.number} on {self.world_size} ranks: {_named(self.error)}: {what}"
+
+
 def run(job: Job, launcher: Launcher) -> list[Any]:
-    """Run a job and give what its ranks returned.
+    """Run a job, again where it fails and may, and give what its ranks returned.
 
     Returns
     -------
@@ -27,11 +52,73 @@ def run(job: Job, launcher: Launcher) -> list[Any]:
     Raises
     ------
     Exception
-        What the failing rank raised, with its ``rank_failures``.
+        What the failing rank raised last, with its ``rank_failures``, and as ``attempts`` all
+        attempts where there were several.
     """
+    failed: list[Attempt] = []
+    while True:
+        job = job.again(len(failed))
+        fitting, count = launcher.fit(job)
+        try:
+            return _attempt(replace(job, num_processes=count), fitting)
+        except Exception as error:
+            failed.append(Attempt(len(failed), count, error))
+            end = _reason_to_end(failed, job.settings.max_failures)
+            if end is not None:
+                _tell_of_attempts(failed, end)
+                raise
+        notify(f"Failed: {failed[-1]}. The next attempt begins.")
+
+
+def _attempt(job: Job, launcher: Launcher) -> list[Any]:
     with DriverSink(job) as sink, going_on(job.run_id, job.inquiry):
         outcomes = launcher.launch(job, sink)
     return values_of(job, outcomes)
+
+
+def _reason_to_end(failed: list[Attempt], most: int) -> str | None:
+    """Say why there is no further attempt; None where there is one."""
+    last = failed[-1].error
+    if not (isinstance(last, NodeLost) or _failure_of(last)) or isinstance(last, FOR_GOOD):
+        return "another attempt would not help"
+    if 0 <= most < len(failed):
+        return f"max_failures is {most}"
+    twins = [each.number for each in failed[:-1] if _is_same(each.error, last)]
+    if twins:
+        return f"attempt {twins[0]} failed at the same step in the same way"
+    return None
+
+
+def _is_same(one: Exception, other: Exception) -> bool:
+    """Tell whether the user's code raised the same exception at the same step."""
+    first, second = _failure_of(one), _failure_of(other)
+    if first is None or second is None or first.step is None:
+        return False
+    return (first.summary, first.step) == (second.summary, second.step)
+
+
+def _failure_of(error: Exception) -> Failure | None:
+    """Give the first rank's failure that an error is made of."""
+    failures: Mapping[int, Failure] = getattr(error, "rank_failures", {})
+    return next(iter(failures.values()), None)
+
+
+def _tell_of_attempts(failed: list[Attempt], end: str) -> None:
+    """Hang all attempts on the error that is raised; the user's own exception may be frozen."""
+    if len(failed) > 1:
+        last = vars(failed[-1].error)
+        last["attempts"] = tuple(failed)
+        earlier = "".join(f"\n  {attempt}" for attempt in failed[:-1])
+        note = f"This was attempt {failed[-1].number}, the last: {end}. Before it:{earlier}"
+        last.setdefault("__notes__", []).append(note)
+
+
+def _named(error: Exception) -> str:
+    return type(error).__name__
+
+
+FOR_GOOD = (UnpicklableError, ValueTooLarge)
+"""What ranks raise once the training is over, and would again."""
 
 
 def values_of(job: Job, outcomes: list[Outcome]) -> list[Any]:

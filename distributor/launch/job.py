@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -88,6 +88,7 @@ class Settings:
     mlflow_ranks: str = "first"
     storage_path: str | os.PathLike[str] | None = None
     name: str | None = None
+    max_failures: int = 0
     environment: Environment = None
 
     def __post_init__(self) -> None:
@@ -104,6 +105,7 @@ class Settings:
         _check_gpu_type(self.gpu_type)
         _check_pool(self.pool)
         _check_storage(self.storage_path, self.name)
+        check_max_failures(self.max_failures)
         if self.mlflow_ranks not in ("first", "all"):
             raise ValueError(f"mlflow_ranks is 'first' or 'all', but is {self.mlflow_ranks!r}.")
         check_environment(self.environment)
@@ -136,6 +138,10 @@ class Job:
 
     Parameters
     ----------
+    num_processes : int
+        How many ranks; the most, where there may be fewer.
+    least : int
+        How few there may be, where the cluster has no room for more.
     env : mapping of str to str
         Variables for every rank: the user's, and what else this run brings.
     listeners : tuple of Listener
@@ -144,6 +150,7 @@ class Job:
 
     program: Program
     num_processes: int
+    least: int
     settings: Settings
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     keep_all: bool = False
@@ -153,6 +160,10 @@ class Job:
     standing: Standing = field(default_factory=Standing)
     inquiry: Inquiry = field(default_factory=Inquiry)
     cancellation: Cancellation = field(default_factory=Cancellation)
+
+    def again(self, attempt: int) -> Job:
+        """Give the job for a new attempt, of which nothing is known yet."""
+        return replace(self, attempt=attempt, standing=Standing(), inquiry=Inquiry())
 
 
 class Listener(Protocol):
@@ -173,6 +184,9 @@ class Launcher(Protocol):
 
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Begin what the first run would otherwise have to wait for."""
+
+    def fit(self, job: Job) -> tuple[Launcher, int]:
+        """Give the launcher of as many of the job's ranks as there is room for, and how many."""
 
     def launch(self, job: Job, sink: Sink) -> list[Outcome]:
         """Run all ranks; give the outcomes of those that ended by themselves."""
@@ -223,8 +237,23 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port or 0)
 
 
-def check_num_processes(num_processes: object) -> int:
-    """Check a number of ranks; the words are PySpark's where it has some."""
+def check_num_processes(num_processes: object) -> tuple[int, int]:
+    """Check a number of ranks, or a pair of the least and the most; give such a pair.
+
+    The words are PySpark's where it has some.
+    """
+    if isinstance(num_processes, tuple) and len(num_processes) == 2:
+        least, most = (_checked_count(count) for count in num_processes)
+        if least > most:
+            raise ValueError(
+                f"num_processes is (least, most), but is {num_processes}: least is above most."
+            )
+        return least, most
+    count = _checked_count(num_processes)
+    return count, count
+
+
+def _checked_count(num_processes: object) -> int:
     if isinstance(num_processes, bool) or not hasattr(num_processes, "__index__"):
         raise TypeError(
             "num_processes has to be a positive integer, but is "
@@ -262,6 +291,14 @@ def _make_folder(log_dir: str | os.PathLike[str]) -> None:
         raise NotADirectoryError(
             f"log_dir is the path of a folder, but at '{log_dir}' or above it is a file."
         ) from None
+
+
+def check_max_failures(count: object) -> None:
+    """Check how many failures are made good by another attempt."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < -1:
+        raise ValueError(
+            f"max_failures is a number of attempts that may fail, -1 for any, but is {count!r}."
+        )
 
 
 def _check_env(env: Mapping[str, str]) -> None:

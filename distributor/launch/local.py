@@ -43,6 +43,10 @@ class LocalLauncher:
         env = {**settings.forwarded, **settings.env}
         warm.prepare(_warmth(settings, num_processes, env, Interpreter.here()))
 
+    def fit(self, job: Job) -> tuple[LocalLauncher, int]:
+        """Give this launcher: what there is room for here was found out when it was planned."""
+        return self, job.num_processes
+
     def launch(self, job: Job, sink: Sink) -> list[Outcome]:
         """Run all ranks; give the outcomes of those that ended by themselves.
 

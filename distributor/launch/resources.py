@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distributor.launch.console import warn
 from distributor.launch.session import Session
@@ -56,30 +56,37 @@ class ClusterPlan:
     profile_gpus: int = 0
     driver_gpus: tuple[str, ...] = ()
 
+    def of(self, tasks: int) -> ClusterPlan:
+        """Give the plan of fewer tasks."""
+        gpus = self.driver_gpus[: tasks * self.ranks_per_task]
+        return replace(self, num_tasks=tasks, driver_gpus=gpus)
 
-def plan_local(num_processes: int, use_gpu: bool, gpu_type: str | None = None) -> LocalPlan:
-    """Plan a run on this machine.
+
+def plan_local(least: int, most: int, use_gpu: bool, gpu_type: str | None) -> LocalPlan:
+    """Plan a run on this machine, of as many ranks as there can be.
 
     Raises
     ------
     RuntimeError
-        Where GPUs are asked for and there is none, or none of this type.
+        Where GPUs are asked for and there are too few, or none of this type.
     """
     if not use_gpu:
-        return LocalPlan(num_processes, ())
+        return LocalPlan(most, ())
     gpus = driver_gpus(Session.active())
     if not gpus:
         raise RuntimeError(
             "GPUs were unable to be found on the driver. Looked at Spark's driver resources, "
             "CUDA_VISIBLE_DEVICES and the NVIDIA driver. For CPUs pass use_gpu=False (--cpu)."
         )
-    if num_processes > len(gpus):
+    if len(gpus) < least < most:
+        raise RuntimeError(f"At least {least} GPUs are wanted, and there are {len(gpus)} here.")
+    if len(gpus) < least:
         warn(
             "'num_processes' cannot be set to a value greater than the number of available GPUs "
             f"on the driver, which is {len(gpus)}. "
             "'num_processes' was reset to be equal to the number of available GPUs."
         )
-    used = min(num_processes, len(gpus))
+    used = min(most, len(gpus))
     if gpu_type is not None and (lack := lack_of(gpu_type, used)):
         raise RuntimeError(f"On this machine {lack}.")
     return LocalPlan(used, gpus[:used])

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,31 @@ class SparkLauncher:
 
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Nothing: executors may not be there yet, and their first run makes them warm."""
+
+    def fit(self, job: Job) -> tuple[SparkLauncher, int]:
+        """Give the launcher of as many of the job's ranks as there is room for, and how many.
+
+        Executors that are on their way are waited for, for a while. Through Connect nobody can
+        tell what room there is, and it is that of all ranks.
+        """
+        per_task = self.plan.ranks_per_task
+        least, most = -(-job.least // per_task), self.plan.num_tasks
+        if least < most:
+            most = max(least, min(most, self._room_for(most, job.cancellation)))
+        return replace(self, plan=self.plan.of(most)), most * per_task
+
+    def _room_for(self, most: int, cancellation: Cancellation) -> int:
+        """Give how many tasks fit, once these do or some time has passed."""
+        profile = self._profile()
+        ever = self.session.most_slots()
+        wanted = most if ever is None else min(most, ever)
+        deadline = time.monotonic() + ROOM_SECONDS
+        while (slots := self.session.slots(profile)) is not None and slots < wanted:
+            if time.monotonic() > deadline:
+                return slots
+            cancellation.check()
+            time.sleep(SLOTS_INTERVAL)
+        return wanted
 
     def launch(self, job: Job, sink: Sink) -> list[Outcome]:
         """Run all ranks; give the outcomes of those that ended by themselves.
@@ -176,6 +201,8 @@ MORE_ROOM = (
     "Ask for fewer ranks, or give the application more executors or cores "
     "(spark.executor.instances, spark.executor.cores, spark.cores.max, spark.task.cpus)."
 )
+ROOM_SECONDS = 10.0
+"""Seconds for executors to register, those that replace dead ones too, where fewer would do."""
 TELL_SECONDS = 5.0
 SLOTS_INTERVAL = 0.05
 """Seconds between two looks at how many executors have registered; Spark has no event for it."""

@@ -236,9 +236,14 @@ class Watch:
                 "off from this one, stopped or dead; its ranks stop by themselves as soon as they "
                 "notice."
             )
-        if self._settling.over() and not self._stopped:
+        if (self._settling.over() or self._all_failed()) and not self._stopped:
             self._stopped = True
             self._hub.broadcast(Stop("a rank failed"))
+
+    def _all_failed(self) -> bool:
+        """Tell whether nobody is left who could fail, too."""
+        ranks = self._plan.num_tasks * self._plan.ranks_per_task
+        return len({failure.origin.rank for failure in self._failures}) == ranks
 
     def _give_up(self, kind: type[RunTimeout] | type[StartTimeout], why: str) -> NoReturn:
         """Find out where the ranks stand, for as long as nodes may take to say so, and raise."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from distributor.node import reached
 from distributor.node.finishing import finish
 from distributor.node.leash import EXIT, FAILURE, STARTED, VALUE, Leash
 from distributor.node.leaving import (
@@ -90,7 +91,7 @@ def _run_and_record(order: Order) -> bool:
         except SystemExit:
             raise
         except BaseException as error:  # whatever it is, the driver wants to know
-            failure = failure_of(error, order.origin)
+            failure = failure_of(error, order.origin, reached.step())
             print_error(failure.text)
             file.seek(0)
             file.truncate()

@@ -6,13 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from distributor.train.checkpoint import Checkpoint
+from distributor.train.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from distributor.train.context import TrainContext, get_context
+from distributor.train.result import Result
 from distributor.train.session import CheckpointUploadMode, ReportedCheckpoint, current
 
 __all__ = [
     "Checkpoint",
+    "CheckpointConfig",
     "CheckpointUploadMode",
+    "FailureConfig",
     "ReportedCheckpoint",
+    "Result",
+    "RunConfig",
+    "ScalingConfig",
     "TrainContext",
     "get_all_reported_checkpoints",
     "get_checkpoint",

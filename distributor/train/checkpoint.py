@@ -75,7 +75,7 @@ class Checkpoint:
         """
         folder = Path(tempfile.mkdtemp(prefix="checkpoint-") if path is None else path)
         folder.mkdir(parents=True, exist_ok=True)
-        self._check_there()
+        self.check_there()
         pafs.copy_files(self.path, str(folder), self.filesystem, pafs.LocalFileSystem())
         return str(folder)
 
@@ -97,7 +97,8 @@ class Checkpoint:
         """Add to the metadata."""
         self.set_metadata({**self.get_metadata(), **metadata})
 
-    def _check_there(self) -> None:
+    def check_there(self) -> None:
+        """Raise FileNotFoundError where it is gone."""
         if self.filesystem.get_file_info(self.path).type != pafs.FileType.Directory:
             raise FileNotFoundError(f"There is no checkpoint at {self.path}.")
 

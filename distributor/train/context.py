@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 from distributor import runtime
+from distributor.train.session import current
+from distributor.train.storage import Storage
 from distributor.wire.keeping import Keeping
 
 
@@ -35,6 +37,10 @@ class TrainContext:
         """Give the training's name; the run's where nobody named it."""
         keeping = Keeping.here()
         return keeping.name if keeping else os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+    def get_storage(self) -> Storage:
+        """Give where the training is kept: its ``path`` and ``filesystem``."""
+        return current().storage
 
 
 def get_context() -> TrainContext:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from distributor.errors import DistributorError
 from distributor.train.storage import PREFIX, Manifest
 from distributor.wire.keeping import Keeping
 
@@ -27,6 +29,22 @@ def superfluous(committed: Sequence[tuple[str, Manifest]], keeping: Keeping) -> 
     while len(kept) < keeping.num_to_keep:
         kept.add(ranked.pop()[0])
     return [name for name, _ in numbered if name not in kept]
+
+
+def check_score(metrics: Mapping[str, Any], keeping: Keeping) -> None:
+    """Refuse metrics without the one that checkpoints are judged by.
+
+    Raises
+    ------
+    DistributorError
+        Where it is not there, or is no number.
+    """
+    name = keeping.score_attribute
+    if name is not None and not isinstance(metrics.get(name), (int, float)):
+        raise DistributorError(
+            f"checkpoint_score_attribute is {name!r}, but what was reported with the checkpoint "
+            f"has no such number: {dict(metrics)}."
+        )
 
 
 def _worth(manifest: Manifest, keeping: Keeping) -> tuple[float, int]:

@@ -8,23 +8,20 @@ import os
 import secrets
 import shutil
 import socket
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
-from distributor import runtime
 from distributor.errors import DistributorError
+from distributor.node import reached
 from distributor.node.finishing import before_the_end
 from distributor.train.checkpoint import Checkpoint
-from distributor.train.keeping import superfluous
-from distributor.train.storage import PREFIX, Manifest, Storage, Stored
+from distributor.train.history import History
+from distributor.train.record import Report
+from distributor.train.storage import PREFIX, Storage
+from distributor.train.words import Words
 from distributor.wire.keeping import Keeping
-
-WAIT_SECONDS = 1800.0
-"""Seconds that a report waits for the other ranks, as torch's collectives do."""
 
 
 class CheckpointUploadMode(enum.Enum):
@@ -50,18 +47,29 @@ class Session:
     ----------
     keeping : Keeping
         What is kept, and where.
+    filesystem : FileSystem, optional
+        Where that is, if the address does not say so.
+    resume_from : Checkpoint, optional
+        Where the training begins, as long as it has no checkpoint of its own.
     """
 
-    def __init__(self, keeping: Keeping) -> None:
-        self._keeping = keeping
-        self._storage = Storage(keeping.storage_path, keeping.name)
-        self._rank, self._size = runtime.get_global_rank(), runtime.get_world_size()
+    def __init__(
+        self,
+        keeping: Keeping,
+        filesystem: Any = None,
+        resume_from: Checkpoint | None = None,
+    ) -> None:
+        self.storage = Storage(keeping.storage_path, keeping.name, filesystem)
+        self._resume_from = resume_from
+        self._history = History(self.storage, keeping)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reports")
         self._pending: list[Future[None]] = []
         self._number = 0
-        self._store: Any = None
-        self._latest: str | None = None
         self._next = 0
+        self._latest: str | None = None
+        self._positions: Mapping[str, Any] = {}
+        self._loaders: list[Callable[[], Any]] = []
+        self._words: Words
         self._thread.submit(self._begin).result()
         before_the_end(self.finish)
 
@@ -74,67 +82,83 @@ class Session:
         delete_local: bool,
     ) -> None:
         """Report, as `distributor.train.report` says."""
-        told = json.dumps(dict(metrics))  # before others wait for it
-        number, self._number = self._number, self._number + 1
+        copied = json.loads(json.dumps(dict(metrics)))  # before others wait for it
+        part = {"name": name, "files": None, "positions": self._told_positions()}
         work = self._thread.submit(
-            self._report, number, json.loads(told), checkpoint, name, mode, delete_local
+            self._report, self._number, copied, checkpoint, part, mode, delete_local
         )
+        self._number += 1
         self._pending.append(work)
         if mode is not CheckpointUploadMode.ASYNC:
-            self.finish()
+            self._settle()
+        reached.note(self._number)
 
     def finish(self) -> None:
         """Wait for the reports that are on their way; raise what one of them came to."""
-        while self._pending:
-            self._pending.pop(0).result()
+        self._settle()
+        if self._words.rank == 0:
+            self._thread.submit(self._history.record).result()
 
     def latest(self) -> Checkpoint | None:
         """Give the latest checkpoint that exists."""
-        return None if self._latest is None else self._storage.checkpoint(self._latest)
+        if self._latest is None:
+            return self._resume_from
+        return self.storage.checkpoint(self._latest)
 
     def all(self) -> list[ReportedCheckpoint]:
         """List the checkpoints that exist, the oldest first."""
         return [
-            ReportedCheckpoint(self._storage.checkpoint(name), manifest.metrics)
-            for name, manifest in self._storage.committed()
+            ReportedCheckpoint(self.storage.checkpoint(name), manifest.metrics)
+            for name, manifest in self.storage.committed()
         ]
+
+    def follow(self, position: Callable[[], Any]) -> Any:
+        """Keep a loader's position with each checkpoint; give where it was in the latest."""
+        self._loaders.append(position)
+        return self._positions.get(str(len(self._loaders) - 1))
+
+    def _told_positions(self) -> dict[str, Any]:
+        return {str(number): position() for number, position in enumerate(self._loaders)}
+
+    def _settle(self) -> None:
+        while self._pending:
+            self._pending.pop(0).result()
 
     # On the thread
 
     def _begin(self) -> None:
         """Have all ranks know from where the training goes on."""
-        import torch.distributed as dist
-
-        client = dist.TCPStore(  # type: ignore[attr-defined]
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=WAIT_SECONDS),
-        )
-        self._store = dist.PrefixStore("distributor/train", client)  # type: ignore[attr-defined]
-        self._tell(f"proof/{self._rank}", {"host": socket.gethostname(), **self._prove()})
-        if self._rank == 0:
+        self._words = Words()
+        self._words.tell_mine("proof", {"host": socket.gethostname(), **self._prove()})
+        if self._words.rank == 0:
             error = self._strangers()
-            self._tell("begin", {"error": error} if error else self._found())
-        found = self._hear("begin", {0})
-        if "error" in found:
-            raise DistributorError(found["error"])
-        self._latest, self._next = found["latest"], found["next"]
+            self._words.tell("begin", {"error": error} if error else self._there())
+        begin = self._words.hear("begin")
+        if "error" in begin:
+            raise DistributorError(begin["error"])
+        self._next = begin["next"]
+        self._latest = next(filter(self._is_whole, begin["committed"]), None)
+        if self._latest is not None:
+            manifest = self.storage.manifest_of(self._latest)
+            self._positions = manifest.positions if manifest else {}
+        if self._words.rank == 0:
+            self._words.tell("reports", self._history.go_on_from(self._latest))
+        self._number = self._words.hear("reports")
+        reached.note(self._number)
 
     def _prove(self) -> dict[str, str]:
         """Leave a file for rank 0 to see."""
         proof = f".proof-{secrets.token_hex(8)}"
         try:
-            self._storage.leave(proof)
+            self.storage.write(proof, b"\n")
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return {"file": proof}
 
     def _strangers(self) -> str | None:
         """Say which ranks do not write to the storage that this one sees."""
-        told = [self._hear(f"proof/{rank}", {rank}) for rank in range(self._size)]
-        seen = self._storage.take_away([each["file"] for each in told if "file" in each])
+        told = self._words.hear_all("proof")
+        seen = self.storage.take_away([each["file"] for each in told if "file" in each])
         lacks = [
             f"rank {rank} on {each['host']}: {each.get('error', 'what it writes is not there')}"
             for rank, each in enumerate(told)
@@ -144,41 +168,47 @@ class Session:
             return None
         return (
             f"The ranks do not share the storage that rank 0 on {told[0]['host']} sees at "
-            f"{self._storage.path}: {'; '.join(lacks)}. storage_path has to be a folder that all "
+            f"{self.storage.path}: {'; '.join(lacks)}. storage_path has to be a folder that all "
             "nodes mount and may write, or an address such as s3://bucket/runs."
         )
 
-    def _found(self) -> dict[str, Any]:
-        """Find the latest checkpoint that is not damaged."""
-        committed = self._storage.committed()
-        after = max([self._storage.next_index(), *(1 + each.index for _, each in committed)])
-        for name, manifest in reversed(committed):
-            damage = self._storage.damage_of(name, manifest)
-            if damage is None:
-                return {"latest": name, "next": after}
-            print(f"distributor: {name} is passed over: {damage}.", flush=True)
-        return {"latest": None, "next": after}
+    def _there(self) -> dict[str, Any]:
+        """Say what there is, the latest first."""
+        committed = self.storage.committed()
+        numbers = [self.storage.next_index(), *(1 + each.index for _, each in committed)]
+        return {"committed": [name for name, _ in reversed(committed)], "next": max(numbers)}
+
+    def _is_whole(self, name: str) -> bool:
+        """Tell whether a checkpoint is not damaged: each rank reads its share of the files."""
+        about = f"look/{name}"
+        manifest = self.storage.manifest_of(name)
+        mine = manifest.files[self._words.rank :: self._words.size] if manifest else ()
+        self._words.tell_mine(about, self.storage.damage_of(name, mine))
+        damages = [damage for damage in self._words.hear_all(about) if damage]
+        if damages and self._words.rank == 0:
+            print(f"distributor: {name} is passed over: {'; '.join(damages)}.", flush=True)
+        return not damages
 
     def _report(
         self,
         number: int,
         metrics: dict[str, Any],
         checkpoint: Checkpoint | None,
-        name: str | None,
+        part: dict[str, Any],
         mode: CheckpointUploadMode,
         delete_local: bool,
     ) -> None:
-        target = name or f"{PREFIX}{self._next:06d}"
-        mine: dict[str, Any] = {"name": name, "metrics": metrics, "files": None}
+        target = part["name"] or f"{PREFIX}{self._next:06d}"
         try:
             if checkpoint is not None:
-                mine["files"] = self._files(checkpoint, target, mode)
+                part["files"] = self._files(checkpoint, target, mode)
         except Exception as error:
-            mine["error"] = f"{type(error).__name__}: {error}"
-        self._tell(f"{number}/{self._rank}", mine)
-        if self._rank == 0:
-            self._tell(f"{number}/verdict", self._judged(number, target, metrics))
-        verdict = self._hear(f"{number}/verdict", {0})
+            part["error"] = f"{type(error).__name__}: {error}"
+        about = f"report/{number}"
+        self._words.tell_mine(about, part)
+        if self._words.rank == 0:
+            self._words.tell(about, self._judged(about, number, target, metrics))
+        verdict = self._words.hear(about)
         if "error" in verdict:
             raise DistributorError(verdict["error"])
         if verdict["committed"]:
@@ -190,101 +220,61 @@ class Session:
         self, checkpoint: Checkpoint, target: str, mode: CheckpointUploadMode
     ) -> list[dict[str, Any]]:
         if mode is CheckpointUploadMode.NO_UPLOAD:
-            return [asdict(file) for file in self._storage.described(target)]
+            return [asdict(file) for file in self.storage.described(target)]
         with checkpoint.as_directory() as folder:
-            return [asdict(file) for file in self._storage.upload(folder, target)]
+            return [asdict(file) for file in self.storage.upload(folder, target)]
 
-    def _judged(self, number: int, target: str, metrics: dict[str, Any]) -> dict[str, Any]:
+    def _judged(
+        self, about: str, number: int, target: str, metrics: dict[str, Any]
+    ) -> dict[str, Any]:
         """Hear all ranks, and commit what they have written; rank 0 alone."""
+        report = Report(
+            number=number,
+            metrics=metrics,
+            checkpoint=target,
+            world_size=self._words.size,
+            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
         try:
-            told = [self._hear(f"{number}/{rank}", {rank}) for rank in range(self._size)]
-            if error := _disagreement(told):
-                return {"error": error}
-            given = [files for each in told if (files := each["files"]) is not None]
-            if not given:
-                return {"committed": False}
-            files = _joined(given)
-            manifest = Manifest(
-                index=self._next, metrics=metrics, world_size=self._size, files=files
-            )
-            self._storage.commit(target, manifest)
-            kept = self._storage.committed()
-            for old in (*superfluous(kept, self._keeping), *self._storage.leftovers(target)):
-                self._storage.remove(old)
+            told = self._words.hear_all(about)
+            return {"committed": self._history.take(report, self._next, told)}
+        except DistributorError as error:
+            return {"error": str(error)}
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
-        return {"committed": True}
-
-    def _tell(self, key: str, words: dict[str, Any]) -> None:
-        self._store.set(key, json.dumps(words))
-
-    def _hear(self, key: str, ranks: set[int]) -> dict[str, Any]:
-        """Wait for words of others.
-
-        Raises
-        ------
-        DistributorError
-            Where they do not come; names who is waited for.
-        """
-        began = time.monotonic()
-        try:
-            self._store.wait([key], timedelta(seconds=WAIT_SECONDS))
-        except Exception as error:
-            waited = time.monotonic() - began
-            raise DistributorError(
-                f"After {waited:.0f} s, a report of rank {self._rank} still waits for rank(s) "
-                f"{sorted(ranks)}. Every rank has to call report as often as the others."
-            ) from error
-        words: dict[str, Any] = json.loads(self._store.get(key))
-        return words
-
-
-def _disagreement(told: list[dict[str, Any]]) -> str | None:
-    """Say what keeps the ranks' reports from being one."""
-    for rank, each in enumerate(told):
-        if "error" in each:
-            return f"Rank {rank} could not bring its checkpoint to storage: {each['error']}"
-    names = {each["name"]: rank for rank, each in reversed(list(enumerate(told)))}
-    if len(names) > 1:
-        listed = ", ".join(f"{name!r} on rank {rank}" for name, rank in names.items())
-        return f"Ranks report a checkpoint under different names: {listed}."
-    return None
-
-
-def _joined(given: list[list[dict[str, Any]]]) -> tuple[Stored, ...]:
-    """Put together what ranks have written; what several wrote alike is one file."""
-    files: dict[str, Stored] = {}
-    for file in (Stored(**file) for files in given for file in files):
-        if files.setdefault(file.name, file) != file:
-            raise DistributorError(
-                f"Several ranks report a file {file.name}, and not the same. Name what each rank "
-                "saves after its rank, or let one rank report it."
-            )
-    return tuple(files.values())
 
 
 _session: list[Session] = []
 
 
-def current() -> Session:
-    """Give this rank's session.
+def is_kept() -> bool:
+    """Tell whether this is a rank of a run that keeps something."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and Keeping.here() is not None
+
+
+def begin(filesystem: Any = None, resume_from: Checkpoint | None = None) -> Session:
+    """Begin this rank's session, which all ranks do together.
 
     Raises
     ------
     RuntimeError
         Outside a run, or in one that keeps nothing.
     """
-    if not _session:
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
-            raise RuntimeError(
-                "report and get_checkpoint are for the ranks of a run: call them in the function "
-                "that TorchTrainer or TorchDistributor runs."
-            )
-        keeping = Keeping.here()
-        if keeping is None:
-            raise RuntimeError(
-                "This run keeps nothing: give TorchDistributor a storage_path, or TorchTrainer a "
-                "RunConfig(storage_path=...)."
-            )
-        _session.append(Session(keeping))
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        raise RuntimeError(
+            "report and get_checkpoint are for the ranks of a run: call them in the function "
+            "that TorchTrainer or TorchDistributor runs."
+        )
+    keeping = Keeping.here()
+    if keeping is None:
+        raise RuntimeError(
+            "This run keeps nothing: give TorchDistributor a storage_path, or TorchTrainer a "
+            "RunConfig(storage_path=...)."
+        )
+    _session.append(Session(keeping, filesystem, resume_from))
     return _session[0]
+
+
+def current() -> Session:
+    """Give this rank's session; it begins where it has not."""
+    return _session[0] if _session else begin()

@@ -60,6 +60,8 @@ class Manifest:
         What was reported with it.
     world_size : int
         How many ranks wrote it.
+    positions : mapping of str to object
+        How far each of the ranks' loaders was, by its number.
     files : tuple of Stored
         All its files.
     """
@@ -67,6 +69,7 @@ class Manifest:
     index: int
     metrics: Mapping[str, Any] = field(default_factory=dict)
     world_size: int
+    positions: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[Stored, ...]
 
     def to_json(self) -> bytes:
@@ -97,11 +100,28 @@ class Storage:
         self.filesystem, root = resolve(storage_path, filesystem)
         self.path = f"{root}/{name}"
 
-    def leave(self, name: str) -> None:
-        """Leave a small file in the run's folder."""
-        self.filesystem.create_dir(self.path, recursive=True)
-        with self.filesystem.open_output_stream(f"{self.path}/{name}") as stream:
-            stream.write(b"\n")
+    @classmethod
+    def at(cls, filesystem: pafs.FileSystem, path: str) -> Storage:
+        """Give that of a run's folder in a file system."""
+        root, _, name = path.rpartition("/")
+        return cls(root, name, filesystem)
+
+    def write(self, name: str, data: bytes) -> Stored:
+        """Write a file of the run's folder, whole."""
+        path = f"{self.path}/{name}"
+        self.filesystem.create_dir(path.rpartition("/")[0], recursive=True)
+        with self.filesystem.open_output_stream(path) as stream:
+            stream.write(data)
+        return Stored(name.rpartition("/")[2], len(data), zlib.crc32(data))
+
+    def read(self, name: str) -> bytes | None:
+        """Read a file of the run's folder; None where there is none."""
+        try:
+            with self.filesystem.open_input_stream(f"{self.path}/{name}") as stream:
+                data: bytes = stream.read()
+        except FileNotFoundError:
+            return None
+        return data
 
     def take_away(self, names: Sequence[str]) -> set[str]:
         """Remove such files; give the names of those that were there."""
@@ -154,8 +174,7 @@ class Storage:
             Where one is not there, or not whole.
         """
         self._check_whole(checkpoint, manifest.files)
-        with self.filesystem.open_output_stream(self._inside(checkpoint, MANIFEST)) as stream:
-            stream.write(manifest.to_json())
+        self.write(f"{checkpoint}/{MANIFEST}", manifest.to_json())
 
     def committed(self) -> list[tuple[str, Manifest]]:
         """List the checkpoints that exist, and their manifests, in the order of their reports."""
@@ -183,15 +202,15 @@ class Storage:
 
     def manifest_of(self, checkpoint: str) -> Manifest | None:
         """Read a checkpoint's manifest; None where it is not committed."""
+        text = self.read(f"{checkpoint}/{MANIFEST}")
         try:
-            with self.filesystem.open_input_stream(self._inside(checkpoint, MANIFEST)) as stream:
-                return Manifest.from_json(stream.read())
-        except (FileNotFoundError, ValueError, TypeError, KeyError):
-            return None  # it was never written, or not to its end
+            return Manifest.from_json(text) if text is not None else None
+        except (ValueError, TypeError, KeyError):
+            return None  # it was not written to its end
 
-    def damage_of(self, checkpoint: str, manifest: Manifest) -> str | None:
-        """Say what is wrong with a committed checkpoint's files; reads all of them."""
-        for file in manifest.files:
+    def damage_of(self, checkpoint: str, files: Iterable[Stored]) -> str | None:
+        """Say what is wrong with files of a committed checkpoint; reads all of them."""
+        for file in files:
             path = self._inside(checkpoint, file.name)
             try:
                 size, checksum = self._sum_of(path)

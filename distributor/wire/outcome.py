@@ -98,6 +98,8 @@ class Failure:
         The exception; None where it cannot be pickled.
     collateral : bool
         True where the failure looks like the echo of another rank's (a lost connection).
+    step : int or None
+        How far the rank's program had come; None for a rank that did not raise.
     """
 
     origin: Origin
@@ -105,6 +107,7 @@ class Failure:
     text: str
     pickled: bytes | None
     collateral: bool = False
+    step: int | None = None
 
     def exception(self) -> BaseException:
         """Rebuild the rank's exception, with its remote traceback as the cause."""
@@ -120,14 +123,15 @@ class Failure:
 Outcome = Value | Failure
 
 
-def failure_of(error: BaseException, origin: Origin) -> Failure:
-    """Capture an exception that was raised in a rank."""
+def failure_of(error: BaseException, origin: Origin, step: int = 0) -> Failure:
+    """Capture an exception that was raised in a rank, so many steps into its program."""
     return Failure(
         origin=origin,
         summary=_summary_of(error),
         text=_cut(format_traceback(error)) + (told_room() if lacks_room(error) else ""),
         pickled=pickling.dump_exception(error),
         collateral=_is_lost_connection(error),
+        step=step,
     )
 
 

@@ -111,7 +111,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
     monkeypatch.setattr(watch_module, "MEET_SECONDS", MEET_SECONDS)
     settings = TorchDistributor(NODES, use_gpu=False)
     program = program_of(print, (), {})
-    job = Job(program=program, num_processes=NODES, settings=settings)
+    job = Job(program=program, num_processes=NODES, least=NODES, settings=settings)
     plan = ClusterPlan(num_tasks=NODES, ranks_per_task=1, use_gpu=False)
     sink: Sink = Silent()
     deadline = time.monotonic() + 60

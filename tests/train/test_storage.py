@@ -78,7 +78,7 @@ def test_what_is_committed_is_found_in_order(storage: Storage, tmp_path: Path) -
         {"loss": 0.5},
         {"loss": 1 / 3},
     ]
-    assert [storage.damage_of(name, manifest) for name, manifest in found] == [None] * 3
+    assert [storage.damage_of(name, manifest.files) for name, manifest in found] == [None] * 3
     with storage.checkpoint(names[0]).as_directory() as folder:
         assert Path(folder, "__1_0.distcp").read_bytes() == bytes([1]) * 1000
         assert Path(folder, "deep", "1.pt").read_bytes() == b"x"
@@ -127,7 +127,7 @@ def test_damage_is_named(tmp_path: Path, harm: Any, told: str) -> None:
     harm(tmp_path / "storage" / "run" / name / "__1_0.distcp")
 
     [(_, manifest)] = storage.committed()
-    damage = storage.damage_of(name, manifest)
+    damage = storage.damage_of(name, manifest.files)
     assert damage is not None
     assert damage.endswith(told)
     assert "__1_0.distcp" in damage
@@ -181,7 +181,7 @@ def test_whoever_is_killed_while_saving_leaves_what_was_there(tmp_path: Path, de
     committed = "committed" in done.stdout
     assert committed == (deadly == 4), done.stderr
     assert [name for name, _ in found] == [before, "checkpoint_000001"][: 1 + committed]
-    assert [storage.damage_of(*pair) for pair in found] == [None] * len(found)
+    assert [storage.damage_of(name, each.files) for name, each in found] == [None] * len(found)
 
 
 def test_a_checkpoint_travels_and_keeps_its_metadata(tmp_path: Path) -> None:

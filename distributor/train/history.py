@@ -1,0 +1,125 @@
+"""What rank 0 alone does: it knows what was reported, commits checkpoints and removes old ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from distributor.errors import DistributorError
+from distributor.train.keeping import check_score, superfluous
+from distributor.train.record import FILE, OF_CHECKPOINT, Report, from_lines, to_lines
+from distributor.train.storage import PREFIX, Manifest, Storage, Stored
+from distributor.wire.keeping import Keeping
+
+RECORD_SECONDS = 10.0
+"""Seconds after which reports without a checkpoint are recorded."""
+
+
+class History:
+    """What a training has reported, and what it keeps of that.
+
+    Parameters
+    ----------
+    storage : Storage
+        Where it is kept.
+    keeping : Keeping
+        How much is.
+    """
+
+    def __init__(self, storage: Storage, keeping: Keeping) -> None:
+        self._storage = storage
+        self._keeping = keeping
+        self._reports: list[Report] = []
+        self._recorded = 0
+        self._recorded_at = time.monotonic()
+
+    def go_on_from(self, checkpoint: str | None) -> int:
+        """Forget what was reported after a checkpoint; give how many reports are left."""
+        if checkpoint is not None:
+            text = self._storage.read(f"{checkpoint}/{OF_CHECKPOINT}")
+            self._reports = from_lines(text or b"")
+        self._recorded = len(self._reports)
+        return len(self._reports)
+
+    def take(self, report: Report, index: int, told: Sequence[dict[str, Any]]) -> bool:
+        """Take what all ranks report together; tell whether that made a checkpoint.
+
+        Parameters
+        ----------
+        report : Report
+            Rank 0's.
+        index : int
+            The checkpoint's, if there is one.
+        told : sequence of dict
+            What each rank told of its part.
+
+        Raises
+        ------
+        DistributorError
+            Where the ranks do not agree, or a rank could not do its part.
+        """
+        if error := _disagreement(told):
+            raise DistributorError(error)
+        given = [files for each in told if (files := each["files"]) is not None]
+        if not given:
+            self._reports.append(replace(report, checkpoint=None))
+        else:
+            assert report.checkpoint is not None
+            if report.checkpoint.startswith(PREFIX):
+                check_score(report.metrics, self._keeping)
+            self._reports.append(report)
+            self._commit(report, index, _joined(given), told[0]["positions"])
+        if given or time.monotonic() > self._recorded_at + RECORD_SECONDS:
+            self.record()
+        return bool(given)
+
+    def record(self) -> None:
+        """Bring the run's record up to date."""
+        if self._recorded < len(self._reports):
+            self._storage.write(FILE, to_lines(self._reports))
+            self._recorded, self._recorded_at = len(self._reports), time.monotonic()
+
+    def _commit(
+        self, report: Report, index: int, files: tuple[Stored, ...], positions: dict[str, Any]
+    ) -> None:
+        """Make the checkpoint exist; only then are others superfluous."""
+        target = report.checkpoint
+        assert target is not None
+        record = self._storage.write(f"{target}/{OF_CHECKPOINT}", to_lines(self._reports))
+        manifest = Manifest(
+            index=index,
+            metrics=report.metrics,
+            world_size=report.world_size,
+            positions=positions,
+            files=(*files, record),
+        )
+        self._storage.commit(target, manifest)
+        kept = self._storage.committed()
+        for old in (*superfluous(kept, self._keeping), *self._storage.leftovers(target)):
+            self._storage.remove(old)
+
+
+def _disagreement(told: Sequence[dict[str, Any]]) -> str | None:
+    """Say what keeps the ranks' reports from being one."""
+    for rank, each in enumerate(told):
+        if "error" in each:
+            return f"Rank {rank} could not bring its checkpoint to storage: {each['error']}"
+    names = {each["name"]: rank for rank, each in reversed(list(enumerate(told)))}
+    if len(names) > 1:
+        listed = ", ".join(f"{name!r} on rank {rank}" for name, rank in names.items())
+        return f"Ranks report a checkpoint under different names: {listed}."
+    return None
+
+
+def _joined(given: list[list[dict[str, Any]]]) -> tuple[Stored, ...]:
+    """Put together what ranks have written; what several wrote alike is one file."""
+    files: dict[str, Stored] = {}
+    for file in (Stored(**file) for files in given for file in files):
+        if files.setdefault(file.name, file) != file:
+            raise DistributorError(
+                f"Several ranks report a file {file.name}, and not the same. Name what each rank "
+                "saves after its rank, or let one rank report it."
+            )
+    return tuple(files.values())

@@ -1,0 +1,165 @@
+"""TorchTrainer: Ray Train's class, on Spark or on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from distributor.launch.job import new_run_id
+from distributor.launch.session import Session
+from distributor.torch_distributor import TorchDistributor
+from distributor.train.checkpoint import Checkpoint
+from distributor.train.config import RunConfig, ScalingConfig
+from distributor.train.filesystems import resolve
+from distributor.train.group import TorchConfig
+from distributor.train.loop import Loop
+from distributor.train.result import Result
+from distributor.wire.keeping import Keeping
+
+RESULTS = "~/distributor_results"
+"""Where results are kept by default, when all ranks are on this machine."""
+_DATA = "Read the data in train_loop_per_worker, which knows its rank."
+_REFUSED = {
+    "datasets": _DATA,
+    "dataset_config": _DATA,
+    "metadata": "Give it to the checkpoints: Checkpoint.set_metadata.",
+}
+
+
+class TorchTrainer:
+    """Runs a training function on several ranks, and goes on from its checkpoints.
+
+    A drop-in for ``ray.train.torch.TorchTrainer``. What it takes is checked where it is built.
+
+    Parameters
+    ----------
+    train_loop_per_worker : callable
+        What each rank runs, inside a process group: of `train_loop_config`, or of nothing.
+    train_loop_config : mapping of str to object, optional
+        What the function is given.
+    torch_config : TorchConfig, optional
+        The process group.
+    scaling_config : ScalingConfig, optional
+        How many ranks, and where; by default one on this machine.
+    run_config : RunConfig, optional
+        What is kept where, and what follows a failure.
+    resume_from_checkpoint : Checkpoint, optional
+        Where the training begins, as long as it has no checkpoint of its own.
+    datasets, dataset_config, metadata
+        Refused: they mean nothing here.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what makes no sense.
+    FileNotFoundError
+        Where `resume_from_checkpoint` is gone.
+    RuntimeError
+        As `TorchDistributor` does.
+
+    Examples
+    --------
+    >>> def train_func(config):
+    ...     from distributor import train
+    ...     train.report({"loss": config["lr"]})
+    >>> trainer = TorchTrainer(
+    ...     train_func,
+    ...     train_loop_config={"lr": 0.5},
+    ...     scaling_config=ScalingConfig(num_workers=2),
+    ... )
+    >>> trainer.fit().metrics
+    {'loss': 0.5}
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[[], Any] | Callable[[dict[str, Any]], Any],
+        *,
+        train_loop_config: Mapping[str, Any] | None = None,
+        torch_config: TorchConfig | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        resume_from_checkpoint: Checkpoint | None = None,
+        datasets: Any = None,
+        dataset_config: Any = None,
+        metadata: Any = None,
+    ) -> None:
+        refused = {"datasets": datasets, "dataset_config": dataset_config, "metadata": metadata}
+        for name, value in refused.items():
+            if value is not None:
+                raise ValueError(f"TorchTrainer: {name} means nothing here. {_REFUSED[name]}")
+        if resume_from_checkpoint is not None:
+            resume_from_checkpoint.check_there()
+        scaling, run = scaling_config or ScalingConfig(), run_config or RunConfig()
+        self._loop = Loop(
+            func=train_loop_per_worker,
+            config=dict(train_loop_config or {}),
+            torch_config=torch_config or TorchConfig(),
+            filesystem=run.storage_filesystem,
+            resume_from=resume_from_checkpoint,
+        )
+        self._keeping = _keeping_of(run, scaling)
+        self._distributor = _distributor_of(run, scaling, self._keeping)
+
+    def fit(self) -> Result:
+        """Train, again from the latest checkpoint where that fails and may.
+
+        Returns
+        -------
+        Result
+            What was reported and kept, and what rank 0 returned.
+
+        Raises
+        ------
+        Exception
+            What `TorchDistributor.run` raises: the failing rank's own, of the last attempt.
+            `Result.from_path` reads what was kept until then.
+        """
+        value = self._distributor.run(self._loop)
+        keeping = self._keeping
+        path = f"{keeping.storage_path}/{keeping.name}"
+        return Result.from_path(path, self._loop.filesystem, return_value=value)
+
+
+def _keeping_of(run: RunConfig, scaling: ScalingConfig) -> Keeping:
+    checkpoints = run.checkpoint_config
+    path = os.fspath(run.storage_path or _default_path(scaling))
+    if "://" not in path and run.storage_filesystem is None:
+        path = str(Path(path).expanduser().absolute())  # ranks may have another working folder
+    resolve(path, run.storage_filesystem)  # an address that nobody knows is told now
+    return Keeping(
+        storage_path=path,
+        name=run.name or new_run_id(),
+        num_to_keep=checkpoints.num_to_keep,
+        score_attribute=checkpoints.checkpoint_score_attribute,
+        score_order=checkpoints.checkpoint_score_order,
+    )
+
+
+def _default_path(scaling: ScalingConfig) -> str:
+    session = None if scaling.local_mode else Session.require_active()
+    if session is not None and not session.is_one_machine:
+        raise ValueError(
+            "On a cluster of several hosts RunConfig needs a storage_path that all of them see: a "
+            "mounted folder, or an address such as s3://bucket/runs."
+        )
+    return RESULTS
+
+
+def _distributor_of(run: RunConfig, scaling: ScalingConfig, keeping: Keeping) -> TorchDistributor:
+    settings = dict(run.settings)
+    ours = {"storage_path", "name", "max_failures", "gpu_type"} & settings.keys()
+    if ours:
+        raise ValueError(f"RunConfig.settings has {sorted(ours)}, which other options give.")
+    env = {**settings.pop("env", {}), **keeping.to_variable()}
+    return TorchDistributor(
+        scaling.num_workers,
+        local_mode=scaling.local_mode,
+        use_gpu=scaling.use_gpu,
+        gpu_type=scaling.accelerator_type,
+        max_failures=run.failure_config.max_failures,
+        env=env,
+        **settings,
+    )

@@ -1,0 +1,119 @@
+"""Runs that begin again: how often, after what, and what is told of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from distributor import TorchDistributor, UnpicklableError, WorkerDied, train
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+Distribute = Callable[..., TorchDistributor]
+
+
+def begin(folder: Path) -> int:
+    """Note that a rank begins; give in which attempt."""
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    (folder / f"{attempt}-{os.environ['RANK']}").touch()
+    return attempt
+
+
+def begun(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def die(folder: Path, attempts: int) -> int:
+    attempt = begin(folder)
+    if attempt < attempts and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return attempt
+
+
+def test_a_run_goes_on_until_it_succeeds(
+    distribute: Distribute, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert distribute(2, max_failures=2).run(die, tmp_path, 2) == 2
+
+    assert begun(tmp_path) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
+    told = capsys.readouterr().err
+    assert "Failed: attempt 1 on 2 ranks: WorkerDied: rank 1 " in told
+
+
+def test_failures_are_counted_exactly(distribute: Distribute, tmp_path: Path) -> None:
+    with pytest.raises(WorkerDied) as caught:
+        distribute(2, max_failures=1).run(die, tmp_path, 9)
+
+    assert begun(tmp_path) == ["0-0", "0-1", "1-0", "1-1"]
+    attempts = caught.value.attempts  # type: ignore[attr-defined]
+    assert [(each.number, each.world_size) for each in attempts] == [(0, 2), (1, 2)]
+    assert [next(iter(each.error.rank_failures)) for each in attempts] == [1, 1]
+    (note,) = [note for note in caught.value.__notes__ if "attempt 1, the last" in note]
+    assert "max_failures is 1" in note
+    assert "attempt 0 on 2 ranks: WorkerDied: rank 1 (local rank " in note
+
+
+def fail(folder: Path, error: Callable[[int], Exception]) -> None:
+    attempt = begin(folder)
+    if os.environ["RANK"] == "0":
+        raise error(attempt)
+
+
+def test_the_same_exception_twice_ends_the_run(distribute: Distribute, tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="a bug") as caught:
+        distribute(1, max_failures=-1).run(fail, tmp_path, lambda attempt: KeyError("a bug"))
+
+    assert begun(tmp_path) == ["0-0", "1-0"]
+    assert any(
+        "attempt 0 failed at the same step in the same way" in n for n in caught.value.__notes__
+    )
+
+
+def fail_one_step_later(folder: Path) -> int:
+    """Fail in each attempt with the same words, but each time one report later."""
+    attempt = begin(folder)
+    for _ in range(attempt + 1):
+        train.report({"loss": 1.0})
+    if attempt < 3:
+        raise KeyError("a bug")
+    return attempt
+
+
+def test_an_exception_at_a_later_step_is_another(tmp_path: Path) -> None:
+    ranks = TorchDistributor(
+        1, use_gpu=False, max_failures=-1, storage_path=tmp_path / "runs", timeout=120
+    )
+    folder = tmp_path / "begun"
+    folder.mkdir()
+    assert ranks.run(fail_one_step_later, folder) == 3
+
+
+def give_a_lock(folder: Path) -> Any:
+    import threading
+
+    begin(folder)
+    return threading.Lock()
+
+
+def test_what_another_attempt_would_not_mend_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(UnpicklableError):
+        TorchDistributor(1, use_gpu=False, max_failures=5).run(give_a_lock, tmp_path)
+    assert begun(tmp_path) == ["0-0"]
+
+
+def test_a_number_of_ranks_between_two(tmp_path: Path) -> None:
+    ranks = TorchDistributor((1, 2), use_gpu=False, timeout=120)
+    assert ranks.num_processes == (1, 2)
+    assert ranks.run_all(lambda: os.environ["WORLD_SIZE"]) == ["2", "2"]
+
+
+@pytest.mark.spark
+def test_as_many_ranks_as_there_is_room_for(spark: Any) -> None:
+    ranks = TorchDistributor((2, 99), local_mode=False, use_gpu=False, timeout=120)
+    assert ranks.run_all(lambda: os.environ["WORLD_SIZE"]) == ["4"] * 4

@@ -1,0 +1,333 @@
+"""TorchTrainer: what it gives, and what it takes up again after a rank was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from distributor import DistributorError, TorchDistributor, train
+from distributor.train import (
+    Checkpoint,
+    CheckpointConfig,
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+)
+from distributor.train.loading import Share, prepared
+from distributor.train.torch import (
+    TorchConfig,
+    TorchTrainer,
+    get_device,
+    prepare_data_loader,
+    prepare_model,
+)
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+SAMPLES, BATCH, EPOCHS = 48, 2, 2
+TIMEOUT = {"timeout": 120, "show_output": "none"}
+
+
+def hurt(config: dict[str, Any], step: int) -> None:
+    """Be killed, once, at a step, on one rank."""
+    rank = train.get_context().get_world_rank()
+    marker = Path(config.get("marker", "/nonexistent/marker"))
+    if (rank, step) == config.get("hurt") and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit_line(config: dict[str, Any]) -> list[float]:
+    """Train with float64, and report a checkpoint after every second batch."""
+    torch.manual_seed(7)
+    x = torch.arange(SAMPLES, dtype=torch.float64).reshape(-1, 1) / SAMPLES
+    data = TensorDataset(torch.arange(SAMPLES), x, 3 * x + 1)
+    loader = prepare_data_loader(DataLoader(data, batch_size=BATCH, shuffle=True))
+    model = prepare_model(torch.nn.Linear(1, 1, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plain = getattr(model, "module", model)
+    epoch = step = 0
+    if (found := train.get_checkpoint()) is not None:
+        with found.as_directory() as folder:
+            state = torch.load(Path(folder, "state.pt"))
+        plain.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        epoch, step = state["epoch"], state["step"]
+    for current in range(epoch, EPOCHS):
+        loader.sampler.set_epoch(current)
+        for which, inputs, targets in loader:
+            hurt(config, step)
+            optimizer.zero_grad()
+            loss = ((model(inputs) - targets) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            told = {"loss": loss.item(), "step": step, "epoch": current}
+            report(told, which, plain, optimizer, save=step % 2 == 0)
+            if step == config.get("stop_at"):
+                return [step]
+    return [parameter.item() for parameter in plain.parameters()]
+
+
+def report(told: dict[str, Any], which: Any, model: Any, optimizer: Any, *, save: bool) -> None:
+    """Report what all ranks have trained, with rank 0's model where it is to be saved."""
+    shares = [torch.empty_like(which) for _ in range(dist.get_world_size())]
+    dist.all_gather(shares, which)
+    metrics = {**told, "samples": torch.cat(shares).tolist()}
+    if not save:
+        train.report(metrics)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = None
+        if train.get_context().get_world_rank() == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(
+                {**state, "epoch": told["epoch"], "step": told["step"]}, f"{folder}/state.pt"
+            )
+            checkpoint = Checkpoint.from_directory(folder)
+        train.report(metrics, checkpoint=checkpoint)
+
+
+def trainer(
+    folder: Path, workers: int = 2, name: str = "line", failures: int = 0, **config: Any
+) -> TorchTrainer:
+    return TorchTrainer(
+        fit_line,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=workers),
+        run_config=RunConfig(
+            name=name,
+            storage_path=folder,
+            failure_config=FailureConfig(max_failures=failures),
+            settings=TIMEOUT,
+        ),
+    )
+
+
+def curve(result: Result) -> list[float]:
+    return [report.metrics["loss"] for report in result.reports]
+
+
+def samples(result: Result, epoch: int) -> list[int]:
+    """List what was trained in an epoch."""
+    reports = [each.metrics for each in result.reports if each.metrics["epoch"] == epoch]
+    return [sample for metrics in reports for sample in metrics["samples"]]
+
+
+def test_a_killed_training_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    whole = trainer(tmp_path, name="whole").fit()
+    killed = trainer(
+        tmp_path, name="killed", failures=1, hurt=(1, 15), marker=str(tmp_path / "marker")
+    ).fit()
+
+    assert (tmp_path / "marker").exists()
+    assert killed.return_value == whole.return_value
+    assert len(curve(whole)) == EPOCHS * SAMPLES // BATCH // 2
+    assert curve(killed) == curve(whole)
+    assert [each.attempt for each in killed.reports] == 14 * [0] + 10 * [1]
+    assert killed.metrics == whole.metrics
+    assert killed.metrics_dataframe["loss"].tolist() == curve(whole)
+    for epoch in range(EPOCHS):
+        assert sorted(samples(killed, epoch)) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("workers", [1, 3, 4])
+def test_an_epoch_goes_on_with_other_ranks(tmp_path: Path, workers: int) -> None:
+    begun = trainer(tmp_path, workers=2, stop_at=6).fit()
+    assert begun.return_value == [6]
+
+    ended = trainer(tmp_path, workers=workers).fit()
+
+    assert {each.world_size for each in ended.reports} == {2, workers}
+    for epoch in range(EPOCHS):
+        assert sorted(samples(ended, epoch)) == list(range(SAMPLES)), epoch
+    order = samples(trainer(tmp_path, workers=1, name="alone").fit(), 0)
+    assert set(samples(ended, 0)[:24]) == set(order[:24]), "an epoch's order is that of any world"
+
+
+@pytest.mark.spark
+def test_a_killed_training_goes_on_on_the_cluster(spark: Any, tmp_path: Path) -> None:
+    def placed(workers: int) -> dict[str, Any]:
+        scaling = ScalingConfig(num_workers=workers, local_mode=False)
+        return {"train_loop_per_worker": fit_line, "scaling_config": scaling}
+
+    config = {"hurt": (0, 9), "marker": str(tmp_path / "marker")}
+    run = RunConfig(
+        name="line",
+        storage_path=tmp_path,
+        failure_config=FailureConfig(max_failures=1),
+        settings=TIMEOUT,
+    )
+    killed = TorchTrainer(**placed(2), train_loop_config=config, run_config=run).fit()
+
+    assert curve(killed) == curve(trainer(tmp_path, name="here").fit())
+    assert sum(each.attempt for each in killed.reports) == len(killed.reports) - 8
+
+
+def test_best_checkpoints_are_kept(tmp_path: Path) -> None:
+    def loop() -> None:
+        for step, accuracy in enumerate([0.5, 0.9, 0.7, 0.6]):
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, "step").write_text(str(step))
+                rank = train.get_context().get_world_rank()
+                checkpoint = Checkpoint.from_directory(folder) if rank == 0 else None
+                train.report({"accuracy": accuracy}, checkpoint=checkpoint)
+        train.report({"accuracy": 0.1}, checkpoint=None)
+
+    kept = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="accuracy")
+    run = RunConfig(storage_path=tmp_path, checkpoint_config=kept, settings=TIMEOUT)
+    result = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=run).fit()
+
+    assert [metrics["accuracy"] for _, metrics in result.best_checkpoints] == [0.9, 0.6]
+    best = result.get_best_checkpoint("accuracy")
+    assert best
+    assert best.path.endswith("checkpoint_000001")
+    assert result.checkpoint
+    assert result.checkpoint.path.endswith("checkpoint_000003")
+    assert result.metrics == {"accuracy": 0.1}
+    lines = Path(result.path, "reports.jsonl").read_text().splitlines()
+    assert [json.loads(line)["metrics"]["accuracy"] for line in lines] == [0.5, 0.9, 0.7, 0.6, 0.1]
+
+
+def test_a_score_that_is_not_reported_is_told(tmp_path: Path) -> None:
+    def loop() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            train.report({"loss": 1.0}, checkpoint=Checkpoint.from_directory(folder))
+
+    kept = CheckpointConfig(checkpoint_score_attribute="accuracy")
+    run = RunConfig(storage_path=tmp_path, checkpoint_config=kept, settings=TIMEOUT)
+    with pytest.raises(DistributorError, match=r"is 'accuracy', but what was reported .*'loss'"):
+        TorchTrainer(loop, run_config=run).fit()
+
+
+def test_the_group_is_there_and_the_device(tmp_path: Path) -> None:
+    def loop(config: dict[str, Any]) -> Any:
+        context = train.get_context()
+        storage = context.get_storage()
+        assert config == {}, "what nobody gave is empty"
+        sizes = context.get_world_size(), dist.get_world_size()
+        return str(get_device()), sizes, context.get_experiment_name(), storage.path
+
+    run = RunConfig(name="mine", storage_path=tmp_path, settings=TIMEOUT)
+    result = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=run).fit()
+
+    assert result.return_value == ("cpu", (2, 2), "mine", str(tmp_path / "mine"))
+    assert (result.metrics, result.checkpoint, result.error) == (None, None, None)
+    assert result.path == str(tmp_path / "mine")
+
+
+def test_a_training_begins_where_another_ended(tmp_path: Path) -> None:
+    def loop() -> Any:
+        found = train.get_checkpoint()
+        assert found is not None
+        with found.as_directory() as folder:
+            return Path(folder, "weights").read_text()
+
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "weights").write_text("1, 2, 3")
+    run = RunConfig(storage_path=tmp_path / "new", settings=TIMEOUT)
+    begin = Checkpoint.from_directory(tmp_path / "old")
+    assert TorchTrainer(loop, run_config=run, resume_from_checkpoint=begin).fit().return_value == (
+        "1, 2, 3"
+    )
+    (tmp_path / "old" / "weights").unlink()
+    (tmp_path / "old").rmdir()
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        TorchTrainer(loop, run_config=run, resume_from_checkpoint=begin)
+
+
+def test_models_are_prepared_in_other_runs_too(tmp_path: Path) -> None:
+    def loop() -> Any:
+        model = prepare_model(torch.nn.Linear(2, 2))
+        sharded = prepare_model(torch.nn.Linear(2, 2), parallel_strategy="fsdp")
+        plain = prepare_model(torch.nn.Linear(2, 2), parallel_strategy=None)
+        out = [each(torch.ones(1, 2)).shape for each in (model, sharded, plain)]
+        assert out == [(1, 2)] * 3
+        return [type(each).__name__ for each in (model, sharded, plain)]
+
+    kinds = TorchDistributor(2, use_gpu=False, timeout=120, show_output="none").run(loop)
+    assert kinds == ["DistributedDataParallel", "FullyShardedDataParallel", "Linear"]
+
+
+BAD: list[tuple[Any, type[Exception], str]] = [
+    (lambda: ScalingConfig(num_workers=0), ValueError, "positive integer, but is 0"),
+    (lambda: ScalingConfig(num_workers=(3, 2)), ValueError, "least is above most"),
+    (
+        lambda: ScalingConfig(resources_per_worker={"CPU": 2}),
+        ValueError,
+        r"ScalingConfig: resources_per_worker is .* means nothing on Spark.*spark\.task\.cpus",
+    ),
+    (lambda: CheckpointConfig(num_to_keep=0), ValueError, "num_to_keep is 0, but the latest"),
+    (lambda: CheckpointConfig(checkpoint_score_order="up"), ValueError, "'max' or 'min'"),
+    (lambda: FailureConfig(max_failures=-2), ValueError, "-1 for any, but is -2"),
+    (lambda: RunConfig(callbacks=[print]), ValueError, "RunConfig: callbacks is"),
+    (lambda: RunConfig(failure_config=3), TypeError, "failure_config is a FailureConfig"),
+    (lambda: TorchConfig(init_method="tcp"), ValueError, "init_method is 'tcp'"),
+    (lambda: TorchTrainer(lambda a, b: None), TypeError, r"but is <lambda>\(a, b\)"),
+    (lambda: TorchTrainer(3), TypeError, "train_loop_per_worker is a function, but is 3"),
+    (lambda: TorchTrainer(print, datasets={}), ValueError, "datasets means nothing here"),
+    (
+        lambda: TorchTrainer(print, run_config=RunConfig(storage_path="nobody://knows")),
+        ValueError,
+        "No file system is known for nobody://knows",
+    ),
+    (
+        lambda: TorchTrainer(print, run_config=RunConfig(settings={"name": "x"})),
+        ValueError,
+        r"RunConfig.settings has \['name'\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "words"), BAD)
+def test_bad_input_is_told_before_anything_starts(
+    make: Any, kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        make()
+    assert re.search(words, str(caught.value)), str(caught.value)
+
+
+def test_a_sampler_of_ones_own_is_not_lost() -> None:
+    data = TensorDataset(torch.arange(4))
+    weighted = DataLoader(data, sampler=WeightedRandomSampler([1.0] * 4, 4))
+    with pytest.raises(ValueError, match="WeightedRandomSampler would be lost"):
+        prepare_data_loader(weighted)
+    assert len(prepare_data_loader(weighted, add_dist_sampler=False)) == 4
+
+
+def test_batches_of_any_kind_are_moved() -> None:
+    device = torch.device("meta")
+    told = [{"x": torch.ones(2), "names": ["a"]}, (torch.ones(1), 3)]
+    loader = DataLoader(told, batch_size=None)  # type: ignore[arg-type]
+
+    named, pair = prepared(loader, share=True, device=device, pinned=False)
+
+    assert (named["x"].device, named["names"]) == (device, ["a"])
+    assert pair[0].device == device
+    assert pair[1] == 3
+
+
+@pytest.mark.parametrize("length", [1, 7, 12])
+def test_all_ranks_get_as_many_samples(length: int) -> None:
+    for size in (1, 2, 5):
+        for start in range(length + 1):
+            shares = [Share(length, shuffle=True, rank=rank, size=size) for rank in range(size)]
+            for share in shares:
+                share.start = start
+            given = [list(share) for share in shares]
+            assert len({len(each) for each in given}) == 1
+            assert len({sample for each in given for sample in each}) == length - start
+            assert [len(each) for each in given] == [-(-(length - start) // size)] * size
