@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +13,8 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from bed import training
+from bed.training import BATCH, EPOCHS, SAMPLES, Fate, curve, samples, trainer
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from distributor import DistributorError, TorchDistributor, train
@@ -22,7 +22,6 @@ from distributor.train import (
     Checkpoint,
     CheckpointConfig,
     FailureConfig,
-    Result,
     RunConfig,
     ScalingConfig,
 )
@@ -36,144 +35,33 @@ from distributor.train.torch import (
 )
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-SAMPLES, BATCH, EPOCHS = 48, 2, 2
+cloudpickle.register_pickle_by_value(training)
 TIMEOUT = {"timeout": 120, "show_output": "none"}
 
 
-def hurt(config: dict[str, Any], step: int) -> None:
-    """Be killed, once, at a step, on one rank."""
-    rank = train.get_context().get_world_rank()
-    marker = Path(config.get("marker", "/nonexistent/marker"))
-    if (rank, step) == config.get("hurt") and not marker.exists():
-        marker.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fit_line(config: dict[str, Any]) -> list[float]:
-    """Train with float64, and report a checkpoint after every second batch."""
-    torch.manual_seed(7)
-    x = torch.arange(SAMPLES, dtype=torch.float64).reshape(-1, 1) / SAMPLES
-    data = TensorDataset(torch.arange(SAMPLES), x, 3 * x + 1)
-    loader = prepare_data_loader(DataLoader(data, batch_size=BATCH, shuffle=True))
-    model = prepare_model(torch.nn.Linear(1, 1, dtype=torch.float64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    plain = getattr(model, "module", model)
-    epoch = step = 0
-    if (found := train.get_checkpoint()) is not None:
-        with found.as_directory() as folder:
-            state = torch.load(Path(folder, "state.pt"))
-        plain.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        epoch, step = state["epoch"], state["step"]
-    for current in range(epoch, EPOCHS):
-        loader.sampler.set_epoch(current)
-        for which, inputs, targets in loader:
-            hurt(config, step)
-            optimizer.zero_grad()
-            loss = ((model(inputs) - targets) ** 2).mean()
-            loss.backward()
-            optimizer.step()
-            step += 1
-            told = {"loss": loss.item(), "step": step, "epoch": current}
-            report(told, which, plain, optimizer, save=step % 2 == 0)
-            if step == config.get("stop_at"):
-                return [step]
-    return [parameter.item() for parameter in plain.parameters()]
-
-
-def report(told: dict[str, Any], which: Any, model: Any, optimizer: Any, *, save: bool) -> None:
-    """Report what all ranks have trained, with rank 0's model where it is to be saved."""
-    shares = [torch.empty_like(which) for _ in range(dist.get_world_size())]
-    dist.all_gather(shares, which)
-    metrics = {**told, "samples": torch.cat(shares).tolist()}
-    if not save:
-        train.report(metrics)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = None
-        if train.get_context().get_world_rank() == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(
-                {**state, "epoch": told["epoch"], "step": told["step"]}, f"{folder}/state.pt"
-            )
-            checkpoint = Checkpoint.from_directory(folder)
-        train.report(metrics, checkpoint=checkpoint)
-
-
-def trainer(
-    folder: Path, workers: int = 2, name: str = "line", failures: int = 0, **config: Any
-) -> TorchTrainer:
-    return TorchTrainer(
-        fit_line,
-        train_loop_config=config,
-        scaling_config=ScalingConfig(num_workers=workers),
-        run_config=RunConfig(
-            name=name,
-            storage_path=folder,
-            failure_config=FailureConfig(max_failures=failures),
-            settings=TIMEOUT,
-        ),
-    )
-
-
-def curve(result: Result) -> list[float]:
-    return [report.metrics["loss"] for report in result.reports]
-
-
-def samples(result: Result, epoch: int) -> list[int]:
-    """List what was trained in an epoch."""
-    reports = [each.metrics for each in result.reports if each.metrics["epoch"] == epoch]
-    return [sample for metrics in reports for sample in metrics["samples"]]
-
-
-def test_a_killed_training_goes_on_to_the_last_bit(tmp_path: Path) -> None:
-    whole = trainer(tmp_path, name="whole").fit()
-    killed = trainer(
-        tmp_path, name="killed", failures=1, hurt=(1, 15), marker=str(tmp_path / "marker")
-    ).fit()
-
-    assert (tmp_path / "marker").exists()
-    assert killed.return_value == whole.return_value
-    assert len(curve(whole)) == EPOCHS * SAMPLES // BATCH // 2
-    assert curve(killed) == curve(whole)
-    assert [each.attempt for each in killed.reports] == 14 * [0] + 10 * [1]
-    assert killed.metrics == whole.metrics
-    assert killed.metrics_dataframe["loss"].tolist() == curve(whole)
-    for epoch in range(EPOCHS):
-        assert sorted(samples(killed, epoch)) == list(range(SAMPLES))
-
-
-@pytest.mark.parametrize("workers", [1, 3, 4])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_an_epoch_goes_on_with_other_ranks(tmp_path: Path, workers: int) -> None:
-    begun = trainer(tmp_path, workers=2, stop_at=6).fit()
-    assert begun.return_value == [6]
+    begun = trainer(tmp_path, workers=4, stop_at=2).fit()
+    assert begun.return_value == [2]
 
     ended = trainer(tmp_path, workers=workers).fit()
 
-    assert {each.world_size for each in ended.reports} == {2, workers}
+    assert {each.world_size for each in ended.reports} == {4, workers}
     for epoch in range(EPOCHS):
         assert sorted(samples(ended, epoch)) == list(range(SAMPLES)), epoch
     order = samples(trainer(tmp_path, workers=1, name="alone").fit(), 0)
-    assert set(samples(ended, 0)[:24]) == set(order[:24]), "an epoch's order is that of any world"
+    trained = 2 * 4 * BATCH
+    assert set(samples(ended, 0)[:trained]) == set(order[:trained]), "one order for all worlds"
 
 
 @pytest.mark.spark
 def test_a_killed_training_goes_on_on_the_cluster(spark: Any, tmp_path: Path) -> None:
-    def placed(workers: int) -> dict[str, Any]:
-        scaling = ScalingConfig(num_workers=workers, local_mode=False)
-        return {"train_loop_per_worker": fit_line, "scaling_config": scaling}
+    fate = Fate("step", 6, rank=0, marker=str(tmp_path / "marker"))
+    killed = trainer(tmp_path, local_mode=False, failures=1, fate=fate).fit()
 
-    config = {"hurt": (0, 9), "marker": str(tmp_path / "marker")}
-    run = RunConfig(
-        name="line",
-        storage_path=tmp_path,
-        failure_config=FailureConfig(max_failures=1),
-        settings=TIMEOUT,
-    )
-    killed = TorchTrainer(**placed(2), train_loop_config=config, run_config=run).fit()
-
-    assert curve(killed) == curve(trainer(tmp_path, name="here").fit())
-    assert sum(each.attempt for each in killed.reports) == len(killed.reports) - 8
+    assert curve(killed) == curve(trainer(tmp_path, "here").fit())
+    assert [each.attempt for each in killed.reports] == 4 * [0] + 8 * [1]
+    assert killed.metrics_dataframe["loss"].tolist() == curve(killed)
 
 
 def test_best_checkpoints_are_kept(tmp_path: Path) -> None:

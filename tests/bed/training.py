@@ -1,0 +1,237 @@
+"""A training to be hurt: when, where and on which rank is said beforehand, by event and count.
+
+It is a line fitted with float64, so that losses can be compared to the last bit. Each batch is
+reported with the samples that it consists of; every second report is a checkpoint to which each
+rank gives a file.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import torch
+import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
+from torch.utils.data import DataLoader, TensorDataset
+
+from distributor import train
+from distributor.train import (
+    Checkpoint,
+    CheckpointConfig,
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+)
+from distributor.train.record import FILE
+from distributor.train.storage import MANIFEST
+from distributor.train.torch import TorchTrainer, prepare_data_loader, prepare_model
+
+SAMPLES, BATCH, EPOCHS, SAVE_EVERY = 24, 2, 2, 2
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What happens to a rank, once: at the event's so-many-th time in its process.
+
+    Parameters
+    ----------
+    event : str
+        "step" (a batch begins), "upload", "check", "commit", "prune" or "record" (half of a file
+        is written, or a folder is about to be read or removed), or "any" operation in storage.
+    count : int
+        Which time, from 1.
+    rank : int
+        On which rank.
+    marker : str
+        A file that is made then; where it is there already, nothing happens.
+    killed : bool
+        Whether the rank kills itself; otherwise it waits for somebody to end it.
+    """
+
+    event: str
+    count: int
+    rank: int
+    marker: str
+    killed: bool = True
+
+    def strike(self) -> None:
+        """Let it happen."""
+        Path(self.marker).write_text(str(os.getpid()))
+        if self.killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()
+
+
+class Events:
+    """Counts what happens in this process."""
+
+    def __init__(self, fate: Fate | None) -> None:
+        self._fate = fate
+        self._counts: dict[str, int] = {}
+
+    def due(self, event: str) -> bool:
+        """Count an event; tell whether fate is to strike."""
+        fate = self._fate
+        if fate is None or fate.event != event or os.environ.get("RANK") != str(fate.rank):
+            return False
+        self._counts[event] = self._counts.get(event, 0) + 1
+        return self._counts[event] == fate.count and not Path(fate.marker).exists()
+
+    def note(self, event: str) -> None:
+        """Count an event, at which fate may strike."""
+        if self.due(event):
+            assert self._fate
+            self._fate.strike()
+
+
+class DoomedFile:
+    """A file of which one write comes to half of what it should be."""
+
+    def __init__(self, file: Any, fate: Fate) -> None:
+        self._file, self._fate = file, fate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, data: Any) -> None:
+        self._file.write(bytes(data)[: len(data) // 2])
+        self._file.flush()
+        self._fate.strike()
+
+
+class DoomedFiles(pafs.FSSpecHandler):  # type: ignore[misc]
+    """This machine's files, at some of which fate strikes."""
+
+    def __init__(self, fate: Fate | None) -> None:
+        super().__init__(LocalFileSystem())
+        self._fate = fate
+        self._events = Events(fate)
+
+    def open_output_stream(self, path: str, metadata: Any) -> Any:
+        self._events.note("any")
+        names = {MANIFEST: "commit", FILE: "record"}
+        event = names.get(os.path.basename(path), "upload")
+        stream = super().open_output_stream(path, metadata)
+        doomed = ".proof" not in path and self._events.due(event)
+        if not doomed:
+            return stream
+        stream.close()
+        assert self._fate
+        return pa.PythonFile(DoomedFile(open(path, "wb"), self._fate), mode="w")
+
+    def get_file_info(self, paths: Any) -> Any:
+        self._events.note("any")
+        if any(path.endswith(".pt") for path in paths):
+            self._events.note("check")
+        return super().get_file_info(paths)
+
+    def delete_dir(self, path: str) -> None:
+        self._events.note("any")
+        self._events.note("prune")
+        super().delete_dir(path)
+
+    def delete_file(self, path: str) -> None:
+        self._events.note("any")
+        super().delete_file(path)
+
+
+def fit_line(config: dict[str, Any]) -> list[float]:
+    """Train, from the latest checkpoint on."""
+    events = Events(config.get("fate"))
+    torch.manual_seed(7)
+    x = torch.arange(SAMPLES, dtype=torch.float64).reshape(-1, 1) / SAMPLES
+    data = TensorDataset(torch.arange(SAMPLES), x, 3 * x + 1)
+    loader = prepare_data_loader(DataLoader(data, batch_size=BATCH, shuffle=True))
+    model = prepare_model(torch.nn.Linear(1, 1, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plain = getattr(model, "module", model)
+    epoch, step = _load(plain, optimizer)
+    for current in range(epoch, EPOCHS):
+        loader.sampler.set_epoch(current)
+        for which, inputs, targets in loader:
+            events.note("step")
+            optimizer.zero_grad()
+            loss = ((model(inputs) - targets) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            told = {"loss": loss.item(), "step": step, "epoch": current, "samples": _all(which)}
+            _report(told, plain, optimizer)
+            if step == config.get("stop_at"):
+                return [step]
+    return [parameter.item() for parameter in plain.parameters()]
+
+
+def _load(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    found = train.get_checkpoint()
+    if found is None:
+        return 0, 0
+    with found.as_directory() as folder:
+        state = torch.load(Path(folder, "rank0.pt"))
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["epoch"], state["step"]
+
+
+def _all(which: torch.Tensor) -> list[int]:
+    """List what all ranks have in hand."""
+    shares = [torch.empty_like(which) for _ in range(dist.get_world_size())]
+    dist.all_gather(shares, which)
+    samples: list[int] = torch.cat(shares).tolist()
+    return samples
+
+
+def _report(told: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if told["step"] % SAVE_EVERY:
+        train.report(told)
+        return
+    rank = train.get_context().get_world_rank()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **told}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(state, f"{folder}/rank{rank}.pt")
+        train.report(told, checkpoint=Checkpoint.from_directory(folder))
+
+
+def trainer(
+    folder: str | os.PathLike[str],
+    name: str = "line",
+    workers: int | tuple[int, int] = 2,
+    failures: int = 0,
+    local_mode: bool = True,
+    **config: Any,
+) -> TorchTrainer:
+    """Make the trainer, whose storage fate may strike too."""
+    filesystem = pafs.PyFileSystem(DoomedFiles(config.get("fate")))
+    return TorchTrainer(
+        fit_line,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=workers, local_mode=local_mode),
+        run_config=RunConfig(
+            name=name,
+            storage_path=folder,
+            storage_filesystem=filesystem,
+            failure_config=FailureConfig(max_failures=failures),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+            settings={"timeout": 120, "show_output": "none"},
+        ),
+    )
+
+
+def curve(result: Result) -> list[float]:
+    """Give the losses in the order of the reports."""
+    return [report.metrics["loss"] for report in result.reports]
+
+
+def samples(result: Result, epoch: int) -> list[int]:
+    """List what was trained in an epoch."""
+    reports = [each.metrics for each in result.reports if each.metrics["epoch"] == epoch]
+    return [sample for metrics in reports for sample in metrics["samples"]]
