@@ -70,6 +70,16 @@ class Recorder:
             run = self._tracking.run_id
             warn(f"The MLflow run {run} could not be ended as {status}: {brief(problem)}")
 
+    def begins(self, attempt: int, ranks: int) -> None:
+        """Hear that an attempt begins; the first is recorded as the run is made."""
+        if not attempt:
+            return
+        tags = {"attempt": attempt, "num_processes": ranks}
+        try:
+            bounded(lambda: self._tag(tags))
+        except Exception as problem:
+            warn(f"The MLflow run {self._tracking.run_id} is not told of it: {brief(problem)}")
+
     def printed(self, rank: int, stream: Stream, data: bytes) -> None:
         """Hear what a rank printed."""
         if rank < MOST_RANKS:
@@ -97,6 +107,10 @@ class Recorder:
 
     def _send(self, metrics: list[Any]) -> None:
         self._client.log_batch(self._tracking.run_id, metrics=metrics, synchronous=True)
+
+    def _tag(self, tags: dict[str, int]) -> None:
+        for name, value in tags.items():
+            self._client.set_tag(self._tracking.run_id, f"distributor.{name}", value)
 
     def _end(self, status: str, error: BaseException | None) -> None:
         run = self._tracking.run_id

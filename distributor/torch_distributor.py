@@ -54,7 +54,8 @@ class TorchDistributor(Settings):
     forward_env : sequence of str
         Variables of this process that every rank has too, by name or pattern, such as "HF_*".
     timeout : float, optional
-        Seconds that the run may take once its ranks have started; None for no bound.
+        Seconds that the run may take once its ranks have started, each attempt anew; None for no
+        bound.
     start_timeout : float
         Seconds that may pass until all ranks are up, the wait for free slots included.
     log_dir : str or path, optional

@@ -88,6 +88,26 @@ def test_ranks_log_to_one_run_made_for_the_job(distribute: Distribute, experimen
     )
 
 
+def test_a_job_that_begins_again_goes_on_in_its_run(
+    distribute: Distribute, experiment: str
+) -> None:
+    def log() -> None:
+        import mlflow
+
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        mlflow.log_metric("attempt", attempt, step=attempt)
+        if not attempt:
+            os._exit(3)
+
+    distribute(2, max_failures=1).run(log)
+
+    [run] = runs_of(experiment)
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["distributor.attempt"] == "1"
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "attempt")
+    assert [metric.value for metric in history] == [0.0, 1.0]
+
+
 def test_the_link_is_shown(
     distribute: Distribute, experiment: str, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,6 +71,8 @@ def run(job: Job, launcher: Launcher) -> list[Any]:
 
 
 def _attempt(job: Job, launcher: Launcher) -> list[Any]:
+    for listener in job.listeners:
+        listener.begins(job.attempt, job.num_processes)
     with DriverSink(job) as sink, going_on(job.run_id, job.inquiry):
         outcomes = launcher.launch(job, sink)
     return values_of(job, outcomes)

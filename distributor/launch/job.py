@@ -169,6 +169,9 @@ class Job:
 class Listener(Protocol):
     """Hears what the ranks print and tell; its methods are called on one thread, and are quick."""
 
+    def begins(self, attempt: int, ranks: int) -> None:
+        """Hear that an attempt begins, on so many ranks."""
+
     def printed(self, rank: int, stream: Stream, data: bytes) -> None:
         """Hear what a rank printed."""
 

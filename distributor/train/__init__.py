@@ -57,13 +57,16 @@ def report(
     Raises
     ------
     DistributorError
-        Where a rank could not bring its files to storage, where ranks differ in the checkpoint's
-        name, or where one does not report. With ASYNC the next report raises it, or the run's end.
+        Where a rank could not bring its files to storage, where there are none, where ranks differ
+        in the checkpoint's name, or where one does not report. With ASYNC the next report raises
+        it, or the run's end.
     RuntimeError
         Outside a run, or in one without storage.
     TypeError
-        For metrics that JSON cannot hold.
+        For metrics that JSON cannot hold, numbers of tensors excepted, and what is no checkpoint.
     """
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+        raise TypeError(f"checkpoint is made by Checkpoint.from_directory, but is {checkpoint!r}.")
     mode = CheckpointUploadMode(checkpoint_upload_mode)
     delete = delete_local_checkpoint_after_upload
     if delete is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ def ensure_group(config: TorchConfig | None = None) -> None:
     config = config or TorchConfig()
     backend = config.backend or ("cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo")
     dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
+    dist.barrier()  # a rank that ends sooner than another has connected would fail that one
 
 
 @contextmanager
@@ -74,5 +76,6 @@ def process_group(config: TorchConfig) -> Iterator[None]:
 
     ensure_group(config)
     yield
+    gc.collect()  # a model in a cycle would outlive its group, and gloo may then wait for ever
     if dist.is_initialized():
         dist.destroy_process_group()

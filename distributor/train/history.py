@@ -65,6 +65,11 @@ class History:
         given = [files for each in told if (files := each["files"]) is not None]
         if not given:
             self._reports.append(replace(report, checkpoint=None))
+        elif not any(given):
+            raise DistributorError(
+                "The checkpoint is empty: no rank has saved anything in the folder that it "
+                "reports. Report without a checkpoint where there is nothing to keep."
+            )
         else:
             assert report.checkpoint is not None
             if report.checkpoint.startswith(PREFIX):

@@ -82,7 +82,7 @@ class Session:
         delete_local: bool,
     ) -> None:
         """Report, as `distributor.train.report` says."""
-        copied = json.loads(json.dumps(dict(metrics)))  # before others wait for it
+        copied = json.loads(json.dumps(dict(metrics), default=_number))  # before others wait
         part = {"name": name, "files": None, "positions": self._told_positions()}
         work = self._thread.submit(
             self._report, self._number, copied, checkpoint, part, mode, delete_local
@@ -221,6 +221,7 @@ class Session:
     ) -> list[dict[str, Any]]:
         if mode is CheckpointUploadMode.NO_UPLOAD:
             return [asdict(file) for file in self.storage.described(target)]
+        checkpoint.check_there()
         with checkpoint.as_directory() as folder:
             return [asdict(file) for file in self.storage.upload(folder, target)]
 
@@ -242,6 +243,16 @@ class Session:
             return {"error": str(error)}
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _number(value: Any) -> Any:
+    """Make a plain number of a tensor's or numpy's."""
+    try:
+        return value.item()
+    except (AttributeError, RuntimeError, ValueError):
+        raise TypeError(
+            f"Metrics are what JSON can hold, and numbers of tensors, but one is {value!r}."
+        ) from None
 
 
 _session: list[Session] = []

@@ -35,7 +35,7 @@ from distributor.train.record import FILE
 from distributor.train.storage import MANIFEST
 from distributor.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 
-SAMPLES, BATCH, EPOCHS, SAVE_EVERY = 24, 2, 2, 2
+SAMPLES, BATCH, EPOCHS, SAVE_EVERY = 48, 3, 2, 2
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import cloudpickle
 import psutil
 import pytest
 from bed import training
-from bed.training import EPOCHS, SAMPLES, SAVE_EVERY, Fate, curve, samples, trainer
+from bed.cluster import Cluster, Driver, cluster_on, kill
+from bed.machines import Machine, machines_on_loopback
+from bed.training import BATCH, EPOCHS, SAMPLES, SAVE_EVERY, Fate, curve, samples, trainer
 from bed.waiting import assert_gone, until
 
 from distributor.train import Result
@@ -19,7 +22,7 @@ from distributor.train.storage import Storage
 
 cloudpickle.register_pickle_by_value(training)
 COUNT = 3
-STEPS = 12
+STEPS = EPOCHS * SAMPLES // (2 * BATCH)
 RESUMED = {
     "before the first report": (Fate("step", 1, 1, ""), 0),
     "while training": (Fate("step", 6, 1, ""), 4),
@@ -132,3 +135,93 @@ def test_a_hundred_trainings_are_killed_somewhere(tmp_path: Path, whole: Result)
         trainer(folder).fit()
         check_kept(folder, whole)
     assert struck > SAVE_EVERY * 25, "most of them were hurt"
+
+
+ON_CLUSTER = """
+import sys
+sys.path.insert(0, {tests!r})
+import cloudpickle
+from bed import training
+cloudpickle.register_pickle_by_value(training)
+fate = training.Fate({event!r}, {count}, {rank}, {marker!r}, killed=False)
+options = dict(workers={workers}, failures={failures}, local_mode=False, fate=fate)
+try:
+    tell(value=training.trainer({folder!r}, **options).fit().return_value)
+except Exception as error:
+    tell(value=repr(error), notes=getattr(error, "__notes__", []))
+"""
+ON_CLUSTER_TOO = ["while training", "in upload", "in commit", "in pruning"]
+
+
+def begin_on(cluster: Cluster, folder: Path, fate: Fate, workers: object) -> Driver:
+    return cluster.driver(
+        ON_CLUSTER.format(
+            tests=str(Path(__file__).parents[1]),
+            event=fate.event,
+            count=fate.count,
+            rank=fate.rank,
+            marker=str(folder / "marker"),
+            folder=str(folder),
+            workers=workers,
+            failures=1,
+        )
+    )
+
+
+def struck_on(cluster: Cluster, folder: Path) -> Machine:
+    """Wait until fate strikes; give the machine of the rank that it struck."""
+    marker = folder / "marker"
+    until(lambda: marker.exists() and marker.read_text(), "fate strikes", 120)
+    address = psutil.Process(int(marker.read_text())).environ()["SPARK_LOCAL_IP"]
+    return next(machine for machine in cluster.on_workers if machine.address == address)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        moment if moment == "in commit" else pytest.param(moment, marks=pytest.mark.slow)
+        for moment in ON_CLUSTER_TOO
+    ],
+)
+def test_an_executor_is_killed(tmp_path: Path, whole: Result, moment: str) -> None:
+    """Spark starts another, in which the next attempt goes on."""
+    fate, left = RESUMED[moment]
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    with (
+        machines_on_loopback(4) as machines,
+        cluster_on(machines, tmp_path) as cluster,
+        begin_on(cluster, folder, fate, workers=2) as driver,
+    ):
+        machine = struck_on(cluster, folder)
+        kill(cluster.find("executor", machine)[0])
+        assert driver.hear("value")["value"] == whole.return_value
+
+    result = check_kept(folder, whole)
+    assert [each.attempt for each in result.reports] == left * [0] + (STEPS - left) * [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ON_CLUSTER_TOO)
+def test_a_host_is_killed(tmp_path: Path, moment: str) -> None:
+    """The next attempt takes the one that is left."""
+    fate, left = RESUMED[moment]
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    with (
+        machines_on_loopback(4) as machines,
+        cluster_on(machines, tmp_path) as cluster,
+        begin_on(cluster, folder, fate, workers=(1, 2)) as driver,
+    ):
+        machine = struck_on(cluster, folder)
+        for process in cluster.processes():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("SPARK_LOCAL_IP") == machine.address:
+                    process.kill()
+        told = driver.hear("value")
+
+    assert isinstance(told["value"], list), told
+    result = Result.from_path(folder / "line")
+    assert [each.world_size for each in result.reports[: left + 1]] == left * [2] + [1]
+    for epoch in range(EPOCHS):
+        assert sorted(samples(result, epoch)) == list(range(SAMPLES))

@@ -175,6 +175,38 @@ def test_storage_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         ranks.run(lambda: train.report({"loss": 1.0}))
 
 
+def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+    def report(case: str) -> None:
+        folder = tmp_path / "folder"
+        if case == "empty":
+            folder.mkdir(exist_ok=True)
+        checkpoint: Any = str(folder) if case == "path" else Checkpoint.from_directory(folder)
+        train.report({"loss": 1.0}, checkpoint=checkpoint)
+
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
+    with pytest.raises(TypeError, match=r"made by Checkpoint.from_directory, but is '/"):
+        ranks.run(report, "path")
+    with pytest.raises(DistributorError, match=r"Rank 0 could not .*There is no checkpoint at /"):
+        ranks.run(report, "missing")
+    with pytest.raises(DistributorError, match="The checkpoint is empty: no rank has saved"):
+        ranks.run(report, "empty")
+    assert not any((tmp_path / "runs").rglob(MANIFEST))
+
+
+def test_metrics_may_be_numbers_of_tensors(tmp_path: Path) -> None:
+    def report() -> None:
+        import torch
+
+        train.report({"loss": torch.tensor(0.5), "names": ["a"]}, checkpoint=save(tmp_path, "x"))
+        train.report({"weights": torch.ones(2)})
+
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path / "runs", name="mine")
+    with pytest.raises(TypeError, match=r"Metrics are what JSON can hold.* one is tensor\(\[1"):
+        ranks.run(report)
+    [(_, manifest)] = Storage(tmp_path / "runs", "mine").committed()
+    assert manifest.metrics == {"loss": 0.5, "names": ["a"]}
+
+
 def test_files_of_one_name_that_differ_are_told(tmp_path: Path) -> None:
     def report() -> None:
         mine = tmp_path / str(train.get_context().get_world_rank())
