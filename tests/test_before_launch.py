@@ -47,6 +47,7 @@ def test_nodes_with_other_versions_are_named(tmp_path: Path) -> None:
     assert f"2.4.0 on {other.address}" in ending["message"]
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_an_executor_that_cannot_reach_the_first_is_named(tmp_path: Path) -> None:
     with machines_apart(4) as machines, cluster_on(machines, tmp_path) as cluster:

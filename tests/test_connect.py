@@ -272,6 +272,7 @@ sys.addaudithook(look)
 """
 
 
+@pytest.mark.slow
 def test_a_node_that_is_cut_off_meets_the_others_through_spark(
     run_driver: Driver, python_that_begins_with: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -327,7 +328,7 @@ sys.meta_path.insert(0, OnlyFromArchives)
     "session",
     [
         'master("local-cluster[2,1,1024]").config("spark.ui.enabled", "false")',
-        pytest.param('remote("local[2]")', marks=needs_connect),
+        pytest.param('remote("local[2]")', marks=[needs_connect, pytest.mark.slow]),
     ],
     ids=["classic", "connect"],
 )

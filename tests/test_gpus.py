@@ -202,6 +202,7 @@ def test_each_task_has_the_gpus_that_spark_gave_it(
             assert f"{word} {what}" in stderr
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_without_gpus_for_tasks_the_job_asks_for_its_own(
     ask: Ask, discovery: Callable[..., str]

@@ -189,6 +189,7 @@ def test_ranks_of_later_runs_come_of_the_same_warm_processes(distribute: Distrib
     assert len(zygotes[0]) == owners, "one for this process, or for each executor"
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_warm_processes_on_executors_end_with_the_session(run_driver: Any) -> None:
     done = run_driver(

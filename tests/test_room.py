@@ -50,6 +50,7 @@ def ending_of(cluster: Cluster, megabytes: int, settings: str = "", **conf: str)
         return driver.hear("ending")
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 @needs_namespaces
 def test_a_value_beyond_what_spark_carries_is_kept(cluster: Cluster, tmp_path: Path) -> None:
