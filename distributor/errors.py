@@ -86,7 +86,22 @@ class RunCancelled(DistributorError):
 
 
 class NodeLost(DistributorError):
-    """A node was no longer heard of: cut off, stopped, or its machine dead."""
+    """A node was no longer heard of: cut off, stopped, or its machine dead.
+
+    Parameters
+    ----------
+    message : str
+        Which, and what is known of it.
+    silent : tuple of str
+        The hosts that only stopped answering, so that Spark may still count on them.
+    """
+
+    def __init__(self, message: str, *, silent: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.silent = silent
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args, {"silent": self.silent}
 
 
 class ValueTooLarge(DistributorError):

@@ -57,7 +57,8 @@ def run(job: Job, launcher: Launcher) -> list[Any]:
     """
     failed: list[Attempt] = []
     while True:
-        job = job.again(len(failed))
+        silent = getattr(failed[-1].error, "silent", ()) if failed else ()
+        job = job.again(len(failed), silent)
         fitting, count = launcher.fit(job)
         try:
             return _attempt(replace(job, num_processes=count), fitting)

@@ -142,6 +142,8 @@ class Job:
         How many ranks; the most, where there may be fewer.
     least : int
         How few there may be, where the cluster has no room for more.
+    silent : tuple of str
+        Hosts that stopped answering in the attempt before.
     env : mapping of str to str
         Variables for every rank: the user's, and what else this run brings.
     listeners : tuple of Listener
@@ -157,13 +159,14 @@ class Job:
     listeners: tuple[Listener, ...] = ()
     run_id: str = field(default_factory=lambda: new_run_id())
     attempt: int = 0
+    silent: tuple[str, ...] = ()
     standing: Standing = field(default_factory=Standing)
     inquiry: Inquiry = field(default_factory=Inquiry)
     cancellation: Cancellation = field(default_factory=Cancellation)
 
-    def again(self, attempt: int) -> Job:
+    def again(self, attempt: int, silent: tuple[str, ...]) -> Job:
         """Give the job for a new attempt, of which nothing is known yet."""
-        return replace(self, attempt=attempt, standing=Standing(), inquiry=Inquiry())
+        return replace(self, attempt=attempt, silent=silent, standing=Standing(), inquiry=Inquiry())
 
 
 class Listener(Protocol):

@@ -130,6 +130,13 @@ class Session:
         manager.addResourceProfile(requested)
         return int(context.maxNumConcurrentTasks(requested))
 
+    def executor_hosts(self) -> set[str]:
+        """List the executors' hosts, less the driver's; none through Connect."""
+        if self.is_connect:
+            return set()
+        infos = self.spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()
+        return {info.host() for info in infos} - {self.conf("spark.driver.host")}
+
     def most_slots(self) -> int | None:
         """Count the tasks that the application can ever run at once, as far as it is configured.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import secrets
@@ -58,11 +59,22 @@ class SparkLauncher:
         Executors that are on their way are waited for, for a while. Through Connect nobody can
         tell what room there is, and it is that of all ranks.
         """
+        self._await_removal(job.silent, job.cancellation)
         per_task = self.plan.ranks_per_task
         least, most = -(-job.least // per_task), self.plan.num_tasks
         if least < most:
             most = max(least, min(most, self._room_for(most, job.cancellation)))
         return replace(self, plan=self.plan.of(most)), most * per_task
+
+    def _await_removal(self, silent: tuple[str, ...], cancellation: Cancellation) -> None:
+        """Wait until Spark has given up hosts too, on which it would start tasks until then."""
+        deadline, told = time.monotonic() + REMOVAL_SECONDS, time.monotonic() + TELL_SECONDS
+        while (left := self.session.executor_hosts() & set(silent)) and time.monotonic() < deadline:
+            if time.monotonic() > told:
+                notify(f"Waiting: Spark still counts on executors on {', '.join(sorted(left))}.")
+                told = math.inf
+            cancellation.check()
+            time.sleep(SLOTS_INTERVAL)
 
     def _room_for(self, most: int, cancellation: Cancellation) -> int:
         """Give how many tasks fit, once these do or some time has passed."""
@@ -201,6 +213,8 @@ MORE_ROOM = (
     "Ask for fewer ranks, or give the application more executors or cores "
     "(spark.executor.instances, spark.executor.cores, spark.cores.max, spark.task.cpus)."
 )
+REMOVAL_SECONDS = 240.0
+"""Seconds within which Spark notices, by its defaults, that an executor no longer answers."""
 ROOM_SECONDS = 10.0
 """Seconds for executors to register, those that replace dead ones too, where fewer would do."""
 TELL_SECONDS = 5.0

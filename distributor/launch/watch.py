@@ -234,7 +234,8 @@ class Watch:
             raise NodeLost(
                 f"{self._named(lost)}: no sign of life for {LEASE_SECONDS:g} s. The host is cut "
                 "off from this one, stopped or dead; its ranks stop by themselves as soon as they "
-                "notice."
+                "notice.",
+                silent=tuple(self._hosts[node] for node in lost),
             )
         if (self._settling.over() or self._all_failed()) and not self._stopped:
             self._stopped = True

@@ -40,7 +40,7 @@ class History:
         if checkpoint is not None:
             text = self._storage.read(f"{checkpoint}/{OF_CHECKPOINT}")
             self._reports = from_lines(text or b"")
-        self._recorded = len(self._reports)
+        self._recorded = 0  # whoever was killed may have been about to
         return len(self._reports)
 
     def take(self, report: Report, index: int, told: Sequence[dict[str, Any]]) -> bool:

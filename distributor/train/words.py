@@ -38,8 +38,17 @@ class Words:
         self._store = dist.PrefixStore("distributor/train", client)  # type: ignore[attr-defined]
 
     def tell(self, about: str, words: Any) -> None:
-        """Tell all, as rank 0 does what it has decided."""
-        self._store.set(about, json.dumps(words))
+        """Tell all, as rank 0 does what it has decided.
+
+        Raises
+        ------
+        ConnectionError
+            Where rank 0, which keeps the words, has gone.
+        """
+        try:
+            self._store.set(about, json.dumps(words))
+        except Exception as error:
+            raise self._lost() from error
 
     def hear(self, about: str, of: int = 0) -> Any:
         """Hear what was told to all.
@@ -48,17 +57,23 @@ class Words:
         ------
         DistributorError
             Where it does not come; names who is waited for.
+        ConnectionError
+            Where rank 0, which keeps the words, has gone.
         """
-        began = time.monotonic()
+        until = time.monotonic() + WAIT_SECONDS
         try:
             self._store.wait([about], timedelta(seconds=WAIT_SECONDS))
+            return json.loads(self._store.get(about))
         except Exception as error:
-            waited = time.monotonic() - began
+            if time.monotonic() < until:
+                raise self._lost() from error
             raise DistributorError(
-                f"After {waited:.0f} s, a report of rank {self.rank} still waits for rank {of}. "
-                "Every rank has to call report as often as the others."
+                f"After {WAIT_SECONDS:g} s, a report of rank {self.rank} still waits for rank "
+                f"{of}. Every rank has to call report as often as the others."
             ) from error
-        return json.loads(self._store.get(about))
+
+    def _lost(self) -> ConnectionError:
+        return ConnectionError(f"Rank {self.rank} has lost rank 0, through which ranks report.")
 
     def tell_mine(self, about: str, words: Any) -> None:
         """Tell what this rank has to say, as every rank does."""

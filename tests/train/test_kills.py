@@ -13,7 +13,7 @@ import psutil
 import pytest
 from bed import training
 from bed.cluster import Cluster, Driver, cluster_on, kill
-from bed.machines import Machine, machines_on_loopback
+from bed.machines import Machine, machines_apart, machines_on_loopback, why_not_apart
 from bed.training import BATCH, EPOCHS, SAMPLES, SAVE_EVERY, Fate, curve, samples, trainer
 from bed.waiting import assert_gone, until
 
@@ -21,6 +21,8 @@ from distributor.train import Result
 from distributor.train.storage import Storage
 
 cloudpickle.register_pickle_by_value(training)
+WHY_NOT = why_not_apart()
+needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 COUNT = 3
 STEPS = EPOCHS * SAMPLES // (2 * BATCH)
 RESUMED = {
@@ -225,3 +227,23 @@ def test_a_host_is_killed(tmp_path: Path, moment: str) -> None:
     assert [each.world_size for each in result.reports[: left + 1]] == left * [2] + [1]
     for epoch in range(EPOCHS):
         assert sorted(samples(result, epoch)) == list(range(SAMPLES))
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_a_host_is_cut_off(tmp_path: Path) -> None:
+    """Spark itself learns of it only minutes later."""
+    fate, left = RESUMED["while training"]
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    with (
+        machines_apart(4) as machines,
+        cluster_on(machines, tmp_path) as cluster,
+        begin_on(cluster, folder, fate, workers=(1, 2)) as driver,
+    ):
+        struck_on(cluster, folder).cut()
+        told = driver.hear("value", 300)
+
+    assert isinstance(told["value"], list), told
+    result = Result.from_path(folder / "line")
+    assert [each.world_size for each in result.reports[: left + 1]] == left * [2] + [1]

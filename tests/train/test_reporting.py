@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from distributor import DistributorError, TorchDistributor, train
+from distributor import DistributorError, TorchDistributor, WorkerDied, train
 from distributor.train import Checkpoint, CheckpointUploadMode, words
 from distributor.train.keeping import superfluous
 from distributor.train.storage import MANIFEST, Manifest, Storage
@@ -150,6 +151,25 @@ def test_a_rank_that_does_not_report_is_named(tmp_path: Path) -> None:
     ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
     with pytest.raises(DistributorError, match="rank 0 still waits for rank 1"):
         ranks.run(report)
+
+
+def test_a_rank_that_dies_is_the_cause_and_not_who_waits_for_it(tmp_path: Path) -> None:
+    def report() -> None:
+        train.get_checkpoint()
+        if train.get_context().get_world_rank() == 0:
+            wait_until((tmp_path / "waits").exists)
+            os._exit(5)
+        (tmp_path / "waits").touch()
+        train.report({"loss": 1.0})
+
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
+    with pytest.raises(WorkerDied, match=r"rank 0 .* exited with code 5"):
+        ranks.run(report)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    while not condition():
+        time.sleep(0.01)
 
 
 def test_ranks_that_do_not_share_their_storage_are_named(tmp_path: Path) -> None:
