@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow.fs as pafs
 import pytest
+from bed.plain import plain
 
 from distributor import DistributorError
 from distributor.train.checkpoint import Checkpoint
@@ -18,7 +19,7 @@ from distributor.train.storage import MANIFEST, Manifest, Storage
 fsspec = pytest.importorskip("fsspec")
 
 
-def plain_writes_only(folder: Path) -> Any:
+def plain_by_fsspec(folder: Path) -> Any:
     """Make a file system that can do no more than a mounted object store."""
     from fsspec.implementations.dirfs import DirFileSystem
     from fsspec.implementations.local import LocalFileSystem
@@ -38,12 +39,16 @@ def plain_writes_only(folder: Path) -> Any:
     return DirFileSystem(str(folder), Plain())
 
 
-@pytest.fixture(params=["local", "plain"])
+@pytest.fixture(params=["local", "pyarrow", "fsspec"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    (tmp_path / "storage").mkdir()
+    """Give a storage in a folder: with all that it can do, and with plain writes only."""
+    folder = tmp_path / "storage"
+    folder.mkdir()
     if request.param == "local":
-        return Storage(tmp_path / "storage", "run")
-    return Storage("", "run", plain_writes_only(tmp_path / "storage"))
+        return Storage(folder, "run")
+    if request.param == "pyarrow":
+        return Storage(folder, "run", plain(pafs.LocalFileSystem()))
+    return Storage("", "run", plain_by_fsspec(folder))
 
 
 def written_by(rank: int, folder: Path) -> Path:
@@ -82,6 +87,24 @@ def test_what_is_committed_is_found_in_order(storage: Storage, tmp_path: Path) -
     with storage.checkpoint(names[0]).as_directory() as folder:
         assert Path(folder, "__1_0.distcp").read_bytes() == bytes([1]) * 1000
         assert Path(folder, "deep", "1.pt").read_bytes() == b"x"
+
+
+def test_the_life_of_a_run(storage: Storage, tmp_path: Path) -> None:
+    """All that a run asks of its storage, in the order in which it does."""
+    storage.write(".proof-1", b"\n")
+    assert storage.take_away([".proof-1", ".proof-2"]) == {".proof-1"}
+    assert (storage.committed(), storage.next_index()) == ([], 0)
+
+    begun = "checkpoint_000000"
+    storage.upload(written_by(0, tmp_path / "killed"), begun)
+    assert storage.next_index() == 1
+    names = [save(storage, index, tmp_path) for index in (1, 2)]
+    assert storage.leftovers(names[-1]) == [begun]
+
+    storage.remove(begun)
+    storage.remove(names[0])
+    assert [name for name, _ in storage.committed()] == names[1:]
+    assert (storage.leftovers(names[-1]), storage.next_index()) == ([], 3)
 
 
 def test_without_a_manifest_there_is_no_checkpoint(storage: Storage, tmp_path: Path) -> None:
