@@ -38,7 +38,8 @@ def report(
     """Report metrics, and perhaps a checkpoint, together with all other ranks.
 
     A checkpoint is all that the ranks save in theirs, and exists once all of it is in storage.
-    Every rank calls this as often as the others.
+    Every rank calls this as often as the others. Where several have saved into one folder, each
+    reports it, and its files are brought to storage once.
 
     Parameters
     ----------
@@ -50,9 +51,11 @@ def report(
         The checkpoint's folder; by default ``checkpoint_000003`` and so on. The same on all ranks.
     checkpoint_upload_mode : CheckpointUploadMode
         SYNC: it exists when this returns. ASYNC: this returns at once, and it exists some time
-        later, in the order of the reports. NO_UPLOAD: it lies in storage already.
+        later, in the order of the reports. NO_UPLOAD: it lies in storage already, in the folder
+        `checkpoint_dir_name` of the run's folder.
     delete_local_checkpoint_after_upload : bool, optional
-        Whether this rank's own folder is removed then; by default where the mode is ASYNC.
+        Whether this rank's own folder is removed then; by default where the mode is ASYNC. Its
+        files are not copied where storage is on the same disk.
 
     Raises
     ------

@@ -9,6 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+OBJECT_STORES = ("s3", "gcs")
+"""The types of file systems in which a file needs no folder."""
+
 
 def resolve(path: str | os.PathLike[str], filesystem: Any = None) -> tuple[pafs.FileSystem, str]:
     """Find the file system of a path.
@@ -49,6 +52,16 @@ def resolve(path: str | os.PathLike[str], filesystem: Any = None) -> tuple[pafs.
 def is_local(filesystem: pafs.FileSystem) -> bool:
     """Tell whether it is that of this machine, mounted shares among it."""
     return isinstance(filesystem, pafs.LocalFileSystem)
+
+
+def make_folder(filesystem: pafs.FileSystem, path: str) -> None:
+    """Make a folder that files can be written to.
+
+    An object store needs none: to make one it asks for the whole bucket, for which rights to some
+    part of it are too few.
+    """
+    if filesystem.type_name not in OBJECT_STORES:
+        filesystem.create_dir(path, recursive=True)
 
 
 def _adapted(filesystem: Any) -> pafs.FileSystem:

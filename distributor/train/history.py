@@ -9,8 +9,8 @@ from typing import Any
 
 from distributor.errors import DistributorError
 from distributor.train.keeping import check_score, superfluous
-from distributor.train.record import FILE, OF_CHECKPOINT, Report, from_lines, to_lines
-from distributor.train.storage import PREFIX, Manifest, Storage, Stored
+from distributor.train.record import FILE, Report, from_lines, to_lines
+from distributor.train.storage import PREFIX, RECORD, Manifest, Storage, Stored
 from distributor.wire.keeping import Keeping
 
 RECORD_SECONDS = 10.0
@@ -38,7 +38,7 @@ class History:
     def go_on_from(self, checkpoint: str | None) -> int:
         """Forget what was reported after a checkpoint; give how many reports are left."""
         if checkpoint is not None:
-            text = self._storage.read(f"{checkpoint}/{OF_CHECKPOINT}")
+            text = self._storage.read(f"{checkpoint}/{RECORD}")
             self._reports = from_lines(text or b"")
         self._recorded = 0  # whoever was killed may have been about to
         return len(self._reports)
@@ -92,7 +92,7 @@ class History:
         """Make the checkpoint exist; only then are others superfluous."""
         target = report.checkpoint
         assert target is not None
-        record = self._storage.write(f"{target}/{OF_CHECKPOINT}", to_lines(self._reports))
+        record = self._storage.write(f"{target}/{RECORD}", to_lines(self._reports))
         manifest = Manifest(
             index=index,
             metrics=report.metrics,

@@ -12,8 +12,6 @@ from distributor.train.storage import Storage
 
 FILE = "reports.jsonl"
 """The run's record, for people and for `Result`."""
-OF_CHECKPOINT = ".reports.jsonl"
-"""What had been reported when a checkpoint was; from here a new attempt goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from distributor.node.finishing import before_the_end
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.history import History
 from distributor.train.record import Report
+from distributor.train.sharing import shared
 from distributor.train.storage import PREFIX, Storage
 from distributor.train.words import Words
 from distributor.wire.keeping import Keeping
@@ -199,12 +200,14 @@ class Session:
         delete_local: bool,
     ) -> None:
         target = part["name"] or f"{PREFIX}{self._next:06d}"
+        about = f"report/{number}"
+        self._words.meet(f"{about}/come")  # until then, others may be saving
+        keep = not delete_local or checkpoint is None or self.storage.holds(checkpoint)
         try:
             if checkpoint is not None:
-                part["files"] = self._files(checkpoint, target, mode)
+                part["files"] = self._files(about, checkpoint, target, mode, keep)
         except Exception as error:
             part["error"] = f"{type(error).__name__}: {error}"
-        about = f"report/{number}"
         self._words.tell_mine(about, part)
         if self._words.rank == 0:
             self._words.tell(about, self._judged(about, number, target, metrics))
@@ -213,17 +216,24 @@ class Session:
             raise DistributorError(verdict["error"])
         if verdict["committed"]:
             self._latest, self._next = target, self._next + 1
-            if checkpoint is not None and delete_local:
+            if checkpoint is not None and not keep:
                 shutil.rmtree(checkpoint.path, ignore_errors=True)
 
     def _files(
-        self, checkpoint: Checkpoint, target: str, mode: CheckpointUploadMode
+        self,
+        about: str,
+        checkpoint: Checkpoint,
+        target: str,
+        mode: CheckpointUploadMode,
+        keep: bool,
     ) -> list[dict[str, Any]]:
-        if mode is CheckpointUploadMode.NO_UPLOAD:
-            return [asdict(file) for file in self.storage.described(target)]
+        share = shared(self._words, f"{about}/files")
+        if mode is CheckpointUploadMode.NO_UPLOAD or self.storage.holds(checkpoint, target):
+            return [asdict(file) for file in self.storage.described(target, share)]
         checkpoint.check_there()
         with checkpoint.as_directory() as folder:
-            return [asdict(file) for file in self.storage.upload(folder, target)]
+            files = self.storage.upload(folder, target, share, keep=keep)
+            return [asdict(file) for file in files]
 
     def _judged(
         self, about: str, number: int, target: str, metrics: dict[str, Any]

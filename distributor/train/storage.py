@@ -2,8 +2,9 @@
 
 A checkpoint is a folder with the files of all ranks. They are written first, each in one go; then
 their sizes are looked at; then the manifest, which lists them. Nothing is appended to, renamed or
-written twice, for mounted object stores can do none of that. Whoever reads takes a folder without a
-manifest, or one whose manifest is cut short, for none.
+written twice, for mounted object stores can do none of that; the record of the whole run alone is
+written anew. Whoever reads takes a folder without a manifest, or one whose manifest is cut short,
+for none.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,19 @@ import pyarrow.fs as pafs
 
 from distributor.errors import DistributorError
 from distributor.train.checkpoint import Checkpoint
-from distributor.train.filesystems import resolve
+from distributor.train.copying import brought, summed
+from distributor.train.filesystems import is_local, make_folder, resolve
+from distributor.train.sharing import Share, everything, identity_of
 
 MANIFEST = ".manifest.json"
+RECORD = ".reports.jsonl"
+"""What had been reported when a checkpoint was; from here a new attempt goes on."""
+OWN = (MANIFEST, RECORD)
+"""The files of a checkpoint that no rank saves."""
 PREFIX = "checkpoint_"
 NUMBERED = re.compile(rf"{PREFIX}(\d+)")
-CHUNK = 16 * 1024 * 1024
+READERS = 8
+"""Files that are read at the same time: of one alone, an object store gives too little."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,7 @@ class Storage:
     def write(self, name: str, data: bytes) -> Stored:
         """Write a file of the run's folder, whole."""
         path = f"{self.path}/{name}"
-        self.filesystem.create_dir(path.rpartition("/")[0], recursive=True)
+        make_folder(self.filesystem, path.rpartition("/")[0])
         with self.filesystem.open_output_stream(path) as stream:
             stream.write(data)
         return Stored(name.rpartition("/")[2], len(data), zlib.crc32(data))
@@ -131,7 +140,14 @@ class Storage:
             self.filesystem.delete_file(f"{self.path}/{name}")
         return there
 
-    def upload(self, folder: str | os.PathLike[str], checkpoint: str) -> list[Stored]:
+    def upload(
+        self,
+        folder: str | os.PathLike[str],
+        checkpoint: str,
+        share: Share = everything,
+        *,
+        keep: bool = True,
+    ) -> list[Stored]:
         """Write a rank's files into a checkpoint, which exists only once it is committed.
 
         Parameters
@@ -140,29 +156,67 @@ class Storage:
             A folder of this machine.
         checkpoint : str
             The checkpoint's name.
+        share : callable
+            Chooses which of them this rank writes.
+        keep : bool
+            Whether the folder's files may be used after this, and not only removed.
 
         Raises
         ------
         DistributorError
             Where the checkpoint is committed already: nothing that is saved is written over.
         """
-        if self.manifest_of(checkpoint) is not None:
-            raise DistributorError(
-                f"The checkpoint {checkpoint} is already in {self.path}, and is not written over. "
-                "Report it under another checkpoint_dir_name."
-            )
+        self._check_new(checkpoint)
         root = Path(folder)
-        files = sorted(path for path in root.rglob("*") if path.is_file())
-        return [self._write(file, str(file.relative_to(root)), checkpoint) for file in files]
+        found = sorted(path for path in root.rglob("*") if path.is_file())
+        files = {str(path.relative_to(root)): path for path in found}
+        for name in OWN:  # of the checkpoint that this folder was before
+            files.pop(name, None)
+        for target in {self._inside(checkpoint, name).rpartition("/")[0] for name in files}:
+            make_folder(self.filesystem, target)
+        stored = []
+        for name, mine in share({name: identity_of(file) for name, file in files.items()}):
+            target = self._inside(checkpoint, name)
+            if mine:
+                sums = brought(files[name], self.filesystem, target, keep=keep)
+            else:
+                sums = summed(pafs.LocalFileSystem(), str(files[name]))
+            stored.append(Stored(name, *sums))
+        return stored
 
-    def described(self, checkpoint: str) -> list[Stored]:
-        """Describe the files that lie in a checkpoint's folder already; reads all of them."""
+    def holds(self, checkpoint: Checkpoint, name: str | None = None) -> bool:
+        """Tell whether a checkpoint lies in the run's folder, and by this name."""
+        if is_local(self.filesystem) and is_local(checkpoint.filesystem):
+            mine, its = os.path.realpath(self.path), os.path.realpath(checkpoint.path)
+        elif self.filesystem.equals(checkpoint.filesystem):
+            mine, its = self.path, checkpoint.path
+        else:
+            return False
+        return its.startswith(f"{mine}/") if name is None else its == f"{mine}/{name}"
+
+    def described(self, checkpoint: str, share: Share = everything) -> list[Stored]:
+        """Describe the files that lie in a checkpoint's folder already; reads all of them.
+
+        Parameters
+        ----------
+        checkpoint : str
+            The checkpoint's name.
+        share : callable
+            Chooses which of them this rank reads.
+
+        Raises
+        ------
+        DistributorError
+            Where the checkpoint is committed already.
+        """
+        self._check_new(checkpoint)
         root = f"{self.path}/{checkpoint}"
         infos = self.filesystem.get_file_info(pafs.FileSelector(root, recursive=True))
+        found = [info.path[len(root) + 1 :] for info in infos if info.type == pafs.FileType.File]
+        names = sorted(set(found).difference(OWN))
         return [
-            Stored(info.path[len(root) + 1 :], *self._sum_of(info.path))
-            for info in infos
-            if info.type == pafs.FileType.File
+            Stored(name, *summed(self.filesystem, f"{root}/{name}"))
+            for name, _ in share(dict.fromkeys(names, ""))
         ]
 
     def commit(self, checkpoint: str, manifest: Manifest) -> None:
@@ -208,19 +262,11 @@ class Storage:
         except (ValueError, TypeError, KeyError):
             return None  # it was not written to its end
 
-    def damage_of(self, checkpoint: str, files: Iterable[Stored]) -> str | None:
+    def damage_of(self, checkpoint: str, files: Sequence[Stored]) -> str | None:
         """Say what is wrong with files of a committed checkpoint; reads all of them."""
-        for file in files:
-            path = self._inside(checkpoint, file.name)
-            try:
-                size, checksum = self._sum_of(path)
-            except FileNotFoundError:
-                return f"{path} is gone"
-            if size != file.size:
-                return f"{path} has {size:,} bytes, and had {file.size:,}"
-            if checksum != file.checksum:
-                return f"{path} has been changed"
-        return None
+        paths = [self._inside(checkpoint, file.name) for file in files]
+        with ThreadPoolExecutor(READERS, "readers") as readers:
+            return next(filter(None, readers.map(self._damage_of, paths, files)), None)
 
     def checkpoint(self, name: str) -> Checkpoint:
         """Give a checkpoint by its name."""
@@ -233,22 +279,22 @@ class Storage:
             self.filesystem.delete_file(manifest)
         self.filesystem.delete_dir(f"{self.path}/{checkpoint}")
 
-    def _write(self, file: Path, name: str, checkpoint: str) -> Stored:
-        target = self._inside(checkpoint, name)
-        self.filesystem.create_dir(target.rpartition("/")[0], recursive=True)
-        size = checksum = 0
-        with file.open("rb") as source, self.filesystem.open_output_stream(target) as stream:
-            for chunk in _chunks(source):
-                stream.write(chunk)
-                size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-        return Stored(name, size, checksum)
+    def _check_new(self, checkpoint: str) -> None:
+        if self.manifest_of(checkpoint) is not None:
+            raise DistributorError(
+                f"The checkpoint {checkpoint} is already in {self.path}, and is not written over. "
+                "Report it under another checkpoint_dir_name."
+            )
 
-    def _sum_of(self, path: str) -> tuple[int, int]:
-        size = checksum = 0
-        with self.filesystem.open_input_stream(path) as stream:
-            for chunk in _chunks(stream):
-                size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-        return size, checksum
+    def _damage_of(self, path: str, file: Stored) -> str | None:
+        info = self.filesystem.get_file_info(path)
+        if info.type != pafs.FileType.File:
+            return f"{path} is gone"
+        if info.size != file.size:
+            return f"{path} has {info.size:,} bytes, and had {file.size:,}"
+        if summed(self.filesystem, path) != (file.size, file.checksum):
+            return f"{path} has been changed"
+        return None
 
     def _check_whole(self, checkpoint: str, files: Iterable[Stored]) -> None:
         wanted = {self._inside(checkpoint, file.name): file.size for file in files}
@@ -277,8 +323,3 @@ def _index_of(checkpoint: str) -> int:
     """Give a checkpoint's number; one that is named otherwise comes before all."""
     found = NUMBERED.fullmatch(checkpoint)
     return int(found[1]) if found else -1
-
-
-def _chunks(stream: Any) -> Iterator[bytes]:
-    while chunk := stream.read(CHUNK):
-        yield chunk

@@ -82,3 +82,32 @@ class Words:
     def hear_all(self, about: str) -> list[Any]:
         """Hear what every rank has said, in the order of ranks."""
         return [self.hear(f"{about}/{rank}", rank) for rank in range(self.size)]
+
+    def claim(self, about: str, words: str) -> str:
+        """Say what one rank alone may say; give what was said first."""
+        try:
+            first: bytes = self._store.compare_set(about, "", words)
+        except Exception as error:
+            raise self._lost() from error
+        return first.decode()
+
+    def meet(self, about: str) -> None:
+        """Wait until all ranks have come to this.
+
+        Raises
+        ------
+        DistributorError
+            Where one does not; names who is waited for.
+        """
+        self.tell_mine(about, None)
+        if self.rank == 0:
+            self.tell(about, self._missed(about))
+        if missed := self.hear(about):
+            raise DistributorError(missed)
+
+    def _missed(self, about: str) -> str | None:
+        try:
+            self.hear_all(about)
+        except DistributorError as error:
+            return str(error)
+        return None

@@ -31,7 +31,15 @@ def save(folder: Path, text: str) -> Checkpoint:
     return Checkpoint.from_directory(mine)
 
 
-def go_on(folder: Path, until: int) -> tuple[int, str | None]:
+def use_plain_writes() -> None:
+    """Make addresses such as ``plain:///folder`` known."""
+    import fsspec
+    from bed import plain
+
+    fsspec.register_implementation(plain.PROTOCOL, plain.Addressed, clobber=True)
+
+
+def go_on(folder: Path, until: int, mode: str = "SYNC") -> tuple[int, str | None]:
     """Count from where the latest checkpoint ends, and report at each step."""
     before = train.get_checkpoint()
     begin = 0
@@ -40,8 +48,11 @@ def go_on(folder: Path, until: int) -> tuple[int, str | None]:
         with before.as_directory() as there:
             begin = int(Path(there, f"{rank}.txt").read_text())
     for step in range(begin, until):
-        checkpoint = save(folder, str(step + 1))
-        train.report({"step": step, "loss": 1 / (step + 1)}, checkpoint=checkpoint)
+        train.report(
+            {"step": step, "loss": 1 / (step + 1)},
+            checkpoint=save(folder / str(step), str(step + 1)),
+            checkpoint_upload_mode=CheckpointUploadMode(mode),
+        )
     latest = train.get_checkpoint()
     return begin, latest.path if latest else None
 
@@ -68,6 +79,25 @@ def test_a_name_that_is_used_again_goes_on(tmp_path: Path) -> None:
     assert begin == 2
     assert latest is not None
     assert latest.endswith("checkpoint_000002")
+
+
+def test_plain_writes_are_enough(tmp_path: Path) -> None:
+    """Those of a mounted object store: nothing is appended to, renamed or written again."""
+
+    def train_on_plain(until: int, mode: str) -> int:
+        use_plain_writes()
+        return go_on(tmp_path, until, mode)[0]
+
+    address = f"plain://{tmp_path}/runs"
+    env = Keeping(storage_path=address, name="mine", num_to_keep=2).to_variable()
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=address, name="mine", env=env)
+    runs = tmp_path / "runs" / "mine"
+    (runs / "checkpoint_000000").mkdir(parents=True)
+
+    assert ranks.run(train_on_plain, 3, "SYNC") == 0
+    assert {folder.name[-1] for folder in runs.glob("checkpoint_*")} == {"2", "3"}
+    assert ranks.run(train_on_plain, 5, "ASYNC") == 3
+    assert {folder.name[-1] for folder in runs.glob("checkpoint_*")} == {"4", "5"}
 
 
 def test_what_was_never_committed_is_not_mixed_with_what_is(tmp_path: Path) -> None:
@@ -128,6 +158,88 @@ def test_only_some_ranks_have_something_to_save(tmp_path: Path) -> None:
     paths = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", name="a").run(report)
 
     assert paths == [f"{tmp_path}/runs/a/full_model"]
+
+
+@pytest.mark.parametrize("mode", ["SYNC", "ASYNC"])
+@pytest.mark.parametrize("scheme", ["plain", "file"])
+def test_ranks_that_save_into_one_folder_report_it_together(
+    tmp_path: Path, scheme: str, mode: str
+) -> None:
+    """Each file is brought once: plain writes would be refused another time."""
+
+    def report() -> None:
+        use_plain_writes()
+        rank = train.get_context().get_world_rank()
+        for step in range(3):
+            folder = tmp_path / str(step)
+            folder.mkdir(exist_ok=True)
+            for file in range(rank, 8, 3):
+                (folder / f"__{file}_0.distcp").write_text(f"{step}")
+            train.report(
+                {},
+                checkpoint=Checkpoint.from_directory(folder),
+                checkpoint_dir_name=f"step {step}",
+                checkpoint_upload_mode=CheckpointUploadMode(mode),
+            )
+
+    address = f"{scheme}://{tmp_path}/runs"
+    TorchDistributor(3, use_gpu=False, storage_path=address, name="mine").run(report)
+
+    found = Storage(tmp_path / "runs", "mine").committed()
+    files = [(name, len(manifest.files)) for name, manifest in found]
+    assert files == [(f"step {step}", 8 + 1) for step in range(3)], "and the record"
+    assert (tmp_path / "0").exists() == (mode == "SYNC")
+
+
+@pytest.mark.parametrize("mode", ["SYNC", "NO_UPLOAD"])
+def test_what_is_saved_in_storage_stays_where_it_is(tmp_path: Path, mode: str) -> None:
+    """Whole, though a rank is late."""
+
+    def report() -> None:
+        train.report({})  # makes the run's folder
+        rank = train.get_context().get_world_rank()
+        folder = tmp_path / "mine" / "full_model"
+        folder.mkdir(exist_ok=True)
+        with (folder / f"{rank}.txt").open("w", buffering=1) as file:
+            file.write("x\n")
+            time.sleep(rank)
+            file.write("x\n")
+        train.report(
+            {},
+            checkpoint=Checkpoint.from_directory(folder),
+            checkpoint_dir_name="full_model",
+            checkpoint_upload_mode=CheckpointUploadMode(mode),
+            delete_local_checkpoint_after_upload=True,
+        )
+
+    TorchDistributor(2, use_gpu=False, storage_path=tmp_path, name="mine").run(report)
+
+    storage = Storage(tmp_path, "mine")
+    [(name, manifest)] = storage.committed()
+    assert {file.name: file.size for file in manifest.files[:2]} == {"0.txt": 4, "1.txt": 4}
+    assert storage.damage_of(name, manifest.files) is None
+    with pytest.raises(DistributorError, match=r"full_model is already in .*mine, and is not"):
+        storage.described("full_model")
+
+
+def test_a_checkpoint_is_reported_again(tmp_path: Path) -> None:
+    """From its own folder, which is not given up."""
+
+    def report() -> None:
+        train.report({"step": 0}, checkpoint=save(tmp_path, "x"))
+        train.report(
+            {"step": 1},
+            checkpoint=train.get_checkpoint(),
+            delete_local_checkpoint_after_upload=True,
+        )
+
+    TorchDistributor(2, use_gpu=False, storage_path=tmp_path, name="mine").run(report)
+
+    storage = Storage(tmp_path, "mine")
+    found = storage.committed()
+    assert [manifest.metrics["step"] for _, manifest in found] == [0, 1]
+    assert [storage.damage_of(name, manifest.files) for name, manifest in found] == [None] * 2
+    assert found[0][1].files[:2] == found[1][1].files[:2]
 
 
 def test_ranks_that_differ_in_the_name_are_told_so(tmp_path: Path) -> None:
