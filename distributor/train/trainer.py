@@ -12,10 +12,10 @@ from distributor.launch.session import Session
 from distributor.torch_distributor import TorchDistributor
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.config import RunConfig, ScalingConfig
-from distributor.train.filesystems import resolve
 from distributor.train.group import TorchConfig
 from distributor.train.loop import Loop
 from distributor.train.result import Result
+from distributor.train.storage import Storage
 from distributor.wire.keeping import Keeping
 
 RESULTS = "~/distributor_results"
@@ -119,8 +119,8 @@ class TorchTrainer:
         """
         value = self._distributor.run(self._loop)
         keeping = self._keeping
-        path = f"{keeping.storage_path}/{keeping.name}"
-        return Result.from_path(path, self._loop.filesystem, return_value=value)
+        storage = Storage(keeping.storage_path, keeping.name, self._loop.filesystem)
+        return Result.from_path(storage.path, storage.filesystem, return_value=value)
 
 
 def _keeping_of(run: RunConfig, scaling: ScalingConfig) -> Keeping:
@@ -128,10 +128,12 @@ def _keeping_of(run: RunConfig, scaling: ScalingConfig) -> Keeping:
     path = os.fspath(run.storage_path or _default_path(scaling))
     if "://" not in path and run.storage_filesystem is None:
         path = str(Path(path).expanduser().absolute())  # ranks may have another working folder
-    resolve(path, run.storage_filesystem)  # an address that nobody knows is told now
+    name = run.name or new_run_id()
+    storage = Storage(path, name, run.storage_filesystem)
+    storage.next_index()  # what cannot be read from here is told now, and not after the training
     return Keeping(
         storage_path=path,
-        name=run.name or new_run_id(),
+        name=name,
         num_to_keep=checkpoints.num_to_keep,
         score_attribute=checkpoints.checkpoint_score_attribute,
         score_order=checkpoints.checkpoint_score_order,
