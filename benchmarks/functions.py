@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -131,6 +132,36 @@ def train(steps: int, warm_up: int) -> float:
     return steps / seconds
 
 
+def save_in_turns(size: int, turns: int, storage: str) -> list[dict[str, float]]:
+    """Save tensors of `size` bytes with the other ranks, in several ways, in turn.
+
+    Parameters
+    ----------
+    size, turns : int
+        This rank's bytes, and how often each way is measured; once more to warm up.
+    storage : str
+        The folder in which reports end; it is emptied each time.
+
+    Returns
+    -------
+    list of dict
+        In each turn the seconds of a save alone, of a save and a report that takes the folder or
+        leaves it, and of what a report in the background keeps this rank from going on.
+    """
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    state = {f"{dist.get_rank()}.{name}": tensor for name, tensor in weights(size).items()}
+    told = []
+    names = list(WAYS_TO_SAVE)
+    for turn in range(1 + turns):
+        first = turn % len(names)  # what one way leaves behind is not always the same one's burden
+        order = [*names[first:], *names[:first]]
+        told.append({name: _saved(WAYS_TO_SAVE[name], state, storage) for name in order})
+    dist.destroy_process_group()
+    return told[1:]
+
+
 def weigh(driver: int) -> dict[str, Any]:
     """Do one training step and weigh this run's processes, all of them alive.
 
@@ -155,6 +186,60 @@ def weigh(driver: int) -> dict[str, Any]:
     dist.barrier()
     dist.destroy_process_group()
     return {"ranks": ranks, "run": run}
+
+
+def _saved(way: Callable[[Any, str], float], state: Any, storage: str) -> float:
+    """Save in one way, with nothing of others left that is still to be written to the disk."""
+    import torch.distributed as dist
+
+    folder = f"{storage}-local"
+    if dist.get_rank() == 0:
+        for leftover in (folder, storage):
+            shutil.rmtree(leftover, ignore_errors=True)
+        os.makedirs(storage)
+        os.sync()
+    dist.barrier()
+    seconds = way(state, folder)
+    dist.barrier()
+    return seconds
+
+
+def _save(state: Any, folder: str) -> float:
+    import torch.distributed.checkpoint as dcp
+
+    began = time.perf_counter()
+    dcp.save(state, checkpoint_id=folder)  # type: ignore[attr-defined]
+    return time.perf_counter() - began
+
+
+def _report(folder: str, mode: str = "SYNC", take: bool = True) -> float:
+    from distributor import train
+
+    began = time.perf_counter()
+    train.report(
+        {},
+        checkpoint=train.Checkpoint.from_directory(folder),
+        checkpoint_upload_mode=train.CheckpointUploadMode(mode),
+        delete_local_checkpoint_after_upload=take,
+    )
+    return time.perf_counter() - began
+
+
+def _report_in_the_background(state: Any, folder: str) -> float:
+    from distributor import train
+
+    _save(state, folder)
+    blocked = _report(folder, "ASYNC")
+    train.report({})  # waits for it
+    return blocked
+
+
+WAYS_TO_SAVE: dict[str, Callable[[Any, str], float]] = {
+    "alone": _save,
+    "taken": lambda state, folder: _save(state, folder) + _report(folder),
+    "kept": lambda state, folder: _save(state, folder) + _report(folder, take=False),
+    "blocked": _report_in_the_background,
+}
 
 
 def _logging(way: str) -> Callable[[int, float], object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from benchmarks import launch, memory, output, progress, scale, training, values
+from benchmarks import checkpoint, launch, memory, output, progress, scale, training, values
 from benchmarks.spark import EMBEDDED, LOCAL
 
 HEAD = ("median of what", "distributor", "PySpark's class", "torchrun", "at best")
@@ -88,6 +88,13 @@ LINES = (
         "progress",
         progress.titled(progress.STEPS),
         progress.LEFT,
+    ),
+    Line(
+        "a checkpoint of 1 GB, saved and in storage",
+        "checkpoint",
+        checkpoint.titled(checkpoint.MEGABYTES),
+        checkpoint.SAVED,
+        "floor_save",
     ),
     Line("training, 2 ranks", "training", _TRAINED, training.SPEED),
     Line("memory of each of 8 ranks", "memory", memory.titled(memory.MORE_RANKS), memory.EACH),
