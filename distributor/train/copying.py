@@ -33,8 +33,9 @@ def brought(file: Path, filesystem: pafs.FileSystem, target: str, *, keep: bool)
         Its path there.
     keep : bool
         Whether it may still be used where it is. If not, and storage is on the same disk, it is not
-        copied, but gets its place there as a second name. What is kept may be written over by the
-        next save, and that must not reach what is in storage.
+        copied, but gets its place there as a second name, and nobody may write to it until the
+        first is removed. What is kept may be written over by the next save, and that must not
+        reach what is in storage.
     """
     if not is_local(filesystem):
         with file.open("rb") as source, filesystem.open_output_stream(target) as sink:
