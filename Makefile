@@ -45,7 +45,7 @@ bench: $(VENV)/.bench ## Measure speed beside others, at length; ARGS=--quick fo
 chaos: venv ## Hurt runs in every way and say what came of it, at length; ARGS="--times 1"
 	PYTHONPATH=tests $(VENV)/bin/python -m bed.chaos $(ARGS)
 
-notebooks: venv ## Run the notebooks on a cluster of two executors, and save what they show
+notebooks: venv ## Run the notebooks, where need be on a cluster, and save what they show
 	PYTHONPATH=tests $(VENV)/bin/python -m bed.notebooks $(ARGS)
 
 lint: venv ## Check style, format and types

@@ -1,15 +1,18 @@
-"""The notebooks: from top to bottom on a cluster with a tracking server, and as they are saved."""
+"""The notebooks: from top to bottom, some on a cluster, and as they are saved."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from bed.notebooks import NAMES, NOTEBOOKS, Place, place_for_notebooks
+from bed.notebooks import NAMES, NOTEBOOKS, Place, place_for_notebooks, run_here
 from conftest import needs_java
+
+from distributor.train import Result
 
 nbformat = pytest.importorskip("nbformat")
 OF_A_MACHINE = re.compile(r"(?<![\w.:/#])/\w+/|\b(?!127\.0\.0\.1\b)\d+\.\d+\.\d+\.\d+\b")
@@ -137,6 +140,59 @@ def test_the_serverless_quick_start(place: Place) -> None:
     assert sorted(len(losses_of(place, run)) for run in finished) == [10, 10, 20, 20]
     assert sorted(run.info.status for run in trained) == ["FINISHED"] * 4 + ["KILLED"]
     assert {run.info.status for run in by_name["divide"]} == {"FAILED"}
+
+
+def run_here_or_skip(name: str, folder: Path) -> Ran:
+    """Run a notebook that needs no cluster, where what it imports is installed."""
+    for module in ("ipykernel", "matplotlib", "mlxtend", "nbclient"):
+        pytest.importorskip(module)
+    return Ran(run_here(name, folder))
+
+
+def test_sharded_training(tmp_path: Path) -> None:
+    """FSDP2 loses a rank and goes on; then one rank alone goes on with the shards of two."""
+    folder = tmp_path / "fsdp2"
+    ran = run_here_or_skip("fsdp2", folder)
+
+    told = ran.lines(
+        'result = trainer("digits", train_func, config={"epochs": EPOCHS, "kill": (1, 15)}).fit()'
+    )
+    goes_on = ["[0] killed", "[0] goes on from checkpoint_000000 with epoch 1"]
+    assert [line for line in told if line.startswith("[0]")] == goes_on
+    digits = Result.from_path(folder / "results" / "digits")
+    assert [report.attempt for report in digits.reports] == [0, 1, 1, 1, 1, 1, 1]
+    assert {report.world_size for report in digits.reports} == {2}
+    assert [report.metrics["epoch"] for report in digits.reports] == [0, 1, 2, 3, 4, 5, 5]
+    losses = [report.metrics["loss"] for report in digits.reports[:-1]]
+    assert losses[-1] < 0.5 * losses[0]
+
+    assert ran.value(
+        "{Path(each.path).name: sorted(os.listdir(each.path)) for each in (last, full_model)}"
+    ) == {
+        "checkpoint_000005": [
+            ".manifest.json",
+            ".metadata",
+            ".reports.jsonl",
+            "__0_0.distcp",
+            "__1_0.distcp",
+        ],
+        "full_model": [".manifest.json", ".reports.jsonl", "full-model.pt"],
+    }
+    of_full_model, of_ranks = ran.value('accuracy(model, "cpu"), result.metrics["accuracy"]')
+    assert of_full_model == of_ranks > 0.8
+
+    assert "[0] goes on from checkpoint_000005 with epoch 6" in ran.lines("longer = trainer(")
+    longer = Result.from_path(folder / "results" / "longer")
+    assert [report.world_size for report in longer.reports] == [1, 1]
+    assert longer.reports[0].metrics["loss"] < losses[2]
+    assert longer.reports[-1].metrics["accuracy"] > 0.8
+
+    peaks = ran.value("{name: round(max(timeline(name)[1])) for name in VARIANTS}")
+    assert peaks["mixed precision"] < peaks["reshard_after_forward=False"]
+    profiles = sorted(path.name for path in Path(digits.path).glob("*.json"))
+    assert profiles == ["rank0_memory_profile.json", "rank1_memory_profile.json"]
+    assert ran.errors() == []
+    assert ran.plots() == 2
 
 
 @pytest.mark.parametrize("name", NAMES)

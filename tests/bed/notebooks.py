@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,16 @@ from bed.tracking_server import tracking_server
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
-NAMES = ("walkthrough", "serverless")
+ON_CLUSTER = ("walkthrough", "serverless")
+"""Those that need Spark and a tracking server."""
+NAMES = (*ON_CLUSTER, "fsdp2")
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
 """Variables without which MLflow would tell its makers of its use."""
+PLAIN = {
+    "OMP_NUM_THREADS": "1",  # as ranks have it; on busy cores more threads only wait
+    "PYTHONWARNINGS": "ignore",  # they tell of the versions that happen to be installed
+}
+"""Variables that any notebook is run with."""
 OF_THIS_MACHINE = {
     r"(?m)^(NOTE: Picked up|WARNING: Using incubator).*\n": "",
     re.escape(f"{ROOT}/"): "",
@@ -62,14 +69,7 @@ class Place:
         **properties
             Of Spark, for other than a session on the cluster.
         """
-        import nbformat
-
-        notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", nbformat.NO_CONVERT)
-        folder = self.folder / name
-        folder.mkdir()
-        with kernel_for(notebook, folder, self._environment(name, properties)) as client:
-            client.execute()
-        return notebook
+        return run_here(name, self.folder / name, self._environment(name, properties))
 
     def _environment(self, name: str, properties: dict[str, str]) -> dict[str, str]:
         return {
@@ -78,8 +78,6 @@ class Place:
             "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
             "MLFLOW_EXPERIMENT_NAME": name,
             "MLFLOW_TRACKING_URI": self.uri,
-            "OMP_NUM_THREADS": "1",  # as ranks have it; on busy cores more threads only wait
-            "PYTHONWARNINGS": "ignore",  # they tell of the versions that happen to be installed
             "SPARK_CONF_DIR": str(self._spark_conf(name, properties)),
             "SPARK_LOCAL_IP": self.cluster.on_driver.address,
         }
@@ -97,6 +95,27 @@ class Place:
         lines = [f"{key} {value}\n" for key, value in told.items()]
         (folder / "spark-defaults.conf").write_text("".join(lines))
         return folder
+
+
+def run_here(name: str, folder: Path, environment: Mapping[str, str] | None = None) -> Any:
+    """Run a notebook in a new folder; give it with its outputs.
+
+    Parameters
+    ----------
+    name : str
+        The file's, without its ending.
+    folder : Path
+        Where it works.
+    environment : mapping of str to str, optional
+        What it has to be told.
+    """
+    import nbformat
+
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", nbformat.NO_CONVERT)
+    folder.mkdir()
+    with kernel_for(notebook, folder, {**PLAIN, **(environment or {})}) as client:
+        client.execute()
+    return notebook
 
 
 @contextlib.contextmanager
@@ -119,15 +138,22 @@ def main() -> int:
     parser = argparse.ArgumentParser("notebooks", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     wanted = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        place_for_notebooks(Path(folder), port=5000) as place,
-    ):
-        for name in wanted.only:
-            notebook = place.run(name)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        for name, notebook in run_all(wanted.only, Path(folder)):
             nbformat.write(neutral(notebook), NOTEBOOKS / f"{name}.ipynb")
             print(f"{name}: {len(notebook.cells)} cells")
     return 0
+
+
+def run_all(names: Sequence[str], folder: Path) -> Iterator[tuple[str, Any]]:
+    """Run notebooks, those that need no cluster first; give each with its outputs."""
+    for name in names:
+        if name not in ON_CLUSTER:
+            yield name, run_here(name, folder / name)
+    if there := [name for name in names if name in ON_CLUSTER]:
+        with place_for_notebooks(folder, port=5000) as place:
+            for name in there:
+                yield name, place.run(name)
 
 
 def neutral(notebook: Any) -> Any:
