@@ -30,6 +30,13 @@ class Ran:
         [output] = self._outputs(source, "execute_result")
         return ast.literal_eval(output.data["text/plain"])
 
+    def table(self, source: str) -> dict[str, dict[str, float]]:
+        """Give the numbers of the table shown below the cell that has this line, by row."""
+        [output] = self._outputs(source, "execute_result")
+        lines = output.data["text/plain"].splitlines()
+        columns, *rows = (re.split(r"\s{2,}", line.strip()) for line in lines)
+        return {row[0]: dict(zip(columns, map(float, row[1:]), strict=True)) for row in rows}
+
     def lines(self, source: str) -> list[str]:
         """Give the lines printed below the cell that has this line."""
         streams = self._outputs(source, "stream")
@@ -154,9 +161,7 @@ def test_sharded_training(tmp_path: Path) -> None:
     folder = tmp_path / "fsdp2"
     ran = run_here_or_skip("fsdp2", folder)
 
-    told = ran.lines(
-        'result = trainer("digits", train_func, config={"epochs": EPOCHS, "kill": (1, 15)}).fit()'
-    )
+    told = ran.lines('result = trainer("digits", train_func, config=config).fit()')
     goes_on = ["[0] killed", "[0] goes on from checkpoint_000000 with epoch 1"]
     assert [line for line in told if line.startswith("[0]")] == goes_on
     digits = Result.from_path(folder / "results" / "digits")
@@ -193,6 +198,22 @@ def test_sharded_training(tmp_path: Path) -> None:
     assert profiles == ["rank0_memory_profile.json", "rank1_memory_profile.json"]
     assert ran.errors() == []
     assert ran.plots() == 2
+
+
+def test_ways_to_train(tmp_path: Path) -> None:
+    """DDP and FSDP find the same, and need less and less memory."""
+    ran = run_here_or_skip("fsdp", tmp_path / "fsdp")
+
+    rows = ran.table("table = pandas.DataFrame(rows).T")
+    ddp, fsdp, in_units = (rows[way] for way in ("DDP", "FSDP", "FSDP in units"))
+    assert ddp["accuracy"] > 0.8
+    assert all(abs(row["accuracy"] - ddp["accuracy"]) < 0.02 for row in (fsdp, in_units))
+    assert fsdp["kept MB"] == pytest.approx(ddp["kept MB"] / 2, rel=0.01)
+    assert ddp["peak MB"] > fsdp["peak MB"] > in_units["peak MB"]
+
+    of_one_process, of_ranks = ran.value('model.load_state_dict(weights["FSDP in units"])')
+    assert of_one_process == of_ranks
+    assert ran.errors() == []
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 ON_CLUSTER = ("walkthrough", "serverless")
 """Those that need Spark and a tracking server."""
-NAMES = (*ON_CLUSTER, "fsdp2")
+NAMES = (*ON_CLUSTER, "fsdp", "fsdp2")
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
 """Variables without which MLflow would tell its makers of its use."""
 PLAIN = {
