@@ -37,7 +37,7 @@ class Attempt:
     error: Exception
 
     def __str__(self) -> str:
-        what = str(self.error).strip().partition("\n")[0]
+        what = str(self.error).strip().partition("\n")[0].rstrip(".")
         return f"attempt {self.number} on {self.world_size} ranks: {_named(self.error)}: {what}"
 
 
