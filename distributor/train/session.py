@@ -212,6 +212,7 @@ class Session:
         if self._words.rank == 0:
             self._words.tell(about, self._judged(about, number, target, metrics))
         verdict = self._words.hear(about)
+        self._words.forget()
         if "error" in verdict:
             raise DistributorError(verdict["error"])
         if verdict["committed"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -36,6 +37,9 @@ class Words:
             timeout=timedelta(seconds=WAIT_SECONDS),
         )
         self._store = dist.PrefixStore("distributor/train", client)  # type: ignore[attr-defined]
+        self._mine: list[str] = []
+        self._of_round: list[str] = []
+        self._of_last_round: list[str] = []
 
     def tell(self, about: str, words: Any) -> None:
         """Tell all, as rank 0 does what it has decided.
@@ -45,10 +49,8 @@ class Words:
         ConnectionError
             Where rank 0, which keeps the words, has gone.
         """
-        try:
-            self._store.set(about, json.dumps(words))
-        except Exception as error:
-            raise self._lost() from error
+        self._of_round.append(about)
+        self._set(about, words)
 
     def hear(self, about: str, of: int = 0) -> Any:
         """Hear what was told to all.
@@ -72,12 +74,19 @@ class Words:
                 f"{of}. Every rank has to call report as often as the others."
             ) from error
 
+    def _set(self, about: str, words: Any) -> None:
+        try:
+            self._store.set(about, json.dumps(words))
+        except Exception as error:
+            raise self._lost() from error
+
     def _lost(self) -> ConnectionError:
         return ConnectionError(f"Rank {self.rank} has lost rank 0, through which ranks report.")
 
     def tell_mine(self, about: str, words: Any) -> None:
         """Tell what this rank has to say, as every rank does."""
-        self.tell(f"{about}/{self.rank}", words)
+        self._mine.append(f"{about}/{self.rank}")
+        self._set(self._mine[-1], words)
 
     def hear_all(self, about: str) -> list[Any]:
         """Hear what every rank has said, in the order of ranks."""
@@ -86,10 +95,22 @@ class Words:
     def claim(self, about: str, words: str) -> str:
         """Say what one rank alone may say; give what was said first."""
         try:
-            first: bytes = self._store.compare_set(about, "", words)
+            first: str = self._store.compare_set(about, "", words).decode()
         except Exception as error:
             raise self._lost() from error
-        return first.decode()
+        if first == words:
+            self._mine.append(about)
+        return first
+
+    def forget(self) -> None:
+        """Take this round's words away, whose end this rank has heard; a long training has many.
+
+        What rank 0 told to all stays for a round more: others may not have heard it yet.
+        """
+        for about in (*self._mine, *self._of_last_round):
+            with contextlib.suppress(Exception):  # whoever goes on notices that rank 0 has gone
+                self._store.delete_key(about)
+        self._mine, self._of_last_round, self._of_round = [], self._of_round, []
 
     def meet(self, about: str) -> None:
         """Wait until all ranks have come to this.

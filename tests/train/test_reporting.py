@@ -13,7 +13,7 @@ import cloudpickle
 import pytest
 
 from distributor import DistributorError, TorchDistributor, WorkerDied, train
-from distributor.train import Checkpoint, CheckpointUploadMode, words
+from distributor.train import Checkpoint, CheckpointUploadMode, session, words
 from distributor.train.keeping import superfluous
 from distributor.train.storage import MANIFEST, Manifest, Storage
 from distributor.wire.keeping import Keeping
@@ -337,6 +337,20 @@ def test_metrics_may_be_numbers_of_tensors(tmp_path: Path) -> None:
         ranks.run(report)
     [(_, manifest)] = Storage(tmp_path / "runs", "mine").committed()
     assert manifest.metrics == {"loss": 0.5, "names": ["a"]}
+
+
+def test_many_reports_leave_the_store_as_it_was(tmp_path: Path) -> None:
+    def report() -> list[int]:
+        counts = []
+        for number in range(30):
+            saved = save(tmp_path, "x") if number % 3 == 0 else None
+            train.report({"loss": 1.0}, checkpoint=saved)
+            counts.append(session.current()._words._store.num_keys())
+        return counts
+
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
+    counts = ranks.run(report)
+    assert max(counts[10:]) - min(counts[10:]) <= 6, counts
 
 
 def test_files_of_one_name_that_differ_are_told(tmp_path: Path) -> None:
