@@ -33,6 +33,7 @@ class History:
         self._keeping = keeping
         self._reports: list[Report] = []
         self._recorded = 0
+        self._told = False
         self._recorded_at = time.monotonic()
 
     def go_on_from(self, checkpoint: str | None) -> int:
@@ -81,10 +82,16 @@ class History:
         return bool(given)
 
     def record(self) -> None:
-        """Bring the run's record up to date."""
-        if self._recorded < len(self._reports):
+        """Bring the run's record up to date; where it cannot be, checkpoints still have theirs."""
+        if self._recorded == len(self._reports):
+            return
+        try:
             self._storage.write(FILE, to_lines(self._reports))
-            self._recorded, self._recorded_at = len(self._reports), time.monotonic()
+        except OSError as error:  # mounted object stores write no file twice
+            if not self._told:
+                self._told = True
+                print(f"distributor: {FILE} cannot be kept up to date: {error}.", flush=True)
+        self._recorded, self._recorded_at = len(self._reports), time.monotonic()
 
     def _commit(
         self, report: Report, index: int, files: tuple[Stored, ...], positions: dict[str, Any]

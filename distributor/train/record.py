@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from distributor.train.storage import Storage
+from distributor.train.storage import RECORD, Storage
 
 FILE = "reports.jsonl"
 """The run's record, for people and for `Result`."""
@@ -57,5 +57,7 @@ def from_lines(text: bytes) -> list[Report]:
 
 
 def recorded(storage: Storage) -> list[Report]:
-    """Read all that a run has reported; nothing where it has reported nothing."""
-    return from_lines(storage.read(FILE) or b"")
+    """Read all that a run has reported, as the run's record or its latest checkpoint has it."""
+    records = [FILE, *(f"{name}/{RECORD}" for name, _ in storage.committed()[-1:])]
+    found = [from_lines(storage.read(record) or b"") for record in records]
+    return max(found, key=lambda reports: reports[-1].at if reports else 0.0)

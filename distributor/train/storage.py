@@ -3,8 +3,8 @@
 A checkpoint is a folder with the files of all ranks. They are written first, each in one go; then
 their sizes are looked at; then the manifest, which lists them. Nothing is appended to, renamed or
 written twice, for mounted object stores can do none of that; the record of the whole run alone is
-written anew. Whoever reads takes a folder without a manifest, or one whose manifest is cut short,
-for none.
+written anew where that can be done. Whoever reads takes a folder without a manifest, or one whose
+manifest is cut short, for none.
 """
 
 from __future__ import annotations

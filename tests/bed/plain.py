@@ -1,6 +1,6 @@
 """A file system that can do no more than a mounted object store: files are written once, whole.
 
-The record of a run may be replaced. What it refuses it refuses as such mounts do, by an OSError.
+What it refuses it refuses as such mounts do, by an OSError.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from typing import Any, NoReturn
 
 import pyarrow.fs as pafs
 from fsspec.implementations.arrow import ArrowFSWrapper
-
-from distributor.train.record import FILE
 
 PROTOCOL = "plain"
 
@@ -87,7 +85,7 @@ class _Handler(pafs.FileSystemHandler):  # type: ignore[misc]
 
     def open_output_stream(self, path: str, metadata: Any) -> Any:
         there = self._full.get_file_info(path).type != pafs.FileType.NotFound
-        if there and path.rpartition("/")[2] != FILE:
+        if there:
             _refuse("writing a file again")
         return self._full.open_output_stream(path, metadata=metadata)
 

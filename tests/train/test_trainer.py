@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import pyarrow.fs as pafs
 import pytest
 import torch
 import torch.distributed as dist
-from bed import training
+from bed import plain, training
 from bed.training import BATCH, EPOCHS, SAMPLES, Fate, curve, samples, trainer
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
@@ -36,6 +37,7 @@ from distributor.train.torch import (
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(training)
+cloudpickle.register_pickle_by_value(plain)
 TIMEOUT = {"timeout": 120, "show_output": "none"}
 
 
@@ -87,6 +89,21 @@ def test_best_checkpoints_are_kept(tmp_path: Path) -> None:
     assert result.metrics == {"accuracy": 0.1}
     lines = Path(result.path, "reports.jsonl").read_text().splitlines()
     assert [json.loads(line)["metrics"]["accuracy"] for line in lines] == [0.5, 0.9, 0.7, 0.6, 0.1]
+
+
+def test_a_record_that_cannot_be_written_stops_no_training(tmp_path: Path) -> None:
+    def loop() -> None:
+        for step in range(2):
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, "step").write_text(str(step))
+                train.report({"step": step}, checkpoint=Checkpoint.from_directory(folder))
+
+    files = plain.plain(pafs.LocalFileSystem())
+    run = RunConfig(storage_path=str(tmp_path), storage_filesystem=files, settings=TIMEOUT)
+    result = TorchTrainer(loop, run_config=run).fit()
+
+    assert len(Path(result.path, "reports.jsonl").read_text().splitlines()) == 1, "the first alone"
+    assert [report.metrics for report in result.reports] == [{"step": 0}, {"step": 1}]
 
 
 def test_a_score_that_is_not_reported_is_told(tmp_path: Path) -> None:
