@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset
 
 from distributor import TorchDistributor
+from distributor.train import Result
 
 ROWS, BATCH, EPOCHS = 64, 8, 3
 STEPS = EPOCHS * ROWS // (2 * BATCH)
@@ -188,3 +189,26 @@ def test_a_framework_trains_on_two_ranks(
     # Ranks that saw different rows agree only if their gradients met.
     assert reports[0].parameters == reports[1].parameters
     assert all(report.losses[-1] < report.losses[0] / 2 for report in reports)
+
+
+def test_a_t5_is_sharded_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script of the notebooks' folder, run for an epoch, then for two."""
+    if find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    script = Path(__file__).parents[1] / "notebooks" / "t5.py"
+    distributor = TorchDistributor(
+        2, use_gpu=False, timeout=240, env=OFFLINE, storage_path=tmp_path, name="t5"
+    )
+
+    for epochs in ("1", "2"):
+        distributor.run(str(script), "--epochs", epochs, "--samples", "800", "--save")
+
+    result = Result.from_path(tmp_path / "t5")
+    assert [report.metrics["epoch"] for report in result.reports] == [1, 2]
+    first, second = (report.metrics["validation_loss"] for report in result.reports)
+    assert second < first < 5, "it began with log(384), which is 5.95"
+    for checkpoint, _ in result.best_checkpoints:
+        shards = sorted(path.name for path in Path(checkpoint.path).glob("*.distcp"))
+        assert shards == ["__0_0.distcp", "__1_0.distcp"]
+    told = [line for line in capsys.readouterr().out.splitlines() if "validation loss" in line]
+    assert [line.partition(":")[0] for line in told] == ["[0] epoch 1", "[0] epoch 2"]
