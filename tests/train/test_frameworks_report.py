@@ -1,0 +1,149 @@
+"""Lightning and Accelerate report and go on as the README says: its own lines are run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from distributor import train
+from distributor.train.torch import TorchTrainer
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+README = Path(__file__).parents[2] / "README.md"
+EPOCHS, ROWS, BATCH = 3, 32, 4
+KEPT: list[object] = []
+"""What lives until its rank has left: a freed DistributedDataParallel may hang there."""
+
+
+def example(word: str) -> str:
+    """Give the README's example that has a word."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    [block] = [block for block in blocks if word in block]
+    return str(block)
+
+
+def points() -> DataLoader[Any]:
+    x = torch.linspace(-1, 1, ROWS)[:, None]
+    return DataLoader(TensorDataset(x, 3 * x + 1), batch_size=BATCH, shuffle=True)
+
+
+def hurt(config: dict[str, Any], epoch: int) -> None:
+    """Be killed at the end of the second epoch, once."""
+    if config["killed"] and epoch == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def with_lightning(config: dict[str, Any]) -> list[float]:
+    import lightning
+
+    torch.manual_seed(0)
+    named: dict[str, Any] = {}
+    exec(config["example"], named)
+
+    class Line(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            if index == 3:
+                hurt(config, self.current_epoch)
+            x, y = batch
+            loss = mse_loss(self.line(x), y)
+            self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.1)
+
+    trainer = lightning.Trainer(
+        strategy="ddp",
+        accelerator="cpu",
+        devices=2,
+        max_epochs=EPOCHS,
+        callbacks=[named["Report"]()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    line = Line()
+    named["fit"](trainer, line, points())
+    KEPT.append(trainer)
+    return [parameter.item() for parameter in line.parameters()]
+
+
+def with_accelerate(config: dict[str, Any]) -> list[float]:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    torch.manual_seed(0)
+    named: dict[str, Any] = {}
+    exec(config["example"], named)
+    # An epoch's order follows from its number, and so is the same after a restart.
+    loading = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=loading)
+    line = torch.nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(
+        line, torch.optim.Adam(line.parameters(), lr=0.1), points()
+    )
+    for epoch in range(named["load"](accelerator), EPOCHS):
+        losses = []
+        loader.set_epoch(epoch)
+        for x, y in loader:
+            loss = mse_loss(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach()).mean())
+        hurt(config, epoch)
+        named["save"](accelerator, epoch, {"loss": torch.stack(losses).mean().item()})
+    KEPT.append(model)
+    return [parameter.item() for parameter in line.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("framework", "loop", "word"),
+    [
+        ("lightning", with_lightning, "lightning.Callback"),
+        ("accelerate", with_accelerate, "accelerator.save_state"),
+    ],
+)
+def test_a_framework_reports_and_goes_on(
+    framework: str, loop: Callable[[dict[str, Any]], Any], word: str, tmp_path: Path
+) -> None:
+    if find_spec(framework) is None:  # importing it here would only take time
+        pytest.skip(f"{framework} is not installed")
+
+    def fit(name: str, *, killed: bool) -> train.Result:
+        return TorchTrainer(
+            loop,
+            train_loop_config={"example": example(word), "killed": killed},
+            scaling_config=train.ScalingConfig(num_workers=2),
+            run_config=train.RunConfig(
+                name=name,
+                storage_path=tmp_path,
+                failure_config=train.FailureConfig(max_failures=1),
+                settings={"timeout": 120, "env": {"OMP_NUM_THREADS": "1"}},
+            ),
+        ).fit()
+
+    whole, killed = fit("whole", killed=False), fit("killed", killed=True)
+
+    assert [report.attempt for report in whole.reports] == [0, 0, 0]
+    assert [report.attempt for report in killed.reports] == [0, 1, 1]
+    losses = [report.metrics["loss"] for report in killed.reports]
+    assert losses == [report.metrics["loss"] for report in whole.reports]
+    assert losses[-1] < losses[0] / 2
+    assert killed.return_value == whole.return_value
