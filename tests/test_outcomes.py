@@ -1039,8 +1039,8 @@ def test_output_is_kept_to_the_end_where_a_run_is_cut_short(distribute: Distribu
         wait_until(lambda: False, "the run is cut short")
 
     distributor, sink = distribute(1), CutShort()
-    launcher, _ = distributor._plan()
-    job = Job(program=program_of(program, (), {}), num_processes=1, settings=distributor)
+    launcher, _ = distributor._plan(1, 1)
+    job = Job(program=program_of(program, (), {}), num_processes=1, least=1, settings=distributor)
     with pytest.raises(RunTimeout, match="cut short"):
         launcher.launch(job, sink)
     assert sink.heard.startswith(b"ready\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from bed.waiting import MARK, SOON, assert_gone, marked, until
 from conftest import facts_in
@@ -279,7 +281,8 @@ def driver(source: str, folder: Path, *args: str) -> Iterator[tuple[subprocess.P
         process.kill()
         process.communicate()
         for left in marked(mark):
-            left.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
 
 
 def told_pids(process: subprocess.Popen[str], count: int) -> list[int]:

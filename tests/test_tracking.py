@@ -177,7 +177,7 @@ def test_a_rank_may_name_server_and_experiment_itself(
 
     [run] = runs_of(experiment)
     assert run.info.run_name == "log"
-    assert run.data.metrics == {"loss": 1.0}
+    assert metrics_of(run) == {"loss": 1.0}
 
 
 def test_a_failed_job_is_failed_and_says_why(distribute: Distribute, experiment: str) -> None:
