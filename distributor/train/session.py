@@ -129,7 +129,7 @@ class Session:
 
     def _begin(self) -> None:
         """Have all ranks know from where the training goes on."""
-        self._words = Words()
+        self._words = Words.here()
         self._words.tell_mine("proof", {"host": socket.gethostname(), **self._prove()})
         if self._words.rank == 0:
             error = self._strangers()

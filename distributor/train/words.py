@@ -17,18 +17,27 @@ WAIT_SECONDS = 1800.0
 
 
 class Words:
-    """A rank's connection to the store; for one thread.
+    """A rank's words in a store; for one thread.
 
-    Attributes
+    Parameters
     ----------
     rank, size : int
         Who speaks, among how many.
+    store : torch.distributed.Store
+        Where.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, size: int, store: Any) -> None:
+        self.rank, self.size, self._store = rank, size, store
+        self._mine: list[str] = []
+        self._of_round: list[str] = []
+        self._of_last_round: list[str] = []
+
+    @classmethod
+    def here(cls) -> Words:
+        """Give this rank's, by a connection of their own to the run's store."""
         import torch.distributed as dist
 
-        self.rank, self.size = runtime.get_global_rank(), runtime.get_world_size()
         client = dist.TCPStore(  # type: ignore[attr-defined]
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
@@ -36,10 +45,8 @@ class Words:
             wait_for_workers=False,
             timeout=timedelta(seconds=WAIT_SECONDS),
         )
-        self._store = dist.PrefixStore("distributor/train", client)  # type: ignore[attr-defined]
-        self._mine: list[str] = []
-        self._of_round: list[str] = []
-        self._of_last_round: list[str] = []
+        store = dist.PrefixStore("distributor/train", client)  # type: ignore[attr-defined]
+        return cls(runtime.get_global_rank(), runtime.get_world_size(), store)
 
     def tell(self, about: str, words: Any) -> None:
         """Tell all, as rank 0 does what it has decided.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,18 +14,11 @@ from distributor.train.words import Words
 FILES = {f"{number}.distcp": f"file {number}" for number in range(4)}
 
 
-class OfTwo(Words):
-    """One of two ranks that meet in a store of this process."""
-
-    def __init__(self, rank: int, store: Any) -> None:
-        self.rank, self.size, self._store = rank, 2, store
-
-
 @pytest.fixture
 def share_of() -> Callable[[int], Share]:
-    """Give the share of a rank among two."""
+    """Give the share of a rank among two that meet in a store of this process."""
     store = dist.HashStore()
-    return lambda rank: shared(OfTwo(rank, store), "report/0/files")
+    return lambda rank: shared(Words(rank, 2, store), "report/0/files")
 
 
 def test_alone_a_rank_brings_all() -> None:
