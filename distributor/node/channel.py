@@ -51,8 +51,8 @@ BACKLOG = 8 * 1024 * 1024
 CANCELLED_SECONDS = 5.0
 """Seconds within which Spark ends the worker of a task that it has cancelled.
 
-One that waits in ``allGather`` meanwhile takes its whole executor along (exit code 50, in PySpark
-3.5 to 4.3), and with it whatever else runs there. A driver that ended the run is a link that
+One that waits in ``allGather`` meanwhile takes its whole executor along (exit code 50, seen in
+PySpark 4.3), and with it whatever else runs there. A driver that ended the run is a link that
 cannot be had, so a node that finds none first waits to be ended.
 """
 LATE_BYTES = 64 * 1024 * 1024
