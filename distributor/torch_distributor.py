@@ -25,7 +25,7 @@ from distributor.launch.session import Session
 from distributor.node.redaction import Redaction
 from distributor.recording import Recorder
 from distributor.tracking import open_run, rank_environment, tags_of
-from distributor.wire.keeping import Keeping
+from distributor.wire.keeping import Keeping, absolute
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -248,9 +248,7 @@ class TorchDistributor(Settings):
     def _keeping(self, run_id: str) -> dict[str, str]:
         if self.storage_path is None:
             return {}
-        path = os.fspath(self.storage_path)
-        if "://" not in path:
-            path = os.path.abspath(path)  # ranks may have another working folder
+        path = absolute(self.storage_path)  # ranks may have another working folder
         return Keeping(storage_path=path, name=self.name or run_id).to_variable()
 
     def _follow(self, job: Job, launcher: Launcher, recorder: Recorder | None) -> list[Any]:

@@ -38,7 +38,8 @@ class Attempt:
 
     def __str__(self) -> str:
         what = str(self.error).strip().partition("\n")[0].rstrip(".")
-        return f"attempt {self.number} on {self.world_size} ranks: {_named(self.error)}: {what}"
+        kind = type(self.error).__name__
+        return f"attempt {self.number} on {self.world_size} ranks: {kind}: {what}"
 
 
 def run(job: Job, launcher: Launcher) -> list[Any]:
@@ -114,10 +115,6 @@ def _tell_of_attempts(failed: list[Attempt], end: str) -> None:
         earlier = "".join(f"\n  {attempt}" for attempt in failed[:-1])
         note = f"This was attempt {failed[-1].number}, the last: {end}. Before it:{earlier}"
         last.setdefault("__notes__", []).append(note)
-
-
-def _named(error: Exception) -> str:
-    return type(error).__name__
 
 
 FOR_GOOD = (UnpicklableError, ValueTooLarge)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs as pafs
+
+from distributor.wire.keeping import absolute
 
 OBJECT_STORES = ("s3", "gcs")
 """The types of file systems in which a file needs no folder."""
@@ -41,7 +42,7 @@ def resolve(path: str | os.PathLike[str], filesystem: Any = None) -> tuple[pafs.
     if filesystem is not None:
         return _adapted(filesystem), text.rstrip("/")
     if "://" not in text:
-        return pafs.LocalFileSystem(), str(Path(text).expanduser().absolute())
+        return pafs.LocalFileSystem(), absolute(text)
     try:
         found, inside = pafs.FileSystem.from_uri(text)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as unknown:

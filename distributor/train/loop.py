@@ -10,6 +10,7 @@ from typing import Any
 from distributor.train import session
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.group import TorchConfig, process_group
+from distributor.wire.pickling import name_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Loop:
 
     @property
     def __name__(self) -> str:
-        return str(getattr(self.func, "__name__", type(self.func).__name__))
+        return name_of(self.func)
 
     def __call__(self) -> Any:
         """Be a rank: storage is looked at before the training, which may take days."""
@@ -61,7 +62,7 @@ def _takes_config(function: Callable[..., Any]) -> bool:
     """
     if not callable(function):
         raise TypeError(f"train_loop_per_worker is a function, but is {function!r}.")
-    signature, name = inspect.signature(function), getattr(function, "__name__", repr(function))
+    signature = inspect.signature(function)
     for takes_config in (True, False):
         try:
             signature.bind(*[{}] * takes_config)
@@ -69,5 +70,6 @@ def _takes_config(function: Callable[..., Any]) -> bool:
             continue
         return takes_config
     raise TypeError(
-        f"train_loop_per_worker takes train_loop_config or nothing, but is {name}{signature}."
+        "train_loop_per_worker takes train_loop_config or nothing, but is "
+        f"{name_of(function)}{signature}."
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from distributor.launch.job import new_run_id
@@ -16,7 +15,7 @@ from distributor.train.group import TorchConfig
 from distributor.train.loop import Loop
 from distributor.train.result import Result
 from distributor.train.storage import Storage
-from distributor.wire.keeping import Keeping
+from distributor.wire.keeping import Keeping, absolute
 
 RESULTS = "~/distributor_results"
 """Where results are kept by default, when all ranks are on this machine."""
@@ -126,8 +125,8 @@ class TorchTrainer:
 def _keeping_of(run: RunConfig, scaling: ScalingConfig) -> Keeping:
     checkpoints = run.checkpoint_config
     path = os.fspath(run.storage_path or _default_path(scaling))
-    if "://" not in path and run.storage_filesystem is None:
-        path = str(Path(path).expanduser().absolute())  # ranks may have another working folder
+    if run.storage_filesystem is None:
+        path = absolute(path)  # ranks may have another working folder
     name = run.name or new_run_id()
     storage = Storage(path, name, run.storage_filesystem)
     storage.next_index()  # what cannot be read from here is told now, and not after the training

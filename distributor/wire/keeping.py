@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 VARIABLE = "DISTRIBUTOR_TRAIN"
 """The variable in which a rank finds what its training keeps where."""
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Give a path of this machine from its root on; an address, which has a scheme, as it is."""
+    text = os.fspath(path)
+    return text if "://" in text else str(Path(text).expanduser().absolute())
 
 
 @dataclass(frozen=True, kw_only=True)
