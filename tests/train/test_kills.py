@@ -6,6 +6,9 @@ import contextlib
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import cloudpickle
@@ -62,7 +65,7 @@ def check_kept(folder: Path, whole: Result) -> Result:
 @pytest.mark.parametrize("moment", RESUMED)
 def test_a_rank_is_killed(tmp_path: Path, whole: Result, moment: str) -> None:
     fate, left = RESUMED[moment]
-    fate = Fate(fate.event, fate.count, fate.rank, str(tmp_path / "marker"))
+    fate = replace(fate, marker=str(tmp_path / "marker"))
 
     result = trainer(tmp_path, failures=1, fate=fate).fit()
 
@@ -76,17 +79,20 @@ DRIVER = """
 import sys, cloudpickle
 from bed import training
 cloudpickle.register_pickle_by_value(training)
-fate = training.Fate({event!r}, {count}, {rank}, {marker!r}, killed=False)
+fate = training.{fate!r}
 training.trainer({folder!r}, fate=fate).fit()
 """
+
+
+def waiting(fate: Fate, marker: Path) -> Fate:
+    """Have the rank wait until somebody else ends it."""
+    return replace(fate, marker=str(marker), killed=False)
 
 
 def kill_driver(folder: Path, fate: Fate) -> float:
     """Kill a driver while a rank of its stands where fate struck; give when."""
     marker = folder / "marker"
-    source = DRIVER.format(
-        event=fate.event, count=fate.count, rank=fate.rank, marker=str(marker), folder=str(folder)
-    )
+    source = DRIVER.format(fate=waiting(fate, marker), folder=str(folder))
     environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", source]
     with subprocess.Popen(command, env={**psutil.Process().environ(), **environment}) as driver:
@@ -145,7 +151,7 @@ sys.path.insert(0, {tests!r})
 import cloudpickle
 from bed import training
 cloudpickle.register_pickle_by_value(training)
-fate = training.Fate({event!r}, {count}, {rank}, {marker!r}, killed=False)
+fate = training.{fate!r}
 options = dict(workers={workers}, failures={failures}, local_mode=False, fate=fate)
 try:
     tell(value=training.trainer({folder!r}, **options).fit().return_value)
@@ -155,19 +161,26 @@ except Exception as error:
 ON_CLUSTER_TOO = ["while training", "in upload", "in commit", "in pruning"]
 
 
-def begin_on(cluster: Cluster, folder: Path, fate: Fate, workers: object) -> Driver:
-    return cluster.driver(
-        ON_CLUSTER.format(
-            tests=str(Path(__file__).parents[1]),
-            event=fate.event,
-            count=fate.count,
-            rank=fate.rank,
-            marker=str(folder / "marker"),
-            folder=str(folder),
-            workers=workers,
-            failures=1,
-        )
+@contextlib.contextmanager
+def struck_on_cluster(
+    tmp_path: Path, machines: AbstractContextManager[list[Machine]], fate: Fate, workers: object
+) -> Iterator[tuple[Cluster, Driver, Machine]]:
+    """Have fate strike a rank of a cluster's; give also the driver, and the rank's machine."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    source = ON_CLUSTER.format(
+        tests=str(Path(__file__).parents[1]),
+        fate=waiting(fate, folder / "marker"),
+        folder=str(folder),
+        workers=workers,
+        failures=1,
     )
+    with (
+        machines as made,
+        cluster_on(made, tmp_path) as cluster,
+        cluster.driver(source) as driver,
+    ):
+        yield cluster, driver, struck_on(cluster, folder)
 
 
 def struck_on(cluster: Cluster, folder: Path) -> Machine:
@@ -188,18 +201,12 @@ def struck_on(cluster: Cluster, folder: Path) -> Machine:
 def test_an_executor_is_killed(tmp_path: Path, whole: Result, moment: str) -> None:
     """Spark starts another, in which the next attempt goes on."""
     fate, left = RESUMED[moment]
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    with (
-        machines_on_loopback(4) as machines,
-        cluster_on(machines, tmp_path) as cluster,
-        begin_on(cluster, folder, fate, workers=2) as driver,
-    ):
-        machine = struck_on(cluster, folder)
+    with struck_on_cluster(tmp_path, machines_on_loopback(4), fate, 2) as struck:
+        cluster, driver, machine = struck
         kill(cluster.find("executor", machine)[0])
         assert driver.hear("value")["value"] == whole.return_value
 
-    result = check_kept(folder, whole)
+    result = check_kept(tmp_path / "runs", whole)
     assert [each.attempt for each in result.reports] == left * [0] + (STEPS - left) * [1]
 
 
@@ -208,14 +215,8 @@ def test_an_executor_is_killed(tmp_path: Path, whole: Result, moment: str) -> No
 def test_a_host_is_killed(tmp_path: Path, moment: str) -> None:
     """The next attempt takes the one that is left."""
     fate, left = RESUMED[moment]
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    with (
-        machines_on_loopback(4) as machines,
-        cluster_on(machines, tmp_path) as cluster,
-        begin_on(cluster, folder, fate, workers=(1, 2)) as driver,
-    ):
-        machine = struck_on(cluster, folder)
+    with struck_on_cluster(tmp_path, machines_on_loopback(4), fate, (1, 2)) as struck:
+        cluster, driver, machine = struck
         for process in cluster.processes():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("SPARK_LOCAL_IP") == machine.address:
@@ -223,7 +224,7 @@ def test_a_host_is_killed(tmp_path: Path, moment: str) -> None:
         told = driver.hear("value")
 
     assert isinstance(told["value"], list), told
-    result = Result.from_path(folder / "line")
+    result = Result.from_path(tmp_path / "runs" / "line")
     assert [each.world_size for each in result.reports[: left + 1]] == left * [2] + [1]
     for epoch in range(EPOCHS):
         assert sorted(samples(result, epoch)) == list(range(SAMPLES))
@@ -234,16 +235,11 @@ def test_a_host_is_killed(tmp_path: Path, moment: str) -> None:
 def test_a_host_is_cut_off(tmp_path: Path) -> None:
     """Spark itself learns of it only minutes later."""
     fate, left = RESUMED["while training"]
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    with (
-        machines_apart(4) as machines,
-        cluster_on(machines, tmp_path) as cluster,
-        begin_on(cluster, folder, fate, workers=(1, 2)) as driver,
-    ):
-        struck_on(cluster, folder).cut()
+    with struck_on_cluster(tmp_path, machines_apart(4), fate, (1, 2)) as struck:
+        _, driver, machine = struck
+        machine.cut()
         told = driver.hear("value", 300)
 
     assert isinstance(told["value"], list), told
-    result = Result.from_path(folder / "line")
+    result = Result.from_path(tmp_path / "runs" / "line")
     assert [each.world_size for each in result.reports[: left + 1]] == left * [2] + [1]

@@ -11,6 +11,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from bed.waiting import until
 
 from distributor import DistributorError, TorchDistributor, WorkerDied, train
 from distributor.train import Checkpoint, CheckpointUploadMode, session, words
@@ -269,7 +270,7 @@ def test_a_rank_that_dies_is_the_cause_and_not_who_waits_for_it(tmp_path: Path) 
     def report() -> None:
         train.get_checkpoint()
         if train.get_context().get_world_rank() == 0:
-            wait_until((tmp_path / "waits").exists)
+            until((tmp_path / "waits").exists, "rank 1 waits", 60)
             os._exit(5)
         (tmp_path / "waits").touch()
         train.report({"loss": 1.0})
@@ -277,11 +278,6 @@ def test_a_rank_that_dies_is_the_cause_and_not_who_waits_for_it(tmp_path: Path) 
     ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
     with pytest.raises(WorkerDied, match=r"rank 0 .* exited with code 5"):
         ranks.run(report)
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    while not condition():
-        time.sleep(0.01)
 
 
 def test_ranks_that_do_not_share_their_storage_are_named(tmp_path: Path) -> None:
