@@ -211,7 +211,9 @@ def test_without_gpus_for_tasks_the_job_asks_for_its_own(
     told, _ = ask(
         """
         import pyspark
+        from distributor.launch.session import Session
         from pyspark import TaskContext
+        from pyspark.resource import ResourceProfileBuilder
 
         def others_resources(_):
             return sorted(TaskContext.get().resources())
@@ -240,8 +242,11 @@ def test_without_gpus_for_tasks_the_job_asks_for_its_own(
             told["before"] = session()
             for num_processes in (2, 3, 4):
                 told[str(num_processes)] = ranks(num_processes)
+            told["2 to 4"] = ranks((2, 4))
             told["6"] = error_of(ranks, 6, start_timeout=2)
             told["after"] = session()
+            found = [Session(each).gpu_profile(2) for each in (spark, spark.newSession())]
+            told["profiles"] = [each.id for each in (*found, ResourceProfileBuilder().build)]
         else:
             told["error"] = error_of(TorchDistributor, 2, local_mode=False)
         told["cpu"] = ranks(2, use_gpu=False)
@@ -255,9 +260,10 @@ def test_without_gpus_for_tasks_the_job_asks_for_its_own(
         assert words.startswith(UNSET)
         assert "'spark.executor.resource.gpu.amount' is 2" in words
         return
-    for num_processes, per_task in ((2, 2), (3, 1), (4, 2)):
-        check_numbers(told[str(num_processes)], num_processes, per_task)
-        check_gpus(told[str(num_processes)], per_task, {"4", "5"})
+    runs = (("2", 2, 2), ("3", 3, 1), ("4", 4, 2), ("2 to 4", 4, 2))
+    for run, num_processes, per_task in runs:
+        check_numbers(told[run], num_processes, per_task)
+        check_gpus(told[run], per_task, {"4", "5"})
     kinds, words = told["6"]
     assert kinds[0] == "StartTimeout"
     assert "3 barrier tasks are wanted at once" in words
@@ -265,6 +271,7 @@ def test_without_gpus_for_tasks_the_job_asks_for_its_own(
     assert told["before"]["resources"] == [[]] * 4
     assert told["before"]["sum"] == 45
     assert told["after"] == told["before"]
+    assert told["profiles"] == [1, 1, 3], "one for two GPUs, one for one, and now another"
 
 
 @pytest.mark.spark

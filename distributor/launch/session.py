@@ -104,10 +104,12 @@ class Session:
         return int(pyspark.__version__.split(".")[0]) >= 4
 
     def gpu_profile(self, gpus_per_task: int) -> Any:
-        """Give the session's resource profile with so many GPUs for each task."""
+        """Give the application's resource profile with so many GPUs for each task."""
         from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
-        profiles = _PROFILES.setdefault(self.spark, {})  # Spark keeps each that it is given
+        # Spark keeps each that it is given; several sessions may share one application.
+        application = self.spark if self.is_connect else self.spark.sparkContext
+        profiles = _PROFILES.setdefault(application, {})
         if gpus_per_task in profiles:
             return profiles[gpus_per_task]
         cpus = int(self.conf("spark.task.cpus") or 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import secrets
@@ -23,6 +22,7 @@ from distributor.launch.modules import shipped_modules
 from distributor.launch.resources import ClusterPlan
 from distributor.launch.session import BarrierJob, Session
 from distributor.launch.shipping import portable_task, shipped_program
+from distributor.launch.waiting import TELL_SECONDS, wait_out
 from distributor.launch.watch import Watch
 from distributor.node.agent import Sink
 from distributor.node.barrier_task import ROWS
@@ -68,26 +68,20 @@ class SparkLauncher:
 
     def _await_removal(self, silent: tuple[str, ...], cancellation: Cancellation) -> None:
         """Wait until Spark has given up hosts too, on which it would start tasks until then."""
-        deadline, told = time.monotonic() + REMOVAL_SECONDS, time.monotonic() + TELL_SECONDS
-        while (left := self.session.executor_hosts() & set(silent)) and time.monotonic() < deadline:
-            if time.monotonic() > told:
-                notify(f"Waiting: Spark still counts on executors on {', '.join(sorted(left))}.")
-                told = math.inf
-            cancellation.check()
-            time.sleep(SLOTS_INTERVAL)
+        wait_out(
+            lambda: self.session.executor_hosts() & set(silent) or None,
+            time.monotonic() + REMOVAL_SECONDS,
+            cancellation,
+            lambda left: f"Spark still counts on executors on {', '.join(sorted(left))}.",
+        )
 
     def _room_for(self, most: int, cancellation: Cancellation) -> int:
         """Give how many tasks fit, once these do or some time has passed."""
-        profile = self._profile()
         ever = self.session.most_slots()
         wanted = most if ever is None else min(most, ever)
         deadline = time.monotonic() + ROOM_SECONDS
-        while (slots := self.session.slots(profile)) is not None and slots < wanted:
-            if time.monotonic() > deadline:
-                return slots
-            cancellation.check()
-            time.sleep(SLOTS_INTERVAL)
-        return wanted
+        slots = wait_out(lambda: self._too_few(wanted), deadline, cancellation)
+        return wanted if slots is None else slots
 
     def launch(self, job: Job, sink: Sink) -> list[Outcome]:
         """Run all ranks; give the outcomes of those that ended by themselves.
@@ -105,12 +99,11 @@ class SparkLauncher:
         secret = secrets.token_bytes(32)
         address = hub_address(self.session, job.settings.hub_address)
         with open_hub(address, secret, wished=job.settings.hub_address is not None) as hub:
-            profile = self._profile()
-            self._await_slots(profile, deadline, job.cancellation)
+            self._await_slots(deadline, job.cancellation)
             notify(f"Started distributed training with {job.num_processes} executor processes")
             spec = self._spec(job, (address.told, hub.port), secret)
             task = portable_task(self.session, pickle.dumps(spec, protocol=5))
-            frame = self.session.barrier_frame(task, self.plan.num_tasks, ROWS, profile)
+            frame = self.session.barrier_frame(task, self.plan.num_tasks, ROWS, self._profile())
             with (
                 Watch(job, self.plan, hub, sink, deadline) as watch,
                 BarrierJob(
@@ -142,27 +135,29 @@ class SparkLauncher:
         """Make a thread on which a run can be launched for the calling one."""
         return self.session.thread(target)
 
-    def _await_slots(self, profile: Any, deadline: float, cancellation: Cancellation) -> None:
+    def _await_slots(self, deadline: float, cancellation: Cancellation) -> None:
         """Wait until the executors could hold all tasks: a job submitted earlier sleeps 15 s."""
-        wanted, told = self.plan.num_tasks, time.monotonic() + TELL_SECONDS
+        wanted, most = self.plan.num_tasks, self.session.most_slots()
+        demand = f"{wanted} barrier tasks are wanted at once"
         executors = f"the executors of {self.session.master}"
-        most = self.session.most_slots()
         if most is not None and most < wanted:
             raise DistributorError(
-                f"{wanted} barrier tasks are wanted at once, and {executors} never have room for "
-                f"more than {most}. {MORE_ROOM}"
+                f"{demand}, and {executors} never have room for more than {most}. {MORE_ROOM}"
             )
-        while (slots := self.session.slots(profile)) is not None and slots < wanted:
-            shortage = (
-                f"{wanted} barrier tasks are wanted at once, and {executors} have room for {slots}"
-            )
-            if time.monotonic() > deadline:
-                raise StartTimeout(f"{shortage}. {MORE_ROOM}")
-            if time.monotonic() > told:
-                notify(f"Waiting: {shortage}. {MORE_ROOM}")
-                told += TELL_SECONDS
-            cancellation.check()
-            time.sleep(SLOTS_INTERVAL)
+
+        def shortage(slots: int) -> str:
+            return f"{demand}, and {executors} have room for {slots}. {MORE_ROOM}"
+
+        slots = wait_out(
+            lambda: self._too_few(wanted), deadline, cancellation, shortage, again=TELL_SECONDS
+        )
+        if slots is not None:
+            raise StartTimeout(shortage(slots))
+
+    def _too_few(self, wanted: int) -> int | None:
+        """Give how many tasks there is room for, where that is fewer than wanted."""
+        slots = self.session.slots(self._profile())
+        return slots if slots is not None and slots < wanted else None
 
     def _sendable(self, program: Program) -> Program | str:
         if program.size <= LARGE_PROGRAM:
@@ -217,9 +212,6 @@ REMOVAL_SECONDS = 240.0
 """Seconds within which Spark notices, by its defaults, that an executor no longer answers."""
 ROOM_SECONDS = 10.0
 """Seconds for executors to register, those that replace dead ones too, where fewer would do."""
-TELL_SECONDS = 5.0
-SLOTS_INTERVAL = 0.05
-"""Seconds between two looks at how many executors have registered; Spark has no event for it."""
 
 
 @dataclass(frozen=True)

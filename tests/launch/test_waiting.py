@@ -1,0 +1,58 @@
+"""Waiting for what Spark has no event for: what is told, and when it ends."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+import pytest
+from bed.waiting import SOON
+
+from distributor.errors import RunCancelled
+from distributor.launch import waiting
+from distributor.launch.cancelling import Cancellation
+from distributor.launch.waiting import wait_out
+
+
+@pytest.fixture(autouse=True)
+def told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(waiting, "LOOK_SECONDS", 0.001)
+
+
+def in_the_way(count: int) -> Iterator[int | None]:
+    yield from range(count, 0, -1)
+    yield None
+
+
+def soon() -> float:
+    return time.monotonic() + SOON
+
+
+def test_it_ends_when_nothing_is_in_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert wait_out(in_the_way(3).__next__, soon(), Cancellation()) is None
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("again", "told"), [(math.inf, [3]), (0.0, [3, 2, 1])])
+def test_the_user_is_told(
+    capsys: pytest.CaptureFixture[str], again: float, told: list[int]
+) -> None:
+    looks = in_the_way(3).__next__
+    wait_out(looks, soon(), Cancellation(), lambda left: f"{left} are here.", again=again)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("Waiting: ")[2] for line in lines] == [f"{n} are here." for n in told]
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_at_the_deadline_it_tells_what_is_left(left: int) -> None:
+    """So also that there is room for none."""
+    assert wait_out(lambda: left, time.monotonic(), Cancellation()) == left
+
+
+def test_a_run_that_is_cancelled_does_not_wait() -> None:
+    cancellation = Cancellation()
+    cancellation.request()
+    with pytest.raises(RunCancelled):
+        wait_out(lambda: 1, soon(), cancellation)
