@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import pickle
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from typing import Any
 
 import pyarrow.fs as pafs
 
+from distributor.train.borrowing import borrowed
 from distributor.train.filesystems import is_local, resolve
 
 METADATA = ".metadata.json"
@@ -48,12 +51,21 @@ class Checkpoint:
 
     @contextmanager
     def as_directory(self) -> Iterator[str]:
-        """Have it as a folder of this machine: itself where it is one, else a copy for a while."""
+        """Have it as a folder of this machine: itself where it is one, else a copy for a while.
+
+        Processes of one node that have it at the same time share the copy, so do not change it.
+
+        Raises
+        ------
+        FileNotFoundError
+            Where the checkpoint is gone.
+        """
         if is_local(self.filesystem):
             yield self.path
         else:
-            with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
-                yield self.to_directory(folder)
+            self.check_there()
+            with borrowed(f"checkpoint-{self._identity()}", self.to_directory) as folder:
+                yield str(folder)
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
         """Copy it into a folder of this machine.
@@ -82,7 +94,7 @@ class Checkpoint:
     def get_metadata(self) -> dict[str, Any]:
         """Read what `set_metadata` wrote; empty where it wrote nothing."""
         file = f"{self.path}/{METADATA}"
-        if self.filesystem.get_file_info(file).type != pafs.FileType.File:
+        if not _is_file(self.filesystem.get_file_info(file)):
             return {}
         with self.filesystem.open_input_stream(file) as stream:
             metadata: dict[str, Any] = json.loads(stream.read())
@@ -102,6 +114,16 @@ class Checkpoint:
         if self.filesystem.get_file_info(self.path).type != pafs.FileType.Directory:
             raise FileNotFoundError(f"There is no checkpoint at {self.path}.")
 
+    def _identity(self) -> str:
+        """Tell it, and what is in it by now, from any other, in all processes alike."""
+        infos = self.filesystem.get_file_info(pafs.FileSelector(self.path, recursive=True))
+        files = [(info.path, info.size, info.mtime_ns) for info in infos if _is_file(info)]
+        try:
+            filesystem = pickle.dumps(self.filesystem)
+        except Exception:
+            filesystem = os.urandom(16)  # nobody else has this one
+        return hashlib.sha256(filesystem + repr((self.path, sorted(files))).encode()).hexdigest()
+
     def __repr__(self) -> str:
         return f"Checkpoint(filesystem={self.filesystem.type_name}, path={self.path})"
 
@@ -112,3 +134,7 @@ class Checkpoint:
 
     def __hash__(self) -> int:
         return hash(self.path)
+
+
+def _is_file(info: pafs.FileInfo) -> bool:
+    return bool(info.type == pafs.FileType.File)

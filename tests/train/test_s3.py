@@ -71,26 +71,28 @@ def save(folder: Path, text: str) -> Checkpoint:
     return Checkpoint.from_directory(mine)
 
 
-def loaded(checkpoint: Checkpoint) -> tuple[str, bool]:
-    """Read this rank's shard; tell whether what was brought here is gone afterwards."""
+def loaded(checkpoint: Checkpoint) -> tuple[str, Path]:
+    """Read this rank's shard; tell where it was brought to."""
     rank = train.get_context().get_world_rank()
     with checkpoint.as_directory() as folder:
         text = Path(folder, f"{rank}.txt").read_text()
         assert Path(folder, "deep", f"{rank}.empty").stat().st_size == 0
-    return text, not Path(folder).exists()
+    return text, Path(folder)
 
 
 def go_on(folder: Path, until: int, mode: str = "SYNC") -> dict[str, Any]:
     """Count from where the latest checkpoint ends, and report at each step."""
     before = train.get_checkpoint()
-    begin, gone = loaded(before) if before else ("0", True)
+    begin, brought = loaded(before) if before else ("0", None)
     for step in range(int(begin), until):
         train.report(
             {"step": step},
             checkpoint=save(folder / str(step), str(step + 1)),
             checkpoint_upload_mode=CheckpointUploadMode(mode),
         )
-    return {"from": before and before.path, "begin": int(begin), "gone": gone}
+    # All have reported, and so have left the folder that they shared.
+    there = brought is not None and brought.exists()
+    return {"from": before and before.path, "begin": int(begin), "there": there}
 
 
 def on_two(runs: str, **settings: Any) -> TorchDistributor:
@@ -108,7 +110,7 @@ def test_what_ranks_report_is_there_for_the_next_run(
     told = ranks.run_all(go_on, tmp_path, 3)
 
     path = "bucket/deep/runs/mine/checkpoint_000001"
-    assert told == [{"from": path, "begin": 2, "gone": True}] * 2
+    assert told == [{"from": path, "begin": 2, "there": False}] * 2
     storage = Storage(runs, "mine")
     found = storage.committed()
     assert [manifest.metrics["step"] for _, manifest in found] == [0, 1, 2]
