@@ -14,6 +14,7 @@ from distributor.errors import (
     WorkerDied,
 )
 from distributor.launch.inquiry import stacks
+from distributor.launch.job import Listener
 from distributor.launch.local import cool_down
 from distributor.serverless import distributed
 from distributor.torch_distributor import TorchDistributor
@@ -23,6 +24,7 @@ from distributor.wire.outcome import load_value
 __all__ = [
     "DistributorError",
     "ExecutorNotReady",
+    "Listener",
     "NodeLost",
     "RemoteError",
     "RunCancelled",

@@ -116,6 +116,7 @@ def _field_help() -> dict[str, str]:
 
 _FIELD_HELP = _field_help()
 _SPECIAL_FLAGS: dict[str, list[tuple[list[str], dict[str, Any]]]] = {
+    "listeners": [],  # objects of the driver's process
     "num_processes": [(["--nproc", "--num-processes"], {"type": int, "metavar": "N"})],
     "local_mode": [
         (["--cluster"], {"action": "store_false", "help": "run on Spark's executors, not here"})

@@ -14,6 +14,7 @@ from typing import Any
 
 from distributor.errors import RunCancelled
 from distributor.launch.console import notify, warn
+from distributor.launch.job import Listener
 from distributor.node.mlflow_run import SERVERS_FAULTS
 from distributor.node.redaction import Redaction
 from distributor.tracking import ANSWER_SECONDS, Tracking, bounded, brief
@@ -35,7 +36,7 @@ NO_KEY = re.compile(r"[^\w\-./: ]")
 """What a metric's name cannot have."""
 
 
-class Recorder:
+class Recorder(Listener):
     """Tells a job's MLflow run of it, and ends the run with the job; a context manager.
 
     Parameters

@@ -92,6 +92,8 @@ class TorchDistributor(Settings):
     environment : path or sequence of str, optional
         What ranks run in: a packed virtual environment (venv-pack, conda-pack), or requirements
         that pip installs once on each node; by default the interpreter that is there.
+    listeners : sequence of Listener
+        Who hears in this process what the ranks print, tell and report.
 
     Raises
     ------
@@ -239,7 +241,7 @@ class TorchDistributor(Settings):
             least=least,
             settings=self,
             env=env,
-            listeners=(recorder,) if recorder else (),
+            listeners=(*([recorder] if recorder else []), *self.listeners),
             keep_all=keep_all,
             run_id=run_id,
         )

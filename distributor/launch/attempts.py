@@ -15,7 +15,7 @@ from distributor.launch.job import Job, Launcher
 from distributor.node.logs import LogFiles
 from distributor.wire.messages import Source, Stream
 from distributor.wire.outcome import Failure, Outcome, Value, cause_first, raise_first
-from distributor.wire.progress import Progress, Reader
+from distributor.wire.progress import Progress, Reader, Reported, Told
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ def run(job: Job, launcher: Launcher) -> list[Any]:
             return _attempt(replace(job, num_processes=count), fitting)
         except Exception as error:
             failed.append(Attempt(len(failed), count, error))
+            for listener in job.listeners:
+                listener.failed(job.attempt, error)
             end = _reason_to_end(failed, job.settings.max_failures)
             if end is not None:
                 _tell_of_attempts(failed, end)
@@ -175,9 +177,8 @@ class DriverSink:
         if source == "stdout" or source == "stderr":
             self._note_print(rank, source, data)
         else:
-            note = self._note_progress if source == "progress" else self._note_usage
             for told in self._readers[rank, source].take(data):
-                note(rank, told)
+                self._note(rank, source, told)
 
     def _note_print(self, rank: int, stream: Stream, data: bytes) -> None:
         self._console.write(rank, stream, data)
@@ -186,15 +187,16 @@ class DriverSink:
         for listener in self._listeners:
             listener.printed(rank, stream, data)
 
-    def _note_progress(self, rank: int, progress: Progress) -> None:
-        if rank == 0:
-            self._standing.note(progress)
+    def _note(self, rank: int, source: Source, told: Told) -> None:
+        if isinstance(told, Progress) and source == "progress" and rank == 0:
+            self._standing.note(told)
         for listener in self._listeners:
-            listener.progressed(rank, progress)
-
-    def _note_usage(self, rank: int, usage: Progress) -> None:
-        for listener in self._listeners:
-            listener.used(usage)
+            if isinstance(told, Reported):
+                listener.reported(told)
+            elif source == "progress":
+                listener.progressed(rank, told)
+            else:
+                listener.used(told)
 
     def room(self) -> bool:
         self._console.tick()

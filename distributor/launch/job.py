@@ -24,7 +24,7 @@ from distributor.node.program import Call, Program, Script
 from distributor.wire import pickling
 from distributor.wire.messages import Stream
 from distributor.wire.outcome import Outcome
-from distributor.wire.progress import Progress
+from distributor.wire.progress import Progress, Reported
 
 MAX_PORT = 65535
 
@@ -72,6 +72,8 @@ class Settings:
     environment : path or sequence of str, optional
         What ranks run in: a packed virtual environment (venv-pack, conda-pack), or requirements
         that pip installs once on each node; by default the interpreter that is there.
+    listeners : sequence of Listener
+        Who hears in this process what the ranks print, tell and report.
     """
 
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -90,6 +92,7 @@ class Settings:
     name: str | None = None
     max_failures: int = 0
     environment: Environment = None
+    listeners: Sequence[Listener] = ()
 
     def __post_init__(self) -> None:
         _check_env(self.env)
@@ -109,6 +112,7 @@ class Settings:
         if self.mlflow_ranks not in ("first", "all"):
             raise ValueError(f"mlflow_ranks is 'first' or 'all', but is {self.mlflow_ranks!r}.")
         check_environment(self.environment)
+        _check_listeners(self.listeners)
 
     @property
     def forwarded(self) -> dict[str, str]:
@@ -169,8 +173,12 @@ class Job:
         return replace(self, attempt=attempt, silent=silent, standing=Standing(), inquiry=Inquiry())
 
 
-class Listener(Protocol):
-    """Hears what the ranks print and tell; its methods are called on one thread, and are quick."""
+class Listener:
+    """Hears what becomes of a run; its methods are called on one thread, and are to be quick.
+
+    Each does nothing, for those that one is not interested in. What one of them raises ends the
+    run, and is raised.
+    """
 
     def begins(self, attempt: int, ranks: int) -> None:
         """Hear that an attempt begins, on so many ranks."""
@@ -183,6 +191,12 @@ class Listener(Protocol):
 
     def used(self, usage: Progress) -> None:
         """Hear what a node's processors, memory and GPUs do."""
+
+    def reported(self, report: Reported) -> None:
+        """Hear what all ranks have given to `distributor.train.report`."""
+
+    def failed(self, attempt: int, error: Exception) -> None:
+        """Hear that an attempt failed; ``error.rank_failures`` has each rank's failure."""
 
 
 class Launcher(Protocol):
@@ -374,6 +388,11 @@ def _check_storage(storage_path: object, name: object) -> None:
         raise ValueError(f"name is the name of a folder in storage_path, but is {name!r}.")
     if name is not None and storage_path is None:
         raise ValueError(f"name is {name!r}, but there is no storage_path for it to be in.")
+
+
+def _check_listeners(listeners: object) -> None:
+    if not isinstance(listeners, Sequence) or not all(isinstance(x, Listener) for x in listeners):
+        raise TypeError(f"listeners are objects of class Listener, but are {listeners!r}.")
 
 
 def _type_of(thing: object) -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from distributor.wire.progress import checked
+from distributor.wire.progress import Told, checked
 
 _file: int | None = None
 
@@ -19,6 +19,10 @@ def tell_in(descriptor: int) -> None:
 
 def tell(done: Any, total: Any, metrics: Mapping[str, Any]) -> None:
     """Tell how far this rank is; nobody hears it outside a run."""
-    said = checked(done, total, metrics)
+    pass_on(checked(done, total, metrics))
+
+
+def pass_on(said: Told) -> None:
+    """Have the driver told this; nobody hears it outside a run."""
     if _file is not None:
         os.write(_file, said.to_line())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from distributor.train.callbacks import TrainRunContext, UserCallback
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from distributor.train.context import TrainContext, get_context
@@ -21,6 +22,8 @@ __all__ = [
     "RunConfig",
     "ScalingConfig",
     "TrainContext",
+    "TrainRunContext",
+    "UserCallback",
     "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",

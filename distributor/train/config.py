@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from distributor.launch.job import check_max_failures, check_num_processes
+from distributor.train.callbacks import UserCallback
 
 
 class _Refusing:
@@ -165,7 +166,9 @@ class RunConfig(_Refusing):
         Which checkpoints are kept; by default all.
     settings : mapping of str to object
         What else `TorchDistributor` takes: timeout, log_dir, env, environment and so on.
-    callbacks, worker_runtime_env, stop, verbose, progress_reporter, sync_config, log_to_file
+    callbacks : sequence of UserCallback, optional
+        What is called in this process after each report and each failed attempt.
+    worker_runtime_env, stop, verbose, progress_reporter, sync_config, log_to_file
         Refused: they mean nothing here.
     """
 
@@ -175,7 +178,7 @@ class RunConfig(_Refusing):
     failure_config: FailureConfig = field(default_factory=FailureConfig)
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    callbacks: Any = None
+    callbacks: Sequence[UserCallback] | None = None
     worker_runtime_env: Any = None
     stop: Any = None
     verbose: Any = None
@@ -184,7 +187,6 @@ class RunConfig(_Refusing):
     log_to_file: Any = None
 
     refused: ClassVar[Mapping[str, str]] = {
-        "callbacks": "Result, and reports.jsonl in its path, have all that was reported.",
         "worker_runtime_env": "Give settings={'env': ..., 'environment': ...}.",
         "stop": "The training function stops when it likes.",
         "verbose": "Give settings={'show_output': ...}.",
@@ -202,3 +204,6 @@ class RunConfig(_Refusing):
                 object.__setattr__(self, name, kind())
             elif not isinstance(given, kind):
                 raise TypeError(f"{name} is a {kind.__name__}, but is {given!r}.")
+        callbacks = self.callbacks or ()
+        if not all(isinstance(callback, UserCallback) for callback in callbacks):
+            raise TypeError(f"callbacks are objects of class UserCallback, but are {callbacks!r}.")

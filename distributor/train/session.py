@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from distributor.errors import DistributorError
-from distributor.node import reached
+from distributor.node import reached, telling
 from distributor.node.finishing import before_the_end
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.history import History
@@ -23,6 +23,7 @@ from distributor.train.sharing import shared
 from distributor.train.storage import PREFIX, Storage
 from distributor.train.words import Words
 from distributor.wire.keeping import Keeping
+from distributor.wire.progress import Reported
 
 
 class CheckpointUploadMode(enum.Enum):
@@ -84,10 +85,13 @@ class Session:
     ) -> None:
         """Report, as `distributor.train.report` says."""
         copied = json.loads(json.dumps(dict(metrics), default=_number))  # before others wait
-        part = {"name": name, "files": None, "positions": self._told_positions()}
-        work = self._thread.submit(
-            self._report, self._number, copied, checkpoint, part, mode, delete_local
-        )
+        part = {
+            "name": name,
+            "metrics": copied,
+            "files": None,
+            "positions": self._told_positions(),
+        }
+        work = self._thread.submit(self._report, self._number, checkpoint, part, mode, delete_local)
         self._number += 1
         self._pending.append(work)
         if mode is not CheckpointUploadMode.ASYNC:
@@ -193,7 +197,6 @@ class Session:
     def _report(
         self,
         number: int,
-        metrics: dict[str, Any],
         checkpoint: Checkpoint | None,
         part: dict[str, Any],
         mode: CheckpointUploadMode,
@@ -210,7 +213,7 @@ class Session:
             part["error"] = f"{type(error).__name__}: {error}"
         self._words.tell_mine(about, part)
         if self._words.rank == 0:
-            self._words.tell(about, self._judged(about, number, target, metrics))
+            self._words.tell(about, self._judged(about, number, target))
         verdict = self._words.hear(about)
         self._words.forget()
         if "error" in verdict:
@@ -236,20 +239,22 @@ class Session:
             files = self.storage.upload(folder, target, share, keep=keep)
             return [asdict(file) for file in files]
 
-    def _judged(
-        self, about: str, number: int, target: str, metrics: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _judged(self, about: str, number: int, target: str) -> dict[str, Any]:
         """Hear all ranks, and commit what they have written; rank 0 alone."""
-        report = Report(
-            number=number,
-            metrics=metrics,
-            checkpoint=target,
-            world_size=self._words.size,
-            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        )
         try:
             told = self._words.hear_all(about)
-            return {"committed": self._history.take(report, self._next, told)}
+            metrics = [each["metrics"] for each in told]
+            report = Report(
+                number=number,
+                metrics=metrics[0],
+                checkpoint=target,
+                world_size=self._words.size,
+                attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            )
+            committed = self._history.take(report, self._next, told)
+            where = self.storage.checkpoint(target).path if committed else None
+            telling.pass_on(Reported(metrics, where))
+            return {"committed": committed}
         except DistributorError as error:
             return {"error": str(error)}
         except Exception as error:

@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distributor.launch.job import new_run_id
+from distributor.launch.job import Listener, new_run_id
 from distributor.launch.session import Session
 from distributor.torch_distributor import TorchDistributor
+from distributor.train.callbacks import CallbackListener, TrainRunContext
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.config import RunConfig, ScalingConfig
 from distributor.train.group import TorchConfig
@@ -99,8 +100,14 @@ class TorchTrainer:
             filesystem=run.storage_filesystem,
             resume_from=resume_from_checkpoint,
         )
-        self._keeping = _keeping_of(run, scaling)
-        self._distributor = _distributor_of(run, scaling, self._keeping)
+        keeping = _keeping_of(run, scaling)
+        self._storage = Storage(keeping.storage_path, keeping.name, run.storage_filesystem)
+        self._storage.next_index()  # what cannot be read is told now, and not after the training
+        context = TrainRunContext(
+            run_config=run, scaling_config=scaling, train_loop_config=self._loop.config
+        )
+        called = CallbackListener(tuple(run.callbacks or ()), context, self._storage.filesystem)
+        self._distributor = _distributor_of(run, scaling, keeping, called)
 
     def fit(self) -> Result:
         """Train, again from the latest checkpoint where that fails and may.
@@ -117,8 +124,7 @@ class TorchTrainer:
             `Result.from_path` reads what was kept until then.
         """
         value = self._distributor.run(self._loop)
-        keeping = self._keeping
-        storage = Storage(keeping.storage_path, keeping.name, self._loop.filesystem)
+        storage = self._storage
         return Result.from_path(storage.path, storage.filesystem, return_value=value)
 
 
@@ -127,12 +133,9 @@ def _keeping_of(run: RunConfig, scaling: ScalingConfig) -> Keeping:
     path = os.fspath(run.storage_path or _default_path(scaling))
     if run.storage_filesystem is None:
         path = absolute(path)  # ranks may have another working folder
-    name = run.name or new_run_id()
-    storage = Storage(path, name, run.storage_filesystem)
-    storage.next_index()  # what cannot be read from here is told now, and not after the training
     return Keeping(
         storage_path=path,
-        name=name,
+        name=run.name or new_run_id(),
         num_to_keep=checkpoints.num_to_keep,
         score_attribute=checkpoints.checkpoint_score_attribute,
         score_order=checkpoints.checkpoint_score_order,
@@ -149,12 +152,14 @@ def _default_path(scaling: ScalingConfig) -> str:
     return RESULTS
 
 
-def _distributor_of(run: RunConfig, scaling: ScalingConfig, keeping: Keeping) -> TorchDistributor:
+def _distributor_of(
+    run: RunConfig, scaling: ScalingConfig, keeping: Keeping, called: Listener
+) -> TorchDistributor:
     settings = dict(run.settings)
-    ours = {"storage_path", "name", "max_failures", "gpu_type"} & settings.keys()
-    if ours:
+    if ours := {"storage_path", "name", "max_failures", "gpu_type"} & settings.keys():
         raise ValueError(f"RunConfig.settings has {sorted(ours)}, which other options give.")
     env = {**settings.pop("env", {}), **keeping.to_variable()}
+    listeners = (*settings.pop("listeners", ()), called)
     return TorchDistributor(
         scaling.num_workers,
         local_mode=scaling.local_mode,
@@ -162,5 +167,6 @@ def _distributor_of(run: RunConfig, scaling: ScalingConfig, keeping: Keeping) ->
         gpu_type=scaling.accelerator_type,
         max_failures=run.failure_config.max_failures,
         env=env,
+        listeners=listeners,
         **settings,
     )

@@ -1,11 +1,11 @@
-"""How far a rank says it is: one line of JSON each time, in a file or on its way."""
+"""What ranks tell of how far they are: one line of JSON each time, in a file or on its way."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -33,10 +33,27 @@ class Progress:
     def to_line(self) -> bytes:
         return json.dumps([self.done, self.total, self.metrics, self.at]).encode() + b"\n"
 
-    @classmethod
-    def from_line(cls, line: bytes) -> Progress:
-        done, total, metrics, at = json.loads(line)
-        return cls(done, total, metrics, at)
+
+@dataclass(frozen=True)
+class Reported:
+    """What all ranks have reported together, as rank 0 tells it.
+
+    Parameters
+    ----------
+    metrics : sequence of mappings of str to object
+        Each rank's, as JSON holds them.
+    checkpoint : str or None
+        The address of a checkpoint that exists; None where none was reported.
+    """
+
+    metrics: Sequence[Mapping[str, Any]]
+    checkpoint: str | None = None
+
+    def to_line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+Told = Progress | Reported
 
 
 class Reader:
@@ -45,15 +62,19 @@ class Reader:
     def __init__(self) -> None:
         self._rest = b""
 
-    def take(self, data: bytes) -> list[Progress]:
+    def take(self, data: bytes) -> list[Told]:
         """Give what these bytes complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         return list(filter(None, map(_read, lines)))
 
 
-def _read(line: bytes) -> Progress | None:
+def _read(line: bytes) -> Told | None:
     try:
-        return Progress.from_line(line)
+        told = json.loads(line)
+        if isinstance(told, dict):
+            return Reported(**told)
+        done, total, metrics, at = told
+        return Progress(done, total, metrics, at)
     except (TypeError, ValueError):
         return None  # a rank's own code has written into the file
 

@@ -1,0 +1,175 @@
+"""What the driver is told of a training while it goes on."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from distributor import Listener, TorchDistributor, train
+from distributor.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, UserCallback
+from distributor.train.torch import TorchTrainer
+from distributor.wire.progress import Progress, Reported
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Heard(UserCallback):
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[list[dict[str, Any]], Checkpoint | None]] = []
+        self.exceptions: list[dict[int, Exception]] = []
+        self.names: set[str | None] = set()
+
+    def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
+        if checkpoint is not None:
+            with checkpoint.as_directory() as folder:
+                assert Path(folder, "rank1.txt").read_text() == str(metrics[1]["step"])
+        self.names.add(run_context.get_run_config().name)
+        self.reports.append((metrics, checkpoint))
+
+    def after_exception(self, run_context: Any, worker_exceptions: Any) -> None:
+        self.exceptions.append(worker_exceptions)
+
+
+def save(step: int) -> None:
+    rank = train.get_context().get_world_rank()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, f"rank{rank}.txt").write_text(str(step))
+        checkpoint = Checkpoint.from_directory(folder)
+        train.report({"step": step, "rank": rank}, checkpoint=checkpoint)
+
+
+def train_func(config: dict[str, Any]) -> None:
+    rank = train.get_context().get_world_rank()
+    begun = train.get_checkpoint() is not None
+    train.report({"step": 0, "rank": rank})
+    save(1)
+    if not begun and rank == config.get("fails"):
+        raise KeyError("lost")
+
+
+def trainer(folder: Path, callback: UserCallback, local_mode: bool, **config: Any) -> TorchTrainer:
+    return TorchTrainer(
+        train_func,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=2, local_mode=local_mode),
+        run_config=RunConfig(
+            name="told",
+            storage_path=folder,
+            failure_config=FailureConfig(max_failures=1),
+            callbacks=[callback],
+            settings={"show_output": "none", "timeout": 120},
+        ),
+    )
+
+
+def check(heard: Heard, folder: Path) -> None:
+    metrics = [[{"step": step, "rank": rank} for rank in range(2)] for step in (0, 1, 0, 1)]
+    assert [told for told, _ in heard.reports] == metrics
+    names = [Path(c.path).name if c else None for _, c in heard.reports]
+    assert names == [None, "checkpoint_000000", None, "checkpoint_000001"]
+    assert [c.path for _, c in heard.reports if c] == [
+        str(folder / "told" / name) for name in names if name
+    ]
+    (raised,) = heard.exceptions
+    assert isinstance(raised[1], KeyError)
+    assert raised[1].args == ("lost",)
+    assert heard.names == {"told"}
+
+
+def test_callbacks_hear_all_ranks_reports_and_failures(tmp_path: Path) -> None:
+    heard = Heard()
+    trainer(tmp_path, heard, local_mode=True, fails=1).fit()
+    check(heard, tmp_path)
+
+
+@pytest.mark.spark
+def test_on_the_cluster_too(spark: Any, tmp_path: Path) -> None:
+    heard = Heard()
+    trainer(tmp_path, heard, local_mode=False, fails=1).fit()
+    check(heard, tmp_path)
+
+
+class Stubborn(UserCallback):
+    def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
+        if checkpoint is not None:
+            raise StopIteration("enough")
+
+
+@pytest.mark.parametrize(
+    "local_mode", [True, pytest.param(False, marks=[pytest.mark.spark, pytest.mark.slow])]
+)
+def test_what_a_callback_raises_ends_the_training(
+    request: pytest.FixtureRequest, tmp_path: Path, local_mode: bool
+) -> None:
+    if not local_mode:
+        request.getfixturevalue("spark")
+    with pytest.raises(StopIteration, match="enough"):
+        trainer(tmp_path, Stubborn(), local_mode).fit()
+    kept = train.Result.from_path(tmp_path / "told")
+    assert kept.checkpoint is not None, "what was there when it was called stays"
+
+
+class Everything(Listener):
+    def __init__(self) -> None:
+        self.heard: list[tuple[Any, ...]] = []
+
+    def begins(self, attempt: int, ranks: int) -> None:
+        self.heard.append(("begins", attempt, ranks))
+
+    def printed(self, rank: int, stream: Any, data: bytes) -> None:
+        self.heard.append(("printed", rank, stream, data))
+
+    def progressed(self, rank: int, progress: Progress) -> None:
+        self.heard.append(("progressed", rank, progress.done, progress.total))
+
+    def reported(self, report: Reported) -> None:
+        self.heard.append(("reported", list(report.metrics), report.checkpoint))
+
+    def failed(self, attempt: int, error: Exception) -> None:
+        self.heard.append(("failed", attempt, type(error), sorted(error.rank_failures)))  # type: ignore[attr-defined]
+
+
+def talk() -> None:
+    from distributor import runtime
+
+    runtime.progress(1, 3)
+    print("hello", flush=True)
+    train.report({"loss": 1.5})
+    raise ValueError("no more")
+
+
+def test_listeners_hear_what_a_plain_run_tells(tmp_path: Path) -> None:
+    everything = Everything()
+    distributor = TorchDistributor(
+        1,
+        use_gpu=False,
+        storage_path=tmp_path,
+        listeners=[everything],
+        show_output="none",
+        timeout=60,
+    )
+    with pytest.raises(ValueError, match="no more"):
+        distributor.run(talk)
+    told = [each for each in everything.heard if each[0] != "printed"]
+    assert told == [
+        ("begins", 0, 1),
+        ("progressed", 0, 1, 3),
+        ("reported", [{"loss": 1.5}], None),
+        ("failed", 0, ValueError, [0]),
+    ]
+    printed = b"".join(e[3] for e in everything.heard if e[:3] == ("printed", 0, "stdout"))
+    assert printed == b"hello\n"
+
+
+def test_what_is_no_listener_is_refused() -> None:
+    with pytest.raises(TypeError, match="listeners are objects of class Listener"):
+        TorchDistributor(1, use_gpu=False, listeners=[print])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="callbacks are objects of class UserCallback"):
+        RunConfig(callbacks=[print])  # type: ignore[list-item]
