@@ -257,7 +257,7 @@ class TorchDistributor(Settings):
         what = "local training" if self.local_mode else "distributed training"
         kind = "processes" if self.local_mode else "executor processes"
         recorded: AbstractContextManager[object] = recorder or nullcontext()
-        with recorded:
+        with job.preemption, recorded:
             values = attempts.run(job, launcher)
         notify(f"Finished {what} with {job.num_processes} {kind}")
         return values

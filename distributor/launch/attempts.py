@@ -163,6 +163,7 @@ class DriverSink:
         self._files = LogFiles(Path(log_dir) / job.run_id) if log_dir is not None else None
         self._standing = standing
         self._listeners = job.listeners
+        self._preemption = job.preemption
         self._readers: defaultdict[tuple[int, Source], Reader] = defaultdict(Reader)
 
     def __enter__(self) -> DriverSink:
@@ -197,7 +198,10 @@ class DriverSink:
                 listener.progressed(rank, told)
             else:
                 listener.used(told)
+        if isinstance(told, Reported) and told.checkpoint is not None:
+            self._preemption.saved()
 
     def room(self) -> bool:
         self._console.tick()
+        self._preemption.advance()
         return True

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from distributor.launch.cancelling import Cancellation
 from distributor.launch.environments import Environment, check_environment
 from distributor.launch.inquiry import Inquiry
+from distributor.launch.preemption import Preemption
 from distributor.launch.progress import Standing
 from distributor.node.agent import Sink
 from distributor.node.environment import RANK_VARIABLES
@@ -167,6 +168,7 @@ class Job:
     standing: Standing = field(default_factory=Standing)
     inquiry: Inquiry = field(default_factory=Inquiry)
     cancellation: Cancellation = field(default_factory=Cancellation)
+    preemption: Preemption = field(default_factory=Preemption)
 
     def again(self, attempt: int, silent: tuple[str, ...]) -> Job:
         """Give the job for a new attempt, of which nothing is known yet."""

@@ -78,9 +78,12 @@ class LocalLauncher:
                 on_started=lambda: job.standing.come_up(job.num_processes),
                 on_stacks=job.inquiry.answer,
                 on_done=lambda: agent.release(),
+                on_heeded=job.preemption.heed,
+                on_asked=lambda: agent.give_notice(),
             )
             job.inquiry.ask = agent.ask_for_stacks
             job.cancellation.then(agent.stop)
+            job.preemption.through(agent.give_notice)
             notify(f"Started local training with {job.num_processes} processes")
             with agent:
                 outcomes = agent.run(start_deadline, settings.timeout or math.inf)

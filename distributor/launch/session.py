@@ -139,6 +139,23 @@ class Session:
         infos = self.spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()
         return {info.host() for info in infos} - {self.conf("spark.driver.host")}
 
+    def leaving_executors(self) -> dict[str, str]:
+        """Give the hosts of executors that Spark is about to end, by their ids; not for Connect."""
+        if self.is_connect or self.is_local_master:
+            return {}
+        try:
+            context = self.spark.sparkContext._jsc.sc()
+            backend, found = context.schedulerBackend(), context.statusStore().executorList(True)
+            executors = [found.apply(index) for index in range(found.size())]
+            hosts = {each.id(): each.hostPort().rpartition(":")[0] for each in executors}
+            return {
+                each: host
+                for each, host in hosts.items()
+                if each != "driver" and not backend.isExecutorActive(each)
+            }
+        except Exception:
+            return {}  # the JVM has gone; how, is told by the end of the job
+
     def most_slots(self) -> int | None:
         """Count the tasks that the application can ever run at once, as far as it is configured.
 

@@ -105,7 +105,7 @@ class SparkLauncher:
             task = portable_task(self.session, pickle.dumps(spec, protocol=5))
             frame = self.session.barrier_frame(task, self.plan.num_tasks, ROWS, self._profile())
             with (
-                Watch(job, self.plan, hub, sink, deadline) as watch,
+                Watch(job, self.plan, hub, sink, deadline, self.session.leaving_executors) as watch,
                 BarrierJob(
                     self.session,
                     frame,

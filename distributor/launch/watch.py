@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NoReturn
 
 from distributor.errors import NodeLost, RunTimeout, StartTimeout
@@ -23,10 +23,12 @@ from distributor.wire.frames import LEASE_SECONDS
 from distributor.wire.hub import HERE, LOST, SILENT, Hub
 from distributor.wire.messages import (
     Failed,
+    Heeds,
     MeetThroughSpark,
     NodeDone,
     NodeUp,
     Output,
+    Preempted,
     Preparing,
     RanksStarted,
     Release,
@@ -47,6 +49,8 @@ MEET_SECONDS = 10.0
 
 Longer than a node tries to connect. One that is only slow costs the others no more than a second.
 """
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at which executors are about to end."""
 TELL_SECONDS = 5.0
 """Seconds from a node's first word until it is told that its environment is what takes so long."""
 STACKS_SECONDS = 3.0
@@ -70,10 +74,18 @@ class Watch:
         Where the ranks' output goes.
     start_deadline : float
         When, by ``time.monotonic``, all nodes must be up.
+    leaving : callable
+        Gives the executors that are about to end, and their hosts; by default none.
     """
 
     def __init__(
-        self, job: Job, plan: ClusterPlan, hub: Hub, sink: Sink, start_deadline: float
+        self,
+        job: Job,
+        plan: ClusterPlan,
+        hub: Hub,
+        sink: Sink,
+        start_deadline: float,
+        leaving: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._job = job
         self._plan = plan
@@ -97,6 +109,9 @@ class Watch:
         self._stopped = False
         self._given_up: set[int] = set()
         self._stacks: dict[int, dict[int, str]] = {}  # by node, and there by rank
+        self._leaving = leaving
+        self._told_of: set[str] = set()
+        self._look_at = 0.0
         self._arrivals = Arrivals()
         self._ending: list[Any] | BaseException | None = None
 
@@ -124,6 +139,7 @@ class Watch:
             Of each rank that ended by itself, failures in the order in which they came.
         """
         self._job.inquiry.ask = lambda: self._hub.post(TellStacks())
+        self._job.preemption.through(lambda: self._hub.broadcast(Preempted()))
         try:
             while self._ending is None:
                 self._take(TICK)
@@ -211,6 +227,12 @@ class Watch:
         if self._linked <= self._stacks.keys():
             self._job.inquiry.answer(self._all_stacks())
 
+    def _heeds(self, node: int, message: Heeds) -> None:
+        self._job.preemption.heed()
+
+    def _preempted(self, node: int, message: Preempted) -> None:
+        self._hub.broadcast(message)
+
     def _node_done(self, node: int, message: NodeDone) -> None:
         self._done.add(node)
         if len(self._done) == self._plan.num_tasks:
@@ -240,6 +262,19 @@ class Watch:
         if (self._settling.over() or self._all_failed()) and not self._stopped:
             self._stopped = True
             self._hub.broadcast(Stop("a rank failed"))
+        if self._job.preemption.heeded and now > self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            self._tell_of_leaving()
+
+    def _tell_of_leaving(self) -> None:
+        """Tell the ranks of executors that Spark is about to end."""
+        hosts = set(self._hosts.values())
+        leaving = {each: host for each, host in self._leaving().items() if host in hosts}
+        if new := leaving.keys() - self._told_of:
+            self._told_of |= new
+            named = ", ".join(f"{each} on {leaving[each]}" for each in sorted(new))
+            notify(f"Spark is about to end executor(s) {named}: the ranks are told.")
+            self._hub.broadcast(Preempted())
 
     def _all_failed(self) -> bool:
         """Tell whether nobody is left who could fail, too."""
@@ -365,6 +400,8 @@ _HANDLERS: dict[type, Callable[[Watch, int, Any], None]] = {
     Stacks: Watch._stacks_told,
     TellStacks: Watch._ask_for_stacks,
     NodeDone: Watch._node_done,
+    Heeds: Watch._heeds,
+    Preempted: Watch._preempted,
 }
 
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO, NoReturn, Protocol
@@ -73,6 +73,7 @@ class Rank:
     scratch: str
     passed_on: Counter[Source] = field(default_factory=Counter)
     outcome: Outcome | None = None
+    deaf: bool = False
     leaves_since: float = math.inf
     told_of: bool = False
 
@@ -142,6 +143,10 @@ class Agent:
     on_done : callable
         Called once, when every rank of this node has done its work. Rank 0 then still serves
         the store, until `release`.
+    on_heeded : callable
+        Called when a rank wants to be told that the run is about to lose a process.
+    on_asked : callable
+        Called when such a rank was asked to end.
     """
 
     def __init__(
@@ -158,6 +163,8 @@ class Agent:
         on_failure: Callable[[Failure], object] = lambda failure: None,
         on_stacks: Callable[[dict[int, str]], object] = lambda stacks: None,
         on_done: Callable[[], object] = lambda: None,
+        on_heeded: Callable[[], object] = lambda: None,
+        on_asked: Callable[[], object] = lambda: None,
     ) -> None:
         self._node = node
         self._program = program
@@ -169,6 +176,8 @@ class Agent:
         self._on_failure = on_failure
         self._on_stacks = on_stacks
         self._on_done = on_done
+        self._on_heeded = on_heeded
+        self._on_asked = on_asked
         self._ranks: list[Rank] = []
         self._failures: list[Failure] = []
         self._settling = Settling(node.ranks_per_node, patience)
@@ -181,6 +190,7 @@ class Agent:
         self._released = threading.Event()
         self._stop_asked = threading.Event()
         self._stacks_asked = threading.Event()
+        self._notices: deque[bytes] = deque()
         self._wake_end, self._waker = socket.socketpair()
         self._wake_end.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -251,6 +261,11 @@ class Agent:
         self._stacks_asked.set()
         self._wake()
 
+    def give_notice(self) -> None:
+        """Tell the ranks that the run is about to lose a process. From any thread."""
+        self._notices.append(leash.NOTICE)
+        self._wake()
+
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # it has ended
             self._waker.send(b"!")
@@ -313,6 +328,12 @@ class Agent:
             self._note_start(rank)
         elif report == leash.VALUE:
             rank.outcome = Value(rank.origin.rank, rank.outcome_file)
+        elif report == leash.HEEDS:
+            self._on_heeded()
+        elif report == leash.DEAF:
+            rank.deaf = True
+        elif report == leash.ASKED:
+            self._on_asked()
         elif report == leash.EXIT:
             self._note_failure(rank, self._exit_of(rank, rank.leash.recv(1)[0]))
         elif report == leash.FAILURE:
@@ -380,6 +401,10 @@ class Agent:
         if self._stacks_asked.is_set():
             self._stacks_asked.clear()
             self._on_stacks(self._stacks())
+        while self._notices:
+            notice = self._notices.popleft()
+            for rank in self._ranks:
+                rank.tell(notice)
         if self._stop_asked.is_set() or self._settling.over():
             self._end_all()
         self._let_leave()
@@ -439,6 +464,8 @@ class Agent:
         for rank in self._ranks:
             if rank.outcome is None:
                 rank.process.ask_to_end()
+                if rank.deaf:
+                    rank.process.kill()
             else:
                 rank.let_leave()
         try:

@@ -205,6 +205,8 @@ def _run_ranks(
             on_failure=channel.failed,
             on_stacks=channel.stacks,
             on_done=channel.done,
+            on_heeded=channel.heeded,
+            on_asked=channel.asked,
         )
         with agent:
             channel.attach(agent)

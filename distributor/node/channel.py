@@ -21,10 +21,12 @@ from distributor.node.task_spec import TaskSpec
 from distributor.wire.link import Link
 from distributor.wire.messages import (
     Failed,
+    Heeds,
     MeetThroughSpark,
     NodeDone,
     NodeUp,
     Output,
+    Preempted,
     Preparing,
     RanksStarted,
     Release,
@@ -96,6 +98,12 @@ class Channel(Sink, Protocol):
 
     def stacks(self, stacks: dict[int, str]) -> None:
         """Tell where this node's ranks stand."""
+
+    def heeded(self) -> None:
+        """Tell that a rank wants to be told when the run is about to lose a process."""
+
+    def asked(self) -> None:
+        """Tell that such a rank was asked to end."""
 
     def await_verdict(self, failures: list[Failure]) -> None:
         """Wait before the task is ended by a failure: that ends every other task too."""
@@ -175,6 +183,12 @@ class SparkChannel:
 
     def stacks(self, stacks: dict[int, str]) -> None:
         pass  # nobody could ask
+
+    def heeded(self) -> None:
+        pass  # nobody could tell
+
+    def asked(self) -> None:
+        pass  # ranks of other nodes would not hear of it
 
     def await_verdict(self, failures: list[Failure]) -> None:
         if failures and all(failure.collateral for failure in failures):
@@ -291,6 +305,12 @@ class HubChannel:
     def stacks(self, stacks: dict[int, str]) -> None:
         self._link.send(Stacks(stacks))
 
+    def heeded(self) -> None:
+        self._link.send(Heeds())
+
+    def asked(self) -> None:
+        self._link.send(Preempted())
+
     def await_verdict(self, failures: list[Failure]) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._link.lost, self.patience)
@@ -346,6 +366,9 @@ class HubChannel:
         elif isinstance(message, TellStacks):
             if self._agent:
                 self._agent.ask_for_stacks()
+        elif isinstance(message, Preempted):
+            if self._agent:
+                self._agent.give_notice()
         elif isinstance(message, Release):
             self._release()
         elif isinstance(message, ValueReceived):

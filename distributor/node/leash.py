@@ -9,26 +9,36 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from distributor.node.killing import kill_group
 from distributor.node.order import Order
 
 STARTED, VALUE, FAILURE, EXIT = b"S", b"V", b"F", b"X"
 """What a rank tells over the leash: that work begins, and how it ended; an exit with its code."""
-RELEASE, MANY_LINES = b"R", b"M"
-"""What it is told: that it may leave, and that it prints very many lines."""
+HEEDS, DEAF, ASKED = b"H", b"D", b"A"
+"""And, if it heeds notices: that it does, that SIGTERM alone no longer ends it, that one came."""
+RELEASE, MANY_LINES, NOTICE = b"R", b"M", b"N"
+"""What it is told: to leave, that it prints very many lines, that the run is to lose a process."""
 
 
 class Leash:
-    """Holds on to the agent: no rank outlives its agent, or leaves before it may."""
+    """Holds on to the agent: no rank outlives its agent, or leaves before it may.
 
-    def __init__(self, order: Order, on_many_lines: Callable[[], object]) -> None:
+    Parameters
+    ----------
+    order : Order
+        What the agent wants of this rank.
+    on : mapping of bytes to callable
+        What is called at a word of the agent.
+    """
+
+    def __init__(self, order: Order, on: Mapping[bytes, Callable[[], object]]) -> None:
         for descriptor in order.descriptors():
             os.set_inheritable(descriptor, False)
         _die_with_parent(order.parent)
         self._socket = socket.socket(fileno=order.leash)
-        self._on_many_lines = on_many_lines
+        self._on = on
         self._released = threading.Event()
         threading.Thread(target=self._watch, name="leash", daemon=True).start()
 
@@ -45,8 +55,8 @@ class Leash:
             while told := self._socket.recv(1):  # until the agent has closed its end, or is gone
                 if told == RELEASE:
                     self._released.set()
-                elif told == MANY_LINES:
-                    self._on_many_lines()
+                else:
+                    self._on[told]()
         if not self._released.is_set():
             kill_group(os.getpgid(0))
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distributor.node import reached
+from distributor.node import notices, reached
 from distributor.node.finishing import finish
-from distributor.node.leash import EXIT, FAILURE, STARTED, VALUE, Leash
+from distributor.node.leash import EXIT, FAILURE, MANY_LINES, NOTICE, STARTED, VALUE, Leash
 from distributor.node.leaving import (
     end_forked,
     exit_code_of,
@@ -42,11 +42,12 @@ def main(order: Order, at_the_end: list[Callable[[], object]]) -> None:
     if order.modules:
         sys.path.insert(0, order.modules)
     at_the_end += [flush_files, lambda: leave(exit_code[0])]
-    leash = Leash(order, Streams().expect_many_lines)
+    leash = Leash(order, {MANY_LINES: Streams().expect_many_lines, NOTICE: notices.note})
     use_scratch(order.scratch)
     faulthandler.enable()
     answer_in(order.stacks)
     tell_in(order.progress)
+    notices.tell_over(leash.tell)
     _STORES.append(_serve_store(order))
     leash.tell(STARTED)
     follow_run()

@@ -107,8 +107,11 @@ class _Zygote:
     def _idle(self) -> None:
         if not self._later:
             self._leave()
+        before = dict(os.environ)
         _load(self._later)
         self._later.clear()
+        os.environ.clear()  # of what it set there; ranks have not asked for it
+        os.environ.update(before)
         self._settle()
 
     def _settle(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from distributor.train import preemption
 from distributor.train.callbacks import TrainRunContext, UserCallback
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
@@ -27,6 +28,7 @@ __all__ = [
     "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
+    "is_preempted",
     "report",
 ]
 
@@ -78,6 +80,24 @@ def report(
     if delete is None:
         delete = mode is CheckpointUploadMode.ASYNC
     current().report(metrics, checkpoint, checkpoint_dir_name, mode, delete)
+
+
+def is_preempted() -> bool:
+    """Tell whether this run is about to lose a process: a chance to report a checkpoint.
+
+    True once, at the same call in all ranks, after Spark has begun to decommission one of the
+    executors, a rank has had a SIGTERM, or the driver has had one, which then ends with the next
+    checkpoint that is reported. A rank that calls this outlives its first SIGTERM. A call costs
+    next to nothing. Every rank calls this as often as the others, once in each step. Without
+    storage, and outside a run, too.
+
+    Examples
+    --------
+    >>> for step in range(3):
+    ...     if is_preempted() or step % 100 == 99:
+    ...         ...  # save, and report
+    """
+    return preemption.is_preempted()
 
 
 def get_checkpoint() -> Checkpoint | None:

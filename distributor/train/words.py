@@ -25,16 +25,18 @@ class Words:
         Who speaks, among how many.
     store : torch.distributed.Store
         Where.
+    patience : float
+        Seconds that it waits for another's.
     """
 
-    def __init__(self, rank: int, size: int, store: Any) -> None:
-        self.rank, self.size, self._store = rank, size, store
+    def __init__(self, rank: int, size: int, store: Any, patience: float = WAIT_SECONDS) -> None:
+        self.rank, self.size, self._store, self._patience = rank, size, store, patience
         self._mine: list[str] = []
         self._of_round: list[str] = []
         self._of_last_round: list[str] = []
 
     @classmethod
-    def here(cls) -> Words:
+    def here(cls, patience: float = WAIT_SECONDS) -> Words:
         """Give this rank's, by a connection of their own to the run's store."""
         import torch.distributed as dist
 
@@ -43,10 +45,10 @@ class Words:
             int(os.environ["MASTER_PORT"]),
             is_master=False,
             wait_for_workers=False,
-            timeout=timedelta(seconds=WAIT_SECONDS),
+            timeout=timedelta(seconds=patience),
         )
         store = dist.PrefixStore("distributor/train", client)  # type: ignore[attr-defined]
-        return cls(runtime.get_global_rank(), runtime.get_world_size(), store)
+        return cls(runtime.get_global_rank(), runtime.get_world_size(), store, patience)
 
     def tell(self, about: str, words: Any) -> None:
         """Tell all, as rank 0 does what it has decided.
@@ -69,16 +71,16 @@ class Words:
         ConnectionError
             Where rank 0, which keeps the words, has gone.
         """
-        until = time.monotonic() + WAIT_SECONDS
+        until = time.monotonic() + self._patience
         try:
-            self._store.wait([about], timedelta(seconds=WAIT_SECONDS))
+            self._store.wait([about], timedelta(seconds=self._patience))
             return json.loads(self._store.get(about))
         except Exception as error:
             if time.monotonic() < until:
                 raise self._lost() from error
             raise DistributorError(
-                f"After {WAIT_SECONDS:g} s, a report of rank {self.rank} still waits for rank "
-                f"{of}. Every rank has to call report as often as the others."
+                f"After {self._patience:g} s, rank {self.rank} still waits for rank {of}. Every "
+                "rank has to call report, and is_preempted, as often as the others."
             ) from error
 
     def _set(self, about: str, words: Any) -> None:

@@ -116,6 +116,16 @@ class Stacks:
 
 
 @dataclass(frozen=True)
+class Heeds:
+    """Node to driver: a rank wants to be told when the run is about to lose a process."""
+
+
+@dataclass(frozen=True)
+class Preempted:
+    """The run is about to lose a process: from a node, or the driver itself, to every node."""
+
+
+@dataclass(frozen=True)
 class Stop:
     """Driver to nodes: stop your ranks."""
 

@@ -531,6 +531,19 @@ def test_a_change_is_seen_even_if_more_is_loaded_after_it(
     assert distributor.run(lambda: importlib.import_module(name).VALUE) == "new"
 
 
+def test_what_is_loaded_in_a_quiet_moment_sets_no_variable(module: Write, tmp_path: Path) -> None:
+    loaded = tmp_path / "loaded"
+    more = module(f"import os; os.environ['OF_MORE'] = '1'; open({str(loaded)!r}, 'w').close()")
+    setting = module(
+        "from distributor.node import zygote\n"
+        f"zygote.LATER, zygote.MOMENT = ({more!r},), 0.01  # this runs in the zygote",
+        "setting",
+    )
+    distributor = local(preload=[setting])
+    until(loaded.exists, "it has loaded more", DEADLINE)
+    assert distributor.run(lambda: os.environ.get("OF_MORE")) is None
+
+
 @pytest.mark.parametrize(
     ("source", "told"),
     [

@@ -1,0 +1,241 @@
+"""A process is about to end: all ranks are told at one step, and have a chance to report."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from bed.waiting import MARK, assert_gone, marked, until
+
+from distributor import train
+from distributor.train import Result
+from distributor.train.preemption import Notices
+
+BEGIN = """
+import os, signal, sys, tempfile, threading
+from pathlib import Path
+from distributor import TorchDistributor, train
+from distributor.train import Checkpoint
+
+FOLDER, HEEDS, STEPS = sys.argv[1], sys.argv[2] == "heeds", int(sys.argv[3])
+
+
+def loop():
+    import torch, torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank, told = dist.get_rank(), torch.zeros(1)
+    begun = train.get_checkpoint()
+    first = int(Path(begun.path, "rank0.txt").read_text()) + 1 if begun else 0
+    for step in range(first, STEPS):
+        due = HEEDS and train.is_preempted()
+        told[0] = float(due)
+        dist.all_reduce(told)
+        assert told.item() in (0, dist.get_world_size()), "all ranks or none"
+        if due:
+            print("told at", step, signal.getsignal(signal.SIGTERM), flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, f"rank{rank}.txt").write_text(str(step))
+                train.report({"step": step}, checkpoint=Checkpoint.from_directory(folder))
+        if step == first + 20:
+            Path(FOLDER, f"up{rank}-{int(first > 0)}").write_text(str(os.getpid()))
+    return step
+"""
+LOCAL = """
+before = signal.getsignal(signal.SIGTERM)
+distributor = TorchDistributor(
+    3, use_gpu=False, storage_path=FOLDER, name="run", max_failures=1, timeout=120
+)
+value = distributor.run(loop)
+assert signal.getsignal(signal.SIGTERM) == before
+print("returned", value, flush=True)
+"""
+CLUSTER = """
+from pyspark.sql import SparkSession
+
+builder = SparkSession.builder.master("local-cluster[2,1,1024]").config("spark.ui.enabled", "false")
+spark = builder.config("spark.decommission.enabled", "true").getOrCreate()
+spark.sparkContext.setLogLevel("OFF")
+distributor = TorchDistributor(
+    2, local_mode=False, use_gpu=False, storage_path=FOLDER, name="run", timeout=120
+)
+print("returned", distributor.run(loop), flush=True)
+"""
+FOR_EVER, SOME = 10**9, 4000
+
+
+class Run:
+    """A driver in a process of its own, and its ranks."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[str], mark: str) -> None:
+        self.folder, self.process, self.mark = folder, process, mark
+
+    def ranks(self, count: int, again: bool = False) -> list[int]:
+        """Wait until the ranks are some steps into their work; give their processes."""
+        files = [self.folder / f"up{rank}-{int(again)}" for rank in range(count)]
+        until(lambda: all(f.exists() and f.read_text() for f in files), "the ranks work", 100)
+        return [int(file.read_text()) for file in files]
+
+    def end(self) -> tuple[int, str]:
+        """Wait for its end; give its code and what it printed."""
+        output, _ = self.process.communicate(timeout=100)
+        until(lambda: not marked(self.mark), "processes of the driver are left")
+        return self.process.returncode, output
+
+    def checkpoints(self) -> list[int]:
+        return [told["step"] for _, told in Result.from_path(self.folder / "run").best_checkpoints]
+
+
+@contextmanager
+def driver(folder: Path, source: str, heeds: bool = True, steps: int = FOR_EVER) -> Iterator[Run]:
+    script, mark = folder / "driver.py", uuid.uuid4().hex
+    script.write_text(BEGIN + source)
+    words = [str(folder), "heeds" if heeds else "is deaf", str(steps)]
+    with subprocess.Popen(
+        [sys.executable, str(script), *words],
+        env={**os.environ, MARK: mark, "PYSPARK_PYTHON": sys.executable},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            yield Run(folder, process, mark)
+        finally:
+            for left in marked(mark):
+                left.kill()
+
+
+def told_at(output: str) -> set[int]:
+    lines = [line.partition("told at ")[2].split() for line in output.splitlines()]
+    return {int(words[0]) for words in lines if words}
+
+
+def test_a_driver_that_is_asked_to_end_waits_for_a_checkpoint(tmp_path: Path) -> None:
+    with driver(tmp_path, LOCAL) as run:
+        ranks = run.ranks(3)
+        run.process.terminate()
+        code, output = run.end()
+    assert code == -signal.SIGTERM, output
+    assert "SIGTERM: this process ends when the ranks have reported" in output
+    (step,) = told_at(output)
+    assert run.checkpoints() == [step]
+    assert "returned" not in output
+    assert_gone(ranks)
+
+
+def test_ranks_that_heed_no_notice_end_with_the_driver_at_once(tmp_path: Path) -> None:
+    with driver(tmp_path, LOCAL, heeds=False) as run:
+        ranks = run.ranks(3)
+        run.process.terminate()
+        code, output = run.end()
+    assert code == -signal.SIGTERM, output
+    assert "SIGTERM" not in output
+    assert_gone(ranks)
+
+
+def test_a_rank_outlives_one_sigterm_and_the_run_the_next(tmp_path: Path) -> None:
+    with driver(tmp_path, LOCAL, steps=FOR_EVER) as run:
+        ranks = run.ranks(3)
+        os.kill(ranks[1], signal.SIGTERM)
+        until(lambda: run.folder.joinpath("run").is_dir() and run.checkpoints(), "a checkpoint")
+        os.kill(ranks[1], signal.SIGTERM)
+        others = run.ranks(3, again=True)
+        run.process.terminate()
+        code, output = run.end()
+    assert code == -signal.SIGTERM, output
+    assert "was killed by SIGTERM" in output, "the first attempt"
+    assert set(run.checkpoints()) == told_at(output)
+    assert len(run.checkpoints()) == 2, "the second attempt went on from the first's"
+    assert_gone([*ranks, *others])
+
+
+def test_what_ends_in_time_returns_and_the_process_ends_all_the_same(tmp_path: Path) -> None:
+    source = LOCAL.replace("run(loop)", "run(ends_when_told)") + "print('not here')"
+    source = (
+        """
+def ends_when_told():
+    assert not train.is_preempted()
+    Path(FOLDER, f"up{os.environ['RANK']}-0").write_text(str(os.getpid()))
+    while not train.is_preempted():
+        pass
+    return "told"
+"""
+        + source
+    )
+    with driver(tmp_path, source) as run:
+        run.ranks(3)
+        run.process.terminate()
+        code, output = run.end()
+    assert code == -signal.SIGTERM, output
+    assert "SIGTERM: this process ends when" in output
+    assert "not here" not in output
+
+
+@pytest.mark.spark
+def test_ranks_on_an_executor_that_is_decommissioned_are_told(tmp_path: Path) -> None:
+    with driver(tmp_path, CLUSTER) as run:
+        ranks = run.ranks(2)
+        (executor, *_) = [
+            parent
+            for parent in psutil.Process(ranks[1]).parents()
+            if "CoarseGrainedExecutorBackend" in " ".join(parent.cmdline())
+        ]
+        executor.send_signal(signal.SIGPWR)
+        until(lambda: run.folder.joinpath("run").is_dir() and run.checkpoints(), "a checkpoint", 60)
+        first = run.checkpoints()
+        run.process.terminate()
+        code, output = run.end()
+    assert code == -signal.SIGTERM, output
+    assert "Spark is about to end executor(s)" in output
+    assert len(first) == 1
+    assert set(first) <= told_at(output) & set(run.checkpoints())
+    assert_gone(ranks)
+
+
+def test_a_notice_is_told_at_one_call_however_far_each_rank_is() -> None:
+    """Three ranks call as they like, one of them ahead; two notices come, each once to all."""
+    calls, met = [5, 9, 7], threading.Barrier(3, timeout=30)
+    said: list[list[int]] = [[], []]
+    lock, complete = threading.Lock(), [threading.Event(), threading.Event()]
+
+    def agree(number: int, begun: int) -> int:
+        with lock:
+            said[number].append(begun)
+            if len(said[number]) == 3:
+                complete[number].set()
+        assert complete[number].wait(30)
+        return max(said[number]) + 1
+
+    heard: list[list[int]] = [[], [], []]
+
+    def be(rank: int) -> None:
+        notices = Notices(agree)
+        done = [notices.due() for _ in range(calls[rank])]
+        notices.hear()
+        done += [notices.due() for _ in range(10 - calls[rank] + 1)]
+        met.wait()
+        notices.hear()
+        done += [notices.due() for _ in range(5)]
+        heard[rank] = [number for number, due in enumerate(done, 1) if due]
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert heard == [[10, 12]] * 3
+
+
+def test_outside_a_run_nothing_is_told() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert not train.is_preempted()
+    assert signal.getsignal(signal.SIGTERM) == before
