@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar, overload
 
 from distributor.launch import attempts
@@ -29,6 +29,8 @@ from distributor.wire.keeping import Keeping, absolute
 
 P = ParamSpec("P")
 R = TypeVar("R")
+LOOK_AT_STORAGE = "distributor.train.session:look_at_storage"
+"""What ranks begin with where they keep checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,8 @@ class TorchDistributor(Settings):
         self, keep_all: bool, train_object: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Job, Launcher, Recorder | None]:
         program = program_of(train_object, args, kwargs)
+        if self.storage_path is not None:
+            program = replace(program, begins_with=LOOK_AT_STORAGE)
         least, most = check_num_processes(self.num_processes)
         launcher, num_processes = self._plan(least, most)
         run_id = new_run_id()

@@ -19,10 +19,13 @@ class Call:
         The function's name, for messages.
     call : PickledCall
         The function and its arguments.
+    begins_with : str
+        What is called before it, as ``package.module:function``; empty where nothing is.
     """
 
     name: str
     call: PickledCall
+    begins_with: str = ""
 
     @property
     def size(self) -> int:
@@ -44,12 +47,15 @@ class Script:
         Its command-line arguments.
     source : bytes
         Its text, for nodes that do not have the file.
+    begins_with : str
+        What is called before it, as ``package.module:function``; empty where nothing is.
     """
 
     name: str
     path: str
     args: tuple[str, ...]
     source: bytes
+    begins_with: str = ""
 
     @property
     def size(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import pkgutil
 import runpy
 import sys
 from collections.abc import Callable
@@ -131,13 +132,20 @@ def _call(program: Program) -> Any:
     if isinstance(program, Script):
         sys.argv = [program.path, *program.args]
         sys.path.insert(0, str(Path(program.path).parent))
+        _begin(program)
         runpy.run_path(program.path, run_name="__main__")
         return None
     sys.argv = [program.name]
     pickling.install_sources(program.call.sources)
     function, args, kwargs = program.call.load()
     _fill_main(function)
+    _begin(program)
     return function(*args, **kwargs)
+
+
+def _begin(program: Program) -> None:
+    if program.begins_with:
+        pkgutil.resolve_name(program.begins_with)()
 
 
 def _fill_main(function: Any) -> None:

@@ -35,7 +35,7 @@ def resolve(path: str | os.PathLike[str], filesystem: Any = None) -> tuple[pafs.
     ------
     TypeError
         For a `filesystem` of neither kind.
-    ValueError
+    UnknownScheme
         For an address whose scheme nobody knows.
     """
     text = os.fspath(path)
@@ -48,6 +48,10 @@ def resolve(path: str | os.PathLike[str], filesystem: Any = None) -> tuple[pafs.
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as unknown:
         return _by_fsspec(text, unknown)
     return found, str(inside).rstrip("/")
+
+
+class UnknownScheme(ValueError):
+    """Nobody knows the scheme of an address, though a program may yet make it known."""
 
 
 def is_local(filesystem: pafs.FileSystem) -> bool:
@@ -82,7 +86,7 @@ def _by_fsspec(address: str, unknown: Exception) -> tuple[pafs.FileSystem, str]:
 
         found, inside = url_to_fs(address)
     except (ImportError, ValueError) as error:
-        raise ValueError(
+        raise UnknownScheme(
             f"No file system is known for {address}: pyarrow says {str(unknown)!r}, and fsspec "
             f"{str(error)!r}. Install the package that has it, or give storage_filesystem."
         ) from error

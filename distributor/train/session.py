@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import os
@@ -17,6 +18,7 @@ from distributor.errors import DistributorError
 from distributor.node import reached, telling
 from distributor.node.finishing import before_the_end
 from distributor.train.checkpoint import Checkpoint
+from distributor.train.filesystems import UnknownScheme
 from distributor.train.history import History
 from distributor.train.record import Report
 from distributor.train.sharing import shared
@@ -300,6 +302,12 @@ def begin(filesystem: Any = None, resume_from: Checkpoint | None = None) -> Sess
         )
     _session.append(Session(keeping, filesystem, resume_from))
     return _session[0]
+
+
+def look_at_storage() -> None:
+    """Begin before the rank's program does, for that may take days until it reports."""
+    with contextlib.suppress(UnknownScheme):  # which the program is then to make known
+        begin()
 
 
 def current() -> Session:

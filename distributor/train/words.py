@@ -25,18 +25,19 @@ class Words:
         Who speaks, among how many.
     store : torch.distributed.Store
         Where.
-    patience : float
-        Seconds that it waits for another's.
+    patience : float, optional
+        Seconds that it waits for another's; by default `WAIT_SECONDS`.
     """
 
-    def __init__(self, rank: int, size: int, store: Any, patience: float = WAIT_SECONDS) -> None:
-        self.rank, self.size, self._store, self._patience = rank, size, store, patience
+    def __init__(self, rank: int, size: int, store: Any, patience: float | None = None) -> None:
+        self.rank, self.size, self._store = rank, size, store
+        self._patience = WAIT_SECONDS if patience is None else patience
         self._mine: list[str] = []
         self._of_round: list[str] = []
         self._of_last_round: list[str] = []
 
     @classmethod
-    def here(cls, patience: float = WAIT_SECONDS) -> Words:
+    def here(cls, patience: float | None = None) -> Words:
         """Give this rank's, by a connection of their own to the run's store."""
         import torch.distributed as dist
 
@@ -45,7 +46,7 @@ class Words:
             int(os.environ["MASTER_PORT"]),
             is_master=False,
             wait_for_workers=False,
-            timeout=timedelta(seconds=patience),
+            timeout=timedelta(seconds=WAIT_SECONDS if patience is None else patience),
         )
         store = dist.PrefixStore("distributor/train", client)  # type: ignore[attr-defined]
         return cls(runtime.get_global_rank(), runtime.get_world_size(), store, patience)

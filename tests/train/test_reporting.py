@@ -261,7 +261,8 @@ def test_a_rank_that_does_not_report_is_named(tmp_path: Path) -> None:
         else:
             train.get_checkpoint()
 
-    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
+    env = Keeping(storage_path=str(tmp_path), name="mine").to_variable()
+    ranks = TorchDistributor(2, use_gpu=False, env=env, timeout=120)
     with pytest.raises(DistributorError, match="rank 0 still waits for rank 1"):
         ranks.run(report)
 
@@ -290,10 +291,22 @@ def test_ranks_that_do_not_share_their_storage_are_named(tmp_path: Path) -> None
         ).to_variable()["DISTRIBUTOR_TRAIN"]
         train.report({"loss": 1.0})
 
-    ranks = TorchDistributor(3, use_gpu=False, storage_path=tmp_path, timeout=120)
+    ranks = TorchDistributor(3, use_gpu=False, timeout=120)
     told = rf"sees at {tmp_path}/of 0/mine: rank 1 on .*: what it writes is not there; rank 2 on "
     with pytest.raises(DistributorError, match=told):
         ranks.run(report)
+
+
+@pytest.mark.spark
+def test_storage_is_looked_at_before_the_function_runs(spark: Any, tmp_path: Path) -> None:
+    """A path that is another folder on each executor, and a function that may take days."""
+    ranks = TorchDistributor(
+        4, local_mode=False, use_gpu=False, storage_path="/proc/self/cwd/runs", timeout=120
+    )
+    with pytest.raises(DistributorError, match="The ranks do not share the storage") as caught:
+        ranks.run((tmp_path / "ran").touch)
+    assert not (tmp_path / "ran").exists()
+    assert hasattr(caught.value, "rank_failures")
 
 
 def test_storage_that_cannot_be_written_is_told(tmp_path: Path) -> None:
