@@ -242,6 +242,7 @@ class Agent:
             self._tell_usage()
             self._note_ended_processes()
             self._advance(start_deadline, timeout)
+        self._note_ended_processes()  # of those that ended since the last look
         self._drain_output()
         values = [rank.outcome for rank in self._ranks if isinstance(rank.outcome, Value)]
         return [*self._failures, *values]
