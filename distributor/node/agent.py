@@ -322,26 +322,13 @@ class Agent:
                 self._read_leash(key.data)
 
     def _read_leash(self, rank: Rank) -> None:
-        report = b""
+        word = b""
         with contextlib.suppress(OSError):
-            report = rank.leash.recv(1)
-        if report == leash.STARTED:
-            self._note_start(rank)
-        elif report == leash.VALUE:
-            rank.outcome = Value(rank.origin.rank, rank.outcome_file)
-        elif report == leash.HEEDS:
-            self._on_heeded()
-        elif report == leash.DEAF:
-            rank.deaf = True
-        elif report == leash.ASKED:
-            self._on_asked()
-        elif report == leash.EXIT:
-            self._note_failure(rank, self._exit_of(rank, rank.leash.recv(1)[0]))
-        elif report == leash.FAILURE:
-            rank.outcome_file.seek(0)
-            self._note_failure(rank, pickle.load(rank.outcome_file))
-        else:
-            self._selector.unregister(rank.leash)  # its process ends; how is told by its exit
+            word = rank.leash.recv(1)
+        _HANDLERS.get(word, Agent._note_silence)(self, rank)
+
+    def _note_silence(self, rank: Rank) -> None:
+        self._selector.unregister(rank.leash)  # its process ends; how is told by its exit
 
     def _watched(self) -> list[object]:
         return [key.fileobj for key in self._selector.get_map().values()]
@@ -378,6 +365,19 @@ class Agent:
         if not self._to_start:
             self._started_at = time.monotonic()
             self._on_started()
+
+    def _note_value(self, rank: Rank) -> None:
+        rank.outcome = Value(rank.origin.rank, rank.outcome_file)
+
+    def _note_exit(self, rank: Rank) -> None:
+        self._note_failure(rank, self._exit_of(rank, rank.leash.recv(1)[0]))
+
+    def _note_exception(self, rank: Rank) -> None:
+        rank.outcome_file.seek(0)
+        self._note_failure(rank, pickle.load(rank.outcome_file))
+
+    def _note_deaf(self, rank: Rank) -> None:
+        rank.deaf = True
 
     def _note_failure(self, rank: Rank, failure: Failure) -> None:
         if self._stopping:
@@ -532,3 +532,14 @@ class Agent:
         for rank in self._ranks:
             for source, file in rank.told.items():
                 yield rank, source, file
+
+
+_HANDLERS: dict[bytes, Callable[[Agent, Rank], object]] = {
+    leash.STARTED: Agent._note_start,
+    leash.VALUE: Agent._note_value,
+    leash.FAILURE: Agent._note_exception,
+    leash.EXIT: Agent._note_exit,
+    leash.HEEDS: lambda agent, rank: agent._on_heeded(),
+    leash.DEAF: Agent._note_deaf,
+    leash.ASKED: lambda agent, rank: agent._on_asked(),
+}
