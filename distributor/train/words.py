@@ -14,6 +14,8 @@ from distributor.errors import DistributorError
 
 WAIT_SECONDS = 1800.0
 """Seconds that a report waits for the other ranks, as torch's collectives do."""
+TELL_SECONDS = 60.0
+"""Seconds after which it is told who is waited for."""
 
 
 class Words:
@@ -62,8 +64,8 @@ class Words:
         self._of_round.append(about)
         self._set(about, words)
 
-    def hear(self, about: str, of: int = 0) -> Any:
-        """Hear what was told to all.
+    def hear(self, about: str) -> Any:
+        """Hear what rank 0 has told to all.
 
         Raises
         ------
@@ -72,17 +74,44 @@ class Words:
         ConnectionError
             Where rank 0, which keeps the words, has gone.
         """
-        until = time.monotonic() + self._patience
+        return self._heard({0: about})[0]
+
+    def _heard(self, told: dict[int, str]) -> list[Any]:
+        """Wait for words of ranks; rank 0 tells meanwhile who keeps the others waiting."""
+        began = time.monotonic()
+        for patience in sorted({min(TELL_SECONDS, self._patience), self._patience}):
+            if not (missing := self._missing(told, began + patience)):
+                return [json.loads(self._get(about)) for about in told.values()]
+            waits = f"rank {self.rank} still waits for rank(s) {', '.join(map(str, missing))}"
+            if self.rank == 0 and patience < self._patience:
+                print(f"distributor: after {patience:g} s, {waits} to report.", flush=True)
+        raise DistributorError(
+            f"After {self._patience:g} s, {waits}. Every rank has to call report, and "
+            "is_preempted, as often as the others."
+        )
+
+    def _missing(self, told: dict[int, str], deadline: float) -> list[int]:
+        """Wait for words of ranks; give the ranks whose have not come by then."""
         try:
-            self._store.wait([about], timedelta(seconds=self._patience))
-            return json.loads(self._store.get(about))
+            left = max(0.001, deadline - time.monotonic())
+            self._store.wait(list(told.values()), timedelta(seconds=left))
+            return []
         except Exception as error:
-            if time.monotonic() < until:
+            if time.monotonic() < deadline:
                 raise self._lost() from error
-            raise DistributorError(
-                f"After {self._patience:g} s, rank {self.rank} still waits for rank {of}. Every "
-                "rank has to call report, and is_preempted, as often as the others."
-            ) from error
+        return [rank for rank, about in told.items() if not self._is_there(about)]
+
+    def _is_there(self, about: str) -> bool:
+        try:
+            return bool(self._store.check([about]))
+        except Exception as error:
+            raise self._lost() from error
+
+    def _get(self, about: str) -> bytes:
+        try:
+            return bytes(self._store.get(about))
+        except Exception as error:
+            raise self._lost() from error
 
     def _set(self, about: str, words: Any) -> None:
         try:
@@ -99,8 +128,8 @@ class Words:
         self._set(self._mine[-1], words)
 
     def hear_all(self, about: str) -> list[Any]:
-        """Hear what every rank has said, in the order of ranks."""
-        return [self.hear(f"{about}/{rank}", rank) for rank in range(self.size)]
+        """Hear what every rank has said, in the order of ranks; raises as `hear` does."""
+        return self._heard({rank: f"{about}/{rank}" for rank in range(self.size)})
 
     def claim(self, about: str, words: str) -> str:
         """Say what one rank alone may say; give what was said first."""

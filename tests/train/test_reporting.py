@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -253,18 +254,22 @@ def test_ranks_that_differ_in_the_name_are_told_so(tmp_path: Path) -> None:
         ranks.run(report)
 
 
-def test_a_rank_that_does_not_report_is_named(tmp_path: Path) -> None:
+def test_ranks_that_do_not_report_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def report() -> None:
-        words.WAIT_SECONDS = 2.0
-        if train.get_context().get_world_rank() == 0:
+        words.WAIT_SECONDS, words.TELL_SECONDS = 2.0, 0.5
+        if train.get_context().get_world_rank() in (0, 2):
             train.report({"loss": 1.0})
         else:
             train.get_checkpoint()
 
     env = Keeping(storage_path=str(tmp_path), name="mine").to_variable()
-    ranks = TorchDistributor(2, use_gpu=False, env=env, timeout=120)
-    with pytest.raises(DistributorError, match="rank 0 still waits for rank 1"):
+    ranks = TorchDistributor(4, use_gpu=False, env=env, timeout=120)
+    waits = r"rank 0 still waits for rank\(s\) 1, 3"
+    with pytest.raises(DistributorError, match=f"After 2 s, {waits}. Every rank has to call"):
         ranks.run(report)
+    assert re.search(f"after 0.5 s, {waits} to report", capfd.readouterr().out)
 
 
 def test_a_rank_that_dies_is_the_cause_and_not_who_waits_for_it(tmp_path: Path) -> None:
