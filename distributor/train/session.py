@@ -190,7 +190,10 @@ class Session:
         about = f"look/{name}"
         manifest = self.storage.manifest_of(name)
         mine = manifest.files[self._words.rank :: self._words.size] if manifest else ()
-        self._words.tell_mine(about, self.storage.damage_of(name, mine))
+        damage = self.storage.damage_of(name, mine)
+        if damage is None:
+            self.storage.disown(name, mine)
+        self._words.tell_mine(about, damage)
         damages = [damage for damage in self._words.hear_all(about) if damage]
         if damages and self._words.rank == 0:
             print(f"distributor: {name} is passed over: {'; '.join(damages)}.", flush=True)

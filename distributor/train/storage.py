@@ -23,7 +23,7 @@ import pyarrow.fs as pafs
 
 from distributor.errors import DistributorError
 from distributor.train.checkpoint import Checkpoint
-from distributor.train.copying import brought, summed
+from distributor.train.copying import brought, disown, summed
 from distributor.train.filesystems import is_local, make_folder, resolve
 from distributor.train.sharing import Share, everything, identity_of
 
@@ -267,6 +267,12 @@ class Storage:
         paths = [self._inside(checkpoint, file.name) for file in files]
         with ThreadPoolExecutor(READERS, "readers") as readers:
             return next(filter(None, readers.map(self._damage_of, paths, files)), None)
+
+    def disown(self, checkpoint: str, files: Sequence[Stored]) -> None:
+        """See to it that nobody can write to files of a checkpoint by another name of theirs."""
+        if is_local(self.filesystem):
+            for file in files:
+                disown(self._inside(checkpoint, file.name))
 
     def checkpoint(self, name: str) -> Checkpoint:
         """Give a checkpoint by its name."""

@@ -244,6 +244,32 @@ def test_a_checkpoint_is_reported_again(tmp_path: Path) -> None:
     assert found[0][1].files[:2] == found[1][1].files[:2]
 
 
+def test_a_second_name_that_a_killed_rank_left_leads_to_no_checkpoint(tmp_path: Path) -> None:
+    local = tmp_path / "local"
+
+    def report(words: str) -> str:
+        found = train.get_checkpoint()
+        local.mkdir(exist_ok=True)
+        (local / "state").write_text(words)  # over what is there, and into it
+        if found is None:
+            checkpoint = Checkpoint.from_directory(local)
+            train.report({}, checkpoint, delete_local_checkpoint_after_upload=True)
+            return ""
+        return Path(found.path, "state").read_text()
+
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path / "runs", name="mine")
+    ranks.run(report, "saved")
+    stored = tmp_path / "runs/mine/checkpoint_000000/state"
+    assert stored.stat().st_nlink == 1
+    local.mkdir()
+    os.link(stored, local / "state")  # as if it had been killed just before the folder went
+
+    assert ranks.run(report, "of the next attempt") == "saved"
+    assert (local / "state").read_text() == "of the next attempt"
+    assert {path.name for path in stored.parent.iterdir()} >= {"state"}
+    assert not list(stored.parent.glob("*.aside"))
+
+
 def test_ranks_that_differ_in_the_name_are_told_so(tmp_path: Path) -> None:
     def report() -> None:
         name = f"of {train.get_context().get_world_rank()}"
