@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from distributor.train import preemption
-from distributor.train.callbacks import TrainRunContext, UserCallback
 from distributor.train.checkpoint import Checkpoint
-from distributor.train.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from distributor.train.config import (
+    CheckpointConfig,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    TrainRunContext,
+    UserCallback,
+)
 from distributor.train.context import TrainContext, get_context
 from distributor.train.result import Result
 from distributor.train.session import CheckpointUploadMode, ReportedCheckpoint, current

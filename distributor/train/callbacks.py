@@ -1,80 +1,14 @@
-"""What the user has called on the driver while a training goes on, in Ray Train's names."""
+"""Calls what the user has given to be called on the driver while a training goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from distributor.launch.job import Listener
 from distributor.train.checkpoint import Checkpoint
+from distributor.train.config import TrainRunContext, UserCallback
 from distributor.wire.progress import Reported
-
-if TYPE_CHECKING:
-    from distributor.train.config import RunConfig, ScalingConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainRunContext:
-    """Which training it is.
-
-    Parameters
-    ----------
-    run_config : RunConfig
-        As `TorchTrainer` was given it.
-    scaling_config : ScalingConfig
-        Likewise.
-    train_loop_config : mapping of str to object
-        Likewise.
-    """
-
-    run_config: RunConfig
-    scaling_config: ScalingConfig
-    train_loop_config: Mapping[str, Any] = field(default_factory=dict)
-
-    def get_run_config(self) -> RunConfig:
-        """Give ``run_config``."""
-        return self.run_config
-
-
-class UserCallback:
-    """What is called in the driver's process; a base class, whose methods do nothing.
-
-    Its methods are called one at a time, by the thread that waits for the training, which goes on
-    meanwhile. What one of them raises ends the training, and is raised.
-    """
-
-    def after_report(
-        self,
-        run_context: TrainRunContext,
-        metrics: list[dict[str, Any]],
-        checkpoint: Checkpoint | None,
-    ) -> None:
-        """Hear what all ranks have reported.
-
-        Parameters
-        ----------
-        run_context : TrainRunContext
-            Which training it is.
-        metrics : list of dict of str to object
-            Each rank's, in the order of ranks.
-        checkpoint : Checkpoint or None
-            The one that exists now, where one was reported.
-        """
-
-    def after_exception(
-        self, run_context: TrainRunContext, worker_exceptions: dict[int, Exception]
-    ) -> None:
-        """Hear that an attempt failed; perhaps another follows.
-
-        Parameters
-        ----------
-        run_context : TrainRunContext
-            Which training it is.
-        worker_exceptions : dict of int to Exception
-            By rank, the cause first. Where a node was lost, and no rank told of a failure of its
-            own, rank 0 stands for all.
-        """
 
 
 class CallbackListener(Listener):

@@ -1,4 +1,7 @@
-"""How a training is scaled, kept and restarted, in Ray Train's names; checked when it is built."""
+"""How a training is scaled, kept, restarted and told of, in Ray Train's names.
+
+What the user gives is checked when it is built.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from distributor.launch.job import check_max_failures, check_num_processes
-from distributor.train.callbacks import UserCallback
+from distributor.train.checkpoint import Checkpoint
 
 
 class _Refusing:
@@ -207,3 +210,66 @@ class RunConfig(_Refusing):
         callbacks = self.callbacks or ()
         if not all(isinstance(callback, UserCallback) for callback in callbacks):
             raise TypeError(f"callbacks are objects of class UserCallback, but are {callbacks!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRunContext:
+    """Which training it is.
+
+    Parameters
+    ----------
+    run_config : RunConfig
+        As `TorchTrainer` was given it.
+    scaling_config : ScalingConfig
+        Likewise.
+    train_loop_config : mapping of str to object
+        Likewise.
+    """
+
+    run_config: RunConfig
+    scaling_config: ScalingConfig
+    train_loop_config: Mapping[str, Any] = field(default_factory=dict)
+
+    def get_run_config(self) -> RunConfig:
+        """Give ``run_config``."""
+        return self.run_config
+
+
+class UserCallback:
+    """What is called in the driver's process; a base class, whose methods do nothing.
+
+    Its methods are called one at a time, by the thread that waits for the training, which goes on
+    meanwhile. What one of them raises ends the training, and is raised.
+    """
+
+    def after_report(
+        self,
+        run_context: TrainRunContext,
+        metrics: list[dict[str, Any]],
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        """Hear what all ranks have reported.
+
+        Parameters
+        ----------
+        run_context : TrainRunContext
+            Which training it is.
+        metrics : list of dict of str to object
+            Each rank's, in the order of ranks.
+        checkpoint : Checkpoint or None
+            The one that exists now, where one was reported.
+        """
+
+    def after_exception(
+        self, run_context: TrainRunContext, worker_exceptions: dict[int, Exception]
+    ) -> None:
+        """Hear that an attempt failed; perhaps another follows.
+
+        Parameters
+        ----------
+        run_context : TrainRunContext
+            Which training it is.
+        worker_exceptions : dict of int to Exception
+            By rank, the cause first. Where a node was lost, and no rank told of a failure of its
+            own, rank 0 stands for all.
+        """

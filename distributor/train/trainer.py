@@ -9,9 +9,9 @@ from typing import Any
 from distributor.launch.job import Listener, new_run_id
 from distributor.launch.session import Session
 from distributor.torch_distributor import TorchDistributor
-from distributor.train.callbacks import CallbackListener, TrainRunContext
+from distributor.train.callbacks import CallbackListener
 from distributor.train.checkpoint import Checkpoint
-from distributor.train.config import RunConfig, ScalingConfig
+from distributor.train.config import RunConfig, ScalingConfig, TrainRunContext
 from distributor.train.group import TorchConfig
 from distributor.train.loop import Loop
 from distributor.train.result import Result

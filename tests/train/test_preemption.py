@@ -66,7 +66,7 @@ builder = SparkSession.builder.master("local-cluster[2,1,1024]").config("spark.u
 spark = builder.config("spark.decommission.enabled", "true").getOrCreate()
 spark.sparkContext.setLogLevel("OFF")
 distributor = TorchDistributor(
-    2, local_mode=False, use_gpu=False, storage_path=FOLDER, name="run", timeout=120
+    (1, 2), local_mode=False, use_gpu=False, storage_path=FOLDER, name="run", max_failures=1
 )
 print("returned", distributor.run(loop), flush=True)
 """
@@ -112,6 +112,15 @@ def driver(folder: Path, source: str, heeds: bool = True, steps: int = FOR_EVER)
         finally:
             for left in marked(mark):
                 left.kill()
+
+
+def executor_of(rank: int) -> psutil.Process:
+    (executor, *_) = [
+        parent
+        for parent in psutil.Process(rank).parents()
+        if "CoarseGrainedExecutorBackend" in " ".join(parent.cmdline())
+    ]
+    return executor
 
 
 def told_at(output: str) -> set[int]:
@@ -184,21 +193,22 @@ def ends_when_told():
 def test_ranks_on_an_executor_that_is_decommissioned_are_told(tmp_path: Path) -> None:
     with driver(tmp_path, CLUSTER) as run:
         ranks = run.ranks(2)
-        (executor, *_) = [
-            parent
-            for parent in psutil.Process(ranks[1]).parents()
-            if "CoarseGrainedExecutorBackend" in " ".join(parent.cmdline())
-        ]
+        executor = executor_of(ranks[1])
         executor.send_signal(signal.SIGPWR)
         until(lambda: run.folder.joinpath("run").is_dir() and run.checkpoints(), "a checkpoint", 60)
-        first = run.checkpoints()
+        (first,) = run.checkpoints()
+        executor.kill()  # as whoever announced it does in the end
+        (other,) = run.ranks(1, again=True)
+        assert executor_of(other) != executor
         run.process.terminate()
         code, output = run.end()
     assert code == -signal.SIGTERM, output
     assert "Spark is about to end executor(s)" in output
-    assert len(first) == 1
-    assert set(first) <= told_at(output) & set(run.checkpoints())
-    assert_gone(ranks)
+    assert "The next attempt begins" in output
+    assert first in told_at(output), "all ranks were told at one step, and none lost"
+    assert run.checkpoints()[0] == first
+    assert len(run.checkpoints()) == 2, "of the next attempt, which had its own notice"
+    assert_gone([*ranks, other])
 
 
 def test_a_notice_is_told_at_one_call_however_far_each_rank_is() -> None:
