@@ -18,9 +18,9 @@ from distributor.launch.environments import Environment, check_environment
 from distributor.launch.inquiry import Inquiry
 from distributor.launch.preemption import Preemption
 from distributor.launch.progress import Standing
-from distributor.node.agent import Sink
 from distributor.node.environment import RANK_VARIABLES
 from distributor.node.gpus import GPUType
+from distributor.node.output import Sink
 from distributor.node.program import Call, Program, Script
 from distributor.wire import pickling
 from distributor.wire.messages import Stream

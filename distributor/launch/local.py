@@ -14,9 +14,10 @@ from distributor.launch.console import notify
 from distributor.launch.environments import prepared_here
 from distributor.launch.job import Job, Settings
 from distributor.node import warm
-from distributor.node.agent import Agent, Sink
+from distributor.node.agent import Agent
 from distributor.node.environment import Node, common_environment
 from distributor.node.interpreter import Interpreter
+from distributor.node.output import Sink
 from distributor.node.program import in_file
 from distributor.node.warm import Warmth
 from distributor.wire.outcome import Outcome

@@ -24,9 +24,9 @@ from distributor.launch.session import BarrierJob, Session
 from distributor.launch.shipping import portable_task, shipped_program
 from distributor.launch.waiting import TELL_SECONDS, wait_out
 from distributor.launch.watch import Watch
-from distributor.node.agent import Sink
 from distributor.node.barrier_task import ROWS
 from distributor.node.environment import source_address
+from distributor.node.output import Sink
 from distributor.node.program import Call, Program, Script
 from distributor.node.task_spec import TaskSpec
 from distributor.wire.hub import Hub

@@ -14,8 +14,8 @@ from distributor.launch.console import notify, warn
 from distributor.launch.diagnosis import explain
 from distributor.launch.job import Job
 from distributor.launch.resources import ClusterPlan
-from distributor.node.agent import Sink
 from distributor.node.barrier_task import LATE
+from distributor.node.output import Sink
 from distributor.node.settling import Settling
 from distributor.node.software import Software, check_alike, pickling_software
 from distributor.node.stacks import with_stacks

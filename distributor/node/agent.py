@@ -12,25 +12,27 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import BinaryIO, NoReturn, Protocol
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import BinaryIO, NoReturn
 
 from distributor.errors import RunTimeout, StartTimeout
 from distributor.node import leash
 from distributor.node.environment import Node, rank_environment
 from distributor.node.mlflow_run import RUN
 from distributor.node.order import Order
-from distributor.node.processes import Process, Starter
+from distributor.node.output import Output, Sink
+from distributor.node.processes import Starter
+from distributor.node.rank import Rank
 from distributor.node.redaction import Redaction
-from distributor.node.scratch import new_scratch, remove_scratch
+from distributor.node.scratch import new_scratch
 from distributor.node.settling import Settling
 from distributor.node.stacks import stacks_of, with_stacks
 from distributor.node.usage import Usage
-from distributor.wire.messages import Source, Stream
-from distributor.wire.outcome import Failure, Origin, Outcome, Value, death
-from distributor.wire.parcel import anonymous_file, give_back
+from distributor.wire.messages import Source
+from distributor.wire.outcome import Failure, Outcome, Value, death
+from distributor.wire.parcel import anonymous_file
 
 OUTPUT_INTERVAL = 0.05
 """Seconds between two looks at what the ranks printed."""
@@ -40,79 +42,6 @@ TELL_SECONDS, LEAVE_SECONDS = 30.0, 600.0
 """Seconds that a rank whose work is done may take to end: until it is told of, and killed."""
 KILL_SECONDS = 30.0
 """Seconds from SIGKILL after which a process is left alone: it hangs in the kernel."""
-PRINTED: tuple[Stream, ...] = ("stdout", "stderr")
-CHUNK = 256 * 1024
-MANY_LINES = 250
-"""Lines between two looks from which on a rank is to print in batches."""
-TAIL_BYTES, TAIL_LINES = 8192, 40
-
-
-class Sink(Protocol):
-    """Where the ranks' output goes."""
-
-    def write(self, rank: int, source: Source, data: bytes) -> None:
-        """Take bytes that a rank printed or told."""
-
-    def room(self) -> bool:
-        """Tell whether it takes more now; what waits stays in the rank's file."""
-
-
-@dataclass(eq=False)
-class Rank:
-    """A rank's process and the anonymous files that tie it to its agent.
-
-    They have no name, so that no kill of any process leaves one behind.
-    """
-
-    origin: Origin
-    process: Process
-    leash: socket.socket
-    outcome_file: BinaryIO
-    answers: BinaryIO
-    told: dict[Source, BinaryIO]
-    scratch: str
-    passed_on: Counter[Source] = field(default_factory=Counter)
-    outcome: Outcome | None = None
-    deaf: bool = False
-    leaves_since: float = math.inf
-    told_of: bool = False
-
-    @property
-    def running(self) -> bool:
-        return self.process.running
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def let_leave(self) -> None:
-        """Let the rank end: nobody needs it any longer."""
-        if self.leaves_since == math.inf:
-            self.leaves_since = time.monotonic()
-            self.tell(leash.RELEASE)
-
-    def tell(self, what: bytes) -> None:
-        with contextlib.suppress(OSError):  # it has left already, or has been stopped and is deaf
-            self.leash.send(what, socket.MSG_DONTWAIT)
-
-    def tail(self) -> str:
-        """Give the last lines that the rank printed."""
-        ends = [self._end_of(self.told[stream]) for stream in PRINTED]
-        lines = b"".join(ends).decode(errors="backslashreplace").splitlines()
-        return "\n".join(lines[-TAIL_LINES:])
-
-    def close(self, keep_value: bool) -> None:
-        remove_scratch(self.scratch)
-        self.leash.close()
-        for file in (self.answers, *self.told.values()):
-            file.close()
-        if not (keep_value and isinstance(self.outcome, Value)):
-            self.outcome_file.close()
-
-    @staticmethod
-    def _end_of(file: BinaryIO) -> bytes:
-        size = os.fstat(file.fileno()).st_size
-        return os.pread(file.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES))
 
 
 class Agent:
@@ -182,7 +111,8 @@ class Agent:
         self._failures: list[Failure] = []
         self._settling = Settling(node.ranks_per_node, patience)
         self._redaction = Redaction(node.env)
-        self._usage = Usage(node.name) if RUN in node.env else None
+        usage = Usage(node.name) if RUN in node.env else None
+        self._output = Output(self._ranks, sink, self._redaction, usage)
         self._to_start = node.ranks_per_node
         self._started_at = math.inf
         self._told_done = False
@@ -203,7 +133,7 @@ class Agent:
         try:
             self._end_all()
             if kind is not None and issubclass(kind, Exception):
-                self._drain_output()  # it may tell why the run was cut short
+                self._output.drain()  # it may tell why the run was cut short
         finally:
             for rank in self._ranks:
                 rank.close(keep_value=kind is None)
@@ -238,12 +168,12 @@ class Agent:
         behind = False
         while any(rank.running for rank in self._ranks):
             self._wait(0.0 if behind else OUTPUT_INTERVAL)
-            behind = self._pass_output_on()
-            self._tell_usage()
+            behind = self._output.pass_on()
+            self._output.tell_usage()
             self._note_ended_processes()
             self._advance(start_deadline, timeout)
         self._note_ended_processes()  # of those that ended since the last look
-        self._drain_output()
+        self._output.drain()
         values = [rank.outcome for rank in self._ranks if isinstance(rank.outcome, Value)]
         return [*self._failures, *values]
 
@@ -482,56 +412,7 @@ class Agent:
         deadline = time.monotonic() + seconds
         while any(rank.running for rank in self._ranks) and time.monotonic() < deadline:
             self._wait(OUTPUT_INTERVAL)
-            self._pass_output_on()
-
-    # Output
-
-    def _pass_output_on(self, last: bool = False) -> bool:
-        """Hand on what the ranks printed and told since the last time; tell whether there is more.
-
-        Parameters
-        ----------
-        last : bool
-            Whether nothing follows, so that the beginning of a secret is none.
-        """
-        more = False
-        for rank, source, file in self._files():
-            if not self._sink.room():
-                break
-            data = os.pread(file.fileno(), CHUNK, rank.passed_on[source])
-            full, shown, length = len(data) == CHUNK, data, len(data)
-            if source in PRINTED:
-                shown, length = self._redaction.of_stream(data, last=last and not full)
-            if length:
-                rank.passed_on[source] += length
-                self._sink.write(rank.origin.rank, source, shown)
-                more |= full
-                if source == "progress":
-                    give_back(file, rank.passed_on[source])
-                if source in PRINTED and data.count(b"\n") > MANY_LINES:
-                    rank.tell(leash.MANY_LINES)
-        return more
-
-    def _drain_output(self) -> None:
-        deadline = time.monotonic() + GRACE
-        while self._unread() and (self._pass_output_on(last=True) or time.monotonic() < deadline):
-            pass
-
-    def _tell_usage(self) -> None:
-        if self._usage and self._usage.due():
-            first = self._node.origin(0).rank
-            self._sink.write(first, "usage", self._usage.look().to_line())
-
-    def _unread(self) -> bool:
-        return any(
-            os.fstat(file.fileno()).st_size > rank.passed_on[source]
-            for rank, source, file in self._files()
-        )
-
-    def _files(self) -> Iterator[tuple[Rank, Source, BinaryIO]]:
-        for rank in self._ranks:
-            for source, file in rank.told.items():
-                yield rank, source, file
+            self._output.pass_on()
 
 
 _HANDLERS: dict[bytes, Callable[[Agent, Rank], object]] = {

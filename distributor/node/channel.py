@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from distributor.errors import StartTimeout
-from distributor.node.agent import Agent, Sink
+from distributor.node.agent import Agent
 from distributor.node.lease import Lease
 from distributor.node.logs import LogFiles
+from distributor.node.output import Sink
 from distributor.node.settling import CAUSE_SECONDS, ECHO_SECONDS, START_SECONDS
 from distributor.node.software import Software, check_alike
 from distributor.node.task_spec import TaskSpec

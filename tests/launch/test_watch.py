@@ -15,7 +15,7 @@ from distributor.launch import watch as watch_module
 from distributor.launch.job import Job, program_of
 from distributor.launch.resources import ClusterPlan
 from distributor.launch.watch import Watch
-from distributor.node.agent import Sink
+from distributor.node.output import Sink
 from distributor.node.settling import START_SECONDS
 from distributor.wire.hub import Hub
 from distributor.wire.link import Link
