@@ -233,6 +233,7 @@ class HubChannel:
         self._received: set[int] = set()
         self.refused: dict[int, int] = {}
         self._done = self._stopped = False
+        self._early_notices = 0
         self._agent: Agent | None = None
         self._link: Link
         self._host: str
@@ -275,8 +276,11 @@ class HubChannel:
         self._link.send(Preparing(host))
 
     def attach(self, agent: Agent) -> None:
-        self._agent = agent
         self._through_spark.attach(agent)
+        with self._changed:
+            self._agent = agent
+            for _ in range(self._early_notices):  # every rank has to count the same
+                agent.give_notice()
         if self._stopped:
             agent.stop()
 
@@ -368,8 +372,7 @@ class HubChannel:
             if self._agent:
                 self._agent.ask_for_stacks()
         elif isinstance(message, Preempted):
-            if self._agent:
-                self._agent.give_notice()
+            self._give_notice()
         elif isinstance(message, Release):
             self._release()
         elif isinstance(message, ValueReceived):
@@ -380,6 +383,13 @@ class HubChannel:
             with self._changed:
                 self.refused[message.rank] = message.room
                 self._changed.notify_all()
+
+    def _give_notice(self) -> None:
+        with self._changed:
+            if self._agent:
+                self._agent.give_notice()
+            else:
+                self._early_notices += 1
 
     def _stop(self) -> None:
         with self._changed:

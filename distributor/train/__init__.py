@@ -94,8 +94,8 @@ def is_preempted() -> bool:
     True once, at the same call in all ranks, after Spark has begun to decommission one of the
     executors, a rank has had a SIGTERM, or the driver has had one, which then ends with the next
     checkpoint that is reported. A rank that calls this outlives its first SIGTERM. A call costs
-    next to nothing. Every rank calls this as often as the others, once in each step. Without
-    storage, and outside a run, too.
+    next to nothing. Every rank calls this as often as the others, once in each step. It needs no
+    storage, and outside a run it is False. Through Connect decommissioning is not known of.
 
     Examples
     --------
