@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from distributor.errors import DistributorError, NodeLost, UnpicklableError, ValueTooLarge
+from distributor.errors import (
+    DistributorError,
+    NodeLost,
+    RunCancelled,
+    UnpicklableError,
+    ValueTooLarge,
+)
 from distributor.launch.console import Console, notify
 from distributor.launch.inquiry import going_on
-from distributor.launch.job import Job, Launcher
+from distributor.launch.job import Job, Launcher, Listener
 from distributor.node.logs import LogFiles
 from distributor.wire.messages import Source, Stream
 from distributor.wire.outcome import Failure, Outcome, Value, cause_first, raise_first
@@ -57,33 +63,35 @@ def run(job: Job, launcher: Launcher) -> list[Any]:
         attempts where there were several.
     """
     failed: list[Attempt] = []
+    audience = Audience(job.listeners)
     while True:
         silent = getattr(failed[-1].error, "silent", ()) if failed else ()
         job = job.again(len(failed), silent)
         fitting, count = launcher.fit(job)
         try:
-            return _attempt(replace(job, num_processes=count), fitting)
+            return _attempt(replace(job, num_processes=count), fitting, audience)
         except Exception as error:
+            job.preemption.between_attempts()
             failed.append(Attempt(len(failed), count, error))
-            for listener in job.listeners:
-                listener.failed(job.attempt, error)
-            end = _reason_to_end(failed, job.settings.max_failures)
+            audience.hear_of_failure(job.attempt, error)
+            end = _reason_to_end(failed, job.settings.max_failures, job.preemption.asked)
             if end is not None:
                 _tell_of_attempts(failed, end)
                 raise
         notify(f"Failed: {failed[-1]}. The next attempt begins.")
 
 
-def _attempt(job: Job, launcher: Launcher) -> list[Any]:
-    for listener in job.listeners:
-        listener.begins(job.attempt, job.num_processes)
-    with DriverSink(job) as sink, going_on(job.run_id, job.inquiry):
+def _attempt(job: Job, launcher: Launcher, audience: Audience) -> list[Any]:
+    audience.tell(lambda each: each.begins(job.attempt, job.num_processes))
+    with DriverSink(job, audience) as sink, going_on(job.run_id, job.inquiry):
         outcomes = launcher.launch(job, sink)
     return values_of(job, outcomes)
 
 
-def _reason_to_end(failed: list[Attempt], most: int) -> str | None:
+def _reason_to_end(failed: list[Attempt], most: int, asked: bool) -> str | None:
     """Say why there is no further attempt; None where there is one."""
+    if asked:
+        return "this process is asked to end"
     last = failed[-1].error
     if not (isinstance(last, NodeLost) or _failure_of(last)) or isinstance(last, FOR_GOOD):
         return "another attempt would not help"
@@ -150,10 +158,29 @@ def _load(value: Value) -> Any:
         ) from error
 
 
+class Audience:
+    """A run's listeners, until one of them raises: that ends the run, of which no more is heard."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self._listeners = listeners
+
+    def tell(self, what: Callable[[Listener], object]) -> None:
+        """Tell each of them something."""
+        listeners, self._listeners = self._listeners, ()
+        for listener in listeners:
+            what(listener)
+        self._listeners = listeners
+
+    def hear_of_failure(self, attempt: int, error: Exception) -> None:
+        """Tell each of an attempt that failed; one that was cancelled did not."""
+        if not isinstance(error, RunCancelled):
+            self.tell(lambda each: each.failed(attempt, error))
+
+
 class DriverSink:
     """Shows the ranks' output here, keeps all of it under ``log_dir``, and tells who listens."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, audience: Audience) -> None:
         log_dir, standing = job.settings.log_dir, job.standing
         self._console = Console(
             job.settings.shows,
@@ -162,7 +189,7 @@ class DriverSink:
         )
         self._files = LogFiles(Path(log_dir) / job.run_id) if log_dir is not None else None
         self._standing = standing
-        self._listeners = job.listeners
+        self._audience = audience
         self._preemption = job.preemption
         self._readers: defaultdict[tuple[int, Source], Reader] = defaultdict(Reader)
 
@@ -185,21 +212,19 @@ class DriverSink:
         self._console.write(rank, stream, data)
         if self._files:
             self._files.write(rank, stream, data)
-        for listener in self._listeners:
-            listener.printed(rank, stream, data)
+        self._audience.tell(lambda each: each.printed(rank, stream, data))
 
     def _note(self, rank: int, source: Source, told: Told) -> None:
         if isinstance(told, Progress) and source == "progress" and rank == 0:
             self._standing.note(told)
-        for listener in self._listeners:
-            if isinstance(told, Reported):
-                listener.reported(told)
-            elif source == "progress":
-                listener.progressed(rank, told)
-            else:
-                listener.used(told)
-        if isinstance(told, Reported) and told.checkpoint is not None:
-            self._preemption.saved()
+        if isinstance(told, Reported):
+            self._audience.tell(lambda each: each.reported(told))
+            if told.preempted and told.checkpoint is not None:
+                self._preemption.saved()
+        elif source == "progress":
+            self._audience.tell(lambda each: each.progressed(rank, told))
+        else:
+            self._audience.tell(lambda each: each.used(told))
 
     def room(self) -> bool:
         self._console.tick()

@@ -179,7 +179,7 @@ class Listener:
     """Hears what becomes of a run; its methods are called on one thread, and are to be quick.
 
     Each does nothing, for those that one is not interested in. What one of them raises ends the
-    run, and is raised.
+    run, and is raised; none of them is called after that.
     """
 
     def begins(self, attempt: int, ranks: int) -> None:

@@ -35,9 +35,18 @@ class Preemption:
         """Whether a rank wants to be told."""
         return self._heeded
 
+    @property
+    def asked(self) -> bool:
+        """Whether this process was asked to end."""
+        return self._stage != "calm"
+
     def through(self, tell: Callable[[], object]) -> None:
         """Have the ranks of an attempt, which begins, told by this; from the thread that waits."""
         self._tell, self._heeded = tell, False
+
+    def between_attempts(self) -> None:
+        """Note that there are no ranks now."""
+        self.through(lambda: None)
 
     def heed(self) -> None:
         """Note that a rank wants to be told."""
@@ -52,7 +61,7 @@ class Preemption:
     def __exit__(self, *exc_info: object) -> None:
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self._stage != "calm":
+        if self.asked:
             _end()
 
     def advance(self) -> None:
@@ -67,15 +76,16 @@ class Preemption:
             self._stage = "told"
             self._until = time.monotonic() + CHANCE_SECONDS
             notify(
-                "SIGTERM: this process ends when the ranks have reported a checkpoint, for which "
-                f"they have {CHANCE_SECONDS:.0f} s. A second one ends it at once."
+                "SIGTERM: the ranks are told, and this process ends when they have then reported a "
+                f"checkpoint, for which they have {CHANCE_SECONDS:.0f} s. A second one ends it at "
+                "once."
             )
             self._tell()
         elif self._stage == "told" and time.monotonic() > self._until:
             self._give_up("the ranks have reported no checkpoint")
 
     def saved(self) -> None:
-        """Note that a checkpoint has been reported.
+        """Note that ranks that had been told have reported a checkpoint.
 
         Raises
         ------

@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from distributor.wire.room import in_bytes
 _SWAP = threading.Lock()
 _SHIP = threading.Lock()
 _SHIPPED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_HOSTS: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
+"""The hosts of an application's executors, by their ids."""
 _PROFILES: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -139,22 +141,29 @@ class Session:
         infos = self.spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()
         return {info.host() for info in infos} - {self.conf("spark.driver.host")}
 
-    def leaving_executors(self) -> dict[str, str]:
-        """Give the hosts of executors that Spark is about to end, by their ids; not for Connect."""
+    def leaving_executors(self, hosts: Container[str] | None) -> set[str]:
+        """Give the ids of executors that Spark is about to end; Connect tells of none.
+
+        Parameters
+        ----------
+        hosts : container of str or None
+            Where they are; None for anywhere.
+        """
         if self.is_connect or self.is_local_master:
-            return {}
+            return set()
         try:
             context = self.spark.sparkContext._jsc.sc()
-            backend, found = context.schedulerBackend(), context.statusStore().executorList(True)
-            executors = [found.apply(index) for index in range(found.size())]
-            hosts = {each.id(): each.hostPort().rpartition(":")[0] for each in executors}
-            return {
-                each: host
-                for each, host in hosts.items()
-                if each != "driver" and not backend.isExecutorActive(each)
-            }
+            backend = context.schedulerBackend()
+            known = _HOSTS.setdefault(self.spark.sparkContext, {})
+            there = backend.getExecutorIds().mkString(" ").split()
+            for each in there:
+                if each not in known:
+                    told = context.statusStore().executorSummary(each).hostPort()
+                    known[each] = told.rpartition(":")[0]
+            ours = [each for each in there if hosts is None or known[each] in hosts]
+            return {each for each in ours if not backend.isExecutorActive(each)}
         except Exception:
-            return {}  # the JVM has gone; how, is told by the end of the job
+            return set()  # the JVM has gone; how, is told by the end of the job
 
     def most_slots(self) -> int | None:
         """Count the tasks that the application can ever run at once, as far as it is configured.

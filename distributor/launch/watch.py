@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
 from distributor.errors import NodeLost, RunTimeout, StartTimeout
@@ -75,7 +75,7 @@ class Watch:
     start_deadline : float
         When, by ``time.monotonic``, all nodes must be up.
     leaving : callable
-        Gives the executors that are about to end, and their hosts; by default none.
+        Of hosts, or None for all: gives the executors there that are about to end.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Watch:
         hub: Hub,
         sink: Sink,
         start_deadline: float,
-        leaving: Callable[[], Mapping[str, str]] = dict,
+        leaving: Callable[[set[str] | None], set[str]] = lambda hosts: set(),
     ) -> None:
         self._job = job
         self._plan = plan
@@ -110,7 +110,8 @@ class Watch:
         self._given_up: set[int] = set()
         self._stacks: dict[int, dict[int, str]] = {}  # by node, and there by rank
         self._leaving = leaving
-        self._told_of: set[str] = set()
+        # Those of an earlier attempt, which got no task of this one, may still be there.
+        self._told_of = leaving(None) if job.attempt else set()
         self._look_at = 0.0
         self._arrivals = Arrivals()
         self._ending: list[Any] | BaseException | None = None
@@ -268,11 +269,9 @@ class Watch:
 
     def _tell_of_leaving(self) -> None:
         """Tell the ranks of executors that Spark is about to end."""
-        hosts = set(self._hosts.values())
-        leaving = {each: host for each, host in self._leaving().items() if host in hosts}
-        if new := leaving.keys() - self._told_of:
+        if new := self._leaving(set(self._hosts.values())) - self._told_of:
             self._told_of |= new
-            named = ", ".join(f"{each} on {leaving[each]}" for each in sorted(new))
+            named = ", ".join(sorted(new))
             notify(f"Spark is about to end executor(s) {named}: the ranks are told.")
             self._hub.broadcast(Preempted())
 

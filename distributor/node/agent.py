@@ -306,6 +306,10 @@ class Agent:
         rank.outcome_file.seek(0)
         self._note_failure(rank, pickle.load(rank.outcome_file))
 
+    def _note_asked(self, rank: Rank) -> None:
+        if not self._stopping:
+            self._on_asked()
+
     def _note_deaf(self, rank: Rank) -> None:
         rank.deaf = True
 
@@ -422,5 +426,5 @@ _HANDLERS: dict[bytes, Callable[[Agent, Rank], object]] = {
     leash.EXIT: Agent._note_exit,
     leash.HEEDS: lambda agent, rank: agent._on_heeded(),
     leash.DEAF: Agent._note_deaf,
-    leash.ASKED: lambda agent, rank: agent._on_asked(),
+    leash.ASKED: Agent._note_asked,
 }

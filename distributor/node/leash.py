@@ -56,7 +56,8 @@ class Leash:
                 if told == RELEASE:
                     self._released.set()
                 else:
-                    self._on[told]()
+                    with contextlib.suppress(RuntimeError):  # there can be no more threads
+                        self._on[told]()
         if not self._released.is_set():
             kill_group(os.getpgid(0))
 

@@ -15,13 +15,18 @@ from distributor.node.leash import ASKED, DEAF, HEEDS
 _lock = threading.Lock()
 _told = 0
 _hear: Callable[[], object] | None = None
-_tell: Callable[[bytes], object]
+_tell: Callable[[bytes], object] | None = None
 
 
 def tell_over(tell: Callable[[bytes], object]) -> None:
     """Have this rank's agent told so."""
     global _tell
     _tell = tell
+
+
+def can_be_heard() -> bool:
+    """Tell whether this is a rank."""
+    return _tell is not None
 
 
 def note() -> None:
@@ -40,22 +45,27 @@ def heed(hear: Callable[[], object]) -> None:
         _hear = hear
         for _ in range(_told):
             hear()
-    _tell(HEEDS)
+    _say(HEEDS)
     _outlive_sigterm()
+
+
+def _say(word: bytes) -> None:
+    if _tell is not None:
+        _tell(word)
 
 
 def _outlive_sigterm() -> None:
     """Take the first SIGTERM as a notice, unless the program has a handler of its own."""
     here = threading.current_thread() is threading.main_thread()
     if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        _tell(DEAF)
+        _say(DEAF)
         signal.signal(signal.SIGTERM, _asked)
         os.register_at_fork(after_in_child=_be_mortal)
 
 
 def _asked(*_: object) -> None:
     _be_mortal()
-    _tell(ASKED)
+    _say(ASKED)
 
 
 def _be_mortal() -> None:

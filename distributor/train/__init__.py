@@ -91,11 +91,14 @@ def report(
 def is_preempted() -> bool:
     """Tell whether this run is about to lose a process: a chance to report a checkpoint.
 
-    True once, at the same call in all ranks, after Spark has begun to decommission one of the
-    executors, a rank has had a SIGTERM, or the driver has had one, which then ends with the next
-    checkpoint that is reported. A rank that calls this outlives its first SIGTERM. A call costs
-    next to nothing. Every rank calls this as often as the others, once in each step. It needs no
-    storage, and outside a run it is False. Through Connect decommissioning is not known of.
+    True once, at the same call in all ranks, after Spark has begun to decommission an executor on
+    one of their hosts, a rank has had a SIGTERM, or the driver has had one while ``run`` waits on
+    its main thread; it then ends with the next checkpoint that is reported. So report, and go on.
+
+    Every rank calls this as often as the others, once in each step: that costs next to nothing
+    until a notice comes. A rank that calls it on its main thread, where SIGTERM has no handler,
+    outlives its first one. It needs no storage, and outside a run it is False. Nodes without a
+    link to the driver hear of nothing, and through Connect decommissioning is not known of.
 
     Examples
     --------

@@ -270,6 +270,6 @@ class UserCallback:
         run_context : TrainRunContext
             Which training it is.
         worker_exceptions : dict of int to Exception
-            By rank, the cause first. Where a node was lost, and no rank told of a failure of its
-            own, rank 0 stands for all.
+            By rank, the cause first. Where no rank told of a failure of its own, as when a node
+            was lost or a deadline passed, rank 0 stands for all.
         """

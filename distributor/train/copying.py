@@ -60,10 +60,15 @@ def disown(path: str) -> None:
     A rank that was killed before its own folder was removed leaves one, through which the next
     attempt might write.
     """
-    if os.stat(path).st_nlink > 1:
-        aside = f"{path}{ASIDE}"
+    if os.stat(path).st_nlink == 1:
+        return
+    aside = f"{path}{ASIDE}"
+    try:
         _copy(Path(path), aside)
         os.replace(aside, path)
+    except OSError as error:  # the disk is full, say: it is whole all the same
+        Path(aside).unlink(missing_ok=True)
+        print(f"distributor: {path} keeps its other name: {error}.", flush=True)
 
 
 def _passed_on(source: Any, sink: Any = None) -> tuple[int, int]:

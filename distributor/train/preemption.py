@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from distributor.errors import DistributorError
 from distributor.node import notices
 from distributor.train.words import Words
 
@@ -25,12 +25,18 @@ class Notices:
     ----------
     agree : callable
         Of a notice's number and the calls that this rank has begun: the call at which it is told.
+
+    Attributes
+    ----------
+    told : bool
+        Whether one has been told by now.
     """
 
     def __init__(self, agree: Callable[[int, int], int]) -> None:
         self._agree = agree
         self._lock = threading.Lock()
         self._calls = 0
+        self.told = False
         self._told_at: list[Future[int]] = []
 
     def hear(self) -> None:
@@ -38,23 +44,28 @@ class Notices:
         told_at: Future[int] = Future()
         with self._lock:
             number, calls = len(self._told_at), self._calls
+
+            def settle() -> None:
+                told_at.set_result(self._agree(number, calls))
+
+            threading.Thread(target=settle, name="notice", daemon=True).start()
             self._told_at.append(told_at)
-
-        def settle() -> None:
-            told_at.set_result(self._agree(number, calls))
-
-        threading.Thread(target=settle, name="notice", daemon=True).start()
 
     def due(self) -> bool:
         """Tell whether a notice is told at this call."""
         with self._lock:
             self._calls += 1
             call, told_at = self._calls, list(self._told_at)
-        return call in [each.result() for each in told_at]
+        due = call in [each.result() for each in told_at]
+        self.told = self.told or due
+        return due
 
 
 def agree(number: int, calls: int) -> int:
     """Agree with all ranks on the call at which a notice is told; 0, which is none, if they cannot.
+
+    What one rank has found out first is what all take: one that waited in vain, for a rank that
+    was late, has not gone beyond the call at which the others would be told.
 
     Parameters
     ----------
@@ -63,18 +74,28 @@ def agree(number: int, calls: int) -> int:
     calls : int
         How many calls this rank has begun.
     """
+    about = f"notice/{number}"
     try:
         words = Words.here(AGREE_SECONDS)
-        words.tell_mine(f"notice/{number}", calls)
-        said: list[int] = words.hear_all(f"notice/{number}")
-        return max(said) + 1
+        words.tell_mine(about, calls)
+        return int(words.claim(f"{about}/told at", str(_told_at(words, about))))
     except Exception as error:
-        print(
-            "distributor: this run is about to lose a process, but not all ranks can be told of "
-            f"it, for not all call is_preempted: {error}",
-            flush=True,
-        )
+        _pass_over(error)
         return 0
+
+
+def _told_at(words: Words, about: str) -> int:
+    try:
+        calls: list[int] = words.hear_all(about)
+        return max(calls) + 1
+    except DistributorError as error:
+        _pass_over(error)
+        return 0
+
+
+def _pass_over(error: Exception) -> None:
+    why = "this run is about to lose a process, but its ranks cannot be told of it together"
+    print(f"distributor: {why}: {error}", flush=True)
 
 
 _notices: list[Notices] = []
@@ -82,9 +103,14 @@ _notices: list[Notices] = []
 
 def is_preempted() -> bool:
     """Tell, in all ranks at one call, that the run is about to lose a process."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not notices.can_be_heard():
         return False
     if not _notices:
         _notices.append(Notices(agree))
         notices.heed(_notices[0].hear)
     return _notices[0].due()
+
+
+def was_told() -> bool:
+    """Tell whether `is_preempted` has told of a notice by now."""
+    return bool(_notices) and _notices[0].told

@@ -17,6 +17,7 @@ from typing import Any
 from distributor.errors import DistributorError
 from distributor.node import reached, telling
 from distributor.node.finishing import before_the_end
+from distributor.train import preemption
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.filesystems import UnknownScheme
 from distributor.train.history import History
@@ -92,6 +93,7 @@ class Session:
             "metrics": copied,
             "files": None,
             "positions": self._told_positions(),
+            "preempted": preemption.was_told(),
         }
         work = self._thread.submit(self._report, self._number, checkpoint, part, mode, delete_local)
         self._number += 1
@@ -258,7 +260,7 @@ class Session:
             )
             committed = self._history.take(report, self._next, told)
             where = self.storage.checkpoint(target).path if committed else None
-            telling.pass_on(Reported(metrics, where))
+            telling.pass_on(Reported(metrics, where, told[0]["preempted"]))
             return {"committed": committed}
         except DistributorError as error:
             return {"error": str(error)}

@@ -32,8 +32,7 @@ class Words:
     """
 
     def __init__(self, rank: int, size: int, store: Any, patience: float | None = None) -> None:
-        self.rank, self.size, self._store = rank, size, store
-        self._patience = WAIT_SECONDS if patience is None else patience
+        self.rank, self.size, self._store, self._given = rank, size, store, patience
         self._mine: list[str] = []
         self._of_round: list[str] = []
         self._of_last_round: list[str] = []
@@ -78,27 +77,32 @@ class Words:
 
     def _heard(self, told: dict[int, str]) -> list[Any]:
         """Wait for words of ranks; rank 0 tells meanwhile who keeps the others waiting."""
-        began = time.monotonic()
-        for patience in sorted({min(TELL_SECONDS, self._patience), self._patience}):
-            if not (missing := self._missing(told, began + patience)):
-                return [json.loads(self._get(about)) for about in told.values()]
-            waits = f"rank {self.rank} still waits for rank(s) {', '.join(map(str, missing))}"
-            if self.rank == 0 and patience < self._patience:
-                print(f"distributor: after {patience:g} s, {waits} to report.", flush=True)
-        raise DistributorError(
-            f"After {self._patience:g} s, {waits}. Every rank has to call report, and "
-            "is_preempted, as often as the others."
-        )
+        began, patience = time.monotonic(), self._patience
+        tells = self.rank == 0 and patience > TELL_SECONDS
+        if tells and (missing := self._missing(told, began + TELL_SECONDS)):
+            waits = self._waits_for(missing, TELL_SECONDS)
+            print(f"distributor: {waits} to report, or to bring files to storage.", flush=True)
+        if missing := self._missing(told, began + patience):
+            raise DistributorError(
+                f"{self._waits_for(missing, patience)}. Every rank has to call report as often as "
+                "the others."
+            )
+        return [json.loads(self._get(about)) for about in told.values()]
+
+    @property
+    def _patience(self) -> float:
+        return WAIT_SECONDS if self._given is None else self._given
+
+    def _waits_for(self, missing: list[int], seconds: float) -> str:
+        named = ", ".join(map(str, missing))
+        return f"After {seconds:g} s, rank {self.rank} still waits for rank(s) {named}"
 
     def _missing(self, told: dict[int, str], deadline: float) -> list[int]:
         """Wait for words of ranks; give the ranks whose have not come by then."""
-        try:
-            left = max(0.001, deadline - time.monotonic())
+        left = max(0.001, deadline - time.monotonic())
+        with contextlib.suppress(Exception):  # it took too long, or rank 0 has gone
             self._store.wait(list(told.values()), timedelta(seconds=left))
             return []
-        except Exception as error:
-            if time.monotonic() < deadline:
-                raise self._lost() from error
         return [rank for rank, about in told.items() if not self._is_there(about)]
 
     def _is_there(self, about: str) -> bool:

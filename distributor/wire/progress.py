@@ -44,10 +44,13 @@ class Reported:
         Each rank's, as JSON holds them.
     checkpoint : str or None
         The address of a checkpoint that exists; None where none was reported.
+    preempted : bool
+        Whether it was reported after the ranks were told that the run is about to lose a process.
     """
 
     metrics: Sequence[Mapping[str, Any]]
     checkpoint: str | None = None
+    preempted: bool = False
 
     def to_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"

@@ -12,13 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import cloudpickle
 import psutil
 import pytest
 from bed.waiting import MARK, assert_gone, marked, until
 
-from distributor import train
-from distributor.train import Result
+from distributor import TorchDistributor, train
+from distributor.node import notices
+from distributor.train import Result, preemption
 from distributor.train.preemption import Notices
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 BEGIN = """
 import os, signal, sys, tempfile, threading
@@ -134,7 +138,7 @@ def test_a_driver_that_is_asked_to_end_waits_for_a_checkpoint(tmp_path: Path) ->
         run.process.terminate()
         code, output = run.end()
     assert code == -signal.SIGTERM, output
-    assert "SIGTERM: this process ends when the ranks have reported" in output
+    assert "SIGTERM: the ranks are told, and this process ends when" in output
     (step,) = told_at(output)
     assert run.checkpoints() == [step]
     assert "returned" not in output
@@ -185,7 +189,7 @@ def ends_when_told():
         run.process.terminate()
         code, output = run.end()
     assert code == -signal.SIGTERM, output
-    assert "SIGTERM: this process ends when" in output
+    assert "SIGTERM: the ranks are told, and this process ends when" in output
     assert "not here" not in output
 
 
@@ -209,6 +213,129 @@ def test_ranks_on_an_executor_that_is_decommissioned_are_told(tmp_path: Path) ->
     assert run.checkpoints()[0] == first
     assert len(run.checkpoints()) == 2, "of the next attempt, which had its own notice"
     assert_gone([*ranks, other])
+
+
+def test_between_attempts_there_is_nobody_to_tell(tmp_path: Path) -> None:
+    """Ranks that fail meet a listener, which has this process asked to end just then."""
+    source = LOCAL.replace("max_failures=1, ", "max_failures=3, listeners=[Asks()], ")
+    asks = """
+from distributor import Listener
+
+class Asks(Listener):
+    def failed(self, attempt, error):
+        print("attempt", attempt, "failed", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def fails_when_heeding():
+    assert not train.is_preempted()
+    raise ValueError(train.get_context().get_world_rank())
+"""
+    with driver(tmp_path, asks + source.replace("run(loop)", "run(fails_when_heeding)")) as run:
+        code, output = run.end()
+    assert code == -signal.SIGTERM, output
+    assert "attempt 0 failed" in output
+    assert "attempt 1" not in output
+
+
+def test_an_attempt_that_fails_when_told_is_the_last(tmp_path: Path) -> None:
+    fails = """
+def fails_when_told():
+    assert not train.is_preempted()
+    Path(FOLDER, f"up{os.environ['RANK']}-0").write_text(str(os.getpid()))
+    while not train.is_preempted():
+        pass
+    raise ValueError("cannot be saved")
+"""
+    with driver(tmp_path, fails + LOCAL.replace("run(loop)", "run(fails_when_told)")) as run:
+        run.ranks(3)
+        run.process.terminate()
+        code, output = run.end()
+    assert code == -signal.SIGTERM, output
+    assert output.count("Started local training") == 1
+    assert "cannot be saved" in output
+
+
+def test_what_was_reported_before_ranks_were_told_is_not_what_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    """A report in the background, which commits after the notice: the next one is newer."""
+    late = """
+from distributor.train.storage import Storage
+
+def reports_late():
+    commit, Storage.commit = Storage.commit, lambda *args: wait(commit, *args)
+    assert not train.is_preempted()
+    save(0, train.CheckpointUploadMode.ASYNC)
+    Path(FOLDER, "up0-0").write_text(str(os.getpid()))
+    while not train.is_preempted():
+        pass
+    Path(FOLDER, "told").touch()
+    save(1, train.CheckpointUploadMode.SYNC)
+    threading.Event().wait()
+
+def wait(commit, *args):
+    while not Path(FOLDER, "told").exists():
+        pass
+    return commit(*args)
+
+def save(step, mode):
+    folder = tempfile.mkdtemp()
+    Path(folder, "state").write_text(str(step))
+    train.report(
+        {"step": step}, Checkpoint.from_directory(folder), checkpoint_upload_mode=mode
+    )
+"""
+    source = LOCAL.replace("    3, use_gpu", "    1, use_gpu").replace(
+        "run(loop)", "run(reports_late)"
+    )
+    with driver(tmp_path, late + source) as run:
+        run.ranks(1)
+        run.process.terminate()
+        code, output = run.end()
+    assert code == -signal.SIGTERM, output
+    assert run.checkpoints() == [0, 1]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_hears_too_late_is_told_no_more_than_the_others(
+    tmp_path: Path, late: int
+) -> None:
+    waited = tmp_path / "waited"
+
+    def heed() -> list[bool]:
+        preemption.AGREE_SECONDS = 1.0
+        rank = train.get_context().get_world_rank()
+        told = [train.is_preempted()]
+        if rank == late:
+            until(waited.exists, "the other has waited in vain", 60)
+        notices.note()
+        told += [train.is_preempted() for _ in range(3)]
+        waited.touch()
+        return told
+
+    told = TorchDistributor(2, use_gpu=False, timeout=120).run_all(heed)
+    assert told == [[False] * 4] * 2
+
+
+def test_a_notice_of_each_rank_is_told_at_one_call() -> None:
+    def heed() -> list[bool]:
+        rank = train.get_context().get_world_rank()
+        told = [train.is_preempted() for _ in range(3 * rank)]
+        notices.note()
+        return told + [train.is_preempted() for _ in range(10 - 3 * rank)]
+
+    told = TorchDistributor(3, use_gpu=False, timeout=120).run_all(heed)
+    assert told == [[False] * 6 + [True] + [False] * 3] * 3
+
+
+def test_a_process_that_a_rank_starts_is_none() -> None:
+    ask = "from distributor import train; print(train.is_preempted(), train.is_preempted())"
+
+    def start() -> str:
+        told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+        return told.stdout + told.stderr
+
+    assert TorchDistributor(1, use_gpu=False, timeout=60).run(start) == "False False\n"
 
 
 def test_a_notice_is_told_at_one_call_however_far_each_rank_is() -> None:

@@ -14,7 +14,7 @@ import cloudpickle
 import pytest
 from bed.waiting import until
 
-from distributor import DistributorError, TorchDistributor, WorkerDied, train
+from distributor import DistributorError, Listener, TorchDistributor, WorkerDied, train
 from distributor.train import Checkpoint, CheckpointUploadMode, session, words
 from distributor.train.keeping import superfluous
 from distributor.train.storage import MANIFEST, Manifest, Storage
@@ -284,18 +284,42 @@ def test_ranks_that_do_not_report_are_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def report() -> None:
-        words.WAIT_SECONDS, words.TELL_SECONDS = 2.0, 0.5
+        train.report({"loss": 2.0})
+        words.WAIT_SECONDS, words.TELL_SECONDS = 6.0, 2.0
         if train.get_context().get_world_rank() in (0, 2):
             train.report({"loss": 1.0})
         else:
             train.get_checkpoint()
 
-    env = Keeping(storage_path=str(tmp_path), name="mine").to_variable()
-    ranks = TorchDistributor(4, use_gpu=False, env=env, timeout=120)
+    env = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # it times out sooner when it says nothing
+    ranks = TorchDistributor(4, use_gpu=False, storage_path=tmp_path, env=env, timeout=120)
     waits = r"rank 0 still waits for rank\(s\) 1, 3"
-    with pytest.raises(DistributorError, match=f"After 2 s, {waits}. Every rank has to call"):
+    with pytest.raises(DistributorError, match=f"After 6 s, {waits}. Every rank has to call"):
         ranks.run(report)
-    assert re.search(f"after 0.5 s, {waits} to report", capfd.readouterr().out)
+    assert re.search(f"After 2 s, {waits} to report", capfd.readouterr().out)
+
+
+def test_a_rank_that_is_late_to_report_is_waited_for(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+
+    def report() -> int:
+        train.report({"step": 0})
+        words.TELL_SECONDS = 0.5
+        if train.get_context().get_world_rank() == 1:
+            until(told.exists, "rank 0 has told of it", 60)
+        train.report({"step": 1})
+        return 1
+
+    class Told(Listener):
+        def printed(self, rank: int, stream: str, data: bytes) -> None:
+            if b"rank 0 still waits for rank(s) 1 to report" in data:
+                told.touch()
+
+    env = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    ranks = TorchDistributor(
+        3, use_gpu=False, storage_path=tmp_path, env=env, timeout=120, listeners=[Told()]
+    )
+    assert ranks.run_all(report) == [1, 1, 1]
 
 
 def test_a_rank_that_dies_is_the_cause_and_not_who_waits_for_it(tmp_path: Path) -> None:
