@@ -115,7 +115,11 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"hub_address": ""}, ValueError, "hub_address must be .* but is ''"),
     ({"hub_address": "host:65536"}, ValueError, "'host:65536', but the highest port is 65535"),
     ({"storage_path": 7}, TypeError, "storage_path is a path or an address, but is 7"),
-    ({"name": "a/b", "storage_path": "x"}, ValueError, "name is the name of a folder in storage"),
+    (
+        {"name": "a/b", "storage_path": "x"},
+        ValueError,
+        "name is the name of a folder, but is 'a/b'",
+    ),
     ({"name": "a"}, ValueError, "name is 'a', but there is no storage_path for it to be in"),
     ({"hub_address": 80}, TypeError, "hub_address must be .* but is 80"),
     ({"log_dir": 5}, TypeError, "log_dir is the path of a folder, but is 5"),

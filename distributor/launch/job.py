@@ -23,6 +23,7 @@ from distributor.node.gpus import GPUType
 from distributor.node.output import Sink
 from distributor.node.program import Call, Program, Script
 from distributor.wire import pickling
+from distributor.wire.keeping import check_name
 from distributor.wire.messages import Stream
 from distributor.wire.outcome import Outcome
 from distributor.wire.progress import Progress, Reported
@@ -386,8 +387,8 @@ def _check_pool(pool: object) -> None:
 def _check_storage(storage_path: object, name: object) -> None:
     if storage_path is not None and not isinstance(storage_path, (str, os.PathLike)):
         raise TypeError(f"storage_path is a path or an address, but is {storage_path!r}.")
-    if name is not None and not (isinstance(name, str) and name and "/" not in name):
-        raise ValueError(f"name is the name of a folder in storage_path, but is {name!r}.")
+    if name is not None:
+        check_name("name", name)
     if name is not None and storage_path is None:
         raise ValueError(f"name is {name!r}, but there is no storage_path for it to be in.")
 

@@ -60,10 +60,10 @@ class Checkpoint:
         FileNotFoundError
             Where the checkpoint is gone.
         """
+        self.check_there()
         if is_local(self.filesystem):
             yield self.path
         else:
-            self.check_there()
             with borrowed(f"checkpoint-{self._identity()}", self.to_directory) as folder:
                 yield str(folder)
 

@@ -21,7 +21,7 @@ class _Refusing:
 
     def _refuse(self) -> None:
         for name, instead in self.refused.items():
-            if (value := getattr(self, name)) is not None:
+            if (value := getattr(self, name)) not in (None, False):
                 raise ValueError(
                     f"{type(self).__name__}: {name} is {value!r}, which means nothing on Spark. "
                     f"{instead}"
@@ -80,7 +80,7 @@ bundle_label_selector
         check_num_processes(self.num_workers)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FailureConfig(_Refusing):
     """How often a training is begun again.
 
@@ -106,16 +106,17 @@ class FailureConfig(_Refusing):
         check_max_failures(self.max_failures)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CheckpointConfig(_Refusing):
     """Which checkpoints are kept: the latest, and the best.
 
     Parameters
     ----------
     num_to_keep : int, optional
-        How many; by default all.
+        How many of the best; by default all.
     checkpoint_score_attribute : str, optional
-        The metric that tells how good one is; by default the latest are the best.
+        The metric that tells how good one is; by default the latest are the best. One that has a
+        name of its own may lack it, and is then the worst.
     checkpoint_score_order : "max" or "min"
         Which end of it is better.
     checkpoint_frequency, checkpoint_at_end
@@ -149,7 +150,7 @@ class CheckpointConfig(_Refusing):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunConfig(_Refusing):
     """Where a training keeps what, and how it goes on after failures.
 

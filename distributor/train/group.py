@@ -38,7 +38,10 @@ class TorchConfig:
             raise ValueError(
                 f"init_method is {self.init_method!r}, but ranks find each other by 'env' alone."
             )
-        if isinstance(self.timeout_s, bool) or not self.timeout_s > 0:
+        if self.backend is not None and not isinstance(self.backend, str):
+            raise TypeError(f"backend is 'gloo', 'nccl' and so on, but is {self.backend!r}.")
+        number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
+        if not number or not self.timeout_s > 0:
             raise ValueError(f"timeout_s is a positive number of seconds, but is {self.timeout_s}.")
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from distributor.errors import DistributorError
 from distributor.train.keeping import check_score, superfluous
 from distributor.train.record import FILE, Report, from_lines, to_lines
-from distributor.train.storage import PREFIX, RECORD, Manifest, Storage, Stored
+from distributor.train.storage import NUMBERED, RECORD, Manifest, Storage, Stored
 from distributor.wire.keeping import Keeping
 
 RECORD_SECONDS = 10.0
@@ -44,13 +43,13 @@ class History:
         self._recorded = 0  # whoever was killed may have been about to
         return len(self._reports)
 
-    def take(self, report: Report, index: int, told: Sequence[dict[str, Any]]) -> bool:
-        """Take what all ranks report together; tell whether that made a checkpoint.
+    def take(self, report: Report, index: int, told: Sequence[dict[str, Any]]) -> None:
+        """Take what all ranks report together.
 
         Parameters
         ----------
         report : Report
-            Rank 0's.
+            Rank 0's, with the name of the checkpoint, where some rank has one.
         index : int
             The checkpoint's, if there is one.
         told : sequence of dict
@@ -65,7 +64,7 @@ class History:
             raise DistributorError(error)
         given = [files for each in told if (files := each["files"]) is not None]
         if not given:
-            self._reports.append(replace(report, checkpoint=None))
+            self._reports.append(report)
         elif not any(given):
             raise DistributorError(
                 "The checkpoint is empty: no rank has saved anything in the folder that it "
@@ -73,13 +72,12 @@ class History:
             )
         else:
             assert report.checkpoint is not None
-            if report.checkpoint.startswith(PREFIX):
+            if NUMBERED.fullmatch(report.checkpoint):
                 check_score(report.metrics, self._keeping)
             self._reports.append(report)
             self._commit(report, index, _joined(given), told[0]["positions"])
         if given or time.monotonic() > self._recorded_at + RECORD_SECONDS:
             self.record()
-        return bool(given)
 
     def record(self) -> None:
         """Bring the run's record up to date; where it cannot be, checkpoints still have theirs."""
@@ -108,9 +106,17 @@ class History:
             files=(*files, record),
         )
         self._storage.commit(target, manifest)
-        kept = self._storage.committed()
-        for old in (*superfluous(kept, self._keeping), *self._storage.leftovers(target)):
-            self._storage.remove(old)
+        for old in self._superfluous(target):
+            try:
+                self._storage.remove(old)
+            except Exception as error:  # what has been committed is, all the same
+                print(f"distributor: {old} could not be removed: {error}.", flush=True)
+
+    def _superfluous(self, latest: str) -> list[str]:
+        begun = self._storage.leftovers(latest)
+        if self._keeping.num_to_keep is None:
+            return begun
+        return [*superfluous(self._storage.committed(), self._keeping), *begun]
 
 
 def _disagreement(told: Sequence[dict[str, Any]]) -> str | None:
@@ -118,7 +124,8 @@ def _disagreement(told: Sequence[dict[str, Any]]) -> str | None:
     for rank, each in enumerate(told):
         if "error" in each:
             return f"Rank {rank} could not bring its checkpoint to storage: {each['error']}"
-    names = {each["name"]: rank for rank, each in reversed(list(enumerate(told)))}
+    ranked = list(enumerate(told))
+    names = {each["name"]: rank for rank, each in reversed(ranked) if each["name"] is not None}
     if len(names) > 1:
         listed = ", ".join(f"{name!r} on rank {rank}" for name, rank in names.items())
         return f"Ranks report a checkpoint under different names: {listed}."

@@ -7,28 +7,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributor.errors import DistributorError
-from distributor.train.storage import PREFIX, Manifest
+from distributor.train.storage import Manifest
 from distributor.wire.keeping import Keeping
 
 
 def superfluous(committed: Sequence[tuple[str, Manifest]], keeping: Keeping) -> list[str]:
     """Name the checkpoints that need not be kept: neither the latest, nor among the best.
 
+    As in Ray Train, the latest is kept beside so many of the best, and those count that the user
+    has named.
+
     Parameters
     ----------
     committed : sequence of pairs of str and Manifest
         Those that exist, the oldest first.
     keeping : Keeping
-        How many are kept, and by what they are judged. Those that the user has named stay.
+        How many of the best are kept, and by what they are judged.
     """
-    numbered = [pair for pair in committed if pair[0].startswith(PREFIX)]
-    if keeping.num_to_keep is None or len(numbered) <= keeping.num_to_keep:
+    if keeping.num_to_keep is None:
         return []
-    ranked = sorted(numbered, key=lambda pair: _worth(pair[1], keeping))
-    kept = {numbered[-1][0]}
-    while len(kept) < keeping.num_to_keep:
-        kept.add(ranked.pop()[0])
-    return [name for name, _ in numbered if name not in kept]
+    ranked = sorted(committed, key=lambda pair: _worth(pair[1], keeping))
+    kept = {name for name, _ in [*ranked[-keeping.num_to_keep :], *committed[-1:]]}
+    return [name for name, _ in committed if name not in kept]
 
 
 def check_score(metrics: Mapping[str, Any], keeping: Keeping) -> None:

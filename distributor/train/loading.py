@@ -40,16 +40,19 @@ class Share(Sampler[int]):
         Which epoch the next pass is of.
     start : int
         How many of its samples have been trained.
+    is_set : bool
+        Whether somebody has said which epoch that is.
     """
 
     def __init__(self, length: int, shuffle: bool, rank: int, size: int, seed: int = 0) -> None:
         self.epoch = self.start = 0
+        self.is_set = False
         self.length, self.size = length, size
         self._shuffle, self._rank, self._seed = shuffle, rank, seed
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next pass is of."""
-        self.epoch = epoch
+        """Say which epoch the next pass is of; without, it is the one after the last pass's."""
+        self.epoch, self.is_set = epoch, True
 
     def __len__(self) -> int:
         return -(-self.length // self.size)
@@ -112,6 +115,7 @@ class ShareLoader(Loader):
         super().__init__(loader, device)
         self._share: Share = loader.sampler  # type: ignore[assignment]
         self._at: tuple[int, int] = (0, 0)
+        self._has_passed = False
         self._go_on_from: Mapping[str, int] | None = None
 
     def position(self) -> dict[str, int]:
@@ -124,9 +128,13 @@ class ShareLoader(Loader):
         if position["length"] == self._share.length:
             self._go_on_from = position
             self._share.epoch = position["epoch"]
+            self._at = position["epoch"], position["seen"]
 
     def __iter__(self) -> Iterator[Any]:
         share, first = self._share, self._go_on_from
+        if self._has_passed and not share.is_set:
+            share.epoch += 1
+        self._has_passed, share.is_set = True, False
         goes_on = first is not None and first["epoch"] == share.epoch
         share.start = first["seen"] if first and goes_on else 0
         self._go_on_from = None
@@ -135,7 +143,7 @@ class ShareLoader(Loader):
             seen = min(seen + (self._loader.batch_size or 1) * share.size, share.length)
             self._at = epoch, seen
             yield batch
-        self._at = epoch, 0  # should there be another pass of this epoch, it is a whole one
+        self._at = epoch + 1, 0
 
 
 def prepared(
@@ -183,14 +191,22 @@ def _with_share(loader: DataLoader[Any], pin: bool) -> DataLoader[Any]:
 
 def _check_samplers(loader: DataLoader[Any]) -> None:
     batches = loader.batch_sampler
-    known = type(loader.sampler) in (SequentialSampler, RandomSampler)
-    if not known or (batches is not None and type(batches) is not BatchSampler):
-        unknown = loader.sampler if not known else batches
+    sampler = loader.sampler
+    known = type(sampler) in (SequentialSampler, RandomSampler) and not _draws(sampler)
+    ours = batches is None or (type(batches) is BatchSampler and loader.batch_size is not None)
+    if not known or not ours:
+        unknown = batches if known else sampler
         raise ValueError(
             f"prepare_data_loader gives each rank its share by a sampler of its own, and the "
             f"loader's {type(unknown).__name__} would be lost. Let that one give shares, and "
             "pass add_dist_sampler=False."
         )
+
+
+def _draws(sampler: Any) -> bool:
+    """Tell whether a sampler takes other samples than each one once."""
+    replaces = getattr(sampler, "replacement", False)
+    return replaces or getattr(sampler, "_num_samples", None) is not None
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import socket
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -19,13 +20,13 @@ from distributor.node import reached, telling
 from distributor.node.finishing import before_the_end
 from distributor.train import preemption
 from distributor.train.checkpoint import Checkpoint
-from distributor.train.filesystems import UnknownScheme
+from distributor.train.filesystems import UnknownScheme, is_local
 from distributor.train.history import History
 from distributor.train.record import Report
 from distributor.train.sharing import shared
 from distributor.train.storage import PREFIX, Storage
-from distributor.train.words import Words
-from distributor.wire.keeping import Keeping
+from distributor.train.words import UPLOAD_SECONDS, Words
+from distributor.wire.keeping import Keeping, check_name
 from distributor.wire.progress import Reported
 
 
@@ -73,7 +74,8 @@ class Session:
         self._next = 0
         self._latest: str | None = None
         self._positions: Mapping[str, Any] = {}
-        self._loaders: list[Callable[[], Any]] = []
+        self._loaders: list[weakref.WeakMethod[Callable[[], Any]]] = []
+        self._passed_over: set[str] = set()
         self._words: Words
         self._thread.submit(self._begin).result()
         before_the_end(self.finish)
@@ -87,6 +89,11 @@ class Session:
         delete_local: bool,
     ) -> None:
         """Report, as `distributor.train.report` says."""
+        if name is not None:
+            check_name("checkpoint_dir_name", name)
+        if mode is CheckpointUploadMode.NO_UPLOAD and checkpoint is not None:
+            name = self._name_in_storage(checkpoint, name)
+        self._raise_what_failed()
         copied = json.loads(json.dumps(dict(metrics), default=_number))  # before others wait
         part = {
             "name": name,
@@ -123,11 +130,31 @@ class Session:
 
     def follow(self, position: Callable[[], Any]) -> Any:
         """Keep a loader's position with each checkpoint; give where it was in the latest."""
-        self._loaders.append(position)
+        self._loaders.append(weakref.WeakMethod(position))
         return self._positions.get(str(len(self._loaders) - 1))
 
     def _told_positions(self) -> dict[str, Any]:
-        return {str(number): position() for number, position in enumerate(self._loaders)}
+        """Give the positions of the loaders that are still there, in the order of their making."""
+        living = [position for loader in self._loaders if (position := loader()) is not None]
+        told = {str(number): position() for number, position in enumerate(living)}
+        made = len(self._loaders)  # the others are yet to go on
+        return {n: at for n, at in self._positions.items() if int(n) >= made} | told
+
+    def _name_in_storage(self, checkpoint: Checkpoint, name: str | None) -> str:
+        """Tell the name of a checkpoint that is to lie in the run's folder already."""
+        found = name or os.path.basename(checkpoint.path)
+        if not self.storage.holds(checkpoint, found):
+            raise ValueError(
+                f"With NO_UPLOAD a checkpoint lies in a folder of {self.storage.path} already, "
+                f"which checkpoint_dir_name may name, but it is at {checkpoint.path}"
+                f"{f' and the name is {name!r}' if name else ''}."
+            )
+        return found
+
+    def _raise_what_failed(self) -> None:
+        """Raise what reports in the background have come to."""
+        while self._pending and self._pending[0].done():
+            self._pending.pop(0).result()
 
     def _settle(self) -> None:
         while self._pending:
@@ -147,13 +174,21 @@ class Session:
             raise DistributorError(begin["error"])
         self._next = begin["next"]
         self._latest = next(filter(self._is_whole, begin["committed"]), None)
-        if self._latest is not None:
-            manifest = self.storage.manifest_of(self._latest)
-            self._positions = manifest.positions if manifest else {}
         if self._words.rank == 0:
-            self._words.tell("reports", self._history.go_on_from(self._latest))
-        self._number = self._words.hear("reports")
+            reports = self._history.go_on_from(self._latest)
+            self._words.tell("go on", {"reports": reports, "positions": self._stored_positions()})
+        go_on = self._words.hear("go on")
+        self._number, self._positions = go_on["reports"], go_on["positions"]
         reached.note(self._number)
+
+    def _stored_positions(self) -> Mapping[str, Any]:
+        """Read how far loaders were in the checkpoint from which the training goes on."""
+        begun = self.latest()
+        if begun is None:
+            return {}
+        root, _, name = begun.path.rpartition("/")
+        manifest = Storage.at(begun.filesystem, root).manifest_of(name)
+        return manifest.positions if manifest else {}
 
     def _prove(self) -> dict[str, str]:
         """Leave a file for rank 0 to see."""
@@ -183,6 +218,8 @@ class Session:
 
     def _there(self) -> dict[str, Any]:
         """Say what there is, the latest first."""
+        for name in self.storage.unreadable():
+            print(f"distributor: {name} is passed over: its manifest is damaged.", flush=True)
         committed = self.storage.committed()
         numbers = [self.storage.next_index(), *(1 + each.index for _, each in committed)]
         return {"committed": [name for name, _ in reversed(committed)], "next": max(numbers)}
@@ -191,12 +228,17 @@ class Session:
         """Tell whether a checkpoint is not damaged: each rank reads its share of the files."""
         about = f"look/{name}"
         manifest = self.storage.manifest_of(name)
-        mine = manifest.files[self._words.rank :: self._words.size] if manifest else ()
-        damage = self.storage.damage_of(name, mine)
-        if damage is None:
-            self.storage.disown(name, mine)
+        if manifest is None:
+            damage: str | None = f"rank {self._words.rank} cannot read its manifest"
+        else:
+            mine = manifest.files[self._words.rank :: self._words.size]
+            damage = self.storage.damage_of(name, mine)
+            if damage is None:
+                self.storage.disown(name, mine)
         self._words.tell_mine(about, damage)
         damages = [damage for damage in self._words.hear_all(about) if damage]
+        if damages:
+            self._passed_over.add(name)
         if damages and self._words.rank == 0:
             print(f"distributor: {name} is passed over: {'; '.join(damages)}.", flush=True)
         return not damages
@@ -211,24 +253,33 @@ class Session:
     ) -> None:
         target = part["name"] or f"{PREFIX}{self._next:06d}"
         about = f"report/{number}"
+        if target in self._passed_over and self._words.rank == 0:
+            self.storage.remove(target)  # or its name could never be used again
+        self._passed_over.discard(target)
         self._words.meet(f"{about}/come")  # until then, others may be saving
-        keep = not delete_local or checkpoint is None or self.storage.holds(checkpoint)
+        keep = not delete_local or checkpoint is None or not self._is_to_go(checkpoint, mode)
         try:
             if checkpoint is not None:
+                part["name"] = target
                 part["files"] = self._files(about, checkpoint, target, mode, keep)
         except Exception as error:
             part["error"] = f"{type(error).__name__}: {error}"
         self._words.tell_mine(about, part)
         if self._words.rank == 0:
-            self._words.tell(about, self._judged(about, number, target))
-        verdict = self._words.hear(about)
+            self._words.tell(about, self._judged(about, number))
+        verdict = self._words.hear(about, UPLOAD_SECONDS)
         self._words.forget()
         if "error" in verdict:
             raise DistributorError(verdict["error"])
         if verdict["committed"]:
-            self._latest, self._next = target, self._next + 1
+            self._latest, self._next = verdict["committed"], self._next + 1
             if checkpoint is not None and not keep:
                 shutil.rmtree(checkpoint.path, ignore_errors=True)
+
+    def _is_to_go(self, checkpoint: Checkpoint, mode: CheckpointUploadMode) -> bool:
+        """Tell whether a folder is this machine's, and not in storage."""
+        uploaded = mode is not CheckpointUploadMode.NO_UPLOAD
+        return uploaded and is_local(checkpoint.filesystem) and not self.storage.holds(checkpoint)
 
     def _files(
         self,
@@ -246,20 +297,22 @@ class Session:
             files = self.storage.upload(folder, target, share, keep=keep)
             return [asdict(file) for file in files]
 
-    def _judged(self, about: str, number: int, target: str) -> dict[str, Any]:
+    def _judged(self, about: str, number: int) -> dict[str, Any]:
         """Hear all ranks, and commit what they have written; rank 0 alone."""
         try:
-            told = self._words.hear_all(about)
+            told = self._words.hear_all(about, UPLOAD_SECONDS)
             metrics = [each["metrics"] for each in told]
+            named = (each["name"] for each in told if each["files"] is not None)
             report = Report(
                 number=number,
                 metrics=metrics[0],
-                checkpoint=target,
+                checkpoint=next(named, None),
                 world_size=self._words.size,
                 attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             )
-            committed = self._history.take(report, self._next, told)
-            where = self.storage.checkpoint(target).path if committed else None
+            committed = report.checkpoint
+            self._history.take(report, self._next, told)
+            where = self.storage.checkpoint(committed).path if committed else None
             telling.pass_on(Reported(metrics, where, told[0]["preempted"]))
             return {"committed": committed}
         except DistributorError as error:

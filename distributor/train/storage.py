@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow.fs as pafs
 
 from distributor.errors import DistributorError
-from distributor.train.checkpoint import Checkpoint
+from distributor.train.checkpoint import METADATA, Checkpoint
 from distributor.train.copying import brought, disown, summed
 from distributor.train.filesystems import is_local, make_folder, resolve
 from distributor.train.sharing import Share, everything, identity_of
@@ -82,11 +82,16 @@ class Manifest:
     files: tuple[Stored, ...]
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        fields = json.dumps(asdict(self))
+        return json.dumps({"checksum": zlib.crc32(fields.encode()), "of": fields}).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
-        fields = json.loads(text)
+        """Read one; raises ValueError, TypeError or KeyError where it is damaged."""
+        told = json.loads(text)
+        if zlib.crc32(told["of"].encode()) != told["checksum"]:
+            raise ValueError("its checksum is another")
+        fields = json.loads(told["of"])
         return cls(**{**fields, "files": tuple(Stored(**file) for file in fields["files"])})
 
 
@@ -211,8 +216,7 @@ class Storage:
         """
         self._check_new(checkpoint)
         root = f"{self.path}/{checkpoint}"
-        infos = self.filesystem.get_file_info(pafs.FileSelector(root, recursive=True))
-        found = [info.path[len(root) + 1 :] for info in infos if info.type == pafs.FileType.File]
+        found = [path[len(root) + 1 :] for path in self._files_in(checkpoint)]
         names = sorted(set(found).difference(OWN))
         return [
             Stored(name, *summed(self.filesystem, f"{root}/{name}"))
@@ -228,6 +232,7 @@ class Storage:
             Where one is not there, or not whole.
         """
         self._check_whole(checkpoint, manifest.files)
+        self._remove_others(checkpoint, manifest.files)
         self.write(f"{checkpoint}/{MANIFEST}", manifest.to_json())
 
     def committed(self) -> list[tuple[str, Manifest]]:
@@ -254,6 +259,14 @@ class Storage:
         missing = pafs.FileType.NotFound
         return [name for name, info in zip(old, infos, strict=True) if info.type == missing]
 
+    def unreadable(self) -> list[str]:
+        """Name the checkpoints whose manifest is there, and damaged."""
+        return [
+            name
+            for name in self._folders()
+            if self.read(f"{name}/{MANIFEST}") is not None and self.manifest_of(name) is None
+        ]
+
     def manifest_of(self, checkpoint: str) -> Manifest | None:
         """Read a checkpoint's manifest; None where it is not committed."""
         text = self.read(f"{checkpoint}/{MANIFEST}")
@@ -264,6 +277,7 @@ class Storage:
 
     def damage_of(self, checkpoint: str, files: Sequence[Stored]) -> str | None:
         """Say what is wrong with files of a committed checkpoint; reads all of them."""
+        files = [file for file in files if file.name != METADATA]  # users may add to that
         paths = [self._inside(checkpoint, file.name) for file in files]
         with ThreadPoolExecutor(READERS, "readers") as readers:
             return next(filter(None, readers.map(self._damage_of, paths, files)), None)
@@ -312,6 +326,19 @@ class Storage:
                     f"written to {info.path}, and there is {found}. Do all nodes see the same "
                     f"storage at {self.path}?"
                 )
+
+    def _remove_others(self, checkpoint: str, files: Iterable[Stored]) -> None:
+        """Remove what an attempt that was killed has left in a checkpoint's folder."""
+        wanted = {self._inside(checkpoint, file.name) for file in files}
+        found = self._files_in(checkpoint)
+        if wanted <= found:  # or they are listed by other paths than they were written by
+            for path in found - wanted:
+                self.filesystem.delete_file(path)
+
+    def _files_in(self, checkpoint: str) -> set[str]:
+        selector = pafs.FileSelector(f"{self.path}/{checkpoint}", recursive=True)
+        infos = self.filesystem.get_file_info(selector)
+        return {info.path for info in infos if info.type == pafs.FileType.File}
 
     def _folders(self) -> list[str]:
         selector = pafs.FileSelector(self.path, allow_not_found=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from distributor.launch.job import Listener, new_run_id
@@ -16,10 +17,20 @@ from distributor.train.group import TorchConfig
 from distributor.train.loop import Loop
 from distributor.train.result import Result
 from distributor.train.storage import Storage
-from distributor.wire.keeping import Keeping, absolute
+from distributor.wire.keeping import Keeping, absolute, check_name
 
 RESULTS = "~/distributor_results"
 """Where results are kept by default, when all ranks are on this machine."""
+OURS = {
+    "gpu_type",
+    "local_mode",
+    "max_failures",
+    "name",
+    "num_processes",
+    "storage_path",
+    "use_gpu",
+}
+"""Settings of the distributor that other options give."""
 _DATA = "Read the data in train_loop_per_worker, which knows its rank."
 _REFUSED = {
     "datasets": _DATA,
@@ -91,7 +102,20 @@ class TorchTrainer:
             if value is not None:
                 raise ValueError(f"TorchTrainer: {name} means nothing here. {_REFUSED[name]}")
         if resume_from_checkpoint is not None:
+            if not isinstance(resume_from_checkpoint, Checkpoint):
+                raise TypeError(
+                    "resume_from_checkpoint is a Checkpoint, such as Checkpoint(path), but is "
+                    f"{resume_from_checkpoint!r}."
+                )
             resume_from_checkpoint.check_there()
+        for name, value, kind in (
+            ("train_loop_config", train_loop_config, Mapping),
+            ("torch_config", torch_config, TorchConfig),
+            ("scaling_config", scaling_config, ScalingConfig),
+            ("run_config", run_config, RunConfig),
+        ):
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name} is a {kind.__name__}, but is {value!r}.")
         scaling, run = scaling_config or ScalingConfig(), run_config or RunConfig()
         self._loop = Loop(
             func=train_loop_per_worker,
@@ -133,6 +157,8 @@ def _keeping_of(run: RunConfig, scaling: ScalingConfig) -> Keeping:
     path = os.fspath(run.storage_path or _default_path(scaling))
     if run.storage_filesystem is None:
         path = absolute(path)  # ranks may have another working folder
+    if run.name is not None:
+        check_name("RunConfig.name", run.name)
     return Keeping(
         storage_path=path,
         name=run.name or new_run_id(),
@@ -156,8 +182,11 @@ def _distributor_of(
     run: RunConfig, scaling: ScalingConfig, keeping: Keeping, called: Listener
 ) -> TorchDistributor:
     settings = dict(run.settings)
-    if ours := {"storage_path", "name", "max_failures", "gpu_type"} & settings.keys():
+    if ours := OURS & settings.keys():
         raise ValueError(f"RunConfig.settings has {sorted(ours)}, which other options give.")
+    known = {field.name for field in fields(TorchDistributor)} - OURS
+    if unknown := sorted(settings.keys() - known):
+        raise ValueError(f"RunConfig.settings has {unknown}; it takes {', '.join(sorted(known))}.")
     env = {**settings.pop("env", {}), **keeping.to_variable()}
     listeners = (*settings.pop("listeners", ()), called)
     return TorchDistributor(

@@ -14,6 +14,8 @@ from distributor.errors import DistributorError
 
 WAIT_SECONDS = 1800.0
 """Seconds that a report waits for the other ranks, as torch's collectives do."""
+UPLOAD_SECONDS = 6 * 3600.0
+"""Seconds that a report waits for the others' files: each rank has come, and is at work."""
 TELL_SECONDS = 60.0
 """Seconds after which it is told who is waited for."""
 
@@ -63,8 +65,15 @@ class Words:
         self._of_round.append(about)
         self._set(about, words)
 
-    def hear(self, about: str) -> Any:
+    def hear(self, about: str, patience: float | None = None) -> Any:
         """Hear what rank 0 has told to all.
+
+        Parameters
+        ----------
+        about : str
+            What it is about.
+        patience : float, optional
+            Seconds to wait for it.
 
         Raises
         ------
@@ -73,11 +82,12 @@ class Words:
         ConnectionError
             Where rank 0, which keeps the words, has gone.
         """
-        return self._heard({0: about})[0]
+        return self._heard({0: about}, patience)[0]
 
-    def _heard(self, told: dict[int, str]) -> list[Any]:
+    def _heard(self, told: dict[int, str], patience: float | None) -> list[Any]:
         """Wait for words of ranks; rank 0 tells meanwhile who keeps the others waiting."""
-        began, patience = time.monotonic(), self._patience
+        began = time.monotonic()
+        patience = self._patience if patience is None else patience
         tells = self.rank == 0 and patience > TELL_SECONDS
         if tells and (missing := self._missing(told, began + TELL_SECONDS)):
             waits = self._waits_for(missing, TELL_SECONDS)
@@ -131,9 +141,9 @@ class Words:
         self._mine.append(f"{about}/{self.rank}")
         self._set(self._mine[-1], words)
 
-    def hear_all(self, about: str) -> list[Any]:
+    def hear_all(self, about: str, patience: float | None = None) -> list[Any]:
         """Hear what every rank has said, in the order of ranks; raises as `hear` does."""
-        return self._heard({rank: f"{about}/{rank}" for rank in range(self.size)})
+        return self._heard({rank: f"{about}/{rank}" for rank in range(self.size)}, patience)
 
     def claim(self, about: str, words: str) -> str:
         """Say what one rank alone may say; give what was said first."""

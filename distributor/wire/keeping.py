@@ -18,6 +18,19 @@ def absolute(path: str | os.PathLike[str]) -> str:
     return text if "://" in text else str(Path(text).expanduser().absolute())
 
 
+def check_name(what: str, name: object) -> None:
+    """Refuse what is no name of a folder in another.
+
+    Raises
+    ------
+    ValueError
+        Says what was found.
+    """
+    named = isinstance(name, str) and name not in ("", ".", "..")
+    if not named or not {"/", "\0"}.isdisjoint(str(name)):
+        raise ValueError(f"{what} is the name of a folder, but is {name!r}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
     """What a training keeps, and where.

@@ -493,13 +493,159 @@ def test_without_storage_nothing_can_be_kept() -> None:
         TorchDistributor(1, use_gpu=False).run(lambda: train.report({}))
 
 
+def test_files_of_a_killed_attempt_are_not_in_a_checkpoint_of_the_same_name(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "mine" / "epoch_5" / "deep"
+    folder.mkdir(parents=True)
+    (folder / "rank1.txt").write_text("of an attempt that was killed")
+
+    def report() -> None:
+        train.report({}, checkpoint=save(tmp_path / "local", "x"), checkpoint_dir_name="epoch_5")
+
+    TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="mine").run(report)
+    files = [p.name for p in (tmp_path / "mine" / "epoch_5").rglob("*") if p.is_file()]
+    assert sorted(files) == [MANIFEST, ".reports.jsonl", "0.txt"]
+
+
+def test_what_cannot_be_removed_keeps_nothing_from_being_reported(tmp_path: Path) -> None:
+    def report() -> int:
+        def fail(self: Storage, checkpoint: str) -> None:
+            raise PermissionError("not yours")
+
+        Storage.remove = fail  # type: ignore[method-assign]
+        for step in range(3):
+            train.report({"step": step}, checkpoint=save(tmp_path / str(step), "x"))
+        return len(train.get_all_reported_checkpoints())
+
+    env = Keeping(storage_path=str(tmp_path), name="mine", num_to_keep=1).to_variable()
+    assert TorchDistributor(1, use_gpu=False, env=env).run(report) == 3
+
+
+def test_metadata_may_be_added_to_what_is_stored(tmp_path: Path) -> None:
+    def report() -> dict[str, Any] | None:
+        if (found := train.get_checkpoint()) is not None:
+            return found.get_metadata()
+        checkpoint = save(tmp_path / "local", "x")
+        checkpoint.set_metadata({"epoch": 1})
+        train.report({}, checkpoint=checkpoint)
+        return None
+
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="mine")
+    ranks.run(report)
+    storage = Storage(tmp_path, "mine")
+    storage.checkpoint("checkpoint_000000").update_metadata({"accuracy": 0.9})
+    assert ranks.run(report) == {"epoch": 1, "accuracy": 0.9}
+
+
+@pytest.mark.parametrize("name", ["epochs/3", ".", "..", "../elsewhere", "", 3])
+def test_a_checkpoints_name_is_that_of_a_folder(tmp_path: Path, name: Any) -> None:
+    def report() -> None:
+        train.report({}, checkpoint=save(tmp_path / "local", "x"), checkpoint_dir_name=name)
+
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path / "runs")
+    with pytest.raises(ValueError, match="checkpoint_dir_name is the name of a folder, but is"):
+        ranks.run(report)
+
+
+def test_a_damaged_checkpoints_name_can_be_used_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def report() -> str | None:
+        found = train.get_checkpoint()
+        epoch = 0 if found is None else int(found.path[-1]) + 1
+        for each in range(epoch, 2):
+            train.report(
+                {}, checkpoint=save(tmp_path / "local", "x"), checkpoint_dir_name=f"epoch_{each}"
+            )
+        return found and found.path[-7:]
+
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="mine")
+    assert ranks.run(report) is None
+    (tmp_path / "mine" / "epoch_1" / "0.txt").write_text("y")
+    assert ranks.run(report) == "epoch_0"
+    assert "epoch_1 is passed over" in capfd.readouterr().out
+    assert ranks.run(report) == "epoch_1"
+
+    manifest = tmp_path / "mine" / "epoch_1" / MANIFEST
+    manifest.write_text(manifest.read_text().replace("index", "idnex"))
+    assert ranks.run(report) == "epoch_0"
+    assert "epoch_1 is passed over: its manifest is damaged" in capfd.readouterr().out
+
+
+def test_what_fails_in_the_background_is_told_by_the_next_report(tmp_path: Path) -> None:
+    def report() -> None:
+        for step in range(1000):
+            (tmp_path / "steps").write_text(str(step))
+            folder = tmp_path / "never there" if step == 0 else None
+            checkpoint = folder and Checkpoint.from_directory(folder)
+            train.report({}, checkpoint, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
+            time.sleep(0.01)
+
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path / "runs")
+    with pytest.raises(DistributorError, match="There is no checkpoint at"):
+        ranks.run(report)
+    assert int((tmp_path / "steps").read_text()) < 999
+
+
+def test_only_a_folder_of_this_machine_is_given_up(tmp_path: Path) -> None:
+    local = tmp_path / "local"
+
+    def report() -> None:
+        import fsspec
+
+        local.mkdir()
+        (local / "mine").write_text("x")
+        elsewhere = fsspec.filesystem("memory")
+        elsewhere.pipe(f"{local}/theirs", b"x")
+        checkpoint = Checkpoint(str(local), elsewhere)
+        train.report({}, checkpoint, delete_local_checkpoint_after_upload=True)
+
+    TorchDistributor(1, use_gpu=False, storage_path=tmp_path / "runs", name="mine").run(report)
+    assert (local / "mine").exists()
+    assert (tmp_path / "runs/mine/checkpoint_000000/theirs").exists()
+
+
+def test_what_lies_in_storage_has_its_folders_name(tmp_path: Path) -> None:
+    def report(name: str | None) -> None:
+        train.report({})
+        folder = tmp_path / "mine" / "a"
+        folder.mkdir(exist_ok=True)
+        (folder / "x").write_text("x")
+        train.report(
+            {},
+            Checkpoint.from_directory(folder),
+            checkpoint_dir_name=name,
+            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+        )
+
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="mine")
+    with pytest.raises(ValueError, match=r"With NO_UPLOAD .* and the name is 'b'"):
+        ranks.run(report, "b")
+    ranks.run(report, None)
+    assert [name for name, _ in Storage(tmp_path, "mine").committed()] == ["a"]
+
+
+def test_ranks_without_a_checkpoint_need_not_name_it(tmp_path: Path) -> None:
+    def report() -> str:
+        mine = train.get_context().get_world_rank() == 1
+        checkpoint = save(tmp_path / "local", "x") if mine else None
+        train.report({}, checkpoint=checkpoint, checkpoint_dir_name="best" if mine else None)
+        found = train.get_checkpoint()
+        assert found
+        return found.path[-4:]
+
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs")
+    assert ranks.run_all(report) == ["best", "best"]
+
+
 KEPT = [
     (None, None, "max", "0123"),
-    (2, None, "max", "23"),
-    (2, "accuracy", "max", "13"),
+    (2, None, "max", "3"),
+    (2, "accuracy", "max", "12"),
     (2, "accuracy", "min", "03"),
-    (1, "accuracy", "max", "3"),
-    (3, "unknown", "max", "123"),
+    (1, "accuracy", "max", "1"),
+    (3, "unknown", "max", "23"),
 ]
 
 
@@ -513,11 +659,11 @@ def test_the_best_are_kept_and_the_latest(keep: Any, attribute: Any, order: Any,
         )
         for index, score in enumerate(scores)
     ]
-    named = ("full_model", Manifest(index=4, world_size=1, files=()))
+    named = ("full_model", Manifest(index=4, metrics={}, world_size=1, files=()))
     keeping = Keeping(
         storage_path="x", name="x", num_to_keep=keep, score_attribute=attribute, score_order=order
     )
     gone = superfluous([*committed, named], keeping)
     left = [name[-1] for name, _ in committed if name not in gone]
     assert "".join(left) == kept
-    assert "full_model" not in gone
+    assert "full_model" not in gone, "it is the latest"

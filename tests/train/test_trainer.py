@@ -80,7 +80,8 @@ def test_best_checkpoints_are_kept(tmp_path: Path) -> None:
     run = RunConfig(storage_path=tmp_path, checkpoint_config=kept, settings=TIMEOUT)
     result = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=run).fit()
 
-    assert [metrics["accuracy"] for _, metrics in result.best_checkpoints] == [0.9, 0.6]
+    kept_ones = [metrics["accuracy"] for _, metrics in result.best_checkpoints]
+    assert kept_ones == [0.9, 0.7, 0.6], "the best two, and the latest"
     best = result.get_best_checkpoint("accuracy")
     assert best
     assert best.path.endswith("checkpoint_000001")
@@ -189,6 +190,36 @@ BAD: list[tuple[Any, type[Exception], str]] = [
         ValueError,
         "No file system is known for nobody://knows",
     ),
+    (
+        lambda: TorchTrainer(print, scaling_config=4),
+        TypeError,
+        "scaling_config is a ScalingConfig, but is 4",
+    ),
+    (lambda: TorchTrainer(print, run_config={}), TypeError, "run_config is a RunConfig"),
+    (lambda: TorchTrainer(print, torch_config="nccl"), TypeError, "is a TorchConfig, but is 'nccl"),
+    (lambda: TorchTrainer(print, train_loop_config=5), TypeError, "is a Mapping, but is 5"),
+    (
+        lambda: TorchTrainer(print, resume_from_checkpoint="runs/x"),
+        TypeError,
+        r"such as Checkpoint\(path\), but is 'runs/x'",
+    ),
+    (
+        lambda: TorchTrainer(print, run_config=RunConfig("..")),
+        ValueError,
+        "RunConfig.name is the name of a folder, but is '..'",
+    ),
+    (
+        lambda: TorchTrainer(print, run_config=RunConfig(settings={"use_gpu": True})),
+        ValueError,
+        r"RunConfig.settings has \['use_gpu'\], which other",
+    ),
+    (
+        lambda: TorchTrainer(print, run_config=RunConfig(settings={"timeot": 3})),
+        ValueError,
+        r"RunConfig.settings has \['timeot'\]; it takes env, ",
+    ),
+    (lambda: TorchConfig(timeout_s="x"), ValueError, "positive number of seconds, but is x"),
+    (lambda: TorchConfig(backend=3), TypeError, "but is 3"),
     (
         lambda: TorchTrainer(print, run_config=RunConfig(settings={"name": "x"})),
         ValueError,
