@@ -40,7 +40,9 @@ class History:
         if checkpoint is not None:
             text = self._storage.read(f"{checkpoint}/{RECORD}")
             self._reports = from_lines(text or b"")
-        self._recorded = 0  # whoever was killed may have been about to
+        there = from_lines(self._storage.read(FILE) or b"")[: len(self._reports)]
+        # Whoever was killed may have been about to; of one that has ended there may be more.
+        self._recorded = len(there) if there == self._reports else 0
         return len(self._reports)
 
     def take(self, report: Report, index: int, told: Sequence[dict[str, Any]]) -> None:

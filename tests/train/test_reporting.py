@@ -508,6 +508,18 @@ def test_files_of_a_killed_attempt_are_not_in_a_checkpoint_of_the_same_name(
     assert sorted(files) == [MANIFEST, ".reports.jsonl", "0.txt"]
 
 
+def test_a_training_that_has_ended_and_is_run_again_loses_nothing(tmp_path: Path) -> None:
+    def report() -> None:
+        if train.get_checkpoint() is None:
+            train.report({"step": 0}, checkpoint=save(tmp_path / "local", "x"))
+            train.report({"step": 1})
+
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="mine")
+    for _ in range(2):
+        ranks.run(report)
+        assert train.Result.from_path(tmp_path / "mine").metrics == {"step": 1}
+
+
 def test_what_cannot_be_removed_keeps_nothing_from_being_reported(tmp_path: Path) -> None:
     def report() -> int:
         def fail(self: Storage, checkpoint: str) -> None:
