@@ -70,7 +70,13 @@ builder = SparkSession.builder.master("local-cluster[2,1,1024]").config("spark.u
 spark = builder.config("spark.decommission.enabled", "true").getOrCreate()
 spark.sparkContext.setLogLevel("OFF")
 distributor = TorchDistributor(
-    (1, 2), local_mode=False, use_gpu=False, storage_path=FOLDER, name="run", max_failures=1
+    (1, 2),
+    local_mode=False,
+    use_gpu=False,
+    storage_path=FOLDER,
+    name="run",
+    max_failures=1,
+    warm=False,  # so that a rank is a descendant of its executor
 )
 print("returned", distributor.run(loop), flush=True)
 """
