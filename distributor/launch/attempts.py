@@ -21,7 +21,7 @@ from distributor.launch.job import Job, Launcher, Listener
 from distributor.node.logs import LogFiles
 from distributor.wire.messages import Source, Stream
 from distributor.wire.outcome import Failure, Outcome, Value, cause_first, raise_first
-from distributor.wire.progress import Progress, Reader, Reported, Told
+from distributor.wire.progress import Reader, Reported, Told
 
 
 @dataclass(frozen=True)
@@ -215,13 +215,13 @@ class DriverSink:
         self._audience.tell(lambda each: each.printed(rank, stream, data))
 
     def _note(self, rank: int, source: Source, told: Told) -> None:
-        if isinstance(told, Progress) and source == "progress" and rank == 0:
-            self._standing.note(told)
         if isinstance(told, Reported):
             self._audience.tell(lambda each: each.reported(told))
             if told.preempted and told.checkpoint is not None:
                 self._preemption.saved()
         elif source == "progress":
+            if rank == 0:
+                self._standing.note(told)
             self._audience.tell(lambda each: each.progressed(rank, told))
         else:
             self._audience.tell(lambda each: each.used(told))

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.fs as pafs
 
 from distributor.train.borrowing import borrowed
-from distributor.train.filesystems import is_local, resolve
+from distributor.train.filesystems import files_in, is_local, resolve
 
 METADATA = ".metadata.json"
 """The file that holds a checkpoint's metadata, as Ray Train calls it."""
@@ -94,7 +94,7 @@ class Checkpoint:
     def get_metadata(self) -> dict[str, Any]:
         """Read what `set_metadata` wrote; empty where it wrote nothing."""
         file = f"{self.path}/{METADATA}"
-        if not _is_file(self.filesystem.get_file_info(file)):
+        if self.filesystem.get_file_info(file).type != pafs.FileType.File:
             return {}
         with self.filesystem.open_input_stream(file) as stream:
             metadata: dict[str, Any] = json.loads(stream.read())
@@ -116,8 +116,8 @@ class Checkpoint:
 
     def _identity(self) -> str:
         """Tell it, and what is in it by now, from any other, in all processes alike."""
-        infos = self.filesystem.get_file_info(pafs.FileSelector(self.path, recursive=True))
-        files = [(info.path, info.size, info.mtime_ns) for info in infos if _is_file(info)]
+        infos = files_in(self.filesystem, self.path)
+        files = [(info.path, info.size, info.mtime_ns) for info in infos]
         try:
             filesystem = pickle.dumps(self.filesystem)
         except Exception:
@@ -134,7 +134,3 @@ class Checkpoint:
 
     def __hash__(self) -> int:
         return hash(self.path)
-
-
-def _is_file(info: pafs.FileInfo) -> bool:
-    return bool(info.type == pafs.FileType.File)

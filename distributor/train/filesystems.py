@@ -59,6 +59,12 @@ def is_local(filesystem: pafs.FileSystem) -> bool:
     return isinstance(filesystem, pafs.LocalFileSystem)
 
 
+def files_in(filesystem: pafs.FileSystem, folder: str) -> list[pafs.FileInfo]:
+    """List the files of a folder, at any depth."""
+    infos = filesystem.get_file_info(pafs.FileSelector(folder, recursive=True))
+    return [info for info in infos if info.type == pafs.FileType.File]
+
+
 def make_folder(filesystem: pafs.FileSystem, path: str) -> None:
     """Make a folder that files can be written to.
 

@@ -86,7 +86,7 @@ def agree(number: int, calls: int) -> int:
 
 def _told_at(words: Words, about: str) -> int:
     try:
-        calls: list[int] = words.hear_all(about)
+        calls: list[int] = words.hear_all(about, AGREE_SECONDS)
         return max(calls) + 1
     except DistributorError as error:
         _pass_over(error)

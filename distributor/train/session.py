@@ -218,9 +218,9 @@ class Session:
 
     def _there(self) -> dict[str, Any]:
         """Say what there is, the latest first."""
-        for name in self.storage.unreadable():
+        committed, damaged = self.storage.survey()
+        for name in damaged:
             print(f"distributor: {name} is passed over: its manifest is damaged.", flush=True)
-        committed = self.storage.committed()
         numbers = [self.storage.next_index(), *(1 + each.index for _, each in committed)]
         return {"committed": [name for name, _ in reversed(committed)], "next": max(numbers)}
 
@@ -292,7 +292,6 @@ class Session:
         share = shared(self._words, f"{about}/files")
         if mode is CheckpointUploadMode.NO_UPLOAD or self.storage.holds(checkpoint, target):
             return [asdict(file) for file in self.storage.described(target, share)]
-        checkpoint.check_there()
         with checkpoint.as_directory() as folder:
             files = self.storage.upload(folder, target, share, keep=keep)
             return [asdict(file) for file in files]

@@ -17,14 +17,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow.fs as pafs
 
 from distributor.errors import DistributorError
 from distributor.train.checkpoint import METADATA, Checkpoint
 from distributor.train.copying import brought, disown, summed
-from distributor.train.filesystems import is_local, make_folder, resolve
+from distributor.train.filesystems import files_in, is_local, make_folder, resolve
 from distributor.train.sharing import Share, everything, identity_of
 
 MANIFEST = ".manifest.json"
@@ -34,6 +34,7 @@ OWN = (MANIFEST, RECORD)
 """The files of a checkpoint that no rank saves."""
 PREFIX = "checkpoint_"
 NUMBERED = re.compile(rf"{PREFIX}(\d+)")
+DAMAGED: Literal["damaged"] = "damaged"
 READERS = 8
 """Files that are read at the same time: of one alone, an object store gives too little."""
 
@@ -216,7 +217,7 @@ class Storage:
         """
         self._check_new(checkpoint)
         root = f"{self.path}/{checkpoint}"
-        found = [path[len(root) + 1 :] for path in self._files_in(checkpoint)]
+        found = [info.path[len(root) + 1 :] for info in files_in(self.filesystem, root)]
         names = sorted(set(found).difference(OWN))
         return [
             Stored(name, *summed(self.filesystem, f"{root}/{name}"))
@@ -237,12 +238,14 @@ class Storage:
 
     def committed(self) -> list[tuple[str, Manifest]]:
         """List the checkpoints that exist, and their manifests, in the order of their reports."""
-        found = (
-            (name, manifest)
-            for name in self._folders()
-            if (manifest := self.manifest_of(name)) is not None
-        )
-        return sorted(found, key=lambda pair: pair[1].index)
+        return self.survey()[0]
+
+    def survey(self) -> tuple[list[tuple[str, Manifest]], list[str]]:
+        """List what `committed` does, and name the checkpoints whose manifest is damaged."""
+        found = [(name, self._told_in(name)) for name in self._folders()]
+        manifests = [(name, told) for name, told in found if isinstance(told, Manifest)]
+        damaged = [name for name, told in found if told == DAMAGED]
+        return sorted(manifests, key=lambda pair: pair[1].index), damaged
 
     def next_index(self) -> int:
         """Give the number after that of any checkpoint, whole or not: folders are used once."""
@@ -259,21 +262,17 @@ class Storage:
         missing = pafs.FileType.NotFound
         return [name for name, info in zip(old, infos, strict=True) if info.type == missing]
 
-    def unreadable(self) -> list[str]:
-        """Name the checkpoints whose manifest is there, and damaged."""
-        return [
-            name
-            for name in self._folders()
-            if self.read(f"{name}/{MANIFEST}") is not None and self.manifest_of(name) is None
-        ]
-
     def manifest_of(self, checkpoint: str) -> Manifest | None:
         """Read a checkpoint's manifest; None where it is not committed."""
+        told = self._told_in(checkpoint)
+        return told if isinstance(told, Manifest) else None
+
+    def _told_in(self, checkpoint: str) -> Manifest | Literal["damaged"] | None:
         text = self.read(f"{checkpoint}/{MANIFEST}")
         try:
             return Manifest.from_json(text) if text is not None else None
         except (ValueError, TypeError, KeyError):
-            return None  # it was not written to its end
+            return DAMAGED  # it was not written to its end, or has been changed
 
     def damage_of(self, checkpoint: str, files: Sequence[Stored]) -> str | None:
         """Say what is wrong with files of a committed checkpoint; reads all of them."""
@@ -330,15 +329,10 @@ class Storage:
     def _remove_others(self, checkpoint: str, files: Iterable[Stored]) -> None:
         """Remove what an attempt that was killed has left in a checkpoint's folder."""
         wanted = {self._inside(checkpoint, file.name) for file in files}
-        found = self._files_in(checkpoint)
+        found = {info.path for info in files_in(self.filesystem, f"{self.path}/{checkpoint}")}
         if wanted <= found:  # or they are listed by other paths than they were written by
             for path in found - wanted:
                 self.filesystem.delete_file(path)
-
-    def _files_in(self, checkpoint: str) -> set[str]:
-        selector = pafs.FileSelector(f"{self.path}/{checkpoint}", recursive=True)
-        infos = self.filesystem.get_file_info(selector)
-        return {info.path for info in infos if info.type == pafs.FileType.File}
 
     def _folders(self) -> list[str]:
         selector = pafs.FileSelector(self.path, allow_not_found=True)

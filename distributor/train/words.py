@@ -29,19 +29,23 @@ class Words:
         Who speaks, among how many.
     store : torch.distributed.Store
         Where.
-    patience : float, optional
-        Seconds that it waits for another's; by default `WAIT_SECONDS`.
     """
 
-    def __init__(self, rank: int, size: int, store: Any, patience: float | None = None) -> None:
-        self.rank, self.size, self._store, self._given = rank, size, store, patience
+    def __init__(self, rank: int, size: int, store: Any) -> None:
+        self.rank, self.size, self._store = rank, size, store
         self._mine: list[str] = []
         self._of_round: list[str] = []
         self._of_last_round: list[str] = []
 
     @classmethod
-    def here(cls, patience: float | None = None) -> Words:
-        """Give this rank's, by a connection of their own to the run's store."""
+    def here(cls, seconds: float = WAIT_SECONDS) -> Words:
+        """Give this rank's, by a connection of their own to the run's store.
+
+        Parameters
+        ----------
+        seconds : float
+            How long the store may take to answer.
+        """
         import torch.distributed as dist
 
         client = dist.TCPStore(  # type: ignore[attr-defined]
@@ -49,10 +53,10 @@ class Words:
             int(os.environ["MASTER_PORT"]),
             is_master=False,
             wait_for_workers=False,
-            timeout=timedelta(seconds=WAIT_SECONDS if patience is None else patience),
+            timeout=timedelta(seconds=seconds),
         )
         store = dist.PrefixStore("distributor/train", client)  # type: ignore[attr-defined]
-        return cls(runtime.get_global_rank(), runtime.get_world_size(), store, patience)
+        return cls(runtime.get_global_rank(), runtime.get_world_size(), store)
 
     def tell(self, about: str, words: Any) -> None:
         """Tell all, as rank 0 does what it has decided.
@@ -73,7 +77,7 @@ class Words:
         about : str
             What it is about.
         patience : float, optional
-            Seconds to wait for it.
+            Seconds to wait for it; by default `WAIT_SECONDS`.
 
         Raises
         ------
@@ -87,7 +91,7 @@ class Words:
     def _heard(self, told: dict[int, str], patience: float | None) -> list[Any]:
         """Wait for words of ranks; rank 0 tells meanwhile who keeps the others waiting."""
         began = time.monotonic()
-        patience = self._patience if patience is None else patience
+        patience = WAIT_SECONDS if patience is None else patience
         tells = self.rank == 0 and patience > TELL_SECONDS
         if tells and (missing := self._missing(told, began + TELL_SECONDS)):
             waits = self._waits_for(missing, TELL_SECONDS)
@@ -98,10 +102,6 @@ class Words:
                 "the others."
             )
         return [json.loads(self._get(about)) for about in told.values()]
-
-    @property
-    def _patience(self) -> float:
-        return WAIT_SECONDS if self._given is None else self._given
 
     def _waits_for(self, missing: list[int], seconds: float) -> str:
         named = ", ".join(map(str, missing))

@@ -165,7 +165,7 @@ def test_a_rank_outlives_one_sigterm_and_the_run_the_next(tmp_path: Path) -> Non
     with driver(tmp_path, LOCAL, steps=FOR_EVER) as run:
         ranks = run.ranks(3)
         os.kill(ranks[1], signal.SIGTERM)
-        until(lambda: run.folder.joinpath("run").is_dir() and run.checkpoints(), "a checkpoint")
+        until(run.checkpoints, "a checkpoint")
         os.kill(ranks[1], signal.SIGTERM)
         others = run.ranks(3, again=True)
         run.process.terminate()
@@ -205,7 +205,7 @@ def test_ranks_on_an_executor_that_is_decommissioned_are_told(tmp_path: Path) ->
         ranks = run.ranks(2)
         executor = executor_of(ranks[1])
         executor.send_signal(signal.SIGPWR)
-        until(lambda: run.folder.joinpath("run").is_dir() and run.checkpoints(), "a checkpoint", 60)
+        until(run.checkpoints, "a checkpoint", 60)
         (first,) = run.checkpoints()
         executor.kill()  # as whoever announced it does in the end
         (other,) = run.ranks(1, again=True)
