@@ -55,14 +55,6 @@ class Counting(Points):
         return {"input_ids": tokens, "labels": tokens}
 
 
-KEPT: list[object] = []
-"""What lives until its rank has left.
-
-A DistributedDataParallel that is freed frees gloo's process group, whose end now and then waits for
-a thread that waits for the interpreter's lock.
-"""
-
-
 def flat(model: torch.nn.Module) -> list[float]:
     """All parameters of a model, as numbers."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
@@ -101,7 +93,6 @@ def with_lightning(folder: Path) -> Report:
         enable_progress_bar=False,
     )
     trainer.fit(line, DataLoader(points, batch_size=BATCH, shuffle=True))
-    KEPT.append(trainer)
     return Report(trainer.world_size, points.seen, line.losses, flat(line))
 
 
@@ -125,7 +116,6 @@ def with_accelerate(folder: Path) -> Report:
             optimizer.zero_grad()
             losses.append(accelerator.gather(loss.detach()).mean().item())
     accelerator.end_training()
-    KEPT.append(model)
     return Report(accelerator.num_processes, points.seen, losses, flat(plain))
 
 
@@ -159,7 +149,6 @@ def with_transformers(folder: Path) -> Report:
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=sentences)
     trainer.train()
-    KEPT.append(trainer)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return Report(arguments.world_size, sentences.seen, losses, flat(model))
 

@@ -361,20 +361,12 @@ class Perceptron(torch.nn.Sequential):
 
 def fit(epochs: int, batch_size: int) -> float:
     """Train as users of ``serverless_gpu`` do, MLflow in the function."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    total = fit_together(epochs, batch_size)
-    # After the model: torch may hang where the model is the last to hold the group.
-    dist.destroy_process_group()
-    return total
-
-
-def fit_together(epochs: int, batch_size: int) -> float:
     import mlflow
+    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+    dist.init_process_group("gloo")
     model = DistributedDataParallel(Perceptron())
     data = TensorDataset(torch.randn(400, 10), torch.randn(400, 1))
     sampler: DistributedSampler[Any] = DistributedSampler(data)
@@ -391,6 +383,7 @@ def fit_together(epochs: int, batch_size: int) -> float:
             optimizer.step()
             total += loss.item() * len(x)
         mlflow.log_metric("total_loss", total, step=epoch)
+    dist.destroy_process_group()
     return total
 
 

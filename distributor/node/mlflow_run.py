@@ -11,11 +11,11 @@ import atexit
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
+
+from distributor.node.import_hooks import after_import
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
 RUN, RANKS = "MLFLOW_RUN_ID", "DISTRIBUTOR_MLFLOW_RANKS"
@@ -55,10 +55,7 @@ def follow_run() -> None:
     if not logs:
         after["mlflow.models.model"] = _log_no_models
     for name, change in after.items():
-        if name in sys.modules:  # the zygote has it
-            change(sys.modules[name])
-        else:
-            sys.meta_path.insert(0, _After(name, change))
+        after_import(name, change)
 
 
 def _adapt(run_id: str, logs: bool, fluent: ModuleType) -> None:
@@ -149,30 +146,3 @@ def _forgiving(complaint: _Complaint) -> Change:
         return try_to
 
     return change
-
-
-class _After(MetaPathFinder, Loader):
-    """Changes a module right after its import."""
-
-    def __init__(self, name: str, change: Callable[[ModuleType], object]) -> None:
-        self._name = name
-        self._change = change
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        self._loader, spec.loader = spec.loader, self
-        return spec
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._change(module)

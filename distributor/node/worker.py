@@ -14,6 +14,7 @@ from typing import Any
 
 from distributor.node import notices, reached
 from distributor.node.finishing import finish
+from distributor.node.group_lifetime import keep_groups_of_models
 from distributor.node.leash import EXIT, FAILURE, MANY_LINES, NOTICE, STARTED, VALUE, Leash
 from distributor.node.leaving import (
     end_forked,
@@ -52,6 +53,7 @@ def main(order: Order, at_the_end: list[Callable[[], object]]) -> None:
     _STORES.append(_serve_store(order))
     leash.tell(STARTED)
     follow_run()
+    keep_groups_of_models()
     try:
         succeeded = _run_and_record(order)
     except SystemExit as leaving:

@@ -23,8 +23,6 @@ from distributor.train.torch import TorchTrainer
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 README = Path(__file__).parents[2] / "README.md"
 EPOCHS, ROWS, BATCH = 3, 32, 4
-KEPT: list[object] = []
-"""What lives until its rank has left: a freed DistributedDataParallel may hang there."""
 
 
 def example(word: str) -> str:
@@ -81,7 +79,6 @@ def with_lightning(config: dict[str, Any]) -> list[float]:
     )
     line = Line()
     named["fit"](trainer, line, points())
-    KEPT.append(trainer)
     return [parameter.item() for parameter in line.parameters()]
 
 
@@ -109,7 +106,6 @@ def with_accelerate(config: dict[str, Any]) -> list[float]:
             losses.append(accelerator.gather(loss.detach()).mean())
         hurt(config, epoch)
         named["save"](accelerator, epoch, {"loss": torch.stack(losses).mean().item()})
-    KEPT.append(model)
     return [parameter.item() for parameter in line.parameters()]
 
 
