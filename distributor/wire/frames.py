@@ -4,8 +4,12 @@ A connection opens with three messages of fixed size, in which each side shows t
 run's secret by keying a hash over the other side's fresh nonce; nothing is unpickled before that::
 
     hub  -> link   greeting   MAGIC, hub's nonce
-    link -> hub    hello      node index, link's nonce, HMAC(secret, "client" hub's link's node)
+    link -> hub    hello      run key, node index, link's nonce,
+                              HMAC(secret, "client" hub's link's key node)
     hub  -> link   welcome    HMAC(secret, "server" link's hub's)
+
+Several runs may share one hub's port. The run key, a hash of the secret that tells nothing of it,
+says whose secret is to be checked.
 
 From then on either side sends frames: a length of four bytes, big-endian, and a pickle that long.
 """
@@ -18,9 +22,10 @@ import socket
 import struct
 from typing import Final
 
-MAGIC: Final = b"distributor wire 1\n"
+MAGIC: Final = b"distributor wire 2\n"
 MAX_FRAME: Final = 64 * 2**20
 NONCE_SIZE: Final = 32
+KEY_SIZE: Final = 8
 BEAT_SECONDS: Final = 5.0
 """Seconds between two heartbeats, which the hub sends and each link's owner answers."""
 LEASE_SECONDS: Final = 20.0
@@ -28,7 +33,7 @@ LEASE_SECONDS: Final = 20.0
 
 HEADER: Final = struct.Struct(">I")
 GREETING: Final = struct.Struct(f">{len(MAGIC)}s{NONCE_SIZE}s")
-HELLO: Final = struct.Struct(f">4s{NONCE_SIZE}s32s")
+HELLO: Final = struct.Struct(f">{KEY_SIZE}s4s{NONCE_SIZE}s32s")
 WELCOME: Final = struct.Struct(">32s")
 
 # An idle peer that has vanished is noticed after 15 + 4 * 5 seconds. TCP_USER_TIMEOUT is not set:
@@ -54,14 +59,25 @@ def hello(secret: bytes, greeting: bytes, nonce: bytes, node: int) -> bytes:
     magic, hub_nonce = GREETING.unpack(greeting)
     if magic != MAGIC:
         raise HandshakeRefused("what answered is not a distributor hub of this version")
-    index = HEADER.pack(node)
-    return HELLO.pack(index, nonce, _proof(secret, b"client", hub_nonce, nonce, index))
+    key, index = run_key(secret), HEADER.pack(node)
+    return HELLO.pack(key, index, nonce, _proof(secret, b"client", hub_nonce, nonce, key, index))
+
+
+def run_key(secret: bytes) -> bytes:
+    """Return what names the run of a secret, to whoever knows the secret or has a list of runs."""
+    return _proof(secret, b"run")[:KEY_SIZE]
+
+
+def key_in(answer: bytes | bytearray) -> bytes:
+    """Return the run key of a hello."""
+    key: bytes = HELLO.unpack(answer)[0]
+    return key
 
 
 def admit(secret: bytes, hub_nonce: bytes, answer: bytes | bytearray) -> tuple[int, bytes]:
     """Check a link's hello; return its node index and the welcome it is owed."""
-    index, nonce, proof = HELLO.unpack(answer)
-    if not hmac.compare_digest(proof, _proof(secret, b"client", hub_nonce, nonce, index)):
+    key, index, nonce, proof = HELLO.unpack(answer)
+    if not hmac.compare_digest(proof, _proof(secret, b"client", hub_nonce, nonce, key, index)):
         raise HandshakeRefused("the peer does not hold the run's secret")
     return HEADER.unpack(index)[0], _proof(secret, b"server", nonce, hub_nonce)
 

@@ -1,37 +1,28 @@
-"""The driver's listener: the links of all nodes end here, and one queue holds what they say.
+"""One run's end of the driver's links: what all nodes say arrives in one queue.
 
-One asyncio loop in one daemon thread serves the sockets. Messages are unpickled in `Hub.get`, in
-the consumer's thread: in another, a class from the module that the consumer is just importing would
-wait for an import that waits for the message.
+The socket and its thread are a `Listener`, which several runs may share; each run has its own
+secret, queue and flow control. Messages are unpickled in `Hub.get`, in the consumer's thread: in
+another, a class from the module that the consumer is just importing would wait for an import that
+waits for the message.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import enum
 import logging
-import os
 import queue
-import resource
-import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from distributor.wire import frames
+from distributor.wire.listener import NO_NODE, Peer, listen
 from distributor.wire.messages import Beat
 
-HERE: Final = -1  # the node index of messages that the driver posts to itself
+HERE: Final = NO_NODE  # the node index of messages that the driver posts to itself
 
-ACCEPTED_AT_ONCE = 16  # what is accepted and not yet counted is a few times that at most
-BACKLOG = 1024
-FLUSH_SECONDS = 1.0
 FRAME_OVERHEAD = 256  # what a waiting frame costs beyond its bytes: tiny ones add up, too
-HANDSHAKE_SECONDS = 10.0
 MAX_OUTGOING = 64 * 2**20
-MAX_UNPROVED = 4096  # fewer where this process may open few descriptors
 MAX_WAITING = 32 * 2**20
 
 _log = logging.getLogger(__name__)
@@ -50,41 +41,36 @@ SILENT: Final = Lost.SILENT
 
 
 class Hub:
-    """Listens for links at ``bind_address`` alone, and believes those that prove the secret.
+    """Receives from the nodes that prove this run's secret, and sends to them.
+
+    Parameters
+    ----------
+    bind_address : str
+        Where to listen. Another hub of this process that listens there shares its socket.
+    secret : bytes
+        What proves a node to the hub, and the hub to a node; no other run may have the same.
+    port : int
+        0 for any.
 
     Raises
     ------
     OSError
-        Where the address or the port (0: one that the system chooses) cannot be had.
+        If the address or the port cannot be bound.
+    ValueError
+        If the secret is empty, or another run's.
     """
 
     def __init__(self, bind_address: str, secret: bytes, *, port: int = 0) -> None:
         if not secret:
             raise ValueError("a hub without a secret would believe anyone")
-        self._secret = secret
+        self.secret = secret
+        self.peers: dict[int, Peer] = {}
         self._events: queue.SimpleQueue[_Frame | tuple[int, object]] = queue.SimpleQueue()
-        self._open: set[_Peer] = set()
-        self._unproved: dict[_Peer, None] = {}  # a set in the order in which they came
-        self._proven: dict[int, _Peer] = {}
         self._waiting = 0
         self._waiting_lock = threading.Lock()
         self._held_back = False
-        self._stop = asyncio.Event()
-        self._all_gone = asyncio.Event()
-        family = socket.getaddrinfo(bind_address, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((bind_address, port), family=family, backlog=BACKLOG)
-        try:
-            frames.tune(listener)  # what it accepts inherits that
-            self.port: int = listener.getsockname()[1]
-            # Not new_event_loop(): whatever loop policy the user has installed is theirs.
-            self._loop = asyncio.SelectorEventLoop()
-            self._thread = threading.Thread(
-                target=self._run, args=[listener], name="distributor-hub", daemon=True
-            )
-            self._thread.start()
-        except BaseException:
-            listener.close()
-            raise
+        self._listener = listen(bind_address, port, self)
+        self.port = self._listener.port
 
     def __enter__(self) -> Hub:
         return self
@@ -119,7 +105,7 @@ class Hub:
                 # What that peer sent after it is passed over: a gap would be worse than an end.
                 event.peer.garbled = True
                 _log.warning("cannot read what node %d sent", event.peer.node, exc_info=True)
-                self._call(event.peer.transport.abort)
+                self._listener.call(event.peer.transport.abort)
                 continue
             if not isinstance(message, Beat):  # that it came is all that it says
                 return event.peer.node, message
@@ -136,24 +122,22 @@ class Hub:
         FrameTooLarge
             Where the pickled message is larger than `frames.MAX_FRAME`.
         """
-        self._call(self._write, frames.encode(message), node)
+        self._listener.call(self._write, frames.encode(message), node)
 
     def broadcast(self, message: object) -> None:
         """Send to every node that is connected, as `send` does."""
-        self._call(self._write, frames.encode(message), None)
+        self._listener.call(self._write, frames.encode(message), None)
 
     def nodes(self) -> set[int]:
         """Return the nodes that are connected and have proved themselves."""
-        return set(self._proven)  # one step under the interpreter's lock, so none of ours
+        return set(self.peers)  # one step under the interpreter's lock, so none of ours
 
     def close(self) -> None:
-        """Close listener, connections and thread; slow readers get FLUSH_SECONDS to catch up."""
-        self._call(self._stop.set)
-        self._thread.join()
+        """Close this run's connections, and with the last run of the address the listener.
 
-    def _call(self, function: Callable[..., object], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(function, *args)
+        Slow readers get `listener.FLUSH_SECONDS` to catch up.
+        """
+        self._listener.remove(self)
 
     def _consumed(self, size: int) -> None:
         # At half of the limit, so that a consumer just keeping up does not switch at every message.
@@ -161,51 +145,42 @@ class Hub:
             before, self._waiting = self._waiting, self._waiting - size
             crossed = before > MAX_WAITING // 2 >= self._waiting
         if crossed:
-            self._call(self._go_on)
+            self._listener.call(self._go_on)
 
-    # From here on everything runs in the loop's thread.
+    # From here on everything runs in the listener's thread.
 
-    def _run(self, listener: socket.socket) -> None:
-        with contextlib.closing(self._loop), listener:
-            self._loop.run_until_complete(self._serve(listener))
+    def admit(self, peer: Peer) -> None:
+        if peer.node in self.peers:
+            raise frames.HandshakeRefused(f"node {peer.node} is connected already")
+        self.peers[peer.node] = peer
+        if self._held_back:
+            peer.transport.pause_reading()
 
-    async def _beat(self) -> None:
-        """Let the nodes know that the driver lives, and find those that do not answer."""
-        frame = frames.encode(Beat())
-        while True:
-            before = self._loop.time()
-            await asyncio.sleep(frames.BEAT_SECONDS)
-            now = self._loop.time()
-            paused = self._held_back or now > before + 2 * frames.BEAT_SECONDS
-            for peer in list(self._proven.values()):
-                if paused:  # whoever was not heard may well have spoken
-                    peer.heard = now
-                elif now > peer.heard + frames.LEASE_SECONDS:
-                    self._events.put((peer.node, SILENT))
-                    peer.transport.abort()
-            self._write(frame, None)
+    def received(self, peer: Peer, payload: bytearray) -> None:
+        with self._waiting_lock:
+            self._waiting += len(payload) + FRAME_OVERHEAD
+            full = self._waiting > MAX_WAITING
+        self._events.put(_Frame(peer, payload))
+        if full and not self._held_back:
+            self._held_back = True
+            for other in self.peers.values():
+                other.transport.pause_reading()
 
-    async def _serve(self, listener: socket.socket) -> None:
-        server = await self._loop.create_server(
-            lambda: _Peer(self), sock=listener, backlog=ACCEPTED_AT_ONCE
-        )
-        listener.listen(BACKLOG)  # what asyncio calls so is also how many it accepts at once
-        beating = self._loop.create_task(self._beat())
-        await self._stop.wait()
-        beating.cancel()
-        # What asyncio is just accepting becomes a peer first: a closed server would trip over it.
-        self._loop.remove_reader(listener)
-        if accepting := asyncio.all_tasks() - {asyncio.current_task()}:
-            await asyncio.wait(accepting)
-        server.close()
-        for peer in self._open:
-            peer.transport.close()
-            self._loop.call_later(FLUSH_SECONDS, peer.transport.abort)
-        if self._open:
-            await self._all_gone.wait()
+    def beat(self, frame: bytes, now: float, delayed: bool) -> None:
+        for peer in list(self.peers.values()):
+            if delayed or self._held_back:  # whoever was not heard may well have spoken
+                peer.heard = now
+            elif now > peer.heard + frames.LEASE_SECONDS:
+                self._events.put((peer.node, SILENT))
+                peer.transport.abort()
+        self._write(frame, None)
+
+    def gone(self, peer: Peer) -> None:
+        del self.peers[peer.node]
+        self._events.put((peer.node, LOST))
 
     def _write(self, frame: bytes, node: int | None) -> None:
-        for peer in self._proven.values() if node is None else [self._proven.get(node)]:
+        for peer in self.peers.values() if node is None else [self.peers.get(node)]:
             if peer and not peer.transport.is_closing():
                 peer.transport.write(frame)
                 if peer.transport.get_write_buffer_size() > MAX_OUTGOING:
@@ -214,110 +189,10 @@ class Hub:
     def _go_on(self) -> None:
         if self._held_back and self._waiting <= MAX_WAITING:
             self._held_back = False
-            for peer in self._proven.values():
+            for peer in self.peers.values():
                 peer.transport.resume_reading()
-
-    def _connected(self, peer: _Peer) -> None:
-        self._open.add(peer)
-        self._unproved[peer] = None
-        if len(self._unproved) > _most_unproved():
-            # Not the newcomer, or silent strangers would keep out whoever can prove the secret.
-            oldest = next(iter(self._unproved))
-            del self._unproved[oldest]
-            oldest.transport.abort()
-
-    def _admit(self, peer: _Peer, hello: bytearray) -> bytes:
-        node, welcome = frames.admit(self._secret, peer.nonce, hello)
-        if node in self._proven:
-            raise frames.HandshakeRefused(f"node {node} is connected already")
-        self._unproved.pop(peer)
-        self._proven[node] = peer
-        peer.node, peer.heard = node, self._loop.time()
-        if self._held_back:
-            peer.transport.pause_reading()
-        return welcome
-
-    def _received(self, peer: _Peer, payload: bytearray) -> None:
-        with self._waiting_lock:
-            self._waiting += len(payload) + FRAME_OVERHEAD
-            full = self._waiting > MAX_WAITING
-        self._events.put(_Frame(peer, payload))
-        if full and not self._held_back:
-            self._held_back = True
-            for other in self._proven.values():
-                other.transport.pause_reading()
-
-    def _gone(self, peer: _Peer) -> None:
-        self._open.discard(peer)
-        self._unproved.pop(peer, None)
-        if self._proven.get(peer.node) is peer:
-            del self._proven[peer.node]
-            self._events.put((peer.node, LOST))
-        if not self._open and self._stop.is_set():
-            self._all_gone.set()
-
-
-def _most_unproved() -> int:
-    """Leave half of the descriptors of this process to the run and to the user."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_UNPROVED if most == resource.RLIM_INFINITY else min(MAX_UNPROVED, most // 2)
-
-
-class _Peer(asyncio.BufferedProtocol):
-    """One connection; never reads a byte beyond what its next step needs: a hello, then frames."""
-
-    transport: asyncio.Transport
-    node = HERE
-    heard = 0.0
-    garbled = False
-
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-        self.nonce = os.urandom(frames.NONCE_SIZE)
-        self._expect(frames.HELLO.size, self._on_hello)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self._timer = self._hub._loop.call_later(HANDSHAKE_SECONDS, transport.abort)
-        transport.write(frames.GREETING.pack(frames.MAGIC, self.nonce))
-        self._hub._connected(self)
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return memoryview(self._buffer)[self._filled :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._filled += nbytes
-        self.heard = self._hub._loop.time()
-        if self._filled == len(self._buffer):
-            try:
-                self._then(self._buffer)
-            except ConnectionError:
-                self.transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._timer.cancel()
-        self._hub._gone(self)
-
-    def _expect(self, size: int, then: Callable[[bytearray], None]) -> None:
-        self._buffer = bytearray(size)
-        self._filled = 0
-        self._then = then
-
-    def _on_hello(self, hello: bytearray) -> None:
-        self.transport.write(self._hub._admit(self, hello))
-        self._timer.cancel()
-        self._expect(frames.HEADER.size, self._on_header)
-
-    def _on_header(self, header: bytearray) -> None:
-        (length,) = frames.HEADER.unpack(header)
-        self._expect(frames.check_length(length), self._on_payload)
-
-    def _on_payload(self, payload: bytearray) -> None:
-        self._expect(frames.HEADER.size, self._on_header)
-        self._hub._received(self, payload)
 
 
 class _Frame(NamedTuple):
-    peer: _Peer
+    peer: Peer
     payload: bytearray

@@ -16,8 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from distributor.wire import frames
-from distributor.wire import hub as hub_module
+from distributor.wire import frames, listener
 from distributor.wire.hub import HERE, LOST, SILENT, Hub
 from distributor.wire.link import Link
 
@@ -146,8 +145,8 @@ def test_a_hub_that_never_answers_costs_no_more_than_the_timeout() -> None:
 
 
 def test_strangers_are_hung_up_on(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "HANDSHAKE_SECONDS", 1.0)
-    monkeypatch.setattr(hub_module, "MAX_UNPROVED", 2)
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(listener, "MAX_UNPROVED", 2)
     silent, garbage = stranger(hub), stranger(hub)
     assert silent.recv(1) == garbage.recv(1) == frames.MAGIC[:1]
     with within(0.9):

@@ -22,7 +22,7 @@ import psutil
 import pytest
 from test_hub import MIB, SECRET, SOON, Call, link, until
 
-from distributor.wire import frames
+from distributor.wire import frames, listener
 from distributor.wire import hub as hub_module
 from distributor.wire.hub import LOST, Hub
 from distributor.wire.messages import Beat
@@ -146,11 +146,11 @@ def test_what_was_recorded_of_a_hub_deceives_no_link(hub: Hub) -> None:
 
 DRIVER = f"""
 import logging, os, resource, sys
-from distributor.wire import frames, hub as hub_module
+from distributor.wire import frames, hub as hub_module, listener
 from distributor.wire.messages import Beat
 
 logging.basicConfig(level=logging.INFO)  # whatever is logged is printed
-hub_module.HANDSHAKE_SECONDS = float(sys.argv[1])
+listener.HANDSHAKE_SECONDS = float(sys.argv[1])
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), hard))
 genuine_decode, unpickled = frames.decode, 0
@@ -409,7 +409,7 @@ def crowd(port: int, number: int, at_once: int = 500) -> Iterator[socket.socket]
 
 
 def test_ten_thousand_silent_strangers_at_once_are_not_all_held(tmp_path: pathlib.Path) -> None:
-    most, enough = hub_module.MAX_UNPROVED, STRANGERS + 1000
+    most, enough = listener.MAX_UNPROVED, STRANGERS + 1000
     with (
         descriptors(enough),
         driver(tmp_path, handshake=60.0, descriptors=enough) as hub,
@@ -568,7 +568,7 @@ def test_whatever_visitors_do_residents_are_heard(
         stays = [reside(hub, node, resident_said[node], told[node]) for node in range(RESIDENTS)]
         interleave(hub, [*visits, *stays], chance)
         said = collected.result(SOON)
-        until(lambda: not hub._open)
+        until(lambda: not hub.nodes())
         assert hub.get(0) is None
     assert said.keys() <= {*range(RESIDENTS), *plans}
     assert_as_planned(plans, said)

@@ -1,0 +1,335 @@
+"""The listening socket of this process at one address, shared by all runs whose hub is there.
+
+One asyncio loop in one daemon thread serves the socket and its connections. A connection belongs to
+no run until its hello has named one and proved that run's secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import threading
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from distributor.wire import frames
+from distributor.wire.messages import Beat
+
+ACCEPTED_AT_ONCE = 16  # what is accepted and not yet counted is a few times that at most
+BACKLOG = 1024
+FLUSH_SECONDS = 1.0
+HANDSHAKE_SECONDS = 10.0
+MAX_UNPROVED = 4096  # fewer where this process may open few descriptors
+NO_NODE: Final = -1
+
+
+class Run(Protocol):
+    """One run at a listener; its methods are called in the listener's thread."""
+
+    secret: bytes
+    peers: dict[int, Peer]
+    """The proven connections, by node index."""
+
+    def admit(self, peer: Peer) -> None:
+        """Add a peer that has proved the secret and named its node.
+
+        Raises
+        ------
+        HandshakeRefused
+            If that node is connected already.
+        """
+
+    def received(self, peer: Peer, payload: bytearray) -> None:
+        """Take a frame's payload."""
+
+    def beat(self, frame: bytes, now: float, delayed: bool) -> None:
+        """Send a heartbeat to all peers, and drop those that have been silent for too long.
+
+        ``delayed`` says that this process was held up, so that peers may have spoken unheard.
+        """
+
+    def gone(self, peer: Peer) -> None:
+        """Forget a peer whose connection has ended."""
+
+
+class Listener:
+    """A bound address that serves the runs added to it; see `listen`."""
+
+    def __init__(self, address: str, port: int, family: socket.AddressFamily) -> None:
+        self.address = address
+        self._runs: dict[bytes, Run] = {}
+        self._open: set[Peer] = set()
+        self._unproved: dict[Peer, None] = {}  # a set in the order in which they came
+        self._closing: dict[bytes, threading.Event] = {}
+        self._stop = asyncio.Event()
+        self._all_gone = asyncio.Event()
+        self._not_listening = threading.Event()
+        self._forked = False
+        self._socket = socket.create_server((address, port), family=family, backlog=BACKLOG)
+        try:
+            frames.tune(self._socket)  # what it accepts inherits that
+            self.port: int = self._socket.getsockname()[1]
+            # Not new_event_loop(): whatever loop policy the user has installed is theirs.
+            self.loop = asyncio.SelectorEventLoop()
+            self._thread = threading.Thread(target=self._run, name="distributor-hub", daemon=True)
+            self._thread.start()
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def serves(self, address: str, port: int) -> bool:
+        """Return whether this is the address, and the port unless any port (0) will do."""
+        return self.address == address and port in (0, self.port)
+
+    def add(self, run: Run) -> None:
+        """Admit connections that prove the run's secret from now on.
+
+        Raises
+        ------
+        ValueError
+            If another run here has the same secret.
+        """
+        if self._runs.setdefault(frames.run_key(run.secret), run) is not run:
+            raise ValueError("another run at this address has the same secret")
+
+    def remove(self, run: Run) -> None:
+        """Close a run's connections, and with the last run the listener too.
+
+        Slow readers get FLUSH_SECONDS to catch up.
+        """
+        if self._forked:
+            return
+        key = frames.run_key(run.secret)
+        closed = threading.Event()
+        with _lock:
+            if self._runs.pop(key, None) is None:
+                return  # closed before
+            last = not self._runs
+            if last:
+                _listeners.remove(self)
+                self.call(self._stop.set)
+                self._not_listening.wait()  # the next run may ask for the same port
+            else:
+                self.call(self._close_run, run, closed)
+        if last:
+            self._thread.join()
+        else:
+            closed.wait()
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """Call a function in the listener's thread, unless that has ended."""
+        if not self._forked:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(function, *args)
+
+    def forget(self) -> None:
+        """Let go of the sockets in a forked child: the parent alone serves and closes them."""
+        self._forked = True
+        sockets = [self._socket, *(peer.transport.get_extra_info("socket") for peer in self._open)]
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (each.fileno() for each in sockets):
+            if descriptor >= 0:
+                # Replaced rather than closed: the socket object would later close it again.
+                os.dup2(null, descriptor, inheritable=False)
+        os.close(null)
+
+    # From here on everything runs in the loop's thread.
+
+    def _run(self) -> None:
+        try:
+            with contextlib.closing(self.loop), self._socket:
+                self.loop.run_until_complete(self._serve())
+        finally:
+            self._not_listening.set()
+
+    async def _serve(self) -> None:
+        server = await self.loop.create_server(
+            lambda: Peer(self), sock=self._socket, backlog=ACCEPTED_AT_ONCE
+        )
+        self._socket.listen(BACKLOG)  # what asyncio calls so is also how many it accepts at once
+        beating = self.loop.create_task(self._beat())
+        await self._stop.wait()
+        beating.cancel()
+        # What asyncio is just accepting becomes a peer first: a closed server would trip over it.
+        self.loop.remove_reader(self._socket)
+        if accepting := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(accepting)
+        server.close()
+        self._not_listening.set()
+        for peer in self._open:
+            self._close(peer)
+        if self._open:
+            await self._all_gone.wait()
+
+    async def _beat(self) -> None:
+        """Let the nodes know that the driver lives, and find those that do not answer."""
+        frame = frames.encode(Beat())
+        while True:
+            before = self.loop.time()
+            await asyncio.sleep(frames.BEAT_SECONDS)
+            now = self.loop.time()
+            delayed = now > before + 2 * frames.BEAT_SECONDS
+            for run in list(self._runs.values()):
+                run.beat(frame, now, delayed)
+
+    def _close_run(self, run: Run, closed: threading.Event) -> None:
+        if not run.peers:
+            closed.set()
+            return
+        self._closing[frames.run_key(run.secret)] = closed
+        for peer in run.peers.values():
+            self._close(peer)
+
+    def _close(self, peer: Peer) -> None:
+        peer.transport.close()
+        self.loop.call_later(FLUSH_SECONDS, peer.transport.abort)
+
+    def connected(self, peer: Peer) -> None:
+        """Count a new connection, and hang up on the oldest stranger if there are too many."""
+        self._open.add(peer)
+        self._unproved[peer] = None
+        if len(self._unproved) > _most_unproved():
+            # Not the newcomer, or silent strangers would keep out whoever can prove the secret.
+            oldest = next(iter(self._unproved))
+            del self._unproved[oldest]
+            oldest.transport.abort()
+
+    def admit(self, peer: Peer, hello: bytearray) -> bytes:
+        """Add a peer to its run; return the welcome it is owed.
+
+        Raises
+        ------
+        HandshakeRefused
+            If there is no such run, the proof is wrong, or the node is connected already.
+        """
+        run = self._runs.get(frames.key_in(hello))
+        if run is None:
+            raise frames.HandshakeRefused("no run of this process has that key")
+        peer.node, welcome = frames.admit(run.secret, peer.nonce, hello)
+        run.admit(peer)
+        peer.run = run
+        self._unproved.pop(peer)
+        return welcome
+
+    def gone(self, peer: Peer) -> None:
+        """Forget a connection that has ended."""
+        self._open.discard(peer)
+        self._unproved.pop(peer, None)
+        if run := peer.run:
+            run.gone(peer)
+            if not run.peers and (closed := self._closing.pop(frames.run_key(run.secret), None)):
+                closed.set()
+        if not self._open and self._stop.is_set():
+            self._all_gone.set()
+
+
+class Peer(asyncio.BufferedProtocol):
+    """One connection; never reads a byte beyond what its next step needs: a hello, then frames."""
+
+    transport: asyncio.Transport
+    run: Run | None = None
+    node = NO_NODE
+    heard = 0.0
+    garbled = False
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self.nonce = os.urandom(frames.NONCE_SIZE)
+        self._expect(frames.HELLO.size, self._on_hello)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self._timer = self._listener.loop.call_later(HANDSHAKE_SECONDS, transport.abort)
+        transport.write(frames.GREETING.pack(frames.MAGIC, self.nonce))
+        self._listener.connected(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return memoryview(self._buffer)[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._filled += nbytes
+        self.heard = self._listener.loop.time()
+        if self._filled == len(self._buffer):
+            try:
+                self._then(self._buffer)
+            except ConnectionError:
+                self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._listener.gone(self)
+
+    def _expect(self, size: int, then: Callable[[bytearray], None]) -> None:
+        self._buffer = bytearray(size)
+        self._filled = 0
+        self._then = then
+
+    def _on_hello(self, hello: bytearray) -> None:
+        self.transport.write(self._listener.admit(self, hello))
+        self._timer.cancel()
+        self._expect(frames.HEADER.size, self._on_header)
+
+    def _on_header(self, header: bytearray) -> None:
+        (length,) = frames.HEADER.unpack(header)
+        self._expect(frames.check_length(length), self._on_payload)
+
+    def _on_payload(self, payload: bytearray) -> None:
+        assert self.run is not None
+        self._expect(frames.HEADER.size, self._on_header)
+        self.run.received(self, payload)
+
+
+def listen(bind_address: str, port: int, run: Run) -> Listener:
+    """Add a run to this process's listener at an address; bind it first if there is none.
+
+    Parameters
+    ----------
+    bind_address : str
+        A host name or an address.
+    port : int
+        0 for any: that of a listener which is there, or else one that the system chooses.
+    run : Run
+        Removed by `Listener.remove`.
+
+    Raises
+    ------
+    OSError
+        If the address or the port cannot be bound.
+    ValueError
+        If another run at this address has the same secret.
+    """
+    family, _, _, _, found = socket.getaddrinfo(bind_address, port, type=socket.SOCK_STREAM)[0]
+    address = str(found[0])
+    with _lock:
+        listener = next((each for each in _listeners if each.serves(address, port)), None)
+        if listener is None:
+            listener = Listener(address, port, family)
+            _listeners.append(listener)
+        listener.add(run)
+    return listener
+
+
+def _most_unproved() -> int:
+    """Leave half of the descriptors of this process to the run and to the user."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_UNPROVED if most == resource.RLIM_INFINITY else min(MAX_UNPROVED, most // 2)
+
+
+_lock = threading.Lock()
+_listeners: list[Listener] = []
+
+
+def _forget_all() -> None:
+    """In a forked child: a fork copies no thread, so that nothing would serve these."""
+    global _lock
+    _lock = threading.Lock()
+    for listener in _listeners:
+        listener.forget()
+    _listeners.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

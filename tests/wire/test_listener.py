@@ -1,0 +1,204 @@
+"""Several runs of one process at one port: each has its own nodes, secret, queue and end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from test_hub import FLOOD, MIB, SECRET, SOON, assert_hung_up, link, until, within
+
+from distributor.wire import frames
+from distributor.wire.hub import LOST, SILENT, Hub
+
+OTHER = b"a secret of another run"
+
+
+@pytest.fixture
+def hubs() -> Iterator[tuple[Hub, Hub]]:
+    with Hub("127.0.0.1", SECRET) as one, Hub("127.0.0.1", OTHER, port=one.port) as other:
+        yield one, other
+
+
+def listener_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "distributor-hub"]
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_two_runs_at_one_port_have_nodes_of_their_own(hubs: tuple[Hub, Hub]) -> None:
+    one, other = hubs
+    heard: list[object] = []
+    assert one.port == other.port
+    assert len(listener_threads()) == 1
+    with link(one.port, 0) as node_of_one, link(other.port, 0, heard.append, secret=OTHER) as node:
+        node_of_one.send("to one")
+        node.send("to other")
+        assert one.get(SOON) == (0, "to one")
+        assert other.get(SOON) == (0, "to other")
+        one.broadcast("not for the other's nodes")
+        other.broadcast("from other")
+        until(lambda: heard)
+        assert heard == ["from other"]
+    assert (one.get(SOON), other.get(SOON)) == ((0, LOST), (0, LOST))
+    assert one.get(0) is other.get(0) is None
+
+
+def test_any_port_is_that_of_the_listener_which_is_there(hubs: tuple[Hub, Hub]) -> None:
+    with Hub("localhost", b"a third secret") as third:
+        assert third.port == hubs[0].port
+        assert len(listener_threads()) == 1
+    with pytest.raises(ValueError, match="same secret"):
+        Hub("127.0.0.1", SECRET)
+
+
+def test_a_port_of_another_process_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        Hub("127.0.0.1", SECRET, port=taken.getsockname()[1])
+    assert listener_threads() == []
+
+
+def test_the_secret_of_one_run_opens_no_other(hubs: tuple[Hub, Hub]) -> None:
+    one, other = hubs
+    with socket.create_connection(("127.0.0.1", one.port), SOON) as sock:
+        greeting = sock.recv(frames.GREETING.size, socket.MSG_WAITALL)
+        hello = frames.hello(OTHER, greeting, bytes(32), 0)
+        sock.sendall(frames.run_key(SECRET) + hello[frames.KEY_SIZE :])
+        assert_hung_up(sock)
+    with pytest.raises(frames.HandshakeRefused, match="hung up"):
+        link(one.port, secret=b"no run's secret")
+    assert one.nodes() == other.nodes() == set()
+
+
+def test_a_run_that_ends_leaves_the_port_to_the_others() -> None:
+    one = Hub("127.0.0.1", SECRET)
+    with Hub("127.0.0.1", OTHER, port=one.port) as other, link(other.port, 1, secret=OTHER) as node:
+        lost = threading.Event()
+        with link(one.port, 0, on_lost=lost.set), within(SOON / 2):
+            one.close()
+            assert lost.wait(SOON)
+        one.close()  # once more changes nothing
+        with pytest.raises(frames.HandshakeRefused):
+            link(one.port)
+        node.send("still here")
+        assert other.get(SOON) == (1, "still here")
+    assert listener_threads() == []
+    assert not listens(one.port)
+
+
+def test_a_fixed_port_can_be_had_again_at_once() -> None:
+    with Hub("127.0.0.1", SECRET) as hub:
+        port = hub.port
+    for _ in range(20):
+        with Hub("127.0.0.1", SECRET, port=port) as hub, link(port, 3) as node:
+            node.send("here")
+            assert hub.get(SOON) == (3, "here")
+
+
+def test_runs_begin_and_end_at_one_port_all_the_time(hubs: tuple[Hub, Hub]) -> None:
+    """No end waits for another, and none takes another's listener away."""
+    port = hubs[0].port
+    for hub in hubs:
+        hub.close()  # so that the last run's end and the next one's beginning meet
+
+    def runs(secret: bytes) -> None:
+        for number in range(30):
+            with (
+                Hub("127.0.0.1", secret, port=port) as hub,
+                link(port, number, secret=secret) as node,
+            ):
+                node.send(number)
+                heard.append(hub.get(SOON) == (number, number))
+
+    heard: list[bool] = []
+    threads = [threading.Thread(target=runs, args=[f"run {n}".encode()]) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * SOON)
+    assert heard == [True] * 120
+    assert listener_threads() == []
+
+
+def test_a_run_that_reads_nothing_holds_no_other_back(hubs: tuple[Hub, Hub]) -> None:
+    slow, other = hubs
+    flood = link(slow.port, 1)
+    for _ in range(FLOOD):
+        flood.send(bytes(MIB))
+    until(lambda: slow._held_back)
+    with link(other.port, 1, secret=OTHER) as node:
+        for number in range(100):
+            node.send((number, bytes(MIB)))
+            event = other.get(SOON)
+            assert event is not None
+            assert event[1] == (number, bytes(MIB))
+    assert slow._held_back
+    flood.close(timeout=0.3)
+
+
+def test_a_run_that_reads_nothing_takes_no_heartbeat_from_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frames, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(frames, "LEASE_SECONDS", 0.5)
+    beats: list[object] = []
+    with (
+        Hub("127.0.0.1", SECRET) as slow,
+        Hub("127.0.0.1", OTHER) as other,
+        link(other.port, 2, beats.append, secret=OTHER),
+    ):
+        flood = link(slow.port, 1)
+        for _ in range(FLOOD):
+            flood.send(bytes(MIB))
+        until(lambda: slow._held_back)
+        before = len(beats)
+        until(lambda: len(beats) > before + 20)  # for longer than a silent node is put up with
+        assert other.nodes() == {2}
+        assert other.get(0) is None
+        with socket.create_connection(("127.0.0.1", other.port), SOON) as mute:
+            greeting = mute.recv(frames.GREETING.size, socket.MSG_WAITALL)
+            mute.sendall(frames.hello(OTHER, greeting, bytes(32), 3))
+            assert [other.get(SOON), other.get(SOON)] == [(3, SILENT), (3, LOST)]
+        assert slow.nodes() == {1}, "who was not heard may well have spoken"
+        flood.close(timeout=0.3)
+
+
+def in_a_fork(inherited: Hub, pipe: int) -> None:
+    """Use a hub in a forked process: that of the parent is none, and one of its own is."""
+    inherited.close()
+    with Hub("127.0.0.1", SECRET) as hub, link(hub.port, 5) as node:
+        node.send("from the fork")
+        told = hub.get(SOON) == (5, "from the fork") and hub.port != inherited.port
+    os.write(pipe, b"1" if told else b"0")
+    os.read(pipe, 1)
+
+
+def test_a_forked_process_takes_nothing_from_its_parents_hub() -> None:
+    lost = threading.Event()
+    ours, theirs = socket.socketpair()
+    with ours, theirs, Hub("127.0.0.1", SECRET) as hub, link(hub.port, 0, on_lost=lost.set) as node:
+        until(lambda: hub.nodes() == {0})
+        fork = multiprocessing.get_context("fork")
+        child = fork.Process(target=in_a_fork, args=[hub, theirs.fileno()])
+        child.start()
+        try:
+            ours.settimeout(SOON)
+            assert ours.recv(1) == b"1"
+            node.send("still here")
+            assert hub.get(SOON) == (0, "still here")
+            with within(SOON / 2):
+                hub.close()  # though the fork lives on, nodes see the connection end
+                assert lost.wait(SOON)
+            assert not listens(hub.port)
+            ours.send(b"1")
+            child.join(SOON)
+            assert child.exitcode == 0
+        finally:
+            child.kill()
+            child.join()
