@@ -61,16 +61,23 @@ class TorchDistributor(Settings):
     start_timeout : float
         Seconds that may pass until all ranks are up, the wait for free slots included.
     log_dir : str or path, optional
-        Folder on the driver that keeps every rank's whole output, in a folder named after the run.
+        Folder on the driver that keeps every rank's whole output, in a folder named after the
+        run. The default is that of DISTRIBUTOR_LOG_DIR, spark.distributor.logDir, or none.
     show_output : "all", "none" or ranks
         Whose output is shown here as it comes.
     hub_address : str, optional
-        ``host`` or ``host:port`` at which this process listens for the nodes; by default the
-        address of Spark's driver and a free port.
+        Where this process listens for the nodes: ``host``, ``host:port``, ``[IPv6]`` or
+        ``[IPv6]:port``; by default the address of Spark's driver and `hub_port`.
+    hub_port : int
+        The port, unless `hub_address` has one; 0 for a free one. All runs of this process share it.
+        The default is that of DISTRIBUTOR_HUB_PORT, spark.distributor.hub.port, or 0.
+    rank_ports : str, optional
+        The ports that rank 0's store may have, such as "29500-29599"; each run takes one. The
+        default is that of DISTRIBUTOR_RANK_PORTS, spark.distributor.rank.ports, or any free port.
     warm : bool
         Whether ranks are forked from a process that each node keeps, with torch imported, for this
         and later runs; otherwise, and always on macOS, each starts a fresh interpreter. The
-        variable DISTRIBUTOR_WARM, 0 or 1, sets the default, which is True.
+        default is that of DISTRIBUTOR_WARM (0 or 1), spark.distributor.warm, or True.
     preload : sequence of str
         Modules that this process imports too; none of them may touch CUDA or start threads.
     gpu_type : GPUType or str, optional

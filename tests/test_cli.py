@@ -164,6 +164,8 @@ FLAGS: dict[str, tuple[list[str], object]] = {
     "log_dir": (["--log-dir", "logs"], "logs"),
     "show_output": (["--show-output", "0,2"], (0, 2)),
     "hub_address": (["--hub-address", "here:1"], "here:1"),
+    "hub_port": (["--hub-port", "7077"], 7077),
+    "rank_ports": (["--rank-ports", "29500-29599"], "29500-29599"),
     "warm": (["--no-warm"], False),
     "preload": (["--preload", "json", "--preload", "csv"], ["json", "csv"]),
     "gpu_type": (["--gpu-type", "a10"], "a10"),

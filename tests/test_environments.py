@@ -97,6 +97,31 @@ def test_ranks_of_a_packed_environment_have_its_packages(
     assert distribute(1, warm=False).run(metadata.version, OURS) == metadata.version(OURS)
 
 
+@pytest.mark.spark
+@pytest.mark.parametrize("local_mode", [True, False], ids=["local", "cluster"])
+def test_the_cache_is_where_sparks_conf_says(
+    spark: Any, archive: Path, cache: Path, tmp_path: Path, local_mode: bool
+) -> None:
+    """But a variable comes first: one that is empty names no folder."""
+    chosen = tmp_path / "of_spark"
+    spark.conf.set("spark.distributor.cacheDir", str(chosen))
+    settings: dict[str, Any] = {"use_gpu": False, "timeout": 120, "warm": False}
+
+    def run(cache: object) -> None:
+        env = {"DISTRIBUTOR_CACHE": str(cache)}
+        ranks = TorchDistributor(1, local_mode=local_mode, environment=archive, env=env, **settings)
+        assert ranks.run(metadata.version, OURS) == THEIRS
+
+    try:
+        run(cache)
+        assert cache.exists()
+        assert not chosen.exists()
+        run("")
+        assert list(chosen.iterdir())
+    finally:
+        spark.conf.unset("spark.distributor.cacheDir")
+
+
 def test_a_warm_process_is_of_one_environment(archive: Path, tmp_path: Path) -> None:
     """And what one preloads is not asked of the next one, which may lack it."""
     other = packed(environment(tmp_path / "other", "1.0"), tmp_path / "other.tar.gz")

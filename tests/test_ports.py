@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
+from bed.cluster import cluster_on
+from bed.machines import LISTENING, Machine, machines_apart, why_not_apart
+from bed.waiting import until
+from conftest import needs_java
 
 from distributor import TorchDistributor
+from distributor.errors import ExecutorNotReady
 
 
 def free_port() -> int:
@@ -44,3 +52,147 @@ def test_two_runs_at_once_share_a_fixed_hub_port(
     assert capfd.readouterr().out.count("[0] here") == 2, "both have a link"
     with socket.socket() as probe:
         assert probe.connect_ex((host, port)), "the port is closed after the last run"
+
+
+def two_runs_at_once(runner: TorchDistributor) -> list[Any]:
+    """Give what the ranks of two runs find in a variable, while both go on."""
+    with socket.create_server(("127.0.0.1", 0)) as meeting:
+        meeting.settimeout(120)
+        runs = [runner.submit(master_port, meeting.getsockname()[1]) for _ in range(2)]
+        ranks = [meeting.accept()[0] for _ in runs]
+        for rank in ranks:
+            rank.close()
+        return [run.result(120) for run in runs]
+
+
+def master_port(meeting: int) -> int:
+    import os
+    import socket
+
+    with socket.create_connection(("127.0.0.1", meeting), 60) as waiting:
+        waiting.recv(1)
+    return int(os.environ["MASTER_PORT"])
+
+
+def test_runs_at_once_take_different_ports_of_a_range(distribute: Any) -> None:
+    first = free_port()
+    ports = range(first, first + 20)
+    runner = distribute(1, rank_ports=f"{ports[0]}-{ports[-1]}")
+    one, other = two_runs_at_once(runner)
+    assert one != other
+    assert {one, other} <= {*ports}
+
+
+def test_a_range_without_a_free_port_is_named(distribute: Any) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        runner = distribute(1, rank_ports=str(port))
+        with pytest.raises(ExecutorNotReady, match=f"rank_ports is '{port}-{port}', and on "):
+            runner.run(os.getpid)
+
+
+@pytest.mark.spark
+def test_the_nodes_have_what_sparks_conf_says(
+    spark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    host, ports, hub_port = spark.conf.get("spark.driver.host"), free_port(), free_port()
+    conf = {"rank.ports": f"{ports}-{ports + 20}", "hub.port": hub_port, "warm": "false"}
+    for key, value in conf.items():
+        spark.conf.set(f"spark.distributor.{key}", str(value))
+    try:
+        runner = TorchDistributor(1, local_mode=False, use_gpu=False, timeout=120)
+        with socket.create_server((host, 0)) as meeting:
+            meeting.settimeout(120)
+            run = runner.submit(meets_the_other, host, meeting.getsockname()[1])
+            with meeting.accept()[0] as rank:
+                with socket.create_connection((host, hub_port), 10) as hub:
+                    assert hub.recv(11) == b"distributor"
+                rank.sendall(b"seen")
+            assert run.result(120) == "seen"
+        assert ports <= runner.run(int_of_environment, "MASTER_PORT") <= ports + 20
+        assert runner.warm is False
+    finally:
+        for key in conf:
+            spark.conf.unset(f"spark.distributor.{key}")
+
+
+def int_of_environment(name: str) -> int:
+    import os
+
+    return int(os.environ[name])
+
+
+HUB, RANKS, SYSTEM = 7200, range(29500, 29510), range(31000, 31200)
+TRAIN = f"""
+import pathlib, time
+
+def train(folder):
+    import os, socket, time
+    import torch, torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.ones(())
+    dist.all_reduce(total)
+    here = pathlib.Path(folder, "rank" + os.environ["RANK"])
+    here.touch()
+    deadline = time.monotonic() + 60
+    while not here.with_suffix(".seen").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return total.item()
+
+runner = TorchDistributor(
+    2,
+    local_mode=False,
+    use_gpu=False,
+    timeout=120,
+    hub_port={HUB},
+    rank_ports="{RANKS[0]}-{RANKS[-1]}",
+)
+_told.recv(100)
+tell(total=runner.run(train, {{folder!r}}))
+"""
+
+
+def listening(machine: Machine) -> set[int]:
+    """List the ports at which a machine listens for others."""
+    tables = ["ip", "netns", "exec", machine.namespace, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
+    told = subprocess.run(tables, check=True, capture_output=True, text=True).stdout
+    rows = [line.split() for line in told.splitlines()]
+    places = [row[1].rpartition(":") for row in rows if row[3] == LISTENING]
+    return {int(port, 16) for address, _, port in places if not address.endswith("0100007F")}
+
+
+def bound_the_systems_ports(machine: Machine) -> None:
+    setting = f"echo {SYSTEM[0]} {SYSTEM[-1]} > /proc/sys/net/ipv4/ip_local_port_range"
+    subprocess.run(["ip", "netns", "exec", machine.namespace, "sh", "-c", setting], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@needs_java
+@pytest.mark.skipif(
+    os.getuid() != 0 or bool(why_not_apart()), reason="no network namespaces can be made here"
+)
+def test_between_hosts_a_run_listens_at_the_documented_ports_alone(tmp_path: Path) -> None:
+    """The hub's and rank_ports; gloo's are of the system's range, which bounds them."""
+    with machines_apart(4) as machines, cluster_on(machines, tmp_path, start=False) as cluster:
+        for machine in machines:
+            bound_the_systems_ports(machine)
+        cluster.start()
+        with cluster.driver(TRAIN.format(folder=str(tmp_path))) as driver:
+            driver.hear("ready")
+            before = [listening(machine) for machine in machines]
+            ranks = [tmp_path / f"rank{rank}" for rank in range(2)]
+            driver.say("begin")
+            until(lambda: all(rank.exists() for rank in ranks), "the ranks meet", 120)
+            new = [listening(each) - ports for each, ports in zip(machines, before, strict=True)]
+            for rank in ranks:
+                rank.with_suffix(".seen").touch()
+            assert driver.hear("total")["total"] == 2.0
+    _, of_driver, *of_workers = new
+    assert of_driver == {HUB}
+    stores = [port for ports in of_workers for port in ports if port in RANKS]
+    assert len(stores) == 1
+    others = {port for ports in of_workers for port in ports} - {*stores}
+    assert others
+    assert others <= {*SYSTEM}

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 from distributor.launch.console import notify
+from distributor.launch.defaults import conf_cache_dir
 from distributor.launch.modules import own_folders
 from distributor.launch.session import Session
 from distributor.node.environments import Prepared, packed, required
-from distributor.node.made_once import cache_folder, made_once
+from distributor.node.made_once import cache_folder, made_once, with_cache
 from distributor.node.unpacking import BROKEN, SUFFIXES, library_in, unpack
 
 Environment: TypeAlias = str | os.PathLike[str] | Sequence[str] | None
@@ -82,7 +83,7 @@ def prepared_here(
     """
     if not environment:
         return None
-    variables = {**os.environ, **env}
+    variables = with_cache({**os.environ, **env}, conf_cache_dir(Session.active()))
     told = threading.Timer(TELL_SECONDS, notify, ["Waiting: the environment is not ready here."])
     told.daemon = True
     told.start()

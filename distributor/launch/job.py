@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from distributor.launch.cancelling import Cancellation
+from distributor.launch.defaults import NOT_GIVEN, complete, folder
 from distributor.launch.environments import Environment, check_environment
 from distributor.launch.inquiry import Inquiry
 from distributor.launch.preemption import Preemption
@@ -23,12 +24,11 @@ from distributor.node.gpus import GPUType
 from distributor.node.output import Sink
 from distributor.node.program import Call, Program, Script
 from distributor.wire import pickling
+from distributor.wire.addresses import checked_port, port_range, split_address
 from distributor.wire.keeping import check_name
 from distributor.wire.messages import Stream
 from distributor.wire.outcome import Outcome
 from distributor.wire.progress import Progress, Reported
-
-MAX_PORT = 65535
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +46,23 @@ class Settings:
     start_timeout : float
         Seconds that may pass until all ranks are up, the wait for free slots included.
     log_dir : str or path, optional
-        Folder that keeps every rank's whole output, in a folder named after the run.
+        Folder that keeps every rank's whole output, in a folder named after the run. The
+        default is that of DISTRIBUTOR_LOG_DIR, spark.distributor.logDir, or none.
     show_output : "all", "none" or ranks
         Whose output is shown here as it comes.
     hub_address : str, optional
-        ``host`` or ``host:port`` at which this process listens for the nodes; by default the
-        address of Spark's driver and a free port.
+        Where this process listens for the nodes: ``host``, ``host:port``, ``[IPv6]`` or
+        ``[IPv6]:port``; by default the address of Spark's driver and `hub_port`.
+    hub_port : int
+        The port, unless `hub_address` has one; 0 for a free one. All runs of this process share it.
+        The default is that of DISTRIBUTOR_HUB_PORT, spark.distributor.hub.port, or 0.
+    rank_ports : str, optional
+        The ports that rank 0's store may have, such as "29500-29599"; each run takes one. The
+        default is that of DISTRIBUTOR_RANK_PORTS, spark.distributor.rank.ports, or any free port.
     warm : bool
         Whether ranks are forked from a process that each node keeps, with torch imported, for this
         and later runs; otherwise, and always on macOS, each starts a fresh interpreter. The
-        variable DISTRIBUTOR_WARM, 0 or 1, sets the default, which is True.
+        default is that of DISTRIBUTOR_WARM (0 or 1), spark.distributor.warm, or True.
     preload : sequence of str
         Modules that this process imports too; none of them may touch CUDA or start threads.
     gpu_type : GPUType or str, optional
@@ -82,10 +89,12 @@ class Settings:
     forward_env: Sequence[str] = ()
     timeout: float | None = None
     start_timeout: float = 600.0
-    log_dir: str | os.PathLike[str] | None = None
+    log_dir: str | os.PathLike[str] | None = NOT_GIVEN
     show_output: Literal["all", "none"] | Collection[int] = "all"
     hub_address: str | None = None
-    warm: bool = field(default_factory=lambda: os.environ.get("DISTRIBUTOR_WARM") != "0")
+    hub_port: int = NOT_GIVEN
+    rank_ports: str | None = NOT_GIVEN
+    warm: bool = NOT_GIVEN
     preload: Sequence[str] = ()
     gpu_type: GPUType | str | None = None
     pool: str | None = None
@@ -97,15 +106,14 @@ class Settings:
     listeners: Sequence[Listener] = ()
 
     def __post_init__(self) -> None:
+        complete(self)
         _check_env(self.env)
         _check_words("forward_env", self.forward_env, "variables, such as ['HF_*']")
         _check_seconds("timeout", self.timeout)
         _check_seconds("start_timeout", self.start_timeout)
         _check_ranks(self.show_output)
-        if self.log_dir is not None:
-            _make_folder(self.log_dir)
-        if self.hub_address is not None:
-            split_address(self.hub_address)
+        folder("log_dir", self.log_dir)
+        self._check_ports()
         _check_words("preload", self.preload, "modules, such as ['lightning']")
         _check_gpu_type(self.gpu_type)
         _check_pool(self.pool)
@@ -115,6 +123,12 @@ class Settings:
             raise ValueError(f"mlflow_ranks is 'first' or 'all', but is {self.mlflow_ranks!r}.")
         check_environment(self.environment)
         _check_listeners(self.listeners)
+
+    def _check_ports(self) -> None:
+        port_range("rank_ports", self.rank_ports)
+        checked_port("hub_port", self.hub_port)
+        if self.hub_address is not None:
+            split_address("hub_address", self.hub_address)
 
     @property
     def forwarded(self) -> dict[str, str]:
@@ -248,18 +262,6 @@ def program_of(
     return Call(pickling.name_of(train_object), call)
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Split ``host`` or ``host:port``; the port is 0 where there is none."""
-    if not isinstance(address, str):
-        raise TypeError(f"hub_address must be 'host' or 'host:port', but is {address!r}.")
-    host, colon, port = address.partition(":")
-    if not host or (colon and not port.isdecimal()):
-        raise ValueError(f"hub_address must be 'host' or 'host:port', but is {address!r}.")
-    if int(port or 0) > MAX_PORT:
-        raise ValueError(f"hub_address is {address!r}, but the highest port is {MAX_PORT}.")
-    return host, int(port or 0)
-
-
 def check_num_processes(num_processes: object) -> tuple[int, int]:
     """Check a number of ranks, or a pair of the least and the most; give such a pair.
 
@@ -303,17 +305,6 @@ def _script(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Scr
         )
     path = path.absolute()
     return Script(path.name, str(path), tuple(map(str, args)), path.read_bytes())
-
-
-def _make_folder(log_dir: str | os.PathLike[str]) -> None:
-    if not isinstance(log_dir, (str, os.PathLike)):
-        raise TypeError(f"log_dir is the path of a folder, but is {log_dir!r}.")
-    try:
-        Path(log_dir).mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise NotADirectoryError(
-            f"log_dir is the path of a folder, but at '{log_dir}' or above it is a file."
-        ) from None
 
 
 def check_max_failures(count: object) -> None:

@@ -17,9 +17,11 @@ from distributor.node import warm
 from distributor.node.agent import Agent
 from distributor.node.environment import Node, common_environment
 from distributor.node.interpreter import Interpreter
+from distributor.node.network import listen_for_ranks
 from distributor.node.output import Sink
 from distributor.node.program import in_file
 from distributor.node.warm import Warmth
+from distributor.wire.addresses import port_range
 from distributor.wire.outcome import Outcome
 
 LOOPBACK = "127.0.0.1"
@@ -56,7 +58,7 @@ class LocalLauncher:
         StartTimeout, RunTimeout
             Where a deadline of the job passed.
         ExecutorNotReady
-            Where the environment cannot be had here.
+            If the environment cannot be had here, or none of ``rank_ports`` is free.
         """
         settings = job.settings
         start_deadline = time.monotonic() + settings.start_timeout
@@ -64,8 +66,9 @@ class LocalLauncher:
         interpreter = prepared.interpreter if prepared else Interpreter.here()
         env = {**interpreter.variables, **job.env}
         warmth = _warmth(settings, job.num_processes, env, interpreter)
+        ports = port_range("rank_ports", settings.rank_ports)
         with (
-            socket.create_server((LOOPBACK, 0)) as listener,
+            listen_for_ranks(LOOPBACK, ports) as listener,
             in_file(job.program) as program,
             warm.starter(warmth, start_deadline, interpreter) as starter,
         ):

@@ -15,8 +15,9 @@ from typing import Any
 from distributor.errors import DistributorError, StartTimeout
 from distributor.launch.cancelling import Cancellation
 from distributor.launch.console import notify, warn
+from distributor.launch.defaults import conf_cache_dir
 from distributor.launch.environments import shipped_environment
-from distributor.launch.job import Job, Settings, split_address
+from distributor.launch.job import Job, Settings
 from distributor.launch.local import LOOPBACK
 from distributor.launch.modules import shipped_modules
 from distributor.launch.resources import ClusterPlan
@@ -25,10 +26,11 @@ from distributor.launch.shipping import portable_task, shipped_program
 from distributor.launch.waiting import TELL_SECONDS, wait_out
 from distributor.launch.watch import Watch
 from distributor.node.barrier_task import ROWS
-from distributor.node.environment import source_address
+from distributor.node.network import source_address
 from distributor.node.output import Sink
 from distributor.node.program import Call, Program, Script
 from distributor.node.task_spec import TaskSpec
+from distributor.wire.addresses import bare, joined, port_range, split_address
 from distributor.wire.hub import Hub
 from distributor.wire.outcome import Outcome
 from distributor.wire.pickling import heaviest
@@ -89,7 +91,7 @@ class SparkLauncher:
         Raises
         ------
         OSError
-            Where ``hub_address`` cannot be bound.
+            If ``hub_address`` or ``hub_port`` cannot be bound.
         StartTimeout, RunTimeout
             Where a deadline passed.
         ExecutorNotReady
@@ -97,8 +99,8 @@ class SparkLauncher:
         """
         deadline = time.monotonic() + job.settings.start_timeout
         secret = secrets.token_bytes(32)
-        address = hub_address(self.session, job.settings.hub_address)
-        with open_hub(address, secret, wished=job.settings.hub_address is not None) as hub:
+        address = hub_address(self.session, job.settings.hub_address, job.settings.hub_port)
+        with open_hub(address, secret) as hub:
             self._await_slots(deadline, job.cancellation)
             notify(f"Started distributed training with {job.num_processes} executor processes")
             spec = self._spec(job, (address.told, hub.port), secret)
@@ -191,6 +193,8 @@ class SparkLauncher:
             gpu_type=job.settings.wanted_type,
             modules=shipped_modules(self.session, _beside(job.program)),
             environment=shipped_environment(self.session, job.settings.environment),
+            rank_ports=port_range("rank_ports", job.settings.rank_ports),
+            cache_dir=conf_cache_dir(self.session),
         )
 
 
@@ -216,46 +220,58 @@ ROOM_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class HubAddress:
-    """Where the hub listens, and what the nodes are told of it."""
+    """Where the hub listens, and what the nodes are told of it.
+
+    Parameters
+    ----------
+    bound, told : str
+        This process's address, and the one that the nodes connect to.
+    port : int
+        0 for any.
+    chosen_by : str
+        The setting that the user has chosen it by; empty if there is none.
+    """
 
     bound: str
     told: str
     port: int = 0
+    chosen_by: str = ""
 
 
-def hub_address(session: Session, wish: str | None) -> HubAddress:
+def hub_address(session: Session, wish: str | None, port: int = 0) -> HubAddress:
     """Choose where the hub listens.
 
     By default it listens only where Spark's driver does. A Connect client is not where the driver
     is, so there it is the address from which the client reaches the driver.
     """
-    driver = session.conf("spark.driver.host") or LOOPBACK
-    bound = session.conf("spark.driver.bindAddress") or driver
+    driver = bare(session.conf("spark.driver.host") or LOOPBACK)
+    bound = bare(session.conf("spark.driver.bindAddress") or driver)
     if wish is not None:
-        host, port = split_address(wish)
-        return HubAddress(bound if host == driver else host, host, port)
+        host, wished_port = split_address("hub_address", wish)
+        return HubAddress(
+            bound if host == driver else host, host, wished_port or port, "hub_address"
+        )
     if session.is_connect:
-        ours = _towards(driver)
-        return HubAddress(ours, ours)
-    return HubAddress(bound, driver)
+        bound = driver = _towards(driver)
+    return HubAddress(bound, driver, port, "hub_port" if port else "")
 
 
-def open_hub(address: HubAddress, secret: bytes, *, wished: bool) -> Hub:
-    """Bind the hub; where the user named no address, one that cannot be had only costs the hub.
+def open_hub(address: HubAddress, secret: bytes) -> Hub:
+    """Bind the hub; if the user has chosen nothing, an error costs the run no more than the hub.
 
     Raises
     ------
     OSError
-        Where ``hub_address`` cannot be bound.
+        If ``hub_address`` or ``hub_port`` cannot be bound.
     """
     try:
         return Hub(address.bound, secret, port=address.port)
     except OSError as error:
-        where = f"{address.bound}:{address.port or '(any port)'}"
-        if wished:
+        where = joined(address.bound, address.port or "(any port)")
+        if address.chosen_by:
             raise OSError(
-                f"hub_address cannot be bound at {where}: {error}. Name an address of this "
-                "machine that the executors can reach, and a port that is free."
+                f"{address.chosen_by} cannot be bound at {where}: {error}. Name an address of "
+                "this machine that the executors can reach, and a port that is free."
             ) from error
         warn(f"No hub at {where}: {error}. Ranks' output will not be shown here.")
         return Hub(LOOPBACK, secret)

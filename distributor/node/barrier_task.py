@@ -22,17 +22,19 @@ from distributor.node.environment import (
     Node,
     common_environment,
     node_order,
-    routable_address,
     visible_devices,
 )
 from distributor.node.environments import Prepared
 from distributor.node.gpus import lack_of
 from distributor.node.interpreter import Interpreter
 from distributor.node.keeping import keep_large, keep_refused
+from distributor.node.made_once import with_cache
+from distributor.node.network import listen_for_ranks, routable_address
 from distributor.node.program import Program, Script, in_file
 from distributor.node.software import check_interpreter, software
 from distributor.node.task_spec import TaskSpec
 from distributor.node.warm import Warmth
+from distributor.wire.addresses import joined
 from distributor.wire.messages import Output, Rendezvous
 from distributor.wire.outcome import Failure, Outcome, Value
 from distributor.wire.report import TaskFailed
@@ -40,8 +42,6 @@ from distributor.wire.report import TaskFailed
 if TYPE_CHECKING:
     import pyarrow as pa
 
-BACKLOG = 4096
-"""Connections that may wait until rank 0 serves the store: one from each rank, and each node."""
 REACH_SECONDS = 10.0
 ROWS = "rank int, part int, data binary"
 """The rows of a task: the values that did not reach the driver over the link, in parts."""
@@ -85,7 +85,7 @@ def _prepared(spec: TaskSpec) -> Prepared:
     """See to what this node's ranks run with."""
     if spec.environment is None:
         return Prepared(Interpreter.here(), software())
-    variables = {**os.environ, **spec.env}
+    variables = with_cache({**os.environ, **spec.env}, spec.cache_dir)
     deadline = time.monotonic() + spec.meet_timeout
     brought = _brought_by_spark()
     entries = [Path(entry).absolute() for entry in sys.path]
@@ -114,7 +114,7 @@ def _join(
     """Agree with the other nodes on where rank 0's store listens."""
     host = hosts[context.partitionId()]
     address = routable_address(host, hosts)
-    listener = socket.create_server((address, 0), backlog=BACKLOG) if node_rank == 0 else None
+    listener = listen_for_ranks(address, spec.rank_ports) if node_rank == 0 else None
     mine = Rendezvous(address, listener.getsockname()[1]) if listener else None
     meeting = channel.meet(mine, prepared.software)
     if node_rank != 0:
@@ -160,9 +160,10 @@ def _check_way(host: str, store: Rendezvous) -> None:
             # Rank 0 may have ended already: its own node then tells why, which ends this task.
             time.sleep(REACH_SECONDS)
         raise ExecutorNotReady(
-            f"The executor on {host} cannot reach rank 0's at {store.host}:{store.port} ({error}). "
-            "Ranks talk to each other over TCP, at ports that the system chooses: open the way "
-            "between the hosts of the executors, in both directions."
+            f"The executor on {host} cannot reach rank 0's at {joined(store.host, store.port)} "
+            f"({error}). Ranks talk to each other over TCP: open the way between the hosts of the "
+            "executors, in both directions. rank_ports bounds the port of rank 0's store, and the "
+            "hosts' net.ipv4.ip_local_port_range those of gloo and NCCL."
         ) from error
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from distributor.node.network import interface_of
 from distributor.wire.outcome import Origin
 
 
@@ -216,51 +215,3 @@ def node_order(hosts: Sequence[str]) -> list[int]:
     return sorted(
         range(len(hosts)), key=lambda partition: (first_seen[hosts[partition]], partition)
     )
-
-
-def routable_address(name: str, peers: Sequence[str]) -> str:
-    """Find the IPv4 address under which this machine, called `name`, is reached by its peers.
-
-    A host name that resolves to loopback (Debian's 127.0.1.1) is right only where all peers are
-    this machine; otherwise it is the address from which a packet to a peer leaves.
-    """
-    address = _resolve(name)
-    strangers = [peer for peer in peers if peer != name]
-    if address.startswith("127.") and strangers:
-        return source_address(strangers[0])
-    return address
-
-
-def source_address(destination: str) -> str:
-    """Find the local IPv4 address from which `destination` is reached; no packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((destination, 9))
-        return str(probe.getsockname()[0])
-
-
-def _resolve(name: str) -> str:
-    return str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
-
-
-def interface_of(address: str) -> str | None:
-    """Name the network interface that has an IPv4 address; None where that cannot be told."""
-    return _interfaces().get(address)
-
-
-def _interfaces() -> dict[str, str]:
-    """Map each IPv4 address of this machine to its interface (Linux; elsewhere empty)."""
-    if sys.platform != "linux":
-        return {}
-    import array
-    import fcntl
-
-    siocgifconf, entry_size = 0x8912, 40
-    table = array.array("B", bytes(entry_size * 256))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        request = struct.pack("iL", len(table), table.buffer_info()[0])
-        filled = struct.unpack("iL", fcntl.ioctl(any_socket, siocgifconf, request))[0]
-    entries = (bytes(table[i : i + entry_size]) for i in range(0, filled, entry_size))
-    return {
-        socket.inet_ntoa(entry[20:24]): entry[:16].split(b"\0")[0].decode().split(":")[0]
-        for entry in entries
-    }

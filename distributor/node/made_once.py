@@ -25,6 +25,19 @@ Make = Callable[[Path, int], object]
 """Fills a folder; also gets the lock's descriptor, for processes that write into it."""
 
 
+def with_cache(variables: Mapping[str, str], folder: str | None) -> dict[str, str]:
+    """Add a folder of the administrator's to environment variables that name none.
+
+    Parameters
+    ----------
+    variables : mapping of str to str
+        Environment variables.
+    folder : str, optional
+        What DISTRIBUTOR_CACHE then is.
+    """
+    return {**variables, CACHE: variables.get(CACHE) or folder or ""}
+
+
 def cache_folder(variables: Mapping[str, str]) -> Path:
     """Give the folder in which this user's things are kept on this node.
 
@@ -46,7 +59,8 @@ def cache_folder(variables: Mapping[str, str]) -> Path:
                 return folder
     raise ExecutorNotReady(
         f"On {socket.gethostname()} environments cannot be kept: {', '.join(map(str, tried))} "
-        f"cannot be written. Name a folder that can, in the variable {CACHE} (env=)."
+        f"cannot be written. Name a folder that can, in the variable {CACHE} (env=), or as "
+        "spark.distributor.cacheDir in Spark's conf."
     )
 
 

@@ -45,6 +45,10 @@ class TaskSpec:
         The name of the archive with the user's modules that Spark has brought.
     environment : str, tuple of str or None
         What the ranks run in: the name of the folder that Spark has brought, or requirements.
+    rank_ports : range or None
+        The ports that rank 0's store may have.
+    cache_dir : str or None
+        Where environments are kept on a node whose own environment names no folder.
     """
 
     run_id: str
@@ -65,3 +69,5 @@ class TaskSpec:
     gpu_type: str | None
     modules: str | None
     environment: str | tuple[str, ...] | None
+    rank_ports: range | None = None
+    cache_dir: str | None = None

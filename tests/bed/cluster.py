@@ -68,14 +68,14 @@ class Cluster:
         self.temporary.mkdir()
         self._machines = machines
         self._on_master, self.on_driver, *self.on_workers = machines
-        self.address = f"spark://{self._on_master.address}:7077"
+        self.address = f"spark://{self._on_master.host}:7077"
 
     def start(self) -> None:
         """Start master and workers, and wait until they have met."""
-        wanted = ["--host", self._on_master.address, "--port", "7077", "--webui-port", "0"]
+        wanted = ["--host", self._on_master.host, "--port", "7077", "--webui-port", "0"]
         master = self._start_daemon(self._on_master, "master.Master", *wanted)
         for number, machine in enumerate(self.on_workers):
-            wanted = ["--host", machine.address, "--port", "0", "--webui-port", "0"]
+            wanted = ["--host", machine.host, "--port", "0", "--webui-port", "0"]
             wanted += ["--cores", str(self._cores), "--memory", f"{self._cores * 600}m"]
             wanted += ["--work-dir", str(self.folder / f"work{number}"), self.address]
             self._start_daemon(machine, "worker.Worker", *wanted)
@@ -129,8 +129,8 @@ class Cluster:
         """What a driver's session needs to be told."""
         return {
             "spark.master": self.address,
-            "spark.driver.host": self.on_driver.address,
-            "spark.driver.bindAddress": self.on_driver.address,
+            "spark.driver.host": self.on_driver.host,
+            "spark.driver.bindAddress": self.on_driver.host,
             "spark.executor.memory": "512m",
             "spark.executor.cores": "1",
             "spark.ui.enabled": "false",

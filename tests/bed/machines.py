@@ -16,6 +16,7 @@ from typing import Any
 
 from bed import delay
 from bed.delay import open_tap
+from distributor.wire.addresses import joined
 
 _numbers = itertools.count()
 LISTENING = "0A"
@@ -29,7 +30,7 @@ class Machine:
     Parameters
     ----------
     address : str
-        Its IPv4 address.
+        Its address, of IPv4 or IPv6.
     namespace : str
         Its network namespace; empty for an address of the loopback.
     environment : dict of str to str
@@ -46,9 +47,18 @@ class Machine:
         inside = ["ip", "netns", "exec", self.namespace] if self.namespace else []
         given = {**self.environment, **settings.pop("env", {})}
         env = {**os.environ, "SPARK_LOCAL_IP": self.address, **given}
+        if ":" in self.address:
+            options = env.get("JDK_JAVA_OPTIONS", "")
+            env["JDK_JAVA_OPTIONS"] = f"{options} -Djava.net.preferIPv6Addresses=true".lstrip()
+            env["SPARK_PREFER_IPV6"] = "true"
         process = subprocess.Popen([*inside, *command], env=env, **settings)
         self._started.append(process)
         return process
+
+    @property
+    def host(self) -> str:
+        """Its address as a part of an URL."""
+        return joined(self.address, 0).removesuffix(":0")
 
     def cut(self) -> None:
         """Take its link down: packets are lost, and nobody is told."""
@@ -114,16 +124,19 @@ def why_not_apart() -> str:
 
 
 @contextlib.contextmanager
-def machines_apart(count: int) -> Iterator[list[Machine]]:
+def machines_apart(count: int, *, ipv6: bool = False) -> Iterator[list[Machine]]:
     """Make machines with a network namespace each, which a bridge joins.
 
-    The host's end of each machine's link is named as its namespace.
+    The host's end of each machine's link is named as its namespace. With ``ipv6`` they have
+    addresses of no other kind, but for the loopback's.
     """
     pid = os.getpid()
-    bridge, network = f"db{pid}", f"10.{200 + pid % 50}.{pid // 50 % 250}"
+    bridge, network = f"db{pid}", f"10.{200 + pid % 50}.{pid // 50 % 250}."
+    if ipv6:
+        network = f"fd00:{pid % 0xFFFF:x}::"
     # Of an earlier bed's machines the kernel may still be taking leave.
     names = [f"d{pid}n{next(_numbers)}" for _ in range(count)]
-    made = [Machine(f"{network}.{number}", name) for number, name in enumerate(names, 1)]
+    made = [Machine(f"{network}{number}", name) for number, name in enumerate(names, 1)]
     try:
         _ip("link", "add", bridge, "type", "bridge")
         _ip("link", "set", bridge, "up")
@@ -158,7 +171,8 @@ def _join(machine: Machine, bridge: str) -> None:
     _ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
     _ip("link", "set", name, "master", bridge, "up")
     _ip("-n", name, "link", "set", "lo", "up")
-    _ip("-n", name, "address", "add", f"{machine.address}/24", "dev", "eth0")
+    size, *options = ["/64", "nodad"] if ":" in machine.address else ["/24"]
+    _ip("-n", name, "address", "add", f"{machine.address}{size}", *options, "dev", "eth0")
     _ip("-n", name, "link", "set", "eth0", "up")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,16 +16,21 @@ from typing import Any, NamedTuple
 import pytest
 
 from distributor import TorchDistributor
+from distributor.errors import ExecutorNotReady
 from distributor.launch.resources import driver_gpus
-from distributor.node import environment
+from distributor.node import network
 from distributor.node.environment import (
     RANK_VARIABLES,
     Node,
-    interface_of,
     node_order,
     rank_environment,
-    routable_address,
     visible_devices,
+)
+from distributor.node.network import (
+    interface_of,
+    listen_for_ranks,
+    routable_address,
+    source_address,
 )
 
 DUMP = """
@@ -350,17 +356,29 @@ def test_loopback_has_an_interface() -> None:
     assert interface_of("203.0.113.9") is None
 
 
+needs_ipv6 = pytest.mark.skipif(interface_of("::1") is None, reason="there is no IPv6 here")
+
+
 @pytest.fixture
 def resolver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names as a Debian machine has them: its own is loopback, its peers' are not."""
-    known = {"here": "127.0.1.1", "named": "10.1.2.3", "localhost": "127.0.0.1"}
-    sources = {"there": "10.1.2.3", "yonder": "10.9.9.9"}
+    known = {
+        "here": ["127.0.1.1"],
+        "named": ["10.1.2.3"],
+        "localhost": ["::1", "127.0.0.1"],
+        "both": ["fd00::3", "10.1.2.3"],
+        "six": ["fd00::3"],
+        "here6": ["::1"],
+    }
+    sources = {"there": "10.1.2.3", "yonder": "10.9.9.9", "[fd00::4]": "fd00::3"}
 
-    def getaddrinfo(name: str, *rest: Any) -> list[Any]:
-        return [(2, 1, 6, "", (known[name], 0))]
+    def getaddrinfo(name: str, *rest: Any, **kind: Any) -> list[Any]:
+        families = {True: socket.AF_INET6, False: socket.AF_INET}
+        found = known.get(name, [name])
+        return [(families[":" in each], 1, 6, "", (each, 0)) for each in found]
 
-    monkeypatch.setattr(environment.socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(environment, "source_address", sources.__getitem__)
+    monkeypatch.setattr("distributor.wire.addresses.socket.getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(network, "source_address", sources.__getitem__)
 
 
 @pytest.mark.usefixtures("resolver")
@@ -375,6 +393,11 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> None:
         ("localhost", ["localhost", "there"], "10.1.2.3"),
         ("named", ["named"], "10.1.2.3"),
         ("named", ["named", "there"], "10.1.2.3"),
+        ("both", ["both", "there"], "10.1.2.3"),
+        ("six", ["six", "there"], "fd00::3"),
+        ("here6", ["here6"], "::1"),
+        ("here6", ["here6", "[fd00::4]"], "fd00::3"),
+        ("[fd00::3]", ["[fd00::3]", "[fd00::4]"], "fd00::3"),
     ],
 )
 def test_a_loopback_name_is_an_address_only_among_ourselves(
@@ -385,4 +408,25 @@ def test_a_loopback_name_is_an_address_only_among_ourselves(
 
 def test_the_real_loopback() -> None:
     assert routable_address("localhost", ["localhost"]).startswith("127.")
-    assert environment.source_address("127.0.0.1") == "127.0.0.1"
+    assert source_address("127.0.0.1") == "127.0.0.1"
+
+
+@needs_ipv6
+def test_the_real_ipv6_loopback() -> None:
+    assert routable_address("[::1]", ["[::1]"]) == "::1"
+    assert source_address("[::1]") == "::1"
+    assert interface_of("::1") == "lo"
+    assert interface_of("fd00::77") is None
+    with listen_for_ranks("::1", None) as listener:
+        assert listener.getsockname()[0] == "::1"
+
+
+def test_rank_0_listens_at_the_first_free_port_of_its_range() -> None:
+    with listen_for_ranks("127.0.0.1", None) as some:
+        port = some.getsockname()[1]
+        with listen_for_ranks("127.0.0.1", range(port, port + 50)) as other:
+            assert port < other.getsockname()[1] < port + 50
+        with pytest.raises(
+            ExecutorNotReady, match=f"rank_ports is '{port}-{port}', .* none .*already in use"
+        ):
+            listen_for_ranks("127.0.0.1", range(port, port + 1))

@@ -1,0 +1,131 @@
+"""Defaults of an administrator: which one counts, and what is said of one that is malformed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributor import TorchDistributor
+from distributor.launch.defaults import CACHE_DIR, DEFAULTS, conf_cache_dir, table
+from distributor.launch.job import Settings
+from distributor.launch.session import Session
+
+README = Path(__file__).parents[2] / "README.md"
+OF_SETTINGS = [each for each in DEFAULTS if each is not CACHE_DIR]
+VALUES = {  # as a variable or Spark's conf has them, and what comes of it; three of each
+    "warm": [("0", False), ("TRUE", True), ("false", False)],
+    "hub_port": [("7078", 7078), ("7079", 7079), ("7080", 7080)],
+    "rank_ports": [("1-2", "1-2"), ("3-4", "3-4"), ("29500", "29500")],
+    "log_dir": [("{0}/a", "{0}/a"), ("{0}/b", "{0}/b"), ("{0}/c", "{0}/c")],
+}
+each_setting = pytest.mark.parametrize("default", OF_SETTINGS, ids=lambda each: each.name)
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in DEFAULTS:
+        monkeypatch.delenv(each.variable, raising=False)
+
+
+@pytest.fixture
+def conf(spark: Any) -> Iterator[Any]:
+    yield spark.conf
+    for each in DEFAULTS:
+        spark.conf.unset(each.key)
+
+
+def values(name: str, folder: Path) -> list[tuple[str, Any]]:
+    def filled(value: Any) -> Any:
+        return value.format(folder) if isinstance(value, str) else value
+
+    return [(filled(text), filled(value)) for text, value in VALUES[name]]
+
+
+@each_setting
+def test_a_variable_counts_and_an_argument_counts_more(
+    default: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (text, value), (_, other), _ = values(default.name, tmp_path)
+    assert getattr(Settings(), default.name) == default.value
+    monkeypatch.setenv(default.variable, "")
+    assert getattr(Settings(), default.name) == default.value, "as if it were not set"
+    monkeypatch.setenv(default.variable, text)
+    assert getattr(Settings(), default.name) == value
+    assert getattr(Settings(**{default.name: other}), default.name) == other
+    assert getattr(Settings(**{default.name: default.value}), default.name) == default.value
+
+
+@pytest.mark.spark
+@each_setting
+def test_sparks_conf_counts_less_than_a_variable(
+    default: Any, conf: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (text, value), (other_text, other), (_, argument) = values(default.name, tmp_path)
+
+    def shown(**settings: Any) -> Any:
+        runner = TorchDistributor(1, local_mode=True, use_gpu=False, **settings)
+        return getattr(runner, default.name)
+
+    conf.set(default.key, text)
+    assert shown() == value
+    monkeypatch.setenv(default.variable, other_text)
+    assert shown() == other
+    assert shown(**{default.name: argument}) == argument
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("warm", "maybe", "is one of 1, true, 0, false, but is 'maybe'"),
+        ("hub_port", "http", "is a port, .* but is 'http'"),
+        ("hub_port", "65536", "is a port from 1 to 65535, .* not 65536"),
+        ("rank_ports", "9-8", "is a range of ports .* but is '9-8'"),
+        ("log_dir", __file__, f"is the path of a folder, but at '{re.escape(__file__)}'"),
+    ],
+)
+def test_a_malformed_default_is_refused_by_the_name_of_its_source(
+    name: str, text: str, told: str, conf: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default = next(each for each in DEFAULTS if each.name == name)
+    conf.set(default.key, text)
+    with pytest.raises((ValueError, OSError), match=f"^{default.key} in Spark's conf {told}"):
+        TorchDistributor(1, local_mode=True, use_gpu=False)
+    monkeypatch.setenv(default.variable, text)
+    with pytest.raises(
+        (ValueError, OSError), match=f"^the environment variable {default.variable} {told}"
+    ):
+        TorchDistributor(1, local_mode=True, use_gpu=False)
+
+
+@pytest.mark.spark
+def test_the_cache_folder_of_the_nodes_is_an_absolute_path(spark: Any, conf: Any) -> None:
+    assert conf_cache_dir(Session(spark)) is None
+    conf.set(CACHE_DIR.key, "/mnt/cache")
+    assert conf_cache_dir(Session(spark)) == "/mnt/cache"
+    conf.set(CACHE_DIR.key, "cache")
+    with pytest.raises(ValueError, match=r"spark\.distributor\.cacheDir in .* absolute .* 'cache'"):
+        conf_cache_dir(Session(spark))
+
+
+def test_a_local_run_without_a_session_does_not_import_pyspark() -> None:
+    program = """
+import sys
+from distributor import TorchDistributor
+
+assert TorchDistributor(1, use_gpu=False).warm is False
+assert not {"pyspark", "torch", "mlflow"} & set(sys.modules)
+"""
+    env = {**os.environ, "DISTRIBUTOR_WARM": "0"}
+    subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=60)
+
+
+def test_the_readme_has_the_table() -> None:
+    assert table() in README.read_text()

@@ -1,0 +1,91 @@
+"""Runs where the driver, or every host, has an IPv6 address."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bed.cluster import cluster_on
+from bed.machines import machines_apart, why_not_apart
+from conftest import facts_in, needs_java
+
+pytestmark = [pytest.mark.spark, needs_java]
+
+
+def _has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
+needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="there is no IPv6 here")
+needs_namespaces = pytest.mark.skipif(
+    os.getuid() != 0 or bool(why_not_apart()), reason="no network namespaces can be made here"
+)
+
+TRAIN = """
+def train():
+    import os, socket
+    import torch, torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.ones(())
+    dist.all_reduce(total)
+    print("rank", dist.get_rank(), "is here", flush=True)
+    dist.destroy_process_group()
+    return total.item(), os.environ["MASTER_ADDR"], os.environ.get("GLOO_SOCKET_IFNAME")
+"""
+LOCAL = (
+    TRAIN
+    + """
+import json
+from pyspark.sql import SparkSession
+from distributor import TorchDistributor
+
+builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+spark = builder.config("spark.driver.host", "[::1]").getOrCreate()
+found = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).run(train)
+named = TorchDistributor(
+    2, local_mode=False, use_gpu=False, timeout=120, hub_address="[::1]", hub_port=0
+).run(train)
+print("FACTS " + json.dumps({"found": found, "named": named}))
+"""
+)
+CLUSTER = (
+    TRAIN
+    + """
+told = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).run(train)
+tell(found=told)
+"""
+)
+
+
+@needs_ipv6
+def test_a_driver_host_in_brackets(run_driver: Any) -> None:
+    done = run_driver(LOCAL)
+    facts = facts_in(done)
+    assert facts == {"found": [2.0, "::1", "lo"], "named": [2.0, "::1", "lo"]}
+    assert done.stdout.count("is here") == 4, "what ranks print comes over the link"
+    assert "No hub at" not in done.stderr
+
+
+@pytest.mark.slow
+@needs_namespaces
+@needs_ipv6
+def test_hosts_that_have_ipv6_alone(tmp_path: Path) -> None:
+    with (
+        machines_apart(4, ipv6=True) as machines,
+        cluster_on(machines, tmp_path) as cluster,
+        cluster.driver(CLUSTER) as driver,
+    ):
+        found = driver.hear("found")["found"]
+        shown = driver.log.read_text()
+    workers = [machine.address for machine in cluster.on_workers]
+    assert found[0] == 2.0
+    assert found[1] in workers
+    assert found[2] == "eth0"
+    assert shown.count("is here") == 2, "what ranks print comes over the link"
