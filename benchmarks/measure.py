@@ -90,9 +90,9 @@ def environment() -> dict[str, str]:
 
 def adopt_orphans() -> None:
     """Become the parent of whatever a driver leaves behind, to be able to end it."""
-    from distributor.node import keeper  # not above: drivers of other launchers do without
+    from distributor.wire.kernel import set_subreaper  # other launchers' drivers do without
 
-    keeper.adopt_orphans()
+    set_subreaper()
 
 
 @contextlib.contextmanager

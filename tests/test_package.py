@@ -22,7 +22,7 @@ PACKAGE = Path(distributor.__file__).resolve().parent
 HEAVY = ("torch", "pyspark", "py4j", "mlflow", "ray", "pandas", "numpy", "pyarrow")
 
 LAYERS = [
-    {"version", "errors"},
+    {"version", "errors", "source"},
     {"wire"},
     {"node"},
     {"launch"},

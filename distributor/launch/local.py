@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from distributor.launch.console import notify
 from distributor.launch.environments import prepared_here
 from distributor.launch.job import Job, Settings
+from distributor.launch.remarks import warn_of
+from distributor.launch.source_changes import warn_if_changed
 from distributor.node import warm
 from distributor.node.agent import Agent
 from distributor.node.environment import Node, common_environment
@@ -20,6 +22,7 @@ from distributor.node.interpreter import Interpreter
 from distributor.node.network import listen_for_ranks
 from distributor.node.output import Sink
 from distributor.node.program import in_file
+from distributor.node.remarks import remarks_here
 from distributor.node.warm import Warmth
 from distributor.wire.addresses import port_range
 from distributor.wire.outcome import Outcome
@@ -60,6 +63,8 @@ class LocalLauncher:
         ExecutorNotReady
             If the environment cannot be had here, or none of ``rank_ports`` is free.
         """
+        warn_if_changed()
+        warn_of({socket.gethostname(): remarks_here()})
         settings = job.settings
         start_deadline = time.monotonic() + settings.start_timeout
         prepared = prepared_here(settings.environment, job.env, start_deadline)

@@ -8,16 +8,16 @@ import io
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
+from importlib.abc import ResourceLoader
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import cloudpickle
-
+from distributor import source
 from distributor.errors import DistributorError
 from distributor.launch.session import Session
+from distributor.launch.source_changes import warn_if_changed
 from distributor.node.program import Program
-from distributor.version import __version__
 from distributor.wire import parcel
 from distributor.wire.room import in_bytes
 
@@ -37,30 +37,30 @@ def portable_task(session: Session, spec: bytes) -> Callable[[Iterator[Any]], It
     callable
         For ``mapInArrow``. It is pickled by value, for it must load where this package is not.
     """
-    content = _archive()
-    archive = f"distributor-{__version__}-{hashlib.sha256(content).hexdigest()[:12]}.zip"
-    session.ship(archive, lambda path: path.write_bytes(content))
-    return _bootstrap(spec, archive, __version__)
+    own = _own_source()
+    archive = f"{source.ARCHIVE}{hashlib.sha256(own.archive).hexdigest()[:16]}.zip"
+    session.ship(archive, lambda path: path.write_bytes(own.archive))
+    return _bootstrap(spec, archive, own.digest, own.importing)
 
 
-def _bootstrap(spec: bytes, archive: str, version: str) -> Callable[[Iterator[Any]], Iterator[Any]]:
+def _bootstrap(
+    spec: bytes, archive: str, digest: str, importing: bytes
+) -> Callable[[Iterator[Any]], Iterator[Any]]:
     # No name of this module may be used inside: being local is what makes it travel by value.
     def task(batches: Iterator[Any]) -> Iterator[Any]:
         import sys
+        import types
 
-        try:
-            from distributor.version import __version__ as found
-        except ImportError:
-            found = ""
-        if found != version:
-            from pyspark import SparkFiles
+        from pyspark import SparkFiles
 
-            for name in [name for name in sys.modules if name.split(".")[0] == "distributor"]:
-                del sys.modules[name]
-            sys.path.insert(0, SparkFiles.get(archive))
+        module: Any = sys.modules.get("distributor.source")
+        if getattr(getattr(module, "checked", None), "digest", None) != digest:
+            module = types.ModuleType("distributor.source")
+            exec(compile(importing, "distributor/source.py", "exec"), vars(module))
+        replaced = module.import_drivers_source(digest, lambda: SparkFiles.get(archive))
         from distributor.node.barrier_task import run
 
-        yield from run(spec, batches)
+        yield from run(spec, batches, replaced)
 
     return task
 
@@ -97,22 +97,33 @@ def _check_room(name: str, folder: Path, size: int) -> None:
         )
 
 
+class _Own(NamedTuple):
+    """The source of this package that the driver runs, and what executors need to import it."""
+
+    digest: str
+    importing: bytes
+    archive: bytes
+
+
 @functools.cache
-def _archive() -> bytes:
-    """Pack this package, and what it needs there of the versions that the driver has."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, path in _modules():
-            # With a fixed date, the same code is the same archive.
-            archive.writestr(zipfile.ZipInfo(name), path.read_bytes(), zipfile.ZIP_DEFLATED)
-    return buffer.getvalue()
+def _own_source() -> _Own:
+    """Read this package, and pack it with what it needs of the versions that the driver has.
 
-
-def _modules() -> Iterator[tuple[str, Path]]:
-    for folder in (Path(__file__).parent.parent, Path(cloudpickle.__file__).parent):
-        for path in sorted(folder.rglob("*.py")):
-            yield str(path.relative_to(folder.parent)), path
+    Once in a process: if the files change later, it still runs what it has imported.
+    """
+    warn_if_changed()
+    ours = source.files_of(source.own_spec())
+    files = {f"distributor/{name}": content for name, content in ours.items()}
+    for name, content in source.files_of(find_spec("cloudpickle")).items():
+        files[f"cloudpickle/{name}"] = content
     found = find_spec("threadpoolctl")  # not imported: that sets a variable of the user's process
     assert found is not None, "it is a requirement"
-    assert found.origin is not None, "it is a file"
-    yield "threadpoolctl.py", Path(found.origin)
+    assert isinstance(found.loader, ResourceLoader), "it is a file, or in an archive"
+    assert found.origin is not None, "it is a file, or in an archive"
+    files["threadpoolctl.py"] = found.loader.get_data(found.origin)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in sorted(files.items()):
+            # With a fixed date, the same code is the same archive.
+            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+    return _Own(source.digest_of(ours), ours["source.py"], buffer.getvalue())

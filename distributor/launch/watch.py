@@ -13,6 +13,7 @@ from distributor.launch.arrivals import Arrivals
 from distributor.launch.console import notify, warn
 from distributor.launch.diagnosis import explain
 from distributor.launch.job import Job
+from distributor.launch.remarks import warn_of
 from distributor.launch.resources import ClusterPlan
 from distributor.node.barrier_task import LATE
 from distributor.node.output import Sink
@@ -32,6 +33,7 @@ from distributor.wire.messages import (
     Preparing,
     RanksStarted,
     Release,
+    Remark,
     Rendezvous,
     Stacks,
     Stop,
@@ -97,6 +99,7 @@ class Watch:
         self._tell_at = math.inf
         self._hosts: dict[int, str] = {}
         self._software: dict[str, Software] = {}
+        self._remarks: dict[str, list[Remark]] = {}
         self._first_up = 0.0
         self._rendezvous: Rendezvous | None = None
         self._meeting: Literal["hub", "spark"] | None = None
@@ -187,8 +190,10 @@ class Watch:
         self._first_up = self._first_up or time.monotonic()
         self._hosts[node] = message.host
         self._software[f"{message.host} (node {node})"] = message.software
+        self._remarks.setdefault(message.host, []).extend(message.remarks)
         self._linked.add(node)
         if self._meeting == "spark":
+            warn_of({message.host: message.remarks})
             self._settling.expect(len(self._linked))
             self._hub.send(node, MeetThroughSpark())
 
@@ -299,6 +304,7 @@ class Watch:
             self._tell_at = math.inf
             notify(f"Waiting: {self._unready()}.")
         if self._rendezvous and len(self._hosts) == self._plan.num_tasks:
+            warn_of(self._remarks)
             check_alike(self._software | {"the driver": pickling_software()})
             self._hub.broadcast(self._rendezvous)
             self._meeting = "hub"
@@ -321,6 +327,7 @@ class Watch:
     def _go_without_hub(self) -> None:
         """Take the ranks as started: whoever has no link cannot tell."""
         self._meeting = "spark"
+        warn_of(self._remarks)
         self._settling.expect(len(self._linked))
         self._start_the_clock()
 

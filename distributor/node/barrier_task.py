@@ -31,11 +31,12 @@ from distributor.node.keeping import keep_large, keep_refused
 from distributor.node.made_once import with_cache
 from distributor.node.network import listen_for_ranks, routable_address
 from distributor.node.program import Program, Script, in_file
+from distributor.node.remarks import remarks_here
 from distributor.node.software import check_interpreter, software
 from distributor.node.task_spec import TaskSpec
 from distributor.node.warm import Warmth
 from distributor.wire.addresses import joined
-from distributor.wire.messages import Output, Rendezvous
+from distributor.wire.messages import Output, Remark, Rendezvous
 from distributor.wire.outcome import Failure, Outcome, Value
 from distributor.wire.report import TaskFailed
 
@@ -49,8 +50,19 @@ LATE = -1
 """The part of a row that has, pickled, what else did not."""
 
 
-def run(pickled_spec: bytes, batches: Iterator[Any]) -> Iterator[pa.RecordBatch]:
+def run(
+    pickled_spec: bytes, batches: Iterator[Any], replaced: str = ""
+) -> Iterator[pa.RecordBatch]:
     """Be one node of the run: meet the others, run the ranks, hand over what they returned.
+
+    Parameters
+    ----------
+    pickled_spec : bytes
+        The `TaskSpec`.
+    batches : iterator
+        What Spark gives a task.
+    replaced : str
+        The copy of this package that is installed here and differs from the driver's, if any.
 
     Raises
     ------
@@ -70,7 +82,8 @@ def run(pickled_spec: bytes, batches: Iterator[Any]) -> Iterator[pa.RecordBatch]
     _check_gpus(spec, hosts[context.partitionId()])
     with open_channel(spec, node_rank, hosts[context.partitionId()], context) as channel:
         prepared = _prepared(spec)
-        node, listener = _join(spec, node_rank, hosts, context, channel, prepared)
+        remarks = tuple(remarks_here(replaced))
+        node, listener = _join(spec, node_rank, hosts, context, channel, prepared, remarks)
         outcomes = _run_ranks(spec, node, listener, channel, prepared.interpreter)
         delivered = channel.deliver(outcomes)
         values = [outcome for outcome in outcomes if isinstance(outcome, Value)]
@@ -110,13 +123,14 @@ def _join(
     context: Any,
     channel: Channel,
     prepared: Prepared,
+    remarks: tuple[Remark, ...],
 ) -> tuple[Node, socket.socket | None]:
     """Agree with the other nodes on where rank 0's store listens."""
     host = hosts[context.partitionId()]
     address = routable_address(host, hosts)
     listener = listen_for_ranks(address, spec.rank_ports) if node_rank == 0 else None
     mine = Rendezvous(address, listener.getsockname()[1]) if listener else None
-    meeting = channel.meet(mine, prepared.software)
+    meeting = channel.meet(mine, prepared.software, remarks)
     if node_rank != 0:
         _check_way(host, meeting)
     node = Node(

@@ -31,6 +31,7 @@ from distributor.wire.messages import (
     Preparing,
     RanksStarted,
     Release,
+    Remark,
     Rendezvous,
     Source,
     Stacks,
@@ -61,6 +62,7 @@ cannot be had, so a node that finds none first waits to be ended.
 LATE_BYTES = 64 * 1024 * 1024
 """Bytes of what ranks tell that a node without a link keeps for the end; the rest is lost."""
 
+Remarks = tuple[Remark, ...]
 Answer = Rendezvous | MeetThroughSpark | None
 """What a node that waits to meet the others is told; None where the link or the run has ended."""
 
@@ -88,8 +90,18 @@ class Channel(Sink, Protocol):
     def attach(self, agent: Agent) -> None:
         """Let the driver's words reach the agent."""
 
-    def meet(self, mine: Rendezvous | None, software: Software) -> Rendezvous:
-        """Tell this node's versions, and where rank 0's store listens, on its node, or learn it."""
+    def meet(self, mine: Rendezvous | None, software: Software, remarks: Remarks) -> Rendezvous:
+        """Report on this node, and exchange where rank 0's store listens.
+
+        Parameters
+        ----------
+        mine : Rendezvous or None
+            Where it listens, if this is its node.
+        software : mapping of str to str
+            This node's versions.
+        remarks : tuple of Remark
+            What the user should know of it.
+        """
 
     def started(self) -> None:
         """Tell that this node's ranks begin their work."""
@@ -164,7 +176,9 @@ class SparkChannel:
     def attach(self, agent: Agent) -> None:
         self._agent = agent
 
-    def meet(self, mine: Rendezvous | None, software: Software) -> Rendezvous:
+    def meet(self, mine: Rendezvous | None, software: Software, remarks: Remarks) -> Rendezvous:
+        for remark in remarks:
+            print(f"distributor: {remark.text} {remark.detail}", file=sys.stderr)
         time.sleep(CANCELLED_SECONDS)
         return self.meet_now(mine, software)
 
@@ -284,8 +298,8 @@ class HubChannel:
         if self._stopped:
             agent.stop()
 
-    def meet(self, mine: Rendezvous | None, software: Software) -> Rendezvous:
-        self._link.send(NodeUp(self._host, software))
+    def meet(self, mine: Rendezvous | None, software: Software, remarks: Remarks) -> Rendezvous:
+        self._link.send(NodeUp(self._host, software, remarks))
         if mine:
             self._link.send(mine)
         try:
@@ -298,8 +312,9 @@ class HubChannel:
             raise TaskFailed.of([])
         self._met_through_spark = True
         spark = self._through_spark
-        meet = spark.meet if answer is None else spark.meet_now
-        return meet(mine, software)
+        if answer is None:
+            return spark.meet(mine, software, remarks)
+        return spark.meet_now(mine, software)
 
     def started(self) -> None:
         self._link.send(RanksStarted())

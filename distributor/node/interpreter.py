@@ -14,12 +14,16 @@ import atexit, json, sys
 at_the_end = []
 atexit.register(lambda: [leave() for leave in at_the_end])
 sys.path[:] = json.loads(sys.argv.pop())
+for name in [name for name in sys.modules if name.partition(".")[0] == "distributor"]:
+    del sys.modules[name]
 from distributor.node import boot
 boot.main(*sys.argv[1:], at_the_end)
 """
 """What the interpreter runs; its arguments are a role, that role's argument, and a ``sys.path``.
 
-Exit handlers run last in, first out: registered before any import, ours comes after all others.
+If the start of the interpreter (a ``sitecustomize``) has imported this package already, that may
+be another copy. Exit handlers run last in, first out: registered before any import, ours comes
+after all others.
 """
 
 

@@ -8,14 +8,12 @@ agent closes its connection or has died.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
 import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +34,7 @@ from distributor.node.interpreter import Interpreter
 from distributor.node.killing import TICK, TRACKER_SECONDS, all_processes, group_of, is_tracker
 from distributor.node.order import Order
 from distributor.node.scratch import remove_scratch
+from distributor.wire.kernel import set_subreaper
 
 FORKS_DESCRIPTORS, MAX_DESCRIPTORS = 4, 16
 GIVE_UP_SECONDS = 10.0
@@ -59,7 +58,7 @@ class Keeper:
     """
 
     def __init__(self, agent: socket.socket, start: Start, owner: int | None = None) -> None:
-        adopt_orphans()
+        set_subreaper()
         self._agent = agent
         self._start = start
         self._ranks: dict[int, int] = {}  # the process and its pidfd
@@ -161,13 +160,6 @@ def forget(selector: selectors.BaseSelector, keep: int | None = None) -> None:
         if isinstance(key.fileobj, socket.socket):
             key.fileobj.detach()
     selector.close()
-
-
-def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends."""
-    set_child_subreaper = 36
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
 
 
 def end_strays(doomed: Callable[[int], bool]) -> None:

@@ -8,7 +8,6 @@ import pickle
 import queue
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import BinaryIO, NamedTuple
@@ -18,21 +17,20 @@ from distributor.node.asking import Ended, Fork, Forked, Ready, Trouble, receive
 from distributor.node.interpreter import Interpreter
 from distributor.node.killing import kill_all_with, kill_group
 from distributor.node.order import Order
-from distributor.node.processes import Process
+from distributor.node.processes import OURS_ALONE, Process
 from distributor.node.surroundings import Surroundings
+from distributor.wire.kernel import lacking_for_supervision
 from distributor.wire.parcel import anonymous_file
 
 BEGIN_SECONDS = 60.0
 """Seconds that a fresh keeper, which imports little, has to come up."""
-OURS_ALONE = ("TORCHELASTIC_RUN_ID", "GROUP_RANK")
-"""Variables that all programs have that ranks start, with other values on no two nodes."""
 END_SECONDS = 10.0
 """Seconds that a keeper has to end all that descends from it."""
 
 
 def is_supported() -> bool:
-    """Tell whether this system has what a zygote stands on; macOS, for one, has not."""
-    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+    """Return whether this system has what keepers and zygotes need; macOS has not."""
+    return not lacking_for_supervision()
 
 
 class Kept(NamedTuple):

@@ -6,13 +6,17 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import BinaryIO, Protocol
 
 from distributor.node.interpreter import Interpreter
-from distributor.node.killing import ignores, signal_group
+from distributor.node.killing import ignores, kill_all_with, signal_group
 from distributor.node.order import Order
+
+OURS_ALONE = ("TORCHELASTIC_RUN_ID", "GROUP_RANK")
+"""Variables of ranks, and of all that they start, whose values no other node or run has."""
 
 
 class Process:
@@ -91,7 +95,10 @@ class Starter(Protocol):
 
 
 class FreshStarter:
-    """Starts each rank in a new interpreter, where the system lacks what a keeper stands on.
+    """Starts each rank in a new interpreter, on systems without what a keeper needs.
+
+    What ranks have started in their process groups ends with them. On Linux, the rest ends with
+    the run, unless the agent is killed or such a process has cleared its environment.
 
     Parameters
     ----------
@@ -101,12 +108,14 @@ class FreshStarter:
 
     def __init__(self, interpreter: Interpreter) -> None:
         self._interpreter = interpreter
+        self._common: dict[str, str] = {}
 
     def __enter__(self) -> FreshStarter:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        pass
+        if self._common and sys.platform == "linux":
+            kill_all_with(self._common)
 
     def start(
         self,
@@ -116,6 +125,7 @@ class FreshStarter:
         stderr: BinaryIO,
         on_end: Callable[[], object],
     ) -> Process:
+        self._common = {name: environment[name] for name in OURS_ALONE}
         child = subprocess.Popen(
             self._interpreter.command("rank", order.to_argument()),
             stdin=subprocess.DEVNULL,
@@ -131,8 +141,8 @@ class FreshStarter:
 
 
 def _watch(child: subprocess.Popen[bytes], process: Process) -> None:
-    if hasattr(os, "waitid"):
-        # While it is not reaped its number cannot become another process group's.
+    with contextlib.suppress(AttributeError, OSError):  # macOS has it since Python 3.13
+        # Until it is reaped, its number cannot become another process group's.
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         signal_group(child.pid, signal.SIGKILL)
     process.end(child.wait())

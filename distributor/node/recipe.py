@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from distributor.node.interpreter import Interpreter
-from distributor.version import __version__
 
 _READ_AT_START = (
     "ATEN_", "BLIS_", "DYLD_", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_",
@@ -37,15 +36,12 @@ class Recipe:
         a command line, which all users can read, carries this.
     preload : tuple of str
         The user's modules that it has imported, beside those that every rank needs.
-    version : str
-        This package's version.
     """
 
     executable: str
     path: tuple[str, ...]
     variables: tuple[tuple[str, str], ...]
     preload: tuple[str, ...]
-    version: str = __version__
 
     @classmethod
     def of(

@@ -6,7 +6,7 @@ import functools
 import platform
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 
 import cloudpickle
@@ -83,12 +83,13 @@ def check_alike(found: Mapping[str, Software]) -> None:
             if name in versions:
                 hosts.setdefault(versions[name], []).append(host)
         if len(hosts) > 1:
-            told = "; ".join(f"{version} on {_listed(hosts[version])}" for version in sorted(hosts))
+            told = "; ".join(f"{version} on {listed(hosts[version])}" for version in sorted(hosts))
             remedy = INSTALL if name in SHARED else f"Name one in environment=: '{name}==...'."
             raise ExecutorNotReady(f"The nodes of this run differ in {name}: {told}. {remedy}")
 
 
-def _listed(hosts: list[str]) -> str:
+def listed(hosts: Collection[str]) -> str:
+    """Name the first of some hosts, and say how many more there are."""
     named = ", ".join(sorted(hosts)[:MOST_HOSTS])
     more = len(hosts) - MOST_HOSTS
     return f"{named} and {more} more" if more > 0 else named

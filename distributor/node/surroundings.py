@@ -66,7 +66,11 @@ class Surroundings:
 def _umask() -> int:
     """Read it; ``os.umask`` would change it for a moment, for all threads."""
     status = Path("/proc/self/status").read_text()
-    return int(status.partition("Umask:")[2].split()[0], 8)
+    if found := status.partition("Umask:")[2].split():
+        return int(found[0], 8)
+    umask = os.umask(0o077)  # not every sandbox says it
+    os.umask(umask)
+    return umask
 
 
 def _ignored() -> Iterator[int]:

@@ -29,6 +29,7 @@ from distributor.node.interpreter import Interpreter
 from distributor.node.kept import Kept, KeptStarter, fresh_keeper, is_supported
 from distributor.node.processes import FreshStarter, Starter
 from distributor.node.recipe import Recipe
+from distributor.source import own_digest
 
 ZYGOTE_SECONDS = 600.0
 """Seconds that a zygote may take to import what it needs, where no run waits for it."""
@@ -206,7 +207,10 @@ def _bear(warmth: Warmth) -> socket.socket | None:
 
 
 def _name(owner: int) -> str:
-    """Name the owner's zygote, in the abstract namespace, which leaves no file behind."""
+    """Name the owner's zygote, in the abstract namespace, which leaves no file behind.
+
+    One of another source of this package has another name: it may not understand this one.
+    """
     status = Path(f"/proc/{owner}/stat").read_text().rpartition(")")[2].split()
     started, namespace = status[19], os.stat("/proc/self/ns/pid").st_ino
-    return f"\0distributor-zygote-{os.getuid()}-{namespace}-{owner}-{started}"
+    return f"\0distributor-zygote-{os.getuid()}-{namespace}-{owner}-{started}-{own_digest()}"

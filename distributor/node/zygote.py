@@ -38,7 +38,6 @@ from distributor.node.forked import become
 from distributor.node.keeper import (
     FORKS_DESCRIPTORS,
     Keeper,
-    adopt_orphans,
     children,
     end_strays,
     forget,
@@ -47,6 +46,7 @@ from distributor.node.leaving import flush_streams
 from distributor.node.order import Order
 from distributor.node.recipe import changed, loaded_files
 from distributor.node.surroundings import Surroundings
+from distributor.wire.kernel import set_subreaper
 
 NEEDED = ("distributor.node.worker", "cloudpickle", "torch", "torch.distributed")
 LATER = ("torch._dynamo",)
@@ -70,7 +70,7 @@ class _Zygote:
     def __init__(
         self, birth: Birth, trouble: str | None, before: Mapping[str, str], since: int
     ) -> None:
-        adopt_orphans()
+        set_subreaper()
         self._recipe = birth.recipe
         self._trouble = trouble
         self._born_with = before

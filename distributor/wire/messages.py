@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from distributor.wire.outcome import Failure
 
@@ -20,12 +20,28 @@ class Preparing:
     host: str
 
 
+class Remark(NamedTuple):
+    """What the user should know of a node, although the run goes on.
+
+    Parameters
+    ----------
+    text : str
+        The same on all nodes of which the same is true.
+    detail : str
+        What differs between them, such as figures.
+    """
+
+    text: str
+    detail: str = ""
+
+
 @dataclass(frozen=True)
 class NodeUp:
     """Node to driver: this node's agent runs, on this host, with these versions."""
 
     host: str
     software: Mapping[str, str]
+    remarks: tuple[Remark, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 
+from distributor.wire.kernel import lacking_for_memory_files
+
 PROTOCOL = 5
 LARGE_BUFFER = 64 * 1024
 """Bytes from which a buffer lies beside the pickle; what is smaller is copied with it."""
@@ -29,8 +31,8 @@ _MAGIC = b"parcel 1"
 
 
 def anonymous_file() -> BinaryIO:
-    """Open a file that has no name, in memory where the system has such files."""
-    if hasattr(os, "memfd_create"):
+    """Open a file that has no name, in memory if the system has such files."""
+    if not lacking_for_memory_files():
         return os.fdopen(os.memfd_create("distributor"), "w+b")
     return tempfile.TemporaryFile()
 

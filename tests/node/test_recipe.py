@@ -58,9 +58,8 @@ def test_it_fits_who_wants_less_preloaded_and_not_who_wants_more() -> None:
     assert [none.covers(wanted) for wanted in (none, one, two)] == [True, False, False]
 
 
-def test_another_path_or_version_makes_it_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_path_or_interpreter_makes_it_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Recipe.of({}, ())
-    assert not made.covers(replace(made, version="0.0.0"))
     assert not made.covers(replace(made, executable="/elsewhere/bin/python"))
     monkeypatch.setattr(sys, "path", [*sys.path, "/elsewhere"])
     assert not made.covers(Recipe.of({}, ()))

@@ -1,0 +1,38 @@
+"""What the user should know of this node, although the run goes on."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+
+from distributor.version import __version__
+from distributor.wire.kernel import lacking_for_memory_files, lacking_for_supervision
+from distributor.wire.messages import Remark
+
+
+def remarks_here(replaced: str = "") -> Iterator[Remark]:
+    """Find what to remark on this node.
+
+    Parameters
+    ----------
+    replaced : str
+        The copy of this package that is installed here and differs from the driver's, if any.
+    """
+    if replaced:
+        yield Remark(
+            f"distributor {replaced} is not the source that this process runs ({__version__}). It "
+            "is left alone: for its ranks, Spark brings this process's there. Install the same "
+            "version in both places to avoid that."
+        )
+    if lacking := lacking_for_supervision():
+        yield Remark(
+            f"the kernel or sandbox lacks {' and '.join(lacking)}. Each rank starts a new Python "
+            "interpreter instead of being forked from a warm process, and processes that ranks "
+            "start in sessions of their own can outlive the run if its agent is killed. Linux 5.3 "
+            "or later without a filter on system calls has what is needed."
+        )
+    if lacking := lacking_for_memory_files():
+        yield Remark(
+            f"the kernel or sandbox lacks {' and '.join(lacking)}. Values and reports of ranks are "
+            f"written to temporary files in {tempfile.gettempdir()} instead of memory."
+        )

@@ -1,0 +1,305 @@
+"""Two copies of this package, on the driver and on executors: the driver's runs in both places."""
+
+from __future__ import annotations
+
+import compileall
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import facts_in, needs_java
+
+import distributor
+from distributor.launch.shipping import _own_source
+from distributor.source import digest_of, files_of, own_spec, state_of
+
+PACKAGE = Path(distributor.__file__).resolve().parent
+RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def copy_to(folder: Path) -> Path:
+    """Copy this package into a folder, which is returned."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, folder / "distributor", ignore=ignored)
+    return folder
+
+
+def older_in(folder: Path) -> Path:
+    """Make a copy of the same version number that sends messages of another form."""
+    copy_to(folder)
+    messages, channel = (
+        folder / "distributor" / name for name in ("wire/messages.py", "node/channel.py")
+    )
+    messages.write_text(re.sub(r"\n    (software|remarks): .*", "", messages.read_text()))
+    channel.write_text(
+        re.sub(r"NodeUp\(self._host, .*\)\)", "NodeUp(self._host))", channel.read_text())
+    )
+    return folder
+
+
+def zipped(folder: Path) -> Path:
+    archive = folder.with_suffix(".zip")
+    with zipfile.ZipFile(archive, "w") as packed:
+        for path in sorted(folder.rglob("*.py")):
+            packed.write(path, path.relative_to(folder))
+    return archive
+
+
+def compiled_only(folder: Path) -> Path:
+    compileall.compile_dir(folder, quiet=2, legacy=True)
+    for path in folder.rglob("*.py"):
+        path.unlink()
+    return folder
+
+
+def editable(folder: Path) -> Path:
+    """Install as setuptools does it where no folder can be put on the path: by a finder."""
+    finder = folder.with_name("finder")
+    init = folder / "distributor" / "__init__.py"
+    finder.mkdir()
+    (finder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "from importlib.util import spec_from_file_location\n"
+        "class Finder:\n"
+        "    @classmethod\n"
+        "    def find_spec(cls, name, path=None, target=None):\n"
+        "        if name == 'distributor':\n"
+        f"            return spec_from_file_location(name, {str(init)!r})\n"
+        "sys.meta_path.append(Finder)\n"
+    )
+    return finder
+
+
+def single_module(folder: Path) -> Path:
+    shutil.rmtree(folder / "distributor")
+    (folder / "distributor.py").write_text("MINE = True")
+    return folder
+
+
+CHECKING = """
+import json, os, sys, types
+
+archive, digest, text, already, *entries = json.loads(sys.stdin.read())
+sys.path[:0] = entries
+if os.path.exists(entries[0] + "/sitecustomize.py"):
+    import sitecustomize
+if already:
+    import distributor.wire.messages
+
+def check():
+    module = types.ModuleType("distributor.source")
+    exec(text, vars(module))
+    replaced = module.import_drivers_source(digest, lambda: archive)
+    import distributor.node.barrier_task
+    from distributor.wire.messages import NodeUp
+    return replaced, distributor.__file__, NodeUp("host", {}).software == {}
+
+print("FACTS " + json.dumps([*check(), check()[0], sys.path.count(archive)]))
+"""
+
+
+def checked(tmp_path: Path, entry: Path, *, already: bool = False) -> list[Any]:
+    """Import the driver's source where another copy may be installed; describe what came of it."""
+    own = _own_source()
+    archive = tmp_path / "distributor-source-0.zip"
+    archive.write_bytes(own.archive)
+    given = [str(archive), own.digest, own.importing.decode(), already, str(entry)]
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path += {packages!r}\n{CHECKING}"],
+        input=json.dumps(given),
+        env={},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    facts: list[Any] = facts_in(done)  # type: ignore[assignment]
+    return [archive, *facts]
+
+
+@pytest.mark.parametrize("already", [False, True], ids=["", "imported"])
+@pytest.mark.parametrize("form", [copy_to, zipped, editable])
+def test_a_copy_with_the_same_source_is_used(
+    form: Callable[[Path], Path], already: bool, tmp_path: Path
+) -> None:
+    copy = copy_to(tmp_path / "copy")
+
+    _, replaced, used, works, again, archives = checked(
+        tmp_path, copy if form is copy_to else form(copy), already=already
+    )
+
+    assert (replaced, again, works, archives) == ("", "", True, 0)
+    assert used.startswith(str(tmp_path / "copy"))
+
+
+FORMS: dict[str, Callable[[Path], Path]] = {
+    "folder": lambda folder: folder,
+    "zip": zipped,
+    "editable": editable,
+    "bytecode": compiled_only,
+    "module": single_module,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_another_source_is_left_alone(form: str, tmp_path: Path) -> None:
+    entry = FORMS[form](older_in(tmp_path / "older"))
+
+    archive, replaced, used, works, again, archives = checked(tmp_path, entry)
+
+    version = "(unknown version)" if form in ("bytecode", "module") else distributor.__version__
+    assert replaced.startswith(f"{version} in {tmp_path}/older")
+    assert again == replaced
+    assert used.startswith(str(archive))
+    assert works
+    assert archives == 1
+
+
+def test_another_source_that_was_imported_already_is_imported_no_more(tmp_path: Path) -> None:
+    archive, replaced, used, works, *_ = checked(
+        tmp_path, older_in(tmp_path / "older"), already=True
+    )
+
+    assert replaced.startswith(f"{distributor.__version__} in {tmp_path}/older")
+    assert used.startswith(str(archive))
+    assert works
+
+
+def test_where_no_copy_is_installed_there_is_nothing_to_say(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+
+    archive, replaced, used, works, *_ = checked(tmp_path, bare)
+
+    assert (replaced, works) == ("", True)
+    assert used.startswith(str(archive))
+
+
+def test_the_digest_is_that_of_names_and_contents(tmp_path: Path) -> None:
+    files = files_of(own_spec())
+    assert len(files) > 50
+    assert digest_of(files) == digest_of(dict(reversed(files.items())))
+    assert digest_of(files) != digest_of({**files, "more.py": b""})
+    assert digest_of(files) != digest_of({**files, "version.py": b"__version__ = '0'"})
+
+
+def test_the_state_of_files_changes_with_them(tmp_path: Path) -> None:
+    from importlib.util import spec_from_file_location
+
+    folder = copy_to(tmp_path) / "distributor"
+    spec = spec_from_file_location("distributor", folder / "__init__.py")
+    before = state_of(spec)
+    assert before == state_of(spec)
+    (folder / "node" / "added.py").touch()
+    assert before != state_of(spec)
+    assert state_of(None) == ()
+
+
+RUNS = """
+import json, logging, sys
+from pyspark.sql import SparkSession
+
+builder = SparkSession.builder.master("local-cluster[2,1,512]")
+builder = builder.config("spark.executor.memory", "512m").config("spark.ui.enabled", "false")
+spark = builder.getOrCreate()
+logging.basicConfig(format="WARNED %(message)s", level=logging.WARNING)
+
+from distributor import TorchDistributor
+
+def where(warm):
+    import os
+    import distributor.node.worker
+    return [os.getppid(), distributor.node.worker.__file__, int(os.environ["RANK"])]
+
+def run(warm=True):
+    runner = TorchDistributor(2, local_mode=False, use_gpu=False, warm=warm, timeout=60)
+    return runner.run_all(where, warm)
+
+facts = [run(), run(), run(warm=False)]
+for path in sys.argv[1:]:
+    with open(path, "a") as file:
+        file.write("# changed\\nraise AssertionError('it is imported')\\n")
+if sys.argv[1:]:
+    facts += [run(), run(warm=False)]
+print("FACTS " + json.dumps({"runs": facts}))
+"""
+
+
+@pytest.mark.spark
+@needs_java
+def test_executors_with_an_older_copy_run_the_drivers(
+    run_driver: RunDriver, tmp_path: Path
+) -> None:
+    """Their Python has imported the older copy before the first task comes."""
+    older = older_in(tmp_path / "older")
+    (older / "sitecustomize.py").write_text("import distributor.node.barrier_task")
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!/bin/sh\nPYTHONPATH={shlex.quote(str(older))}:$PYTHONPATH "
+        f'exec {shlex.quote(sys.executable)} "$@"\n'
+    )
+    python.chmod(0o755)
+
+    done = run_driver(RUNS, env={"PYSPARK_PYTHON": str(python)})
+
+    for ranks in facts_in(done)["runs"]:
+        assert all("/distributor-source-" in path for _, path, _ in ranks), ranks
+    warned = [line for line in done.stderr.splitlines() if line.startswith("WARNED")]
+    said = [line for line in warned if f"distributor {distributor.__version__} in {older}" in line]
+    assert len(said) == 1, warned
+
+
+@pytest.mark.spark
+@needs_java
+def test_source_that_changes_in_a_session_does_not_reach_its_executors(
+    run_driver: RunDriver, tmp_path: Path
+) -> None:
+    """They share the disk with the driver, which goes on with what it has imported."""
+    ours = copy_to(tmp_path / "ours")
+    changed = [str(ours / "distributor" / name) for name in ("node/worker.py", "node/agent.py")]
+
+    done = run_driver(RUNS, *changed, env={"PYTHONPATH": str(ours)})
+
+    before, again, fresh, *after = facts_in(done)["runs"]
+    assert all(path.startswith(str(ours)) for _, path, _ in [*before, *again, *fresh])
+    assert len(after) == 2
+    for ranks in after:
+        assert all("/distributor-source-" in path for _, path, _ in ranks), ranks
+
+
+CHANGING = """
+import json, logging, sys
+logging.basicConfig(format="WARNED %(message)s", level=logging.WARNING)
+from distributor import TorchDistributor
+
+def run():
+    return TorchDistributor(1, local_mode=True, use_gpu=False, timeout=60).run(int, "7")
+
+values = [run()]
+with open(sys.argv[1], "a") as file:
+    file.write("# changed\\n")
+values += [run(), run()]
+print("FACTS " + json.dumps({"values": values}))
+"""
+
+
+def test_source_that_changes_under_a_local_driver_is_said_once(
+    run_driver: RunDriver, tmp_path: Path
+) -> None:
+    ours = copy_to(tmp_path / "ours")
+
+    done = run_driver(
+        CHANGING, str(ours / "distributor/node/worker.py"), env={"PYTHONPATH": str(ours)}
+    )
+
+    assert facts_in(done)["values"] == [7, 7, 7]
+    assert done.stderr.count(f"distributor in {ours}/distributor has changed since") == 1
