@@ -1,0 +1,131 @@
+"""Kernels and sandboxes that refuse what newer ones have: runs go on without, and it is said."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from bed.seccomp import MEMFD, PIDFD, refusing
+from bed.waiting import assert_gone
+from conftest import facts_in, needs_java
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"),
+    reason="system calls are refused by a filter of Linux, whose numbers are known for two",
+)
+RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
+
+RUNS = """
+import json, logging, os, signal, subprocess, sys, time
+
+logging.basicConfig(format="WARNED %(message)s", level=logging.WARNING)
+local_mode, warm = sys.argv[1] == "local", sys.argv[2] == "warm"
+if not local_mode:
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.master("local-cluster[1,2,512]")
+    builder = builder.config("spark.executor.memory", "512m").config("spark.ui.enabled", "false")
+    builder.config("spark.log.level", "OFF").getOrCreate()
+
+from distributor import TorchDistributor
+
+def run(function, *args, timeout=100.0):
+    settings = {"local_mode": local_mode, "warm": warm, "timeout": timeout}
+    try:
+        value = TorchDistributor(2, use_gpu=False, **settings).run(function, *args)
+        return {"value": value}
+    except Exception as error:
+        told = {"error": type(error).__name__, "stacks": len(getattr(error, "stacks", {}))}
+        return {**told, "signal": getattr(error, "signal", None)}
+
+def add(given):
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = given.clone()
+    dist.all_reduce(total)
+    stray = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+    dist.destroy_process_group()
+    return total, stray
+
+def fail():
+    raise KeyError(os.environ["RANK"])
+
+def die():
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)
+
+def sleep():
+    time.sleep(100)
+
+import torch
+
+total, stray = run(add, torch.ones(300_000))["value"]
+facts = {"sum": total.sum().item(), "stray": stray}
+facts["ends"] = [run(fail), run(die), run(sleep, timeout=1.0)]
+print("FACTS " + json.dumps(facts))
+"""
+ENDS = [
+    {"error": "KeyError", "signal": None, "stacks": 0},
+    {"error": "WorkerDied", "signal": 9, "stacks": 0},
+    {"error": "RunTimeout", "signal": None, "stacks": 2},
+]
+LOSSES = {
+    PIDFD: ("lacks pidfd_open ({}). Each rank starts a new Python interpreter",),
+    MEMFD: ("lacks memfd_create ({}). Values and reports of ranks are written to temporary",),
+}
+LOSSES[PIDFD + MEMFD] = LOSSES[PIDFD] + LOSSES[MEMFD]
+WORDS = {"ENOSYS": "Function not implemented", "EPERM": "Operation not permitted"}
+CASES = [
+    pytest.param(
+        names,
+        error,
+        marks=[] if (names, error) == (PIDFD + MEMFD, "ENOSYS") else [pytest.mark.slow],
+        id=f"{'+'.join(names)}-{error}",
+    )
+    for names in LOSSES
+    for error in WORDS
+]
+
+
+def check(done: subprocess.CompletedProcess[str], names: tuple[str, ...], error: str) -> None:
+    facts = facts_in(done)
+    assert facts["sum"] == 600_000
+    assert facts["ends"] == ENDS
+    assert_gone([facts["stray"]])
+    warned = [line for line in done.stderr.splitlines() if line.startswith("WARNED On ")]
+    assert len(warned) == len(LOSSES[names]), done.stderr
+    for loss, line in zip(LOSSES[names], warned, strict=True):
+        assert loss.format(WORDS[error]) in line
+
+
+@pytest.mark.parametrize(("names", "error"), CASES)
+@pytest.mark.parametrize("warm", ["warm", pytest.param("fresh", marks=pytest.mark.slow)])
+def test_local_runs_go_on_without(
+    names: tuple[str, ...], error: str, warm: str, run_driver: RunDriver
+) -> None:
+    done = run_driver(refusing(names, error) + RUNS, "local", warm)
+
+    check(done, names, error)
+
+
+@pytest.mark.spark
+@needs_java
+@pytest.mark.parametrize(("names", "error"), CASES)
+def test_runs_on_executors_go_on_without(
+    names: tuple[str, ...],
+    error: str,
+    run_driver: RunDriver,
+    python_that_begins_with: Callable[[str], Path],
+) -> None:
+    python = python_that_begins_with(refusing(names, error))
+
+    done = run_driver(RUNS, "cluster", "warm", env={"PYSPARK_PYTHON": str(python)})
+
+    check(done, names, error)
