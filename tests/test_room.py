@@ -118,7 +118,7 @@ def test_a_value_beyond_the_drivers_memory_is_kept(cluster: Cluster, tmp_path: P
         {
             "memory/memory.limit_in_bytes": "1000",
             "memory/memory.usage_in_bytes": "900",
-            "memory/memory.stat": "inactive_file 50",
+            "memory/memory.stat": "total_inactive_file 50",
         },
     ],
     ids=["v2", "v1"],

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from distributor.launch.console import notify
@@ -19,12 +19,15 @@ from distributor.node import warm
 from distributor.node.agent import Agent
 from distributor.node.environment import Node, common_environment
 from distributor.node.interpreter import Interpreter
+from distributor.node.kept import is_supported
+from distributor.node.memory import memory_remarks
 from distributor.node.network import listen_for_ranks
 from distributor.node.output import Sink
 from distributor.node.program import in_file
 from distributor.node.remarks import remarks_here
 from distributor.node.warm import Warmth
 from distributor.wire.addresses import port_range
+from distributor.wire.messages import Remark
 from distributor.wire.outcome import Outcome
 
 LOOPBACK = "127.0.0.1"
@@ -64,7 +67,7 @@ class LocalLauncher:
             If the environment cannot be had here, or none of ``rank_ports`` is free.
         """
         warn_if_changed()
-        warn_of({socket.gethostname(): remarks_here()})
+        warn_of({socket.gethostname(): [*remarks_here(), *_memory_remarks(job)]})
         settings = job.settings
         start_deadline = time.monotonic() + settings.start_timeout
         prepared = prepared_here(settings.environment, job.env, start_deadline)
@@ -119,6 +122,15 @@ class LocalLauncher:
             gpus=self.gpus,
             env=env,
         )
+
+
+def _memory_remarks(job: Job) -> Iterator[Remark]:
+    return memory_remarks(
+        job.num_processes,
+        1,
+        warm=job.settings.warm and is_supported(),
+        is_warm=lambda: warm.is_warm(os.getpid()),
+    )
 
 
 def cool_down() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 
 from distributor.launch.console import warn
@@ -10,6 +11,12 @@ from distributor.wire.messages import Remark
 
 _said: set[tuple[str, str]] = set()
 """Hosts and texts. What is true of one run is so of the next, and need not be repeated."""
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warn of what is true of this run and of the next ones."""
+    warn(message)
 
 
 def warn_of(remarks: Mapping[str, Iterable[Remark]]) -> None:

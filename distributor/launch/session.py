@@ -190,8 +190,8 @@ class Session:
         memory where heaps are small: both ends hold a task's rows several times over.
         """
         keys = ("spark.driver.memory", "spark.executor.memory")
-        heaps = [_bytes_in(self.conf(key) or "1g", "m") // HEAP_SHARE for key in keys]
-        most = _bytes_in(self.conf("spark.driver.maxResultSize") or "1g", "b")
+        heaps = [bytes_in(self.conf(key) or "1g", "m") // HEAP_SHARE for key in keys]
+        most = bytes_in(self.conf("spark.driver.maxResultSize") or "1g", "b")
         return min(heaps + ([most] if most else []))
 
     def ship(self, name: str, write: Callable[[Path], object]) -> None:
@@ -302,7 +302,7 @@ class Session:
                 context.pythonExec = usual
 
 
-def _bytes_in(text: str, unit: str) -> int:
+def bytes_in(text: str, unit: str) -> int:
     """Read one of Spark's sizes, whose unit is this one where it has none."""
     found = re.fullmatch(r"(\d+)([bkmgtp]?)b?", text.strip().lower())
     if not found:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-
-from distributor.launch.console import warn
+from distributor.launch.remarks import warn_once
 from distributor.source import own_spec, state_of
 
 _AT_IMPORT = state_of(own_spec())
@@ -12,15 +10,10 @@ _AT_IMPORT = state_of(own_spec())
 
 def warn_if_changed() -> None:
     """Warn, once, if ranks are about to import other source than this process did."""
-    if state_of(own_spec()) != _AT_IMPORT:
-        _warn()
-
-
-@functools.cache
-def _warn() -> None:
     spec = own_spec()
-    where = next(iter(spec.submodule_search_locations or ()), "") if spec else ""
-    warn(
-        f"distributor in {where} has changed since this process imported it: ranks run the new "
-        "source, and this process the old one. Restart Python."
-    )
+    if state_of(spec) != _AT_IMPORT:
+        where = next(iter(spec.submodule_search_locations or ()), "") if spec else ""
+        warn_once(
+            f"distributor in {where} has changed since this process imported it: ranks run the "
+            "new source, and this process the old one. Restart Python."
+        )

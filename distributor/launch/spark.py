@@ -19,7 +19,9 @@ from distributor.launch.defaults import conf_cache_dir
 from distributor.launch.environments import shipped_environment
 from distributor.launch.job import Job, Settings
 from distributor.launch.local import LOOPBACK
+from distributor.launch.memory import container_shortage
 from distributor.launch.modules import shipped_modules
+from distributor.launch.remarks import warn_once
 from distributor.launch.resources import ClusterPlan
 from distributor.launch.session import BarrierJob, Session
 from distributor.launch.shipping import portable_task, shipped_program
@@ -103,7 +105,8 @@ class SparkLauncher:
         with open_hub(address, secret) as hub:
             self._await_slots(deadline, job.cancellation)
             notify(f"Started distributed training with {job.num_processes} executor processes")
-            spec = self._spec(job, (address.told, hub.port), secret)
+            shortage = self._warn_of_memory(job.settings.warm)
+            spec = self._spec(job, (address.told, hub.port), secret, check_memory=not shortage)
             task = portable_task(self.session, pickle.dumps(spec, protocol=5))
             frame = self.session.barrier_frame(task, self.plan.num_tasks, ROWS, self._profile())
             with (
@@ -172,7 +175,17 @@ class SparkLauncher:
             )
         return shipped_program(self.session, program)
 
-    def _spec(self, job: Job, hub: tuple[str, int], secret: bytes) -> TaskSpec:
+    def _warn_of_memory(self, warm: bool) -> bool:
+        """Warn if the configuration tells that executors are too small; return whether it does."""
+        conf, plan = self.session.conf, self.plan
+        shortage = container_shortage(conf, plan.num_tasks, plan.ranks_per_task, warm=warm)
+        if shortage:
+            warn_once(shortage)
+        return shortage is not None
+
+    def _spec(
+        self, job: Job, hub: tuple[str, int], secret: bytes, *, check_memory: bool
+    ) -> TaskSpec:
         log_dir, tasks = job.settings.log_dir, self.plan.num_tasks
         return TaskSpec(
             run_id=job.run_id,
@@ -195,6 +208,7 @@ class SparkLauncher:
             environment=shipped_environment(self.session, job.settings.environment),
             rank_ports=port_range("rank_ports", job.settings.rank_ports),
             cache_dir=conf_cache_dir(self.session),
+            check_memory=check_memory,
         )
 
 

@@ -28,7 +28,9 @@ from distributor.node.environments import Prepared
 from distributor.node.gpus import lack_of
 from distributor.node.interpreter import Interpreter
 from distributor.node.keeping import keep_large, keep_refused
+from distributor.node.kept import is_supported
 from distributor.node.made_once import with_cache
+from distributor.node.memory import memory_remarks
 from distributor.node.network import listen_for_ranks, routable_address
 from distributor.node.program import Program, Script, in_file
 from distributor.node.remarks import remarks_here
@@ -82,7 +84,7 @@ def run(
     _check_gpus(spec, hosts[context.partitionId()])
     with open_channel(spec, node_rank, hosts[context.partitionId()], context) as channel:
         prepared = _prepared(spec)
-        remarks = tuple(remarks_here(replaced))
+        remarks = (*remarks_here(replaced), *_memory_remarks(spec, context))
         node, listener = _join(spec, node_rank, hosts, context, channel, prepared, remarks)
         outcomes = _run_ranks(spec, node, listener, channel, prepared.interpreter)
         delivered = channel.deliver(outcomes)
@@ -92,6 +94,19 @@ def run(
         keep_large(left, spec)
         yield from _rows(left)
         yield from _late(channel.late)
+
+
+def _memory_remarks(spec: TaskSpec, context: Any) -> Iterator[Remark]:
+    if not spec.check_memory:
+        return iter(())
+    executors = [info.address for info in context.getTaskInfos()]
+    tasks = executors.count(executors[context.partitionId()])
+    return memory_remarks(
+        tasks * spec.ranks_per_node,
+        tasks,
+        warm=spec.warm and is_supported(),
+        is_warm=lambda: warm.is_warm(os.getppid()),
+    )
 
 
 def _prepared(spec: TaskSpec) -> Prepared:

@@ -49,6 +49,8 @@ class TaskSpec:
         The ports that rank 0's store may have.
     cache_dir : str or None
         Where environments are kept on a node whose own environment names no folder.
+    check_memory : bool
+        Whether nodes are to compare what ranks need of memory with what they have.
     """
 
     run_id: str
@@ -69,5 +71,6 @@ class TaskSpec:
     gpu_type: str | None
     modules: str | None
     environment: str | tuple[str, ...] | None
-    rank_ports: range | None = None
-    cache_dir: str | None = None
+    rank_ports: range | None
+    cache_dir: str | None
+    check_memory: bool

@@ -126,6 +126,15 @@ def _refresh(warmth: Warmth) -> None:
         _connect(warmth, time.monotonic() + ZYGOTE_SECONDS).connection.close()
 
 
+def is_warm(owner: int) -> bool:
+    """Return whether the owner has a warm process."""
+    with contextlib.suppress(OSError):
+        if is_supported() and (connection := _dial(owner)):
+            connection.close()
+            return True
+    return False
+
+
 def retire(owner: int) -> None:
     """Let the owner's zygote end, if there is one; runs that came of it go on."""
     with contextlib.suppress(OSError):

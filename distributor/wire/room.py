@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
-import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 SHARED_MEMORY = "/dev/shm"
 CGROUPS = "/sys/fs/cgroup"
-CONTAINERS = (
-    ("memory.max", "memory.current", "memory.stat"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+OWN_GROUPS = "/proc/self/cgroup"
+_VERSIONS = (
+    ("", "", ("memory.max", "memory.current"), "inactive_file"),
+    (
+        "memory",
+        "memory",
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        "total_inactive_file",
+    ),
 )
-"""Where each version of cgroups tells of a container's memory: its bound, its use, and of what."""
+"""Of both versions of cgroups: the controller's name, its folder, the files with the bound and the
+use of a group's memory, and in its statistics, the files that the kernel can drop from memory."""
+NO_BOUND = 2**60
+"""Bytes that version 1 has as the bound of a group without one, at least."""
 _ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _SIGNS = ("no space left on device", "shared memory", "bus error", "unable to mmap")
 
@@ -42,21 +53,55 @@ def told_room() -> str:
     )
 
 
+class ContainerMemory(NamedTuple):
+    """What a bound leaves (bytes), and the bound."""
+
+    left: int
+    most: int
+
+
 def free_memory() -> int:
     """Tell how many bytes this process may still take of its host, or its container."""
     import psutil
 
-    return min(psutil.virtual_memory().available, *map(_left_of, CONTAINERS))
+    container = container_memory()
+    available = int(psutil.virtual_memory().available)
+    return min(available, container.left) if container else available
 
 
-def _left_of(files: tuple[str, str, str]) -> int:
-    """Tell what a container's bound leaves; file caches make room when they must."""
+def container_memory() -> ContainerMemory | None:
+    """Return what the tightest bound on this process's memory leaves; None if there is none.
+
+    Bounds of its cgroup and of all above it count, as far as they can be seen from here.
+    """
+    bounds = (
+        _bound_of(folder, files, cached)
+        for controller, base, files, cached in _VERSIONS
+        for folder in _groups(controller, Path(CGROUPS, base))
+    )
+    return min(filter(None, bounds), default=None)
+
+
+def _groups(controller: str, base: Path) -> Iterator[Path]:
+    """List the folders of this process's group and those above it, up to the base."""
+    own = base
+    with contextlib.suppress(OSError):
+        for line in Path(OWN_GROUPS).read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                own = base / path.lstrip("/")
+    # In a container the path may be the host's, of which nothing but the base is there.
+    yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(base))
+
+
+def _bound_of(folder: Path, files: tuple[str, str], cached: str) -> ContainerMemory | None:
     try:
-        bound, used, stat = (Path(CGROUPS, file).read_text() for file in files)
-        cached = dict(line.split() for line in stat.splitlines())["inactive_file"]
-        return max(0, int(bound) - int(used) + int(cached))
-    except (OSError, ValueError, KeyError):
-        return sys.maxsize  # no such version of cgroups here, or no bound ("max")
+        most, used = (int((folder / file).read_text()) for file in files)
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        free = most - used + int(stat.get(cached, 0))
+    except (OSError, ValueError):
+        return None  # there is no such group or version here, or no bound ("max")
+    return ContainerMemory(max(0, free), most) if most < NO_BOUND else None
 
 
 def in_bytes(count: float) -> str:

@@ -1,0 +1,235 @@
+"""What ranks need of memory, what their container has, and the warning if that is too little."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from bed.waiting import until
+from conftest import facts_in, needs_java
+
+from distributor.launch.memory import container_shortage
+from distributor.node import memory
+from distributor.node.memory import MIB, least_memory, memory_remarks
+from distributor.wire import room
+from distributor.wire.room import ContainerMemory, container_memory
+
+RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
+YARN, KUBERNETES = {"spark.master": "yarn"}, {"spark.master": "k8s://https://host:6443"}
+
+
+def shortage(conf: Mapping[str, str], tasks: int = 2, ranks: int = 1, warm: bool = True) -> str:
+    return container_shortage(conf.get, tasks, ranks, warm=warm) or ""
+
+
+@pytest.mark.parametrize(
+    ("conf", "told"),
+    [
+        (YARN, "has 403 MB beside its Java heap"),
+        (YARN | {"spark.executor.memory": "4g"}, "has 429 MB"),
+        (YARN | {"spark.executor.memory": "4096"}, "has 429 MB"),
+        (YARN | {"spark.executor.minMemoryOverhead": "256m"}, "has 268 MB"),
+        (YARN | {"spark.executor.memoryOverhead": "300"}, "spark.executor.memoryOverhead=300"),
+        (KUBERNETES, "has 403 MB beside its Java heap"),
+        (KUBERNETES | {"spark.kubernetes.memoryOverheadFactor": "0.45"}, "has 483 MB"),
+        (YARN | {"spark.kubernetes.memoryOverheadFactor": "0.45"}, "has 403 MB"),
+        (YARN | {"spark.executor.memoryOverheadFactor": "0.45"}, "has 483 MB"),
+        # Spark's alone
+        (YARN | {"spark.memory.offHeap.enabled": "true", "spark.memory.offHeap.size": "9g"}, "403"),
+    ],
+)
+def test_containers_without_room_are_named_with_figures(conf: dict[str, str], told: str) -> None:
+    text = shortage(conf)
+
+    assert told in text
+    assert "1 rank(s) in it, with Spark's own processes, need at least 545 MB" in text
+    assert "Make the session with spark.executor.memoryOverhead=520m, and" in text
+    assert not shortage(conf | {"spark.executor.memoryOverhead": "520m"})
+    assert shortage(conf | {"spark.executor.memoryOverhead": "519m"})
+
+
+@pytest.mark.parametrize(
+    "conf",
+    [
+        {},
+        {"spark.master": "spark://host:7077"},
+        {"spark.master": "local-cluster[2,1,512]"},
+        YARN | {"spark.executor.memory": "8g"},
+        YARN | {"spark.executor.memoryOverheadFactor": "0.6"},
+        YARN | {"spark.executor.memoryOverhead": "1g"},
+        YARN | {"spark.executor.pyspark.memory": "1g"},
+        KUBERNETES | {"spark.kubernetes.memoryOverheadFactor": "0.6"},
+    ],
+)
+def test_containers_with_room_and_clusters_without_bounds_are_not(conf: dict[str, str]) -> None:
+    assert shortage(conf) == ""
+
+
+def test_ranks_of_one_executor_count_together() -> None:
+    enough = YARN | {"spark.executor.memoryOverhead": "800m"}
+    assert not shortage(enough, tasks=2)
+    assert "4 rank(s)" in shortage(enough, tasks=2, ranks=4)
+    assert "4 rank(s)" in shortage(enough, tasks=8)
+    assert not shortage(enough | {"spark.executor.instances": "8"}, tasks=8)
+    assert not shortage(enough, tasks=2, ranks=2)
+    assert shortage(enough, tasks=4, warm=False)
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cgroup of version 2, two levels down, in a folder that stands for the kernel's."""
+    (tmp_path / "own").write_text("1:name=systemd:/elsewhere\n0::/outer/inner\n")
+    folder = tmp_path / "cgroup" / "outer" / "inner"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(room, "CGROUPS", str(tmp_path / "cgroup"))
+    monkeypatch.setattr(room, "OWN_GROUPS", str(tmp_path / "own"))
+    return folder
+
+
+def bound(folder: Path, most: int | str, used: int, cached: int = 0) -> None:
+    (folder / "memory.max").write_text(f"{most}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\n")
+
+
+def test_the_tightest_bound_of_the_groups_above_counts(group: Path) -> None:
+    assert container_memory() is None
+    bound(group, "max", 5)
+    assert container_memory() is None
+    bound(group, 1000, 900, 50)
+    assert container_memory() == ContainerMemory(left=150, most=1000)
+    bound(group.parent, 2000, 1990)
+    assert container_memory() == ContainerMemory(left=10, most=2000)
+    bound(group.parent, 2000, 2100)
+    assert container_memory() == ContainerMemory(left=0, most=2000)
+
+
+def test_what_is_left_is_compared_with_what_ranks_need(group: Path) -> None:
+    needed = least_memory(2, 1, warm=True)
+
+    def remarks(left: int, is_warm: bool = False) -> list[str]:
+        bound(group, 2**30, 2**30 - left)
+        found = memory_remarks(2, 1, warm=True, is_warm=lambda: is_warm)
+        return [f"{remark.text} ({remark.detail})" for remark in found]
+
+    assert remarks(needed) == []
+    [told] = remarks(needed - 1)
+    assert "2 rank(s) need at least 388 MB" in told
+    assert "spark.executor.memoryOverhead" in told
+    assert "388 MB left of 1.07 GB" in told
+    assert remarks(needed - memory.WARM_PROCESS, is_warm=True) == []
+    assert remarks(needed - memory.WARM_PROCESS - 1, is_warm=True)
+
+
+BOUNDED = """
+import json, logging, os, sys
+{limit}
+logging.basicConfig(format="WARNED %(message)s", level=logging.WARNING)
+
+from distributor import TorchDistributor
+
+def run():
+    # Ranks that start fresh and need no torch stay below the bound.
+    runner = TorchDistributor(2, local_mode=True, use_gpu=False, warm=False, timeout=60)
+    return runner.run(int, "7")
+
+print("FACTS " + json.dumps({{"values": [run(), run()]}}))
+"""
+
+
+@pytest.fixture
+def limited() -> Iterator[str]:
+    """A cgroup of the kernel's with a bound on memory, below this process's own."""
+    name = f"distributor-test-{uuid.uuid4().hex[:8]}"
+    groups = {
+        line.split(":", 2)[1]: line.strip().split(":", 2)[2]
+        for line in Path(room.OWN_GROUPS).read_text().splitlines()
+    }
+    if "memory" in groups:
+        folder = Path(room.CGROUPS, "memory", groups["memory"].lstrip("/"), name)
+        file = "memory.limit_in_bytes"
+    else:
+        folder, file = Path(room.CGROUPS, groups.get("", "/").lstrip("/"), name), "memory.max"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+    try:
+        try:
+            (folder / file).write_text(str(400 * MIB))
+        except OSError as error:
+            pytest.skip(f"the memory of a cgroup cannot be bounded here: {error}")
+        yield f"open({str(folder / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))"
+    finally:
+        members = folder / "cgroup.procs"
+        until(lambda: not members.read_text().strip(), "the group's processes end", 60)
+        folder.rmdir()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has cgroups")
+def test_a_bound_of_the_kernel_is_warned_of_once(limited: str, run_driver: RunDriver) -> None:
+    done = run_driver(BOUNDED.format(limit=limited))
+
+    assert facts_in(done)["values"] == [7, 7]
+    warned = [line for line in done.stderr.splitlines() if line.startswith("WARNED On ")]
+    assert len(warned) == 1, done.stderr
+    assert "2 rank(s) need at least 493 MB" in warned[0]
+    assert "left of 419 MB)" in warned[0]
+
+
+ON_EXECUTORS = """
+import json, logging, sys
+from pyspark.sql import SparkSession
+
+builder = SparkSession.builder.master("local-cluster[1,2,512]")
+for key, value in json.loads(sys.argv[1]).items():
+    builder = builder.config(key, value)
+builder.config("spark.executor.memory", "512m").config("spark.log.level", "OFF").getOrCreate()
+logging.basicConfig(format="WARNED %(message)s", level=logging.WARNING)
+
+from distributor import TorchDistributor
+
+endings = []
+for _ in range(2):
+    runner = TorchDistributor(2, local_mode=False, use_gpu=False, warm=False, timeout=60)
+    try:
+        endings.append(runner.run(int, "7"))
+    except Exception as error:
+        endings.append(type(error).__name__)
+print("FACTS " + json.dumps({"endings": endings}))
+"""
+
+
+def warnings_on_executors(run_driver: RunDriver, conf: dict[str, str], **env: str) -> list[str]:
+    done = run_driver(ON_EXECUTORS, json.dumps({"spark.ui.enabled": "false", **conf}), env=env)
+    assert len(facts_in(done)["endings"]) == 2
+    return [line for line in done.stderr.splitlines() if line.startswith("WARNED On ")]
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@needs_java
+def test_a_bound_on_executors_is_warned_of_once(
+    limited: str, run_driver: RunDriver, python_that_begins_with: Callable[[str], Path]
+) -> None:
+    python = python_that_begins_with(f"import os\n{limited}\n")
+
+    [told] = warnings_on_executors(run_driver, {}, PYSPARK_PYTHON=str(python))
+
+    assert "2 rank(s) need at least 514 MB" in told
+    assert "left of 419 MB)" in told
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@needs_java
+def test_a_bound_of_pysparks_on_addresses_is_warned_of_once(run_driver: RunDriver) -> None:
+    [told] = warnings_on_executors(run_driver, {"spark.executor.pyspark.memory": "1600m"})
+
+    assert "a process may use 839 MB of addresses (RLIMIT_AS), and a rank needs 1.15 GB" in told
+    assert "spark.executor.pyspark.memory" in told
