@@ -59,6 +59,25 @@ def test_failures_are_counted_exactly(distribute: Distribute, tmp_path: Path) ->
     assert "attempt 0 on 2 ranks: WorkerDied: rank 1 (local rank " in note
 
 
+def print_and_fail_once() -> str:
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    print(f"attempt {attempt}")
+    if attempt == "0":
+        raise KeyError("once")
+    return os.environ["TORCHELASTIC_RUN_ID"]
+
+
+def test_each_attempt_has_files_of_its_own(distribute: Distribute, tmp_path: Path) -> None:
+    run_id = distribute(1, max_failures=1, log_dir=tmp_path).run(print_and_fail_once)
+    files = {
+        str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.stdout")
+    }
+    assert files == {
+        f"{run_id}/attempt_{number}/rank0.stdout": f"attempt {number}\n" for number in range(2)
+    }
+    assert "once" in (tmp_path / run_id / "attempt_0" / "rank0.stderr").read_text()
+
+
 def fail(folder: Path, error: Callable[[int], Exception]) -> None:
     attempt = begin(folder)
     if os.environ["RANK"] == "0":

@@ -147,7 +147,7 @@ print("to stderr", file=sys.stderr)
     assert done.stdout == f"[1] {line}"
     assert [text for text in done.stderr.splitlines() if "to stderr" in text] == ["[1] to stderr"]
     (run,) = logs.iterdir()
-    assert {path.name: path.read_text() for path in run.iterdir()} == {
+    assert {path.name: path.read_text() for path in (run / "attempt_0").iterdir()} == {
         **{f"rank{rank}.stdout": line for rank in range(3)},
         **{f"rank{rank}.stderr": "to stderr\n" for rank in range(3)},
     }

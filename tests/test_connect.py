@@ -249,7 +249,7 @@ spark.stop()
         assert len(told) == 1
         assert "hub_address" in told[0]
     assert "[0] training" not in done.stdout, "what is not connected cannot be shown"
-    printed = [path.read_text() for path in sorted(logs.glob("*/rank*.stdout"))]
+    printed = [path.read_text() for path in sorted(logs.glob("*/attempt_0/rank*.stdout"))]
     assert sorted(filter(None, printed)) == 2 * ["training on 0\n"] + 2 * ["training on 1\n"]
 
 

@@ -354,7 +354,7 @@ def test_nodes_whose_words_to_the_driver_are_swallowed_do_their_work(
     assert told["hosts"] == deaf[:1]
     assert shown.count("did not reach this process") == 1
     assert [f"hello of {host}" in shown for host in both] == [host not in deaf for host in both]
-    printed = [file.read_text() for file in logs.glob("*/rank*.stdout")]
+    printed = [file.read_text() for file in logs.glob("*/attempt_0/rank*.stdout")]
     assert sorted(filter(None, printed)) == [f"hello of {host}\n" for host in sorted(both)]
 
 

@@ -890,7 +890,7 @@ def shown_by(rank: int, text: str) -> list[str]:
 def logged(log_dir: Path) -> dict[str, bytes]:
     """Read all files of the only run under a log folder."""
     (folder,) = log_dir.iterdir()
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in (folder / "attempt_0").iterdir()}
 
 
 def but_long_lines(lines: list[str]) -> list[str]:
@@ -1006,7 +1006,7 @@ def test_of_very_many_lines_none_is_lost_or_told_twice(
     with pytest.raises(WorkerDied, match="last words"):
         distribute(2, log_dir=tmp_path).run(program)
     expected = sorted([*(f"line {number}" for number in range(many)), "forked", "last words"])
-    (log,) = tmp_path.glob("*/rank0.stdout")
+    (log,) = tmp_path.glob("*/attempt_0/rank0.stdout")
     assert sorted(log.read_text().splitlines()) == expected
     assert sorted(shown_by(0, capfd.readouterr().out)) == expected
 

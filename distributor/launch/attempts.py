@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from distributor.errors import (
@@ -187,7 +186,7 @@ class DriverSink:
             headline=lambda: standing.line(job.program.name, job.num_processes),
             reported=lambda: standing.told,
         )
-        self._files = LogFiles(Path(log_dir) / job.run_id) if log_dir is not None else None
+        self._files = LogFiles(log_dir, job.run_id, job.attempt) if log_dir is not None else None
         self._standing = standing
         self._audience = audience
         self._preemption = job.preemption

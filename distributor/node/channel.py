@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Protocol
 
 from distributor.errors import StartTimeout
@@ -157,7 +156,7 @@ class SparkChannel:
         self.refused: dict[int, int] = {}
         self._context = context
         self._agent: Agent | None = None
-        self._files = LogFiles(Path(spec.log_dir) / spec.run_id) if spec.log_dir else None
+        self._files = LogFiles(spec.log_dir, spec.run_id, spec.attempt) if spec.log_dir else None
         self._last_barrier = threading.Thread(target=self._finish_together, daemon=True)
         self.late: list[Output] = []
         self._late_room = LATE_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import BinaryIO
@@ -12,18 +13,22 @@ LEFT_OUT = "\n... {} bytes could not be kept here ...\n"
 
 
 class LogFiles:
-    """Appends each rank's output, byte for byte, to ``rank3.stdout`` and ``rank3.stderr``.
+    """Appends each rank's output, byte for byte, to files of its attempt.
 
-    Where the disk is full or gone, the run goes on: that is said once, and a line in the file tells
-    how much is missing where writing works again.
+    They are ``<log_dir>/<run id>/attempt_0/rank3.stdout`` and ``.stderr``, whether the driver or
+    a node without a link to it writes them. If the disk is full or gone, the run goes on: that is
+    said once, and when writing works again, a line in the file says how much is missing.
 
     Parameters
     ----------
-    folder : Path
-        Where the files go; made if it is missing.
+    log_dir : str or path
+        As the user named it; what is missing of the path is created.
+    run_id, attempt : str, int
+        The run, and which attempt of it, counted from 0.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, log_dir: str | os.PathLike[str], run_id: str, attempt: int) -> None:
+        folder = Path(log_dir, run_id, f"attempt_{attempt}")
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._files: dict[tuple[int, Stream], BinaryIO] = {}

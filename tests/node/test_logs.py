@@ -45,29 +45,30 @@ def test_where_there_is_room_again_the_gap_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with small_disk(tmp_path / "disk", 1) as disk:
-        files = LogFiles(disk / "run")
+        files = LogFiles(disk, "run", 0)
+        folder = disk / "run" / "attempt_0"
         filler = disk / "filler"
         files.write(0, "stdout", b"before\n")
         with pytest.raises(OSError, match="No space"):
             fill(filler)
         files.write(0, "stdout", bytes(2 * MEGABYTE))
         files.write(0, "stdout", bytes(100))
-        begun = (disk / "run" / "rank0.stdout").stat().st_size
+        begun = (folder / "rank0.stdout").stat().st_size
         filler.unlink()
         files.write(0, "stdout", b"after\n")
         files.close()
         missing = 2 * MEGABYTE + 100 - (begun - len(b"before\n"))
-        kept = (disk / "run" / "rank0.stdout").read_bytes()
+        kept = (folder / "rank0.stdout").read_bytes()
     assert kept.startswith(b"before\n")
     assert kept.endswith(f"{LEFT_OUT.format(missing)}after\n".encode())
     assert capfd.readouterr().err.count("cannot be kept") == 1
 
 
 def test_all_is_kept_byte_for_byte(tmp_path: Path) -> None:
-    files = LogFiles(tmp_path / "run")
+    files = LogFiles(tmp_path, "run", 0)
     files.write(0, "stdout", b"a\xff")
     files.write(1, "stderr", b"b")
     files.write(0, "stdout", b"\r\n")
     files.close()
-    found = {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
+    found = {file.name: file.read_bytes() for file in (tmp_path / "run" / "attempt_0").iterdir()}
     assert found == {"rank0.stdout": b"a\xff\r\n", "rank1.stderr": b"b"}
