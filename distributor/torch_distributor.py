@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from distributor.launch import attempts
 from distributor.launch.background import RunFuture
+from distributor.launch.call_site import CallSite
 from distributor.launch.console import notify
 from distributor.launch.job import (
     Job,
@@ -61,8 +62,10 @@ class TorchDistributor(Settings):
     start_timeout : float
         Seconds that may pass until all ranks are up, the wait for free slots included.
     log_dir : str or path, optional
-        Folder on the driver that keeps every rank's whole output, in a folder named after the
-        run. The default is that of DISTRIBUTOR_LOG_DIR, spark.distributor.logDir, or none.
+        Folder on the driver that keeps every rank's whole output, in files such as
+        ``<log_dir>/<run id>/attempt_0/rank3.stderr``. A node without a link to the driver writes
+        its ranks' files there on its own disk. The default is that of DISTRIBUTOR_LOG_DIR,
+        spark.distributor.logDir, or none.
     show_output : "all", "none" or ranks
         Whose output is shown here as it comes.
     hub_address : str, optional
@@ -255,6 +258,7 @@ class TorchDistributor(Settings):
             listeners=(*([recorder] if recorder else []), *self.listeners),
             keep_all=keep_all,
             run_id=run_id,
+            call_site=CallSite.of_caller(program.name),
         )
         return job, launcher, recorder
 

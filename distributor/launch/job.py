@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from distributor.launch.call_site import CallSite
 from distributor.launch.cancelling import Cancellation
 from distributor.launch.defaults import NOT_GIVEN, complete, folder
 from distributor.launch.environments import Environment, check_environment
@@ -46,8 +47,10 @@ class Settings:
     start_timeout : float
         Seconds that may pass until all ranks are up, the wait for free slots included.
     log_dir : str or path, optional
-        Folder that keeps every rank's whole output, in a folder named after the run. The
-        default is that of DISTRIBUTOR_LOG_DIR, spark.distributor.logDir, or none.
+        Folder on the driver that keeps every rank's whole output, in files such as
+        ``<log_dir>/<run id>/attempt_0/rank3.stderr``. A node without a link to the driver writes
+        its ranks' files there on its own disk. The default is that of DISTRIBUTOR_LOG_DIR,
+        spark.distributor.logDir, or none.
     show_output : "all", "none" or ranks
         Whose output is shown here as it comes.
     hub_address : str, optional
@@ -168,6 +171,8 @@ class Job:
         Variables for every rank: the user's, and what else this run brings.
     listeners : tuple of Listener
         Who hears what the ranks print and tell, beside the console.
+    call_site : CallSite
+        The user's line that started the run; where this job was made, by default.
     """
 
     program: Program
@@ -178,6 +183,7 @@ class Job:
     keep_all: bool = False
     listeners: tuple[Listener, ...] = ()
     run_id: str = field(default_factory=lambda: new_run_id())
+    call_site: CallSite = field(default_factory=lambda: CallSite.of_caller("run"))
     attempt: int = 0
     silent: tuple[str, ...] = ()
     standing: Standing = field(default_factory=Standing)

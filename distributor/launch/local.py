@@ -121,6 +121,7 @@ class LocalLauncher:
             master_port=listener.getsockname()[1],
             gpus=self.gpus,
             env=env,
+            program_name=job.program.name,
         )
 
 

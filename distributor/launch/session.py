@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
+from distributor.launch.call_site import CallSite, keep_call_site
 from distributor.launch.console import notify
 from distributor.wire.room import in_bytes
 
@@ -324,7 +325,10 @@ class BarrierJob:
     on_end : callable
         Called once on the job's thread with its rows, or with the exception that ended it.
     description : str
-        What Spark's UI calls it; through Connect it cannot be told.
+        What Spark's UI calls it, in its tabs for jobs and for SQL.
+    call_site : CallSite
+        The user's line that started it. Through Connect, the server chooses description and call
+        site.
     pool : str, optional
         The fair scheduler's pool.
     """
@@ -337,6 +341,7 @@ class BarrierJob:
         on_end: Callable[[list[Any] | BaseException], object],
         *,
         description: str,
+        call_site: CallSite,
         pool: str | None = None,
     ) -> None:
         self._session = session
@@ -344,6 +349,7 @@ class BarrierJob:
         self._tag = tag
         self._on_end = on_end
         self._description = description
+        self._call_site = call_site
         self._pool = pool
         self._thread = session.thread(self._collect)
 
@@ -372,6 +378,8 @@ class BarrierJob:
             tagger(self._tag)
             if not self._session.is_connect:
                 spark.sparkContext.setJobDescription(self._description)
+                self._call_site.set_on(spark.sparkContext)
+                keep_call_site(self._frame)
             if self._pool is not None:
                 spark.sparkContext.setLocalProperty(POOL, self._pool)
             ending: list[Any] | BaseException = self._frame.collect()

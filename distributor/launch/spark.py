@@ -117,6 +117,7 @@ class SparkLauncher:
                     job.run_id,
                     watch.job_ended,
                     description=f"{job.program.name} on {job.num_processes} ranks",
+                    call_site=job.call_site,
                     pool=job.settings.pool,
                 ) as barrier_job,
             ):
@@ -191,6 +192,7 @@ class SparkLauncher:
             run_id=job.run_id,
             attempt=job.attempt,
             program=self._sendable(job.program),
+            program_name=job.program.name,
             ranks_per_node=self.plan.ranks_per_task,
             keep_all=job.keep_all,
             env=dict(job.env),

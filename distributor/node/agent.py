@@ -228,6 +228,8 @@ class Agent:
             scratch=scratch,
             keep_value=self._keep_all or first,
             modules=self._node.modules,
+            program_name=self._node.program_name,
+            run_id=self._node.run_id,
         )
         environment = rank_environment(self._node, local_rank, os.environ)
         with theirs:

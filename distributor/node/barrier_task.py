@@ -32,6 +32,7 @@ from distributor.node.kept import is_supported
 from distributor.node.made_once import with_cache
 from distributor.node.memory import memory_remarks
 from distributor.node.network import listen_for_ranks, routable_address
+from distributor.node.process_title import run_titled
 from distributor.node.program import Program, Script, in_file
 from distributor.node.remarks import remarks_here
 from distributor.node.software import check_interpreter, software
@@ -82,7 +83,10 @@ def run(
     if spec.environment is None:
         check_interpreter()
     _check_gpus(spec, hosts[context.partitionId()])
-    with open_channel(spec, node_rank, hosts[context.partitionId()], context) as channel:
+    with (
+        run_titled(f"node {node_rank}", spec.program_name, spec.run_id),
+        open_channel(spec, node_rank, hosts[context.partitionId()], context) as channel,
+    ):
         prepared = _prepared(spec)
         remarks = (*remarks_here(replaced), *_memory_remarks(spec, context))
         node, listener = _join(spec, node_rank, hosts, context, channel, prepared, remarks)
@@ -161,6 +165,7 @@ def _join(
         gpus=_gpus(spec, node_rank, context),
         env={**prepared.interpreter.variables, **spec.env},
         modules=_modules(spec.modules) if spec.modules else "",
+        program_name=spec.program_name,
     )
     return node, listener
 

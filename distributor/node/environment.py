@@ -39,6 +39,8 @@ class Node:
         The user's own variables; they win over the environment that is here already.
     modules : str
         A folder with the user's modules, to be searched first; empty where there is none.
+    program_name : str
+        The function's or script's name, for titles of processes.
     """
 
     run_id: str
@@ -53,6 +55,7 @@ class Node:
     gpus: tuple[str, ...] | None = None
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     modules: str = ""
+    program_name: str = ""
 
     @property
     def world_size(self) -> int:

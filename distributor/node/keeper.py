@@ -33,6 +33,7 @@ from distributor.node.asking import (
 from distributor.node.interpreter import Interpreter
 from distributor.node.killing import TICK, TRACKER_SECONDS, all_processes, group_of, is_tracker
 from distributor.node.order import Order
+from distributor.node.process_title import set_run_title
 from distributor.node.scratch import remove_scratch
 from distributor.wire.kernel import set_subreaper
 
@@ -87,6 +88,8 @@ class Keeper:
             self._leave()  # the connection has ended, or it is no sense that came over it
         if not isinstance(message, Fork) or len(descriptors) < FORKS_DESCRIPTORS:
             self._leave()
+        if not self._ranks:
+            set_run_title("supervisor", message.order.program_name, message.order.run_id)
         try:
             pid, order = self._start(message, descriptors)
         except OSError as error:

@@ -38,6 +38,8 @@ class Order:
         Whether anyone wants what this rank returns.
     modules : str
         A folder with the user's modules; empty where there is none.
+    program_name, run_id : str
+        What the rank runs, and in which run, for titles of processes.
     """
 
     origin: Origin
@@ -51,6 +53,8 @@ class Order:
     scratch: str
     keep_value: bool
     modules: str = ""
+    program_name: str = ""
+    run_id: str = ""
 
     def to_argument(self) -> str:
         return json.dumps(asdict(self))

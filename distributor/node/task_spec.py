@@ -17,6 +17,8 @@ class TaskSpec:
         The run.
     program : Program or str
         What each rank runs, or the name of the file that Spark has brought with it.
+    program_name : str
+        The function's or script's name.
     ranks_per_node : int
         Ranks that each task starts.
     keep_all : bool
@@ -56,6 +58,7 @@ class TaskSpec:
     run_id: str
     attempt: int
     program: Program | str
+    program_name: str
     ranks_per_node: int
     keep_all: bool
     env: dict[str, str] = field(repr=False)

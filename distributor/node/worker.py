@@ -27,6 +27,7 @@ from distributor.node.leaving import (
 from distributor.node.mlflow_run import follow_run
 from distributor.node.order import Order
 from distributor.node.printing import Streams
+from distributor.node.process_title import set_run_title
 from distributor.node.program import Call, Program, Script
 from distributor.node.scratch import use_scratch
 from distributor.node.stacks import answer_in
@@ -41,6 +42,7 @@ _STORES: list[object] = []
 def main(order: Order, at_the_end: list[Callable[[], object]]) -> None:
     """Be the rank that `order` describes, and end the process."""
     exit_code = [1]
+    set_run_title(f"rank {order.origin.rank}", order.program_name, order.run_id)
     if order.modules:
         sys.path.insert(0, order.modules)
     at_the_end += [flush_files, lambda: leave(exit_code[0])]

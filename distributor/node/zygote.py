@@ -44,6 +44,7 @@ from distributor.node.keeper import (
 )
 from distributor.node.leaving import flush_streams
 from distributor.node.order import Order
+from distributor.node.process_title import set_title
 from distributor.node.recipe import changed, loaded_files
 from distributor.node.surroundings import Surroundings
 from distributor.wire.kernel import set_subreaper
@@ -60,6 +61,7 @@ TEXT_ROOM = 4 * 1024
 def serve(argument: str) -> Order:
     """Be a zygote. Returns in each rank that it forks, and nowhere else."""
     birth = Birth.from_argument(argument)
+    set_title(f"zygote for process {birth.owner}", "zygote")
     before, since = dict(os.environ), time.time_ns()
     with _watching(birth.owner):
         trouble = _load((*NEEDED, *birth.recipe.preload), optional="torch")

@@ -32,17 +32,18 @@ def _named(*parts: str) -> Role:
 
 
 def _is_agent(process: psutil.Process) -> bool:
-    """Tell a Python worker, below whose daemon an agent runs, by that both have one command."""
+    """Tell a Python worker below Spark's daemon, of which it has the command, or a run's title."""
     parent = process.parent()
-    is_daemon = _named("pyspark.daemon")
-    return parent is not None and is_daemon(process) and is_daemon(parent)
+    is_daemon, in_a_run = _named("pyspark.daemon"), _named("distributor: node ")
+    is_worker = is_daemon(process) or in_a_run(process)
+    return parent is not None and is_worker and is_daemon(parent)
 
 
 ROLES: dict[str, Role] = {
     "agent": _is_agent,
     "driver_jvm": _named("org.apache.spark.deploy.SparkSubmit"),
     "executor": _named("CoarseGrainedExecutorBackend"),
-    "zygote": _named("boot.main", " zygote "),
+    "zygote": _named(" zygote "),
 }
 """Processes that can be told by their command line alone."""
 

@@ -599,7 +599,7 @@ def test_what_a_module_did_when_it_was_loaded_does_not_show_in_ranks(
 
     settings: dict[str, Any] = {"env": {"TMPDIR": str(temporary)}, "log_dir": tmp_path / "logs"}
     found = local(2, preload=[name], **settings).run_all(tell)
-    printed = {path.name: path.read_text() for path in tmp_path.glob("logs/*/*.stdout")}
+    printed = {path.name: path.read_text() for path in tmp_path.glob("logs/*/*/*.stdout")}
     assert printed == dict.fromkeys(["rank0.stdout", "rank1.stdout"], "from the rank\n")
     assert found == [str(temporary)] * 2
 

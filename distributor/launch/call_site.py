@@ -1,0 +1,93 @@
+"""Where the user's code started a run, as Spark's UI names the job."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from types import FrameType
+from typing import Any
+
+SHORT, LONG = "callSite.short", "callSite.long"
+"""Spark's local properties for the names of a job and of its stages, and for their details."""
+_OURS, _COMMAND_LINE = "distributor", "distributor.cli"
+_MOST_FRAMES = 20
+"""Frames in the details; Spark shows as many of its own (``spark.callstack.depth``)."""
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """The line that started a run.
+
+    Parameters
+    ----------
+    short : str
+        File and line, such as ``train.py:42``.
+    long : str
+        The calls that led there, the innermost first.
+    """
+
+    short: str
+    long: str
+
+    @classmethod
+    def of_caller(cls, program_name: str) -> CallSite:
+        """Find the innermost line outside this package; for the command line, its program."""
+        frames = list(islice(_callers(), _MOST_FRAMES))
+        if not frames:
+            return cls(program_name, f"distributor run {program_name}")
+        lines = [f"{frame.f_code.co_name} at {_place(frame)}" for frame in frames]
+        return cls(_place(frames[0]), "\n".join(lines))
+
+    def set_on(self, context: Any) -> None:
+        """Name the jobs that the calling thread submits to this ``SparkContext``."""
+        context.setLocalProperty(SHORT, self.short)
+        context.setLocalProperty(LONG, self.long)
+
+
+def keep_call_site(frame: Any) -> None:
+    """Have a classic DataFrame's ``collect`` leave the call site as it is.
+
+    PySpark would name the line of this package that calls ``collect``. A version that works in
+    another way names its own.
+    """
+    if hasattr(frame, "_sc"):
+        frame._sc = _Without(frame._sc, "_jsc", _Without(frame._sc._jsc, "setCallSite", _ignore))
+
+
+class _Without:
+    """Stands for an object, with one attribute replaced."""
+
+    def __init__(self, wrapped: Any, name: str, replacement: Any) -> None:
+        self._wrapped = wrapped
+        setattr(self, name, replacement)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+
+def _ignore(site: str | None) -> None:
+    pass
+
+
+def _callers() -> Iterator[FrameType]:
+    """List the frames of the user's code, the innermost first; none below the command line."""
+    frame: FrameType | None = sys._getframe(1)
+    inside = True
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if inside and module == _COMMAND_LINE:
+            return
+        inside = inside and module.partition(".")[0] == _OURS
+        if not inside:
+            yield frame
+        frame = frame.f_back
+
+
+def _place(frame: FrameType) -> str:
+    file = frame.f_code.co_filename
+    if not file.startswith("<"):  # such as "<stdin>"
+        file = os.path.basename(file) if os.path.exists(file) else "<cell>"
+    return f"{file}:{frame.f_lineno}"

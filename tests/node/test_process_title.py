@@ -1,0 +1,144 @@
+"""Process titles say what a process is and of which run, and nothing else of it changes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from distributor import TorchDistributor
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+pytestmark = linux_only
+RUN = r"\(\d{8}-\d{6}-[0-9a-f]{8}\)"
+
+
+def ps(pid: int, column: str) -> str:
+    shown = subprocess.run(["ps", "-ww", "-o", f"{column}=", "-p", str(pid)], capture_output=True)
+    return shown.stdout.decode().rstrip("\n")
+
+
+def my_training() -> dict[str, Any]:
+    """Report the titles of a rank and of those above it, and what Python knows of its own."""
+    import os
+    from multiprocessing import resource_tracker, shared_memory
+
+    import psutil
+
+    memory = shared_memory.SharedMemory(create=True, size=1)
+    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    memory.close()
+    memory.unlink()
+    above = [os.getpid(), *(parent.pid for parent in psutil.Process().parents()[:2])]
+    return {
+        "titles": [ps(pid, "args") for pid in above],
+        "names": [ps(pid, "comm") for pid in above],
+        "argv": sys.argv,
+        "orig_argv": sys.orig_argv[1:3],
+        "tracker": Path(f"/proc/{tracker}/cmdline").read_text(),
+        "program": ps(subprocess.Popen(["sleep", "9"]).pid, "args"),
+    }
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "fresh"])
+def test_ps_shows_the_rank_its_run_and_its_supervisor(warm: bool) -> None:
+    token = {"SECRET_TOKEN": "swordfish"}
+    ranks = TorchDistributor(2, use_gpu=False, timeout=120, warm=warm, env=token)
+    for rank, seen in enumerate(ranks.run_all(my_training)):
+        of_rank, of_supervisor, above = seen["titles"]
+        assert re.fullmatch(f"distributor: rank {rank} of my_training {RUN}", of_rank)
+        assert re.fullmatch(f"distributor: supervisor of my_training {RUN}", of_supervisor)
+        assert seen["names"][:2] == [f"rank{rank}:my_training"[:15], "supervisor:my_t"]
+        if warm:
+            assert re.fullmatch(r"distributor: zygote for process \d+", above)
+            assert seen["names"][2] == "zygote"
+        assert "swordfish" not in str(seen)
+        assert seen["argv"] == ["my_training"]
+        assert seen["orig_argv"][0] == "-c"
+        assert "boot.main" in seen["orig_argv"][1]
+        assert "multiprocessing.resource_tracker" in seen["tracker"]
+        assert seen["program"] == "sleep 9"
+
+
+@pytest.mark.spark
+def test_a_spark_worker_has_its_own_name_again_after_the_run(spark: Any) -> None:
+    def workers() -> list[str]:
+        import psutil
+
+        above = psutil.Process().parents()
+        daemon = next(each for each in above if "pyspark.daemon" in each.cmdline())
+        return [ps(child.pid, "args") for child in daemon.children()]
+
+    def own_title(batches: Any) -> Any:
+        import os
+
+        import pyarrow
+
+        for _ in batches:
+            pass
+        yield pyarrow.RecordBatch.from_pydict({"title": [ps(os.getpid(), "args")]})
+
+    ranks = TorchDistributor(4, local_mode=False, use_gpu=False, timeout=120)
+    for rank, titles in enumerate(ranks.run_all(workers)):
+        own = f"distributor: node {rank} of workers ("
+        assert any(title.startswith(own) for title in titles), titles
+    rows = spark.range(0, 4, 1, 4).mapInArrow(own_title, "title string").collect()
+    assert all("pyspark.daemon" in row.title for row in rows), rows
+
+
+LOOK = """
+import json, sys
+from pathlib import Path
+from distributor.node.process_title import run_titled, set_title
+
+def look():
+    return [Path("/proc/self", name).read_text() for name in ("cmdline", "environ", "comm")]
+
+before = look()
+with run_titled(sys.argv[1], "program", "run"):
+    during = look()
+after = look()
+set_title(sys.argv[1], "a name with spaces")
+print(json.dumps([before, during, after, look()]))
+"""
+
+
+def look(command: list[str], source: str | None = None) -> list[list[str]]:
+    done = subprocess.run(
+        command,
+        executable=sys.executable,
+        input=source,
+        env={"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    looks: list[list[str]] = json.loads(done.stdout)
+    return looks
+
+
+def test_a_title_is_cut_to_the_memory_of_the_command_line() -> None:
+    before, during, after, last = look(["python", "-c", LOOK, "\N{SNOWMAN}\n" * 9999])
+    room = len(before[0].encode())
+    assert during[0].startswith("distributor: \N{SNOWMAN} \N{SNOWMAN} ")
+    assert during[0].endswith("\0")
+    assert room > 4096
+    assert 250 < len(during[0].encode()) < 260
+    assert during[1] == before[1] == last[1], "the environment lies behind it"
+    assert during[2] == before[2]
+    assert after == before
+    assert last[2] == "a_name_with_spa\n"
+
+
+def test_a_command_line_that_is_too_short_is_left_alone() -> None:
+    before, during, after, last = look(["p", "-", "a title"], LOOK)
+    assert before[0] == "p\0-\0a title\0"
+    assert before[:1] == during[:1] == after[:1] == last[:1]
