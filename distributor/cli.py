@@ -1,4 +1,4 @@
-"""The command line: ``distributor run`` and ``distributor demo``."""
+"""The command line: ``distributor run``, ``distributor clean`` and ``distributor demo``."""
 
 from __future__ import annotations
 
@@ -71,6 +71,22 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("script", help="the Python script")
     run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments, after --")
 
+    clean = commands.add_parser(
+        "clean",
+        help="remove environments and other files that this machine keeps and nobody uses",
+        description="Without an option, what is beyond the bounds of the cache is removed: "
+        "DISTRIBUTOR_CACHE_GB (20) and DISTRIBUTOR_CACHE_DAYS (30). Nothing in use ever is.",
+    )
+    clean.set_defaults(command=_clean)
+    which = clean.add_mutually_exclusive_group()
+    which.add_argument(
+        "--all", dest="days", action="store_const", const=0.0, help="all that is not in use"
+    )
+    which.add_argument(
+        "--older-than", dest="days", type=_days, metavar="DAYS", help="not used for so many days"
+    )
+    clean.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+
     demo = commands.add_parser("demo", help="train on real images, here and on an embedded Spark")
     demo.set_defaults(command=_demo)
     return parser
@@ -94,6 +110,16 @@ def _pair(text: str) -> tuple[str, str]:
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, found {text!r}")
     return name, value
+
+
+def _days(text: str) -> float:
+    try:
+        days = float(text)
+    except ValueError:
+        days = -1.0
+    if not days >= 0:
+        raise argparse.ArgumentTypeError(f"expected a number of days, found {text!r}")
+    return days
 
 
 def _ranks(text: str) -> str | tuple[int, ...]:
@@ -187,6 +213,13 @@ def _session(options: argparse.Namespace, needed: bool) -> Iterator[None]:
         yield
     finally:
         spark.stop()
+
+
+def _clean(options: argparse.Namespace) -> None:
+    from distributor.cleaning import clean
+
+    for line in clean(options.days, dry_run=options.dry_run):
+        print(line)
 
 
 def _demo(options: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from bed.waiting import assert_gone, until
 from conftest import DEADLINE
 
 import distributor
-from distributor import ExecutorNotReady, StartTimeout, TorchDistributor
+from distributor import ExecutorNotReady, StartTimeout, TorchDistributor, cleaning
 from distributor.launch.local import cool_down
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -181,6 +181,25 @@ def test_requirements_are_installed_once_on_each_node(
     other = distribute(1, environment=(f"{NAME}==2.0",), env=env, warm=False).run(look, NAME)
     assert other["version"] == "2.0"
     assert other["prefix"] != folder
+
+
+def test_an_environment_is_not_cleaned_while_ranks_use_it(
+    distribute: Distribute, archive: Path, cache: Path, tmp_path: Path
+) -> None:
+    wheel(tmp_path / "wheels", "1.0")
+    env = on_nodes(cache, PIP_FIND_LINKS=tmp_path / "wheels")
+
+    def clean_all() -> list[str]:
+        command = [sys.executable, "-m", "distributor", "clean", "--all"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return done.stdout.splitlines()
+
+    lines = distribute(1, environment=[f"{NAME}==1.0"], env=env).run(clean_all)
+    assert len([line for line in lines if line.startswith("kept, for it is in use")]) >= 2, lines
+    left = [path for path in cache.iterdir() if path.is_dir()]
+    assert left
+    cleaned = list(cleaning.clean(0))
+    until(lambda: not any(path.exists() for path in left), "\n".join(cleaned))
 
 
 def test_what_pip_cannot_install_is_told_with_its_last_lines(

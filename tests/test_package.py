@@ -30,7 +30,7 @@ LAYERS = [
     {"recording"},
     {"torch_distributor"},
     {"serverless", "train"},
-    {"serverless_gpu"},
+    {"serverless_gpu", "cleaning"},
     {"", "cli", "demo"},
     {"__main__"},
 ]

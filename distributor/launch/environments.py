@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -67,10 +68,11 @@ def shipped_environment(session: Session, environment: Environment) -> str | tup
     return name
 
 
+@contextlib.contextmanager
 def prepared_here(
     environment: Environment, env: Mapping[str, str], deadline: float
-) -> Prepared | None:
-    """Make an environment ready on this machine.
+) -> Iterator[Prepared | None]:
+    """Make an environment ready on this machine, and use it as long as the context lasts.
 
     Parameters
     ----------
@@ -82,29 +84,38 @@ def prepared_here(
         When, by ``time.monotonic``, it must be ready.
     """
     if not environment:
-        return None
+        yield None
+        return
     variables = with_cache({**os.environ, **env}, conf_cache_dir(Session.active()))
     told = threading.Timer(TELL_SECONDS, notify, ["Waiting: the environment is not ready here."])
     told.daemon = True
     told.start()
-    try:
-        return _prepared(environment, variables, deadline)
-    finally:
-        told.cancel()
+    with contextlib.ExitStack() as stack:
+        try:
+            prepared = stack.enter_context(_prepared(environment, variables, deadline))
+        finally:
+            told.cancel()
+        yield prepared
 
 
+@contextlib.contextmanager
 def _prepared(
     environment: str | os.PathLike[str] | Sequence[str],
     variables: Mapping[str, str],
     deadline: float,
-) -> Prepared:
+) -> Iterator[Prepared]:
     beside = [str(folder) for folder in own_folders()]
     if not isinstance(environment, (str, os.PathLike)):
-        return required(tuple(environment), variables, deadline, beside)
+        with required(tuple(environment), variables, deadline, beside) as prepared:
+            yield prepared
+        return
     archive = Path(environment).absolute()
     folder = cache_folder(variables) / f"environment-{_digest(archive)}"
-    made_once(folder, lambda folder, lock: unpack(archive, folder), deadline)
-    return packed(folder, variables, deadline, beside)
+    with (
+        made_once(folder, lambda folder, lock: unpack(archive, folder), deadline),
+        packed(folder, variables, deadline, beside) as prepared,
+    ):
+        yield prepared
 
 
 def _check_archive(archive: Path) -> None:

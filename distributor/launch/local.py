@@ -70,8 +70,14 @@ class LocalLauncher:
         warn_of({socket.gethostname(): [*remarks_here(), *_memory_remarks(job)]})
         settings = job.settings
         start_deadline = time.monotonic() + settings.start_timeout
-        prepared = prepared_here(settings.environment, job.env, start_deadline)
-        interpreter = prepared.interpreter if prepared else Interpreter.here()
+        with prepared_here(settings.environment, job.env, start_deadline) as prepared:
+            interpreter = prepared.interpreter if prepared else Interpreter.here()
+            return self._run(job, sink, interpreter, start_deadline)
+
+    def _run(
+        self, job: Job, sink: Sink, interpreter: Interpreter, start_deadline: float
+    ) -> list[Outcome]:
+        settings = job.settings
         env = {**interpreter.variables, **job.env}
         warmth = _warmth(settings, job.num_processes, env, interpreter)
         ports = port_range("rank_ports", settings.rank_ports)

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -86,8 +87,8 @@ def run(
     with (
         run_titled(f"node {node_rank}", spec.program_name, spec.run_id),
         open_channel(spec, node_rank, hosts[context.partitionId()], context) as channel,
+        _prepared(spec) as prepared,
     ):
-        prepared = _prepared(spec)
         remarks = (*remarks_here(replaced), *_memory_remarks(spec, context))
         node, listener = _join(spec, node_rank, hosts, context, channel, prepared, remarks)
         outcomes = _run_ranks(spec, node, listener, channel, prepared.interpreter)
@@ -113,10 +114,10 @@ def _memory_remarks(spec: TaskSpec, context: Any) -> Iterator[Remark]:
     )
 
 
-def _prepared(spec: TaskSpec) -> Prepared:
-    """See to what this node's ranks run with."""
+def _prepared(spec: TaskSpec) -> AbstractContextManager[Prepared]:
+    """Make ready what this node's ranks run with."""
     if spec.environment is None:
-        return Prepared(Interpreter.here(), software())
+        return nullcontext(Prepared(Interpreter.here(), software()))
     variables = with_cache({**os.environ, **spec.env}, spec.cache_dir)
     deadline = time.monotonic() + spec.meet_timeout
     brought = _brought_by_spark()

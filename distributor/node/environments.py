@@ -6,6 +6,7 @@ same at both ends of a pickle, before its own, and behind its own what else a ra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -13,12 +14,14 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from distributor.errors import ExecutorNotReady
+from distributor.node.cleaning import Bounds, trim
 from distributor.node.installing import installed, packages_of
 from distributor.node.interpreter import Interpreter
 from distributor.node.made_once import cache_folder, made_once
@@ -62,8 +65,8 @@ class Prepared(NamedTuple):
 
 def packed(
     folder: Path, variables: Mapping[str, str], deadline: float, beside: Sequence[str] = ()
-) -> Prepared:
-    """Make ready what was packed elsewhere.
+) -> AbstractContextManager[Prepared]:
+    """Make ready what was packed elsewhere, and use it as long as the context lasts.
 
     Parameters
     ----------
@@ -84,13 +87,14 @@ def packed(
     return _prepared(folder, (), variables, deadline, beside)
 
 
+@contextlib.contextmanager
 def required(
     requirements: Sequence[str],
     variables: Mapping[str, str],
     deadline: float,
     beside: Sequence[str] = (),
-) -> Prepared:
-    """Make ready what pip installs; nodes must then have all that it installed in common.
+) -> Iterator[Prepared]:
+    """Make ready what pip installs, as `packed` does; nodes must have all of it in common.
 
     Parameters
     ----------
@@ -106,29 +110,46 @@ def required(
     StartTimeout
         Where the deadline passed.
     """
-    folder = installed(requirements, {**variables, **NOT_INHERITED}, deadline)
-    return _prepared(folder, (str(packages_of(folder)),), variables, deadline, beside)
+    with (
+        installed(requirements, {**variables, **NOT_INHERITED}, deadline) as folder,
+        _prepared(folder, (str(packages_of(folder)),), variables, deadline, beside) as prepared,
+    ):
+        yield prepared
 
 
+@contextlib.contextmanager
 def _prepared(
     folder: Path,
     compared: tuple[str, ...],
     variables: Mapping[str, str],
     deadline: float,
     beside: Sequence[str],
-) -> Prepared:
+) -> Iterator[Prepared]:
     executable = folder / "bin" / "python"
     told = _described(str(executable), compared)
-    first, last = (_folders_with(names, variables, deadline) for names in (FIRST, LAST))
+    with (
+        _folders_with(FIRST, variables, deadline) as first,
+        _folders_with(LAST, variables, deadline) as last,
+    ):
+        trim(cache_folder(variables), Bounds.of(variables))
+        interpreter = _interpreter(
+            executable, [*first, *beside, *told["path"], *last], variables, beside
+        )
+        yield Prepared(interpreter, {**told["software"], **pickling_software()})
+
+
+def _interpreter(
+    executable: Path, path: Sequence[str], variables: Mapping[str, str], beside: Sequence[str]
+) -> Interpreter:
     search = os.pathsep.join([str(executable.parent), variables.get("PATH", os.defpath)])
     inherited = variables.get(PATH, "").split(os.pathsep)
     kept = os.pathsep.join(entry for entry in inherited if entry in beside)
-    interpreter = Interpreter(
+    folder = str(executable.parent.parent)
+    return Interpreter(
         executable=str(executable),
-        path=tuple(dict.fromkeys([*first, *beside, *told["path"], *last])),
-        variables={**NOT_INHERITED, PATH: kept, "VIRTUAL_ENV": str(folder), "PATH": search},
+        path=tuple(dict.fromkeys(path)),
+        variables={**NOT_INHERITED, PATH: kept, "VIRTUAL_ENV": folder, "PATH": search},
     )
-    return Prepared(interpreter, {**told["software"], **pickling_software()})
 
 
 @functools.cache
@@ -172,8 +193,11 @@ def _named(executable: str) -> str:
     return executable if target == executable else f"{executable} (a link to {target})"
 
 
-def _folders_with(names: Sequence[str], variables: Mapping[str, str], deadline: float) -> list[str]:
-    """Give entries of ``sys.path`` with some of this process's modules, and with no others."""
+@contextlib.contextmanager
+def _folders_with(
+    names: Sequence[str], variables: Mapping[str, str], deadline: float
+) -> Iterator[list[str]]:
+    """Use entries of ``sys.path`` with some of this process's modules, and with no others."""
     places = [_place(name) for name in names]
     there = [place for place in places if place.exists()]
     inside = [str(place.parent) for place in places if not place.exists()]  # of an archive
@@ -184,8 +208,9 @@ def _folders_with(names: Sequence[str], variables: Mapping[str, str], deadline: 
 
     digest = hashlib.sha256("\0".join(map(str, there)).encode()).hexdigest()[:16]
     folder = cache_folder(variables) / f"modules-{digest}"
-    linked = [str(made_once(folder, make, deadline))] if there else []
-    return list(dict.fromkeys([*linked, *inside]))
+    with contextlib.ExitStack() as stack:
+        linked = [str(stack.enter_context(made_once(folder, make, deadline)))] if there else []
+        yield list(dict.fromkeys([*linked, *inside]))
 
 
 def _place(name: str) -> Path:

@@ -14,6 +14,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,8 +40,10 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 """``python -m pip`` that does not outlive who waits for it, nor does what it builds with."""
 
 
-def installed(requirements: Sequence[str], variables: Mapping[str, str], deadline: float) -> Path:
-    """Give a virtual environment with these requirements; the first that asks has it made.
+def installed(
+    requirements: Sequence[str], variables: Mapping[str, str], deadline: float
+) -> AbstractContextManager[Path]:
+    """Use a virtual environment with these requirements; the first that asks has it made.
 
     What this interpreter has installed is there too, for torch is not to be installed again.
 

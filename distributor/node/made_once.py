@@ -17,7 +17,7 @@ from distributor.errors import ExecutorNotReady, StartTimeout
 CACHE = "DISTRIBUTOR_CACHE"
 """The variable that names the folder in which such things are kept."""
 MARK = ".complete"
-"""The file that is written last."""
+"""The file that is written last; it holds the bytes of disk that the folder takes."""
 LOOK_SECONDS = 0.1
 """Seconds between two tries for a lock; to wait for one would have no deadline."""
 
@@ -64,6 +64,11 @@ def cache_folder(variables: Mapping[str, str]) -> Path:
     )
 
 
+def cache_folders(variables: Mapping[str, str]) -> list[Path]:
+    """List the folders that `cache_folder` may have chosen and that exist."""
+    return [folder for folder in _candidates(variables) if folder.is_dir()]
+
+
 def _candidates(variables: Mapping[str, str]) -> Iterator[Path]:
     if chosen := variables.get(CACHE):
         yield Path(chosen).absolute()
@@ -75,54 +80,105 @@ def _candidates(variables: Mapping[str, str]) -> Iterator[Path]:
         yield shared
 
 
-def made_once(folder: Path, make: Make, deadline: float) -> Path:
-    """Give a folder that is made where it is not there yet.
+@contextlib.contextmanager
+def made_once(folder: Path, make: Make, deadline: float) -> Iterator[Path]:
+    """Use a folder, which is made first if it is not there yet.
+
+    As long as the context lasts, this process holds a lock on the folder, so that nobody removes
+    it; `distributor.node.cleaning` does that to folders that nobody uses.
 
     Parameters
     ----------
     folder : Path
         Its place; the name tells its content from any other.
     make : callable
-        Makes it. Where it, or this process, ends before it is done, the next one begins anew.
+        Makes it. If it, or this process, ends before it is done, the next one begins anew.
     deadline : float
         When, by ``time.monotonic``, another process must have made it.
 
     Raises
     ------
     StartTimeout
-        Where the deadline passed.
+        If the deadline passed.
     """
-    if (folder / MARK).exists():
-        return folder
-    with _locked(folder.with_name(f"{folder.name}.lock"), deadline) as lock:
-        if not (folder / MARK).exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            make(folder, lock)
-            (folder / MARK).touch()
-    return folder
+    file = lock_of(folder)
+    while True:
+        with opened_lock(file) as lock:
+            if not _is_made(folder):
+                _await_lock(lock, file, deadline)
+                if is_current(lock, file) and not _is_made(folder):
+                    _make(folder, make, lock)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            # Whoever had the lock alone in between may have removed folder and lock.
+            if is_current(lock, file) and _is_made(folder):
+                os.utime(lock)  # its time says when the folder was last used
+                yield folder
+                return
+
+
+def _make(folder: Path, make: Make, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    make(folder, lock)
+    (folder / MARK).write_text(str(tree_size(folder)))
+
+
+def _is_made(folder: Path) -> bool:
+    return (folder / MARK).exists()
+
+
+def lock_of(folder: Path) -> Path:
+    """Return the file on which users of a folder hold a lock."""
+    return folder.with_name(f"{folder.name}.lock")
 
 
 @contextlib.contextmanager
-def _locked(file: Path, deadline: float) -> Iterator[int]:
-    """Hold a lock; whoever has inherited its descriptor holds it too."""
+def opened_lock(file: Path) -> Iterator[int]:
+    """Open a lock; whoever has inherited its descriptor holds what is locked by it too."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        while not _taken(descriptor):
-            if time.monotonic() > deadline:
-                raise StartTimeout(
-                    f"After start_timeout, another process on {socket.gethostname()} still makes "
-                    f"{file.with_suffix('')}."
-                )
-            time.sleep(LOOK_SECONDS)
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _taken(descriptor: int) -> bool:
+def is_current(lock: int, file: Path) -> bool:
+    """Tell whether an open lock is the one that others find: it may have been removed."""
+    try:
+        return os.path.samestat(os.fstat(lock), file.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _await_lock(lock: int, file: Path, deadline: float) -> None:
+    while not taken(lock):
+        if time.monotonic() > deadline:
+            raise StartTimeout(
+                f"After start_timeout, another process on {socket.gethostname()} still makes "
+                f"{file.with_suffix('')}."
+            )
+        time.sleep(LOOK_SECONDS)
+
+
+def taken(descriptor: int) -> bool:
+    """Take a lock alone, unless others hold it; tell whether that worked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+def tree_size(folder: Path) -> int:
+    """Count the bytes of disk that a folder takes."""
+    paths = [folder]
+    for above, folders, files in os.walk(folder):
+        paths += [Path(above, name) for name in (*folders, *files)]
+    return sum(map(disk_size, paths))
+
+
+def disk_size(path: Path) -> int:
+    """Count the bytes of disk that a file or an empty folder takes."""
+    with contextlib.suppress(OSError):  # removed meanwhile
+        return path.lstat().st_blocks * 512
+    return 0

@@ -13,7 +13,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from distributor.node.cleaning import Leftover
+from distributor.node.made_once import opened_lock, taken, tree_size
 
 Fill = Callable[[Path], object]
 """Copies into a folder."""
@@ -64,6 +68,37 @@ def _sweep(place: Path) -> None:
     for lock in place.glob("*.lock"):
         with _Copy(place, lock.stem):
             pass  # whoever leaves is perhaps the last
+
+
+def copies() -> list[Leftover]:
+    """List the copies on this machine that nobody removes: their processes were killed."""
+    place = _place()
+    if place is None:
+        return []
+    found = [_Left.of(place, lock) for lock in sorted(place.glob("*.lock"))]
+    return [each for each in found if not each.in_use()]
+
+
+@dataclass(frozen=True)
+class _Left:
+    """A copy, as `distributor.cleaning` knows what is left."""
+
+    path: Path
+    used_at: float
+    size: int
+
+    @classmethod
+    def of(cls, place: Path, lock: Path) -> _Left:
+        return cls(place / lock.stem, lock.stat().st_mtime, tree_size(place / lock.stem))
+
+    def in_use(self) -> bool:
+        with opened_lock(self.path.with_name(f"{self.path.name}.lock")) as lock:
+            return not taken(lock)
+
+    def remove(self) -> bool:
+        with _Copy(self.path.parent, self.path.name):
+            pass  # whoever leaves is perhaps the last
+        return not self.path.exists()
 
 
 class _Copy:

@@ -15,7 +15,7 @@ from bed.packages import environment, packed
 from bed.waiting import SOON, until
 
 from distributor.errors import ExecutorNotReady, StartTimeout
-from distributor.node.made_once import cache_folder, made_once
+from distributor.node.made_once import Make, cache_folder, made_once
 from distributor.node.unpacking import library_in, unpack
 
 
@@ -27,8 +27,8 @@ def test_of_many_that_ask_one_makes_it(tmp_path: Path) -> None:
         (folder / "content").write_text("whole")
 
     def ask() -> None:
-        folder = made_once(tmp_path / "folder", make, time.monotonic() + SOON)
-        assert (folder / "content").read_text() == "whole"
+        with made_once(tmp_path / "folder", make, time.monotonic() + SOON) as folder:
+            assert (folder / "content").read_text() == "whole"
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -38,14 +38,20 @@ def test_of_many_that_ask_one_makes_it(tmp_path: Path) -> None:
     assert made == [tmp_path / "folder"]
 
 
+def make_now(folder: Path, make: Make = lambda *_: None, seconds: float = SOON) -> None:
+    with made_once(folder, make, time.monotonic() + seconds):
+        pass
+
+
 def test_what_failed_is_made_anew(tmp_path: Path) -> None:
     def fail(folder: Path, lock: int) -> None:
         (folder / "half").touch()
         raise OSError("no room")
 
+    folder = tmp_path / "folder"
     with pytest.raises(OSError, match="no room"):
-        made_once(tmp_path / "folder", fail, time.monotonic() + SOON)
-    folder = made_once(tmp_path / "folder", lambda *_: None, time.monotonic() + SOON)
+        make_now(folder, fail)
+    make_now(folder)
     assert not (folder / "half").exists()
 
 
@@ -57,7 +63,8 @@ def make(folder, lock):
     (folder / "half").touch()
     signal.pause()
 
-made_once(pathlib.Path(sys.argv[1]), make, time.monotonic() + 60)
+with made_once(pathlib.Path(sys.argv[1]), make, time.monotonic() + 60):
+    pass
 """
 
 
@@ -66,9 +73,9 @@ def test_a_kill_leaves_no_half_one_and_no_lock(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HALF, str(folder)]) as maker:
         until(lambda: (folder / "half").exists(), "it is being made")
         with pytest.raises(StartTimeout, match=f"still makes {folder}"):
-            made_once(folder, lambda *_: None, time.monotonic())
+            make_now(folder, seconds=0)
         maker.send_signal(signal.SIGKILL)
-    made_once(folder, lambda *_: None, time.monotonic() + SOON)
+    make_now(folder)
     assert not (folder / "half").exists()
 
 
