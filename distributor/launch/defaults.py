@@ -113,14 +113,14 @@ CACHE_DIR = Default(
 )
 DEFAULTS = (
     Default("warm", "DISTRIBUTOR_WARM", "spark.distributor.warm", _switch, True, "True"),
-    Default("hub_port", "DISTRIBUTOR_HUB_PORT", "spark.distributor.hub.port", _port, 0, "a free"),
+    Default("hub_port", "DISTRIBUTOR_HUB_PORT", "spark.distributor.hub.port", _port, 0, "any free"),
     Default(
         "rank_ports",
         "DISTRIBUTOR_RANK_PORTS",
         "spark.distributor.rank.ports",
         _ports,
         None,
-        "a free",
+        "any free",
     ),
     Default("log_dir", "DISTRIBUTOR_LOG_DIR", "spark.distributor.logDir", folder, None, "none"),
     CACHE_DIR,

@@ -287,7 +287,7 @@ def open_hub(address: HubAddress, secret: bytes) -> Hub:
         if address.chosen_by:
             raise OSError(
                 f"{address.chosen_by} cannot be bound at {where}: {error}. Name an address of "
-                "this machine that the executors can reach, and a port that is free."
+                "this machine that the executors can reach, and a port that is free (0 takes any)."
             ) from error
         warn(f"No hub at {where}: {error}. Ranks' output will not be shown here.")
         return Hub(LOOPBACK, secret)

@@ -104,10 +104,9 @@ def made_once(folder: Path, make: Make, deadline: float) -> Iterator[Path]:
     file = lock_of(folder)
     while True:
         with opened_lock(file) as lock:
-            if not _is_made(folder):
-                _await_lock(lock, file, deadline)
-                if is_current(lock, file) and not _is_made(folder):
-                    _make(folder, make, lock)
+            alone = _await_turn(folder, lock, deadline)
+            if alone and is_current(lock, file) and not _is_made(folder):
+                _make(folder, make, lock)
             fcntl.flock(lock, fcntl.LOCK_SH)
             # Whoever had the lock alone in between may have removed folder and lock.
             if is_current(lock, file) and _is_made(folder):
@@ -150,14 +149,18 @@ def is_current(lock: int, file: Path) -> bool:
         return False
 
 
-def _await_lock(lock: int, file: Path, deadline: float) -> None:
-    while not taken(lock):
+def _await_turn(folder: Path, lock: int, deadline: float) -> bool:
+    """Wait until this process has the lock alone; return False if others made the folder first."""
+    while not _is_made(folder):
+        if taken(lock):
+            return True
         if time.monotonic() > deadline:
             raise StartTimeout(
                 f"After start_timeout, another process on {socket.gethostname()} still makes "
-                f"{file.with_suffix('')}."
+                f"{folder}."
             )
         time.sleep(LOOK_SECONDS)
+    return False
 
 
 def taken(descriptor: int) -> bool:

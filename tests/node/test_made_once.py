@@ -28,14 +28,17 @@ def test_of_many_that_ask_one_makes_it(tmp_path: Path) -> None:
 
     def ask() -> None:
         with made_once(tmp_path / "folder", make, time.monotonic() + SOON) as folder:
+            together.wait(SOON)
             assert (folder / "content").read_text() == "whole"
 
+    together = threading.Barrier(8)  # all use it at the same time
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(SOON)
     assert made == [tmp_path / "folder"]
+    assert not together.broken
 
 
 def make_now(folder: Path, make: Make = lambda *_: None, seconds: float = SOON) -> None:
