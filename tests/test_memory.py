@@ -229,7 +229,7 @@ def test_a_bound_on_executors_is_warned_of_once(
 @pytest.mark.spark
 @needs_java
 def test_a_bound_of_pysparks_on_addresses_is_warned_of_once(run_driver: RunDriver) -> None:
-    [told] = warnings_on_executors(run_driver, {"spark.executor.pyspark.memory": "1600m"})
+    [told] = warnings_on_executors(run_driver, {"spark.executor.pyspark.memory": "800m"})
 
     assert "a process may use 839 MB of addresses (RLIMIT_AS), and a rank needs 1.15 GB" in told
     assert "spark.executor.pyspark.memory" in told

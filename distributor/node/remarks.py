@@ -20,9 +20,9 @@ def remarks_here(replaced: str = "") -> Iterator[Remark]:
     """
     if replaced:
         yield Remark(
-            f"distributor {replaced} is not the source that this process runs ({__version__}). It "
-            "is left alone: for its ranks, Spark brings this process's there. Install the same "
-            "version in both places to avoid that."
+            f"distributor {replaced} differs from the driver's source ({__version__}). Ranks there "
+            "run the driver's, which Spark brings to the executors. To avoid that, install the "
+            "same version in both places."
         )
     if lacking := lacking_for_supervision():
         yield Remark(
