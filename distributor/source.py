@@ -16,9 +16,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zipfile import ZipFile
 
 PACKAGE = "distributor"
@@ -144,9 +145,8 @@ def import_drivers_source(digest: str, archive: Callable[[], str]) -> str:
         replaced = _described(spec, files)
         sys.path.insert(0, archive())
         state = _state_or_none(find_spec(PACKAGE))
-    from distributor import source
-
-    source.checked = Checked(digest, state or (), replaced)
+    imported: Any = import_module(f"{PACKAGE}.source")  # the copy that will be used from now on
+    imported.checked = Checked(digest, state or (), replaced)
     return replaced
 
 

@@ -104,6 +104,10 @@ class TorchDistributor(Settings):
     environment : path or sequence of str, optional
         What ranks run in: a packed virtual environment (venv-pack, conda-pack), or requirements
         that pip installs once on each node; by default the interpreter that is there.
+    py_modules : sequence of str or path
+        Modules and packages, by name, and files and folders, by path, that ranks can import, beside
+        those that the program imports by a statement: plug-ins that are imported by a computed
+        name, say.
     listeners : sequence of Listener
         Who hears in this process what the ranks print, tell and report.
 

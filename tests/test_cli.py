@@ -162,6 +162,7 @@ FLAGS: dict[str, tuple[list[str], object]] = {
     "timeout": (["--timeout", "1.5"], 1.5),
     "start_timeout": (["--start-timeout", "2"], 2.0),
     "log_dir": (["--log-dir", "logs"], "logs"),
+    "py_modules": (["--py-modules", "a", "--py-modules", "b.py"], ["a", "b.py"]),
     "show_output": (["--show-output", "0,2"], (0, 2)),
     "hub_address": (["--hub-address", "here:1"], "here:1"),
     "hub_port": (["--hub-port", "7077"], 7077),

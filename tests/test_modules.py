@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from conftest import facts_in, needs_java
 
+from distributor import TorchDistributor
 from distributor.launch import modules
 from distributor.launch.modules import own_modules
+from distributor.wire.pickling import dump_call
 from distributor.wire.room import in_bytes
 
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -60,6 +62,26 @@ aside.mkdir()
 (here / "train.py").rename(aside / "train.py")
 (aside / "alone.py").write_text("value = 'beside the script'")
 ranks.run(str(aside / "train.py"))
+
+(here / "plugin.py").write_text("import beside_the_plugin; value = beside_the_plugin.value")
+(here / "beside_the_plugin.py").write_text("value = 'of a plug-in'")
+(here / "experiment.py").write_text("raise RuntimeError('never imported, never sent')")
+(here / "shared" / "more").mkdir(parents=True)
+(here / "shared" / "more" / "helpers.py").write_text("value = 'asked for by path'")
+
+def by_name(*names):
+    import importlib, os
+    sent = os.listdir(pathlib.Path(importlib.import_module("mine").__file__).parents[1])
+    return sorted(sent), [importlib.import_module(name).value for name in names]
+
+try:
+    ranks.run(by_name, "plugin")
+except ModuleNotFoundError as error:
+    facts["hint"] = [str(error), " ".join(error.__notes__)]
+asked = dict(use_gpu=False, warm=False, py_modules=["plugin", here / "shared" / "more"])
+asking = TorchDistributor(2, local_mode=False, **asked)
+facts["asked"] = asking.run(by_name, "plugin", "more.helpers")
+facts["asked here"] = TorchDistributor(1, **asked).run(by_name, "more.helpers")[1]
 print("FACTS " + json.dumps(facts))
 """
 
@@ -82,10 +104,20 @@ def test_a_changed_module_is_the_changed_one_on_executors(
     assert {r["folder"] for r in first} == {r["folder"] for r in again}, "unpacked once"
     assert done.stdout.count("SCRIPT beside the script") == 2
 
+    message, hint = facts["hint"]
+    assert message == "No module named 'plugin'"
+    assert "py_modules=['plugin']" in hint
+    assert "/plugin.py" in hint
+    sent, values = facts["asked"]
+    assert sent == ["beside_the_plugin.py", "mine", "more", "plugin.py"]
+    assert values == ["of a plug-in", "asked for by path"]
+    assert facts["asked here"] == ["asked for by path"]
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make a folder that alone is searched for modules."""
+    modules._installed()  # imports from the standard library, and remembers
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     return tmp_path
 
@@ -96,7 +128,7 @@ def write(path: Path, text: str = "") -> Path:
     return path
 
 
-def test_modules_and_packages_travel_and_nothing_else(folder: Path) -> None:
+def test_a_package_travels_whole_and_what_is_not_imported_stays(folder: Path) -> None:
     expected = {
         "one.py": write(folder / "one.py"),
         "package/__init__.py": write(folder / "package" / "__init__.py"),
@@ -105,24 +137,103 @@ def test_modules_and_packages_travel_and_nothing_else(folder: Path) -> None:
     }
     write(folder / "package" / "large.bin", "a" * modules.LARGE_FILE)
     write(folder / "package" / "__pycache__" / "two.pyc")
-    write(folder / "no package" / "three.py")
+    write(folder / "other.py")
+    write(folder / "another" / "__init__.py")
     write(folder / "data.csv")
 
-    assert own_modules() == expected
+    assert own_modules(imports=["one", "package", "os", "no_such_module"]) == expected
+
+
+def test_what_modules_import_in_turn_travels(folder: Path) -> None:
+    write(folder / "one.py", "def late():\n    from two.deep import x")
+    write(folder / "two" / "__init__.py")
+    write(folder / "two" / "deep.py", "from . import near\ntry: import three.four as x\nexcept: 0")
+    write(folder / "three" / "four.py", "import one, os.path")
+    write(folder / "near.py")
+    write(folder / "broken.py", "import unused; def")
+    write(folder / "unused.py")
+
+    names = ["broken.py", "one.py", "three/four.py", "two/__init__.py", "two/deep.py"]
+    assert sorted(own_modules(imports=["one", "broken"])) == names
+
+
+def test_what_functions_import_is_known_from_the_call() -> None:
+    class Model:
+        def build(self) -> None:
+            import three.four  # noqa: F401
+
+    def helper() -> None:
+        from two.deep import x  # noqa: F401
+
+    def train() -> None:
+        import one  # noqa: F401
+
+        helper()
+
+    call = dump_call(train, (Model,), {})
+    assert {"one", "two", "three"} <= call.imports
+
+
+def test_what_is_imported_here_travels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = write(folder / "used_here.py")
+    write(folder / "unused.py")
+    module: Any = type(sys)("used_here")
+    module.__file__ = str(used)
+    monkeypatch.setitem(sys.modules, "used_here", module)
+
+    assert own_modules() == {"used_here.py": used}
+
+
+def test_what_is_found_first_by_an_import_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = write(tmp_path / "site-packages" / "one.py").parent
+    mine = write(tmp_path / "mine" / "one.py").parent
+    monkeypatch.setattr(sys, "path", [str(installed), str(mine)])
+    assert own_modules(imports=["one"]) == {}
+    monkeypatch.setattr(sys, "path", [str(mine), str(installed)])
+    assert own_modules(imports=["one"]) == {"one.py": mine / "one.py"}
+
+
+def test_what_is_asked_for_travels_whole(folder: Path, tmp_path: Path) -> None:
+    write(folder / "named" / "__init__.py", "import one")
+    large = write(tmp_path / "aside" / "named" / "large.bin", "a" * modules.LARGE_FILE)
+    file = write(tmp_path / "aside" / "config.yaml")
+    write(folder / "one.py")
+
+    found = own_modules(asked=["named", large.parent, str(file)])
+    assert sorted(found) == ["config.yaml", "named/__init__.py", "named/large.bin", "one.py"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "message"),
+    [
+        ("named", TypeError, "py_modules lists modules by name .* but is 'named'"),
+        ([3], TypeError, r"but is \[3\]"),
+        (
+            ["no_such_module"],
+            FileNotFoundError,
+            "py_modules has 'no_such_module', which is neither",
+        ),
+    ],
+)
+def test_what_cannot_be_sent_is_named(asked: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        TorchDistributor(1, use_gpu=False, warm=False, py_modules=asked)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
 def test_what_cannot_be_read_stays(folder: Path) -> None:
     write(folder / "secret.py").chmod(0)
 
-    assert own_modules() == {}
+    assert own_modules(imports=["secret"]) == {}
 
 
 def test_of_two_in_one_place_the_first_counts(folder: Path, tmp_path: Path) -> None:
     mine = write(tmp_path / "other" / "one.py")
     write(folder / "one.py")
 
-    assert own_modules([tmp_path / "other"]) == {"one.py": mine}
+    assert own_modules([tmp_path / "other"], ["one"]) == {"one.py": mine}
 
 
 def test_what_is_installed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,19 +241,20 @@ def test_what_is_installed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert installed
     monkeypatch.setattr(sys, "path", installed)
 
-    assert own_modules() == {}
+    assert own_modules(imports=["torch", "cloudpickle"]) == {}
 
 
-def test_of_a_large_folder_only_what_is_imported_travels(
+def test_of_a_large_package_only_what_is_imported_travels(
     folder: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
 ) -> None:
-    used = write(folder / "used_here.py")
-    write(folder / "unused.py", "a" * 1000)
+    used = write(folder / "large" / "used_here.py")
+    write(folder / "large" / "__init__.py")
+    write(folder / "large" / "unused.py", "a" * 1000)
     monkeypatch.setattr(modules, "MOST_BYTES", 999)
-    module: Any = type(sys)("used_here")
+    module: Any = type(sys)("large.used_here")
     module.__file__ = str(used)
-    monkeypatch.setitem(sys.modules, "used_here", module)
+    monkeypatch.setitem(sys.modules, "large.used_here", module)
 
-    assert own_modules() == {"used_here.py": used}
+    assert own_modules(imports=["large"]) == {"large/used_here.py": used}
     [warning] = warned()
-    assert f"The modules in {folder} take {in_bytes(1000)}" in warning
+    assert f"The package large takes {in_bytes(1000)}" in warning

@@ -17,6 +17,7 @@ from distributor.errors import (
 from distributor.launch.console import Console, notify
 from distributor.launch.inquiry import going_on
 from distributor.launch.job import Job, Launcher, Listener
+from distributor.launch.modules import how_to_send
 from distributor.node.logs import LogFiles
 from distributor.wire.messages import Source, Stream
 from distributor.wire.outcome import Failure, Outcome, Value, cause_first, raise_first
@@ -84,7 +85,12 @@ def _attempt(job: Job, launcher: Launcher, audience: Audience) -> list[Any]:
     audience.tell(lambda each: each.begins(job.attempt, job.num_processes))
     with DriverSink(job, audience) as sink, going_on(job.run_id, job.inquiry):
         outcomes = launcher.launch(job, sink)
-    return values_of(job, outcomes)
+    try:
+        return values_of(job, outcomes)
+    except ModuleNotFoundError as error:
+        if hint := how_to_send(error, job.program):
+            _add_note(error, hint)
+        raise
 
 
 def _reason_to_end(failed: list[Attempt], most: int, asked: bool) -> str | None:
@@ -119,11 +125,14 @@ def _failure_of(error: Exception) -> Failure | None:
 def _tell_of_attempts(failed: list[Attempt], end: str) -> None:
     """Hang all attempts on the error that is raised; the user's own exception may be frozen."""
     if len(failed) > 1:
-        last = vars(failed[-1].error)
-        last["attempts"] = tuple(failed)
+        vars(failed[-1].error)["attempts"] = tuple(failed)
         earlier = "".join(f"\n  {attempt}" for attempt in failed[:-1])
         note = f"This was attempt {failed[-1].number}, the last: {end}. Before it:{earlier}"
-        last.setdefault("__notes__", []).append(note)
+        _add_note(failed[-1].error, note)
+
+
+def _add_note(error: Exception, note: str) -> None:
+    vars(error).setdefault("__notes__", []).append(note)  # Python 3.10 has no method for it
 
 
 FOR_GOOD = (UnpicklableError, ValueTooLarge)

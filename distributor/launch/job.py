@@ -18,6 +18,7 @@ from distributor.launch.cancelling import Cancellation
 from distributor.launch.defaults import NOT_GIVEN, complete, folder
 from distributor.launch.environments import Environment, check_environment
 from distributor.launch.inquiry import Inquiry
+from distributor.launch.modules import check_py_modules
 from distributor.launch.preemption import Preemption
 from distributor.launch.progress import Standing
 from distributor.node.environment import RANK_VARIABLES
@@ -84,6 +85,10 @@ class Settings:
     environment : path or sequence of str, optional
         What ranks run in: a packed virtual environment (venv-pack, conda-pack), or requirements
         that pip installs once on each node; by default the interpreter that is there.
+    py_modules : sequence of str or path
+        Modules and packages, by name, and files and folders, by path, that ranks can import, beside
+        those that the program imports by a statement: plug-ins that are imported by a computed
+        name, say.
     listeners : sequence of Listener
         Who hears in this process what the ranks print, tell and report.
     """
@@ -106,6 +111,7 @@ class Settings:
     name: str | None = None
     max_failures: int = 0
     environment: Environment = None
+    py_modules: Sequence[str | os.PathLike[str]] = ()
     listeners: Sequence[Listener] = ()
 
     def __post_init__(self) -> None:
@@ -125,6 +131,7 @@ class Settings:
         if self.mlflow_ranks not in ("first", "all"):
             raise ValueError(f"mlflow_ranks is 'first' or 'all', but is {self.mlflow_ranks!r}.")
         check_environment(self.environment)
+        check_py_modules(self.py_modules)
         _check_listeners(self.listeners)
 
     def _check_ports(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from distributor.launch.console import notify
 from distributor.launch.environments import prepared_here
 from distributor.launch.job import Job, Settings
+from distributor.launch.modules import folders_of
 from distributor.launch.remarks import warn_of
 from distributor.launch.source_changes import warn_if_changed
 from distributor.node import warm
@@ -128,6 +129,7 @@ class LocalLauncher:
             gpus=self.gpus,
             env=env,
             program_name=job.program.name,
+            modules=os.pathsep.join(folders_of(job.settings.py_modules)),
         )
 
 

@@ -1,49 +1,97 @@
 """The user's own modules: what this process can import and the executors perhaps cannot.
 
-They are the Python files beside the notebook or script, and in other folders of ``sys.path`` that
-belong to no installation. A changed file is another archive, so ranks have what lies here now.
+They are Python files beside the notebook or script, and in other folders of ``sys.path`` that
+belong to no installation. Of these, what the program imports is sent, what that imports in turn,
+what is already imported in this process, and what the user asked for. A changed file is another
+archive, so ranks have what lies here now.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 import site
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib import machinery
 from pathlib import Path
 
 from distributor.launch.console import warn
 from distributor.launch.session import Session
+from distributor.node.program import Program, Script
+from distributor.wire.imports import imports_in_source
 from distributor.wire.room import in_bytes
 
 MOST_BYTES = 64 * 1024 * 1024
-"""Bytes of a folder beyond which only those of its modules travel that are imported here."""
+"""Bytes of a package beyond which only those of its modules travel that are imported here."""
 LARGE_FILE = 1024 * 1024
 """Bytes from which a file that is no Python in a package is data, and stays."""
 SKIPPED = ("__pycache__", ".git", ".venv", "node_modules")
 OURS = "distributor"
+_LOADERS = (
+    (machinery.ExtensionFileLoader, machinery.EXTENSION_SUFFIXES),
+    (machinery.SourceFileLoader, machinery.SOURCE_SUFFIXES),
+)
+
+Asked = Sequence[str | os.PathLike[str]]
+"""Modules by name, and files and folders by path."""
 
 
-def shipped_modules(session: Session, beside: Sequence[Path]) -> str | None:
+def check_py_modules(asked: object) -> None:
+    """Check that what the user asks for is there.
+
+    Raises
+    ------
+    TypeError
+        For what does not list names or paths.
+    FileNotFoundError
+        For what is neither a file, a folder nor a module.
+    """
+    if (
+        isinstance(asked, (str, os.PathLike))
+        or not isinstance(asked, Sequence)
+        or not all(isinstance(entry, (str, os.PathLike)) for entry in asked)
+    ):
+        raise TypeError(
+            "py_modules lists modules by name and files and folders by path, such as "
+            f"['helpers', '../shared/models'], but is {asked!r}."
+        )
+    for entry in asked:
+        if not _asked_files(entry):
+            raise FileNotFoundError(
+                f"py_modules has '{os.fspath(entry)}', which is neither a file or a folder with "
+                f"files (looked from {Path.cwd()}) nor a module in the folders of sys.path."
+            )
+
+
+def folders_of(asked: Asked) -> list[str]:
+    """List the folders that must be searched here for what was asked for by its path."""
+    paths = [Path(entry).absolute() for entry in asked if Path(entry).exists()]
+    return list(dict.fromkeys(str(path.parent) for path in paths))
+
+
+def shipped_modules(session: Session, program: Program, asked: Asked = ()) -> str | None:
     """Bring the user's modules to every executor, once as long as they are the same.
 
     Parameters
     ----------
     session : Session
         Where the ranks will run.
-    beside : sequence of Path
-        Folders to look into before those of ``sys.path``.
+    program : Program
+        What they run.
+    asked : sequence of str or path
+        What the user wants to be sent in any case.
 
     Returns
     -------
     str or None
-        The name of the archive there; None where there are no such modules.
+        The name of the archive there; None if there are no such modules.
     """
-    files = own_modules(beside)
+    files = own_modules(_beside(program), program.imports, asked)
     if not files:
         return None
     name = f"distributor-modules-{_digest(files)}.zip"
@@ -51,28 +99,56 @@ def shipped_modules(session: Session, beside: Sequence[Path]) -> str | None:
     return name
 
 
-def own_modules(beside: Sequence[Path] = ()) -> dict[str, Path]:
-    """List the files of the user's modules.
+def own_modules(
+    beside: Sequence[Path] = (), imports: Collection[str] = (), asked: Asked = ()
+) -> dict[str, Path]:
+    """List the files of the user's modules that ranks need.
+
+    Parameters
+    ----------
+    beside : sequence of Path
+        Folders that are searched before those of ``sys.path``.
+    imports : collection of str
+        The modules that the program imports.
+    asked : sequence of str or path
+        What is listed in any case.
 
     Returns
     -------
     dict of str to Path
-        By their place below a folder of ``sys.path``; of two in one place the first counts, as it
-        does for an import.
+        By their place below a folder of ``sys.path``.
     """
+    folders = set(map(os.path.abspath, [*beside, *own_folders()]))
+    search = _Search([*map(str, beside), *sys.path])
     files: dict[str, Path] = {}
-    for folder in dict.fromkeys([*beside, *own_folders()]):
-        found = dict(_files_in(folder))
-        size = sum(path.stat().st_size for path in found.values())
-        if size > MOST_BYTES:
-            warn(
-                f"The modules in {folder} take {in_bytes(size)}: only those that are imported "
-                "here now are brought to the executors."
-            )
-            imported = _imported()
-            found = {name: path for name, path in found.items() if path in imported}
-        files = found | files
+    for entry in asked:
+        files = _asked_files(entry) | files
+    wanted = [*imports, *_imported_from(folders), *_imports_of(files)]
+    seen = {OURS, *sys.builtin_module_names}
+    while wanted:
+        name = wanted.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        place = search.find(name)
+        if place is not None and str(place.parent) in folders:
+            found = _within_bound(dict(_files_of_package(place)))
+            wanted += _imports_of(found)
+            files = files | found
     return files
+
+
+def how_to_send(error: ModuleNotFoundError, program: Program) -> str | None:
+    """Say how a module that a rank lacks is sent; None if it is not one of the user's here."""
+    name = error.name or ""
+    beside = _beside(program)
+    place = _Search([*map(str, beside), *sys.path]).find(name) if name.isidentifier() else None
+    if place is None or str(place.parent) not in map(os.path.abspath, [*beside, *own_folders()]):
+        return None
+    return (
+        f"On the driver '{name}' is at {place}. It was not sent, since nothing that runs on the "
+        f"ranks has an import statement for it: ask for it with py_modules=['{name}']."
+    )
 
 
 def own_folders() -> Iterator[Path]:
@@ -99,29 +175,90 @@ def _installed() -> tuple[Path, ...]:
     return tuple(dict.fromkeys(Path(folder).absolute() for folder in folders))
 
 
-def _files_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """List the modules and packages in a folder, by name."""
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if entry.name.endswith(".py") and entry.is_file() and os.access(entry, os.R_OK):
-                yield entry.name, Path(entry.path)
-            elif entry.name != OURS and entry.is_dir() and _is_package(Path(entry.path)):
-                yield from _files_of_package(folder, Path(entry.path))
+class _Search:
+    """Finds modules as an import would, in files as they are now."""
+
+    def __init__(self, path: Sequence[str]) -> None:
+        folders = dict.fromkeys(os.path.abspath(entry or os.getcwd()) for entry in path)
+        self._finders = [machinery.FileFinder(folder, *_LOADERS) for folder in folders]
+
+    def find(self, name: str) -> Path | None:
+        """Return the file of a module or the folder of a package."""
+        namespace = None
+        for finder in self._finders:
+            spec = finder.find_spec(name)
+            if spec is None:
+                continue
+            if spec.origin is not None and spec.loader is not None:
+                origin = Path(spec.origin)
+                return origin.parent if spec.submodule_search_locations else origin
+            namespace = namespace or next(iter(spec.submodule_search_locations or ()), None)
+        return None if namespace is None else Path(namespace)
 
 
-def _is_package(folder: Path) -> bool:
-    return folder.name.isidentifier() and (folder / "__init__.py").is_file()
+def _beside(program: Program) -> list[Path]:
+    """Return the folder that a script's own modules lie in."""
+    return [Path(program.path).parent] if isinstance(program, Script) else []
 
 
-def _files_of_package(root: Path, package: Path) -> Iterator[tuple[str, Path]]:
-    for folder, subfolders, names in os.walk(package):
+def _asked_files(entry: str | os.PathLike[str]) -> dict[str, Path]:
+    """List the files of what the user asked for, whatever they are."""
+    path: Path | None = Path(entry).absolute()
+    if not Path(entry).exists():
+        path = _Search(sys.path).find(os.fspath(entry).partition(".")[0])
+    return {} if path is None else dict(_files_of_package(path, math.inf))
+
+
+def _imported_from(folders: Collection[str]) -> Iterator[str]:
+    """List the top-level modules that this process has imported from these folders."""
+    for name, module in list(sys.modules.items()):
+        if "." not in name and name != "__main__":
+            origin = getattr(module, "__file__", None)
+            package = list(getattr(module, "__path__", ()))[:1]
+            place = package[0] if package else origin
+            if isinstance(place, str) and os.path.dirname(os.path.abspath(place)) in folders:
+                yield name
+
+
+def _imports_of(files: Mapping[str, Path]) -> list[str]:
+    return [
+        name
+        for path in files.values()
+        if path.suffix == ".py"
+        for name in _imports_in(path, path.stat().st_size, path.stat().st_mtime_ns)
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _imports_in(path: Path, size: int, changed_at: int) -> frozenset[str]:
+    return imports_in_source(path.read_bytes())
+
+
+def _within_bound(files: dict[str, Path]) -> dict[str, Path]:
+    size = sum(path.stat().st_size for path in files.values())
+    if size <= MOST_BYTES:
+        return files
+    package = next(iter(files)).partition("/")[0]
+    warn(
+        f"The package {package} takes {in_bytes(size)}: only those of its modules that are "
+        f"imported here now are brought to the executors. py_modules=['{package}'] sends all."
+    )
+    imported = _imported()
+    return {name: path for name, path in files.items() if path in imported}
+
+
+def _files_of_package(place: Path, largest: float = LARGE_FILE) -> Iterator[tuple[str, Path]]:
+    """List the files of a module or package that can be read, by their names below its folder."""
+    if place.is_file() and os.access(place, os.R_OK):
+        yield place.name, place
+    for folder, subfolders, names in os.walk(place):
         subfolders[:] = sorted(name for name in subfolders if name not in SKIPPED)
         for name in sorted(names):
             path = Path(folder, name)
             if not path.is_file() or not os.access(path, os.R_OK):
                 continue
-            if name.endswith(".py") or path.stat().st_size < LARGE_FILE:
-                yield str(path.relative_to(root)), path
+            if name.endswith(".py") or path.stat().st_size < largest:
+                yield path.relative_to(place.parent).as_posix(), path
 
 
 def _imported() -> set[Path]:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from distributor.errors import DistributorError, StartTimeout
@@ -30,7 +29,7 @@ from distributor.launch.watch import Watch
 from distributor.node.barrier_task import ROWS
 from distributor.node.network import source_address
 from distributor.node.output import Sink
-from distributor.node.program import Call, Program, Script
+from distributor.node.program import Call, Program
 from distributor.node.task_spec import TaskSpec
 from distributor.wire.addresses import bare, joined, port_range, split_address
 from distributor.wire.hub import Hub
@@ -206,17 +205,12 @@ class SparkLauncher:
             warm=job.settings.warm,
             preload=tuple(job.settings.preload),
             gpu_type=job.settings.wanted_type,
-            modules=shipped_modules(self.session, _beside(job.program)),
+            modules=shipped_modules(self.session, job.program, job.settings.py_modules),
             environment=shipped_environment(self.session, job.settings.environment),
             rank_ports=port_range("rank_ports", job.settings.rank_ports),
             cache_dir=conf_cache_dir(self.session),
             check_memory=check_memory,
         )
-
-
-def _beside(program: Program) -> list[Path]:
-    """Give the folder that a script's own modules lie in."""
-    return [Path(program.path).parent] if isinstance(program, Script) else []
 
 
 LARGE_PROGRAM = 512 * 1024

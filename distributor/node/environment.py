@@ -38,7 +38,8 @@ class Node:
     env : mapping of str to str
         The user's own variables; they win over the environment that is here already.
     modules : str
-        A folder with the user's modules, to be searched first; empty where there is none.
+        Folders with the user's modules, to be searched first, as PYTHONPATH has them; empty if
+        there are none.
     program_name : str
         The function's or script's name, for titles of processes.
     """

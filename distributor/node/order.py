@@ -37,7 +37,7 @@ class Order:
     keep_value : bool
         Whether anyone wants what this rank returns.
     modules : str
-        A folder with the user's modules; empty where there is none.
+        Folders with the user's modules, as PYTHONPATH has them; empty if there are none.
     program_name, run_id : str
         What the rank runs, and in which run, for titles of processes.
     """

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from distributor.wire import parcel
+from distributor.wire.imports import imports_in_source
 from distributor.wire.pickling import PickledCall
 
 
@@ -31,6 +32,11 @@ class Call:
     def size(self) -> int:
         """The bytes that travel."""
         return self.call.size
+
+    @property
+    def imports(self) -> frozenset[str]:
+        """The top-level modules that the functions which travel import."""
+        return self.call.imports
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,11 @@ class Script:
     def size(self) -> int:
         """The bytes that travel."""
         return len(self.source)
+
+    @property
+    def imports(self) -> frozenset[str]:
+        """The top-level modules that the script imports."""
+        return imports_in_source(self.source)
 
 
 Program = Call | Script

@@ -44,7 +44,7 @@ def main(order: Order, at_the_end: list[Callable[[], object]]) -> None:
     exit_code = [1]
     set_run_title(f"rank {order.origin.rank}", order.program_name, order.run_id)
     if order.modules:
-        sys.path.insert(0, order.modules)
+        sys.path[:0] = order.modules.split(os.pathsep)
     at_the_end += [flush_files, lambda: leave(exit_code[0])]
     leash = Leash(order, {MANY_LINES: Streams().expect_many_lines, NOTICE: notices.note})
     use_scratch(order.scratch)

@@ -18,6 +18,7 @@ import cloudpickle
 
 from distributor.errors import UnpicklableError
 from distributor.wire import parcel
+from distributor.wire.imports import imports_in_code
 from distributor.wire.parcel import PROTOCOL
 
 MAX_EXCEPTION = 16 * 1024 * 1024
@@ -37,11 +38,14 @@ class PickledCall:
     sources : dict of str to list of str
         Source lines of files that exist only in this process (notebook cells), so that a
         rank's tracebacks and ``inspect.getsource`` work there.
+    imports : frozenset of str
+        The top-level modules that its functions import, those that travel with it included.
     """
 
     payload: bytes
     buffers: tuple[Any, ...]
     sources: dict[str, list[str]]
+    imports: frozenset[str] = frozenset()
 
     @property
     def size(self) -> int:
@@ -70,7 +74,9 @@ def dump_call(
         pickler.dump((function, args, dict(kwargs)))
     except Exception as error:
         raise UnpicklableError(_explain_call(function, args, kwargs, error)) from error
-    return PickledCall(buffer.getvalue(), tuple(pickler.buffers), pickler.sources)
+    return PickledCall(
+        buffer.getvalue(), tuple(pickler.buffers), pickler.sources, frozenset(pickler.imports)
+    )
 
 
 def dump_value(value: object, file: BinaryIO, what: str) -> None:
@@ -159,14 +165,16 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 class _SourceCollector(parcel.Pickler):
-    """Pickles, and gathers the source of functions whose file only this process knows."""
+    """Pickles, and gathers what functions import and the source that only this process knows."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.sources: dict[str, list[str]] = {}
+        self.imports: set[str] = set()
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.FunctionType):
+            self.imports.update(imports_in_code(obj.__code__))
             filename = obj.__code__.co_filename
             if filename not in self.sources and not os.path.exists(filename):
                 self.sources[filename] = linecache.getlines(filename, obj.__globals__)
