@@ -202,6 +202,7 @@ class SparkLauncher:
             log_dir=None if log_dir is None else os.fspath(log_dir),
             most_through_spark=self.session.most_result_bytes() // (tasks if job.keep_all else 1),
             meet_timeout=job.settings.start_timeout,
+            timeout=job.settings.timeout,
             warm=job.settings.warm,
             preload=tuple(job.settings.preload),
             gpu_type=job.settings.wanted_type,

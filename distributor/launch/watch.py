@@ -43,7 +43,7 @@ from distributor.wire.messages import (
 )
 from distributor.wire.outcome import Failure, Outcome, Value
 from distributor.wire.parcel import anonymous_file
-from distributor.wire.report import failures_in
+from distributor.wire.report import failures_in, timeout_in
 
 TICK = 0.1
 MEET_SECONDS = 10.0
@@ -388,6 +388,8 @@ class Watch:
 
     def _look_for_the_cause(self, ending: BaseException, echoes: list[Failure]) -> None:
         """Raise what Spark knows of a run whose ranks told nothing, or but of lost connections."""
+        if timed_out := timeout_in(str(ending)):
+            raise timed_out from ending
         vanished = self._named(set(self._vanished[:1]))
         explained = explain(ending, self._plan.num_tasks, vanished)
         if not echoes or isinstance(explained, NodeLost):

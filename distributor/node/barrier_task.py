@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import pickle
 import shutil
@@ -15,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from distributor.errors import ExecutorNotReady
+from distributor.errors import ExecutorNotReady, RunTimeout, StartTimeout
 from distributor.node import environments, warm
 from distributor.node.agent import Agent
 from distributor.node.channel import Channel, hosts_of, open_channel
@@ -71,13 +72,19 @@ def run(
     Raises
     ------
     TaskFailed
-        Where a rank failed: only a raise makes Spark stop the other tasks.
+        If a rank failed or a deadline passed: only a raise makes Spark stop the other tasks.
     """
-    from pyspark import BarrierTaskContext
-
     for _ in batches:  # they only number the tasks
         pass
-    spec: TaskSpec = pickle.loads(pickled_spec)
+    try:
+        yield from _run_node(pickle.loads(pickled_spec))
+    except (StartTimeout, RunTimeout) as error:
+        raise TaskFailed.timed_out(error) from None
+
+
+def _run_node(spec: TaskSpec) -> Iterator[pa.RecordBatch]:
+    from pyspark import BarrierTaskContext
+
     context = BarrierTaskContext.get()
     hosts = hosts_of(context)
     node_rank = node_order(hosts).index(context.partitionId())
@@ -246,7 +253,9 @@ def _run_ranks(
         )
         with agent:
             channel.attach(agent)
-            outcomes = agent.run()
+            slack = channel.deadline_slack
+            timeout = math.inf if spec.timeout is None else spec.timeout
+            outcomes = agent.run(deadline + slack, timeout + slack)
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     if failures or channel.stopped:
         channel.await_verdict(failures)

@@ -58,6 +58,12 @@ One that waits in ``allGather`` meanwhile takes its whole executor along (exit c
 PySpark 4.3), and with it whatever else runs there. A driver that ended the run is a link that
 cannot be had, so a node that finds none first waits to be ended.
 """
+DRIVER_FIRST_SECONDS = 4.0
+"""Seconds past a deadline that a node without a link gives a driver to which others have one.
+
+The driver asks those where their ranks stand, which is no longer known once this node's task has
+failed: Spark then ends all tasks.
+"""
 LATE_BYTES = 64 * 1024 * 1024
 """Bytes of what ranks tell that a node without a link keeps for the end; the rest is lost."""
 
@@ -71,6 +77,8 @@ class Channel(Sink, Protocol):
 
     patience: float
     """Seconds that the driver has to decide on a failure before the node does."""
+    deadline_slack: float
+    """Seconds past a deadline that the driver has to enforce it before the node does."""
     refused: dict[int, int]
     """How much memory the driver has, by rank whose value takes more (bytes)."""
 
@@ -154,6 +162,7 @@ class SparkChannel:
 
     def __init__(self, spec: TaskSpec, context: Any) -> None:
         self.refused: dict[int, int] = {}
+        self.deadline_slack = 0.0  # nobody else enforces it
         self._context = context
         self._agent: Agent | None = None
         self._files = LogFiles(spec.log_dir, spec.run_id, spec.attempt) if spec.log_dir else None
@@ -181,10 +190,18 @@ class SparkChannel:
         time.sleep(CANCELLED_SECONDS)
         return self.meet_now(mine, software)
 
-    def meet_now(self, mine: Rendezvous | None, software: Software) -> Rendezvous:
+    def meet_now(
+        self, mine: Rendezvous | None, software: Software, *, linked: bool = False
+    ) -> Rendezvous:
         """Meet at once: the driver said so, so it has not cancelled this task."""
-        ours = {"store": asdict(mine) if mine else None, "software": dict(software)}
+        ours = {
+            "store": asdict(mine) if mine else None,
+            "software": dict(software),
+            "linked": linked,
+        }
         said = [json.loads(text) for text in self._context.allGather(json.dumps(ours))]
+        if any(words["linked"] for words in said):
+            self.deadline_slack = DRIVER_FIRST_SECONDS
         by_host = zip(hosts_of(self._context), said, strict=True)
         check_alike({host: words["software"] for host, words in by_host})
         return next(Rendezvous(**words["store"]) for words in said if words["store"])
@@ -236,6 +253,7 @@ class HubChannel:
     """The link to the driver's hub, with the way through Spark for what the link cannot do."""
 
     patience = CAUSE_SECONDS + ECHO_SECONDS + START_SECONDS
+    deadline_slack = 15.0
 
     def __init__(self, spec: TaskSpec, through_spark: SparkChannel) -> None:
         self._spec = spec
@@ -310,10 +328,9 @@ class HubChannel:
         if self._stopped:
             raise TaskFailed.of([])
         self._met_through_spark = True
-        spark = self._through_spark
         if answer is None:
-            return spark.meet(mine, software, remarks)
-        return spark.meet_now(mine, software)
+            return self._through_spark.meet(mine, software, remarks)
+        return self._through_spark.meet_now(mine, software, linked=True)
 
     def started(self) -> None:
         self._link.send(RanksStarted())

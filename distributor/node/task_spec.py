@@ -38,7 +38,10 @@ class TaskSpec:
     most_through_spark : int
         Bytes of values that Spark can carry from one task to the driver.
     meet_timeout : float
-        Seconds to wait for the other nodes.
+        Seconds to wait for the other nodes, and then for the ranks to start.
+    timeout : float or None
+        Seconds that the ranks may take once they have started. The driver enforces it; a node
+        without a link to the driver has to do so itself.
     warm, preload : bool, tuple of str
         Whether ranks are forked from a warm process, and what it imports beside torch.
     gpu_type : str or None
@@ -69,6 +72,7 @@ class TaskSpec:
     log_dir: str | None
     most_through_spark: int
     meet_timeout: float
+    timeout: float | None
     warm: bool
     preload: tuple[str, ...]
     gpu_type: str | None

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from distributor.errors import RunTimeout
 from distributor.wire.outcome import Failure, Origin, failure_of
-from distributor.wire.report import LIMIT, TaskFailed, failures_in
+from distributor.wire.report import LIMIT, TaskFailed, failures_in, timeout_in
 
 RANDOM = random.Random(7)
 
@@ -106,3 +107,14 @@ def encoded(thing: object) -> str:
 def test_garbage_is_no_failure_and_hides_none(garbage: str) -> None:
     assert failures_in(garbage) == []
     assert failures_in(garbage + "\n" + through_spark([failure()])) == [failure()]
+
+
+@pytest.mark.parametrize("length", [10, 2 * LIMIT])
+def test_a_deadlines_error_comes_through_spark(length: int) -> None:
+    error = RunTimeout(f"The run took too long.\n{noise(length)}", stacks={3: noise(length)})
+    found = timeout_in(f"Job aborted: {TaskFailed.timed_out(error)}\n\tat org.apache.spark")
+    assert isinstance(found, RunTimeout)
+    assert str(found).startswith("The run took too long.")
+    assert found.stacks == (error.stacks if length < LIMIT else {}), "all, unless too large"
+    assert timeout_in("<distributor-timeout bm90aGluZw==>") is None
+    assert timeout_in(str(TaskFailed.of([failure()]))) is None
