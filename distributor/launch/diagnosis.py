@@ -5,12 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from distributor.errors import DistributorError, ExecutorNotReady, NodeLost, ValueTooLarge
+from distributor.errors import (
+    DistributorError,
+    ExecutorNotReady,
+    NodeLost,
+    StartTimeout,
+    ValueTooLarge,
+)
 
 SET_PYTHON = (
     "Set PYSPARK_PYTHON (spark.pyspark.python for spark-submit) to a Python that has torch and "
     "pyarrow and is of the driver's version, at the same path on every node, before the Spark "
     "session is made."
+)
+MORE_SLOTS = (
+    "Ask for fewer ranks, or give the application more executors or cores "
+    "(spark.executor.instances, spark.executor.cores, spark.cores.max, spark.task.cpus)."
 )
 
 
@@ -91,6 +101,13 @@ def _lost(found: re.Match[str], where: str) -> DistributorError:
     )
 
 
+def _no_slots(found: re.Match[str], where: str) -> DistributorError:
+    return StartTimeout(
+        "Spark started none of the run's tasks, and gave up: a barrier job's tasks start together, "
+        f"and the cluster has too few slots for them. {MORE_SLOTS}"
+    )
+
+
 def _python_error(found: re.Match[str], where: str) -> DistributorError:
     return DistributorError(f"A task failed{where} before its ranks ran: {found.group(1).strip()}")
 
@@ -98,6 +115,7 @@ def _python_error(found: re.Match[str], where: str) -> DistributorError:
 _MEANINGS: list[tuple[str, Meaning]] = [
     (r"ExecutorNotReady: ([^\n]*(?:\n {4}[^\n]*)*)", _not_ready),  # indented lines belong to it
     (r"ValueTooLarge: (.*?)(?:\n|$)", _too_large),
+    (r"SPARK-24819|BARRIER_STAGE_NOT_ENOUGH_SLOTS", _no_slots),
     (r"([^\n]*No space left on device[^\n]*)", _full_disk),
     (r"worker has different version:? \(?(.*?)\)? than that in driver:? (\S+?),", _other_python),
     (r"No module named '?([\w.]+)", _no_module),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from distributor.launch.session import bytes_in
+from distributor.launch.session import size_in_bytes
 from distributor.node.memory import JVM, MIB, PYTHON_DAEMON, PYTHON_WORKER, least_memory
 from distributor.wire.room import in_bytes
 
@@ -42,7 +42,7 @@ def container_shortage(
     if not (conf("spark.master") or "").startswith(("yarn", "k8s://")):
         return None
     overhead, told = _overhead(conf)
-    room = overhead + bytes_in(conf(PYSPARK) or "0", "m")
+    room = overhead + size_in_bytes(conf(PYSPARK) or "0", "m")
     # At least one executor has as many, however Spark places them.
     here = math.ceil(tasks / int(conf(EXECUTORS) or 2))
     ranks = here * ranks_per_task
@@ -62,11 +62,11 @@ def container_shortage(
 def _overhead(conf: Callable[[str], str | None]) -> tuple[int, str]:
     """Return the overhead of executors (bytes), and where that comes from."""
     if value := conf(OVERHEAD):
-        return bytes_in(value, "m"), f"{OVERHEAD}={value}"
+        return size_in_bytes(value, "m"), f"{OVERHEAD}={value}"
     heap = conf(HEAP) or "1g"
     on_kubernetes = (conf("spark.master") or "").startswith("k8s://")
     general = conf(FACTOR)
     factor = general or (on_kubernetes and conf(KUBERNETES_FACTOR)) or "0.1"
     least = conf(LEAST) or "384m"
-    size = max(int(float(factor) * bytes_in(heap, "m")), bytes_in(least, "m"))
+    size = max(int(float(factor) * size_in_bytes(heap, "m")), size_in_bytes(least, "m"))
     return size, f"{OVERHEAD} is unset: {factor} of {HEAP}={heap}, at least {least}"

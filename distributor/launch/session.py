@@ -135,6 +135,21 @@ class Session:
         manager.addResourceProfile(requested)
         return int(context.maxNumConcurrentTasks(requested))
 
+    def executors(self) -> int:
+        """Count the executors that have registered; 0 through Connect, which does not tell."""
+        if self.is_connect:
+            return 0
+        tracker = self.spark.sparkContext._jsc.sc().statusTracker()
+        return len(tracker.getExecutorInfos()) - 1  # the driver is one of them
+
+    def running_tasks(self) -> int:
+        """Count the tasks of this application that run; 0 through Connect, which does not tell."""
+        if self.is_connect:
+            return 0
+        tracker = self.spark.sparkContext.statusTracker()
+        stages = map(tracker.getStageInfo, tracker.getActiveStageIds())
+        return sum(stage.numActiveTasks for stage in stages if stage)
+
     def executor_hosts(self) -> set[str]:
         """List the executors' hosts, less the driver's; none through Connect."""
         if self.is_connect:
@@ -191,8 +206,8 @@ class Session:
         memory where heaps are small: both ends hold a task's rows several times over.
         """
         keys = ("spark.driver.memory", "spark.executor.memory")
-        heaps = [bytes_in(self.conf(key) or "1g", "m") // HEAP_SHARE for key in keys]
-        most = bytes_in(self.conf("spark.driver.maxResultSize") or "1g", "b")
+        heaps = [size_in_bytes(self.conf(key) or "1g", "m") // HEAP_SHARE for key in keys]
+        most = size_in_bytes(self.conf("spark.driver.maxResultSize") or "1g", "b")
         return min(heaps + ([most] if most else []))
 
     def ship(self, name: str, write: Callable[[Path], object]) -> None:
@@ -303,8 +318,8 @@ class Session:
                 context.pythonExec = usual
 
 
-def bytes_in(text: str, unit: str) -> int:
-    """Read one of Spark's sizes, whose unit is this one where it has none."""
+def size_in_bytes(text: str, unit: str) -> int:
+    """Read one of Spark's sizes, in this unit if it names none."""
     found = re.fullmatch(r"(\d+)([bkmgtp]?)b?", text.strip().lower())
     if not found:
         raise ValueError(f"{text!r} is no size, such as '1g'")
@@ -351,6 +366,7 @@ class BarrierJob:
         self._description = description
         self._call_site = call_site
         self._pool = pool
+        self._reported = 0  # tasks that have started, as a Connect server reports
         self._thread = session.thread(self._collect)
 
     def __enter__(self) -> BarrierJob:
@@ -371,6 +387,51 @@ class BarrierJob:
         else:
             spark.sparkContext.cancelJobsWithTag(self._tag)
 
+    def started_tasks(self) -> int | None:
+        """Count the tasks that Spark has started, those that have ended included.
+
+        None if Spark does not tell: through Connect it does so since PySpark 4.
+        """
+        if self._session.is_connect:
+            return self._reported if self._reports else None
+        try:
+            return self._started_in(self._session.spark.sparkContext)
+        except Exception:
+            return None  # the JVM has gone; how, is told by the end of the job
+
+    def _started_in(self, context: Any) -> int:
+        tracker = context.statusTracker()
+        jobs = context._jsc.sc().statusTracker().getJobIdsForTag(self._tag)
+        infos = [info for job in jobs if (info := tracker.getJobInfo(job))]
+        stages = [tracker.getStageInfo(stage) for info in infos for stage in info.stageIds]
+        return sum(
+            stage.numActiveTasks + stage.numCompletedTasks + stage.numFailedTasks
+            for stage in stages
+            if stage
+        )
+
+    @property
+    def _reports(self) -> bool:
+        return hasattr(self._session.spark, "registerProgressHandler")
+
+    def _note_progress(self, *, stages: Any, inflight_tasks: int, **_: object) -> None:
+        """Take a Connect server's report, which PySpark hands over on the job's own thread."""
+        if threading.current_thread() is self._thread:
+            ended = sum(stage.num_completed_tasks for stage in stages or ())
+            self._reported = max(self._reported, inflight_tasks + ended)
+
+    @contextlib.contextmanager
+    def _noting_progress(self) -> Iterator[None]:
+        spark = self._session.spark
+        if not (self._session.is_connect and self._reports):
+            yield
+            return
+        spark.registerProgressHandler(self._note_progress)
+        try:
+            yield
+        finally:
+            spark.removeProgressHandler(self._note_progress)
+
     def _collect(self) -> None:
         spark = self._session.spark
         tagger = spark.addTag if self._session.is_connect else spark.sparkContext.addJobTag
@@ -382,7 +443,8 @@ class BarrierJob:
                 keep_call_site(self._frame)
             if self._pool is not None:
                 spark.sparkContext.setLocalProperty(POOL, self._pool)
-            ending: list[Any] | BaseException = self._frame.collect()
+            with self._noting_progress():
+                ending: list[Any] | BaseException = self._frame.collect()
         except BaseException as error:
             ending = error
         self._on_end(ending)

@@ -15,6 +15,7 @@ from distributor.errors import DistributorError, StartTimeout
 from distributor.launch.cancelling import Cancellation
 from distributor.launch.console import notify, warn
 from distributor.launch.defaults import conf_cache_dir
+from distributor.launch.diagnosis import MORE_SLOTS
 from distributor.launch.environments import shipped_environment
 from distributor.launch.job import Job, Settings
 from distributor.launch.local import LOOPBACK
@@ -24,7 +25,8 @@ from distributor.launch.remarks import warn_once
 from distributor.launch.resources import ClusterPlan
 from distributor.launch.session import BarrierJob, Session
 from distributor.launch.shipping import portable_task, shipped_program
-from distributor.launch.waiting import TELL_SECONDS, wait_out
+from distributor.launch.shortage import why_few_slots
+from distributor.launch.waiting import wait_out
 from distributor.launch.watch import Watch
 from distributor.node.barrier_task import ROWS
 from distributor.node.network import source_address
@@ -143,19 +145,16 @@ class SparkLauncher:
     def _await_slots(self, deadline: float, cancellation: Cancellation) -> None:
         """Wait until the executors could hold all tasks: a job submitted earlier sleeps 15 s."""
         wanted, most = self.plan.num_tasks, self.session.most_slots()
-        demand = f"{wanted} barrier tasks are wanted at once"
-        executors = f"the executors of {self.session.master}"
         if most is not None and most < wanted:
             raise DistributorError(
-                f"{demand}, and {executors} never have room for more than {most}. {MORE_ROOM}"
+                f"{wanted} barrier tasks are wanted at once, and the executors of "
+                f"{self.session.master} never have room for more than {most}. {MORE_SLOTS}"
             )
 
         def shortage(slots: int) -> str:
-            return f"{demand}, and {executors} have room for {slots}. {MORE_ROOM}"
+            return why_few_slots(self.session, self.plan, slots)
 
-        slots = wait_out(
-            lambda: self._too_few(wanted), deadline, cancellation, shortage, again=TELL_SECONDS
-        )
+        slots = wait_out(lambda: self._too_few(wanted), deadline, cancellation, shortage)
         if slots is not None:
             raise StartTimeout(shortage(slots))
 
@@ -219,10 +218,6 @@ LARGE_PROGRAM = 512 * 1024
 
 PySpark writes a task of a megabyte or more to disk, and with it the ranks' variables.
 """
-MORE_ROOM = (
-    "Ask for fewer ranks, or give the application more executors or cores "
-    "(spark.executor.instances, spark.executor.cores, spark.cores.max, spark.task.cpus)."
-)
 REMOVAL_SECONDS = 240.0
 """Seconds within which Spark notices, by its defaults, that an executor no longer answers."""
 ROOM_SECONDS = 10.0

@@ -77,12 +77,12 @@ def run(
     for _ in batches:  # they only number the tasks
         pass
     try:
-        yield from _run_node(pickle.loads(pickled_spec))
+        yield from _run_node(pickle.loads(pickled_spec), replaced)
     except (StartTimeout, RunTimeout) as error:
         raise TaskFailed.timed_out(error) from None
 
 
-def _run_node(spec: TaskSpec) -> Iterator[pa.RecordBatch]:
+def _run_node(spec: TaskSpec, replaced: str) -> Iterator[pa.RecordBatch]:
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()

@@ -73,7 +73,7 @@ class Cluster:
 
     def start(self) -> None:
         """Start master and workers, and wait until they have met."""
-        wanted = ["--host", self._on_master.host, "--port", "7077", "--webui-port", "0"]
+        wanted = ["--host", self._on_master.host, "--port", "7077", "--webui-port", "8080"]
         master = self._start_daemon(self._on_master, "master.Master", *wanted)
         for number, machine in enumerate(self.on_workers):
             wanted = ["--host", machine.host, "--port", "0", "--webui-port", "0"]

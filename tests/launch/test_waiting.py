@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 
@@ -12,7 +11,7 @@ from bed.waiting import SOON
 from distributor.errors import RunCancelled
 from distributor.launch import waiting
 from distributor.launch.cancelling import Cancellation
-from distributor.launch.waiting import wait_out
+from distributor.launch.waiting import Reminder, wait_out
 
 
 @pytest.fixture(autouse=True)
@@ -35,14 +34,23 @@ def test_it_ends_when_nothing_is_in_the_way(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("again", "told"), [(math.inf, [3]), (0.0, [3, 2, 1])])
-def test_the_user_is_told(
-    capsys: pytest.CaptureFixture[str], again: float, told: list[int]
-) -> None:
+def test_the_user_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     looks = in_the_way(3).__next__
-    wait_out(looks, soon(), Cancellation(), lambda left: f"{left} are here.", again=again)
+    wait_out(looks, soon(), Cancellation(), lambda left: f"{left} are here.")
     lines = capsys.readouterr().err.splitlines()
-    assert [line.partition("Waiting: ")[2] for line in lines] == [f"{n} are here." for n in told]
+    assert [line.partition("Waiting: ")[2] for line in lines] == [
+        f"{n} are here." for n in (3, 2, 1)
+    ]
+
+
+def test_messages_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "TELL_SECONDS", 5.0)
+    now = 0
+    reminder, told_at = Reminder(lambda: now), []
+    for now in range(300):
+        if reminder.due():
+            told_at.append(now)
+    assert told_at == [5, 15, 35, 75, 135, 195, 255]
 
 
 @pytest.mark.parametrize("left", [0, 3])
