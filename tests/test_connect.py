@@ -253,6 +253,88 @@ spark.stop()
     assert sorted(filter(None, printed)) == 2 * ["training on 0\n"] + 2 * ["training on 1\n"]
 
 
+@both_sessions
+def test_a_timeout_holds_without_the_hub(session: str, run_driver: Driver) -> None:
+    done = run_driver(
+        PRELUDE
+        + """
+spark = open_session(sys.argv[1])
+from distributor import TorchDistributor
+from distributor.launch import spark as launcher, watch
+
+launcher.hub_address = lambda *_: launcher.HubAddress(bound="127.0.0.1", told="127.0.0.2")
+watch.UNHEARD_SECONDS = 4.0
+
+def wait_in_vain():
+    threading.Event().wait()
+
+class Noting(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        logging.getLogger("distributor").addHandler(self)
+        logging.getLogger("distributor").setLevel(logging.INFO)
+        self.notes = []
+    def emit(self, record):
+        self.notes.append([time.monotonic(), record.getMessage()])
+
+noting = Noting()
+distributor = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=10)
+error = error_of(lambda: distributor.run(wait_in_vain))
+ended = time.monotonic()
+tell(
+    kind=type(error).__name__,
+    message=str(error),
+    stacks=error.stacks,
+    notes=[[ended - at, text] for at, text in noting.notes],
+    warned=warnings.take(),
+    value=distributor.run(train, 10),
+)
+spark.stop()
+""",
+        session,
+        env=THIS_PYTHON,
+    )
+    facts = facts_in(done)
+    assert facts["kind"] == "RunTimeout", facts
+    assert set(facts["stacks"]) & {"0", "1"}
+    assert "in wait_in_vain" in facts["message"]
+    [warning] = facts["warned"]
+    assert "did not reach this process" in warning
+    told = {text.split()[0]: before for before, text in facts["notes"]}
+    assert told["Node(s)"] > 5, "long before the end"
+    assert told["Started"] > 5
+    assert facts["value"] == [0, 2, 21], "Spark has nothing left of it"
+
+
+@needs_connect
+def test_more_ranks_than_slots_through_connect(run_driver: Driver) -> None:
+    done = run_driver(
+        PRELUDE
+        + """
+spark = open_session("connect")
+from distributor import TorchDistributor
+
+began = time.monotonic()
+distributor = TorchDistributor(4, local_mode=False, use_gpu=False, start_timeout=12)
+error = error_of(lambda: distributor.run(train, 10))
+took = time.monotonic() - began
+fitting = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=60)
+tell(kind=type(error).__name__, message=str(error), took=took, value=fitting.run(train, 10))
+spark.stop()
+""",
+        env=THIS_PYTHON,
+    )
+    facts = facts_in(done)
+    assert facts["kind"] == "StartTimeout", facts
+    assert "Spark has started none of the 4 tasks" in facts["message"]
+    assert "Ask for fewer ranks" in facts["message"]
+    assert facts["took"] < 60, "and not until Spark gives up"
+    assert facts["value"] == [0, 2, 21], "nothing of it is left"
+    assert "Waiting: Spark has started none of the 4 tasks" in done.stderr
+    assert "training with 4" not in done.stderr
+    assert "Started distributed training with 2" in done.stderr
+
+
 ALL_LINKS_BUT_ONE_FAIL = """
 import os, sys
 

@@ -358,6 +358,47 @@ def test_nodes_whose_words_to_the_driver_are_swallowed_do_their_work(
     assert sorted(filter(None, printed)) == [f"hello of {host}\n" for host in sorted(both)]
 
 
+DEAF = """
+def wait_in_vain(folder):
+    open(os.path.join(folder, str(os.getpid())), "x").close()
+    threading.Event().wait()
+
+try:
+    TorchDistributor(2, local_mode=False, use_gpu=False, hub_address={hub!r}, timeout=12).run(
+        wait_in_vain, {folder!r})
+except BaseException as error:
+    tell(error=type(error).__name__, message=str(error),
+         ranks=sorted(getattr(error, "stacks", {{}})))
+"""
+
+
+@pytest.mark.slow
+@needs_namespaces
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_timeout_holds_where_the_drivers_port_is_blocked(
+    cluster: Cluster, tmp_path: Path, count: int
+) -> None:
+    hub, ranks = cluster.on_driver.also_elsewhere(), tmp_path / "ranks"
+    ranks.mkdir()
+    for machine in cluster.on_workers[:count]:
+        machine.lose(hub)
+    with cluster.driver(DEAF.format(hub=hub.address, folder=str(ranks))) as driver:
+        until(
+            lambda: "Started distributed training" in driver.log.read_text(),
+            "the driver says that the ranks have started",
+            DEADLINE,
+        )
+        shown = driver.log.read_text()
+        told = driver.hear("error", DEADLINE)
+
+    assert shown.count("did not reach this process") == 1, "at the start, not at the end"
+    assert told["error"] == "RunTimeout", told
+    assert "in wait_in_vain" in told["message"]
+    both = told["ranks"] == [0, 1]
+    assert both if count == 1 else len(told["ranks"]) > 0
+    assert_gone(int(rank.name) for rank in ranks.iterdir())
+
+
 def agent_of(cluster: Cluster, rank: psutil.Process) -> psutil.Process:
     address = address_of(rank)
     [machine] = [machine for machine in cluster.on_workers if machine.address == address]

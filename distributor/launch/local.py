@@ -94,7 +94,7 @@ class LocalLauncher:
                 starter,
                 listener=listener,
                 keep_all=job.keep_all,
-                on_started=lambda: job.standing.come_up(job.num_processes),
+                on_started=lambda: _note_start(job),
                 on_stacks=job.inquiry.answer,
                 on_done=lambda: agent.release(),
                 on_heeded=job.preemption.heed,
@@ -103,7 +103,6 @@ class LocalLauncher:
             job.inquiry.ask = agent.ask_for_stacks
             job.cancellation.then(agent.stop)
             job.preemption.through(agent.give_notice)
-            notify(f"Started local training with {job.num_processes} processes")
             with agent:
                 outcomes = agent.run(start_deadline, settings.timeout or math.inf)
                 job.cancellation.check()
@@ -140,6 +139,11 @@ def _memory_remarks(job: Job) -> Iterator[Remark]:
         warm=job.settings.warm and is_supported(),
         is_warm=lambda: warm.is_warm(os.getpid()),
     )
+
+
+def _note_start(job: Job) -> None:
+    job.standing.come_up(job.num_processes)
+    notify(f"Started local training with {job.num_processes} processes")
 
 
 def cool_down() -> None:

@@ -25,8 +25,9 @@ from distributor.launch.remarks import warn_once
 from distributor.launch.resources import ClusterPlan
 from distributor.launch.session import BarrierJob, Session
 from distributor.launch.shipping import portable_task, shipped_program
-from distributor.launch.shortage import why_few_slots
-from distributor.launch.waiting import wait_out
+from distributor.launch.shortage import why_few_slots, why_not_started
+from distributor.launch.tasks import TaskStarts
+from distributor.launch.waiting import Reminder, wait_out
 from distributor.launch.watch import Watch
 from distributor.node.barrier_task import ROWS
 from distributor.node.network import source_address
@@ -101,11 +102,11 @@ class SparkLauncher:
             Where an executor lacks what a rank needs.
         """
         deadline = time.monotonic() + job.settings.start_timeout
+        reminder = Reminder()
         secret = secrets.token_bytes(32)
         address = hub_address(self.session, job.settings.hub_address, job.settings.hub_port)
         with open_hub(address, secret) as hub:
-            self._await_slots(deadline, job.cancellation)
-            notify(f"Started distributed training with {job.num_processes} executor processes")
+            self._await_slots(deadline, job.cancellation, reminder)
             shortage = self._warn_of_memory(job.settings.warm)
             spec = self._spec(job, (address.told, hub.port), secret, check_memory=not shortage)
             task = portable_task(self.session, pickle.dumps(spec, protocol=5))
@@ -122,7 +123,13 @@ class SparkLauncher:
                     pool=job.settings.pool,
                 ) as barrier_job,
             ):
-                return watch.outcomes(barrier_job.cancel)
+                tasks = TaskStarts(
+                    self.plan.num_tasks,
+                    barrier_job.started_tasks,
+                    lambda: why_not_started(self.session),
+                    reminder,
+                )
+                return watch.outcomes(barrier_job.cancel, tasks)
 
     def _profile(self) -> Any:
         gpus = self.plan.profile_gpus
@@ -142,7 +149,7 @@ class SparkLauncher:
         """Make a thread on which a run can be launched for the calling one."""
         return self.session.thread(target)
 
-    def _await_slots(self, deadline: float, cancellation: Cancellation) -> None:
+    def _await_slots(self, deadline: float, cancellation: Cancellation, reminder: Reminder) -> None:
         """Wait until the executors could hold all tasks: a job submitted earlier sleeps 15 s."""
         wanted, most = self.plan.num_tasks, self.session.most_slots()
         if most is not None and most < wanted:
@@ -154,7 +161,7 @@ class SparkLauncher:
         def shortage(slots: int) -> str:
             return why_few_slots(self.session, self.plan, slots)
 
-        slots = wait_out(lambda: self._too_few(wanted), deadline, cancellation, shortage)
+        slots = wait_out(lambda: self._too_few(wanted), deadline, cancellation, shortage, reminder)
         if slots is not None:
             raise StartTimeout(shortage(slots))
 

@@ -15,6 +15,8 @@ from distributor.launch.diagnosis import explain
 from distributor.launch.job import Job
 from distributor.launch.remarks import warn_of
 from distributor.launch.resources import ClusterPlan
+from distributor.launch.tasks import TaskStarts
+from distributor.launch.waiting import Reminder
 from distributor.node.barrier_task import LATE
 from distributor.node.output import Sink
 from distributor.node.settling import Settling
@@ -53,10 +55,20 @@ Longer than a node tries to connect. One that is only slow costs the others no m
 """
 LOOK_SECONDS = 1.0
 """Seconds between two looks at which executors are about to end."""
-TELL_SECONDS = 5.0
-"""Seconds from a node's first word until it is told that its environment is what takes so long."""
+UNHEARD_SECONDS = 15.0
+"""Seconds from the start of all tasks after which nodes that have not reported have no link.
+
+Their Python has to start, and then each tries to connect for a few seconds.
+"""
 STACKS_SECONDS = 3.0
-"""Seconds for the nodes to say where their ranks stand."""
+"""Seconds for the nodes to report where their ranks stand."""
+REPORT_SECONDS = 15.0
+"""The same if some can do so through Spark alone, by failing at the deadline themselves."""
+BACKSTOP_SECONDS = 60.0
+"""Seconds that nodes without a link have to start their ranks, and to enforce ``timeout``.
+
+They do that exactly; the driver, which does not hear when their ranks start, ends what they do not.
+"""
 LAST_WORDS_SECONDS = 5.0
 """Seconds for what nodes said over the link before their tasks ended."""
 
@@ -94,9 +106,12 @@ class Watch:
         self._hub = hub
         self._sink = sink
         self._start_deadline = start_deadline
-        self._run_deadline: float | None = None
+        self._run_deadline = math.inf
+        self._ranks_up = False
+        self._start_told = False
+        self._tasks = TaskStarts(plan.num_tasks)
+        self._reminder = Reminder()
         self._preparing: dict[int, str] = {}
-        self._tell_at = math.inf
         self._hosts: dict[int, str] = {}
         self._software: dict[str, Software] = {}
         self._remarks: dict[str, list[Remark]] = {}
@@ -129,19 +144,24 @@ class Watch:
         """Take the job's rows, or the exception that ended it. From any thread."""
         self._hub.post(ending)
 
-    def outcomes(self, cancel: Callable[[], object]) -> list[Outcome]:
+    def outcomes(
+        self, cancel: Callable[[], object], tasks: TaskStarts | None = None
+    ) -> list[Outcome]:
         """Follow the run to its end.
 
         Parameters
         ----------
         cancel : callable
-            Cancels the Spark job; called where the run is given up.
+            Cancels the Spark job; called if the run is given up.
+        tasks : TaskStarts, optional
+            What Spark says of the job's tasks; by default it says nothing.
 
         Returns
         -------
         list of Outcome
             Of each rank that ended by itself, failures in the order in which they came.
         """
+        self._tasks = tasks or self._tasks
         self._job.inquiry.ask = lambda: self._hub.post(TellStacks())
         self._job.preemption.through(lambda: self._hub.broadcast(Preempted()))
         try:
@@ -182,8 +202,9 @@ class Watch:
         return True
 
     def _node_prepares(self, node: int, message: Preparing) -> None:
+        if not self._preparing:
+            self._reminder = Reminder()
         self._preparing[node] = message.host
-        self._tell_at = min(self._tell_at, time.monotonic() + TELL_SECONDS)
 
     def _node_up(self, node: int, message: NodeUp) -> None:
         self._preparing.pop(node, None)
@@ -204,9 +225,10 @@ class Watch:
         self._settling.started(node)
         self._started.add(node)
         self._job.standing.come_up(self._plan.ranks_per_task)
-        if self._meeting == "spark" and self._started >= self._linked:
+        if self._meeting == "spark" and self._started >= self._linked and not self._ranks_up:
             self._warn_of_missing_links()  # not before: all nodes have met, so none is only slow
-        if len(self._started) == self._plan.num_tasks:
+        if not self._late():
+            self._note_start()
             self._start_the_clock()
 
     def _output(self, node: int, message: Output) -> None:
@@ -250,9 +272,11 @@ class Watch:
         now = time.monotonic()
         if self._meeting is None:
             self._let_meet(now)
-        elif self._meeting == "hub" and now > self._start_deadline and self._starting():
-            self._give_up(StartTimeout, f"After start_timeout, still starting: {self._starting()}.")
-        if self._run_deadline is not None and now > self._run_deadline:
+        elif now > self._start_deadline and (late := self._late()):
+            self._give_up(
+                StartTimeout, f"After start_timeout, still starting: {self._named(late)}."
+            )
+        if now > self._run_deadline:
             self._give_up(
                 RunTimeout,
                 f"The run took longer than its timeout of {self._job.settings.timeout:g} s. "
@@ -289,10 +313,14 @@ class Watch:
         """Find out where the ranks stand, for as long as nodes may take to say so, and raise."""
         self._ask_for_stacks(HERE, TellStacks())
         asked = set(self._linked)
-        deadline = time.monotonic() + STACKS_SECONDS
-        while asked & self._linked - self._stacks.keys() and time.monotonic() < deadline:
+        unlinked = kind is RunTimeout and self._meeting == "spark" and bool(self._silent())
+        deadline = time.monotonic() + (REPORT_SECONDS if unlinked else STACKS_SECONDS)
+        while time.monotonic() < deadline and (
+            asked & self._linked - self._stacks.keys() or (unlinked and self._ending is None)
+        ):
             self._take(TICK)
-        stacks = self._all_stacks()
+        reported = timeout_in(str(self._ending))
+        stacks = (reported.stacks if reported else {}) | self._all_stacks()
         raise kind(with_stacks(why, stacks), stacks=stacks)
 
     def _all_stacks(self) -> dict[int, str]:
@@ -300,8 +328,7 @@ class Watch:
 
     def _let_meet(self, now: float) -> None:
         """Let the nodes meet as soon as all are here; through Spark where one stays away."""
-        if self._preparing and now > self._tell_at:
-            self._tell_at = math.inf
+        if self._preparing and self._reminder.due():
             notify(f"Waiting: {self._unready()}.")
         if self._rendezvous and len(self._hosts) == self._plan.num_tasks:
             warn_of(self._remarks)
@@ -311,12 +338,24 @@ class Watch:
         elif self._hosts and not self._preparing and self._one_stays_away(now):
             self._hub.broadcast(MeetThroughSpark())
             self._go_without_hub()
+        elif not self._hosts and not self._preparing:
+            self._await_tasks(now)
         elif now > self._start_deadline:
             if self._preparing:
                 raise StartTimeout(f"After start_timeout, {self._unready()}.")
-            if self._hosts:
-                raise StartTimeout(f"After start_timeout, no word from task(s) {self._silent()}.")
+            raise StartTimeout(f"After start_timeout, no word from task(s) {self._silent()}.")
+
+    def _await_tasks(self, now: float) -> None:
+        """Find out from Spark whether nodes that have not reported run at all."""
+        self._tasks.look()
+        if self._tasks.all_started_for(UNHEARD_SECONDS):
             self._go_without_hub()
+        elif now > self._start_deadline and self._tasks.unknown:
+            self._go_without_hub()  # they may well run, and their work would be lost
+        elif now > self._start_deadline and self._tasks.lacking:
+            raise StartTimeout(f"After start_timeout, {self._tasks.shortfall()}")
+        elif self._tasks.message_due():
+            notify(f"Waiting: {self._tasks.shortfall()}")
 
     def _unready(self) -> str:
         return f"the environment is not ready on {', '.join(sorted(set(self._preparing.values())))}"
@@ -325,19 +364,35 @@ class Watch:
         return len(self._linked) < len(self._hosts) or now > self._first_up + MEET_SECONDS
 
     def _go_without_hub(self) -> None:
-        """Take the ranks as started: whoever has no link cannot tell."""
+        """Let the nodes meet through Spark; those without a link cannot report their start."""
         self._meeting = "spark"
         warn_of(self._remarks)
         self._settling.expect(len(self._linked))
-        self._start_the_clock()
+        if self._linked:
+            return
+        self._warn_of_missing_links()
+        if self._tasks.all_started:
+            self._note_start()
+        if self._job.settings.timeout is not None:
+            start_by = self._start_deadline if self._job.settings.environment else 0.0
+            started = max(time.monotonic(), start_by)
+            self._run_deadline = started + self._job.settings.timeout + BACKSTOP_SECONDS
 
     def _start_the_clock(self) -> None:
-        seconds = self._job.settings.timeout
-        if seconds is not None and self._run_deadline is None:
-            self._run_deadline = time.monotonic() + seconds
+        if self._job.settings.timeout is not None and not self._ranks_up:
+            self._run_deadline = time.monotonic() + self._job.settings.timeout
+        self._ranks_up = True
 
-    def _starting(self) -> str:
-        return self._named(set(range(self._plan.num_tasks)) - self._started)
+    def _note_start(self) -> None:
+        if not self._start_told:
+            self._start_told = True
+            count = self._job.num_processes
+            notify(f"Started distributed training with {count} executor processes")
+
+    def _late(self) -> set[int]:
+        """Return the nodes that can report that their ranks have started, and have not."""
+        expected = self._linked if self._meeting == "spark" else range(self._plan.num_tasks)
+        return set(expected) - self._started
 
     def _silent(self) -> list[int]:
         return sorted(set(range(self._plan.num_tasks)) - set(self._hosts))
@@ -351,7 +406,7 @@ class Watch:
         return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
 
     def _warn_if_unheard(self) -> None:
-        if not self._hosts:
+        if not self._hosts and self._meeting is None:
             self._warn_of_missing_links()
 
     def _warn_of_missing_links(self) -> None:
@@ -382,12 +437,13 @@ class Watch:
             self._warn_if_unheard()
             return [*failures, *self._arrivals.values.values()]
         self._warn_if_unheard()
+        self._note_start()  # a short run without a link may end before that is known
         for message in _late_in(ending):
             self._output(HERE, message)
         return [*self._failures, *(_values_in(ending) | self._arrivals.values).values()]
 
     def _look_for_the_cause(self, ending: BaseException, echoes: list[Failure]) -> None:
-        """Raise what Spark knows of a run whose ranks told nothing, or but of lost connections."""
+        """Raise what Spark knows of a run whose ranks reported nothing but lost connections."""
         if timed_out := timeout_in(str(ending)):
             raise timed_out from ending
         vanished = self._named(set(self._vanished[:1]))

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import pytest
+from bed.waiting import until
 
 from distributor import TorchDistributor
-from distributor.errors import DistributorError, ExecutorNotReady
+from distributor.errors import DistributorError, ExecutorNotReady, RunTimeout, StartTimeout
+from distributor.launch import tasks as tasks_module
+from distributor.launch import waiting
 from distributor.launch import watch as watch_module
 from distributor.launch.job import Job, program_of
 from distributor.launch.resources import ClusterPlan
+from distributor.launch.tasks import TaskStarts
 from distributor.launch.watch import Watch
 from distributor.node.output import Sink
 from distributor.node.settling import START_SECONDS
@@ -26,10 +32,13 @@ from distributor.wire.messages import (
     Preparing,
     RanksStarted,
     Rendezvous,
+    Stacks,
     Stop,
     Stream,
+    TellStacks,
 )
 from distributor.wire.outcome import Failure, Origin, Outcome
+from distributor.wire.report import TaskFailed
 
 SECRET = b"a secret of the run"
 SOON = 10.0
@@ -81,9 +90,11 @@ class FakeNode:
 class Followed:
     """A run of three nodes that a thread follows to its end."""
 
-    def __init__(self, hub: Hub, watch: Watch) -> None:
+    def __init__(self, hub: Hub, watch: Watch, tasks: TaskStarts | None = None) -> None:
         self.hub = hub
+        self.cancelled = False
         self._watch = watch
+        self._tasks = tasks
         self._outcomes: list[Outcome] = []
         self._raised: list[Exception] = []
         self._thread = threading.Thread(target=self._follow)
@@ -91,13 +102,19 @@ class Followed:
 
     def _follow(self) -> None:
         try:
-            self._outcomes = self._watch.outcomes(cancel=lambda: None)
+            self._outcomes = self._watch.outcomes(self._cancel, self._tasks)
         except DistributorError as error:
             self._raised.append(error)
+
+    def _cancel(self) -> None:
+        self.cancelled = True
 
     def raised(self) -> Exception:
         self._thread.join(SOON)
         return self._raised[0]
+
+    def end_by(self, error: Exception) -> None:
+        self._watch.job_ended(error)
 
     def end(self) -> list[Outcome]:
         self._watch.job_ended([])
@@ -106,17 +123,47 @@ class Followed:
         return self._outcomes
 
 
+class Start(Protocol):
+    """Starts to follow a run, with what Spark says of its tasks."""
+
+    def __call__(
+        self,
+        *,
+        tasks: TaskStarts | None = None,
+        seconds: float,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Followed: ...
+
+
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(watch_module, "MEET_SECONDS", MEET_SECONDS)
-    settings = TorchDistributor(NODES, use_gpu=False)
-    program = program_of(print, (), {})
-    job = Job(program=program, num_processes=NODES, least=NODES, settings=settings)
+    monkeypatch.setattr(watch_module, "UNHEARD_SECONDS", MEET_SECONDS)
+    monkeypatch.setattr(tasks_module, "LOOK_SECONDS", 0.0)
     plan = ClusterPlan(num_tasks=NODES, ranks_per_task=1, use_gpu=False)
     sink: Sink = Silent()
-    deadline = time.monotonic() + 60
-    with Hub("127.0.0.1", SECRET) as hub, Watch(job, plan, hub, sink, deadline) as watch:
-        yield Followed(hub, watch)
+    with contextlib.ExitStack() as stack:
+
+        def started(
+            *,
+            tasks: TaskStarts | None = None,
+            seconds: float,
+            settings: Mapping[str, Any] | None = None,
+        ) -> Followed:
+            given = TorchDistributor(NODES, use_gpu=False, **(settings or {}))
+            program = program_of(print, (), {})
+            job = Job(program=program, num_processes=NODES, least=NODES, settings=given)
+            hub = stack.enter_context(Hub("127.0.0.1", SECRET))
+            deadline = time.monotonic() + seconds
+            watch = stack.enter_context(Watch(job, plan, hub, sink, deadline))
+            return Followed(hub, watch, tasks)
+
+        yield started
+
+
+@pytest.fixture
+def run(start: Start) -> Followed:
+    return start(seconds=60)
 
 
 def failure_of(rank: int) -> Failure:
@@ -158,7 +205,7 @@ def test_a_node_that_is_late_learns_how_the_others_meet(
 def test_nodes_that_prepare_their_environment_are_waited_for(
     run: Followed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(watch_module, "TELL_SECONDS", MEET_SECONDS)
+    monkeypatch.setattr(waiting, "TELL_SECONDS", MEET_SECONDS)
     slow = [FakeNode(run.hub, number, prepares=True) for number in (1, 2)]
     first = FakeNode(run.hub, 0)
     first.tell(Rendezvous("127.0.0.1", 1))
@@ -186,3 +233,85 @@ def test_nodes_that_differ_are_told_before_they_meet(run: Followed) -> None:
     error = run.raised()
     assert isinstance(error, ExecutorNotReady)
     assert "2.12.0 on host0 (node 0); 2.13.0 on host1 (node 1), host2 (node 2)" in str(error)
+
+
+def seen(number: int) -> TaskStarts:
+    """Spark's word that it has started so many tasks."""
+    return TaskStarts(NODES, lambda: number, lambda: "All slots are taken.")
+
+
+def test_tasks_that_spark_does_not_start_are_waited_for_until_the_deadline(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(waiting, "TELL_SECONDS", MEET_SECONDS)
+    run = start(tasks=seen(0), seconds=3 * MEET_SECONDS)
+
+    error = run.raised()
+
+    assert isinstance(error, StartTimeout)
+    assert str(error) == (
+        "After start_timeout, Spark has started none of the 3 tasks of this run. "
+        "All slots are taken."
+    )
+    assert run.cancelled
+    told = capsys.readouterr().err
+    assert "Waiting: Spark has started none of the 3 tasks of this run. All slots are" in told
+    assert "Started" not in told
+
+
+def test_tasks_that_run_without_a_link_are_warned_of_at_once(
+    start: Start, warned: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = start(tasks=seen(NODES), seconds=60)
+    until(lambda: bool(warned()), "the driver warns", SOON)
+    until(lambda: "Started distributed" in capsys.readouterr().err, "it says so", SOON)
+    assert run.end() == []
+    (warning,) = warned()
+    assert "Node(s) [0, 1, 2] did not reach this process" in warning
+
+
+def test_where_spark_does_not_tell_a_run_without_a_link_goes_on(
+    start: Start, warned: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = start(tasks=TaskStarts(NODES), seconds=MEET_SECONDS)
+    until(lambda: bool(warned()), "the driver warns", SOON)
+    assert "Started" not in capsys.readouterr().err, "nobody has said so"
+    assert run.end() == []
+    assert not run.cancelled
+
+
+def test_a_run_has_started_when_its_ranks_have(
+    run: Followed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = [FakeNode(run.hub, number) for number in range(NODES)]
+    nodes[0].tell(Rendezvous("127.0.0.1", 1))
+    for node in nodes:
+        assert node.hears() == Rendezvous("127.0.0.1", 1)
+    nodes[0].tell(RanksStarted())
+    nodes[1].tell(RanksStarted())
+    assert "Started" not in capsys.readouterr().err
+    nodes[2].tell(RanksStarted())
+    until(lambda: "Started distributed" in capsys.readouterr().err, "it says so", SOON)
+    for node in nodes:
+        node.close()
+    assert run.end() == []
+
+
+def test_at_the_deadline_nodes_with_and_without_a_link_say_where_their_ranks_stand(
+    start: Start,
+) -> None:
+    run = start(settings={"timeout": MEET_SECONDS}, seconds=60)
+    node = FakeNode(run.hub, 0)
+    assert node.hears() == MeetThroughSpark()
+    node.tell(RanksStarted())
+    assert node.hears() == TellStacks()
+    node.tell(Stacks({0: "in step"}))
+    others = RunTimeout("The run was stopped at its timeout.", stacks={1: "in wait"})
+    run.end_by(RuntimeError(f"Job aborted: {TaskFailed.timed_out(others)}"))
+    node.close()
+
+    error = run.raised()
+
+    assert isinstance(error, RunTimeout)
+    assert error.stacks == {0: "in step", 1: "in wait"}
+    assert f"timeout of {MEET_SECONDS:g} s" in str(error)
