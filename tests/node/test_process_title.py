@@ -13,6 +13,7 @@ import cloudpickle
 import pytest
 
 from distributor import TorchDistributor
+from distributor.launch.session import Session
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -89,7 +90,7 @@ def test_a_spark_worker_has_its_own_name_again_after_the_run(spark: Any) -> None
     for rank, titles in enumerate(ranks.run_all(workers)):
         own = f"distributor: node {rank} of workers ("
         assert any(title.startswith(own) for title in titles), titles
-    rows = spark.range(0, 4, 1, 4).mapInArrow(own_title, "title string").collect()
+    rows = Session(spark).barrier_frame(own_title, 4, "title string").collect()
     assert all("pyspark.daemon" in row.title for row in rows), rows
 
 
