@@ -319,7 +319,7 @@ class Watch:
             asked & self._linked - self._stacks.keys() or (unlinked and self._ending is None)
         ):
             self._take(TICK)
-        reported = timeout_in(str(self._ending))
+        reported = timeout_in(str(self._ending), self._hub.secret)
         stacks = (reported.stacks if reported else {}) | self._all_stacks()
         raise kind(with_stacks(why, stacks), stacks=stacks)
 
@@ -430,7 +430,7 @@ class Watch:
     def _read(self, ending: list[Any] | BaseException) -> list[Outcome]:
         if isinstance(ending, BaseException):
             told = {failure.origin.rank for failure in self._failures}
-            late = failures_in(str(ending))
+            late = failures_in(str(ending), self._hub.secret)
             failures = [*self._failures, *(f for f in late if f.origin.rank not in told)]
             if all(failure.collateral for failure in failures):
                 self._look_for_the_cause(ending, failures)
@@ -444,7 +444,7 @@ class Watch:
 
     def _look_for_the_cause(self, ending: BaseException, echoes: list[Failure]) -> None:
         """Raise what Spark knows of a run whose ranks reported nothing but lost connections."""
-        if timed_out := timeout_in(str(ending)):
+        if timed_out := timeout_in(str(ending), self._hub.secret):
             raise timed_out from ending
         vanished = self._named(set(self._vanished[:1]))
         explained = explain(ending, self._plan.num_tasks, vanished)

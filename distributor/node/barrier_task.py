@@ -76,10 +76,11 @@ def run(
     """
     for _ in batches:  # they only number the tasks
         pass
+    spec: TaskSpec = pickle.loads(pickled_spec)
     try:
-        yield from _run_node(pickle.loads(pickled_spec), replaced)
+        yield from _run_node(spec, replaced)
     except (StartTimeout, RunTimeout) as error:
-        raise TaskFailed.timed_out(error) from None
+        raise TaskFailed.timed_out(error, spec.secret) from None
 
 
 def _run_node(spec: TaskSpec, replaced: str) -> Iterator[pa.RecordBatch]:
@@ -259,7 +260,7 @@ def _run_ranks(
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     if failures or channel.stopped:
         channel.await_verdict(failures)
-        raise TaskFailed.of(failures)
+        raise TaskFailed.of(failures, spec.secret)
     return outcomes
 
 

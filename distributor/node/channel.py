@@ -326,7 +326,7 @@ class HubChannel:
         if isinstance(answer, Rendezvous):
             return answer
         if self._stopped:
-            raise TaskFailed.of([])
+            raise TaskFailed.of([], self._spec.secret)
         self._met_through_spark = True
         if answer is None:
             return self._through_spark.meet(mine, software, remarks)

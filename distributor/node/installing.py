@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 from distributor.errors import ExecutorNotReady, StartTimeout
 from distributor.node.made_once import cache_folder, made_once
+from distributor.node.redaction import Redaction
 
 TAIL_LINES = 12
 """Lines of pip's that an error has; the last ones say why."""
@@ -122,7 +123,8 @@ def _install(
             f"{', '.join(requirements)}."
         )
     if returncode:
-        raise ExecutorNotReady(_told(requirements, lines))
+        # Spark writes the error to its event log, and pip may have printed a password.
+        raise ExecutorNotReady(Redaction(variables).of_text(_told(requirements, lines)))
 
 
 def _run_pip(

@@ -100,6 +100,9 @@ class Failure:
         True where the failure looks like the echo of another rank's (a lost connection).
     step : int or None
         How far the rank's program had come; None for a rank that did not raise.
+    kind : str
+        The exception's type, or how the process ended: what may be read where a message, which
+        may hold a secret, may not.
     """
 
     origin: Origin
@@ -108,6 +111,7 @@ class Failure:
     pickled: bytes | None
     collateral: bool = False
     step: int | None = None
+    kind: str = "failed"
 
     def exception(self) -> BaseException:
         """Rebuild the rank's exception, with its remote traceback as the cause."""
@@ -132,6 +136,7 @@ def failure_of(error: BaseException, origin: Origin, step: int = 0) -> Failure:
         pickled=pickling.dump_exception(error),
         collateral=_is_lost_connection(error),
         step=step,
+        kind=type(error).__qualname__,
     )
 
 
@@ -164,6 +169,7 @@ def death(
         summary=f"WorkerDied: {how}",
         text=f"{how}{hint}\n{output}",
         pickled=pickle.dumps(error),
+        kind=f"WorkerDied: {how}",
     )
 
 

@@ -307,7 +307,7 @@ def test_at_the_deadline_nodes_with_and_without_a_link_say_where_their_ranks_sta
     assert node.hears() == TellStacks()
     node.tell(Stacks({0: "in step"}))
     others = RunTimeout("The run was stopped at its timeout.", stacks={1: "in wait"})
-    run.end_by(RuntimeError(f"Job aborted: {TaskFailed.timed_out(others)}"))
+    run.end_by(RuntimeError(f"Job aborted: {TaskFailed.timed_out(others, SECRET)}"))
     node.close()
 
     error = run.raised()

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 import pytest
 
 from distributor.errors import RunTimeout
+from distributor.wire import report, sealing
 from distributor.wire.outcome import Failure, Origin, failure_of
-from distributor.wire.report import LIMIT, TaskFailed, failures_in, timeout_in
+from distributor.wire.report import LIMIT, TaskFailed
 
 RANDOM = random.Random(7)
+SECRET = bytes(range(32))
 
 
 def noise(length: int, lowest: int = 33, highest: int = 126) -> str:
@@ -22,16 +24,26 @@ def noise(length: int, lowest: int = 33, highest: int = 126) -> str:
     return "".join(chr(RANDOM.randint(lowest, highest)) for _ in range(length))
 
 
-def failure(rank: int = 0, text: str = "Traceback", summary: str = "ValueError: no") -> Failure:
+def failure(
+    rank: int = 0,
+    text: str = "Traceback",
+    summary: str = "ValueError: no",
+    kind: str = "ValueError",
+) -> Failure:
     origin = Origin(rank=rank, local_rank=0, host="host-1")
-    return Failure(origin=origin, summary=summary, text=text, pickled=b"pickled")
+    return Failure(origin=origin, summary=summary, text=text, pickled=b"pickled", kind=kind)
+
+
+def failures_in(text: str) -> list[Failure]:
+    return report.failures_in(text, SECRET)
 
 
 def through_spark(failures: Sequence[Failure]) -> str:
     """The text in which Spark embeds a task's exception."""
     return (
         "Job aborted: Task 1 failed 1 times, most recent failure: Lost task 1.0 (10.0.0.2):\n"
-        f"distributor.wire.report.TaskFailed: {TaskFailed.of(failures)}\n\n\tat org.apache.spark"
+        f"distributor.wire.report.TaskFailed: {TaskFailed.of(failures, SECRET)}\n\n"
+        "\tat org.apache.spark"
     )
 
 
@@ -40,10 +52,57 @@ def test_failures_come_back_whole() -> None:
     assert failures_in(through_spark(failures)) == failures
 
 
-def test_the_text_tells_people_too() -> None:
-    text = str(TaskFailed.of([failure(3), failure(1, summary="OSError: disk")]))
-    assert text.startswith("rank 3 (local rank 0) on host-1, attempt 0: ValueError: no; rank 1 ")
-    assert "OSError: disk\n" in text
+def test_people_can_read_which_ranks_failed_and_of_what_kind() -> None:
+    text = str(TaskFailed.of([failure(3), failure(1, kind="OSError")], SECRET))
+    first = "rank 3 (local rank 0) on host-1, attempt 0: ValueError; rank 1 "
+    assert text.startswith(first)
+    assert "attempt 0: OSError (the driver raises the whole error)\n" in text
+
+
+def test_only_the_driver_of_the_run_can_read_messages() -> None:
+    error = ValueError("hunter2-hunter2")
+    told = failure_of(error, Origin(rank=0, local_rank=0, host="host-1"))
+    text = through_spark([told])
+    assert "hunter2" not in text
+    [found] = report._REPORT.findall(text)
+    assert b"hunter2" not in base64.b64decode(found)
+    with pytest.raises(zlib.error):
+        zlib.decompress(base64.b64decode(found)[sealing.NONCE_BYTES :])
+    assert failures_in(text) == [told]
+    assert report.failures_in(text, bytes(32)) == []
+
+
+class Tripwire:
+    """Raises as it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (pytest.fail, ("unpickled",))
+
+
+def test_nothing_is_unpickled_that_was_not_sealed_with_the_secret() -> None:
+    payload = zlib.compress(pickle.dumps([Tripwire()]))
+    for forged in (payload, sealing.seal(payload, bytes(32))):
+        encoded = base64.b64encode(forged).decode()
+        assert failures_in(f"<distributor-report {encoded}>") == []
+
+
+@pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 100_000])
+def test_a_sealed_payload_is_opened_with_the_same_secret_alone(size: int) -> None:
+    payload = RANDOM.randbytes(size)
+    sealed = sealing.seal(payload, SECRET)
+    assert sealing.unseal(sealed, SECRET) == payload
+    assert sealing.seal(payload, SECRET) != sealed, "a nonce is used once"
+    with pytest.raises(sealing.NotAuthentic):
+        sealing.unseal(sealed, bytes(32))
+
+
+@pytest.mark.parametrize("position", [0, 20, -1])
+def test_a_payload_that_was_changed_or_cut_is_refused(position: int) -> None:
+    sealed = bytearray(sealing.seal(b"payload" * 10, SECRET))
+    sealed[position] ^= 1
+    for damaged in (bytes(sealed), bytes(sealed)[:-1], b""):
+        with pytest.raises(sealing.NotAuthentic):
+            sealing.unseal(damaged, SECRET)
 
 
 def test_a_node_that_was_stopped_reports_no_failure() -> None:
@@ -86,7 +145,11 @@ def test_a_report_beyond_the_limit_still_arrives(failures: list[Failure]) -> Non
 
 
 def encoded(thing: object) -> str:
-    return base64.b64encode(zlib.compress(pickle.dumps(thing))).decode()
+    return encoded_bytes(pickle.dumps(thing))
+
+
+def encoded_bytes(data: bytes) -> str:
+    return base64.b64encode(sealing.seal(zlib.compress(data), SECRET)).decode()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +160,7 @@ def encoded(thing: object) -> str:
         "<distributor-report >",
         "<distributor-report A>",
         "<distributor-report AAAA>",
-        f"<distributor-report {base64.b64encode(zlib.compress(b'no pickle')).decode()}>",
+        f"<distributor-report {encoded_bytes(b'no pickle')}>",
         f"<distributor-report {encoded(None)}>",
         f"<distributor-report {encoded(['no failure'])}>",
         f"<distributor-report {encoded([failure()])[:-8]}>",
@@ -112,9 +175,11 @@ def test_garbage_is_no_failure_and_hides_none(garbage: str) -> None:
 @pytest.mark.parametrize("length", [10, 2 * LIMIT])
 def test_a_deadlines_error_comes_through_spark(length: int) -> None:
     error = RunTimeout(f"The run took too long.\n{noise(length)}", stacks={3: noise(length)})
-    found = timeout_in(f"Job aborted: {TaskFailed.timed_out(error)}\n\tat org.apache.spark")
+    text = f"Job aborted: {TaskFailed.timed_out(error, SECRET)}\n\tat org.apache.spark"
+    found = report.timeout_in(text, SECRET)
     assert isinstance(found, RunTimeout)
     assert str(found).startswith("The run took too long.")
     assert found.stacks == (error.stacks if length < LIMIT else {}), "all, unless too large"
-    assert timeout_in("<distributor-timeout bm90aGluZw==>") is None
-    assert timeout_in(str(TaskFailed.of([failure()]))) is None
+    assert report.timeout_in(text, bytes(32)) is None
+    assert report.timeout_in("<distributor-timeout bm90aGluZw==>", SECRET) is None
+    assert report.timeout_in(str(TaskFailed.of([failure()], SECRET)), SECRET) is None
