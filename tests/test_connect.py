@@ -135,7 +135,9 @@ in_packed = TorchDistributor(2, local_mode=False, use_gpu=False, environment=sys
 versions = [runs.run_all(metadata.version, "iniconfig") for runs in (distributor, in_packed)]
 broken = error_of(lambda: distributor.run(fail_beside_one_that_waits, sys.argv[1]))
 died = error_of(lambda: distributor.run(die_beside_one_that_waits))
+spark.conf.set("spark.distributor.hub.port", "7391")
 tell(
+    hub_port=TorchDistributor(1, use_gpu=False, warm=False).hub_port,
     value=value,
     values=values,
     versions=versions,
@@ -153,6 +155,7 @@ spark.stop()
     )
     facts = facts_in(done)
     assert facts["versions"] == [[metadata.version("iniconfig")] * 2, ["99.0"] * 2]
+    assert facts["hub_port"] == 7391, "of the server's conf"
     assert facts["value"] == [0, 2, 21]
     assert facts["values"] == [[0, 2, 41], [1, 2, 41]]
     assert facts["broken"] == ["Broken", True, ["no", "3"], [1]]
