@@ -20,6 +20,7 @@ from distributor.node.redaction import Redaction
 from distributor.tracking import ANSWER_SECONDS, Tracking, bounded, brief
 from distributor.wire.messages import Stream
 from distributor.wire.progress import Progress
+from distributor.wire.wording import counted
 
 MAX_TAG = 4000
 MOST_OF_OUTPUT = 64 * 1024
@@ -63,7 +64,8 @@ class Recorder(Listener):
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if lost := self._outbox.close():
-            warn(f"{lost} values of metrics did not reach the MLflow run {self._tracking.run_id}.")
+            values = f"{counted(lost, 'value')} of metrics"
+            warn(f"{values} did not reach the MLflow run {self._tracking.run_id}.")
         status = _status(error)
         try:
             bounded(lambda: self._end(status, error))

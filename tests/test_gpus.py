@@ -326,7 +326,9 @@ def test_on_a_local_master_the_gpus_are_the_drivers(
     assert gpus("one") == ["0"]
     kinds, words = told["three"]
     assert kinds[0] == "RuntimeError"
-    assert words.startswith("3 ranks on local[2] need as many GPUs on the driver, where 2 were")
+    assert words.startswith(
+        "On local[2] the driver needs a GPU for each of the 3 ranks, but it has 2 GPUs"
+    )
     assert told["num_processes"] == 2
     assert stderr.count(CUT) == 1
     check_numbers(told["local"], 2, per_task=2)

@@ -303,7 +303,7 @@ def test_gpus_that_are_not_here_are_told_with_what_is(
     ]
     assert facts["wrong"] == [
         "RuntimeError",
-        "On this machine 2 GPU(s) of type H100 are wanted, and there is 2 x NVIDIA A10G.",
+        "On this machine the run needs 2 GPUs of type H100, and there is 2 x NVIDIA A10G.",
     ]
     assert facts["right"] is None
 

@@ -22,6 +22,7 @@ from distributor.node.logs import LogFiles
 from distributor.wire.messages import Source, Stream
 from distributor.wire.outcome import Failure, Outcome, Value, cause_first, raise_first
 from distributor.wire.progress import Reader, Reported, Told
+from distributor.wire.wording import counted, listed
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Attempt:
     def __str__(self) -> str:
         what = str(self.error).strip().partition("\n")[0].rstrip(".")
         kind = type(self.error).__name__
-        return f"attempt {self.number} on {self.world_size} ranks: {kind}: {what}"
+        return f"attempt {self.number} on {counted(self.world_size, 'rank')}: {kind}: {what}"
 
 
 def run(job: Job, launcher: Launcher) -> list[Any]:
@@ -148,7 +149,9 @@ def values_of(job: Job, outcomes: list[Outcome]) -> list[Any]:
         values = {outcome.rank: outcome for outcome in outcomes if isinstance(outcome, Value)}
         wanted = range(job.num_processes) if job.keep_all else [0]
         if missing := [rank for rank in wanted if rank not in values]:
-            raise DistributorError(f"No outcome came from rank(s) {missing}, and no failure.")
+            raise DistributorError(
+                f"No outcome came from {listed('rank', missing)}, and no failure."
+            )
         return [_load(values[rank]) for rank in wanted]
     finally:
         for outcome in outcomes:

@@ -12,6 +12,7 @@ from distributor.errors import (
     StartTimeout,
     ValueTooLarge,
 )
+from distributor.wire.wording import counted
 
 SET_PYTHON = (
     "Set PYSPARK_PYTHON (spark.pyspark.python for spark-submit) to a Python that has torch and "
@@ -46,7 +47,7 @@ def explain(error: BaseException, num_tasks: int, vanished: str = "") -> Distrib
         if found := re.search(pattern, text, re.DOTALL):
             return make(found, where or (f" of {vanished}" if vanished else ""))
     return DistributorError(
-        f"Spark ended the job of {num_tasks} tasks before any rank reported a failure"
+        f"Spark ended the job of {counted(num_tasks, 'task')} before any rank reported a failure"
         f"{where}:\n{text[:4000]}"
     )
 

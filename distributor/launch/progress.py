@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from distributor.wire.progress import Progress
+from distributor.wire.wording import counted
 
 
 class Standing:
@@ -51,7 +52,9 @@ class Standing:
         elapsed = self._clock() - self._began
         up = [] if self._up == ranks else [f"{self._up} up"]
         if self._latest is None or self._first is None:
-            return ", ".join([f"{name} on {ranks} ranks", *up, tqdm.format_interval(elapsed)])
+            return ", ".join(
+                [f"{name} on {counted(ranks, 'rank')}", *up, tqdm.format_interval(elapsed)]
+            )
         metrics = [f"{key}={value:.4g}" for key, value in self._latest.metrics.items()]
         line = tqdm.format_meter(
             self._latest.done,
@@ -59,7 +62,7 @@ class Standing:
             elapsed,
             prefix=name,
             rate=_rate(self._first, self._latest),
-            postfix=", ".join([f"{ranks} ranks", *up, *metrics]),
+            postfix=", ".join([counted(ranks, "rank"), *up, *metrics]),
         )
         return str(line)
 

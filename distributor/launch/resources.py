@@ -10,6 +10,7 @@ from distributor.launch.console import warn
 from distributor.launch.session import Session
 from distributor.node.environment import mask_entries, visible_devices
 from distributor.node.gpus import gpu_names, lack_of
+from distributor.wire.wording import counted
 
 TASK_GPUS = "spark.task.resource.gpu.amount"
 EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
@@ -79,7 +80,7 @@ def plan_local(least: int, most: int, use_gpu: bool, gpu_type: str | None) -> Lo
             "CUDA_VISIBLE_DEVICES and the NVIDIA driver. For CPUs pass use_gpu=False (--cpu)."
         )
     if len(gpus) < least < most:
-        raise RuntimeError(f"At least {least} GPUs are wanted, and there are {len(gpus)} here.")
+        raise RuntimeError(f"At least {least} GPUs are needed, but this machine has {len(gpus)}.")
     if len(gpus) < least:
         warn(
             "'num_processes' cannot be set to a value greater than the number of available GPUs "
@@ -137,8 +138,8 @@ def _plan_local_master(session: Session, num_processes: int, amount: float) -> C
     gpus = driver_gpus(session)
     if len(gpus) < num_processes:
         raise RuntimeError(
-            f"{num_processes} ranks on {session.master} need as many GPUs on the driver, "
-            f"where {len(gpus)} were found."
+            f"On {session.master} the driver needs a GPU for each of the {num_processes} ranks, "
+            f"but it has {counted(len(gpus), 'GPU')}."
         )
     return ClusterPlan(num_processes, 1, use_gpu=True, driver_gpus=gpus[:num_processes])
 

@@ -39,6 +39,7 @@ from distributor.wire.hub import Hub
 from distributor.wire.outcome import Outcome
 from distributor.wire.pickling import heaviest
 from distributor.wire.room import in_bytes
+from distributor.wire.wording import counted
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class SparkLauncher:
                     frame,
                     job.run_id,
                     watch.job_ended,
-                    description=f"{job.program.name} on {job.num_processes} ranks",
+                    description=f"{job.program.name} on {counted(job.num_processes, 'rank')}",
                     call_site=job.call_site,
                     pool=job.settings.pool,
                 ) as barrier_job,

@@ -46,6 +46,7 @@ from distributor.wire.messages import (
 from distributor.wire.outcome import Failure, Outcome, Value
 from distributor.wire.parcel import anonymous_file
 from distributor.wire.report import failures_in, timeout_in
+from distributor.wire.wording import listed
 
 TICK = 0.1
 MEET_SECONDS = 10.0
@@ -300,8 +301,7 @@ class Watch:
         """Tell the ranks of executors that Spark is about to end."""
         if new := self._leaving(set(self._hosts.values())) - self._told_of:
             self._told_of |= new
-            named = ", ".join(sorted(new))
-            notify(f"Spark is about to end executor(s) {named}: the ranks are told.")
+            notify(f"Spark is about to end {listed('executor', sorted(new))}: the ranks are told.")
             self._hub.broadcast(Preempted())
 
     def _all_failed(self) -> bool:
@@ -343,7 +343,9 @@ class Watch:
         elif now > self._start_deadline:
             if self._preparing:
                 raise StartTimeout(f"After start_timeout, {self._unready()}.")
-            raise StartTimeout(f"After start_timeout, no word from task(s) {self._silent()}.")
+            raise StartTimeout(
+                f"After start_timeout, nothing was heard from {listed('task', self._silent())}."
+            )
 
     def _await_tasks(self, now: float) -> None:
         """Find out from Spark whether nodes that have not reported run at all."""
@@ -413,7 +415,7 @@ class Watch:
         if not (silent := self._silent()):
             return
         warn(
-            f"Node(s) {silent} did not reach this process at port {self._hub.port}: their "
+            f"{listed('Node', silent)} did not reach this process at port {self._hub.port}: their "
             "output is not shown here, and values come through Spark. Open that way, or set "
             "hub_address to one that the executors can reach."
         )

@@ -10,6 +10,7 @@ from itertools import takewhile
 
 from distributor.node.network import interface_of
 from distributor.wire.outcome import Origin
+from distributor.wire.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +192,9 @@ def visible_devices(addresses: Sequence[str], mask: str | None) -> tuple[str, ..
         return tuple(addresses)
     raise ValueError(
         f"Spark assigned the GPU addresses {list(addresses)}, but CUDA_VISIBLE_DEVICES={mask!r} "
-        f"on {socket.gethostname()} has only {len(entries)} entries. Let the discovery script list "
-        "positions within CUDA_VISIBLE_DEVICES, or unset that variable for the executors."
+        f"on {socket.gethostname()} has only {counted(len(entries), 'entry', 'entries')}. Let the "
+        "discovery script list positions within CUDA_VISIBLE_DEVICES, or unset that variable for "
+        "the executors."
     )
 
 

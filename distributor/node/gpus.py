@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from distributor.wire.wording import counted
+
 
 class GPUType(str, enum.Enum):
     """Kinds of GPUs that can be asked for."""
@@ -65,7 +67,8 @@ def lack_of(gpu_type: str, wanted: int) -> str | None:
     names = gpu_names()
     if sum(is_of_type(name, gpu_type) for name in names) >= wanted:
         return None
-    return f"{wanted} GPU(s) of type {gpu_type} are wanted, and there is {describe(names)}"
+    gpus = counted(wanted, f"GPU of type {gpu_type}", f"GPUs of type {gpu_type}")
+    return f"the run needs {gpus}, and there is {describe(names)}"
 
 
 @contextlib.contextmanager

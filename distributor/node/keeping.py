@@ -13,6 +13,7 @@ from distributor.errors import ValueTooLarge
 from distributor.node.task_spec import TaskSpec
 from distributor.wire.outcome import Value
 from distributor.wire.room import in_bytes
+from distributor.wire.wording import listed
 
 WORTH_KEEPING = 64 * 1024 * 1024
 """Bytes from which a value on its way through Spark is kept in ``log_dir``, should it be lost."""
@@ -66,8 +67,8 @@ def keep_refused(values: Sequence[Value], room: Mapping[int, int], spec: TaskSpe
 
 
 def _sizes(values: Sequence[Value]) -> str:
-    ranks = ", ".join(str(value.rank) for value in values)
-    return f"What rank(s) {ranks} returned takes {in_bytes(sum(value.size for value in values))}"
+    ranks = listed("rank", [value.rank for value in values])
+    return f"What {ranks} returned takes {in_bytes(sum(value.size for value in values))}"
 
 
 def _keep_all(values: Sequence[Value], spec: TaskSpec) -> str:

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from distributor.node.import_hooks import after_import
+from distributor.wire.wording import counted
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
 RUN, RANKS = "MLFLOW_RUN_ID", "DISTRIBUTOR_MLFLOW_RANKS"
@@ -129,7 +130,8 @@ class _Complaint:
         self._lost += 1
 
     def _tell(self) -> None:
-        print(f"distributor: {self._lost} call(s) did not reach MLflow.", file=sys.stderr)
+        lost = counted(self._lost, "call")
+        print(f"distributor: {lost} did not reach MLflow.", file=sys.stderr)
 
 
 def _forgiving(complaint: _Complaint) -> Change:

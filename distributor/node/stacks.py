@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from distributor.node.killing import has_signal
+from distributor.wire.wording import listed
 
 SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (3 if hasattr(signal, "SIGRTMAX") else 0)
 """Which hardly anyone else uses; a batch system may well send SIGUSR1 and SIGUSR2."""
@@ -70,10 +71,7 @@ def with_stacks(text: str, stacks: Mapping[int, str]) -> str:
     ranks_at: dict[str, list[int]] = {}
     for rank, stack in sorted(stacks.items()):
         ranks_at.setdefault(stack, []).append(rank)
-    places = "\n".join(
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}:\n{stack}"
-        for stack, ranks in ranks_at.items()
-    )
+    places = "\n".join(f"{listed('rank', ranks)}:\n{stack}" for stack, ranks in ranks_at.items())
     return f"{text}\n\nWhere they stood, the most recent call first:\n{places}"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from distributor import runtime
 from distributor.errors import DistributorError
+from distributor.wire.wording import listed
 
 WAIT_SECONDS = 1800.0
 """Seconds that a report waits for the other ranks, as torch's collectives do."""
@@ -104,8 +105,7 @@ class Words:
         return [json.loads(self._get(about)) for about in told.values()]
 
     def _waits_for(self, missing: list[int], seconds: float) -> str:
-        named = ", ".join(map(str, missing))
-        return f"After {seconds:g} s, rank {self.rank} still waits for rank(s) {named}"
+        return f"After {seconds:g} s, rank {self.rank} still waits for {listed('rank', missing)}"
 
     def _missing(self, told: dict[int, str], deadline: float) -> list[int]:
         """Wait for words of ranks; give the ranks whose have not come by then."""

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from distributor.errors import RemoteError, RemoteTraceback, WorkerDied
 from distributor.wire import pickling
 from distributor.wire.room import lacks_room, told_room
+from distributor.wire.wording import listed
 
 PART_BYTES = 1024 * 1024
 MAX_SUMMARY, MAX_TEXT = 1000, 4 * 1024 * 1024
@@ -220,8 +221,7 @@ def _note(first: Failure, failures: Mapping[int, Failure]) -> str:
         if failure is not first:
             ranks_by_summary.setdefault(failure.summary, []).append(rank)
     for summary, ranks in ranks_by_summary.items():
-        plural = "ranks" if len(ranks) > 1 else "rank"
-        lines.append(f"Also failed: {plural} {', '.join(map(str, sorted(ranks)))}: {summary}")
+        lines.append(f"Also failed: {listed('rank', sorted(ranks))}: {summary}")
     return "\n".join(lines)
 
 

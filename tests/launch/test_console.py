@@ -18,7 +18,11 @@ from typing import Any, TextIO
 
 import pytest
 
+import distributor
+from distributor.launch.attempts import Attempt
 from distributor.launch.console import Console, Stream, notify, warn
+from distributor.launch.progress import Standing
+from distributor.wire.wording import counted, listed
 
 Chunk = tuple[int, Stream, bytes]
 MIB = 2**20
@@ -686,6 +690,28 @@ def test_the_last_headline_stays_where_it_was_reported(
     driver.headline = "train: 100%"
     driver.close()
     assert on_screen(screen.getvalue()) == ["train: 100%", ""]
+
+
+NOUNS = [
+    (counted(1, "rank"), "1 rank"),
+    (counted(0, "rank"), "0 ranks"),
+    (counted(2, "entry", "entries"), "2 entries"),
+    (listed("rank", [3]), "rank 3"),
+    (listed("rank", [0, 3]), "ranks 0, 3"),
+    (Standing().line("train", 1).rpartition(",")[0], "train on 1 rank, 0 up"),
+    (str(Attempt(0, 1, KeyError("lost"))), "attempt 0 on 1 rank: KeyError: 'lost'"),
+]
+
+
+@pytest.mark.parametrize(("found", "expected"), NOUNS)
+def test_nouns_agree_with_their_numbers(found: str, expected: str) -> None:
+    assert found == expected
+
+
+def test_no_message_leaves_the_plural_to_its_reader() -> None:
+    sources = Path(distributor.__file__).parent.rglob("*.py")
+    text = {path.name: re.findall(r"\w+\(s\)", path.read_text()) for path in sources}
+    assert {name: found for name, found in text.items() if found} == {}
 
 
 # Words of the driver's own ------------------------------------------------------------------------

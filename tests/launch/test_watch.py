@@ -185,7 +185,7 @@ def test_a_failure_ends_the_run_without_waiting_for_nodes_that_cannot_tell(
     node.close()
     assert run.end() == [failure_of(0)]
     (warning,) = warned()
-    assert "Node(s) [1, 2] did not reach this process" in warning
+    assert "Nodes 1, 2 did not reach this process" in warning
 
 
 def test_a_node_that_is_late_learns_how_the_others_meet(

@@ -312,7 +312,7 @@ def test_a_rank_that_is_late_to_report_is_waited_for(tmp_path: Path) -> None:
 
     class Told(Listener):
         def printed(self, rank: int, stream: str, data: bytes) -> None:
-            if b"rank 0 still waits for rank(s) 1 to report" in data:
+            if b"rank 0 still waits for rank 1 to report" in data:
                 told.touch()
 
     env = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
