@@ -28,6 +28,7 @@ from distributor.node.environment import (
 )
 from distributor.node.environments import Prepared
 from distributor.node.gpus import lack_of
+from distributor.node.host import host_name, use_host_name
 from distributor.node.interpreter import Interpreter
 from distributor.node.keeping import keep_large, keep_refused
 from distributor.node.kept import is_supported
@@ -88,10 +89,11 @@ def _run_node(spec: TaskSpec, replaced: str) -> Iterator[pa.RecordBatch]:
 
     context = BarrierTaskContext.get()
     hosts = hosts_of(context)
+    use_host_name(hosts[context.partitionId()])
     node_rank = node_order(hosts).index(context.partitionId())
     if spec.environment is None:
         check_interpreter()
-    _check_gpus(spec, hosts[context.partitionId()])
+    _check_gpus(spec)
     with (
         run_titled(f"node {node_rank}", spec.program_name, spec.run_id),
         open_channel(spec, node_rank, hosts[context.partitionId()], context) as channel,
@@ -160,7 +162,7 @@ def _join(
     mine = Rendezvous(address, listener.getsockname()[1]) if listener else None
     meeting = channel.meet(mine, prepared.software, remarks)
     if node_rank != 0:
-        _check_way(host, meeting)
+        _check_way(meeting)
     node = Node(
         run_id=spec.run_id,
         attempt=spec.attempt,
@@ -194,7 +196,7 @@ def _modules(archive: str) -> str:
     return str(folder)
 
 
-def _check_way(host: str, store: Rendezvous) -> None:
+def _check_way(store: Rendezvous) -> None:
     """Find out now, in seconds, what torch would wait half an hour for."""
     try:
         socket.create_connection((store.host, store.port), REACH_SECONDS).close()
@@ -203,16 +205,16 @@ def _check_way(host: str, store: Rendezvous) -> None:
             # Rank 0 may have ended already: its own node then tells why, which ends this task.
             time.sleep(REACH_SECONDS)
         raise ExecutorNotReady(
-            f"The executor on {host} cannot reach rank 0's at {joined(store.host, store.port)} "
-            f"({error}). Ranks talk to each other over TCP: open the way between the hosts of the "
+            f"The executor on {host_name()} cannot reach rank 0's at "
+            f"{joined(store.host, store.port)} ({error}). Ranks talk to each other over TCP: open the way between the hosts of the "
             "executors, in both directions. rank_ports bounds the port of rank 0's store, and the "
             "hosts' net.ipv4.ip_local_port_range those of gloo and NCCL."
         ) from error
 
 
-def _check_gpus(spec: TaskSpec, host: str) -> None:
+def _check_gpus(spec: TaskSpec) -> None:
     if spec.use_gpu and spec.gpu_type and (lack := lack_of(spec.gpu_type, spec.ranks_per_node)):
-        raise ExecutorNotReady(f"On {host} {lack}.")
+        raise ExecutorNotReady(f"On {host_name()} {lack}.")
 
 
 def _gpus(spec: TaskSpec, node_rank: int, context: Any) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from distributor.errors import ExecutorNotReady
+from distributor.node.host import host_name
 from distributor.node.made_once import (
     MARK,
     disk_size,
@@ -134,7 +134,7 @@ def _number(name: str, variables: Mapping[str, str]) -> float:
         number = math.nan
     if not number >= 0:
         raise ExecutorNotReady(
-            f"On {socket.gethostname()} the variable {name} is {text!r}; it is a number such as "
+            f"On {host_name()} the variable {name} is {text!r}; it is a number such as "
             f"{DEFAULTS[name]:.0f}, the default."
         )
     return number

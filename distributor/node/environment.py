@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from distributor.node.host import host_name
 from distributor.node.network import interface_of
 from distributor.wire.outcome import Origin
 from distributor.wire.wording import counted
@@ -192,7 +192,7 @@ def visible_devices(addresses: Sequence[str], mask: str | None) -> tuple[str, ..
         return tuple(addresses)
     raise ValueError(
         f"Spark assigned the GPU addresses {list(addresses)}, but CUDA_VISIBLE_DEVICES={mask!r} "
-        f"on {socket.gethostname()} has only {counted(len(entries), 'entry', 'entries')}. Let the "
+        f"on {host_name()} has only {counted(len(entries), 'entry', 'entries')}. Let the "
         "discovery script list positions within CUDA_VISIBLE_DEVICES, or unset that variable for "
         "the executors."
     )

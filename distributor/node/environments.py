@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 from distributor.errors import ExecutorNotReady
 from distributor.node.cleaning import Bounds, trim
+from distributor.node.host import host_name
 from distributor.node.installing import installed, packages_of
 from distributor.node.interpreter import Interpreter
 from distributor.node.made_once import cache_folder, made_once
@@ -171,7 +171,7 @@ def _described(executable: str, folders: tuple[str, ...]) -> dict[str, Any]:
     ours = pickling_software()["Python"]
     if (theirs := told["version"]) != ours:
         raise ExecutorNotReady(
-            f"On {socket.gethostname()} {_named(executable)} is Python {theirs}, and "
+            f"On {host_name()} {_named(executable)} is Python {theirs}, and "
             f"{sys.executable}, from where it is started, {ours}. What is pickled by one is not "
             f"understood by the other: make the environment with Python {ours}."
         )
@@ -180,7 +180,7 @@ def _described(executable: str, folders: tuple[str, ...]) -> dict[str, Any]:
 
 def _not_running(executable: str, why: str) -> ExecutorNotReady:
     return ExecutorNotReady(
-        f"On {socket.gethostname()} the environment's interpreter {_named(executable)} does not "
+        f"On {host_name()} the environment's interpreter {_named(executable)} does not "
         f"run: {why}. An environment of venv-pack has no interpreter of its own: what it was made "
         "from must lie at the same place on every node (or where venv-pack's -p says), or pack one "
         "with conda-pack. A .zip that was unpacked by Spark has lost its links: take a .tar.gz."

@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import platform
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from distributor.errors import ExecutorNotReady, StartTimeout
+from distributor.node.host import host_name
 from distributor.node.made_once import cache_folder, made_once
 from distributor.node.redaction import Redaction
 
@@ -119,8 +119,7 @@ def _install(
         lines = output.read().decode(errors="replace").splitlines()
     if returncode is None:
         raise StartTimeout(
-            f"After start_timeout, pip on {socket.gethostname()} still installs "
-            f"{', '.join(requirements)}."
+            f"After start_timeout, pip on {host_name()} still installs {', '.join(requirements)}."
         )
     if returncode:
         # Spark writes the error to its event log, and pip may have printed a password.
@@ -152,7 +151,7 @@ def _run_pip(
 
 def _told(requirements: Sequence[str], lines: list[str]) -> str:
     listed = ", ".join(requirements)
-    what = f"On {socket.gethostname()} pip of {sys.executable} could not install {listed}."
+    what = f"On {host_name()} pip of {sys.executable} could not install {listed}."
     last = [line.rstrip() for line in lines if line.strip()][-TAIL_LINES:]
     # Indented lines are what Spark's message of a failed task is read on with.
     return "\n    ".join(

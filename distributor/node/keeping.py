@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distributor.errors import ValueTooLarge
+from distributor.node.host import host_name
 from distributor.node.task_spec import TaskSpec
 from distributor.wire.outcome import Value
 from distributor.wire.room import in_bytes
@@ -86,5 +86,5 @@ def _keep(value: Value, spec: TaskSpec) -> str:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return f"It could not be kept in {path} on {socket.gethostname()}: {error}."
-    return f"It is kept on {socket.gethostname()}: distributor.load_value('{path}') loads it."
+        return f"It could not be kept in {path} on {host_name()}: {error}."
+    return f"It is kept on {host_name()}: distributor.load_value('{path}') loads it."

@@ -6,13 +6,13 @@ import contextlib
 import fcntl
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from distributor.errors import ExecutorNotReady, StartTimeout
+from distributor.node.host import host_name
 
 CACHE = "DISTRIBUTOR_CACHE"
 """The variable that names the folder in which such things are kept."""
@@ -58,7 +58,7 @@ def cache_folder(variables: Mapping[str, str]) -> Path:
             if os.access(folder, os.W_OK | os.X_OK):
                 return folder
     raise ExecutorNotReady(
-        f"On {socket.gethostname()} environments cannot be kept: {', '.join(map(str, tried))} "
+        f"On {host_name()} environments cannot be kept: {', '.join(map(str, tried))} "
         f"cannot be written. Name a folder that can, in the variable {CACHE} (env=), or as "
         "spark.distributor.cacheDir in Spark's conf."
     )
@@ -156,8 +156,7 @@ def _await_turn(folder: Path, lock: int, deadline: float) -> bool:
             return True
         if time.monotonic() > deadline:
             raise StartTimeout(
-                f"After start_timeout, another process on {socket.gethostname()} still makes "
-                f"{folder}."
+                f"After start_timeout, another process on {host_name()} still makes {folder}."
             )
         time.sleep(LOOK_SECONDS)
     return False

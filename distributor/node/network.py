@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distributor.errors import ExecutorNotReady
+from distributor.node.host import host_name
 from distributor.wire.addresses import is_loopback, resolve
 
 BACKLOG = 4096
@@ -66,7 +67,7 @@ def listen_for_ranks(address: str, ports: range | None) -> socket.socket:
                 raise
             refusal = error
     raise ExecutorNotReady(
-        f"rank_ports is '{ports.start}-{ports.stop - 1}', and on {socket.gethostname()} none of "
+        f"rank_ports is '{ports.start}-{ports.stop - 1}', and on {host_name()} none of "
         f"these can be had at {address} for rank 0's store ({refusal.strerror}). Each run whose "
         "rank 0 is on that host takes one: give a wider range."
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import platform
-import socket
 import sys
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from importlib.util import find_spec
 import cloudpickle
 
 from distributor.errors import ExecutorNotReady
+from distributor.node.host import host_name
 
 SHARED = ("Python", "torch", "cloudpickle")
 """What every run compares; of an environment that nodes have installed, all."""
@@ -40,7 +40,7 @@ def check_interpreter() -> None:
     """
     if find_spec("torch") is None:
         raise ExecutorNotReady(
-            f"The executor on {socket.gethostname()} runs Python {platform.python_version()} at "
+            f"The executor on {host_name()} runs Python {platform.python_version()} at "
             f"{sys.executable}, which has no torch. Install torch there. {SET_PYTHON}"
         )
 

@@ -25,6 +25,7 @@ from distributor.node.asking import (
     peer_of,
     receive,
 )
+from distributor.node.host import host_name
 from distributor.node.interpreter import Interpreter
 from distributor.node.kept import Kept, KeptStarter, fresh_keeper, is_supported
 from distributor.node.processes import FreshStarter, Starter
@@ -98,8 +99,7 @@ def starter(
     except TimeoutError as error:
         modules = ", ".join(("torch", *warmth.preload))
         raise StartTimeout(
-            f"After start_timeout, the warm process on {socket.gethostname()} still imports "
-            f"{modules}."
+            f"After start_timeout, the warm process on {host_name()} still imports {modules}."
         ) from error
     except OSError as error:
         print(f"distributor: no warm process, ranks start fresh: {error}", file=sys.stderr)
@@ -161,7 +161,7 @@ def _connect(warmth: Warmth, deadline: float) -> Kept:
         elif found:
             continue  # it was about to end, or was made of what cannot be loaded
         elif isinstance(answer, Trouble):
-            raise DistributorError(f"On {socket.gethostname()} {answer.text}")
+            raise DistributorError(f"On {host_name()} {answer.text}")
         elif lost:
             raise ConnectionError("it ended as it started")
         else:

@@ -15,6 +15,7 @@ from typing import Any
 from distributor.node import notices, reached
 from distributor.node.finishing import finish
 from distributor.node.group_lifetime import keep_groups_of_models
+from distributor.node.host import use_host_name
 from distributor.node.leash import EXIT, FAILURE, MANY_LINES, NOTICE, STARTED, VALUE, Leash
 from distributor.node.leaving import (
     end_forked,
@@ -42,6 +43,7 @@ _STORES: list[object] = []
 def main(order: Order, at_the_end: list[Callable[[], object]]) -> None:
     """Be the rank that `order` describes, and end the process."""
     exit_code = [1]
+    use_host_name(order.origin.host)
     set_run_title(f"rank {order.origin.rank}", order.program_name, order.run_id)
     if order.modules:
         sys.path[:0] = order.modules.split(os.pathsep)

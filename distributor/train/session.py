@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ from typing import Any
 from distributor.errors import DistributorError
 from distributor.node import reached, telling
 from distributor.node.finishing import before_the_end
+from distributor.node.host import host_name
 from distributor.train import preemption
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.filesystems import UnknownScheme, is_local
@@ -165,7 +165,7 @@ class Session:
     def _begin(self) -> None:
         """Have all ranks know from where the training goes on."""
         self._words = Words.here()
-        self._words.tell_mine("proof", {"host": socket.gethostname(), **self._prove()})
+        self._words.tell_mine("proof", {"host": host_name(), **self._prove()})
         if self._words.rank == 0:
             error = self._strangers()
             self._words.tell("begin", {"error": error} if error else self._there())
