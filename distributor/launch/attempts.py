@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from distributor.errors import (
@@ -17,6 +19,7 @@ from distributor.errors import (
 from distributor.launch.console import Console, notify
 from distributor.launch.inquiry import going_on
 from distributor.launch.job import Job, Launcher, Listener
+from distributor.launch.labels import Label
 from distributor.launch.modules import how_to_send
 from distributor.node.logs import LogFiles
 from distributor.wire.messages import Source, Stream
@@ -63,14 +66,22 @@ def run(job: Job, launcher: Launcher) -> list[Any]:
         What the failing rank raised last, with its ``rank_failures``, and as ``attempts`` all
         attempts where there were several.
     """
-    failed: list[Attempt] = []
     audience = Audience(job.listeners)
+    log_dir = job.settings.log_dir
+    kept = f", whose output is kept in {Path(log_dir) / job.run_id}" if log_dir else ""
+    notify(f"Run {job.run_id} of {job.program.name}{kept}")
+    with Label(job.program.name) as label:
+        return _run(job, launcher, audience, label)
+
+
+def _run(job: Job, launcher: Launcher, audience: Audience, label: Label) -> list[Any]:
+    failed: list[Attempt] = []
     while True:
         silent = getattr(failed[-1].error, "silent", ()) if failed else ()
         job = job.again(len(failed), silent)
         fitting, count = launcher.fit(job)
         try:
-            return _attempt(replace(job, num_processes=count), fitting, audience)
+            return _attempt(replace(job, num_processes=count), fitting, audience, label)
         except Exception as error:
             job.preemption.between_attempts()
             failed.append(Attempt(len(failed), count, error))
@@ -82,16 +93,16 @@ def run(job: Job, launcher: Launcher) -> list[Any]:
         notify(f"Failed: {failed[-1]}. The next attempt begins.")
 
 
-def _attempt(job: Job, launcher: Launcher, audience: Audience) -> list[Any]:
+def _attempt(job: Job, launcher: Launcher, audience: Audience, label: Label) -> list[Any]:
     audience.tell(lambda each: each.begins(job.attempt, job.num_processes))
-    with DriverSink(job, audience) as sink, going_on(job.run_id, job.inquiry):
+    with DriverSink(job, audience, label) as sink, going_on(job.run_id, job.inquiry):
         outcomes = launcher.launch(job, sink)
-    try:
-        return values_of(job, outcomes)
-    except ModuleNotFoundError as error:
-        if hint := how_to_send(error, job.program):
-            _add_note(error, hint)
-        raise
+        try:
+            return values_of(job, outcomes)
+        except ModuleNotFoundError as error:
+            if hint := how_to_send(error, job.program):
+                _add_note(error, hint)
+            raise
 
 
 def _reason_to_end(failed: list[Attempt], most: int, asked: bool) -> str | None:
@@ -191,14 +202,16 @@ class Audience:
 class DriverSink:
     """Shows the ranks' output here, keeps all of it under ``log_dir``, and tells who listens."""
 
-    def __init__(self, job: Job, audience: Audience) -> None:
+    def __init__(self, job: Job, audience: Audience, label: Label) -> None:
         log_dir, standing = job.settings.log_dir, job.standing
         self._console = Console(
             job.settings.shows,
-            headline=lambda: standing.line(job.program.name, job.num_processes),
+            prefix=label.prefix,
+            headline=lambda: standing.line(label.name, job.num_processes),
             reported=lambda: standing.told,
         )
         self._files = LogFiles(log_dir, job.run_id, job.attempt) if log_dir is not None else None
+        self._failures = job.failures
         self._standing = standing
         self._audience = audience
         self._preemption = job.preemption
@@ -207,20 +220,36 @@ class DriverSink:
     def __enter__(self) -> DriverSink:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._console.close()
-        if self._files:
-            self._files.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._note_failures(getattr(error, "rank_failures", {}))
+        finally:
+            self._console.close()
+            if self._files:
+                self._files.close()
+
+    def _note_failures(self, raised: Mapping[int, Failure]) -> None:
+        """Treat a rank's traceback as printed; it is shown here unless the error raised has it."""
+        noted = {failure.origin.rank: failure for failure in self._failures} | dict(raised)
+        for rank, failure in noted.items():
+            if failure.step is not None:  # a rank that died instead has printed all it had to say
+                self._take(rank, "stderr", failure.text.encode(), show=not raised)
 
     def write(self, rank: int, source: Source, data: bytes) -> None:
         if source == "stdout" or source == "stderr":
-            self._note_print(rank, source, data)
+            self._take(rank, source, data)
         else:
             for told in self._readers[rank, source].take(data):
                 self._note(rank, source, told)
 
-    def _note_print(self, rank: int, stream: Stream, data: bytes) -> None:
-        self._console.write(rank, stream, data)
+    def _take(self, rank: int, stream: Stream, data: bytes, *, show: bool = True) -> None:
+        if show:
+            self._console.write(rank, stream, data)
         if self._files:
             self._files.write(rank, stream, data)
         self._audience.tell(lambda each: each.printed(rank, stream, data))

@@ -29,7 +29,7 @@ from distributor.wire import pickling
 from distributor.wire.addresses import checked_port, port_range, split_address
 from distributor.wire.keeping import check_name
 from distributor.wire.messages import Stream
-from distributor.wire.outcome import Outcome
+from distributor.wire.outcome import Failure, Outcome
 from distributor.wire.progress import Progress, Reported
 
 
@@ -174,6 +174,8 @@ class Job:
         How few there may be, where the cluster has no room for more.
     silent : tuple of str
         Hosts that stopped answering in the attempt before.
+    failures : list of Failure
+        Those of this attempt's ranks, in the order in which this process learned of them.
     env : mapping of str to str
         Variables for every rank: the user's, and what else this run brings.
     listeners : tuple of Listener
@@ -193,6 +195,7 @@ class Job:
     call_site: CallSite = field(default_factory=lambda: CallSite.of_caller("run"))
     attempt: int = 0
     silent: tuple[str, ...] = ()
+    failures: list[Failure] = field(default_factory=list)
     standing: Standing = field(default_factory=Standing)
     inquiry: Inquiry = field(default_factory=Inquiry)
     cancellation: Cancellation = field(default_factory=Cancellation)
@@ -200,7 +203,14 @@ class Job:
 
     def again(self, attempt: int, silent: tuple[str, ...]) -> Job:
         """Give the job for a new attempt, of which nothing is known yet."""
-        return replace(self, attempt=attempt, silent=silent, standing=Standing(), inquiry=Inquiry())
+        return replace(
+            self,
+            attempt=attempt,
+            silent=silent,
+            failures=[],
+            standing=Standing(),
+            inquiry=Inquiry(),
+        )
 
 
 class Listener:

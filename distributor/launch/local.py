@@ -95,6 +95,7 @@ class LocalLauncher:
                 listener=listener,
                 keep_all=job.keep_all,
                 on_started=lambda: _note_start(job),
+                on_failure=job.failures.append,
                 on_stacks=job.inquiry.answer,
                 on_done=lambda: agent.release(),
                 on_heeded=job.preemption.heed,

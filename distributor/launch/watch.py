@@ -245,6 +245,7 @@ class Watch:
 
     def _failed(self, node: int, message: Failed) -> None:
         self._failures.append(message.failure)
+        self._job.failures.append(message.failure)
         self._settling.failed(message.failure)
 
     def _ask_for_stacks(self, node: int, message: TellStacks) -> None:

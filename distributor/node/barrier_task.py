@@ -206,9 +206,10 @@ def _check_way(store: Rendezvous) -> None:
             time.sleep(REACH_SECONDS)
         raise ExecutorNotReady(
             f"The executor on {host_name()} cannot reach rank 0's at "
-            f"{joined(store.host, store.port)} ({error}). Ranks talk to each other over TCP: open the way between the hosts of the "
-            "executors, in both directions. rank_ports bounds the port of rank 0's store, and the "
-            "hosts' net.ipv4.ip_local_port_range those of gloo and NCCL."
+            f"{joined(store.host, store.port)} ({error}). Ranks talk to each other over TCP: open "
+            "the way between the hosts of the executors, in both directions. rank_ports bounds the "
+            "port of rank 0's store, and the hosts' net.ipv4.ip_local_port_range those of gloo and "
+            "NCCL."
         ) from error
 
 

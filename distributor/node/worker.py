@@ -23,7 +23,6 @@ from distributor.node.leaving import (
     flush_files,
     flush_streams,
     leave,
-    print_error,
 )
 from distributor.node.mlflow_run import follow_run
 from distributor.node.order import Order
@@ -100,7 +99,6 @@ def _run_and_record(order: Order) -> bool:
             raise
         except BaseException as error:  # whatever it is, the driver wants to know
             failure = failure_of(error, order.origin, reached.step())
-            print_error(failure.text)
             file.seek(0)
             file.truncate()
             pickle.dump(failure, file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import itertools
 import logging
 import os
 import pty
@@ -21,7 +22,9 @@ import pytest
 import distributor
 from distributor.launch.attempts import Attempt
 from distributor.launch.console import Console, Stream, notify, warn
+from distributor.launch.labels import Label
 from distributor.launch.progress import Standing
+from distributor.launch.screen import Screen
 from distributor.wire.wording import counted, listed
 
 Chunk = tuple[int, Stream, bytes]
@@ -72,19 +75,33 @@ def on_screen(text: str, width: int = 80) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
+class Displayed(list[str]):
+    """A notebook's output that is updated in place: all that it ever showed."""
+
+    def update(self, text: str) -> None:  # type: ignore[override]
+        self.append(text)
+
+
 class Driver:
     """A console whose time and streams are the test's."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         self.headline, self.reported = "", False
+        self.displays: list[Displayed] = []
+        self.shared = Screen(self._make_display)
         self.console = Console(
             lambda rank: rank != 99,
             headline=lambda: self.headline,
             reported=lambda: self.reported,
             clock=self.clock,
+            screen=self.shared,
         )
         self.streams(io.StringIO(), io.StringIO())
+
+    def _make_display(self) -> Displayed:
+        self.displays.append(Displayed())
+        return self.displays[-1]
 
     def streams(self, stdout: Any, stderr: Any) -> None:
         self.stdout, self.stderr = stdout, stderr
@@ -320,7 +337,7 @@ def test_a_long_line_in_small_pieces(driver: Driver, kind: type[io.StringIO], st
 
 def test_a_prompt_is_seen(driver: Driver) -> None:
     driver.write((0, "stdout", b"Continue? "))
-    driver.tick(after=0.9)
+    driver.tick(after=9.9)
     assert driver.out() == ""
     driver.tick(after=0.2)
     driver.tick()
@@ -332,14 +349,14 @@ def test_a_prompt_is_seen(driver: Driver) -> None:
 @pytest.mark.parametrize("end", [[b"\n"], [b"\r\n"], [b"\r", b"\n"], [b"", b"\n"]])
 def test_the_newline_of_a_prompt_is_not_an_empty_line(driver: Driver, end: list[bytes]) -> None:
     driver.write((0, "stdout", b"loading..."))
-    driver.tick(after=1.5)
+    driver.tick(after=15)
     driver.write(*((0, "stdout", piece) for piece in end), (0, "stdout", b"\nnext\n"))
     assert driver.out() == "[0] loading...\n[0] \n[0] next\n"
 
 
 def test_another_write_shows_a_prompt(driver: Driver) -> None:
     driver.write((0, "stdout", b"Continue? "))
-    driver.clock.now += 1.5
+    driver.clock.now += 15
     driver.write((1, "stderr", b"x\n"))
     assert driver.out() == "[0] Continue? \n"
 
@@ -349,7 +366,7 @@ def test_dots_are_seen_while_they_come(driver: Driver) -> None:
     driver.streams(io.StringIO(), None)
     for _ in range(6):
         driver.write((0, "stdout", b"."))
-        driver.tick(after=0.5)
+        driver.tick(after=5)
     assert driver.out() == "[0] ..\n" * 3
 
 
@@ -469,15 +486,23 @@ SCREENS: dict[str, tuple[list[Chunk], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [Terminal, Notebook])
 @pytest.mark.parametrize(("chunks", "expected"), SCREENS.values(), ids=SCREENS)
-def test_bars_on_a_screen(
-    driver: Driver, kind: type[io.StringIO], chunks: list[Chunk], expected: list[str]
-) -> None:
-    screen = driver.screen(kind)
+def test_bars_on_a_terminal(driver: Driver, chunks: list[Chunk], expected: list[str]) -> None:
+    screen = driver.screen(Terminal)
     driver.write(*chunks)
     driver.tick()
     assert on_screen(screen.getvalue()) == expected
+
+
+@pytest.mark.parametrize(("chunks", "expected"), SCREENS.values(), ids=SCREENS)
+def test_bars_in_a_notebook(driver: Driver, chunks: list[Chunk], expected: list[str]) -> None:
+    screen = driver.screen(Notebook)
+    driver.headline = "train on 2 ranks"
+    driver.write(*chunks)
+    driver.tick()
+    assert screen.getvalue().splitlines() == expected[:-1]
+    [display] = driver.displays
+    assert display[-1] == (expected[-1] or driver.headline)
 
 
 @pytest.mark.parametrize("kind", [Terminal, Notebook])
@@ -516,20 +541,52 @@ def test_a_bar_is_not_drawn_into_what_became_a_file(driver: Driver) -> None:
     assert driver.err() == ""
 
 
-@pytest.mark.parametrize("streams", [("stderr", "stdout"), ("stdout", "stderr")])
-def test_a_notebook_has_two_outputs(driver: Driver, streams: tuple[Stream, Stream]) -> None:
-    bars, lines = Notebook(), Notebook()
-    driver.streams(*((bars, lines) if streams[0] == "stdout" else (lines, bars)))
-    driver.write((0, streams[0], b"\r1% of much"), (0, streams[0], b"\r2%"))
-    driver.write((0, streams[1], b"x\n"), (0, streams[1], b"y\n"))
-    hidden = bars.getvalue()
+def blocks(puts: list[Stream]) -> list[Stream]:
+    """The outputs of a cell: one for each stream that follows another."""
+    return [stream for stream, _ in itertools.groupby(puts)]
+
+
+class Cell(Notebook):
+    """A stream of a notebook, which notes when it is written to."""
+
+    __module__ = "ipykernel.iostream"
+
+    def __init__(self, name: Stream, puts: list[Stream]) -> None:
+        super().__init__()
+        self.name, self.puts = name, puts
+
+    def write(self, text: str, /) -> int:
+        self.puts.append(self.name)
+        return super().write(text)
+
+
+def test_a_notebooks_streams_are_few_blocks(driver: Driver) -> None:
+    """Two ranks print to both streams once a second, for five minutes."""
+    puts: list[Stream] = []
+    driver.streams(Cell("stdout", puts), Cell("stderr", puts))
+    for second in range(300):
+        driver.headline = f"train on 2 ranks, {second}"
+        for rank in range(2):
+            driver.write((rank, "stdout", b"out\n"), (rank, "stderr", b"err\n"))
+        for _ in range(5):
+            driver.tick(after=0.2)
+        if second == 29:
+            assert len(blocks(puts)) <= 6
+    driver.close()
+    assert len(blocks(puts)) < 20
+    assert driver.out() == "[0] out\n[1] out\n" * 300
+    assert driver.err() == "[0] err\n[1] err\n" * 300
+    [display] = driver.displays
+    assert display[-1] == "train on 2 ranks, 299"
+
+
+def test_a_notebook_is_written_to_in_few_pieces(driver: Driver) -> None:
+    puts: list[Stream] = []
+    driver.streams(Cell("stdout", puts), Cell("stderr", puts))
+    driver.write(*[(rank % 8, "stdout", b"line\n") for rank in range(800)])
     driver.tick()
-    driver.tick()
-    assert lines.getvalue() == "[0] x\n[0] y\n"
-    assert on_screen(hidden) == [""], "an output that another one follows keeps no stale state"
-    assert on_screen(bars.getvalue()) == ["[0] 2%"]
-    assert bars.getvalue().count("[0] 2%") == 2
-    assert "\x1b" not in bars.getvalue(), "a notebook does not know all of a terminal's sequences"
+    assert len(puts) <= 2
+    assert len(driver.out().splitlines()) == 800
 
 
 def test_a_real_terminal() -> None:
@@ -577,8 +634,11 @@ def test_a_real_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     manager, client = jupyter_client.manager.start_new_kernel()
     outputs: dict[str, str] = {"stdout": "", "stderr": ""}
+    displays = []
 
     def collect(message: dict[str, Any]) -> None:
+        if message["msg_type"] == "display_data":
+            displays.append(message["content"]["data"]["text/plain"])
         if message["msg_type"] == "stream":
             outputs[message["content"]["name"]] += message["content"]["text"]
 
@@ -590,7 +650,8 @@ def test_a_real_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert reply["content"]["status"] == "ok", reply
     assert outputs["stdout"] == "[1] hello\n"
     assert on_screen(outputs["stderr"]) == ["[0] 30%", ""]
-    assert "\r[0] 20%" in outputs["stderr"]
+    assert "\r" not in outputs["stderr"]
+    assert len(displays) == 1, "the bar moves in one output"
     assert "\x1b" not in outputs["stderr"]
 
 
@@ -680,16 +741,138 @@ def test_a_headline_that_was_reported_is_a_line_now_and_then_in_a_file(driver: D
     assert driver.err() == "train: 50%\ntrain: 75%\ntrain: 100%\n"
 
 
-@pytest.mark.parametrize("kind", [Terminal, Notebook])
-def test_the_last_headline_stays_where_it_was_reported(
-    driver: Driver, kind: type[io.StringIO]
-) -> None:
-    screen = driver.screen(kind)
+def test_the_last_headline_stays_where_it_was_reported(driver: Driver) -> None:
+    screen = driver.screen(Terminal)
     driver.reported, driver.headline = True, "train: 50%"
     driver.tick(after=2.0)
     driver.headline = "train: 100%"
     driver.close()
     assert on_screen(screen.getvalue()) == ["train: 100%", ""]
+
+
+def test_a_notebooks_headline_is_one_display_and_no_line(driver: Driver) -> None:
+    screen = driver.screen(Notebook)
+    driver.headline = "train: 50%"
+    driver.tick(after=2.0)
+    driver.tick()
+    driver.reported, driver.headline = True, "train: 100%"
+    driver.close()
+    assert screen.getvalue() == ""
+    assert driver.displays == [["train: 50%", "train: 100%"]]
+
+
+def test_a_short_run_of_a_notebook_has_its_headline_as_a_line(driver: Driver) -> None:
+    screen = driver.screen(Notebook)
+    driver.reported, driver.headline = True, "train: 100%"
+    driver.close()
+    assert (screen.getvalue(), driver.displays) == ("train: 100%\n", [])
+
+
+# One screen for all -------------------------------------------------------------------------------
+
+
+def test_others_write_where_a_line_begins(driver: Driver) -> None:
+    """The log of Spark's JVM, say, which nobody here can hold back."""
+    screen = driver.screen(Terminal)
+    driver.headline = "train, 00:06"
+    driver.tick(after=2.0)
+    screen.write("26/01/01 WARN TaskSetManager: Lost task\n")
+    driver.headline = "train, 00:07"
+    driver.tick(after=0.5)
+    expected = ["26/01/01 WARN TaskSetManager: Lost task", "train, 00:07"]
+    assert on_screen(screen.getvalue()) == expected
+
+
+def test_two_runs_share_the_moving_line(driver: Driver) -> None:
+    screen = driver.screen(Terminal)
+    other = Console(
+        lambda rank: True, headline=lambda: "second", clock=driver.clock, screen=driver.shared
+    )
+    driver.headline = "first"
+    driver.tick(after=2.0)
+    with driver.here():
+        other.tick()
+        other.write(0, "stdout", b"a line\n")
+    assert on_screen(screen.getvalue()) == ["[0] a line", "first | second"]
+    driver.close()
+    with driver.here():
+        other.close()
+    assert on_screen(screen.getvalue()) == ["[0] a line", ""]
+
+
+def test_a_message_stands_above_the_moving_line(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distributor.launch.console.SCREEN", driver.shared)
+    screen = driver.screen(Terminal)
+    driver.headline = "train, 00:06"
+    driver.tick(after=2.0)
+    with driver.here():
+        notify("Waiting")
+        handler = logging.StreamHandler(screen)
+        logging.getLogger("distributor").addHandler(handler)
+        try:
+            warn("a warning")
+        finally:
+            logging.getLogger("distributor").removeHandler(handler)
+    driver.tick()
+    assert on_screen(screen.getvalue()) == ["Waiting", "a warning", "train, 00:06"]
+
+
+@pytest.mark.parametrize("kind", [Terminal, Notebook])
+def test_a_line_in_two_parts_stays_one(driver: Driver, kind: type[io.StringIO]) -> None:
+    screen = driver.screen(kind)
+    driver.write((0, "stdout", b"validating... "))
+    driver.tick(after=1.5)
+    assert screen.getvalue().endswith("[0] validating... ")
+    driver.write((0, "stdout", b"still... "))
+    driver.tick(after=1.5)
+    driver.write((0, "stdout", b"done\nnext\n"))
+    driver.tick()
+    assert screen.getvalue().splitlines() == ["[0] validating... still... done", "[0] next"]
+
+
+@pytest.mark.parametrize("kind", [Terminal, Notebook])
+def test_what_comes_between_ends_an_unfinished_line(
+    driver: Driver, kind: type[io.StringIO]
+) -> None:
+    screen = driver.screen(kind)
+    driver.write((0, "stdout", b"validating... "))
+    driver.tick(after=1.5)
+    with driver.here():
+        driver.shared.say("a message")
+    driver.write((0, "stdout", b"done\n"))
+    driver.tick(after=1)
+    assert screen.getvalue().splitlines() == ["[0] validating... ", "a message", "[0] done"]
+
+
+def test_a_headline_waits_for_an_unfinished_line(driver: Driver) -> None:
+    screen = driver.screen(Terminal)
+    driver.headline = "train, 00:02"
+    driver.tick(after=2.0)
+    driver.write((0, "stdout", b"validating... "))
+    driver.tick(after=1.5)
+    assert on_screen(screen.getvalue()) == ["[0] validating..."]
+    driver.write((0, "stdout", b"done\n"))
+    driver.tick()
+    assert on_screen(screen.getvalue()) == ["[0] validating... done", "train, 00:02"]
+
+
+def test_a_file_shows_a_line_in_two_parts_as_one(driver: Driver) -> None:
+    driver.write((0, "stdout", b"validating... "))
+    driver.tick(after=5.0)
+    driver.write((0, "stdout", b"done\n"))
+    assert driver.out() == "[0] validating... done\n"
+
+
+def test_runs_are_labelled_while_there_are_several() -> None:
+    with Label("train") as first:
+        assert first.prefix(3) == "[3] "
+        with Label("train") as second, Label("score") as third:
+            prefixes = [label.prefix(3) for label in (first, second, third)]
+            assert prefixes == ["[train 3] ", "[train#2 3] ", "[score 3] "]
+    with Label("train") as alone:
+        assert alone.prefix(0) == "[0] "
 
 
 NOUNS = [

@@ -1,0 +1,257 @@
+"""The driver's stdout and stderr, which all runs and messages of this process share.
+
+A message starts in the first column, whatever is on the screen: an unfinished line is ended
+first, and the line that moves, a progress bar or how far a run is, is erased and drawn again
+below. In a notebook that line is a display of its own, which is updated in place.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Literal, Protocol, TextIO
+
+from distributor.wire.messages import Stream
+
+ERASE = "\r\x1b[K"
+
+
+@dataclass(frozen=True)
+class Put:
+    """Text for one of the driver's streams.
+
+    Parameters
+    ----------
+    stream : "stdout" or "stderr"
+        Where it goes.
+    text : str
+        Whole lines; or, if `line` is given, a part of that line.
+    line : object, optional
+        Which unfinished line the text belongs to.
+    prefix : str
+        Stands in front of the text unless that line is the last thing on the screen.
+    begun : bool
+        Whether an earlier part of the line has been shown: its newline alone then adds nothing.
+    """
+
+    stream: Stream
+    text: str
+    line: object = None
+    prefix: str = ""
+    begun: bool = False
+
+
+@dataclass(frozen=True)
+class Live:
+    """The line of a run that moves.
+
+    Parameters
+    ----------
+    stream : "stdout" or "stderr"
+        Where it is shown.
+    text : str
+        What it shows now.
+    is_bar : bool
+        Whether it is a rank's progress bar, which is not hidden by an unfinished line.
+    """
+
+    stream: Stream
+    text: str
+    is_bar: bool = False
+
+
+class Display(Protocol):
+    """An output of a notebook that is updated in place."""
+
+    def update(self, text: str) -> None:
+        """Show this text instead of what it shows now."""
+
+
+class NotebookDisplay:
+    """A display of IPython, made with the first text."""
+
+    def __init__(self) -> None:
+        self._handle: object = None
+
+    def update(self, text: str) -> None:
+        """Show this text instead of what it shows now."""
+        from IPython.display import display
+
+        data = {"text/plain": text}
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(data, raw=True)  # type: ignore[attr-defined]
+
+
+class Screen:
+    """Writes to the streams that ``sys`` has at the time. May be called from any thread.
+
+    Parameters
+    ----------
+    make_display : callable
+        Makes what shows a run's moving line in a notebook.
+    """
+
+    def __init__(self, make_display: Callable[[], Display] = NotebookDisplay) -> None:
+        self._make_display = make_display
+        self._lock = threading.RLock()
+        self._live: dict[object, Live] = {}
+        self._displays: dict[object, tuple[Display, str]] = {}
+        self._drawn: tuple[Stream, str] | None = None  # on a terminal, below all else
+        self._unfinished: tuple[object, Stream, TextIO] | None = None
+        self._broken: dict[Stream, TextIO] = {}
+
+    def show(self, run: object, puts: Sequence[Put], live: Live | None) -> None:
+        """Write text, with the run's moving line below it.
+
+        Parameters
+        ----------
+        run : object
+            Whose moving line it is.
+        puts : sequence of Put
+            What is to be written, in order.
+        live : Live or None
+            The run's moving line; None if it has none.
+        """
+        with self._lock:
+            self._note_live(run, live)
+            self._write(puts)
+
+    def end(self, run: object, text: str) -> bool:
+        """Remove a run's moving line; in a notebook leave this text, and return True."""
+        with self._lock:
+            self._note_live(run, None)
+            self._write([])
+            if run not in self._displays:
+                return False
+            self._update_display(run, text)
+            del self._displays[run]
+            return True
+
+    def say(self, message: str) -> None:
+        """Write a message of this package to stderr."""
+        with self._lock:
+            self._write([Put("stderr", message + "\n")])
+
+    def make_way(self) -> None:
+        """Leave the cursor at the start of an empty line, for somebody else to write there."""
+        with self._lock:
+            self._send([*self._finish_line(), *self._erase("stderr")])
+
+    def _note_live(self, run: object, live: Live | None) -> None:
+        if live is not None and kind(live.stream) == "notebook":
+            self._update_display(run, live.text)
+            live = None
+        if live is not None and live.text and kind(live.stream) == "terminal":
+            self._live[run] = live
+        else:
+            self._live.pop(run, None)
+
+    def _update_display(self, run: object, text: str) -> None:
+        display, shown = self._displays.get(run) or (self._make_display(), "")
+        if text and text != shown:
+            self._displays[run] = display, text
+            with suppress(Exception):  # an IPython that has none, or whose frontend has gone
+                display.update(text)
+
+    def _write(self, puts: Sequence[Put]) -> None:
+        on_terminal = [put.stream for put in puts if kind(put.stream) == "terminal"]
+        wanted = self._wanted()
+        texts = [text for put in puts for text in self._rendered(put)]
+        if on_terminal or wanted != self._drawn:
+            texts = [*self._erase(on_terminal[0] if on_terminal else "stderr"), *texts]
+            texts += self._draw(self._wanted())
+        self._send(texts)
+
+    def _rendered(self, put: Put) -> Iterator[tuple[Stream, str]]:
+        if put.line is not None and self._is_last(put.line):
+            text = put.text
+        elif put.begun and put.text == "\n":
+            return
+        else:
+            if kind(put.stream):
+                yield from self._finish_line()
+            text = put.prefix + put.text
+        yield put.stream, text
+        out = getattr(sys, put.stream)
+        if put.line is not None and out is not None and kind(put.stream):
+            ended = text.endswith("\n")
+            self._unfinished = None if ended else (put.line, put.stream, out)
+
+    def _is_last(self, line: object) -> bool:
+        return self._unfinished is not None and self._unfinished[0] is line and self._is_there()
+
+    def _is_there(self) -> bool:
+        """Tell whether the unfinished line's stream still is the driver's."""
+        return self._unfinished is not None and (
+            getattr(sys, self._unfinished[1]) is self._unfinished[2]
+        )
+
+    def _finish_line(self) -> Iterator[tuple[Stream, str]]:
+        if self._unfinished is not None and self._is_there():
+            yield self._unfinished[1], "\n"
+        self._unfinished = None
+
+    def _wanted(self) -> tuple[Stream, str] | None:
+        """Return the moving line of all runs; the unfinished line hides all but bars."""
+        lines = [
+            live
+            for live in self._live.values()
+            if kind(live.stream) == "terminal" and (live.is_bar or self._unfinished is None)
+        ]
+        return (lines[-1].stream, " | ".join(live.text for live in lines)) if lines else None
+
+    def _erase(self, stream: Stream) -> list[tuple[Stream, str]]:
+        drawn, self._drawn = self._drawn, None
+        return [(stream, ERASE)] if drawn and kind(stream) == "terminal" else []
+
+    def _draw(self, wanted: tuple[Stream, str] | None) -> list[tuple[Stream, str]]:
+        if wanted is None:
+            return []
+        self._drawn = wanted
+        stream, text = wanted
+        # Without wrapping, for "\r" does not lead back to the start of a line that has wrapped.
+        # The cursor stays in the first column: others, such as Spark's log, write there too.
+        line = f"\x1b[?7l\r{text}\r\x1b[?7h"
+        return [*self._finish_line(), (stream, line)]
+
+    def _send(self, texts: Sequence[tuple[Stream, str]]) -> None:
+        for stream, group in groupby(texts, key=itemgetter(0)):
+            out: TextIO | None = getattr(sys, stream)
+            if out is None or out is self._broken.get(stream):
+                continue
+            if not _put(out, "".join(text for _, text in group)):
+                self._broken[stream] = out
+
+
+SCREEN = Screen()
+"""Of this process."""
+
+
+def kind(stream: Stream) -> Literal["terminal", "notebook"] | None:
+    """Return what is behind a stream of the driver, if a line on it can move."""
+    out = getattr(sys, stream)
+    if type(out).__module__.startswith("ipykernel"):
+        return "notebook"
+    with suppress(Exception):  # it may be closed, None, or the user's own
+        return "terminal" if out.isatty() else None
+    return None
+
+
+def _put(out: TextIO, text: str) -> bool:
+    """Write and flush; False where the stream fails, for training is to outlive its audience."""
+    with suppress(Exception):
+        try:
+            out.write(text)
+        except UnicodeEncodeError:
+            encoding = out.encoding or "ascii"
+            out.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        out.flush()
+        return True
+    return False
