@@ -7,15 +7,17 @@ import dataclasses
 import inspect
 import re
 import signal
-import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from distributor.errors import WorkerDied
+from distributor.launch.application import application, check_application
 from distributor.launch.inquiry import stacks
+from distributor.launch.job import Settings, check_num_processes, module_of, program_of
+from distributor.launch.screen import SCREEN
 from distributor.node.stacks import with_stacks
 from distributor.torch_distributor import TorchDistributor
 from distributor.version import __version__
@@ -50,8 +52,8 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser(
         "run",
-        help="run a script on several ranks",
-        usage="distributor run [options] script.py [-- args ...]",
+        help="run a script or module on several ranks",
+        usage="distributor run [options] (script.py | -m package.module) [-- args ...]",
         argument_default=argparse.SUPPRESS,
     )
     run.set_defaults(command=_run)
@@ -59,7 +61,11 @@ def _parser() -> argparse.ArgumentParser:
         one_of = run.add_mutually_exclusive_group()
         for flags, option in _flags_of(field):
             one_of.add_argument(*flags, dest=field.name, **option)
-    run.add_argument("--master", help="with --cluster: Spark's master URL", default=None)
+    run.add_argument(
+        "--master",
+        help="with --cluster: Spark's master URL; by default the one of Spark's configuration",
+        default=None,
+    )
     run.add_argument(
         "--conf",
         metavar="KEY=VALUE",
@@ -68,7 +74,14 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="with --cluster: a Spark setting",
     )
-    run.add_argument("script", help="the Python script")
+    run.add_argument(
+        "-m",
+        "--module",
+        action="store_true",
+        default=False,
+        help="run a module, as python -m does, instead of a script",
+    )
+    run.add_argument("script", help="the Python script, or with -m the name of a module")
     run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments, after --")
 
     clean = commands.add_parser(
@@ -122,6 +135,21 @@ def _days(text: str) -> float:
     return days
 
 
+def _number_of_ranks(text: str) -> int | tuple[int, int]:
+    try:
+        counts = tuple(int(count) for count in text.split(","))
+    except ValueError:
+        counts = ()
+    match counts:
+        case (count,):
+            return count
+        case (least, most):
+            return least, most
+    raise argparse.ArgumentTypeError(
+        f"expected a number of ranks, or the least and the most like 2,4; found {text!r}"
+    )
+
+
 def _ranks(text: str) -> str | tuple[int, ...]:
     if text in ("all", "none"):
         return text
@@ -143,7 +171,9 @@ def _field_help() -> dict[str, str]:
 _FIELD_HELP = _field_help()
 _SPECIAL_FLAGS: dict[str, list[tuple[list[str], dict[str, Any]]]] = {
     "listeners": [],  # objects of the driver's process
-    "num_processes": [(["--nproc", "--num-processes"], {"type": int, "metavar": "N"})],
+    "num_processes": [
+        (["--nproc", "--num-processes"], {"type": _number_of_ranks, "metavar": "N[,MOST]"})
+    ],
     "local_mode": [
         (["--cluster"], {"action": "store_false", "help": "run on Spark's executors, not here"})
     ],
@@ -180,10 +210,32 @@ def _run(options: argparse.Namespace) -> None:
     if "env" in settings:
         settings["env"] = dict(settings["env"])
     args = options.args[1:] if options.args[:1] == ["--"] else options.args
-    if hasattr(signal, "SIGQUIT"):
-        signal.signal(signal.SIGQUIT, _show_stacks)
-    with _session(options, needed=not settings.get("local_mode", True)):
-        TorchDistributor(**settings).run(options.script, *args)
+    program: Any = module_of(options.script) if options.module else options.script
+    program_of(program, (), {})
+    with _cluster(options, settings) if "local_mode" in settings else _here(options):
+        if hasattr(signal, "SIGQUIT"):
+            signal.signal(signal.SIGQUIT, _show_stacks)
+        TorchDistributor(**settings).run(program, *args)
+
+
+def _here(options: argparse.Namespace) -> AbstractContextManager[object]:
+    if options.master or options.conf:
+        given = "--master" if options.master else "--conf"
+        raise ValueError(f"{given} is of a Spark application: add --cluster to run on one.")
+    return nullcontext()
+
+
+def _cluster(
+    options: argparse.Namespace, settings: Mapping[str, Any]
+) -> AbstractContextManager[object]:
+    """Check all input before Spark is started, which takes its time."""
+    conf = dict(options.conf)
+    master = options.master or conf.pop("spark.master", None)
+    check_num_processes(settings.get("num_processes", 1))
+    names = {field.name for field in dataclasses.fields(Settings)}
+    Settings(**{name: value for name, value in settings.items() if name in names})
+    check_application(master, conf)
+    return application(master, conf)
 
 
 def _show_stacks(*_: object) -> None:
@@ -191,28 +243,9 @@ def _show_stacks(*_: object) -> None:
 
     def show() -> None:
         for run_id, found in stacks().items():
-            print(with_stacks(f"Run {run_id} goes on.", found), file=sys.stderr)
+            SCREEN.say(with_stacks(f"Run {run_id} goes on.", found))
 
     threading.Thread(target=show, name="stacks", daemon=True).start()
-
-
-@contextmanager
-def _session(options: argparse.Namespace, needed: bool) -> Iterator[None]:
-    if not needed:
-        yield
-        return
-    from pyspark.sql import SparkSession
-
-    builder = SparkSession.builder.appName("distributor")
-    if options.master:
-        builder = builder.master(options.master)
-    for key, value in options.conf:
-        builder = builder.config(key, value)
-    spark = builder.getOrCreate()
-    try:
-        yield
-    finally:
-        spark.stop()
 
 
 def _clean(options: argparse.Namespace) -> None:
@@ -232,11 +265,14 @@ def _report(error: Exception) -> int:
     """Say what went wrong, as the user would look for it, and choose the exit code."""
     from_rank = hasattr(error, "rank_failures")
     if from_rank:
-        print(f"distributor: {type(error).__name__}:", error.__cause__ or error, file=sys.stderr)
-        print("".join(getattr(error, "__notes__", [])), file=sys.stderr)
+        # The cause, which has the rank's traceback, begins with who raised it, as a note does.
+        notes = re.sub(r"^Raised by .*\n?", "", "\n".join(getattr(error, "__notes__", [])))
+        told = f"{error.__cause__ or error}\n{notes}".strip()
+        SCREEN.say(f"distributor: {type(error).__name__}: {told}")
     elif isinstance(error, _EXPECTED):
-        print(f"distributor: {type(error).__name__}: {error}", file=sys.stderr)
+        SCREEN.say(f"distributor: {type(error).__name__}: {error}")
     else:
+        SCREEN.make_way()
         traceback.print_exception(error)
     if isinstance(error, WorkerDied):
         return error.exit_code or 128 + (error.signal or 0)
@@ -245,11 +281,18 @@ def _report(error: Exception) -> int:
     return next((code for kinds, code in _EXIT_CODES if isinstance(error, kinds)), FAILED)
 
 
-_EXPECTED = (RuntimeError, ValueError, TypeError, OSError)
+_EXPECTED = (RuntimeError, ValueError, TypeError, OSError, ModuleNotFoundError)
 _EXIT_CODES: list[tuple[Any, int]] = [
     (TimeoutError, TIMED_OUT),
     (
-        (ValueError, TypeError, FileNotFoundError, IsADirectoryError, NotADirectoryError),
+        (
+            ValueError,
+            TypeError,
+            FileNotFoundError,
+            IsADirectoryError,
+            NotADirectoryError,
+            ModuleNotFoundError,
+        ),
         BAD_INPUT,
     ),
 ]

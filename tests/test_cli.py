@@ -97,7 +97,12 @@ def test_exit_code_is_the_scripts(cli: Cli, script: Any, how: str, code: int, to
     [
         (["no-such-script.py"], "no script no-such-script.py"),
         (["--nproc", "0", "train.py"], "num_processes has to be a positive integer, but is 0"),
-        (["--nproc", "two", "train.py"], "--nproc.*invalid int value: 'two'"),
+        (["--nproc", "two", "train.py"], "--nproc.*expected a number of ranks, or .* found 'two'"),
+        (["--nproc", "1,2,3", "train.py"], "--nproc.* like 2,4; found '1,2,3'"),
+        (["--nproc", "4,2", "train.py"], "least is above most"),
+        (["-m", "no.such"], "no module no .looked from"),
+        (["--master", "local[2]", "train.py"], "--master .* add --cluster"),
+        (["--conf", "spark.x=1", "train.py"], "--conf .* add --cluster"),
         (["--timeout", "-1", "train.py"], "timeout is a positive"),
         (["--env", "RANK=3", "train.py"], "env cannot set RANK"),
         (["--env", "RANK", "train.py"], "expected NAME=VALUE, found 'RANK'"),
@@ -117,6 +122,118 @@ def test_bad_input_is_2_and_launches_nothing(
     assert re.search(told, done.stderr), done.stderr
     assert "Started" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+NO_SPARK = {"JAVA_HOME": "/there/is/no/java"}
+"""With which Spark cannot even be tried."""
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "told"),
+    [
+        (["no-such-script.py"], 2, "no script no-such-script.py"),
+        (["-m", "no_such.module"], 2, "no module no_such"),
+        (["--nproc", "0", "train.py"], 2, "num_processes has to be a positive integer"),
+        (["--timeout", "-1", "train.py"], 2, "timeout is a positive"),
+        (["--master", "sprak://here:7077", "train.py"], 2, "--master is 'sprak://here:7077', .*"),
+        (["--master", "spark://here", "train.py"], 2, "--master is 'spark://here', .*HOST:PORT"),
+        (["--conf", "spark.master=local[x]", "train.py"], 2, r"--master is 'local\[x\]'"),
+        (["--master", "yarn", "train.py"], 2, "neither HADOOP_CONF_DIR nor YARN_CONF_DIR"),
+        (["--master", "spark://127.0.0.1:9", "train.py"], 1, "No Spark master answers .*refused"),
+        (
+            ["--conf", "spark.pyspark.driver.python=python2", "train.py"],
+            2,
+            "spark.pyspark.driver.python is 'python2', but the driver is this process",
+        ),
+    ],
+)
+def test_input_is_checked_before_spark_starts(
+    cli: Cli, script: Any, options: list[str], code: int, told: str
+) -> None:
+    script("print('launched')")
+    environment: dict[str, str | None] = {**NO_SPARK, "HADOOP_CONF_DIR": None}
+    done = cli("run", "--cpu", "--cluster", *options, env=environment)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert re.search(told, done.stderr), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_driver_may_be_of_the_python_that_is_there(cli: Cli, script: Any) -> None:
+    option = f"spark.pyspark.driver.python={sys.executable}"
+    script("")
+    done = cli("run", "--cpu", "--cluster", "--conf", option, "--master", "no", "train.py")
+    assert "--master is 'no'" in done.stderr
+
+
+MODULE = """
+import sys
+import helper
+print(__name__, __package__, helper.VALUE, sys.argv[1:])
+if sys.argv[1:] == ["fail"]:
+    raise KeyError("lost")
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> str:
+    """Write a module in a package, and another one that it imports; give its name."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "train.py").write_text(MODULE)
+    (tmp_path / "helper.py").write_text("VALUE = 7")
+    return "package.train"
+
+
+def test_a_module_on_a_pair_of_ranks(cli: Cli, module: str) -> None:
+    done = cli("run", "--cpu", "--nproc", "1,2", "-m", module, "--", "--lr", "0.1")
+    assert done.returncode == 0, done.stderr
+    expected = [f"[{rank}] __main__ package 7 ['--lr', '0.1']" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == expected
+
+
+def test_a_package_without_a_main_module_is_bad_input(cli: Cli, module: str) -> None:
+    done = cli("run", "--cpu", "-m", "package")
+    assert done.returncode == 2
+    assert "no module package.__main__" in done.stderr
+
+
+def test_a_failure_is_shown_once(cli: Cli, module: str) -> None:
+    done = cli("run", "--cpu", "--nproc", "2", "-m", module, "--", "fail")
+    assert done.returncode == 1
+    assert done.stderr.count('raise KeyError("lost")') == 1
+    assert len(re.findall("^Run .* of package.train$", done.stderr, re.MULTILINE)) == 1
+    assert done.stderr.count("attempt 0") == 1
+
+
+@pytest.mark.spark
+def test_a_cluster_of_no_name_with_a_python_of_its_own(
+    cli: Cli, module: str, tmp_path: Path
+) -> None:
+    """The master is Spark's default, which is said, and the interpreter that of --conf."""
+    used, python = tmp_path / "used", tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ntouch {used}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    options = ["--cluster", "--cpu", "--conf", "spark.ui.enabled=false"]
+    options += ["--conf", f"spark.pyspark.python={python}"]
+    done = cli("run", *options, "-m", module, "--", "fail")
+    assert done.returncode == 1
+    assert used.exists()
+    assert "No --master was given: Spark runs on local[*]" in done.stderr
+    assert done.stdout == "[0] __main__ package 7 ['fail']\n"
+    assert done.stderr.count('raise KeyError("lost")') == 1
+    for noise in ("[Stage", "Lost task", "distributor-report", "FutureWarning", "\tat "):
+        assert noise not in done.stderr
+
+
+@pytest.mark.spark
+def test_why_spark_cannot_start_is_one_line(cli: Cli, script: Any) -> None:
+    options = ["--cluster", "--master", "local[2]", "--conf", "spark.driver.port=x"]
+    done = cli("run", "--cpu", *options, script("print('launched')"))
+    assert (done.returncode, done.stdout) == (1, "")
+    [told] = [line for line in done.stderr.splitlines() if line.startswith("distributor: ")]
+    assert "Spark could not start on local[2]" in told
+    assert '"spark.driver.port" is invalid' in told
+    assert "\tat " not in done.stderr
 
 
 def test_no_command_is_bad_input(cli: Cli) -> None:
@@ -154,7 +271,7 @@ print("to stderr", file=sys.stderr)
 
 
 FLAGS: dict[str, tuple[list[str], object]] = {
-    "num_processes": (["--nproc", "3"], 3),
+    "num_processes": (["--nproc", "2,4"], (2, 4)),
     "local_mode": (["--cluster"], False),
     "use_gpu": (["--cpu"], False),
     "env": (["--env", "A=1", "--env", "B="], [("A", "1"), ("B", "")]),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import operator
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +47,22 @@ class Notebook:
 
     def __init__(self, client: Any) -> None:
         self._client = client
+        self._messages: list[Any] = []
+        process = client.process_message
+
+        def noted(message: Any, *args: Any) -> Any:
+            self._messages.append(message)
+            return process(message, *args)
+
+        client.process_message = noted
 
     def run(self, source: str) -> Cell:
         """Run one more cell; an error in it is raised here."""
         cells = self._client.nb.cells
         cells.append(nbformat.v4.new_code_cell(source.strip()))
-        return Cell(self._client.execute_cell(cells[-1], len(cells) - 1))
+        self._messages.clear()
+        cell = self._client.execute_cell(cells[-1], len(cells) - 1)
+        return Cell(cell, [*self._messages])
 
     def interrupt(self) -> None:
         """Do as the stop button does; from any thread."""
@@ -60,8 +72,27 @@ class Notebook:
 class Cell:
     """What a notebook shows below a cell that has run."""
 
-    def __init__(self, cell: Any) -> None:
+    def __init__(self, cell: Any, messages: Sequence[Any]) -> None:
         self._outputs = cell.outputs
+        self._messages = messages
+
+    @property
+    def blocks(self) -> list[tuple[str, str]]:
+        """The outputs as a front end shows them: it appends to the last if that is of the stream.
+
+        Each is a stream's name, or "display_data", and its text.
+        """
+        shown = []
+        for message in self._messages:
+            content = message["content"]
+            if message["msg_type"] == "stream":
+                shown.append((content["name"], content["text"]))
+            elif message["msg_type"] == "display_data":
+                shown.append(("display_data", content["data"]["text/plain"]))
+        return [
+            (name, "".join(text for _, text in texts))
+            for name, texts in itertools.groupby(shown, key=operator.itemgetter(0))
+        ]
 
     def lines(self, stream: str) -> list[str]:
         """The lines of one stream, as carriage returns leave them."""
@@ -119,9 +150,7 @@ except Broken as error:
 print(caught.args == ("no", str(next(iter(caught.rank_failures)))), shown.count("# this very line"))
     """)
     assert cell.lines("stdout") == ["True 1"]
-    in_ranks = [line for line in cell.lines("stderr") if line.endswith("# this very line")]
-    assert in_ranks
-    assert all(line.startswith("[") for line in in_ranks)
+    assert "# this very line" not in "".join(cell.lines("stderr")), "it is in the error alone"
 
 
 def test_a_rank_reads_the_source_of_a_cell(notebook: Notebook) -> None:
@@ -192,6 +221,59 @@ def is_there(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_a_run_that_takes_a_while_makes_few_outputs(notebook: Notebook) -> None:
+    """Two ranks print once in a while, and the line with how far the run is moves meanwhile."""
+    cell = notebook.run("""
+def print_now_and_then():
+    import time
+    for step in range(10):
+        print("step", step)
+        time.sleep(0.4)
+
+two_ranks.run(print_now_and_then)
+    """)
+    # How it began, steps, the line that moves, more steps, and how it ended.
+    assert len(cell.blocks) <= 5
+    assert all(text.strip() for _, text in cell.blocks)
+    [moving] = [text for kind, text in cell.blocks if kind == "display_data"]
+    assert moving.startswith("print_now_and_then on 2 ranks")
+    steps = cell.lines("stdout")
+    assert [line for line in steps if line.startswith("[0]")] == [
+        f"[0] step {n}" for n in range(10)
+    ]
+
+
+def test_two_runs_at_once_have_labels(notebook: Notebook) -> None:
+    cell = notebook.run("""
+def one():
+    import time
+    time.sleep(2)
+    print("done")
+
+def other():
+    return one()
+
+runs = [two_ranks.submit(one), two_ranks.submit(other)]
+[run.result() for run in runs]
+    """)
+    assert sorted(cell.lines("stdout")) == [
+        f"[{name} {rank}] done" for name in ("one", "other") for rank in range(2)
+    ]
+
+
+def test_a_run_says_its_id_and_its_log_folder(notebook: Notebook, tmp_path: Path) -> None:
+    cell = notebook.run(f"""
+def run_id():
+    return os.environ["TORCHELASTIC_RUN_ID"]
+
+TorchDistributor(1, use_gpu=False, log_dir={str(tmp_path)!r}).run(run_id)
+    """)
+    [folder] = tmp_path.iterdir()
+    assert cell.value == repr(folder.name)
+    said = f"Run {folder.name} of run_id, whose output is kept in {folder}"
+    assert said in cell.lines("stderr")
 
 
 @pytest.mark.spark

@@ -28,7 +28,8 @@ def count_to(most: int) -> str:
 def test_rank_0_is_the_line(distribute: Distribute, capsys: pytest.CaptureFixture[str]) -> None:
     assert distribute(2).run(count_to, 4) == "counted"
 
-    [line] = [line for line in capsys.readouterr().err.splitlines() if "count_to:" in line]
+    # The last one: executors that take half a minute to come up leave time for another.
+    *_, line = (line for line in capsys.readouterr().err.splitlines() if "count_to:" in line)
     assert line.startswith("count_to: 100%|")
     assert "| 4/4 [" in line
     assert line.endswith("2 ranks, loss=0.25, rank=0]")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -67,9 +66,6 @@ def run(job: Job, launcher: Launcher) -> list[Any]:
         attempts where there were several.
     """
     audience = Audience(job.listeners)
-    log_dir = job.settings.log_dir
-    kept = f", whose output is kept in {Path(log_dir) / job.run_id}" if log_dir else ""
-    notify(f"Run {job.run_id} of {job.program.name}{kept}")
     with Label(job.program.name) as label:
         return _run(job, launcher, audience, label)
 

@@ -15,9 +15,9 @@ from distributor.errors import (
 from distributor.wire.wording import counted
 
 SET_PYTHON = (
-    "Set PYSPARK_PYTHON (spark.pyspark.python for spark-submit) to a Python that has torch and "
-    "pyarrow and is of the driver's version, at the same path on every node, before the Spark "
-    "session is made."
+    "Set PYSPARK_PYTHON (spark.pyspark.python for spark-submit and distributor run) to a Python "
+    "that has torch and pyarrow and is of the driver's version, at the same path on every node, "
+    "before the Spark session is made."
 )
 MORE_SLOTS = (
     "Ask for fewer ranks, or give the application more executors or cores "

@@ -6,10 +6,12 @@ import fnmatch
 import math
 import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -24,7 +26,7 @@ from distributor.launch.progress import Standing
 from distributor.node.environment import RANK_VARIABLES
 from distributor.node.gpus import GPUType
 from distributor.node.output import Sink
-from distributor.node.program import Call, Program, Script
+from distributor.node.program import Call, Module, Program, Script
 from distributor.wire import pickling
 from distributor.wire.addresses import checked_port, port_range, split_address
 from distributor.wire.keeping import check_name
@@ -201,6 +203,14 @@ class Job:
     cancellation: Cancellation = field(default_factory=Cancellation)
     preemption: Preemption = field(default_factory=Preemption)
 
+    @property
+    def heading(self) -> str:
+        """Say what begins: the run's id, what it runs, and where its output is kept."""
+        log_dir = self.settings.log_dir
+        again = f", attempt {self.attempt}" if self.attempt else ""
+        kept = f", whose output is kept in {Path(log_dir) / self.run_id}" if log_dir else ""
+        return f"Run {self.run_id} of {self.program.name}{again}{kept}"
+
     def again(self, attempt: int, silent: tuple[str, ...]) -> Job:
         """Give the job for a new attempt, of which nothing is known yet."""
         return replace(
@@ -274,6 +284,8 @@ def program_of(
     UnpicklableError
         For a callable or argument that cannot be sent to the ranks; names the culprit.
     """
+    if isinstance(train_object, Module):
+        return replace(train_object, args=tuple(map(str, args)))
     if isinstance(train_object, (str, os.PathLike)):
         return _script(Path(train_object), args, kwargs)
     if not callable(train_object):
@@ -283,6 +295,37 @@ def program_of(
         )
     call = pickling.dump_call(train_object, args, kwargs)
     return Call(pickling.name_of(train_object), call)
+
+
+def module_of(name: str) -> Module:
+    """Return the program that runs a module of this name, as ``python -m`` would find it.
+
+    No package is imported for that.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If there is no such module, or it is a package without a ``__main__`` module.
+    """
+    folder = os.getcwd()
+    path: Sequence[str] = [folder, *sys.path]
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        spec = _find_module(".".join(parts[:end]), path)
+        path = list(spec.submodule_search_locations or ())
+    if path:
+        _find_module(f"{name}.__main__", path)
+    return Module(name, folder)
+
+
+def _find_module(name: str, path: Sequence[str]) -> ModuleSpec:
+    if spec := PathFinder.find_spec(name, path):
+        return spec
+    raise ModuleNotFoundError(
+        f"There is no module {name} (looked from {Path.cwd()}, and in sys.path). "
+        "Name it as 'python -m' takes it, such as package.train.",
+        name=name,
+    )
 
 
 def check_num_processes(num_processes: object) -> tuple[int, int]:

@@ -104,6 +104,7 @@ class LocalLauncher:
             job.inquiry.ask = agent.ask_for_stacks
             job.cancellation.then(agent.stop)
             job.preemption.through(agent.give_notice)
+            notify(job.heading)
             with agent:
                 outcomes = agent.run(start_deadline, settings.timeout or math.inf)
                 job.cancellation.check()

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from distributor.launch.console import warn
 from distributor.launch.session import Session
-from distributor.node.program import Program, Script
+from distributor.node.program import Module, Program, Script
 from distributor.wire.imports import imports_in_source
 from distributor.wire.room import in_bytes
 
@@ -197,8 +197,10 @@ class _Search:
 
 
 def _beside(program: Program) -> list[Path]:
-    """Return the folder that a script's own modules lie in."""
-    return [Path(program.path).parent] if isinstance(program, Script) else []
+    """Return the folder that a script's own modules, or a module that is run, lie in."""
+    if isinstance(program, Script):
+        return [Path(program.path).parent]
+    return [Path(program.folder)] if isinstance(program, Module) else []
 
 
 def _asked_files(entry: str | os.PathLike[str]) -> dict[str, Path]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from distributor.launch.call_site import CallSite, keep_call_site
 from distributor.launch.console import notify
+from distributor.launch.quieting import no_warning
 from distributor.wire.room import in_bytes
 
 _SWAP = threading.Lock()
@@ -294,7 +295,7 @@ class Session:
     def barrier_frame(self, task: Any, num_tasks: int, schema: str, profile: Any = None) -> Any:
         """Plan a barrier job of `num_tasks` tasks that run `task`; nothing is submitted yet."""
         options = {} if profile is None else {"profile": profile}
-        with self._drivers_python():
+        with self._drivers_python(), no_warning():
             return self.spark.range(0, num_tasks, 1, num_tasks).mapInArrow(
                 task, schema, barrier=True, **options
             )
@@ -443,7 +444,7 @@ class BarrierJob:
                 keep_call_site(self._frame)
             if self._pool is not None:
                 spark.sparkContext.setLocalProperty(POOL, self._pool)
-            with self._noting_progress():
+            with no_warning(), self._noting_progress():
                 ending: list[Any] | BaseException = self._frame.collect()
         except BaseException as error:
             ending = error

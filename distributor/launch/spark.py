@@ -21,6 +21,7 @@ from distributor.launch.job import Job, Settings
 from distributor.launch.local import LOOPBACK
 from distributor.launch.memory import container_shortage
 from distributor.launch.modules import shipped_modules
+from distributor.launch.quieting import quiet
 from distributor.launch.remarks import warn_once
 from distributor.launch.resources import ClusterPlan
 from distributor.launch.session import BarrierJob, Session
@@ -107,12 +108,14 @@ class SparkLauncher:
         secret = secrets.token_bytes(32)
         address = hub_address(self.session, job.settings.hub_address, job.settings.hub_port)
         with open_hub(address, secret) as hub:
+            notify(job.heading)
             self._await_slots(deadline, job.cancellation, reminder)
             shortage = self._warn_of_memory(job.settings.warm)
             spec = self._spec(job, (address.told, hub.port), secret, check_memory=not shortage)
             task = portable_task(self.session, pickle.dumps(spec, protocol=5))
             frame = self.session.barrier_frame(task, self.plan.num_tasks, ROWS, self._profile())
             with (
+                quiet(self.session),
                 Watch(job, self.plan, hub, sink, deadline, self.session.leaving_executors) as watch,
                 BarrierJob(
                     self.session,

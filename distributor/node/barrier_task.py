@@ -36,7 +36,7 @@ from distributor.node.made_once import with_cache
 from distributor.node.memory import memory_remarks
 from distributor.node.network import listen_for_ranks, routable_address
 from distributor.node.process_title import run_titled
-from distributor.node.program import Program, Script, in_file
+from distributor.node.program import Module, Program, Script, in_file
 from distributor.node.remarks import remarks_here
 from distributor.node.software import check_interpreter, software
 from distributor.node.task_spec import TaskSpec
@@ -289,6 +289,8 @@ def _program_file(program: Program | str) -> BinaryIO:
 
 def _placed(program: Program) -> Program:
     """See to it that a script lies on this node: the driver's text, whatever was here before."""
+    if isinstance(program, Module):
+        return replace(program, folder="")
     if not isinstance(program, Script):
         return program
     try:

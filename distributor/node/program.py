@@ -74,7 +74,39 @@ class Script:
         return imports_in_source(self.source)
 
 
-Program = Call | Script
+@dataclass(frozen=True)
+class Module:
+    """A Python module with its command-line arguments, run as ``python -m`` runs it.
+
+    Parameters
+    ----------
+    name : str
+        The module's name.
+    folder : str
+        Where the driver looks for it first; empty on nodes to which its files are brought.
+    args : tuple of str
+        Its command-line arguments.
+    begins_with : str
+        What is called before it, as ``package.module:function``; empty where nothing is.
+    """
+
+    name: str
+    folder: str
+    args: tuple[str, ...] = ()
+    begins_with: str = ""
+
+    @property
+    def size(self) -> int:
+        """The bytes that travel with the program: its files come with the user's modules."""
+        return 0
+
+    @property
+    def imports(self) -> frozenset[str]:
+        """The top-level package or module that it is or belongs to."""
+        return frozenset({self.name.partition(".")[0]})
+
+
+Program = Call | Script | Module
 
 
 def in_file(program: Program) -> BinaryIO:

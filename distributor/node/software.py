@@ -16,8 +16,8 @@ from distributor.node.host import host_name
 SHARED = ("Python", "torch", "cloudpickle")
 """What every run compares; of an environment that nodes have installed, all."""
 SET_PYTHON = (
-    "Set PYSPARK_PYTHON (or spark.pyspark.python for spark-submit) to an interpreter that has it, "
-    "before the Spark session is made."
+    "Set PYSPARK_PYTHON (or spark.pyspark.python for spark-submit and distributor run) to an "
+    "interpreter that has it, before the Spark session is made."
 )
 INSTALL = (
     "Install the same version everywhere, or name an interpreter that has it, or one environment "

@@ -28,7 +28,7 @@ from distributor.node.mlflow_run import follow_run
 from distributor.node.order import Order
 from distributor.node.printing import Streams
 from distributor.node.process_title import set_run_title
-from distributor.node.program import Call, Program, Script
+from distributor.node.program import Module, Program, Script
 from distributor.node.scratch import use_scratch
 from distributor.node.stacks import answer_in
 from distributor.node.telling import tell_in
@@ -107,7 +107,7 @@ def _run_and_record(order: Order) -> bool:
 
 def _load_program(descriptor: int) -> Program:
     program = parcel.unpack(descriptor)
-    assert isinstance(program, (Call, Script))
+    assert isinstance(program, Program)
     return program
 
 
@@ -138,6 +138,13 @@ def _call(program: Program) -> Any:
         sys.path.insert(0, str(Path(program.path).parent))
         _begin(program)
         runpy.run_path(program.path, run_name="__main__")
+        return None
+    if isinstance(program, Module):
+        sys.argv = [program.name, *program.args]
+        if program.folder:
+            sys.path.insert(0, program.folder)
+        _begin(program)
+        runpy.run_module(program.name, run_name="__main__", alter_sys=True)
         return None
     sys.argv = [program.name]
     pickling.install_sources(program.call.sources)

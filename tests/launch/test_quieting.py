@@ -1,0 +1,83 @@
+"""A run's failure is told by its error alone, and Spark's own session is left as it was."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+from conftest import facts_in
+
+A_FAILURE = """
+import json, sys, time, warnings
+from pyspark.sql import SparkSession
+
+spark = (
+    SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+)
+# Loaded with its warning, which is of the user's own import.
+from distributor import TorchDistributor
+
+NAMES = ["org.apache.spark.executor.Executor", "org.apache.spark.scheduler.TaskSetManager"]
+
+def loggers():
+    manager = spark._jvm.org.apache.logging.log4j.LogManager
+    found = manager.getContext(False).getConfiguration().getLoggers()
+    return {name: found.get(name).getLevel().toString() for name in found.keySet()}
+
+def fail():
+    time.sleep(1.5)  # until Spark shows its progress bar
+    raise KeyError("lost")
+
+def mine(batches):
+    raise ValueError("of the user's own job")
+
+warnings.simplefilter("always")
+configurator = spark._jvm.org.apache.logging.log4j.core.config.Configurator
+configurator.setLevel(NAMES[1], spark._jvm.org.apache.logging.log4j.Level.ERROR)
+before = loggers()
+print("BEGIN", file=sys.stderr, flush=True)
+try:
+    TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).run(fail)
+except KeyError as error:
+    print(error.__cause__, file=sys.stderr)
+print("END", file=sys.stderr, flush=True)
+deadline = time.monotonic() + 30
+while loggers() != before and time.monotonic() < deadline:
+    time.sleep(0.1)
+restored = loggers() == before
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    job = spark.range(1).mapInArrow(mine, "id long")
+try:
+    job.collect()
+except Exception:
+    pass
+facts = {
+    "restored": restored,
+    "before": before,
+    "own warnings": [str(each.message) for each in caught],
+}
+print("FACTS " + json.dumps(facts))
+spark.stop()
+"""
+
+
+@pytest.mark.spark
+def test_a_failure_is_shown_once_and_the_session_left_as_it_was(
+    run_driver: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    import pandas
+
+    done = run_driver(A_FAILURE)
+    facts = facts_in(done)
+    ours, _, users = done.stderr.partition("BEGIN\n")[2].partition("END\n")
+
+    assert ours.count('raise KeyError("lost")') == 1
+    for noise in ("Lost task", "Exception in task", "distributor-report", "[Stage", "Warning"):
+        assert noise not in ours
+    assert all(line == line.lstrip("\r") for line in ours.split("\n"))
+    assert facts["restored"]
+    assert facts["before"]["org.apache.spark.scheduler.TaskSetManager"] == "ERROR"
+    assert "ERROR Executor" in users, "which Spark logs of the user's own job"
+    assert bool(facts["own warnings"]) == (int(pandas.__version__.split(".")[0]) >= 3)
