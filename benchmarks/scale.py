@@ -165,7 +165,8 @@ def _follow_run(crowd: _Crowd) -> float:
     plan = ClusterPlan(num_tasks=crowd.nodes, ranks_per_task=1, use_gpu=False)
     sink = _Shown(Console(settings.shows))
     deadline = time.monotonic() + DEADLINE
-    with Hub("127.0.0.1", secret.encode()) as hub, Watch(job, plan, hub, sink, deadline) as watch:
+    proof = secret.encode()
+    with Hub("127.0.0.1", proof) as hub, Watch(job, plan, hub, sink, proof, deadline) as watch:
         began = crowd.start(hub.port, secret)
         ending = _then(crowd.await_end, lambda: watch.job_ended([]))
         watch.outcomes(cancel=lambda: None)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, overload
 
 from distributor.launch import attempts
@@ -21,11 +22,13 @@ from distributor.launch.job import (
     program_of,
 )
 from distributor.launch.local import LocalLauncher
+from distributor.launch.mentions import call_mentions, script_mentions
 from distributor.launch.resources import plan_cluster, plan_local
 from distributor.launch.session import Session
+from distributor.node.program import Program, Script
 from distributor.node.redaction import Redaction
 from distributor.recording import Recorder
-from distributor.tracking import open_run, rank_environment, tags_of
+from distributor.tracking import Tracking, open_run, rank_environment, tags_of
 from distributor.wire.keeping import Keeping, absolute
 
 P = ParamSpec("P")
@@ -249,10 +252,19 @@ class TorchDistributor(Settings):
         launcher, num_processes = self._plan(least, most)
         run_id = new_run_id()
         where = {"num_processes": num_processes, "use_gpu": self.use_gpu, **launcher.describe()}
-        tracking = open_run(program.name, tags_of(run_id, where), self.local_mode)
+        tracking = open_run(
+            program.name,
+            tags_of(run_id, where),
+            launcher.shares_disk,
+            lambda: _mentions_mlflow(program, train_object, args, kwargs),
+        )
         of_run = rank_environment(tracking, self.mlflow_ranks)
         env = {**of_run, **self._keeping(run_id), **self.forwarded, **self.env}
-        recorder = Recorder(tracking, self.mlflow_ranks, Redaction(env)) if tracking else None
+        recorder = (
+            Recorder(tracking, self.mlflow_ranks, Redaction(env))
+            if isinstance(tracking, Tracking)
+            else None
+        )
         job = Job(
             program=program,
             num_processes=num_processes,
@@ -291,3 +303,11 @@ class TorchDistributor(Settings):
         session = Session.require_active()
         cluster = plan_cluster(session, most, self.use_gpu, self.pool)
         return SparkLauncher(session, cluster), most
+
+
+def _mentions_mlflow(
+    program: Program, train_object: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    if isinstance(program, Script):
+        return script_mentions("mlflow", Path(program.path))
+    return call_mentions("mlflow", train_object, args, kwargs)

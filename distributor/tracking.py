@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 from distributor.errors import DistributorError
 from distributor.launch.console import warn
-from distributor.node.mlflow_run import RANKS, RUN
+from distributor.node.mlflow_run import LOCAL_STORES, NAMED, NONE, NOTE, RANKS, RUN
 from distributor.version import __version__
 
 T = TypeVar("T")
@@ -39,8 +40,7 @@ CREDENTIALS = (
 HASTE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """What ranks have where the user says nothing: MLflow's own bounds hold training up for minutes."""
 SERVERS = ("http://", "https://", "databricks")
-FILES = ("sqlite:", "file:", "/", ".")
-"""How the addresses of stores begin that are only on the machine where they are used."""
+SET_SERVER = "start a tracking server (mlflow server) and set MLFLOW_TRACKING_URI to its address"
 ANSWER_SECONDS = 15.0
 """Seconds that the driver waits for the server at the start of a run, and at its end."""
 
@@ -87,21 +87,45 @@ class Tracking:
         return f"{self.uri} {place}"
 
 
-def rank_environment(tracking: Tracking | None, ranks: str) -> dict[str, str]:
-    """Give the variables by which a job's ranks find its run.
+@dataclass(frozen=True)
+class Untracked:
+    """A job without an MLflow run, so that MLflow is off in its ranks.
 
     Parameters
     ----------
-    tracking : Tracking or None
-        The run; None where there is none.
+    ranks : str
+        ``NAMED`` if rank 0 may log to a server that its own code names, ``NONE`` if it may not.
+    note : str
+        What rank 0 says if it uses MLflow all the same; empty if it was said here.
+    """
+
+    ranks: str
+    note: str = ""
+
+
+def rank_environment(tracking: Tracking | Untracked, ranks: str) -> dict[str, str]:
+    """Return the variables by which a job's ranks find its run, or know that there is none.
+
+    Parameters
+    ----------
+    tracking : Tracking or Untracked
+        The run, or why there is none.
     ranks : str
         Whose calls log: "first" or "all".
     """
-    return {} if tracking is None else {**tracking.environment, RANKS: ranks}
+    if isinstance(tracking, Untracked):
+        given = {name: os.environ[name] for name in HASTE if name in os.environ}
+        return {**HASTE, **given, RANKS: tracking.ranks, NOTE: tracking.note}
+    return {**tracking.environment, RANKS: ranks}
 
 
-def open_run(name: str, tags: Mapping[str, object], local_mode: bool) -> Tracking | None:
-    """Find the run that is active here, or make one where a tracking server is set.
+def open_run(
+    name: str, tags: Mapping[str, object], shares_disk: bool, mentioned: Callable[[], bool]
+) -> Tracking | Untracked:
+    """Find the run that is active here, or make one for a job that uses MLflow.
+
+    A run is made if a tracking URI is set, or, as MLflow itself would make it, in the default
+    store in the working folder if the program mentions MLflow.
 
     Parameters
     ----------
@@ -109,39 +133,43 @@ def open_run(name: str, tags: Mapping[str, object], local_mode: bool) -> Trackin
         For a new run.
     tags : mapping of str to object
         What is recorded of the job.
-    local_mode : bool
-        Whether the ranks are on this machine, and so can reach files that are only here.
+    shares_disk : bool
+        Whether the ranks reach files that are here.
+    mentioned : callable
+        Tells whether the program mentions MLflow; called only if it matters.
 
     Returns
     -------
-    Tracking or None
-        None where MLflow is not installed, or not in use here, or its server does not answer.
+    Tracking or Untracked
+        Untracked if MLflow is not installed, or not in use here, or its server does not answer, or
+        its store is a file that the ranks do not reach.
 
     Raises
     ------
     DistributorError
-        Where the server refuses the credentials.
+        If the server refuses the credentials.
     """
-    if "mlflow" not in sys.modules and not (os.environ.get(URI) and find_spec("mlflow")):
-        return None
+    if "mlflow" not in sys.modules and not (os.environ.get(URI) or mentioned()):
+        return Untracked(NAMED, f"MLflow is off: {UNSEEN}")
+    if find_spec("mlflow") is None:
+        return Untracked(NAMED, "MLflow is off: it is not installed where the run was started.")
     mlflow: Any = import_module("mlflow")
     active = mlflow.active_run()
     wished = active.info.run_id if active else os.environ.get(RUN)
-    if wished is None and not mlflow.is_tracking_uri_set():
-        return None
-    uri = mlflow.get_tracking_uri()
-    if wished is None and not uri.startswith(SERVERS):
-        return None
-    if not local_mode and uri.startswith(FILES):
+    if not (wished or mlflow.is_tracking_uri_set() or mentioned()):
+        return Untracked(NAMED, f"MLflow is off: {UNSEEN}")
+    uri = _absolute(mlflow.get_tracking_uri())
+    if not shares_disk and uri.startswith(LOCAL_STORES):
+        what = "The active MLflow run is in" if active else "MLflow's store is"
         warn(
-            f"The active MLflow run is in {uri}, where executors cannot log to it, so this job is "
-            "not tracked. Use a tracking server (mlflow server; MLFLOW_TRACKING_URI)."
+            f"{what} {uri}, where executors cannot log to it, so this run is not tracked and "
+            f"MLflow is off in its ranks. To track it, {SET_SERVER}."
         )
-        return None
+        return Untracked(NAMED)
     ours = {f"distributor.{key}": str(value) for key, value in tags.items()}
 
     def find() -> Tracking:
-        client = mlflow.MlflowClient()
+        client = mlflow.MlflowClient(uri)
         if wished is None:
             experiment = mlflow.tracking.fluent._get_experiment_id()
             run = client.create_run(experiment, run_name=name, tags=ours)
@@ -152,7 +180,8 @@ def open_run(name: str, tags: Mapping[str, object], local_mode: bool) -> Trackin
         return Tracking(run.info.run_id, run.info.experiment_id, uri, wished is None)
 
     try:
-        return bounded(find)
+        # Making a store in a file may take seconds, but it ends.
+        return find() if uri.startswith(LOCAL_STORES) else bounded(find)
     except Exception as error:
         if _refused(error):
             raise DistributorError(
@@ -160,10 +189,28 @@ def open_run(name: str, tags: Mapping[str, object], local_mode: bool) -> Trackin
                 "MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD; "
                 "for Databricks DATABRICKS_HOST and DATABRICKS_TOKEN, or a profile."
             ) from error
+        kind = "store" if uri.startswith(LOCAL_STORES) else "server"
         warn(
-            f"The MLflow server at {uri} cannot be had, so this run is not tracked: {brief(error)}"
+            f"The MLflow {kind} at {uri} cannot be reached, so this run is not tracked and MLflow "
+            f"is off in its ranks: {brief(error)}"
         )
-        return None
+        return Untracked(NONE)
+
+
+UNSEEN = (
+    "no use of it was seen where the run was started, so there is no run to log to. Set "
+    "MLFLOW_TRACKING_URI there, or import mlflow in the training function or script itself."
+)
+
+
+def _absolute(uri: str) -> str:
+    """Make the address of a file independent of the working folder, which ranks may not share."""
+    for scheme in ("sqlite:///", "file:"):
+        path = uri.removeprefix(scheme)
+        if path != uri and not path.startswith("/") and path != ":memory:":
+            return f"{scheme}{os.path.abspath(path)}"
+    is_path = uri and ":" not in uri and uri != "databricks"
+    return Path(uri).absolute().as_uri() if is_path else uri
 
 
 def bounded(ask: Callable[[], T]) -> T:

@@ -16,6 +16,8 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from bed.cluster import cluster_on
+from bed.machines import machines_on_loopback
 from bed.tracking_server import free_port, tracking_server
 from bed.waiting import comes_true
 from conftest import facts_in
@@ -342,7 +344,7 @@ def test_only_the_first_rank_logs_artifacts_and_models(
 
 def test_without_a_server_there_is_no_run(distribute: Distribute, tmp_path: Path) -> None:
     def variables() -> list[str]:
-        return [name for name in os.environ if name.startswith(("MLFLOW_RUN", "DISTRIBUTOR_ML"))]
+        return [name for name in os.environ if name.startswith("MLFLOW_RUN")]
 
     assert distribute(1).run(variables) == []
 
@@ -426,15 +428,146 @@ def test_a_run_in_a_file_here_serves_local_ranks(store: str) -> None:
 
 
 @pytest.mark.spark
-def test_a_run_in_a_file_here_is_not_for_executors(
-    spark: Any, store: str, warned: Callable[[], list[str]]
-) -> None:
-    with mlflow.start_run():
-        ranks = TorchDistributor(1, local_mode=False, use_gpu=False, timeout=120)
-        assert ranks.run(lambda: os.environ.get("MLFLOW_RUN_ID")) is None
+def test_a_run_in_a_file_here_serves_executors_of_this_machine(spark: Any, store: str) -> None:
+    with mlflow.start_run() as mine:
+        TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).run(train, 2)
 
-    [warning] = warned()
-    assert f"The active MLflow run is in {store}, where executors cannot log to it" in warning
+    assert metrics_of(mlflow.get_run(mine.info.run_id)) == {"loss": 0.5}
+
+
+ON_A_CLUSTER = """
+import os, mlflow
+
+def train():
+    import mlflow, os
+    mlflow.log_metric("loss", 1.0)
+    found = mlflow.active_run().info.artifact_uri.partition(":")[0]
+    return found, os.environ.get("MLFLOW_RUN_ID"), sorted(os.listdir())
+
+runner = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120)
+before = runner.run_all(lambda: sorted(os.listdir()))
+tell(unset=runner.run_all(train), before=before, here=os.path.exists("mlflow.db"))
+mlflow.set_tracking_uri("sqlite:///mine.db")
+with mlflow.start_run():
+    tell(in_a_file=runner.run_all(train))
+spark.stop()
+"""
+
+
+@pytest.mark.spark
+def test_on_a_cluster_without_a_server_mlflow_is_off(tmp_path: Path) -> None:
+    with (
+        machines_on_loopback(3) as machines,
+        cluster_on(machines, tmp_path, cores=2) as cluster,
+        cluster.driver(ON_A_CLUSTER) as driver,
+    ):
+        told = driver.hear("unset")
+        in_a_file = driver.hear("in_a_file")["in_a_file"]
+        log = driver.log.read_text()
+
+    for before, (scheme, run_id, after) in zip(told["before"], told["unset"], strict=True):
+        assert (scheme, run_id, after) == ("distributor-nowhere", None, before)
+    assert not told["here"]
+    assert [scheme for scheme, *_ in in_a_file] == ["distributor-nowhere"] * 2
+    assert log.count("this run is not tracked and MLflow is off in its ranks") == 2
+    assert "MLflow's store is sqlite:" in log
+    assert "The active MLflow run is in sqlite:" in log
+    assert log.count("set MLFLOW_TRACKING_URI to its address") == 2
+
+
+IN_AN_EMPTY_FOLDER = """
+import json, os, sys
+from distributor.serverless_gpu import distributed, runtime
+
+@distributed(gpus=4, use_gpu=False, mlflow_ranks=sys.argv[1], timeout=120)
+def train(steps):
+    import mlflow
+
+    for step in range(steps):
+        mlflow.log_metric(f"loss_{runtime.get_global_rank()}", 0.5, step=step)
+    return runtime.get_global_rank()
+
+if __name__ == "__main__":
+    assert "mlflow" not in sys.modules
+    values = train.distributed(steps=int(sys.argv[2])), train.distributed(steps=1)
+    import mlflow
+
+    history = mlflow.MlflowClient().get_metric_history
+    runs = [
+        {name: len(history(run.info.run_id, name)) for name in run.data.metrics if "loss" in name}
+        for run in mlflow.search_runs(output_format="list", order_by=["start_time"])
+    ]
+    print("FACTS " + json.dumps([values, runs, sorted(os.listdir())]))
+"""
+
+
+def test_without_a_server_all_ranks_log_to_one_local_run(
+    run_driver: RunDriver, tmp_path: Path
+) -> None:
+    done = run_driver(IN_AN_EMPTY_FOLDER, "all", "50")
+    values, runs, files = facts_in(done)
+
+    assert values == [[0, 1, 2, 3]] * 2
+    assert runs == [{f"loss_{rank}": 50 for rank in range(4)}, {f"loss_{r}": 1 for r in range(4)}]
+    assert "mlflow.db" in files
+    assert f"MLflow run: sqlite:///{tmp_path}/mlflow.db experiments/0/runs/" in done.stderr
+    assert "locked" not in done.stderr
+
+
+OFF_LIMITS = """
+import json, os, sys
+from distributor import TorchDistributor
+
+def train():
+    return "trained"
+
+if __name__ == "__main__":
+    value = TorchDistributor(1, use_gpu=False, timeout=120).run(train)
+    print("FACTS " + json.dumps([value, "mlflow" in sys.modules, os.path.exists("mlflow.db")]))
+"""
+
+
+def test_a_program_that_does_not_use_mlflow_costs_no_import_and_no_store(
+    run_driver: RunDriver,
+) -> None:
+    assert facts_in(run_driver(OFF_LIMITS)) == ["trained", False, False]
+
+
+HIDDEN = """
+import json, os, sys
+from distributor import TorchDistributor
+
+def train(uri):
+    import importlib
+
+    flow = importlib.import_module("".join(["ml", "flow"]))
+    if uri:
+        flow.set_tracking_uri(uri)
+    with flow.start_run():
+        flow.log_metric("loss", 1.0)
+
+if __name__ == "__main__":
+    TorchDistributor(2, use_gpu=False, timeout=120).run(train, sys.argv[1])
+    print("FACTS " + json.dumps(os.path.exists("mlflow.db")))
+"""
+
+
+def test_a_use_of_mlflow_that_was_not_seen_is_off_and_said_once(run_driver: RunDriver) -> None:
+    done = run_driver(HIDDEN, "")
+    assert facts_in(done) is False
+    assert done.stderr.count("MLflow is off: no use of it was seen where the run was started") == 1
+
+
+@pytest.mark.parametrize("source", [HIDDEN, HIDDEN.replace('"".join(["ml", "flow"])', '"mlflow"')])
+def test_a_server_that_only_the_ranks_code_names_gets_one_run(
+    run_driver: RunDriver, server: str, source: str
+) -> None:
+    client = mlflow.MlflowClient(server)
+    before = len(client.search_runs(["0"]))
+    run_driver(source, server)
+    [run, *_] = runs = client.search_runs(["0"], order_by=["start_time DESC"])
+    assert len(runs) == before + 1
+    assert (run.info.status, run.data.metrics) == ("FINISHED", {"loss": 1.0})
 
 
 WITHOUT_MLFLOW = """
@@ -475,7 +608,103 @@ def test_a_server_that_is_not_there_costs_a_warning(
 
     assert TorchDistributor(1, use_gpu=False).run(lambda: "trained") == "trained"
     [warning] = warned()
-    assert f"The MLflow server at {uri} cannot be had, so this run is not tracked" in warning
+    assert f"The MLflow server at {uri} cannot be reached, so this run is not tracked" in warning
+
+
+@pytest.fixture(params=["refused", "unanswered"])
+def gone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Set the address of a server that refuses connections, or takes them and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        uri = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        if request.param == "refused":
+            listener.close()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        monkeypatch.setattr(tracking, "ANSWER_SECONDS", 1.0)
+        yield uri
+
+
+def use_all_of_it(uri: str, folder: str) -> list[str]:
+    """Do what training functions do with MLflow; return the folder's new files."""
+    from pathlib import Path
+
+    import mlflow
+    import torch
+
+    Path(folder, os.environ["RANK"]).mkdir()
+    os.chdir(Path(folder, os.environ["RANK"]))
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_experiment("mine")
+    mlflow.pytorch.autolog()
+    with mlflow.start_run(run_name="named") as run:
+        log_all_kinds(run.info.run_id)
+        model = mlflow.pytorch.log_model(
+            torch.nn.Linear(2, 1), name="model", registered_model_name="registered"
+        )
+        mlflow.register_model(model.model_uri, "again")
+        with mlflow.start_run(nested=True):
+            mlflow.log_metric("inner", 1.0)
+        assert mlflow.active_run().info.run_id == run.info.run_id
+    mlflow.start_run()
+    mlflow.end_run()
+    mlflow.log_metric("bare", 1.0)
+    use_the_client(mlflow.MlflowClient())
+    mlflow.MlflowClient("sqlite:///another.db").create_run("0")
+    return sorted(os.listdir())
+
+
+def log_all_kinds(run_id: str) -> None:
+    import mlflow
+
+    mlflow.log_metric("loss", 1.0, step=1)
+    mlflow.log_metric("late", 1.0, synchronous=False).wait()
+    mlflow.log_metrics({"a": 1.0})
+    mlflow.log_param("p", 1)
+    mlflow.log_params({"q": 2})
+    mlflow.set_tags({"t": "v"})
+    mlflow.log_text("text", "a.txt")
+    mlflow.log_dict({"a": 1}, "a.json")
+    mlflow.log_table({"a": [1]}, "table.json")
+    mlflow.log_artifact(__import__("torch").__file__)
+    assert mlflow.get_run(run_id).info.run_id == run_id
+
+
+def use_the_client(client: Any) -> None:
+    run_id = client.create_run(client.create_experiment("new")).info.run_id
+    client.log_metric(run_id, "a", 1.0)
+    client.log_batch(run_id)
+    client.set_tag(run_id, "t", "v")
+    client.set_terminated(run_id)
+    assert list(client.search_runs(["0"])) == []
+
+
+def test_a_server_that_is_gone_at_the_start_turns_mlflow_off(
+    distribute: Distribute, gone: str, warned: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    """MLflow itself would try for minutes in each rank, and then end the training."""
+    assert distribute(2, timeout=90).run_all(use_all_of_it, gone, str(tmp_path)) == [[], []]
+    [warning] = warned()
+    assert f"The MLflow server at {gone} cannot be reached, so this run is not tracked" in warning
+
+
+@pytest.mark.slow
+def test_lightning_logs_to_nowhere_if_mlflow_is_off(gone: str, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+
+    def fit() -> None:
+        import lightning
+        import mlflow
+        from lightning.pytorch.demos.boring_classes import BoringModel
+        from lightning.pytorch.loggers import MLFlowLogger
+
+        mlflow.pytorch.autolog()
+        logger = MLFlowLogger("mine", tracking_uri=gone, log_model=True)
+        logger.log_hyperparams({"lr": 0.1})
+        options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "log_every_n_steps": 1}
+        lightning.Trainer(
+            default_root_dir=tmp_path, max_epochs=1, limit_train_batches=2, logger=logger, **options
+        ).fit(BoringModel())
+
+    TorchDistributor(2, use_gpu=False, timeout=120).run(fit)
 
 
 class Refusing(http.server.BaseHTTPRequestHandler):

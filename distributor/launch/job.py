@@ -252,6 +252,10 @@ class Listener:
 class Launcher(Protocol):
     """Brings a job's ranks up somewhere and watches them to their end."""
 
+    @property
+    def shares_disk(self) -> bool:
+        """Whether the ranks certainly reach files that are on this machine."""
+
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Begin what the first run would otherwise have to wait for."""
 

@@ -46,6 +46,11 @@ class LocalLauncher:
 
     gpus: tuple[str, ...]
 
+    @property
+    def shares_disk(self) -> bool:
+        """Whether the ranks certainly reach files that are on this machine: always."""
+        return True
+
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Begin what the first run would otherwise have to wait for."""
         if settings.environment:

@@ -58,6 +58,11 @@ class SparkLauncher:
     session: Session
     plan: ClusterPlan
 
+    @property
+    def shares_disk(self) -> bool:
+        """Whether the ranks certainly reach files that are on this machine."""
+        return self.session.is_one_machine
+
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Nothing: executors may not be there yet, and their first run makes them warm."""
 
