@@ -166,7 +166,7 @@ def _follow_run(crowd: _Crowd) -> float:
     sink = _Shown(Console(settings.shows))
     deadline = time.monotonic() + DEADLINE
     proof = secret.encode()
-    with Hub("127.0.0.1", proof) as hub, Watch(job, plan, hub, sink, proof, deadline) as watch:
+    with Hub("127.0.0.1", proof) as hub, Watch(job, plan, hub, sink, deadline) as watch:
         began = crowd.start(hub.port, secret)
         ending = _then(crowd.await_end, lambda: watch.job_ended([]))
         watch.outcomes(cancel=lambda: None)

@@ -145,8 +145,8 @@ def import_drivers_source(digest: str, archive: Callable[[], str]) -> str:
         replaced = _described(spec, files)
         sys.path.insert(0, archive())
         state = _state_or_none(find_spec(PACKAGE))
-    imported: Any = import_module(f"{PACKAGE}.source")  # the copy that will be used from now on
-    imported.checked = Checked(digest, state or (), replaced)
+    module: Any = import_module(f"{PACKAGE}.source")
+    module.checked = Checked(digest, state or (), replaced)
     return replaced
 
 
