@@ -137,17 +137,23 @@ def import_drivers_source(digest: str, archive: Callable[[], str]) -> str:
         del sys.modules[name]
     # Through Connect, one process may serve drivers with different sources.
     sys.path[:] = [path for path in sys.path if not os.path.basename(path).startswith(ARCHIVE)]
-    spec, replaced = find_spec(PACKAGE), ""
+    spec, replaced = _installed_spec(), ""
     state, files = _state_or_none(spec), {}
     with contextlib.suppress(OSError):  # it may not be read, or is just being replaced
         files = files_of(spec)
     if digest_of(files) != digest:
         replaced = _described(spec, files)
         sys.path.insert(0, archive())
-        state = _state_or_none(find_spec(PACKAGE))
+        state = _state_or_none(_installed_spec())
     module: Any = import_module(f"{PACKAGE}.source")
     module.checked = Checked(digest, state or (), replaced)
     return replaced
+
+
+def _installed_spec() -> ModuleSpec | None:
+    with contextlib.suppress(ImportError):  # a finder may raise instead of finding nothing
+        return find_spec(PACKAGE)
+    return None
 
 
 def _root(spec: ModuleSpec | None) -> str:
