@@ -47,7 +47,7 @@ def test_containers_without_room_are_named_with_figures(conf: dict[str, str], to
     text = shortage(conf)
 
     assert told in text
-    assert "1 rank(s) in it, with Spark's own processes, need at least 545 MB" in text
+    assert "1 rank in it, with Spark's own processes, need at least 545 MB" in text
     assert "Make the session with spark.executor.memoryOverhead=520m, and" in text
     assert not shortage(conf | {"spark.executor.memoryOverhead": "520m"})
     assert shortage(conf | {"spark.executor.memoryOverhead": "519m"})
@@ -73,8 +73,8 @@ def test_containers_with_room_and_clusters_without_bounds_are_not(conf: dict[str
 def test_ranks_of_one_executor_count_together() -> None:
     enough = YARN | {"spark.executor.memoryOverhead": "800m"}
     assert not shortage(enough, tasks=2)
-    assert "4 rank(s)" in shortage(enough, tasks=2, ranks=4)
-    assert "4 rank(s)" in shortage(enough, tasks=8)
+    assert "4 ranks" in shortage(enough, tasks=2, ranks=4)
+    assert "4 ranks" in shortage(enough, tasks=8)
     assert not shortage(enough | {"spark.executor.instances": "8"}, tasks=8)
     assert not shortage(enough, tasks=2, ranks=2)
     assert shortage(enough, tasks=4, warm=False)
@@ -119,7 +119,7 @@ def test_what_is_left_is_compared_with_what_ranks_need(group: Path) -> None:
 
     assert remarks(needed) == []
     [told] = remarks(needed - 1)
-    assert "2 rank(s) need at least 388 MB" in told
+    assert "2 ranks in this container need at least 388 MB" in told
     assert "spark.executor.memoryOverhead" in told
     assert "388 MB left of 1.07 GB" in told
     assert remarks(needed - memory.WARM_PROCESS, is_warm=True) == []
@@ -178,7 +178,7 @@ def test_a_bound_of_the_kernel_is_warned_of_once(limited: str, run_driver: RunDr
     assert facts_in(done)["values"] == [7, 7]
     warned = [line for line in done.stderr.splitlines() if line.startswith("WARNED On ")]
     assert len(warned) == 1, done.stderr
-    assert "2 rank(s) need at least 493 MB" in warned[0]
+    assert "2 ranks in this container need at least 493 MB" in warned[0]
     assert "left of 419 MB)" in warned[0]
 
 
@@ -221,7 +221,7 @@ def test_a_bound_on_executors_is_warned_of_once(
 
     [told] = warnings_on_executors(run_driver, {}, PYSPARK_PYTHON=str(python))
 
-    assert "2 rank(s) need at least 514 MB" in told
+    assert "2 ranks in this container need at least 514 MB" in told
     assert "left of 419 MB)" in told
 
 

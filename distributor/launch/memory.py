@@ -12,6 +12,7 @@ from collections.abc import Callable
 from distributor.launch.session import size_in_bytes
 from distributor.node.memory import JVM, MIB, PYTHON_DAEMON, PYTHON_WORKER, least_memory
 from distributor.wire.room import in_bytes
+from distributor.wire.wording import counted
 
 HEAP, OVERHEAD = "spark.executor.memory", "spark.executor.memoryOverhead"
 FACTOR, LEAST = "spark.executor.memoryOverheadFactor", "spark.executor.minMemoryOverhead"
@@ -51,8 +52,8 @@ def container_shortage(
         return None
     wanted = math.ceil((needed - room + overhead) / MIB)
     return (
-        f"An executor's container has {in_bytes(room)} beside its Java heap ({told}), and {ranks} "
-        f"rank(s) in it, with Spark's own processes, need at least {in_bytes(needed)}: Python and "
+        f"An executor's container has {in_bytes(room)} beside its Java heap ({told}), and "
+        f"{counted(ranks, 'rank')} in it, with Spark's own processes, need at least {in_bytes(needed)}: Python and "
         "torch alone, without model, data or CUDA. The cluster manager may kill the executor (exit "
         f"codes 137 and 143). Make the session with {OVERHEAD}={wanted}m, and what your training "
         "needs on top."

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from distributor.wire.messages import Remark
 from distributor.wire.room import container_memory, in_bytes
+from distributor.wire.wording import counted
 
 MIB = 2**20
 FORKED_RANK = 110 * MIB
@@ -69,8 +70,8 @@ def memory_remarks(
         needed -= WARM_PROCESS
     if bound and bound.left < needed:
         yield Remark(
-            f"{ranks} rank(s) need at least {in_bytes(needed)} of memory, for Python and torch "
-            "alone, without model, data or CUDA. Their container has less left, and the kernel "
+            f"{counted(ranks, 'rank')} in this container need at least {in_bytes(needed)} of memory, for Python and torch "
+            "alone, without model, data or CUDA. It has less left, and the kernel "
             f"kills a process when it is full: {MORE_MEMORY}.",
             f"{in_bytes(bound.left)} left of {in_bytes(bound.most)}",
         )

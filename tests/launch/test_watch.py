@@ -267,7 +267,7 @@ def test_tasks_that_run_without_a_link_are_warned_of_at_once(
     until(lambda: "Started distributed" in capsys.readouterr().err, "it says so", SOON)
     assert run.end() == []
     (warning,) = warned()
-    assert "Node(s) [0, 1, 2] did not reach this process" in warning
+    assert "Nodes 0, 1, 2 did not reach this process" in warning
 
 
 def test_where_spark_does_not_tell_a_run_without_a_link_goes_on(
