@@ -53,10 +53,10 @@ def container_shortage(
     wanted = math.ceil((needed - room + overhead) / MIB)
     return (
         f"An executor's container has {in_bytes(room)} beside its Java heap ({told}), and "
-        f"{counted(ranks, 'rank')} in it, with Spark's own processes, need at least {in_bytes(needed)}: Python and "
-        "torch alone, without model, data or CUDA. The cluster manager may kill the executor (exit "
-        f"codes 137 and 143). Make the session with {OVERHEAD}={wanted}m, and what your training "
-        "needs on top."
+        f"{counted(ranks, 'rank')} in it, with Spark's own processes, need at least "
+        f"{in_bytes(needed)}: Python and torch alone, without model, data or CUDA. The cluster "
+        "manager may kill the executor (exit codes 137 and 143). Make the session with "
+        f"{OVERHEAD}={wanted}m, and what your training needs on top."
     )
 
 

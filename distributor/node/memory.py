@@ -70,9 +70,9 @@ def memory_remarks(
         needed -= WARM_PROCESS
     if bound and bound.left < needed:
         yield Remark(
-            f"{counted(ranks, 'rank')} in this container need at least {in_bytes(needed)} of memory, for Python and torch "
-            "alone, without model, data or CUDA. It has less left, and the kernel "
-            f"kills a process when it is full: {MORE_MEMORY}.",
+            f"{counted(ranks, 'rank')} in this container need at least {in_bytes(needed)} of "
+            "memory, for Python and torch alone, without model, data or CUDA. It has less left, "
+            f"and the kernel kills a process when it is full: {MORE_MEMORY}.",
             f"{in_bytes(bound.left)} left of {in_bytes(bound.most)}",
         )
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
