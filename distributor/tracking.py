@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from distributor.errors import DistributorError
 from distributor.launch.console import warn
-from distributor.node.mlflow_run import LOCAL_STORES, NAMED, NONE, NOTE, RANKS, RUN
+from distributor.node.mlflow_run import HASTE, LOCAL_STORES, NAMED, NONE, NOTE, RANKS, RUN, UNSEEN
 from distributor.version import __version__
 
 T = TypeVar("T")
@@ -37,8 +37,6 @@ CREDENTIALS = (
     "DATABRICKS_CONFIG_PROFILE",
 )
 """Variables by which MLflow's client proves who it is."""
-HASTE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""What ranks have where the user says nothing: MLflow's own bounds hold training up for minutes."""
 SERVERS = ("http://", "https://", "databricks")
 SET_SERVER = "start a tracking server (mlflow server) and set MLFLOW_TRACKING_URI to its address"
 ANSWER_SECONDS = 15.0
@@ -114,8 +112,9 @@ def rank_environment(tracking: Tracking | Untracked, ranks: str) -> dict[str, st
         Whose calls log: "first" or "all".
     """
     if isinstance(tracking, Untracked):
-        given = {name: os.environ[name] for name in HASTE if name in os.environ}
-        return {**HASTE, **given, RANKS: tracking.ranks, NOTE: tracking.note}
+        if tracking == Untracked(NAMED, UNSEEN):
+            return {}  # what a rank takes for granted
+        return {RANKS: tracking.ranks, NOTE: tracking.note}
     return {**tracking.environment, RANKS: ranks}
 
 
@@ -150,14 +149,14 @@ def open_run(
         If the server refuses the credentials.
     """
     if "mlflow" not in sys.modules and not (os.environ.get(URI) or mentioned()):
-        return Untracked(NAMED, f"MLflow is off: {UNSEEN}")
+        return Untracked(NAMED, UNSEEN)
     if find_spec("mlflow") is None:
         return Untracked(NAMED, "MLflow is off: it is not installed where the run was started.")
     mlflow: Any = import_module("mlflow")
     active = mlflow.active_run()
     wished = active.info.run_id if active else os.environ.get(RUN)
     if not (wished or mlflow.is_tracking_uri_set() or mentioned()):
-        return Untracked(NAMED, f"MLflow is off: {UNSEEN}")
+        return Untracked(NAMED, UNSEEN)
     uri = _absolute(mlflow.get_tracking_uri())
     if not shares_disk and uri.startswith(LOCAL_STORES):
         what = "The active MLflow run is in" if active else "MLflow's store is"
@@ -195,12 +194,6 @@ def open_run(
             f"is off in its ranks: {brief(error)}"
         )
         return Untracked(NONE)
-
-
-UNSEEN = (
-    "no use of it was seen where the run was started, so there is no run to log to. Set "
-    "MLFLOW_TRACKING_URI there, or import mlflow in the training function or script itself."
-)
 
 
 def _absolute(uri: str) -> str:

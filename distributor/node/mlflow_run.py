@@ -36,6 +36,13 @@ code or variables name. ``NONE``: nothing is logged, whatever the code names."""
 LOCAL_STORES = ("sqlite:", "file:", "/", ".")
 """How the addresses of stores begin that are only on the machine where they are used."""
 SERVERS_FAULTS = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
+HASTE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""What ranks have where the user says nothing: MLflow's own bounds hold training up for minutes."""
+UNSEEN = (
+    "MLflow is off: no use of it was seen where the run was started, so there is no run to log to. "
+    "Set MLFLOW_TRACKING_URI there, or import mlflow in the training function or script itself."
+)
+"""What rank 0 says if the driver said nothing."""
 NOWHERE = "distributor-nowhere"
 """The scheme of what a store that has nothing tells of."""
 GETTERS = frozenset(
@@ -97,9 +104,8 @@ def _is_server(uri: str) -> bool:
 def follow_run() -> None:
     """Have MLflow, once this rank imports it, log to the job's run, or nowhere."""
     env = os.environ
-    if RANKS not in env:
-        return
-    role = _Role(env[RANKS], env["RANK"] == "0", env.get(RUN), env.get("MLFLOW_TRACKING_URI", ""))
+    whose, uri = env.get(RANKS, NAMED), env.get("MLFLOW_TRACKING_URI", "")
+    role = _Role(whose, env["RANK"] == "0", env.get(RUN), uri)
     after: dict[str, Callable[[ModuleType], object]] = {
         "mlflow.tracking.fluent": functools.partial(_adapt, role),
         "mlflow.tracking._model_registry.fluent": functools.partial(_adapt_registering, role),
@@ -110,6 +116,8 @@ def follow_run() -> None:
 
 
 def _adapt(role: _Role, fluent: ModuleType) -> None:
+    for name, value in HASTE.items():
+        os.environ.setdefault(name, value)
     if role.run_id is not None:
         atexit.unregister(fluent._safe_end_run)
         start_run = _attaching(role, role.run_id, fluent)
@@ -411,7 +419,7 @@ class _Complaint:
 
     def __init__(self) -> None:
         self._lost = 0
-        self._note = os.environ.get(NOTE, "") if os.environ["RANK"] == "0" else ""
+        self._note = os.environ.get(NOTE, UNSEEN) if os.environ["RANK"] == "0" else ""
 
     def note(self) -> None:
         """Say why nothing is logged, if the driver has not said it; only rank 0 does, once."""
