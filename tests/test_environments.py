@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -228,7 +227,7 @@ def test_an_interpreter_that_does_not_run_is_named(
         distribute(1, environment=archive, env=on_nodes(cache)).run(os.getpid)
 
     message = str(caught.value)
-    assert f"On {socket.gethostname()} the environment's interpreter" in message
+    assert re.match(r"On \S+ the environment's interpreter ", message)
     assert "bin/python (a link to /no/such/python3.11) does not run: " in message
     assert "conda-pack" in message
 

@@ -49,7 +49,7 @@ def test_two_runs_at_once_share_a_fixed_hub_port(
             with rank:
                 rank.sendall(f"run {number}".encode())
         assert sorted(run.result(120) for run in runs) == ["run 0", "run 1"]
-    assert capfd.readouterr().out.count("[0] here") == 2, "both have a link"
+    assert capfd.readouterr().out.count(" 0] here") == 2, "both have a link"
     with socket.socket() as probe:
         assert probe.connect_ex((host, port)), "the port is closed after the last run"
 

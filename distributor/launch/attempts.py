@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,14 +86,18 @@ def _run(job: Job, launcher: Launcher, audience: Audience, label: Label) -> list
             end = _reason_to_end(failed, job.settings.max_failures, job.preemption.asked)
             if end is not None:
                 _tell_of_attempts(failed, end)
+                if job.preemption.asked:  # this process ends before it can show the error
+                    notify("".join(traceback.format_exception(error)))
                 raise
         notify(f"Failed: {failed[-1]}. The next attempt begins.")
 
 
 def _attempt(job: Job, launcher: Launcher, audience: Audience, label: Label) -> list[Any]:
     audience.tell(lambda each: each.begins(job.attempt, job.num_processes))
-    with DriverSink(job, audience, label) as sink, going_on(job.run_id, job.inquiry):
-        outcomes = launcher.launch(job, sink)
+    with DriverSink(job, audience, label) as sink:
+        with going_on(job.run_id, job.inquiry):
+            outcomes = launcher.launch(job, sink)
+        # Not in a generator's context: it could not pass on an exception that is frozen.
         try:
             return values_of(job, outcomes)
         except ModuleNotFoundError as error:

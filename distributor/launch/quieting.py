@@ -138,6 +138,7 @@ class _OfOurCall(FutureWarning, metaclass=_InThisCall):
 
 
 _calls = threading.local()
+_quiet_calls = 0
 PANDAS = "PySpark does not yet fully support pandas"
 """How the one warning begins that PySpark gives for each call with pandas 3."""
 
@@ -147,12 +148,21 @@ def no_warning() -> Iterator[None]:
     """Leave out what PySpark warns of for a call of ours, on this thread, and for no other call.
 
     The filters of ``warnings`` are the process's, so `warnings.catch_warnings` would change them
-    for other threads. The one added here matches nothing but within this context manager.
+    for other threads. The one added here matches nothing but on a thread within this context
+    manager, and the last such thread removes it.
     """
-    _calls.quiet = True
-    try:
+    global _quiet_calls
+    with _lock:
+        _quiet_calls += 1
         # Again each time: whoever leaves catch_warnings meanwhile has put the old filters back.
         warnings.filterwarnings("ignore", message=PANDAS, category=_OfOurCall)
+    _calls.quiet = True
+    try:
         yield
     finally:
         _calls.quiet = False
+        with _lock:
+            _quiet_calls -= 1
+            if not _quiet_calls:
+                for entry in [each for each in warnings.filters if each[2] is _OfOurCall]:
+                    warnings.filters.remove(entry)  # type: ignore[attr-defined]

@@ -74,9 +74,7 @@ def test_a_spark_worker_has_its_own_name_again_after_the_run(spark: Any) -> None
     def workers() -> list[str]:
         import psutil
 
-        above = psutil.Process().parents()
-        daemon = next(each for each in above if "pyspark.daemon" in each.cmdline())
-        return [ps(child.pid, "args") for child in daemon.children()]
+        return [ps(pid, "args") for pid in psutil.pids()]
 
     def own_title(batches: Any) -> Any:
         import pyarrow

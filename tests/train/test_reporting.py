@@ -241,7 +241,8 @@ def test_a_checkpoint_is_reported_again(tmp_path: Path) -> None:
     found = storage.committed()
     assert [manifest.metrics["step"] for _, manifest in found] == [0, 1]
     assert [storage.damage_of(name, manifest.files) for name, manifest in found] == [None] * 2
-    assert found[0][1].files[:2] == found[1][1].files[:2]
+    named = [sorted(manifest.files, key=lambda stored: stored.name) for _, manifest in found]
+    assert named[0][:2] == named[1][:2]
 
 
 def test_a_second_name_that_a_killed_rank_left_leads_to_no_checkpoint(tmp_path: Path) -> None:
@@ -293,7 +294,7 @@ def test_ranks_that_do_not_report_are_named(
 
     env = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # it times out sooner when it says nothing
     ranks = TorchDistributor(4, use_gpu=False, storage_path=tmp_path, env=env, timeout=120)
-    waits = r"rank 0 still waits for rank\(s\) 1, 3"
+    waits = r"rank 0 still waits for ranks 1, 3"
     with pytest.raises(DistributorError, match=f"After 6 s, {waits}. Every rank has to call"):
         ranks.run(report)
     assert re.search(f"After 2 s, {waits} to report", capfd.readouterr().out)
