@@ -189,7 +189,7 @@ except ValueError as error:
     assert facts_in(done) == "ValueError"
     assert SECRET not in done.stdout + done.stderr
     assert f"[1] complained of: {MASK}" in done.stderr
-    (kept,) = (tmp_path / "logs").glob("*/rank1.stderr")
+    (kept,) = (tmp_path / "logs").glob("*/attempt_0/rank1.stderr")
     assert f"ValueError: {MASK} is wrong" in kept.read_text()
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["0", "0"], "command lines"
     assert holders_of(SECRET, tmp_path) == []
