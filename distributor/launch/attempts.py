@@ -23,7 +23,7 @@ from distributor.launch.labels import Label
 from distributor.launch.modules import how_to_send
 from distributor.node.logs import LogFiles
 from distributor.wire.messages import Source, Stream
-from distributor.wire.outcome import Failure, Outcome, Value, cause_first, raise_first
+from distributor.wire.outcome import Failure, Outcome, Value, add_note, cause_first, raise_first
 from distributor.wire.progress import Reader, Reported, Told
 from distributor.wire.wording import counted, listed
 
@@ -102,7 +102,7 @@ def _attempt(job: Job, launcher: Launcher, audience: Audience, label: Label) -> 
             return values_of(job, outcomes)
         except ModuleNotFoundError as error:
             if hint := how_to_send(error, job.program):
-                _add_note(error, hint)
+                add_note(error, hint)
             raise
 
 
@@ -141,11 +141,7 @@ def _tell_of_attempts(failed: list[Attempt], end: str) -> None:
         vars(failed[-1].error)["attempts"] = tuple(failed)
         earlier = "".join(f"\n  {attempt}" for attempt in failed[:-1])
         note = f"This was attempt {failed[-1].number}, the last: {end}. Before it:{earlier}"
-        _add_note(failed[-1].error, note)
-
-
-def _add_note(error: Exception, note: str) -> None:
-    vars(error).setdefault("__notes__", []).append(note)  # Python 3.10 has no method for it
+        add_note(failed[-1].error, note)
 
 
 FOR_GOOD = (UnpicklableError, ValueTooLarge)

@@ -201,10 +201,18 @@ def raise_first(failures: Mapping[int, Failure]) -> None:
     """
     first = next(iter(failures.values()))
     error = first.exception()
-    # Past __setattr__, which add_note uses too: an exception of the user's may be frozen.
-    error.__dict__["rank_failures"] = dict(failures)
-    error.__dict__.setdefault("__notes__", []).append(_note(first, failures))
+    error.__dict__["rank_failures"] = dict(failures)  # past __setattr__, as in `add_note`
+    add_note(error, _note(first, failures))
     raise error
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception.
+
+    Unlike `BaseException.add_note`, which Python 3.10 does not have, it goes past ``__setattr__``:
+    an exception of the user's may be frozen.
+    """
+    error.__dict__.setdefault("__notes__", []).append(note)
 
 
 def format_traceback(error: BaseException) -> str:
