@@ -22,6 +22,7 @@ from test_repeated import driver
 import distributor
 from distributor import RunTimeout, TorchDistributor, WorkerDied
 from distributor.node import agent
+from distributor.node.killing import TRACKER_SECONDS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
@@ -94,6 +95,41 @@ def assert_nothing_left(folder: Path, processes: int | None = None) -> None:
     assert_gone(pid for _, pids in notes for pid in pids[:processes])
     segments = [Path("/dev/shm", name) for name, _ in notes]
     until(lambda: not any(segment.exists() for segment in segments), "shared memory is left")
+
+
+SLOW_PYTHON = """\
+#!{python}
+import os, pathlib, sys, time
+pathlib.Path({begun!r}, str(os.getpid())).touch()
+time.sleep({seconds})
+os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+"""
+
+
+@linux
+def test_shared_memory_is_removed_though_its_cleaner_starts_late(
+    distribute: Distribute, tmp_path: Path
+) -> None:
+    slow = tmp_path / "python"
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    text = SLOW_PYTHON.format(python=sys.executable, begun=str(begun), seconds=TRACKER_SECONDS + 1)
+    slow.write_text(text)
+    slow.chmod(0o755)
+
+    def program(folder: str) -> str:
+        import multiprocessing.spawn
+
+        multiprocessing.spawn.set_executable(str(slow))
+        return work(folder, "return")
+
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    assert distribute(RANKS, warm=False, timeout=120).run(program, str(notes)) == "done"
+    assert_nothing_left(notes)
+    cleaners = [int(file.name) for file in begun.iterdir()]
+    assert len(cleaners) == RANKS
+    assert_gone(cleaners)
 
 
 DRIVER = """

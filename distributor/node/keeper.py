@@ -166,16 +166,18 @@ def forget(selector: selectors.BaseSelector, keep: int | None = None) -> None:
 
 
 def end_strays(doomed: Callable[[int], bool]) -> None:
-    """Kill and reap children of this process, and what is orphaned by that, until none is left."""
+    """Kill and reap children of this process, and what is orphaned by that, until none is left.
+
+    Trackers end by themselves, and are waited for.
+    """
     began = time.monotonic()
     while strays := [child for child in children() if doomed(child)]:
-        if time.monotonic() > began + GIVE_UP_SECONDS:
+        killed = [stray for stray in strays if not is_tracker(stray)]
+        if time.monotonic() > began + (GIVE_UP_SECONDS if killed else TRACKER_SECONDS):
             return
-        spared = time.monotonic() < began + TRACKER_SECONDS
-        for stray in strays:
-            if not (spared and is_tracker(stray)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(stray, signal.SIGKILL)
+        for stray in killed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(stray, signal.SIGKILL)
         for stray in strays:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(stray, os.WNOHANG)

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 TRACKER_SECONDS = 5.0
-"""Seconds that Python's own cleaner of shared memory has once all whom it serves are dead."""
+"""Seconds to wait for Python's cleaner of shared memory once all whom it serves are dead.
+
+It is never killed: then what it was to remove would stay until the machine restarts. On a machine
+that is short of processor time or memory, its start alone may take longer.
+"""
+EXECUTION_SECONDS = 5.0
+"""Seconds within which a process that was executed has a command line, unless it wants none."""
 TICK = 0.005
 
 
@@ -39,14 +45,13 @@ def kill_all_with(variables: Mapping[str, str]) -> None:
     """Kill every process of this user that was started with these variables."""
     wanted = {f"{name}={value}".encode() for name, value in variables.items()}
     assert wanted, "all processes have no variables at all"
-    began = time.monotonic()
-    while doomed := [pid for pid in all_processes() if wanted <= _environment_of(pid)]:
-        late = time.monotonic() > began + TRACKER_SECONDS
-        for pid in doomed:
-            if late or not is_tracker(pid):
+    until = time.monotonic() + TRACKER_SECONDS
+    while found := [pid for pid in all_processes() if wanted <= _environment_of(pid)]:
+        for pid in found:
+            if not is_tracker(pid):
                 with contextlib.suppress(OSError):  # another user's, or gone by now
                     os.kill(pid, signal.SIGKILL)
-        if late:
+        if time.monotonic() > until:
             return
         time.sleep(TICK)
 
@@ -61,9 +66,22 @@ def _environment_of(pid: int) -> set[bytes]:
 def is_tracker(pid: int) -> bool:
     """Tell Python's cleaner of shared memory, which ends by itself once all whom it serves have."""
     try:
-        return b"multiprocessing.resource_tracker" in _read(pid, "cmdline")
+        return b"multiprocessing.resource_tracker" in _command_line(pid)
     except OSError:
         return False
+
+
+def _command_line(pid: int) -> bytes:
+    """Read what a process runs; while it is being executed, Linux does not tell that yet."""
+    until = time.monotonic() + EXECUTION_SECONDS
+    while not (line := _read(pid, "cmdline")) and time.monotonic() < until and not _has_ended(pid):
+        time.sleep(TICK / 10)
+    return line
+
+
+def _has_ended(pid: int) -> bool:
+    """Tell whether a process is a zombie, or about to be one."""
+    return _read(pid, "stat").rpartition(b")")[2].split()[0] in (b"Z", b"X")
 
 
 def ignores(pid: int, signum: int) -> bool:
