@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar, overload
 from distributor.launch import attempts
 from distributor.launch.background import RunFuture
 from distributor.launch.call_site import CallSite
-from distributor.launch.console import notify
 from distributor.launch.job import (
     Job,
     Launcher,
@@ -285,13 +284,9 @@ class TorchDistributor(Settings):
         return Keeping(storage_path=path, name=self.name or run_id).to_variable()
 
     def _follow(self, job: Job, launcher: Launcher, recorder: Recorder | None) -> list[Any]:
-        what = "local training" if self.local_mode else "distributed training"
-        kind = "processes" if self.local_mode else "executor processes"
         recorded: AbstractContextManager[object] = recorder or nullcontext()
         with job.preemption, recorded:
-            values = attempts.run(job, launcher)
-        notify(f"Finished {what} with {job.num_processes} {kind}")
-        return values
+            return attempts.run(job, launcher)
 
     def _plan(self, least: int, most: int) -> tuple[Launcher, int]:
         """Choose the launcher, and the most ranks that it can start."""

@@ -78,7 +78,7 @@ def _run(job: Job, launcher: Launcher, audience: Audience, label: Label) -> list
         job = job.again(len(failed), silent)
         fitting, count = launcher.fit(job)
         try:
-            return _attempt(replace(job, num_processes=count), fitting, audience, label)
+            values = _attempt(replace(job, num_processes=count), fitting, audience, label)
         except Exception as error:
             job.preemption.between_attempts()
             failed.append(Attempt(len(failed), count, error))
@@ -89,7 +89,10 @@ def _run(job: Job, launcher: Launcher, audience: Audience, label: Label) -> list
                 if job.preemption.asked:  # this process ends before it can show the error
                     notify("".join(traceback.format_exception(error)))
                 raise
-        notify(f"Failed: {failed[-1]}. The next attempt begins.")
+            notify(f"Failed: {failed[-1]}. The next attempt begins.")
+        else:
+            notify(f"Finished {launcher.training.format(count)}")
+            return values
 
 
 def _attempt(job: Job, launcher: Launcher, audience: Audience, label: Label) -> list[Any]:

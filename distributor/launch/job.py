@@ -249,12 +249,21 @@ class Listener:
         """Hear that an attempt failed; ``error.rank_failures`` has each rank's failure."""
 
 
+LOCAL_TRAINING = "local training with {} processes"
+CLUSTER_TRAINING = "distributed training with {} executor processes"
+"""How messages name a run, as those of PySpark's class do."""
+
+
 class Launcher(Protocol):
     """Brings a job's ranks up somewhere and watches them to their end."""
 
     @property
     def shares_disk(self) -> bool:
         """Whether the ranks certainly reach files that are on this machine."""
+
+    @property
+    def training(self) -> str:
+        """How messages name a run here; has a place for the number of ranks."""
 
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Begin what the first run would otherwise have to wait for."""

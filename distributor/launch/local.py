@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from distributor.launch.console import notify
 from distributor.launch.environments import prepared_here
-from distributor.launch.job import Job, Settings
+from distributor.launch.job import LOCAL_TRAINING, Job, Settings
 from distributor.launch.modules import folders_of
 from distributor.launch.remarks import warn_of
 from distributor.launch.source_changes import warn_if_changed
@@ -50,6 +50,11 @@ class LocalLauncher:
     def shares_disk(self) -> bool:
         """Whether the ranks certainly reach files that are on this machine: always."""
         return True
+
+    @property
+    def training(self) -> str:
+        """How messages name a run here; has a place for the number of ranks."""
+        return LOCAL_TRAINING
 
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Begin what the first run would otherwise have to wait for."""
@@ -99,7 +104,7 @@ class LocalLauncher:
                 starter,
                 listener=listener,
                 keep_all=job.keep_all,
-                on_started=lambda: _note_start(job),
+                on_started=lambda: self._note_start(job),
                 on_failure=job.failures.append,
                 on_stacks=job.inquiry.answer,
                 on_done=lambda: agent.release(),
@@ -122,6 +127,10 @@ class LocalLauncher:
     def thread(self, target: Callable[[], object]) -> threading.Thread:
         """Make a thread on which a run can be launched for the calling one."""
         return threading.Thread(target=target, name="run", daemon=True)
+
+    def _note_start(self, job: Job) -> None:
+        job.standing.come_up(job.num_processes)
+        notify(f"Started {self.training.format(job.num_processes)}")
 
     def _node(self, job: Job, listener: socket.socket, env: Mapping[str, str]) -> Node:
         return Node(
@@ -146,11 +155,6 @@ def _memory_remarks(job: Job) -> Iterator[Remark]:
         warm=job.settings.warm and is_supported(),
         is_warm=lambda: warm.is_warm(os.getpid()),
     )
-
-
-def _note_start(job: Job) -> None:
-    job.standing.come_up(job.num_processes)
-    notify(f"Started local training with {job.num_processes} processes")
 
 
 def cool_down() -> None:

@@ -97,13 +97,15 @@ def why_few_slots(session: Session, plan: ClusterPlan, slots: int) -> str:
     return " ".join([demand, found, _why_no_more(session, size, none_there=count == 0)])
 
 
-def why_not_started(session: Session) -> str:
+def why_not_started(session: Session, *, has_room: bool) -> str:
     """Say what may keep Spark from starting the tasks of a job that was submitted, and what to do.
 
     Parameters
     ----------
     session : Session
         A classic or Connect session.
+    has_room : bool
+        Whether the executors are known to have slots for all tasks, free or not.
     """
     busy = session.running_tasks()
     if busy:
@@ -111,6 +113,8 @@ def why_not_started(session: Session) -> str:
             f"Other jobs of this application run {counted(busy, 'task')}: wait for them to end, or "
             "give the application more executors or cores."
         )
+    if has_room:
+        return "The executors have room for them: Spark may still be preparing the job."
     return (
         "A barrier job's tasks start together, once there is a free slot for each: too few may "
         f"exist, or others may hold them. {MORE_SLOTS}"

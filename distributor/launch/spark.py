@@ -17,7 +17,7 @@ from distributor.launch.console import notify, warn
 from distributor.launch.defaults import conf_cache_dir
 from distributor.launch.diagnosis import MORE_SLOTS
 from distributor.launch.environments import shipped_environment
-from distributor.launch.job import Job, Settings
+from distributor.launch.job import CLUSTER_TRAINING, Job, Settings
 from distributor.launch.local import LOOPBACK
 from distributor.launch.memory import container_shortage
 from distributor.launch.modules import shipped_modules
@@ -62,6 +62,11 @@ class SparkLauncher:
     def shares_disk(self) -> bool:
         """Whether the ranks certainly reach files that are on this machine."""
         return self.session.is_one_machine
+
+    @property
+    def training(self) -> str:
+        """How messages name a run here; has a place for the number of ranks."""
+        return CLUSTER_TRAINING
 
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Nothing: executors may not be there yet, and their first run makes them warm."""
@@ -135,7 +140,7 @@ class SparkLauncher:
                 tasks = TaskStarts(
                     self.plan.num_tasks,
                     barrier_job.started_tasks,
-                    lambda: why_not_started(self.session),
+                    self._why_not_started,
                     reminder,
                 )
                 return watch.outcomes(barrier_job.cancel, tasks)
@@ -173,6 +178,11 @@ class SparkLauncher:
         slots = wait_out(lambda: self._too_few(wanted), deadline, cancellation, shortage, reminder)
         if slots is not None:
             raise StartTimeout(shortage(slots))
+
+    def _why_not_started(self) -> str:
+        slots = self.session.slots(self._profile())
+        has_room = slots is not None and slots >= self.plan.num_tasks
+        return why_not_started(self.session, has_room=has_room)
 
     def _too_few(self, wanted: int) -> int | None:
         """Give how many tasks there is room for, where that is fewer than wanted."""

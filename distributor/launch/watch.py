@@ -12,7 +12,7 @@ from distributor.errors import NodeLost, RunTimeout, StartTimeout
 from distributor.launch.arrivals import Arrivals
 from distributor.launch.console import notify, warn
 from distributor.launch.diagnosis import explain
-from distributor.launch.job import Job
+from distributor.launch.job import CLUSTER_TRAINING, Job
 from distributor.launch.remarks import warn_of
 from distributor.launch.resources import ClusterPlan
 from distributor.launch.tasks import TaskStarts
@@ -389,8 +389,7 @@ class Watch:
     def _note_start(self) -> None:
         if not self._start_told:
             self._start_told = True
-            count = self._job.num_processes
-            notify(f"Started distributed training with {count} executor processes")
+            notify(f"Started {CLUSTER_TRAINING.format(self._job.num_processes)}")
 
     def _late(self) -> set[int]:
         """Return the nodes that can report that their ranks have started, and have not."""
