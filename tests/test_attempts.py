@@ -133,9 +133,7 @@ def test_a_number_of_ranks_between_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.spark
-def test_as_many_ranks_as_there_is_room_for(
-    spark: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_as_many_ranks_as_there_is_room_for(spark: Any, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = TorchDistributor((2, 99), local_mode=False, use_gpu=False, timeout=120)
     assert ranks.run_all(lambda: os.environ["WORLD_SIZE"]) == ["4"] * 4
     told = capsys.readouterr().err

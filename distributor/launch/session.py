@@ -143,14 +143,6 @@ class Session:
         tracker = self.spark.sparkContext._jsc.sc().statusTracker()
         return len(tracker.getExecutorInfos()) - 1  # the driver is one of them
 
-    def running_tasks(self) -> int:
-        """Count the tasks of this application that run; 0 through Connect, which does not tell."""
-        if self.is_connect:
-            return 0
-        tracker = self.spark.sparkContext.statusTracker()
-        stages = map(tracker.getStageInfo, tracker.getActiveStageIds())
-        return sum(stage.numActiveTasks for stage in stages if stage)
-
     def executor_hosts(self) -> set[str]:
         """List the executors' hosts, less the driver's; none through Connect."""
         if self.is_connect:
@@ -401,15 +393,34 @@ class BarrierJob:
             return None  # the JVM has gone; how, is told by the end of the job
 
     def _started_in(self, context: Any) -> int:
-        tracker = context.statusTracker()
-        jobs = context._jsc.sc().statusTracker().getJobIdsForTag(self._tag)
-        infos = [info for job in jobs if (info := tracker.getJobInfo(job))]
-        stages = [tracker.getStageInfo(stage) for info in infos for stage in info.stageIds]
+        stages = map(context.statusTracker().getStageInfo, self._stages_in(context))
         return sum(
             stage.numActiveTasks + stage.numCompletedTasks + stage.numFailedTasks
             for stage in stages
             if stage
         )
+
+    def other_running_tasks(self) -> int:
+        """Count the tasks that other jobs of this application run.
+
+        0 if Spark does not tell, as through Connect.
+        """
+        if self._session.is_connect:
+            return 0
+        try:
+            context = self._session.spark.sparkContext
+            tracker, own = context.statusTracker(), self._stages_in(context)
+            others = (stage for stage in tracker.getActiveStageIds() if stage not in own)
+            return sum(
+                info.numActiveTasks for stage in others if (info := tracker.getStageInfo(stage))
+            )
+        except Exception:
+            return 0  # as above
+
+    def _stages_in(self, context: Any) -> set[int]:
+        jobs = context._jsc.sc().statusTracker().getJobIdsForTag(self._tag)
+        infos = map(context.statusTracker().getJobInfo, jobs)
+        return {stage for info in infos if info for stage in info.stageIds}
 
     @property
     def _reports(self) -> bool:

@@ -97,21 +97,20 @@ def why_few_slots(session: Session, plan: ClusterPlan, slots: int) -> str:
     return " ".join([demand, found, _why_no_more(session, size, none_there=count == 0)])
 
 
-def why_not_started(session: Session, *, has_room: bool) -> str:
+def why_not_started(other_tasks: int, *, has_room: bool) -> str:
     """Say what may keep Spark from starting the tasks of a job that was submitted, and what to do.
 
     Parameters
     ----------
-    session : Session
-        A classic or Connect session.
+    other_tasks : int
+        How many tasks the application's other jobs run.
     has_room : bool
         Whether the executors are known to have slots for all tasks, free or not.
     """
-    busy = session.running_tasks()
-    if busy:
+    if other_tasks:
         return (
-            f"Other jobs of this application run {counted(busy, 'task')}: wait for them to end, or "
-            "give the application more executors or cores."
+            f"Other jobs of this application run {counted(other_tasks, 'task')}: wait for them to "
+            "end, or give the application more executors or cores."
         )
     if has_room:
         return "The executors have room for them: Spark may still be preparing the job."

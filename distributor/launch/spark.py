@@ -140,7 +140,7 @@ class SparkLauncher:
                 tasks = TaskStarts(
                     self.plan.num_tasks,
                     barrier_job.started_tasks,
-                    self._why_not_started,
+                    lambda: self._why_not_started(barrier_job.other_running_tasks()),
                     reminder,
                 )
                 return watch.outcomes(barrier_job.cancel, tasks)
@@ -179,10 +179,10 @@ class SparkLauncher:
         if slots is not None:
             raise StartTimeout(shortage(slots))
 
-    def _why_not_started(self) -> str:
+    def _why_not_started(self, other_tasks: int) -> str:
         slots = self.session.slots(self._profile())
         has_room = slots is not None and slots >= self.plan.num_tasks
-        return why_not_started(self.session, has_room=has_room)
+        return why_not_started(other_tasks, has_room=has_room)
 
     def _too_few(self, wanted: int) -> int | None:
         """Give how many tasks there is room for, where that is fewer than wanted."""

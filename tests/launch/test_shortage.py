@@ -15,7 +15,10 @@ from bed.waiting import until
 
 from distributor import TorchDistributor
 from distributor.errors import StartTimeout
+from distributor.launch.call_site import CallSite
 from distributor.launch.diagnosis import explain
+from distributor.launch.session import BarrierJob, Session
+from distributor.node.barrier_task import ROWS
 
 pytestmark = pytest.mark.spark
 
@@ -136,6 +139,32 @@ def test_slots_that_other_jobs_of_the_application_hold_are_named(
     told = capsys.readouterr().err
     assert "Waiting: Spark has started none of the 2 tasks" in told
     assert "Started" not in told
+
+
+def test_a_jobs_own_tasks_are_not_among_those_of_others(spark: Any, tmp_path: Path) -> None:
+    enough = tmp_path / "enough"
+
+    def hold(_: Any) -> Iterator[Any]:
+        while not enough.exists():
+            time.sleep(0.05)
+        yield from ()
+
+    session = Session(spark)
+    ends: list[Any] = []
+    with BarrierJob(
+        session,
+        session.barrier_frame(hold, 2, ROWS),
+        "a-tag-of-its-own",
+        ends.append,
+        description="two tasks",
+        call_site=CallSite.of_caller("hold"),
+    ) as job:
+        try:
+            until(lambda: job.started_tasks() == 2, "both run", 60)
+            assert job.other_running_tasks() == 0
+        finally:
+            enough.touch()
+    assert ends == [[]]
 
 
 def test_sparks_own_word_of_too_few_slots_is_explained() -> None:
