@@ -359,7 +359,7 @@ class BarrierJob:
         self._description = description
         self._call_site = call_site
         self._pool = pool
-        self._reported = 0  # tasks that have started, as a Connect server reports
+        self._reported = False  # whether a task has started, as a Connect server reports
         self._thread = session.thread(self._collect)
 
     def __enter__(self) -> BarrierJob:
@@ -380,21 +380,21 @@ class BarrierJob:
         else:
             spark.sparkContext.cancelJobsWithTag(self._tag)
 
-    def started_tasks(self) -> int | None:
-        """Count the tasks that Spark has started, those that have ended included.
+    def has_begun(self) -> bool | None:
+        """Return whether Spark has started a task of this job, be it one that has ended.
 
         None if Spark does not tell: through Connect it does so since PySpark 4.
         """
         if self._session.is_connect:
             return self._reported if self._reports else None
         try:
-            return self._started_in(self._session.spark.sparkContext)
+            return self._has_begun_in(self._session.spark.sparkContext)
         except Exception:
             return None  # the JVM has gone; how, is told by the end of the job
 
-    def _started_in(self, context: Any) -> int:
+    def _has_begun_in(self, context: Any) -> bool:
         stages = map(context.statusTracker().getStageInfo, self._stages_in(context))
-        return sum(
+        return any(
             stage.numActiveTasks + stage.numCompletedTasks + stage.numFailedTasks
             for stage in stages
             if stage
@@ -430,7 +430,7 @@ class BarrierJob:
         """Take a Connect server's report, which PySpark hands over on the job's own thread."""
         if threading.current_thread() is self._thread:
             ended = sum(stage.num_completed_tasks for stage in stages or ())
-            self._reported = max(self._reported, inflight_tasks + ended)
+            self._reported |= inflight_tasks + ended > 0
 
     @contextlib.contextmanager
     def _noting_progress(self) -> Iterator[None]:

@@ -139,7 +139,7 @@ class SparkLauncher:
             ):
                 tasks = TaskStarts(
                     self.plan.num_tasks,
-                    barrier_job.started_tasks,
+                    barrier_job.has_begun,
                     lambda: self._why_not_started(barrier_job.other_running_tasks()),
                     reminder,
                 )

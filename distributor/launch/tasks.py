@@ -13,14 +13,15 @@ LOOK_SECONDS = 1.0
 
 
 class TaskStarts:
-    """How many of a job's tasks Spark has started.
+    """Whether Spark has started a barrier job's tasks, which it starts together.
 
     Parameters
     ----------
     wanted : int
         How many tasks the job has.
-    count : callable
-        Counts those that Spark has started; returns None if this Spark does not tell.
+    begun : callable
+        Returns whether Spark has started any of them, or None if this Spark does not tell. (How
+        many it has started is not asked: its count may be ten seconds old.)
     obstacle : callable
         Says, in sentences for the user, what may keep Spark from starting them.
     reminder : Reminder, optional
@@ -30,17 +31,17 @@ class TaskStarts:
     def __init__(
         self,
         wanted: int,
-        count: Callable[[], int | None] = lambda: None,
+        begun: Callable[[], bool | None] = lambda: None,
         obstacle: Callable[[], str] = lambda: "",
         reminder: Reminder | None = None,
     ) -> None:
         self._reminder = reminder or Reminder()
         self._wanted = wanted
-        self._count = count
+        self._begun = begun
         self._obstacle = obstacle
         self._look_at = time.monotonic() + LOOK_SECONDS
         self._asked = False
-        self._started: int | None = None
+        self._started: bool | None = None
         self._all_since = math.inf
 
     def look(self) -> None:
@@ -49,8 +50,8 @@ class TaskStarts:
         if now < self._look_at or self.all_started:
             return
         self._look_at = now + LOOK_SECONDS
-        self._asked, self._started = True, self._count()
-        if self._started is not None and self._started >= self._wanted:
+        self._asked, self._started = True, self._begun()
+        if self._started:
             self._all_since = now
 
     @property
@@ -60,8 +61,8 @@ class TaskStarts:
 
     @property
     def lacking(self) -> bool:
-        """Whether Spark has said that it has started too few."""
-        return self._started is not None and not self.all_started
+        """Whether Spark has said that it has not started them."""
+        return self._started is False
 
     @property
     def all_started(self) -> bool:
@@ -77,9 +78,8 @@ class TaskStarts:
         return (self.lacking or self.unknown) and self._reminder.due()
 
     def shortfall(self) -> str:
-        """Say how many tasks have been started, and what may keep the others from it."""
+        """Say that the tasks have not been started, and what may keep them from it."""
         tasks = f"the {self._wanted} tasks" if self._wanted > 1 else "the one task"
         if self._started is None:
             return f"no word from {tasks} of this run, and this Spark does not tell of them."
-        started = f"{self._started or 'none'} of {tasks}"
-        return f"Spark has started {started} of this run. {self._obstacle()}".rstrip()
+        return f"Spark has started none of {tasks} of this run. {self._obstacle()}".rstrip()

@@ -235,16 +235,16 @@ def test_nodes_that_differ_are_told_before_they_meet(run: Followed) -> None:
     assert "2.12.0 on host0 (node 0); 2.13.0 on host1 (node 1), host2 (node 2)" in str(error)
 
 
-def seen(number: int) -> TaskStarts:
-    """Spark's word that it has started so many tasks."""
-    return TaskStarts(NODES, lambda: number, lambda: "All slots are taken.")
+def seen(begun: bool) -> TaskStarts:
+    """Spark's word that it has started the tasks, or not."""
+    return TaskStarts(NODES, lambda: begun, lambda: "All slots are taken.")
 
 
 def test_tasks_that_spark_does_not_start_are_waited_for_until_the_deadline(
     start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(waiting, "TELL_SECONDS", MEET_SECONDS)
-    run = start(tasks=seen(0), seconds=3 * MEET_SECONDS)
+    run = start(tasks=seen(False), seconds=3 * MEET_SECONDS)
 
     error = run.raised()
 
@@ -262,7 +262,7 @@ def test_tasks_that_spark_does_not_start_are_waited_for_until_the_deadline(
 def test_tasks_that_run_without_a_link_are_warned_of_at_once(
     start: Start, warned: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = start(tasks=seen(NODES), seconds=60)
+    run = start(tasks=seen(True), seconds=60)
     until(lambda: bool(warned()), "the driver warns", SOON)
     until(lambda: "Started distributed" in capsys.readouterr().err, "it says so", SOON)
     assert run.end() == []
