@@ -90,7 +90,7 @@ def environment() -> dict[str, str]:
 
 def adopt_orphans() -> None:
     """Become the parent of whatever a driver leaves behind, to be able to end it."""
-    from distributor.wire.kernel import set_subreaper  # other launchers' drivers do without
+    from distributor.core.kernel import set_subreaper  # other launchers' drivers do without
 
     set_subreaper()
 

@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
-from distributor.wire import frames
+from distributor.wire import protocol
 from distributor.wire.messages import (
     MeetThroughSpark,
     NodeDone,
@@ -98,21 +98,21 @@ async def _node(orders: Orders, number: int) -> Fate:
 async def _linked(orders: Orders, number: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     secret = orders.secret.encode()
     reader, writer = await asyncio.open_connection(LOOPBACK, orders.port)
-    greeting = await reader.readexactly(frames.GREETING.size)
-    nonce = os.urandom(frames.NONCE_SIZE)
-    writer.write(frames.hello(secret, greeting, nonce, number))
-    welcome = await reader.readexactly(frames.WELCOME.size)
-    frames.check_welcome(secret, greeting, nonce, welcome)
+    greeting = await reader.readexactly(protocol.GREETING.size)
+    nonce = os.urandom(protocol.NONCE_SIZE)
+    writer.write(protocol.hello(secret, greeting, nonce, number))
+    welcome = await reader.readexactly(protocol.WELCOME.size)
+    protocol.check_welcome(secret, greeting, nonce, welcome)
     return reader, writer
 
 
 def _send(writer: asyncio.StreamWriter, message: object) -> None:
-    writer.write(frames.encode(message))
+    writer.write(protocol.encode(message))
 
 
 async def _told(reader: asyncio.StreamReader, *kinds: type) -> object:
-    (length,) = frames.HEADER.unpack(await reader.readexactly(frames.HEADER.size))
-    message = frames.decode(await reader.readexactly(length))
+    (length,) = protocol.HEADER.unpack(await reader.readexactly(protocol.HEADER.size))
+    message = protocol.decode(await reader.readexactly(length))
     if not isinstance(message, kinds):
         raise RuntimeError(f"the driver said {message}")
     return message

@@ -153,20 +153,23 @@ def _follow_run(crowd: _Crowd) -> float:
     """Follow the run as the driver does, with its hub and its watch; give when it began."""
     from distributor.launch.console import Console
     from distributor.launch.job import Job, Settings, program_of
-    from distributor.launch.resources import ClusterPlan
-    from distributor.launch.watch import Watch
+    from distributor.launch.spark.monitor import RunMonitor
+    from distributor.launch.spark.plan import ClusterPlan
     from distributor.wire.hub import Hub
 
     secret = secrets.token_hex(16)
     settings = Settings(warm=False)
     job = Job(
-        program=program_of(print, (), {}), num_processes=crowd.nodes, least=1, settings=settings
+        program=program_of(print, (), {}),
+        num_processes=crowd.nodes,
+        min_processes=1,
+        settings=settings,
     )
     plan = ClusterPlan(num_tasks=crowd.nodes, ranks_per_task=1, use_gpu=False)
     sink = _Shown(Console(settings.shows))
     deadline = time.monotonic() + DEADLINE
     proof = secret.encode()
-    with Hub("127.0.0.1", proof) as hub, Watch(job, plan, hub, sink, deadline) as watch:
+    with Hub("127.0.0.1", proof) as hub, RunMonitor(job, plan, hub, sink, deadline) as watch:
         began = crowd.start(hub.port, secret)
         ending = _then(crowd.await_end, lambda: watch.job_ended([]))
         watch.outcomes(cancel=lambda: None)

@@ -13,13 +13,13 @@ from distributor.errors import (
     ValueTooLarge,
     WorkerDied,
 )
-from distributor.launch.inquiry import stacks
 from distributor.launch.job import Listener
 from distributor.launch.local import cool_down
+from distributor.launch.stack_requests import stacks
+from distributor.serialization.outcome import load_value
 from distributor.serverless import distributed
 from distributor.torch_distributor import TorchDistributor
 from distributor.version import __version__
-from distributor.wire.outcome import load_value
 
 __all__ = [
     "DistributorError",

@@ -1,4 +1,4 @@
-"""What ``distributor clean`` does: free the disk of what this package keeps on this machine."""
+"""``distributor clean``: removes what this package keeps on this machine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 import time
 from collections.abc import Iterator
 
-from distributor.node.cleaning import Bounds, Leftover, beyond, cached, kept_values, sweep
-from distributor.node.made_once import cache_folders
-from distributor.train.borrowing import copies
-from distributor.wire.room import in_bytes
+from distributor.core.resources import format_bytes
+from distributor.node.environment.build_once import cache_folders
+from distributor.node.environment.cache import Bounds, Leftover, beyond, cached, kept_values, sweep
+from distributor.train.storage.shared_download import copies
 
 
 def clean(days: float | None = None, *, dry_run: bool = False) -> Iterator[str]:
@@ -38,12 +38,12 @@ def clean(days: float | None = None, *, dry_run: bool = False) -> Iterator[str]:
             freed += each.size
             used = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.used_at))
             verb = "would remove" if dry_run else "removed"
-            yield f"{verb} {each.path} ({in_bytes(each.size)}, last used {used})"
+            yield f"{verb} {each.path} ({format_bytes(each.size)}, last used {used})"
     if not dry_run:
         for cache in caches:
             sweep(cache)
     where = f" (cache: {', '.join(map(str, caches))})" if caches else ""
-    yield f"{'Would free' if dry_run else 'Freed'} {in_bytes(freed)}{where}"
+    yield f"{'Would free' if dry_run else 'Freed'} {format_bytes(freed)}{where}"
 
 
 def _doomed(bounds: Bounds) -> Iterator[Leftover]:

@@ -15,10 +15,10 @@ from typing import Any
 
 from distributor.errors import WorkerDied
 from distributor.launch.application import application, check_application
-from distributor.launch.inquiry import stacks
 from distributor.launch.job import Settings, check_num_processes, module_of, program_of
 from distributor.launch.screen import SCREEN
-from distributor.node.stacks import with_stacks
+from distributor.launch.stack_requests import stacks
+from distributor.node.worker.stack_dump import with_stacks
 from distributor.torch_distributor import TorchDistributor
 from distributor.version import __version__
 
@@ -143,10 +143,10 @@ def _number_of_ranks(text: str) -> int | tuple[int, int]:
     match counts:
         case (count,):
             return count
-        case (least, most):
-            return least, most
+        case (min_processes, max_processes):
+            return min_processes, max_processes
     raise argparse.ArgumentTypeError(
-        f"expected a number of ranks, or the least and the most like 2,4; found {text!r}"
+        f"expected a number of ranks, or minimum and maximum like 2,4; found {text!r}"
     )
 
 

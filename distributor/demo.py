@@ -1,4 +1,4 @@
-"""``distributor demo``: DDP training on real images, here and on an embedded Spark."""
+"""``distributor demo``: DDP training on real images, on this machine and on an embedded Spark."""
 
 from __future__ import annotations
 

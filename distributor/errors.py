@@ -1,4 +1,4 @@
-"""The errors that the launcher itself raises; a rank's own exception is raised as it is."""
+"""The errors that the launcher itself raises; a rank's own exception is raised unchanged."""
 
 from __future__ import annotations
 

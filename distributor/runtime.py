@@ -1,4 +1,4 @@
-"""Who this rank is: for code that runs on ranks, and in a plain call elsewhere.
+"""Who this rank is, for code that runs on ranks, and in a plain call elsewhere.
 
 The names are those of ``serverless_gpu.runtime``.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from distributor.node.telling import tell
+from distributor.node.worker.telemetry import tell
 
 
 def get_global_rank() -> int:

@@ -1,4 +1,4 @@
-"""``@distributed``: a decorated function runs on every rank at the word ``.distributed``."""
+"""``@distributed``: runs a decorated function on all ranks when ``.distributed()`` is called."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-from distributor.launch.background import RunFuture
+from distributor.core.gpus import GPUType
 from distributor.launch.console import warn
+from distributor.launch.future import RunFuture
 from distributor.launch.job import Settings
-from distributor.launch.resources import driver_gpus
-from distributor.launch.session import Session
-from distributor.node.gpus import GPUType
+from distributor.launch.spark.plan import driver_gpus
+from distributor.launch.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
 
 P = ParamSpec("P")

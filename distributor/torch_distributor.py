@@ -1,4 +1,4 @@
-"""TorchDistributor: PySpark's class, and what it should have been."""
+"""TorchDistributor: PySpark's class, with return values, errors and clean-up."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, overload
 
-from distributor.launch import attempts
-from distributor.launch.background import RunFuture
+from distributor.core.checkpoint_config import CheckpointSettings, absolute
+from distributor.core.redaction import Redaction
+from distributor.launch import retry
 from distributor.launch.call_site import CallSite
+from distributor.launch.future import RunFuture
 from distributor.launch.job import (
     Job,
     Launcher,
@@ -21,18 +23,16 @@ from distributor.launch.job import (
     program_of,
 )
 from distributor.launch.local import LocalLauncher
-from distributor.launch.mentions import call_mentions, script_mentions
-from distributor.launch.resources import plan_cluster, plan_local
-from distributor.launch.session import Session
-from distributor.node.program import Program, Script
-from distributor.node.redaction import Redaction
-from distributor.recording import Recorder
-from distributor.tracking import Tracking, open_run, rank_environment, tags_of
-from distributor.wire.keeping import Keeping, absolute
+from distributor.launch.spark.plan import plan_cluster, plan_local
+from distributor.launch.spark.session import Session
+from distributor.serialization.code_mentions import call_mentions, script_mentions
+from distributor.serialization.program import Program, Script
+from distributor.tracking.recorder import Recorder
+from distributor.tracking.run import Tracking, open_run, rank_environment, tags_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
-LOOK_AT_STORAGE = "distributor.train.session:look_at_storage"
+LOOK_AT_STORAGE = "distributor.train.runtime.reporter:look_at_storage"
 """What ranks begin with where they keep checkpoints."""
 
 
@@ -48,7 +48,7 @@ class TorchDistributor(Settings):
     ----------
     num_processes : int or (int, int)
         How many ranks. In local mode with GPUs it is cut, with a warning, to the GPUs there are.
-        A pair is the least and the most: each attempt takes as many as there is room for.
+        A pair is (minimum, maximum): each attempt takes as many as there is room for.
     local_mode : bool
         True: ranks on this machine, no Spark needed. False: on the executors of the active
         Spark session, classic or Connect.
@@ -138,9 +138,9 @@ class TorchDistributor(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         # Frozen for its users; what they gave is settled here, once.
-        least, most = check_num_processes(self.num_processes)
-        launcher, planned = self._plan(least, most)
-        settled = planned if least == most else (least, planned)
+        min_processes, max_processes = check_num_processes(self.num_processes)
+        launcher, planned = self._plan(min_processes, max_processes)
+        settled = planned if min_processes == max_processes else (min_processes, planned)
         object.__setattr__(self, "num_processes", settled)
         launcher.prepare(self, planned)
 
@@ -247,8 +247,8 @@ class TorchDistributor(Settings):
         program = program_of(train_object, args, kwargs)
         if self.storage_path is not None:
             program = replace(program, begins_with=LOOK_AT_STORAGE)
-        least, most = check_num_processes(self.num_processes)
-        launcher, num_processes = self._plan(least, most)
+        min_processes, max_processes = check_num_processes(self.num_processes)
+        launcher, num_processes = self._plan(min_processes, max_processes)
         run_id = new_run_id()
         where = {"num_processes": num_processes, "use_gpu": self.use_gpu, **launcher.describe()}
         tracking = open_run(
@@ -258,7 +258,7 @@ class TorchDistributor(Settings):
             lambda: _mentions_mlflow(program, train_object, args, kwargs),
         )
         of_run = rank_environment(tracking, self.mlflow_ranks)
-        env = {**of_run, **self._keeping(run_id), **self.forwarded, **self.env}
+        env = {**of_run, **self._checkpoint_settings(run_id), **self.forwarded, **self.env}
         recorder = (
             Recorder(tracking, self.mlflow_ranks, Redaction(env))
             if isinstance(tracking, Tracking)
@@ -267,7 +267,7 @@ class TorchDistributor(Settings):
         job = Job(
             program=program,
             num_processes=num_processes,
-            least=least,
+            min_processes=min_processes,
             settings=self,
             env=env,
             listeners=(*([recorder] if recorder else []), *self.listeners),
@@ -277,27 +277,29 @@ class TorchDistributor(Settings):
         )
         return job, launcher, recorder
 
-    def _keeping(self, run_id: str) -> dict[str, str]:
+    def _checkpoint_settings(self, run_id: str) -> dict[str, str]:
         if self.storage_path is None:
             return {}
         path = absolute(self.storage_path)  # ranks may have another working folder
-        return Keeping(storage_path=path, name=self.name or run_id).to_variable()
+        return CheckpointSettings(storage_path=path, name=self.name or run_id).to_variable()
 
     def _follow(self, job: Job, launcher: Launcher, recorder: Recorder | None) -> list[Any]:
         recorded: AbstractContextManager[object] = recorder or nullcontext()
         with job.preemption, recorded:
-            return attempts.run(job, launcher)
+            return retry.run(job, launcher)
 
-    def _plan(self, least: int, most: int) -> tuple[Launcher, int]:
+    def _plan(self, min_processes: int, max_processes: int) -> tuple[Launcher, int]:
         """Choose the launcher, and the most ranks that it can start."""
         if self.local_mode:
-            plan = plan_local(least, most, self.use_gpu, self.wanted_type)
+            plan = plan_local(min_processes, max_processes, self.use_gpu, self.wanted_type)
             return LocalLauncher(plan.gpus), plan.num_processes
-        from distributor.launch.spark import SparkLauncher  # local mode does without its imports
+        from distributor.launch.spark.launcher import (
+            SparkLauncher,  # local mode does without its imports
+        )
 
         session = Session.require_active()
-        cluster = plan_cluster(session, most, self.use_gpu, self.pool)
-        return SparkLauncher(session, cluster), most
+        cluster = plan_cluster(session, max_processes, self.use_gpu, self.pool)
+        return SparkLauncher(session, cluster), max_processes
 
 
 def _mentions_mlflow(

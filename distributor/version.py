@@ -1,3 +1,3 @@
-"""The version, alone, so that setup.cfg and the executors can ask for it."""
+"""The version, in a module of its own so that setup.cfg and executors can read it."""
 
 __version__ = "0.1.0"

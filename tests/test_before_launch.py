@@ -9,7 +9,7 @@ import torch
 from bed.cluster import cluster_on
 from bed.machines import machines_apart, machines_on_loopback, why_not_apart
 
-from distributor.node.barrier_task import REACH_SECONDS
+from distributor.node.spark_task.task import REACH_SECONDS
 
 WHY_NOT = why_not_apart()
 pytestmark = pytest.mark.spark

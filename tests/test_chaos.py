@@ -10,7 +10,7 @@ import pytest
 from bed.chaos import ACTIVITIES, FAULTS, Case, bed, hurt, side_by_side
 from bed.cluster import Cluster
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no keepers")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has supervisors")
 ROOT = Path(__file__).parent.parent
 ON_A_CLUSTER = (
     "a rank is killed",

@@ -89,7 +89,7 @@ def test_exit_code_is_the_scripts(cli: Cli, script: Any, how: str, code: int, to
     assert re.search(told, done.stderr)
     assert "[0] I am __main__" in done.stdout
     assert ("distributor: " in done.stderr) == (code != 0)
-    assert "launch/attempts.py" not in done.stderr, "the launcher's own frames help nobody"
+    assert "/launch/" not in done.stderr, "the launcher's own frames help nobody"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_exit_code_is_the_scripts(cli: Cli, script: Any, how: str, code: int, to
         (["--nproc", "0", "train.py"], "num_processes has to be a positive integer, but is 0"),
         (["--nproc", "two", "train.py"], "--nproc.*expected a number of ranks, or .* found 'two'"),
         (["--nproc", "1,2,3", "train.py"], "--nproc.* like 2,4; found '1,2,3'"),
-        (["--nproc", "4,2", "train.py"], "least is above most"),
+        (["--nproc", "4,2", "train.py"], "minimum is above its maximum"),
         (["-m", "no.such"], "no module no .looked from"),
         (["--master", "local[2]", "train.py"], "--master .* add --cluster"),
         (["--conf", "spark.x=1", "train.py"], "--conf .* add --cluster"),

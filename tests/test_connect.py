@@ -217,7 +217,7 @@ def test_without_the_hub_all_comes_through_spark(
 kind, pids, logs = sys.argv[1:]
 spark = open_session(kind)
 from distributor import TorchDistributor
-from distributor.launch import spark as launcher
+from distributor.launch.spark import launcher as launcher
 
 # The nodes look for the hub where nobody listens.
 launcher.hub_address = lambda *_: launcher.HubAddress(bound="127.0.0.1", told="127.0.0.2")
@@ -263,10 +263,11 @@ def test_a_timeout_holds_without_the_hub(session: str, run_driver: Driver) -> No
         + """
 spark = open_session(sys.argv[1])
 from distributor import TorchDistributor
-from distributor.launch import spark as launcher, watch
+from distributor.launch.spark import launcher as launcher
+from distributor.launch.spark import monitor
 
 launcher.hub_address = lambda *_: launcher.HubAddress(bound="127.0.0.1", told="127.0.0.2")
-watch.UNHEARD_SECONDS = 4.0
+monitor.UNHEARD_SECONDS = 4.0
 
 def wait_in_vain():
     threading.Event().wait()

@@ -21,13 +21,13 @@ from test_repeated import driver
 
 import distributor
 from distributor import RunTimeout, TorchDistributor, WorkerDied
-from distributor.node import agent
-from distributor.node.killing import TRACKER_SECONDS
+from distributor.node.agent import agent
+from distributor.node.process.signals import TRACKER_SECONDS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
 RANKS = 2
-linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no keepers")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no supervisors")
 
 
 def leave_behind(folder: str) -> None:
@@ -146,7 +146,7 @@ DRIVER = """
 
 @linux
 @pytest.mark.parametrize("warm", ["warm", "fresh"])
-@pytest.mark.parametrize("victim", ["driver", "keeper", "zygote and keeper"])
+@pytest.mark.parametrize("victim", ["driver", "supervisor", "zygote and supervisor"])
 def test_what_ranks_have_started_ends_with_whoever_is_killed(
     tmp_path: Path, victim: str, warm: str
 ) -> None:
@@ -156,18 +156,18 @@ def test_what_ranks_have_started_ends_with_whoever_is_killed(
     with driver(DRIVER, tmp_path, here, str(notes), warm) as (process, mark):
         until(lambda: len(list(notes.glob("*.json"))) == RANKS, "the ranks run", 60)
         [rank, *_] = json.loads((notes / "0.json").read_text())[1]
-        keeper = psutil.Process(rank).ppid()
+        supervisor = psutil.Process(rank).ppid()
         victims = {
             "driver": [process.pid],
-            "keeper": [keeper],
-            "zygote and keeper": [psutil.Process(keeper).ppid(), keeper],
+            "supervisor": [supervisor],
+            "zygote and supervisor": [psutil.Process(supervisor).ppid(), supervisor],
         }[victim]
         if process.pid in victims and victim != "driver":
             pytest.skip("fresh ranks have no zygote")
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
         # With nobody above it, a forked daemon, which lacks the variables of the run, is lost.
-        assert_nothing_left(notes, processes=3 if victim == "zygote and keeper" else None)
+        assert_nothing_left(notes, processes=3 if victim == "zygote and supervisor" else None)
         if victim == "driver":
             until(lambda: not marked(mark), "processes of the driver are left")
 
@@ -233,7 +233,7 @@ def test_a_deadline_tells_where_the_ranks_stood(
     assert "no answer" in stacks[2]
     assert stacks[0] == stacks[3], "and so it is told once"
     assert "ranks 0, 3:\n" in str(caught.value)
-    assert "leash" not in str(caught.value)
+    assert "control_channel" not in str(caught.value)
 
 
 def never_end() -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from distributor import TorchDistributor
-from distributor.node.environment import mask_entries, visible_devices
+from distributor.node.agent.worker_env import mask_entries, visible_devices
 
 CLUSTER = "local-cluster[2,2,1024]"
 UNSET = "'spark.task.resource.gpu.amount' was unset, so gpu usage is unavailable"
@@ -211,7 +211,7 @@ def test_without_gpus_for_tasks_the_job_asks_for_its_own(
     told, _ = ask(
         """
         import pyspark
-        from distributor.launch.session import Session
+        from distributor.launch.spark.session import Session
         from pyspark import TaskContext
         from pyspark.resource import ResourceProfileBuilder
 

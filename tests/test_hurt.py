@@ -15,14 +15,14 @@ from bed.cluster import DEADLINE, Cluster, Driver, cluster_on, kill
 from bed.machines import machines_apart, why_not_apart
 from bed.waiting import alive, assert_gone, until
 
-from distributor.wire.frames import BEAT_SECONDS, LEASE_SECONDS
+from distributor.wire.protocol import HEARTBEAT_SECONDS, LEASE_SECONDS
 
 pytestmark = pytest.mark.spark
 
 WHY_NOT = why_not_apart()
 needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 SLOWER = ("rank", "executor", "zygote", "driver_jvm")
-NOTICED = LEASE_SECONDS + BEAT_SECONDS + 5.0
+NOTICED = LEASE_SECONDS + HEARTBEAT_SECONDS + 5.0
 """Seconds in which a node that cannot be heard is given up."""
 
 TRAINING = """
@@ -358,7 +358,7 @@ def test_nodes_whose_words_to_the_driver_are_swallowed_do_their_work(
     assert sorted(filter(None, printed)) == [f"hello of {host}\n" for host in sorted(both)]
 
 
-DEAF = """
+IGNORES_SIGTERM = """
 def wait_in_vain(folder):
     open(os.path.join(folder, str(os.getpid())), "x").close()
     threading.Event().wait()
@@ -382,7 +382,7 @@ def test_a_timeout_holds_where_the_drivers_port_is_blocked(
     ranks.mkdir()
     for machine in cluster.on_workers[:count]:
         machine.lose(hub)
-    with cluster.driver(DEAF.format(hub=hub.address, folder=str(ranks))) as driver:
+    with cluster.driver(IGNORES_SIGTERM.format(hub=hub.address, folder=str(ranks))) as driver:
         until(
             lambda: "Started distributed training" in driver.log.read_text(),
             "the driver says that the ranks have started",

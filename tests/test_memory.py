@@ -13,11 +13,11 @@ import pytest
 from bed.waiting import until
 from conftest import facts_in, needs_java
 
-from distributor.launch.memory import container_shortage
-from distributor.node import memory
-from distributor.node.memory import MIB, least_memory, memory_remarks
-from distributor.wire import room
-from distributor.wire.room import ContainerMemory, container_memory
+from distributor.core import resources
+from distributor.core.resources import ContainerMemory, container_memory
+from distributor.launch.spark.memory import container_shortage
+from distributor.node.agent import memory
+from distributor.node.agent.memory import MIB, least_memory, memory_remarks
 
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 YARN, KUBERNETES = {"spark.master": "yarn"}, {"spark.master": "k8s://https://host:6443"}
@@ -86,8 +86,8 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own").write_text("1:name=systemd:/elsewhere\n0::/outer/inner\n")
     folder = tmp_path / "cgroup" / "outer" / "inner"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(room, "CGROUPS", str(tmp_path / "cgroup"))
-    monkeypatch.setattr(room, "OWN_GROUPS", str(tmp_path / "own"))
+    monkeypatch.setattr(resources, "CGROUPS", str(tmp_path / "cgroup"))
+    monkeypatch.setattr(resources, "OWN_GROUPS", str(tmp_path / "own"))
     return folder
 
 
@@ -148,13 +148,13 @@ def limited() -> Iterator[str]:
     name = f"distributor-test-{uuid.uuid4().hex[:8]}"
     groups = {
         line.split(":", 2)[1]: line.strip().split(":", 2)[2]
-        for line in Path(room.OWN_GROUPS).read_text().splitlines()
+        for line in Path(resources.OWN_GROUPS).read_text().splitlines()
     }
     if "memory" in groups:
-        folder = Path(room.CGROUPS, "memory", groups["memory"].lstrip("/"), name)
+        folder = Path(resources.CGROUPS, "memory", groups["memory"].lstrip("/"), name)
         file = "memory.limit_in_bytes"
     else:
-        folder, file = Path(room.CGROUPS, groups.get("", "/").lstrip("/"), name), "memory.max"
+        folder, file = Path(resources.CGROUPS, groups.get("", "/").lstrip("/"), name), "memory.max"
     try:
         folder.mkdir()
     except OSError as error:

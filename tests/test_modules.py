@@ -13,10 +13,10 @@ import pytest
 from conftest import facts_in, needs_java
 
 from distributor import TorchDistributor
-from distributor.launch import modules
-from distributor.launch.modules import own_modules
-from distributor.wire.pickling import dump_call
-from distributor.wire.room import in_bytes
+from distributor.core.resources import format_bytes
+from distributor.launch.spark import user_modules
+from distributor.launch.spark.user_modules import own_modules
+from distributor.serialization.pickling import dump_call
 
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -117,7 +117,7 @@ def test_a_changed_module_is_the_changed_one_on_executors(
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make a folder that alone is searched for modules."""
-    modules._installed()  # imports from the standard library, and remembers
+    user_modules._installed()  # imports from the standard library, and remembers
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     return tmp_path
 
@@ -135,7 +135,7 @@ def test_a_package_travels_whole_and_what_is_not_imported_stays(folder: Path) ->
         "package/deep/two.py": write(folder / "package" / "deep" / "two.py"),
         "package/small.json": write(folder / "package" / "small.json", "{}"),
     }
-    write(folder / "package" / "large.bin", "a" * modules.LARGE_FILE)
+    write(folder / "package" / "large.bin", "a" * user_modules.LARGE_FILE)
     write(folder / "package" / "__pycache__" / "two.pyc")
     write(folder / "other.py")
     write(folder / "another" / "__init__.py")
@@ -197,7 +197,7 @@ def test_what_is_found_first_by_an_import_counts(
 
 def test_what_is_asked_for_travels_whole(folder: Path, tmp_path: Path) -> None:
     write(folder / "named" / "__init__.py", "import one")
-    large = write(tmp_path / "aside" / "named" / "large.bin", "a" * modules.LARGE_FILE)
+    large = write(tmp_path / "aside" / "named" / "large.bin", "a" * user_modules.LARGE_FILE)
     file = write(tmp_path / "aside" / "config.yaml")
     write(folder / "one.py")
 
@@ -237,7 +237,7 @@ def test_of_two_in_one_place_the_first_counts(folder: Path, tmp_path: Path) -> N
 
 
 def test_what_is_installed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = [path for path in sys.path if modules._is_installed(Path(path))]
+    installed = [path for path in sys.path if user_modules._is_installed(Path(path))]
     assert installed
     monkeypatch.setattr(sys, "path", installed)
 
@@ -250,11 +250,11 @@ def test_of_a_large_package_only_what_is_imported_travels(
     used = write(folder / "large" / "used_here.py")
     write(folder / "large" / "__init__.py")
     write(folder / "large" / "unused.py", "a" * 1000)
-    monkeypatch.setattr(modules, "MOST_BYTES", 999)
+    monkeypatch.setattr(user_modules, "MOST_BYTES", 999)
     module: Any = type(sys)("large.used_here")
     module.__file__ = str(used)
     monkeypatch.setitem(sys.modules, "large.used_here", module)
 
     assert own_modules(imports=["large"]) == {"large/used_here.py": used}
     [warning] = warned()
-    assert f"The package large takes {in_bytes(1000)}" in warning
+    assert f"The package large takes {format_bytes(1000)}" in warning

@@ -50,9 +50,9 @@ from distributor import (
     WorkerDied,
 )
 from distributor.launch.job import Job, program_of
-from distributor.node import settling
-from distributor.wire.frames import MAX_FRAME
-from distributor.wire.outcome import Failure
+from distributor.node.agent import failure_grace
+from distributor.serialization.outcome import Failure
+from distributor.wire.protocol import MAX_FRAME
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -658,7 +658,7 @@ def test_failure_is_raised_here_as_it_was_there(
 ) -> None:
     fail, failing = case.fail, PLACES[place]
     if place == "all":  # on a busy machine the second may fail well after the first
-        monkeypatch.setattr(settling, "CAUSE_SECONDS", 20.0)
+        monkeypatch.setattr(failure_grace, "CAUSE_SECONDS", 20.0)
 
     def program() -> object:
         if my_rank() in failing:
@@ -1040,7 +1040,9 @@ def test_output_is_kept_to_the_end_where_a_run_is_cut_short(distribute: Distribu
 
     distributor, sink = distribute(1), CutShort()
     launcher, _ = distributor._plan(1, 1)
-    job = Job(program=program_of(program, (), {}), num_processes=1, least=1, settings=distributor)
+    job = Job(
+        program=program_of(program, (), {}), num_processes=1, min_processes=1, settings=distributor
+    )
     with pytest.raises(RunTimeout, match="cut short"):
         launcher.launch(job, sink)
     assert sink.heard.startswith(b"ready\n")

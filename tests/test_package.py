@@ -23,11 +23,12 @@ HEAVY = ("torch", "pyspark", "py4j", "mlflow", "ray", "pandas", "numpy", "pyarro
 
 LAYERS = [
     {"version", "errors", "source"},
+    {"core"},
+    {"serialization"},
     {"wire"},
     {"node"},
     {"launch"},
     {"runtime", "tracking"},
-    {"recording"},
     {"torch_distributor"},
     {"serverless", "train"},
     {"serverless_gpu", "cleaning"},
@@ -35,6 +36,9 @@ LAYERS = [
     {"__main__"},
 ]
 """The package's parts from the lowest; "" is ``distributor`` itself. Each may import the lower."""
+
+MOST_MODULES = 15
+"""Modules directly in a package, beyond which it is more than one idea."""
 
 
 def python(source: str, *args: str) -> str:
@@ -92,9 +96,13 @@ def test_the_graph_is_read() -> None:
     """So the next two tests can fail."""
     known = graph()
     assert len(known) > 20
-    assert "distributor.node.agent" in known["distributor.launch.local"]
-    assert "distributor.launch.spark" in known["distributor.torch_distributor"], "in a function"
-    assert "distributor.wire.pickling" in known["distributor.node.worker"], "from a package"
+    assert "distributor.node.agent.agent" in known["distributor.launch.local"]
+    assert "distributor.launch.spark.launcher" in known["distributor.torch_distributor"], (
+        "in a function"
+    )
+    assert "distributor.serialization.pickling" in known["distributor.node.worker.main"], (
+        "from a package"
+    )
     assert layer("distributor") > layer("distributor.launch.local") > layer("distributor.errors")
 
 
@@ -112,6 +120,16 @@ def test_nothing_imports_in_a_circle() -> None:
     tuple(graphlib.TopologicalSorter(graph()).static_order())
 
 
+def test_no_package_is_crowded() -> None:
+    counts: dict[str, int] = {}
+    for path in modules().values():
+        if path.name != "__init__.py":
+            folder = str(path.parent.relative_to(PACKAGE.parent))
+            counts[folder] = counts.get(folder, 0) + 1
+    assert counts["distributor/node/process"] > 10
+    assert {folder for folder, count in counts.items() if count > MOST_MODULES} == set()
+
+
 def test_an_import_is_light() -> None:
     told = python(
         f"""
@@ -127,7 +145,7 @@ def test_an_import_leaves_the_environment_as_it_was() -> None:
         """
         import os
         before = dict(os.environ)
-        import distributor.launch.spark
+        import distributor.launch.spark.launcher
         print(dict(os.environ) == before)
         """
     )
@@ -177,9 +195,11 @@ def test_it_works_where_torch_cannot_be_imported(tmp_path: Path) -> None:
 
 def test_executor_side_modules_need_neither_pyspark_nor_torch() -> None:
     names = [
-        name for name in modules() if name.startswith(("distributor.node", "distributor.wire"))
+        name
+        for name in modules()
+        if name.split(".")[1:2] and name.split(".")[1] in ("core", "serialization", "wire", "node")
     ]
-    assert {"distributor.node.barrier_task", "distributor.wire.link"} < set(names)
+    assert {"distributor.node.spark_task.task", "distributor.wire.link"} < set(names)
     told = python(
         f"""
         BLOCKED = {HEAVY!r}

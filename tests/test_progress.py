@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from distributor import TorchDistributor, runtime
-from distributor.launch.progress import Standing
-from distributor.launch.spark import HubAddress
-from distributor.wire.progress import Progress, Reader
+from distributor.core.telemetry import Progress, Reader
+from distributor.launch.run_progress import RunProgress
+from distributor.launch.spark.launcher import HubAddress
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
@@ -40,7 +40,7 @@ def test_without_a_link_it_comes_at_the_end(
     spark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     elsewhere = HubAddress(bound="127.0.0.1", told="127.0.0.2")
-    monkeypatch.setattr("distributor.launch.spark.hub_address", lambda *_: elsewhere)
+    monkeypatch.setattr("distributor.launch.spark.launcher.hub_address", lambda *_: elsewhere)
     ranks = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120)
 
     assert ranks.run(count_to, 4) == "counted"
@@ -73,7 +73,7 @@ def test_lines_come_cut_anywhere_and_strangers_are_passed_over() -> None:
 
 def test_the_line_says_who_is_up_and_how_fast_it_goes() -> None:
     now = [0.0]
-    standing = Standing(clock=lambda: now[0])
+    standing = RunProgress(clock=lambda: now[0])
     standing.come_up(2)
     now[0] = 65.0
     assert standing.line("train", 8) == "train on 8 ranks, 2 up, 01:05"

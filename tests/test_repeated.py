@@ -83,7 +83,7 @@ MANY_RUNS = """
         zeros_turns.add(order.index(0))
         if run == RUNS // 10:
             small = sizes()
-    # A keeper has done its work by now, but may still be giving its memory back.
+    # A supervisor has done its work by now, but may still be giving its memory back.
     comes_true(lambda: state() == before, 10)
     grown = {of: size - small[of] for of, size in sizes().items()}
     facts = {"before": before, "after": state(), "grown": grown, "turns": sorted(zeros_turns)}

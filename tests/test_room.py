@@ -14,9 +14,9 @@ from bed.machines import machines_apart, small_disk, why_not_apart, why_not_moun
 from conftest import facts_in, needs_java
 
 from distributor import DistributorError, WorkerDied, load_value
-from distributor.wire import room
-from distributor.wire.outcome import Origin, death
-from distributor.wire.room import in_bytes, lacks_room
+from distributor.core import resources
+from distributor.core.resources import format_bytes, lacks_room
+from distributor.serialization.outcome import Origin, death
 
 NOT_APART, NOT_MOUNTED = why_not_apart(), why_not_mounted()
 needs_namespaces = pytest.mark.skipif(bool(NOT_APART), reason=NOT_APART)
@@ -81,9 +81,9 @@ def test_a_value_that_spark_carries_comes_and_is_kept_too(cluster: Cluster, tmp_
 
 
 WITH_LITTLE_MEMORY = """
-from distributor.launch import arrivals
+from distributor.launch.spark import value_receiver
 
-arrivals.free_memory = lambda: 50 * 2**20
+value_receiver.free_memory = lambda: 50 * 2**20
 
 def give(megabytes):
     import torch
@@ -126,14 +126,14 @@ def test_a_value_beyond_the_drivers_memory_is_kept(cluster: Cluster, tmp_path: P
 def test_a_containers_bound_counts(
     files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "CGROUPS", str(tmp_path))
-    unbound = room.free_memory()
+    monkeypatch.setattr(resources, "CGROUPS", str(tmp_path))
+    unbound = resources.free_memory()
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
 
     assert unbound > 2**20
-    assert room.free_memory() == 150
+    assert resources.free_memory() == 150
 
 
 ARGUMENTS = """
@@ -235,4 +235,4 @@ def test_what_lacks_room(error: Exception, lacks: bool) -> None:
     [(0, "0 bytes"), (999, "999 bytes"), (41_943_040, "41.9 MB"), (3.2e12, "3.2 TB")],
 )
 def test_bytes_are_written_for_people(count: float, text: str) -> None:
-    assert in_bytes(count) == text
+    assert format_bytes(count) == text

@@ -23,7 +23,7 @@ from bed.waiting import comes_true
 from conftest import facts_in
 
 from distributor import TorchDistributor, WorkerDied
-from distributor.node.redaction import MASK
+from distributor.core.redaction import MASK
 
 SECRET = "hunter2-hunter2"
 OF_THE_RUN = hashlib.sha256(b"of the run").digest()

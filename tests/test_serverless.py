@@ -17,7 +17,7 @@ from bed.waiting import assert_gone, until
 from conftest import facts_in, needs_java
 
 from distributor import UnpicklableError, distributed, runtime, serverless, serverless_gpu
-from distributor.node.gpus import GPUType, describe, is_of_type
+from distributor.core.gpus import GPUType, describe, is_of_type
 from distributor.serverless_gpu import compute, launcher
 from distributor.serverless_gpu import runtime as their_runtime
 

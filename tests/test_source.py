@@ -18,7 +18,7 @@ import pytest
 from conftest import facts_in, needs_java
 
 import distributor
-from distributor.launch.shipping import _own_source
+from distributor.launch.spark.package_shipping import _own_source
 from distributor.source import digest_of, files_of, own_spec, state_of
 
 PACKAGE = Path(distributor.__file__).resolve().parent
@@ -36,7 +36,7 @@ def older_in(folder: Path) -> Path:
     """Make a copy of the same version number that sends messages of another form."""
     copy_to(folder)
     messages, channel = (
-        folder / "distributor" / name for name in ("wire/messages.py", "node/channel.py")
+        folder / "distributor" / name for name in ("wire/messages.py", "node/spark_task/channel.py")
     )
     messages.write_text(re.sub(r"\n    (software|remarks): .*", "", messages.read_text()))
     channel.write_text(
@@ -98,7 +98,7 @@ def check():
     module = types.ModuleType("distributor.source")
     exec(text, vars(module))
     replaced = module.import_drivers_source(digest, lambda: archive)
-    import distributor.node.barrier_task
+    import distributor.node.spark_task.task
     from distributor.wire.messages import NodeUp
     return replaced, distributor.__file__, NodeUp("host", {}).software == {}
 
@@ -217,8 +217,8 @@ from distributor import TorchDistributor
 
 def where(warm):
     import os
-    import distributor.node.worker
-    return [os.getppid(), distributor.node.worker.__file__, int(os.environ["RANK"])]
+    import distributor.node.worker.main
+    return [os.getppid(), distributor.node.worker.main.__file__, int(os.environ["RANK"])]
 
 def run(warm=True):
     runner = TorchDistributor(2, local_mode=False, use_gpu=False, warm=warm, timeout=60)
@@ -241,7 +241,7 @@ def test_executors_with_an_older_copy_run_the_drivers(
 ) -> None:
     """Their Python has imported the older copy before the first task comes."""
     older = older_in(tmp_path / "older")
-    (older / "sitecustomize.py").write_text("import distributor.node.barrier_task")
+    (older / "sitecustomize.py").write_text("import distributor.node.spark_task.task")
     python = tmp_path / "python"
     python.write_text(
         f"#!/bin/sh\nPYTHONPATH={shlex.quote(str(older))}:$PYTHONPATH "
@@ -265,7 +265,9 @@ def test_source_that_changes_in_a_session_does_not_reach_its_executors(
 ) -> None:
     """They share the disk with the driver, which goes on with what it has imported."""
     ours = copy_to(tmp_path / "ours")
-    changed = [str(ours / "distributor" / name) for name in ("node/worker.py", "node/agent.py")]
+    changed = [
+        str(ours / "distributor" / name) for name in ("node/worker/main.py", "node/agent/agent.py")
+    ]
 
     done = run_driver(RUNS, *changed, env={"PYTHONPATH": str(ours)})
 
@@ -298,7 +300,7 @@ def test_source_that_changes_under_a_local_driver_is_said_once(
     ours = copy_to(tmp_path / "ours")
 
     done = run_driver(
-        CHANGING, str(ours / "distributor/node/worker.py"), env={"PYTHONPATH": str(ours)}
+        CHANGING, str(ours / "distributor/node/worker/main.py"), env={"PYTHONPATH": str(ours)}
     )
 
     assert facts_in(done)["values"] == [7, 7, 7]

@@ -26,11 +26,11 @@ from distributor import (
     DistributorError,
     TorchDistributor,
     distributed,
-    recording,
     runtime,
-    tracking,
 )
-from distributor.node.redaction import MASK
+from distributor.core.redaction import MASK
+from distributor.tracking import recorder
+from distributor.tracking import run as tracking_run
 
 mlflow: Any = pytest.importorskip("mlflow")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -244,8 +244,8 @@ def test_what_a_node_does_is_recorded_under_its_name(
     source = f"""
         import json, mlflow
         from distributor import TorchDistributor
-        from distributor.node import usage
-        usage.EVERY_SECONDS = 0.2
+        from distributor.node.agent import system_metrics
+        system_metrics.EVERY_SECONDS = 0.2
         mlflow.set_tracking_uri({server!r})
         run_id = mlflow.start_run(experiment_id={experiment!r}).info.run_id
         def wait(run_id):
@@ -290,7 +290,7 @@ def test_metrics_wait_for_a_server_that_comes_back(warned: Callable[[], list[str
             raise ConnectionError("nobody is there")
         came.extend(metrics)
 
-    outbox = recording.Outbox(send)
+    outbox = recorder.Outbox(send)
     outbox.put(range(2500))
     assert comes_true(lambda: bool(warned()), 60)
     down.clear()
@@ -303,7 +303,7 @@ def test_metrics_that_no_server_takes_are_counted(warned: Callable[[], list[str]
     def refuse(metrics: list[int]) -> None:
         raise ConnectionError("nobody is there")
 
-    outbox = recording.Outbox(refuse)
+    outbox = recorder.Outbox(refuse)
     outbox.put(range(2500))
     assert outbox.close() == 2500
     assert warned() == ["MLflow's server did not take metrics: nobody is there. Training goes on."]
@@ -589,7 +589,7 @@ def test_a_server_that_is_gone_stops_no_training(
     distribute: Distribute, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was there when the run began."""
-    gone = tracking.Tracking("0" * 32, "1", f"http://127.0.0.1:{free_port()}", False)
+    gone = tracking_run.Tracking("0" * 32, "1", f"http://127.0.0.1:{free_port()}", False)
     monkeypatch.setattr("distributor.torch_distributor.open_run", lambda *_: gone)
     haste = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 
@@ -604,7 +604,7 @@ def test_a_server_that_is_not_there_costs_a_warning(
 ) -> None:
     uri = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    monkeypatch.setattr(tracking, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(tracking_run, "ANSWER_SECONDS", 1.0)
 
     assert TorchDistributor(1, use_gpu=False).run(lambda: "trained") == "trained"
     [warning] = warned()
@@ -619,7 +619,7 @@ def gone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         if request.param == "refused":
             listener.close()
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-        monkeypatch.setattr(tracking, "ANSWER_SECONDS", 1.0)
+        monkeypatch.setattr(tracking_run, "ANSWER_SECONDS", 1.0)
         yield uri
 
 

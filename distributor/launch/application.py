@@ -14,7 +14,7 @@ from typing import Any
 
 from distributor.errors import DistributorError
 from distributor.launch.console import notify
-from distributor.launch.quieting import no_warning
+from distributor.launch.spark.log_quieting import no_warning
 
 MASTERS = (
     r"local(\[([1-9]\d*|\*)(,\s*[1-9]\d*)?\])?",

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distributor.core.addresses import checked_port, port_range
 from distributor.launch.console import warn
-from distributor.launch.session import Session
-from distributor.node.made_once import CACHE
-from distributor.wire.addresses import checked_port, port_range
+from distributor.launch.spark.session import Session
+from distributor.node.environment.build_once import CACHE
 
 CONF_SECONDS = 10.0
 """Seconds that a Connect server has to tell its conf; its client would retry for minutes."""

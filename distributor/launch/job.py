@@ -15,24 +15,24 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from distributor.core.addresses import checked_port, port_range, split_address
+from distributor.core.checkpoint_config import check_name
+from distributor.core.gpus import GPUType
+from distributor.core.telemetry import Progress, Reported
 from distributor.launch.call_site import CallSite
-from distributor.launch.cancelling import Cancellation
+from distributor.launch.cancellation import Cancellation
 from distributor.launch.defaults import NOT_GIVEN, complete, folder
-from distributor.launch.environments import Environment, check_environment
-from distributor.launch.inquiry import Inquiry
-from distributor.launch.modules import check_py_modules
-from distributor.launch.preemption import Preemption
-from distributor.launch.progress import Standing
-from distributor.node.environment import RANK_VARIABLES
-from distributor.node.gpus import GPUType
-from distributor.node.output import Sink
-from distributor.node.program import Call, Module, Program, Script
-from distributor.wire import pickling
-from distributor.wire.addresses import checked_port, port_range, split_address
-from distributor.wire.keeping import check_name
+from distributor.launch.graceful_shutdown import Preemption
+from distributor.launch.run_progress import RunProgress
+from distributor.launch.spark.environments import Environment, check_environment
+from distributor.launch.spark.user_modules import check_py_modules
+from distributor.launch.stack_requests import Inquiry
+from distributor.node.agent.log_relay import Sink
+from distributor.node.agent.worker_env import RANK_VARIABLES
+from distributor.serialization import pickling
+from distributor.serialization.outcome import Failure, Outcome
+from distributor.serialization.program import Call, Module, Program, Script
 from distributor.wire.messages import Stream
-from distributor.wire.outcome import Failure, Outcome
-from distributor.wire.progress import Progress, Reported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ class Job:
     ----------
     num_processes : int
         How many ranks; the most, where there may be fewer.
-    least : int
+    min_processes : int
         How few there may be, where the cluster has no room for more.
     silent : tuple of str
         Hosts that stopped answering in the attempt before.
@@ -188,7 +188,7 @@ class Job:
 
     program: Program
     num_processes: int
-    least: int
+    min_processes: int
     settings: Settings
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     keep_all: bool = False
@@ -198,7 +198,7 @@ class Job:
     attempt: int = 0
     silent: tuple[str, ...] = ()
     failures: list[Failure] = field(default_factory=list)
-    standing: Standing = field(default_factory=Standing)
+    standing: RunProgress = field(default_factory=RunProgress)
     inquiry: Inquiry = field(default_factory=Inquiry)
     cancellation: Cancellation = field(default_factory=Cancellation)
     preemption: Preemption = field(default_factory=Preemption)
@@ -207,18 +207,18 @@ class Job:
     def heading(self) -> str:
         """Say what begins: the run's id, what it runs, and where its output is kept."""
         log_dir = self.settings.log_dir
-        again = f", attempt {self.attempt}" if self.attempt else ""
+        suffix = f", attempt {self.attempt}" if self.attempt else ""
         kept = f", whose output is kept in {Path(log_dir) / self.run_id}" if log_dir else ""
-        return f"Run {self.run_id} of {self.program.name}{again}{kept}"
+        return f"Run {self.run_id} of {self.program.name}{suffix}{kept}"
 
-    def again(self, attempt: int, silent: tuple[str, ...]) -> Job:
+    def for_attempt(self, attempt: int, silent: tuple[str, ...]) -> Job:
         """Give the job for a new attempt, of which nothing is known yet."""
         return replace(
             self,
             attempt=attempt,
             silent=silent,
             failures=[],
-            standing=Standing(),
+            standing=RunProgress(),
             inquiry=Inquiry(),
         )
 
@@ -268,7 +268,7 @@ class Launcher(Protocol):
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Begin what the first run would otherwise have to wait for."""
 
-    def fit(self, job: Job) -> tuple[Launcher, int]:
+    def resolve_size(self, job: Job) -> tuple[Launcher, int]:
         """Give the launcher of as many of the job's ranks as there is room for, and how many."""
 
     def launch(self, job: Job, sink: Sink) -> list[Outcome]:
@@ -342,17 +342,18 @@ def _find_module(name: str, path: Sequence[str]) -> ModuleSpec:
 
 
 def check_num_processes(num_processes: object) -> tuple[int, int]:
-    """Check a number of ranks, or a pair of the least and the most; give such a pair.
+    """Check a number of ranks, or a (minimum, maximum) pair; return it as a pair.
 
     The words are PySpark's where it has some.
     """
     if isinstance(num_processes, tuple) and len(num_processes) == 2:
-        least, most = (_checked_count(count) for count in num_processes)
-        if least > most:
+        min_processes, max_processes = (_checked_count(count) for count in num_processes)
+        if min_processes > max_processes:
             raise ValueError(
-                f"num_processes is (least, most), but is {num_processes}: least is above most."
+                f"num_processes is (minimum, maximum), but is {num_processes}: its minimum is "
+                "above its maximum."
             )
-        return least, most
+        return min_processes, max_processes
     count = _checked_count(num_processes)
     return count, count
 

@@ -10,26 +10,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from distributor.core.addresses import port_range
 from distributor.launch.console import notify
-from distributor.launch.environments import prepared_here
 from distributor.launch.job import LOCAL_TRAINING, Job, Settings
-from distributor.launch.modules import folders_of
-from distributor.launch.remarks import warn_of
-from distributor.launch.source_changes import warn_if_changed
-from distributor.node import warm
-from distributor.node.agent import Agent
-from distributor.node.environment import Node, common_environment
-from distributor.node.interpreter import Interpreter
-from distributor.node.kept import is_supported
-from distributor.node.memory import memory_remarks
-from distributor.node.network import listen_for_ranks
-from distributor.node.output import Sink
-from distributor.node.program import in_file
-from distributor.node.remarks import remarks_here
-from distributor.node.warm import Warmth
-from distributor.wire.addresses import port_range
+from distributor.launch.remarks import warn_if_changed, warn_of
+from distributor.launch.spark.environments import prepared_here
+from distributor.launch.spark.user_modules import folders_of
+from distributor.node.agent.agent import Agent
+from distributor.node.agent.log_relay import Sink
+from distributor.node.agent.memory import memory_remarks
+from distributor.node.agent.network import listen_for_ranks
+from distributor.node.agent.remarks import remarks_here
+from distributor.node.agent.worker_env import Node, common_environment
+from distributor.node.process import zygote_client
+from distributor.node.process.interpreter import Interpreter
+from distributor.node.process.supervisor_client import is_supported
+from distributor.node.process.zygote_client import ZygoteSpec
+from distributor.serialization.outcome import Outcome
+from distributor.serialization.program import in_file
 from distributor.wire.messages import Remark
-from distributor.wire.outcome import Outcome
 
 LOOPBACK = "127.0.0.1"
 
@@ -61,9 +60,9 @@ class LocalLauncher:
         if settings.environment:
             return  # it may take long to make, and perhaps no run follows
         env = {**settings.forwarded, **settings.env}
-        warm.prepare(_warmth(settings, num_processes, env, Interpreter.here()))
+        zygote_client.prepare(_zygote_spec(settings, num_processes, env, Interpreter.here()))
 
-    def fit(self, job: Job) -> tuple[LocalLauncher, int]:
+    def resolve_size(self, job: Job) -> tuple[LocalLauncher, int]:
         """Give this launcher: what there is room for here was found out when it was planned."""
         return self, job.num_processes
 
@@ -90,12 +89,12 @@ class LocalLauncher:
     ) -> list[Outcome]:
         settings = job.settings
         env = {**interpreter.variables, **job.env}
-        warmth = _warmth(settings, job.num_processes, env, interpreter)
+        zygote_spec = _zygote_spec(settings, job.num_processes, env, interpreter)
         ports = port_range("rank_ports", settings.rank_ports)
         with (
             listen_for_ranks(LOOPBACK, ports) as listener,
             in_file(job.program) as program,
-            warm.starter(warmth, start_deadline, interpreter) as starter,
+            zygote_client.starter(zygote_spec, start_deadline, interpreter) as starter,
         ):
             agent = Agent(
                 self._node(job, listener, env),
@@ -108,8 +107,8 @@ class LocalLauncher:
                 on_failure=job.failures.append,
                 on_stacks=job.inquiry.answer,
                 on_done=lambda: agent.release(),
-                on_heeded=job.preemption.heed,
-                on_asked=lambda: agent.give_notice(),
+                on_subscribed=job.preemption.subscribe,
+                on_sigterm=lambda: agent.give_notice(),
             )
             job.inquiry.ask = agent.ask_for_stacks
             job.cancellation.then(agent.stop)
@@ -153,21 +152,21 @@ def _memory_remarks(job: Job) -> Iterator[Remark]:
         job.num_processes,
         1,
         warm=job.settings.warm and is_supported(),
-        is_warm=lambda: warm.is_warm(os.getpid()),
+        is_warm=lambda: zygote_client.is_warm(os.getpid()),
     )
 
 
 def cool_down() -> None:
     """End the warm process of this one's local runs, if there is one; runs that go on do so."""
-    warm.retire(os.getpid())
+    zygote_client.retire(os.getpid())
 
 
-def _warmth(
+def _zygote_spec(
     settings: Settings, num_processes: int, env: Mapping[str, str], interpreter: Interpreter
-) -> Warmth | None:
+) -> ZygoteSpec | None:
     if not settings.warm:
         return None
-    return Warmth(
+    return ZygoteSpec(
         owner=os.getpid(),
         environment=common_environment(num_processes, env, os.environ),
         preload=tuple(settings.preload),

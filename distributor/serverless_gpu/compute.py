@@ -1,5 +1,5 @@
-"""Kinds of GPUs, as ``serverless_gpu.compute`` names them."""
+"""GPU types, under the names of ``serverless_gpu.compute``."""
 
-from distributor.node.gpus import GPUType
+from distributor.core.gpus import GPUType
 
 __all__ = ["GPUType"]

@@ -1,4 +1,4 @@
-"""The decorator, as ``serverless_gpu.launcher`` names it."""
+"""The decorator, under the names of ``serverless_gpu.launcher``."""
 
 from distributor.serverless import distributed
 

@@ -1,4 +1,4 @@
-"""Who a rank is, as ``serverless_gpu.runtime`` tells it."""
+"""Who a rank is, under the names of ``serverless_gpu.runtime``."""
 
 from distributor.runtime import get_global_rank, get_local_rank, get_node_rank, get_world_size
 

@@ -1,11 +1,10 @@
-"""Training that reports, keeps checkpoints and goes on from them, in Ray Train's names."""
+"""Training with reports and checkpoints that a later run resumes from, in Ray Train's names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from distributor.train import preemption
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.config import (
     CheckpointConfig,
@@ -17,7 +16,8 @@ from distributor.train.config import (
 )
 from distributor.train.context import TrainContext, get_context
 from distributor.train.result import Result
-from distributor.train.session import CheckpointUploadMode, ReportedCheckpoint, current
+from distributor.train.runtime import preemption
+from distributor.train.runtime.reporter import CheckpointUploadMode, ReportedCheckpoint, current
 
 __all__ = [
     "Checkpoint",

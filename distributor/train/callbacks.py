@@ -1,14 +1,14 @@
-"""Calls what the user has given to be called on the driver while a training goes on."""
+"""Calls the user's callbacks on the driver while a training run goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from distributor.core.telemetry import Reported
 from distributor.launch.job import Listener
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.config import TrainRunContext, UserCallback
-from distributor.wire.progress import Reported
 
 
 class CallbackListener(Listener):

@@ -14,8 +14,8 @@ from typing import Any
 
 import pyarrow.fs as pafs
 
-from distributor.train.borrowing import borrowed
-from distributor.train.filesystems import files_in, is_local, resolve
+from distributor.train.storage.filesystems import files_in, is_local, resolve
+from distributor.train.storage.shared_download import borrowed
 
 METADATA = ".metadata.json"
 """The file that holds a checkpoint's metadata, as Ray Train calls it."""

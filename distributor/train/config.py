@@ -1,4 +1,4 @@
-"""How a training is scaled, kept, restarted and told of, in Ray Train's names.
+"""Configuration of a training run, in Ray Train's names.
 
 What the user gives is checked when it is built.
 """
@@ -38,7 +38,7 @@ class ScalingConfig(_Refusing):
     Parameters
     ----------
     num_workers : int or (int, int)
-        How many ranks; a pair is the least and the most.
+        How many ranks; a pair is (minimum, maximum).
     use_gpu : bool
         Whether each has a GPU.
     accelerator_type : str, optional

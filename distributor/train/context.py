@@ -1,13 +1,13 @@
-"""Who a rank is, in Ray Train's words."""
+"""Who a rank is, in Ray Train's names."""
 
 from __future__ import annotations
 
 import os
 
 from distributor import runtime
-from distributor.train.session import current
-from distributor.train.storage import Storage
-from distributor.wire.keeping import Keeping
+from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.train.runtime.reporter import current
+from distributor.train.storage.checkpoint_store import Storage
 
 
 class TrainContext:
@@ -35,8 +35,12 @@ class TrainContext:
 
     def get_experiment_name(self) -> str:
         """Give the training's name; the run's where nobody named it."""
-        keeping = Keeping.here()
-        return keeping.name if keeping else os.environ.get("TORCHELASTIC_RUN_ID", "")
+        checkpoint_settings = CheckpointSettings.here()
+        return (
+            checkpoint_settings.name
+            if checkpoint_settings
+            else os.environ.get("TORCHELASTIC_RUN_ID", "")
+        )
 
     def get_storage(self) -> Storage:
         """Give where the training is kept: its ``path`` and ``filesystem``."""

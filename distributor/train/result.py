@@ -1,4 +1,4 @@
-"""What came of a training."""
+"""The result of a training run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from distributor.train.checkpoint import Checkpoint
-from distributor.train.filesystems import resolve
-from distributor.train.record import Report, recorded
-from distributor.train.storage import Storage
+from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.filesystems import resolve
+from distributor.train.storage.report_log import Report, recorded
 
 if TYPE_CHECKING:
     import pandas

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from distributor import runtime
-from distributor.train.group import TorchConfig, device, ensure_group
+from distributor.train.runtime.process_group import TorchConfig, device, ensure_group
 from distributor.train.trainer import TorchTrainer
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def prepare_data_loader(
     ValueError
         For a sampler of another kind, which would be lost.
     """
-    from distributor.train.loading import prepared
+    from distributor.train.runtime.resumable_loader import prepared
 
     where = device() if move_to_device else None
     return prepared(data_loader, share=add_dist_sampler, device=where, pinned=auto_transfer)

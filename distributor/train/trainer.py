@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from distributor.core.checkpoint_config import CheckpointSettings, absolute, check_name
 from distributor.launch.job import Listener, new_run_id
-from distributor.launch.session import Session
+from distributor.launch.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
 from distributor.train.callbacks import CallbackListener
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.config import RunConfig, ScalingConfig, TrainRunContext
-from distributor.train.group import TorchConfig
-from distributor.train.loop import Loop
 from distributor.train.result import Result
-from distributor.train.storage import Storage
-from distributor.wire.keeping import Keeping, absolute, check_name
+from distributor.train.runtime.process_group import TorchConfig
+from distributor.train.runtime.worker_loop import Loop
+from distributor.train.storage.checkpoint_store import Storage
 
 RESULTS = "~/distributor_results"
 """Where results are kept by default, when all ranks are on this machine."""
@@ -124,14 +124,16 @@ class TorchTrainer:
             filesystem=run.storage_filesystem,
             resume_from=resume_from_checkpoint,
         )
-        keeping = _keeping_of(run, scaling)
-        self._storage = Storage(keeping.storage_path, keeping.name, run.storage_filesystem)
+        checkpoint_settings = _keeping_of(run, scaling)
+        self._storage = Storage(
+            checkpoint_settings.storage_path, checkpoint_settings.name, run.storage_filesystem
+        )
         self._storage.next_index()  # what cannot be read is told now, and not after the training
         context = TrainRunContext(
             run_config=run, scaling_config=scaling, train_loop_config=self._loop.config
         )
         called = CallbackListener(tuple(run.callbacks or ()), context, self._storage.filesystem)
-        self._distributor = _distributor_of(run, scaling, keeping, called)
+        self._distributor = _distributor_of(run, scaling, checkpoint_settings, called)
 
     def fit(self) -> Result:
         """Train, again from the latest checkpoint where that fails and may.
@@ -152,14 +154,14 @@ class TorchTrainer:
         return Result.from_path(storage.path, storage.filesystem, return_value=value)
 
 
-def _keeping_of(run: RunConfig, scaling: ScalingConfig) -> Keeping:
+def _keeping_of(run: RunConfig, scaling: ScalingConfig) -> CheckpointSettings:
     checkpoints = run.checkpoint_config
     path = os.fspath(run.storage_path or _default_path(scaling))
     if run.storage_filesystem is None:
         path = absolute(path)  # ranks may have another working folder
     if run.name is not None:
         check_name("RunConfig.name", run.name)
-    return Keeping(
+    return CheckpointSettings(
         storage_path=path,
         name=run.name or new_run_id(),
         num_to_keep=checkpoints.num_to_keep,
@@ -179,7 +181,10 @@ def _default_path(scaling: ScalingConfig) -> str:
 
 
 def _distributor_of(
-    run: RunConfig, scaling: ScalingConfig, keeping: Keeping, called: Listener
+    run: RunConfig,
+    scaling: ScalingConfig,
+    checkpoint_settings: CheckpointSettings,
+    called: Listener,
 ) -> TorchDistributor:
     settings = dict(run.settings)
     if ours := OURS & settings.keys():
@@ -187,7 +192,7 @@ def _distributor_of(
     known = {field.name for field in fields(TorchDistributor)} - OURS
     if unknown := sorted(settings.keys() - known):
         raise ValueError(f"RunConfig.settings has {unknown}; it takes {', '.join(sorted(known))}.")
-    env = {**settings.pop("env", {}), **keeping.to_variable()}
+    env = {**settings.pop("env", {}), **checkpoint_settings.to_variable()}
     listeners = (*settings.pop("listeners", ()), called)
     return TorchDistributor(
         scaling.num_workers,

@@ -1,4 +1,4 @@
-"""One run's end of the driver's links: what all nodes say arrives in one queue.
+"""The driver's end of one run's links: messages of all nodes arrive in one queue.
 
 The socket and its thread are a `Listener`, which several runs may share; each run has its own
 secret, queue and flow control. Messages are unpickled in `Hub.get`, in the consumer's thread: in
@@ -15,9 +15,9 @@ import threading
 import time
 from typing import Final, NamedTuple
 
-from distributor.wire import frames
+from distributor.wire import protocol
 from distributor.wire.listener import NO_NODE, Peer, listen
-from distributor.wire.messages import Beat
+from distributor.wire.messages import Heartbeat
 
 HERE: Final = NO_NODE  # the node index of messages that the driver posts to itself
 
@@ -100,14 +100,14 @@ class Hub:
             if event.peer.garbled:
                 continue
             try:
-                message = frames.decode(event.payload)
+                message = protocol.decode(event.payload)
             except Exception:
                 # What that peer sent after it is passed over: a gap would be worse than an end.
                 event.peer.garbled = True
                 _log.warning("cannot read what node %d sent", event.peer.node, exc_info=True)
                 self._listener.call(event.peer.transport.abort)
                 continue
-            if not isinstance(message, Beat):  # that it came is all that it says
+            if not isinstance(message, Heartbeat):  # that it came is all that it says
                 return event.peer.node, message
 
     def post(self, message: object) -> None:
@@ -120,13 +120,13 @@ class Hub:
         Raises
         ------
         FrameTooLarge
-            Where the pickled message is larger than `frames.MAX_FRAME`.
+            Where the pickled message is larger than `protocol.MAX_FRAME`.
         """
-        self._listener.call(self._write, frames.encode(message), node)
+        self._listener.call(self._write, protocol.encode(message), node)
 
     def broadcast(self, message: object) -> None:
         """Send to every node that is connected, as `send` does."""
-        self._listener.call(self._write, frames.encode(message), None)
+        self._listener.call(self._write, protocol.encode(message), None)
 
     def nodes(self) -> set[int]:
         """Return the nodes that are connected and have proved themselves."""
@@ -151,7 +151,7 @@ class Hub:
 
     def admit(self, peer: Peer) -> None:
         if peer.node in self.peers:
-            raise frames.HandshakeRefused(f"node {peer.node} is connected already")
+            raise protocol.HandshakeRefused(f"node {peer.node} is connected already")
         self.peers[peer.node] = peer
         if self._held_back:
             peer.transport.pause_reading()
@@ -170,7 +170,7 @@ class Hub:
         for peer in list(self.peers.values()):
             if delayed or self._held_back:  # whoever was not heard may well have spoken
                 peer.heard = now
-            elif now > peer.heard + frames.LEASE_SECONDS:
+            elif now > peer.heard + protocol.LEASE_SECONDS:
                 self._events.put((peer.node, SILENT))
                 peer.transport.abort()
         self._write(frame, None)

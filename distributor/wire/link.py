@@ -1,4 +1,4 @@
-"""A node's connection to the driver's hub: one thread reads, one sends, and nobody waits."""
+"""A node's connection to the driver's hub: one thread reads, one sends, and no caller waits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import BinaryIO
 
-from distributor.wire import frames
-from distributor.wire.messages import Beat
+from distributor.wire import protocol
+from distributor.wire.messages import Heartbeat
 
 _CHUNK = 256 * 2**10  # what is handed to the kernel at once, so that the backlog is seen to shrink
 
@@ -105,11 +105,11 @@ class Link:
         Raises
         ------
         FrameTooLarge
-            Where the pickled message is larger than `frames.MAX_FRAME`.
+            Where the pickled message is larger than `protocol.MAX_FRAME`.
         """
         if self.lost or self._closing:
             return
-        frame = frames.encode(message)
+        frame = protocol.encode(message)
         with self._changed:
             if not (self.lost or self._closing):
                 self._frames.append(frame)
@@ -169,8 +169,8 @@ class Link:
         try:
             with self._sock.makefile("rb") as stream:
                 while payload := _next_payload(stream):
-                    message = frames.decode(payload)
-                    if isinstance(message, Beat):
+                    message = protocol.decode(payload)
+                    if isinstance(message, Heartbeat):
                         self.send(message)
                     self._on_message(message)
         except Exception:
@@ -202,12 +202,12 @@ def _dial(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def _prove(sock: socket.socket, secret: bytes, node: int, deadline: float) -> None:
-    frames.tune(sock)
-    nonce = os.urandom(frames.NONCE_SIZE)
-    greeting = _receive(sock, frames.GREETING.size, deadline)
-    sock.sendall(frames.hello(secret, greeting, nonce, node))
-    welcome = _receive(sock, frames.WELCOME.size, deadline)
-    frames.check_welcome(secret, greeting, nonce, welcome)
+    protocol.tune(sock)
+    nonce = os.urandom(protocol.NONCE_SIZE)
+    greeting = _receive(sock, protocol.GREETING.size, deadline)
+    sock.sendall(protocol.hello(secret, greeting, nonce, node))
+    welcome = _receive(sock, protocol.WELCOME.size, deadline)
+    protocol.check_welcome(secret, greeting, nonce, welcome)
     sock.settimeout(None)
 
 
@@ -217,7 +217,7 @@ def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
         sock.settimeout(_left(deadline))
         part = sock.recv(size - len(received))
         if not part:
-            raise frames.HandshakeRefused("the hub hung up: a wrong secret, or a node twice")
+            raise protocol.HandshakeRefused("the hub hung up: a wrong secret, or a node twice")
         received += part
     return received
 
@@ -225,10 +225,10 @@ def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
 def _next_payload(stream: BinaryIO) -> bytes:
     """Return what the next frame holds; nothing where the connection has ended."""
     try:
-        header = stream.read(frames.HEADER.size)
-        if len(header) < frames.HEADER.size:
+        header = stream.read(protocol.HEADER.size)
+        if len(header) < protocol.HEADER.size:
             return b""
-        length = frames.check_length(frames.HEADER.unpack(header)[0])
+        length = protocol.check_length(protocol.HEADER.unpack(header)[0])
         payload = stream.read(length)
         return payload if len(payload) == length else b""
     except OSError:

@@ -1,4 +1,4 @@
-"""The listening socket of this process at one address, shared by all runs whose hub is there.
+"""The listening socket of a process at one address, shared by all runs whose hub is there.
 
 One asyncio loop in one daemon thread serves the socket and its connections. A connection belongs to
 no run until its hello has named one and proved that run's secret.
@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from distributor.wire import frames
-from distributor.wire.messages import Beat
+from distributor.wire import protocol
+from distributor.wire.messages import Heartbeat
 
 ACCEPTED_AT_ONCE = 16  # what is accepted and not yet counted is a few times that at most
 BACKLOG = 1024
@@ -70,7 +70,7 @@ class Listener:
         self._forked = False
         self._socket = socket.create_server((address, port), family=family, backlog=BACKLOG)
         try:
-            frames.tune(self._socket)  # what it accepts inherits that
+            protocol.tune(self._socket)  # what it accepts inherits that
             self.port: int = self._socket.getsockname()[1]
             # Not new_event_loop(): whatever loop policy the user has installed is theirs.
             self.loop = asyncio.SelectorEventLoop()
@@ -92,7 +92,7 @@ class Listener:
         ValueError
             If another run here has the same secret.
         """
-        if self._runs.setdefault(frames.run_key(run.secret), run) is not run:
+        if self._runs.setdefault(protocol.run_key(run.secret), run) is not run:
             raise ValueError("another run at this address has the same secret")
 
     def remove(self, run: Run) -> None:
@@ -102,7 +102,7 @@ class Listener:
         """
         if self._forked:
             return
-        key = frames.run_key(run.secret)
+        key = protocol.run_key(run.secret)
         closed = threading.Event()
         with _lock:
             if self._runs.pop(key, None) is None:
@@ -166,12 +166,12 @@ class Listener:
 
     async def _beat(self) -> None:
         """Let the nodes know that the driver lives, and find those that do not answer."""
-        frame = frames.encode(Beat())
+        frame = protocol.encode(Heartbeat())
         while True:
             before = self.loop.time()
-            await asyncio.sleep(frames.BEAT_SECONDS)
+            await asyncio.sleep(protocol.HEARTBEAT_SECONDS)
             now = self.loop.time()
-            delayed = now > before + 2 * frames.BEAT_SECONDS
+            delayed = now > before + 2 * protocol.HEARTBEAT_SECONDS
             for run in list(self._runs.values()):
                 run.beat(frame, now, delayed)
 
@@ -179,7 +179,7 @@ class Listener:
         if not run.peers:
             closed.set()
             return
-        self._closing[frames.run_key(run.secret)] = closed
+        self._closing[protocol.run_key(run.secret)] = closed
         for peer in run.peers.values():
             self._close(peer)
 
@@ -205,10 +205,10 @@ class Listener:
         HandshakeRefused
             If there is no such run, the proof is wrong, or the node is connected already.
         """
-        run = self._runs.get(frames.key_in(hello))
+        run = self._runs.get(protocol.key_in(hello))
         if run is None:
-            raise frames.HandshakeRefused("no run of this process has that key")
-        peer.node, welcome = frames.admit(run.secret, peer.nonce, hello)
+            raise protocol.HandshakeRefused("no run of this process has that key")
+        peer.node, welcome = protocol.admit(run.secret, peer.nonce, hello)
         run.admit(peer)
         peer.run = run
         self._unproved.pop(peer)
@@ -220,7 +220,7 @@ class Listener:
         self._unproved.pop(peer, None)
         if run := peer.run:
             run.gone(peer)
-            if not run.peers and (closed := self._closing.pop(frames.run_key(run.secret), None)):
+            if not run.peers and (closed := self._closing.pop(protocol.run_key(run.secret), None)):
                 closed.set()
         if not self._open and self._stop.is_set():
             self._all_gone.set()
@@ -237,14 +237,14 @@ class Peer(asyncio.BufferedProtocol):
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        self.nonce = os.urandom(frames.NONCE_SIZE)
-        self._expect(frames.HELLO.size, self._on_hello)
+        self.nonce = os.urandom(protocol.NONCE_SIZE)
+        self._expect(protocol.HELLO.size, self._on_hello)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         self._timer = self._listener.loop.call_later(HANDSHAKE_SECONDS, transport.abort)
-        transport.write(frames.GREETING.pack(frames.MAGIC, self.nonce))
+        transport.write(protocol.GREETING.pack(protocol.MAGIC, self.nonce))
         self._listener.connected(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -271,15 +271,15 @@ class Peer(asyncio.BufferedProtocol):
     def _on_hello(self, hello: bytearray) -> None:
         self.transport.write(self._listener.admit(self, hello))
         self._timer.cancel()
-        self._expect(frames.HEADER.size, self._on_header)
+        self._expect(protocol.HEADER.size, self._on_header)
 
     def _on_header(self, header: bytearray) -> None:
-        (length,) = frames.HEADER.unpack(header)
-        self._expect(frames.check_length(length), self._on_payload)
+        (length,) = protocol.HEADER.unpack(header)
+        self._expect(protocol.check_length(length), self._on_payload)
 
     def _on_payload(self, payload: bytearray) -> None:
         assert self.run is not None
-        self._expect(frames.HEADER.size, self._on_header)
+        self._expect(protocol.HEADER.size, self._on_header)
         self.run.received(self, payload)
 
 

@@ -1,4 +1,4 @@
-"""The message types that a node and the driver exchange over the hub."""
+"""The messages that nodes and the driver exchange over the hub."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from distributor.wire.outcome import Failure
+from distributor.serialization.outcome import Failure
 
 Stream = Literal["stdout", "stderr"]
 Source = Stream | Literal["progress", "usage"]
@@ -58,7 +58,7 @@ class MeetThroughSpark:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """From the hub to every node, and back: I am here."""
 
 
@@ -132,7 +132,7 @@ class Stacks:
 
 
 @dataclass(frozen=True)
-class Heeds:
+class Subscribed:
     """Node to driver: a rank wants to be told when the run is about to lose a process."""
 
 

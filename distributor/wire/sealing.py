@@ -1,4 +1,4 @@
-"""Authenticated encryption of small payloads that pass through places where others can read them.
+"""Authenticated encryption of small payloads that pass through places others can read.
 
 A rank's exception may hold a secret in its arguments. It reaches the driver inside the error of a
 Spark task, which Spark also writes to its event log, its UI and the executors' logs. Those outlive

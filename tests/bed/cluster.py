@@ -184,7 +184,7 @@ class Driver:
     def __init__(self, cluster: Cluster, script: Path, properties: dict[str, str]) -> None:
         self._cluster = cluster
         self._ours, theirs = socket.socketpair()
-        self._words = self._ours.makefile("r")
+        self._reader = self._ours.makefile("r")
         self.log = script.with_suffix(".log")
         with theirs, self.log.open("wb") as log:
             self.process = cluster.on_driver.start(
@@ -212,7 +212,7 @@ class Driver:
     def hear(self, key: str, timeout: float = DEADLINE) -> dict[str, Any]:
         """Wait until the program tells of something."""
         self._ours.settimeout(timeout)
-        for line in self._words:
+        for line in self._reader:
             told: dict[str, Any] = json.loads(line)
             if key in told:
                 return told

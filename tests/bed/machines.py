@@ -16,7 +16,7 @@ from typing import Any
 
 from bed import delay
 from bed.delay import open_tap
-from distributor.wire.addresses import joined
+from distributor.core.addresses import joined
 
 _numbers = itertools.count()
 LISTENING = "0A"

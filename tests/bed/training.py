@@ -31,8 +31,8 @@ from distributor.train import (
     RunConfig,
     ScalingConfig,
 )
-from distributor.train.record import FILE
-from distributor.train.storage import MANIFEST
+from distributor.train.storage.checkpoint_store import MANIFEST
+from distributor.train.storage.report_log import FILE
 from distributor.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 
 SAMPLES, BATCH, EPOCHS, SAVE_EVERY = 48, 3, 2, 2

@@ -20,12 +20,12 @@ from typing import Any, TextIO
 import pytest
 
 import distributor
-from distributor.launch.attempts import Attempt
+from distributor.core.text import counted, listed
 from distributor.launch.console import Console, Stream, notify, warn
 from distributor.launch.labels import Label
-from distributor.launch.progress import Standing
+from distributor.launch.retry import Attempt
+from distributor.launch.run_progress import RunProgress
 from distributor.launch.screen import Screen
-from distributor.wire.wording import counted, listed
 
 Chunk = tuple[int, Stream, bytes]
 MIB = 2**20
@@ -881,7 +881,7 @@ NOUNS = [
     (counted(2, "entry", "entries"), "2 entries"),
     (listed("rank", [3]), "rank 3"),
     (listed("rank", [0, 3]), "ranks 0, 3"),
-    (Standing().line("train", 1).rpartition(",")[0], "train on 1 rank, 0 up"),
+    (RunProgress().line("train", 1).rpartition(",")[0], "train on 1 rank, 0 up"),
     (str(Attempt(0, 1, KeyError("lost"))), "attempt 0 on 1 rank: KeyError: 'lost'"),
 ]
 

@@ -15,7 +15,7 @@ import pytest
 from distributor import TorchDistributor
 from distributor.launch.defaults import CACHE_DIR, DEFAULTS, conf_cache_dir, table
 from distributor.launch.job import Settings
-from distributor.launch.session import Session
+from distributor.launch.spark.session import Session
 
 README = Path(__file__).parents[2] / "README.md"
 OF_SETTINGS = [each for each in DEFAULTS if each is not CACHE_DIR]

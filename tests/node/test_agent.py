@@ -14,13 +14,13 @@ import cloudpickle
 from bed.waiting import until
 
 from distributor.launch.job import program_of
-from distributor.node import warm
-from distributor.node.agent import Agent
-from distributor.node.environment import Node
-from distributor.node.interpreter import Interpreter
-from distributor.node.processes import Process, Starter
-from distributor.node.program import in_file
-from distributor.wire.outcome import Failure
+from distributor.node.agent.agent import Agent
+from distributor.node.agent.worker_env import Node
+from distributor.node.process import zygote_client
+from distributor.node.process.interpreter import Interpreter
+from distributor.node.process.spawner import Process, Spawner
+from distributor.serialization.outcome import Failure
+from distributor.serialization.program import in_file
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -38,7 +38,7 @@ class Silence:
 class Remembering:
     """A starter that remembers what it has started."""
 
-    def __init__(self, starter: Starter) -> None:
+    def __init__(self, starter: Spawner) -> None:
         self._starter = starter
         self.processes: list[Process] = []
 
@@ -80,7 +80,7 @@ def test_who_dies_while_another_is_looked_at_is_told_of_too(tmp_path: Path) -> N
         )
         with (
             in_file(program_of(wait_or_die, (there,), {})) as program,
-            warm.starter(None, math.inf, Interpreter.here()) as begin,
+            zygote_client.starter(None, math.inf, Interpreter.here()) as begin,
         ):
             starter: Any = Remembering(begin)
             with Agent(

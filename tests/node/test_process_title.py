@@ -13,7 +13,7 @@ import cloudpickle
 import pytest
 
 from distributor import TorchDistributor
-from distributor.launch.session import Session
+from distributor.launch.spark.session import Session
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -64,7 +64,7 @@ def test_ps_shows_the_rank_its_run_and_its_supervisor(warm: bool) -> None:
         assert "swordfish" not in str(seen)
         assert seen["argv"] == ["my_training"]
         assert seen["orig_argv"][0] == "-c"
-        assert "boot.main" in seen["orig_argv"][1]
+        assert "bootstrap.main" in seen["orig_argv"][1]
         assert "multiprocessing.resource_tracker" in seen["tracker"]
         assert seen["program"] == "sleep 9"
 
@@ -95,7 +95,7 @@ def test_a_spark_worker_has_its_own_name_again_after_the_run(spark: Any) -> None
 LOOK = """
 import json, sys
 from pathlib import Path
-from distributor.node.process_title import run_titled, set_title
+from distributor.node.process.process_title import run_titled, set_title
 
 def look():
     return [Path("/proc/self", name).read_text() for name in ("cmdline", "environ", "comm")]

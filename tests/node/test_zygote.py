@@ -42,20 +42,22 @@ from test_repeated import driver, told_pids
 from distributor import DistributorError, StartTimeout, TorchDistributor, WorkerDied
 from distributor.launch.job import program_of
 from distributor.launch.local import cool_down
-from distributor.node import warm
-from distributor.node.asking import Fork, Retire
-from distributor.node.environment import common_environment
-from distributor.node.kept import KeptStarter
-from distributor.node.order import Order
-from distributor.node.program import in_file
-from distributor.node.scratch import new_scratch
-from distributor.node.surroundings import Surroundings
-from distributor.node.warm import Warmth
-from distributor.wire.outcome import Origin
-from distributor.wire.parcel import anonymous_file
+from distributor.node.agent.worker_env import common_environment
+from distributor.node.process import zygote_client
+from distributor.node.process.ipc import Fork, Retire
+from distributor.node.process.process_attributes import ProcessAttributes
+from distributor.node.process.scratch import new_scratch
+from distributor.node.process.supervisor_client import SupervisedSpawner
+from distributor.node.process.worker_spec import WorkerSpec
+from distributor.node.process.zygote_client import ZygoteSpec
+from distributor.serialization.oob_pickle import anonymous_file
+from distributor.serialization.outcome import Origin
+from distributor.serialization.program import in_file
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-pytestmark = pytest.mark.skipif(not warm.is_supported(), reason="only Linux has warm processes")
+pytestmark = pytest.mark.skipif(
+    not zygote_client.is_supported(), reason="only Linux has warm processes"
+)
 
 DEADLINE = 60.0
 """Seconds after which whoever waits for a word goes on without it."""
@@ -109,7 +111,7 @@ def local(num_processes: int = 1, *, warm: bool = True, **settings: Any) -> Torc
 
 
 def grandparent() -> int:
-    """Tell, in a rank, whose child the keeper is that started it."""
+    """Tell, in a rank, whose child the supervisor is that started it."""
     return psutil.Process(os.getppid()).ppid()
 
 
@@ -136,7 +138,7 @@ class Held:
     """A run whose ranks wait until they may go on."""
 
     zygote: int
-    keeper: int
+    supervisor: int
     family: list[int]
     """The ranks, and a process that each has forked."""
     values: Future[list[str]]
@@ -182,8 +184,8 @@ def held_run(folder: Path, num_processes: int = 1, **settings: Any) -> Iterator[
                 DEADLINE,
             )
             told = [json.loads(note.read_text()) for note in folder.glob("*.json")]
-            ((zygote, keeper),) = {(zygote, keeper) for zygote, keeper, *_ in told}
-            yield Held(zygote, keeper, [p for _, _, *own in told for p in own], values, folder)
+            ((zygote, supervisor),) = {(zygote, supervisor) for zygote, supervisor, *_ in told}
+            yield Held(zygote, supervisor, [p for _, _, *own in told for p in own], values, folder)
         finally:
             (folder / "go").touch()
 
@@ -299,7 +301,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 LOADS_NO_MORE = """
 import numpy.random
-from distributor.node import zygote
+from distributor.node.process import zygote
 zygote.LATER = ()  # this runs in the zygote, which is to have loaded the same whenever it is asked
 """
 
@@ -520,7 +522,7 @@ def test_a_change_is_seen_even_if_more_is_loaded_after_it(
     name, more = module("VALUE = 'old'"), module(waiting(begun, go), "more")
     if when == "in a quiet moment":
         more = module(
-            "from distributor.node import zygote\n"
+            "from distributor.node.process import zygote\n"
             f"zygote.LATER, zygote.MOMENT = ({more!r},), 0.01  # this runs in the zygote",
             "setting",
         )
@@ -535,7 +537,7 @@ def test_what_is_loaded_in_a_quiet_moment_sets_no_variable(module: Write, tmp_pa
     loaded = tmp_path / "loaded"
     more = module(f"import os; os.environ['OF_MORE'] = '1'; open({str(loaded)!r}, 'w').close()")
     setting = module(
-        "from distributor.node import zygote\n"
+        "from distributor.node.process import zygote\n"
         f"zygote.LATER, zygote.MOMENT = ({more!r},), 0.01  # this runs in the zygote",
         "setting",
     )
@@ -619,7 +621,7 @@ def test_a_module_that_loads_for_ever_ends_with_start_timeout(
 
 def test_it_ends_when_nobody_has_asked_it_for_a_while(module: Write) -> None:
     name = module(
-        "from distributor.node import zygote\n"
+        "from distributor.node.process import zygote\n"
         "zygote.LATER, zygote.IDLE_SECONDS = (), 0.2  # this runs in the zygote"
     )
     assert_gone([zygote_of(preload=[name])])
@@ -707,9 +709,9 @@ def test_cooling_down_ends_it_and_its_runs_go_on(tmp_path: Path) -> None:
         cool_down()
         assert_gone([run.zygote])
         second = zygote_of()
-        assert alive([run.keeper, *run.family]) == [run.keeper, *run.family]
+        assert alive([run.supervisor, *run.family]) == [run.supervisor, *run.family]
         assert run.let_go() == ["undisturbed"] * 2
-    assert_gone([run.keeper])
+    assert_gone([run.supervisor])
     assert alive([second]) == [second]
     cool_down()
     assert_gone([second])
@@ -723,9 +725,9 @@ def test_its_death_disturbs_nobody_and_the_next_run_works(tmp_path: Path) -> Non
         assert run.let_go() == ["undisturbed"] * 2
 
 
-def test_a_keepers_death_is_its_ranks_death_alone(tmp_path: Path) -> None:
+def test_a_supervisors_death_is_its_ranks_death_alone(tmp_path: Path) -> None:
     with held_run(tmp_path / "one", 2) as one, held_run(tmp_path / "other") as other:
-        os.kill(one.keeper, signal.SIGKILL)
+        os.kill(one.supervisor, signal.SIGKILL)
         assert one.dies().signal == signal.SIGKILL
         assert_gone(one.family)
         assert other.let_go() == ["undisturbed"]
@@ -755,7 +757,7 @@ HOLDING_DRIVER = """
 def test_the_drivers_death_ends_it_and_all_that_came_of_it(tmp_path: Path) -> None:
     with driver(HOLDING_DRIVER, tmp_path) as (process, mark):
         told = Counter(told_pids(process, 6))
-        assert sorted(told.values()) == [1, 1, 1, 1, 2], "both ranks told of one keeper"
+        assert sorted(told.values()) == [1, 1, 1, 1, 2], "both ranks told of one supervisor"
         assert alive(told) == list(told)
         process.kill()
         assert_gone(told)
@@ -789,7 +791,7 @@ def test_the_drivers_death_ends_it_while_it_loads(tmp_path: Path) -> None:
 @contextmanager
 def dialled() -> Iterator[socket.socket]:
     """A connection to this process's zygote."""
-    connection = warm._dial(os.getpid())
+    connection = zygote_client._dial(os.getpid())
     assert connection is not None
     with connection:
         yield connection
@@ -821,10 +823,10 @@ def test_what_it_does_not_understand_disturbs_nobody(tmp_path: Path, packet: byt
 
 
 def test_a_rank_asked_for_without_its_files_disturbs_nobody(tmp_path: Path) -> None:
-    order = Order(
+    worker_spec = WorkerSpec(
         origin=Origin(rank=0, local_rank=0, host="here", attempt=0),
         parent=os.getpid(),
-        leash=0,
+        control=0,
         program=0,
         outcome=0,
         stacks=0,
@@ -833,12 +835,12 @@ def test_a_rank_asked_for_without_its_files_disturbs_nobody(tmp_path: Path) -> N
         scratch=new_scratch(),
         keep_value=False,
     )
-    warmth = Warmth(owner=os.getpid(), environment=common_environment(1, {}, os.environ))
+    zygote_spec = ZygoteSpec(owner=os.getpid(), environment=common_environment(1, {}, os.environ))
     with held_run(tmp_path / "run") as run:
-        connection, keeper = warm._connect(warmth, time.monotonic() + DEADLINE)
+        connection, supervisor = zygote_client._connect(zygote_spec, time.monotonic() + DEADLINE)
         with connection:
-            connection.sendall(pickle.dumps(Fork(order, Surroundings.here())))
-            assert_gone([keeper])
+            connection.sendall(pickle.dumps(Fork(worker_spec, ProcessAttributes.here())))
+            assert_gone([supervisor])
         assert zygote_of() == run.zygote
         assert run.let_go() == ["undisturbed"]
         until(lambda: not psutil.Process(run.zygote).children(), "a process is left")
@@ -858,7 +860,7 @@ def test_a_peer_that_comes_as_it_retires_disturbs_nobody(tmp_path: Path) -> None
         assert zygote_of() == run.zygote, "and so it has accepted that peer"
         with stopped(run.zygote):
             retiring.sendall(pickle.dumps(Retire()))
-            late = warm._dial(os.getpid())
+            late = zygote_client._dial(os.getpid())
         assert late is not None
         with late:
             assert zygote_of() != run.zygote
@@ -869,22 +871,22 @@ def test_a_rank_that_ends_with_its_agent_disturbs_nobody(tmp_path: Path) -> None
     """As where one of an executor's tasks is killed, and its ranks go in the same moment."""
     identity = {"TORCHELASTIC_RUN_ID": "of this test", "GROUP_RANK": "0"}
     environment = common_environment(1, {}, os.environ) | identity
-    warmth = Warmth(owner=os.getpid(), environment=environment)
+    zygote_spec = ZygoteSpec(owner=os.getpid(), environment=environment)
     ours, theirs = socket.socketpair()
     with (
         held_run(tmp_path / "run") as run,
         in_file(program_of(signal.pause, (), {})) as program,
         anonymous_file() as outcome,
         tempfile.TemporaryFile() as output,
-        warm.starter(warmth, time.monotonic() + DEADLINE) as starter,
+        zygote_client.starter(zygote_spec, time.monotonic() + DEADLINE) as starter,
         ours,
         theirs,
     ):
-        assert isinstance(starter, KeptStarter)
-        order = Order(
+        assert isinstance(starter, SupervisedSpawner)
+        worker_spec = WorkerSpec(
             origin=Origin(rank=0, local_rank=0, host="here", attempt=0),
             parent=os.getpid(),
-            leash=theirs.fileno(),
+            control=theirs.fileno(),
             program=program.fileno(),
             outcome=outcome.fileno(),
             stacks=outcome.fileno(),
@@ -893,8 +895,8 @@ def test_a_rank_that_ends_with_its_agent_disturbs_nobody(tmp_path: Path) -> None
             scratch=new_scratch(),
             keep_value=False,
         )
-        rank = starter.start(order, environment, output, output, lambda: None)
-        with stopped(starter._keeper):
+        rank = starter.start(worker_spec, environment, output, output, lambda: None)
+        with stopped(starter._supervisor):
             starter._connection.shutdown(socket.SHUT_RDWR)
             os.kill(rank.pid, signal.SIGKILL)
             assert_gone([rank.pid])

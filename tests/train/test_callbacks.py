@@ -11,9 +11,9 @@ import cloudpickle
 import pytest
 
 from distributor import Listener, TorchDistributor, train
+from distributor.core.telemetry import Progress, Reported
 from distributor.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, UserCallback
 from distributor.train.torch import TorchTrainer
-from distributor.wire.progress import Progress, Reported
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -21,7 +21,7 @@ from bed.training import BATCH, EPOCHS, SAMPLES, SAVE_EVERY, Fate, curve, sample
 from bed.waiting import assert_gone, until
 
 from distributor.train import Result
-from distributor.train.storage import Storage
+from distributor.train.storage.checkpoint_store import Storage
 
 cloudpickle.register_pickle_by_value(training)
 WHY_NOT = why_not_apart()

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from distributor import TorchDistributor, train
 from distributor.train import Checkpoint, RunConfig, ScalingConfig
-from distributor.train.loading import Share
+from distributor.train.runtime.resumable_loader import Share
 from distributor.train.torch import TorchTrainer, prepare_data_loader
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -18,9 +18,10 @@ import pytest
 from bed.waiting import MARK, assert_gone, marked, until
 
 from distributor import TorchDistributor, train
-from distributor.node import notices
-from distributor.train import Result, preemption
-from distributor.train.preemption import Notices
+from distributor.node.worker import preemption_notices
+from distributor.train import Result
+from distributor.train.runtime import preemption
+from distributor.train.runtime.preemption import Notices
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -266,7 +267,7 @@ def test_what_was_reported_before_ranks_were_told_is_not_what_is_waited_for(
 ) -> None:
     """A report in the background, which commits after the notice: the next one is newer."""
     late = """
-from distributor.train.storage import Storage
+from distributor.train.storage.checkpoint_store import Storage
 
 def reports_late():
     commit, Storage.commit = Storage.commit, lambda *args: wait(commit, *args)
@@ -308,29 +309,29 @@ def test_a_rank_that_hears_too_late_is_told_no_more_than_the_others(
 ) -> None:
     waited = tmp_path / "waited"
 
-    def heed() -> list[bool]:
+    def subscribe() -> list[bool]:
         preemption.AGREE_SECONDS = 1.0
         rank = train.get_context().get_world_rank()
         told = [train.is_preempted()]
         if rank == late:
             until(waited.exists, "the other has waited in vain", 60)
-        notices.note()
+        preemption_notices.note()
         told += [train.is_preempted() for _ in range(3)]
         waited.touch()
         return told
 
-    told = TorchDistributor(2, use_gpu=False, timeout=120).run_all(heed)
+    told = TorchDistributor(2, use_gpu=False, timeout=120).run_all(subscribe)
     assert told == [[False] * 4] * 2
 
 
 def test_a_notice_of_each_rank_is_told_at_one_call() -> None:
-    def heed() -> list[bool]:
+    def subscribe() -> list[bool]:
         rank = train.get_context().get_world_rank()
         told = [train.is_preempted() for _ in range(3 * rank)]
-        notices.note()
+        preemption_notices.note()
         return told + [train.is_preempted() for _ in range(10 - 3 * rank)]
 
-    told = TorchDistributor(3, use_gpu=False, timeout=120).run_all(heed)
+    told = TorchDistributor(3, use_gpu=False, timeout=120).run_all(subscribe)
     assert told == [[False] * 6 + [True] + [False] * 3] * 3
 
 

@@ -15,10 +15,11 @@ import pytest
 from bed.waiting import until
 
 from distributor import DistributorError, Listener, TorchDistributor, WorkerDied, train
-from distributor.train import Checkpoint, CheckpointUploadMode, session, words
-from distributor.train.keeping import superfluous
-from distributor.train.storage import MANIFEST, Manifest, Storage
-from distributor.wire.keeping import Keeping
+from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.train import Checkpoint, CheckpointUploadMode
+from distributor.train.runtime import reporter, store_channel
+from distributor.train.storage.checkpoint_store import MANIFEST, Manifest, Storage
+from distributor.train.storage.retention import superfluous
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
@@ -91,7 +92,7 @@ def test_plain_writes_are_enough(tmp_path: Path) -> None:
         return go_on(tmp_path, until, mode)[0]
 
     address = f"plain://{tmp_path}/runs"
-    env = Keeping(storage_path=address, name="mine", num_to_keep=2).to_variable()
+    env = CheckpointSettings(storage_path=address, name="mine", num_to_keep=2).to_variable()
     ranks = TorchDistributor(2, use_gpu=False, storage_path=address, name="mine", env=env)
     runs = tmp_path / "runs" / "mine"
     (runs / "checkpoint_000000").mkdir(parents=True)
@@ -251,10 +252,10 @@ def test_a_checkpoint_is_reported_again(tmp_path: Path) -> None:
 def test_a_second_name_that_a_killed_rank_left_leads_to_no_checkpoint(tmp_path: Path) -> None:
     local = tmp_path / "local"
 
-    def report(words: str) -> str:
+    def report(text: str) -> str:
         found = train.get_checkpoint()
         local.mkdir(exist_ok=True)
-        (local / "state").write_text(words)  # over what is there, and into it
+        (local / "state").write_text(text)  # over what is there, and into it
         if found is None:
             checkpoint = Checkpoint.from_directory(local)
             train.report({}, checkpoint, delete_local_checkpoint_after_upload=True)
@@ -289,7 +290,7 @@ def test_ranks_that_do_not_report_are_named(
 ) -> None:
     def report() -> None:
         train.report({"loss": 2.0})
-        words.WAIT_SECONDS, words.TELL_SECONDS = 6.0, 2.0
+        store_channel.WAIT_SECONDS, store_channel.LATE_SECONDS = 6.0, 2.0
         if train.get_context().get_world_rank() in (0, 2):
             train.report({"loss": 1.0})
         else:
@@ -308,7 +309,7 @@ def test_a_rank_that_is_late_to_report_is_waited_for(tmp_path: Path) -> None:
 
     def report() -> int:
         train.report({"step": 0})
-        words.TELL_SECONDS = 0.5
+        store_channel.LATE_SECONDS = 0.5
         if train.get_context().get_world_rank() == 1:
             until(told.exists, "rank 0 has told of it", 60)
         train.report({"step": 1})
@@ -345,7 +346,7 @@ def test_ranks_that_do_not_share_their_storage_are_named(tmp_path: Path) -> None
 
     def report() -> None:
         rank = train.get_context().get_world_rank()
-        os.environ["DISTRIBUTOR_TRAIN"] = Keeping(
+        os.environ["DISTRIBUTOR_TRAIN"] = CheckpointSettings(
             storage_path=str(tmp_path / f"of {min(rank, 1)}"), name="mine"
         ).to_variable()["DISTRIBUTOR_TRAIN"]
         train.report({"loss": 1.0})
@@ -413,7 +414,7 @@ def test_many_reports_leave_the_store_as_it_was(tmp_path: Path) -> None:
         for number in range(30):
             saved = save(tmp_path, "x") if number % 3 == 0 else None
             train.report({"loss": 1.0}, checkpoint=saved)
-            counts.append(session.current()._words._store.num_keys())
+            counts.append(reporter.current()._channel._store.num_keys())
         return counts
 
     ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
@@ -534,7 +535,7 @@ def test_what_cannot_be_removed_keeps_nothing_from_being_reported(tmp_path: Path
             train.report({"step": step}, checkpoint=save(tmp_path / str(step), "x"))
         return len(train.get_all_reported_checkpoints())
 
-    env = Keeping(storage_path=str(tmp_path), name="mine", num_to_keep=1).to_variable()
+    env = CheckpointSettings(storage_path=str(tmp_path), name="mine", num_to_keep=1).to_variable()
     assert TorchDistributor(1, use_gpu=False, env=env).run(report) == 3
 
 
@@ -676,10 +677,10 @@ def test_the_best_are_kept_and_the_latest(keep: Any, attribute: Any, order: Any,
         for index, score in enumerate(scores)
     ]
     named = ("full_model", Manifest(index=4, metrics={}, world_size=1, files=()))
-    keeping = Keeping(
+    checkpoint_settings = CheckpointSettings(
         storage_path="x", name="x", num_to_keep=keep, score_attribute=attribute, score_order=order
     )
-    gone = superfluous([*committed, named], keeping)
+    gone = superfluous([*committed, named], checkpoint_settings)
     left = [name[-1] for name, _ in committed if name not in gone]
     assert "".join(left) == kept
     assert "full_model" not in gone, "it is the latest"

@@ -21,7 +21,7 @@ from distributor.train import (
     RunConfig,
     ScalingConfig,
 )
-from distributor.train.storage import MANIFEST, RECORD, Manifest, Storage
+from distributor.train.storage.checkpoint_store import MANIFEST, RECORD, Manifest, Storage
 from distributor.train.torch import TorchTrainer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

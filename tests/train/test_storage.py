@@ -14,7 +14,7 @@ from bed.plain import plain
 
 from distributor import DistributorError
 from distributor.train.checkpoint import Checkpoint
-from distributor.train.storage import MANIFEST, Manifest, Storage
+from distributor.train.storage.checkpoint_store import MANIFEST, Manifest, Storage
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -167,8 +167,8 @@ def test_what_is_removed_is_gone(storage: Storage, tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 import pyarrow.fs as pafs
-from distributor.train import storage as subject
-from distributor.train.storage import Manifest, Storage
+from distributor.train.storage import checkpoint_store as subject
+from distributor.train.storage.checkpoint_store import Manifest, Storage
 
 folder, deadly = sys.argv[1], int(sys.argv[2])
 calls = [0]

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from distributor.wire import frames, listener
+from distributor.wire import listener, protocol
 from distributor.wire.hub import HERE, LOST, SILENT, Hub
 from distributor.wire.link import Link
 
@@ -62,9 +62,9 @@ def stranger(hub: Hub) -> socket.socket:
 def proven(hub: Hub, node: int) -> socket.socket:
     """A peer that proves itself and then does only what the test makes it do."""
     sock = stranger(hub)
-    greeting = sock.recv(frames.GREETING.size, socket.MSG_WAITALL)
-    sock.sendall(frames.hello(SECRET, greeting, bytes(32), node))
-    frames.check_welcome(SECRET, greeting, bytes(32), sock.recv(32, socket.MSG_WAITALL))
+    greeting = sock.recv(protocol.GREETING.size, socket.MSG_WAITALL)
+    sock.sendall(protocol.hello(SECRET, greeting, bytes(32), node))
+    protocol.check_welcome(SECRET, greeting, bytes(32), sock.recv(32, socket.MSG_WAITALL))
     return sock
 
 
@@ -111,8 +111,8 @@ def test_messages_arrive_in_order_both_ways(hub: Hub) -> None:
         assert heard == [*(("down", n) for n in range(1000)), "all"]
         four.send(b"x" * (20 * MIB))
         assert hub.get(SOON) == (4, b"x" * (20 * MIB))
-        with pytest.raises(frames.FrameTooLarge):
-            four.send(bytes(frames.MAX_FRAME))
+        with pytest.raises(protocol.FrameTooLarge):
+            four.send(bytes(protocol.MAX_FRAME))
 
 
 def test_get_wakes_for_a_post_a_deadline_and_ctrl_c(hub: Hub) -> None:
@@ -125,16 +125,16 @@ def test_get_wakes_for_a_post_a_deadline_and_ctrl_c(hub: Hub) -> None:
 
 
 def test_each_side_refuses_a_wrong_secret(hub: Hub) -> None:
-    with pytest.raises(frames.HandshakeRefused, match="hung up"):
+    with pytest.raises(protocol.HandshakeRefused, match="hung up"):
         link(hub.port, secret=b"another")
     assert hub.nodes() == set()
     assert_serves(hub)
-    for magic, reason in ((frames.MAGIC, "does not hold"), (b"another protocol", "not a dist")):
+    for magic, reason in ((protocol.MAGIC, "does not hold"), (b"another protocol", "not a dist")):
         with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as pool:
             refused = pool.submit(link, impostor.getsockname()[1])
             with impostor.accept()[0] as sock:
-                sock.sendall(frames.GREETING.pack(magic, bytes(32)) + bytes(32))
-                with pytest.raises(frames.HandshakeRefused, match=reason):
+                sock.sendall(protocol.GREETING.pack(magic, bytes(32)) + bytes(32))
+                with pytest.raises(protocol.HandshakeRefused, match=reason):
                     refused.result(SOON)
 
 
@@ -148,7 +148,7 @@ def test_strangers_are_hung_up_on(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 1.0)
     monkeypatch.setattr(listener, "MAX_UNPROVED", 2)
     silent, garbage = stranger(hub), stranger(hub)
-    assert silent.recv(1) == garbage.recv(1) == frames.MAGIC[:1]
+    assert silent.recv(1) == garbage.recv(1) == protocol.MAGIC[:1]
     with within(0.9):
         newcomer = stranger(hub)
         assert_hung_up(silent)  # who has had the most time to prove anything
@@ -166,9 +166,9 @@ def test_only_what_is_proven_is_unpickled(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with stranger(hub) as early:
-        bomb = frames.encode(Call(os.mkdir, "unproved"))
-        assert len(bomb) <= frames.HELLO.size, "a hello could be it"
-        early.sendall(bomb.ljust(frames.HELLO.size) + bomb)
+        bomb = protocol.encode(Call(os.mkdir, "unproved"))
+        assert len(bomb) <= protocol.HELLO.size, "a hello could be it"
+        early.sendall(bomb.ljust(protocol.HELLO.size) + bomb)
         assert_hung_up(early)
     assert hub.get(0.1) is None
     assert capfd.readouterr() == ("", "")
@@ -178,14 +178,14 @@ def test_only_what_is_proven_is_unpickled(
     assert os.listdir(tmp_path) == ["proven"]
 
 
-UNREADABLE = frames.encode(Call(int, "no number"))
+UNREADABLE = protocol.encode(Call(int, "no number"))
 
 
-@pytest.mark.parametrize("rest", [b"\xff" * 4, bytes(4), UNREADABLE + frames.encode("more")])
+@pytest.mark.parametrize("rest", [b"\xff" * 4, bytes(4), UNREADABLE + protocol.encode("more")])
 def test_a_proven_peer_that_breaks_the_rules_is_dropped(hub: Hub, rest: bytes) -> None:
     with link(hub.port, 1) as good:
         bad = proven(hub, 2)
-        bad.sendall(frames.encode("fine") + rest)
+        bad.sendall(protocol.encode("fine") + rest)
         assert [hub.get(SOON), hub.get(SOON)] == [(2, "fine"), (2, LOST)]
         assert_hung_up(bad)
         good.send("still here")
@@ -194,7 +194,7 @@ def test_a_proven_peer_that_breaks_the_rules_is_dropped(hub: Hub, rest: bytes) -
 
 def test_the_first_of_two_with_one_index_stays(hub: Hub) -> None:
     with link(hub.port, 1) as first:
-        with pytest.raises(frames.HandshakeRefused):
+        with pytest.raises(protocol.HandshakeRefused):
             link(hub.port, 1)
         first.send("mine")
         assert hub.get(SOON) == (1, "mine")
@@ -203,8 +203,8 @@ def test_the_first_of_two_with_one_index_stays(hub: Hub) -> None:
 
 
 def test_a_peer_that_answers_no_heartbeat_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(frames, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(protocol, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(protocol, "LEASE_SECONDS", 0.5)
     with Hub("127.0.0.1", SECRET) as hub, link(hub.port, 1) as good:
         bad = proven(hub, 2)
         assert [hub.get(SOON), hub.get(SOON)] == [(2, SILENT), (2, LOST)]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from test_hub import FLOOD, MIB, SECRET, SOON, assert_hung_up, link, until, within
 
-from distributor.wire import frames
+from distributor.wire import protocol
 from distributor.wire.hub import LOST, SILENT, Hub
 
 OTHER = b"a secret of another run"
@@ -67,11 +67,11 @@ def test_a_port_of_another_process_is_refused() -> None:
 def test_the_secret_of_one_run_opens_no_other(hubs: tuple[Hub, Hub]) -> None:
     one, other = hubs
     with socket.create_connection(("127.0.0.1", one.port), SOON) as sock:
-        greeting = sock.recv(frames.GREETING.size, socket.MSG_WAITALL)
-        hello = frames.hello(OTHER, greeting, bytes(32), 0)
-        sock.sendall(frames.run_key(SECRET) + hello[frames.KEY_SIZE :])
+        greeting = sock.recv(protocol.GREETING.size, socket.MSG_WAITALL)
+        hello = protocol.hello(OTHER, greeting, bytes(32), 0)
+        sock.sendall(protocol.run_key(SECRET) + hello[protocol.KEY_SIZE :])
         assert_hung_up(sock)
-    with pytest.raises(frames.HandshakeRefused, match="hung up"):
+    with pytest.raises(protocol.HandshakeRefused, match="hung up"):
         link(one.port, secret=b"no run's secret")
     assert one.nodes() == other.nodes() == set()
 
@@ -84,7 +84,7 @@ def test_a_run_that_ends_leaves_the_port_to_the_others() -> None:
             one.close()
             assert lost.wait(SOON)
         one.close()  # once more changes nothing
-        with pytest.raises(frames.HandshakeRefused):
+        with pytest.raises(protocol.HandshakeRefused):
             link(one.port)
         node.send("still here")
         assert other.get(SOON) == (1, "still here")
@@ -145,8 +145,8 @@ def test_a_run_that_reads_nothing_holds_no_other_back(hubs: tuple[Hub, Hub]) -> 
 def test_a_run_that_reads_nothing_takes_no_heartbeat_from_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(frames, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(frames, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(protocol, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(protocol, "LEASE_SECONDS", 0.5)
     beats: list[object] = []
     with (
         Hub("127.0.0.1", SECRET) as slow,
@@ -162,8 +162,8 @@ def test_a_run_that_reads_nothing_takes_no_heartbeat_from_another(
         assert other.nodes() == {2}
         assert other.get(0) is None
         with socket.create_connection(("127.0.0.1", other.port), SOON) as mute:
-            greeting = mute.recv(frames.GREETING.size, socket.MSG_WAITALL)
-            mute.sendall(frames.hello(OTHER, greeting, bytes(32), 3))
+            greeting = mute.recv(protocol.GREETING.size, socket.MSG_WAITALL)
+            mute.sendall(protocol.hello(OTHER, greeting, bytes(32), 3))
             assert [other.get(SOON), other.get(SOON)] == [(3, SILENT), (3, LOST)]
         assert slow.nodes() == {1}, "who was not heard may well have spoken"
         flood.close(timeout=0.3)

@@ -22,10 +22,10 @@ import psutil
 import pytest
 from test_hub import MIB, SECRET, SOON, Call, link, until
 
-from distributor.wire import frames, listener
 from distributor.wire import hub as hub_module
+from distributor.wire import listener, protocol
 from distributor.wire.hub import LOST, Hub
-from distributor.wire.messages import Beat
+from distributor.wire.messages import Heartbeat
 
 STRANGERS = 10_000
 RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER that makes close() cut the connection
@@ -37,7 +37,7 @@ def stranger(port: int) -> socket.socket:
 
 def greeted(port: int) -> tuple[socket.socket, bytes]:
     sock = stranger(port)
-    return sock, sock.recv(frames.GREETING.size, socket.MSG_WAITALL)
+    return sock, sock.recv(protocol.GREETING.size, socket.MSG_WAITALL)
 
 
 def hung_up(sock: socket.socket) -> bytes:
@@ -52,7 +52,7 @@ def hung_up(sock: socket.socket) -> bytes:
 
 BOMB: Final = b"cos\nmkdir\n(Vunpickled\ntR."
 """Leaves a mark in the working directory of who unpickles it; short enough for a hello."""
-BOMBS: Final = (frames.HEADER.pack(len(BOMB)) + BOMB) * 100
+BOMBS: Final = (protocol.HEADER.pack(len(BOMB)) + BOMB) * 100
 
 
 # Recordings.
@@ -109,7 +109,7 @@ def record(hub: Hub, node: int, said: list[object], heard: list[object]) -> Reco
 
 def assert_refused(hub: Hub, replay: bytes | bytearray) -> None:
     sock, greeting = greeted(hub.port)
-    assert greeting.startswith(frames.MAGIC)
+    assert greeting.startswith(protocol.MAGIC)
     sock.sendall(replay)
     assert hung_up(sock) == b""
     assert hub.get(0) is None  # what it could have said would be there before the hub hangs up
@@ -120,15 +120,15 @@ def test_what_was_recorded_of_a_link_opens_no_other(hub: Hub, tmp_path: pathlib.
     mark = tmp_path / "mark"
     said = ["first", Call(os.mkdir, str(mark)), "x" * 1000]
     tape = record(hub, 5, said, ["first", None, "x" * 1000])
-    hello, first_frames = tape.link[: frames.HELLO.size], tape.link[frames.HELLO.size :]
-    assert first_frames == b"".join(map(frames.encode, said))
+    hello, first_frames = tape.link[: protocol.HELLO.size], tape.link[protocol.HELLO.size :]
+    assert first_frames == b"".join(map(protocol.encode, said))
     mark.rmdir()  # that it was made shows that what follows could make it again
 
     for replay in (tape.link, hello, first_frames, tape.hub, hello + hello + first_frames):
         assert_refused(hub, replay)
 
     assert not mark.exists()
-    assert record(hub, 5, ["mine"], ["mine"]).link[: frames.HELLO.size] != hello
+    assert record(hub, 5, ["mine"], ["mine"]).link[: protocol.HELLO.size] != hello
 
 
 def test_what_was_recorded_of_a_hub_deceives_no_link(hub: Hub) -> None:
@@ -138,7 +138,7 @@ def test_what_was_recorded_of_a_hub_deceives_no_link(hub: Hub) -> None:
         deceived = pool.submit(link, impostor.getsockname()[1], 5)
         with impostor.accept()[0] as sock:
             sock.sendall(tape.hub)
-            with pytest.raises(frames.HandshakeRefused, match="does not hold"):
+            with pytest.raises(protocol.HandshakeRefused, match="does not hold"):
                 deceived.result(SOON)
 
 
@@ -146,14 +146,15 @@ def test_what_was_recorded_of_a_hub_deceives_no_link(hub: Hub) -> None:
 
 DRIVER = f"""
 import logging, os, resource, sys
-from distributor.wire import frames, hub as hub_module, listener
+from distributor.wire import hub as hub_module, listener
+from distributor.wire import protocol
 from distributor.wire.messages import Beat
 
 logging.basicConfig(level=logging.INFO)  # whatever is logged is printed
 listener.HANDSHAKE_SECONDS = float(sys.argv[1])
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), hard))
-genuine_decode, unpickled = frames.decode, 0
+genuine_decode, unpickled = protocol.decode, 0
 
 def decode(payload):
     global unpickled
@@ -161,7 +162,7 @@ def decode(payload):
     unpickled += not isinstance(message, Beat)
     return message
 
-frames.decode = decode
+protocol.decode = decode
 with hub_module.Hub("127.0.0.1", {SECRET!r}) as hub:
     with open(int(sys.argv[3]), "w") as pipe:
         pipe.write(str(hub.port))
@@ -273,7 +274,7 @@ class Exchange:
         self.said += 1
 
     def _hear(self, answer: object) -> None:
-        if isinstance(answer, Beat):
+        if isinstance(answer, Heartbeat):
             return
         with self._lock:
             if answer != (self.heard + 1, self._message(self.heard)):
@@ -304,17 +305,17 @@ def is_silent(sock: socket.socket) -> None:
 
 
 def has_a_wrong_secret(sock: socket.socket) -> None:
-    greeting = sock.recv(frames.GREETING.size, socket.MSG_WAITALL)
-    sock.sendall(frames.hello(b"another secret", greeting, bytes(32), 0) + BOMBS)
+    greeting = sock.recv(protocol.GREETING.size, socket.MSG_WAITALL)
+    sock.sendall(protocol.hello(b"another secret", greeting, bytes(32), 0) + BOMBS)
 
 
 def talks_garbage(sock: socket.socket) -> None:
-    sock.sendall(BOMB.ljust(frames.HELLO.size) + BOMBS)
+    sock.sendall(BOMB.ljust(protocol.HELLO.size) + BOMBS)
 
 
 def has_half_a_hello(sock: socket.socket) -> None:
-    greeting = sock.recv(frames.GREETING.size, socket.MSG_WAITALL)
-    sock.sendall(frames.hello(SECRET, greeting, bytes(32), 1)[:-1])
+    greeting = sock.recv(protocol.GREETING.size, socket.MSG_WAITALL)
+    sock.sendall(protocol.hello(SECRET, greeting, bytes(32), 1)[:-1])
 
 
 def goes_after_half_a_hello(sock: socket.socket) -> None:
@@ -327,11 +328,11 @@ def sends_frames_at_once(sock: socket.socket) -> None:
 
 
 def announces_too_much(sock: socket.socket) -> None:
-    sock.sendall(b"\xff" * frames.HEADER.size)
+    sock.sendall(b"\xff" * protocol.HEADER.size)
 
 
 def announces_and_sends_too_much(sock: socket.socket) -> None:
-    sock.sendall(b"\xff" * frames.HEADER.size + BOMB + BOMBS)
+    sock.sendall(b"\xff" * protocol.HEADER.size + BOMB + BOMBS)
 
 
 KINDS: Final = [
@@ -357,7 +358,7 @@ def wave(port: int, size: int) -> None:
                 KINDS[number % len(KINDS)](sock)
         for sock in strangers:
             if sock.fileno() != -1:
-                assert len(hung_up(sock)) <= frames.GREETING.size
+                assert len(hung_up(sock)) <= protocol.GREETING.size
 
 
 @pytest.mark.slow
@@ -382,7 +383,7 @@ def test_ten_thousand_strangers_of_all_kinds_change_nothing(
         assert hub.memory() - before < 8 * MIB
     assert os.listdir(tmp_path) == ["printed"]
     monkeypatch.chdir(tmp_path)
-    frames.decode(BOMB)
+    protocol.decode(BOMB)
     assert sorted(os.listdir(tmp_path)) == ["printed", "unpickled"]  # so it would have shown
 
 
@@ -404,7 +405,7 @@ def crowd(port: int, number: int, at_once: int = 500) -> Iterator[socket.socket]
     for _ in range(number // at_once):
         batch = [stranger(port) for _ in range(at_once)]
         for sock in batch:
-            assert sock.recv(1) == frames.MAGIC[:1]
+            assert sock.recv(1) == protocol.MAGIC[:1]
             yield sock
 
 
@@ -457,14 +458,14 @@ class Plan(NamedTuple):
     cut_off: bool
 
     def proven(self) -> bool:
-        return self.bytes_said >= frames.HELLO.size
+        return self.bytes_said >= protocol.HELLO.size
 
     def arrives(self) -> list[object]:
         """Return the messages that are said whole."""
-        left = self.bytes_said - frames.HELLO.size
+        left = self.bytes_said - protocol.HELLO.size
         whole = []
         for message in self.said:
-            left -= len(frames.encode(message))
+            left -= len(protocol.encode(message))
             if left >= 0:
                 whole.append(message)
         return whole
@@ -472,9 +473,9 @@ class Plan(NamedTuple):
 
 def plan(chance: random.Random) -> Plan:
     said = messages(chance, chance.randrange(20))
-    size = frames.HELLO.size + sum(len(frames.encode(message)) for message in said)
+    size = protocol.HELLO.size + sum(len(protocol.encode(message)) for message in said)
     # One in four goes before it has proved itself.
-    most = chance.choice([frames.HELLO.size - 1, size, size, size])
+    most = chance.choice([protocol.HELLO.size - 1, size, size, size])
     return Plan(said, chance.randint(0, most), chance.random() < 0.5)
 
 
@@ -489,8 +490,8 @@ def visit(hub: Hub, node: int, plan: Plan, chance: random.Random) -> Iterator[No
     """
     sock, greeting = greeted(hub.port)
     with sock:
-        hello = frames.hello(SECRET, greeting, chance.randbytes(frames.NONCE_SIZE), node)
-        left = (hello + b"".join(map(frames.encode, plan.said)))[: plan.bytes_said]
+        hello = protocol.hello(SECRET, greeting, chance.randbytes(protocol.NONCE_SIZE), node)
+        left = (hello + b"".join(map(protocol.encode, plan.said)))[: plan.bytes_said]
         while left:
             yield
             size = chance.choice([1, 10, 100, 10_000, 100_000])
@@ -498,7 +499,7 @@ def visit(hub: Hub, node: int, plan: Plan, chance: random.Random) -> Iterator[No
             left = left[size:]
         if plan.cut_off:
             if plan.proven():
-                sock.recv(frames.WELCOME.size, socket.MSG_WAITALL)
+                sock.recv(protocol.WELCOME.size, socket.MSG_WAITALL)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         else:
             sock.shutdown(socket.SHUT_WR)

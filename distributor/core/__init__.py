@@ -1,0 +1,1 @@
+"""Data and pure functions that all layers share, without processes or sockets."""

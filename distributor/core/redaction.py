@@ -1,0 +1,79 @@
+"""Keeps secrets from the ranks' environment out of everything that is shown or stored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+NAMES = re.compile(
+    r"secret|passw|token(?!iz)|credential|api_?key|access_?key|private_?key", re.IGNORECASE
+)
+"""Variables that hold secrets, by name; Spark's own ``spark.redaction.regex`` is much the same."""
+LEAST = 6
+"""Characters from which a value is looked for: shorter ones are everywhere."""
+MASK = "*********(redacted)"
+"""What stands in its place, as Spark writes it."""
+
+
+class Redaction:
+    """Takes the secrets of a run out of what its ranks print.
+
+    Parameters
+    ----------
+    env : mapping of str to str
+        The ranks' variables.
+    """
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        # Of two the longer first: one may be the other's beginning.
+        self._secrets = sorted(set(_secrets_in(env)), key=len, reverse=True)
+        pattern = "|".join(map(re.escape, self._secrets))
+        self._in_text = re.compile(pattern) if pattern else None
+        self._encoded = [secret.encode() for secret in self._secrets]
+        self._in_bytes = re.compile(pattern.encode()) if pattern else None
+
+    def of_text(self, text: str) -> str:
+        """Give the text without them."""
+        return self._in_text.sub(MASK, text) if self._in_text else text
+
+    def of_stream(self, data: bytes, last: bool) -> tuple[bytes, int]:
+        """Give the next part of a stream without them.
+
+        Parameters
+        ----------
+        data : bytes
+            What is there of the stream.
+        last : bool
+            Whether nothing follows.
+
+        Returns
+        -------
+        bytes
+            What may be shown.
+        int
+            How many bytes of `data` it stands for: a secret may have begun in the rest.
+        """
+        if self._in_bytes is None:
+            return data, len(data)
+        length = len(data) if last else self._settled(self._in_bytes, data)
+        return self._in_bytes.sub(MASK.encode(), data[:length]), length
+
+    def _settled(self, secrets: re.Pattern[bytes], data: bytes) -> int:
+        """Tell up to where it is known what is secret, whatever follows."""
+        begun = len(data) - max(_overlap(data, secret) for secret in self._encoded)
+        whole = (found.span() for found in secrets.finditer(data))
+        # One that is there whole may be the end of one, or the beginning of a longer.
+        return min([begun, *(start for start, end in whole if end > begun)])
+
+
+def _secrets_in(env: Mapping[str, str]) -> Iterator[str]:
+    for name, value in env.items():
+        if NAMES.search(name):
+            # A key of several lines may be printed line by line, or with its ends written out.
+            yield from (line for line in value.split("\n") if len(line) >= LEAST)
+
+
+def _overlap(data: bytes, secret: bytes) -> int:
+    """Tell how long the longest end of `data` is that `secret` begins with, short of all of it."""
+    longest = min(len(data), len(secret) - 1)
+    return next((n for n in range(longest, 0, -1) if data.endswith(secret[:n])), 0)

@@ -1,0 +1,113 @@
+"""Free disk, shared memory and memory on this host, for errors that a lack of them causes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+SHARED_MEMORY = "/dev/shm"
+CGROUPS = "/sys/fs/cgroup"
+OWN_GROUPS = "/proc/self/cgroup"
+_VERSIONS = (
+    ("", "", ("memory.max", "memory.current"), "inactive_file"),
+    (
+        "memory",
+        "memory",
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        "total_inactive_file",
+    ),
+)
+"""Of both versions of cgroups: the controller's name, its folder, the files with the bound and the
+use of a group's memory, and in its statistics, the files that the kernel can drop from memory."""
+NO_BOUND = 2**60
+"""Bytes that version 1 has as the bound of a group without one, at least."""
+_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+_SIGNS = ("no space left on device", "shared memory", "bus error", "unable to mmap")
+
+
+def lacks_room(error: BaseException) -> bool:
+    """Tell whether an exception looks like one of a full disk or of exhausted shared memory."""
+    if isinstance(error, OSError) and error.errno in _ERRORS:
+        return True
+    is_its_kind = isinstance(error, (OSError, RuntimeError))
+    return is_its_kind and any(sign in str(error).lower() for sign in _SIGNS)
+
+
+def describe_free_space() -> str:
+    """Say what is free where ranks and their loaders write, and what to do where it is little."""
+    folders = [SHARED_MEMORY, tempfile.gettempdir(), os.getcwd()]
+    usages = {f: shutil.disk_usage(f) for f in dict.fromkeys(folders) if os.path.isdir(f)}
+    free = ", ".join(
+        f"{format_bytes(usage.free)} of {format_bytes(usage.total)} in {folder}"
+        for folder, usage in usages.items()
+    )
+    return (
+        f"Free on this host: {free}. Data loaders' workers hand batches over in {SHARED_MEMORY}: "
+        "give a container more of it (--shm-size, or an emptyDir in memory), or use fewer workers."
+    )
+
+
+class ContainerMemory(NamedTuple):
+    """What a bound leaves (bytes), and the bound."""
+
+    left: int
+    most: int
+
+
+def free_memory() -> int:
+    """Tell how many bytes this process may still take of its host, or its container."""
+    import psutil
+
+    container = container_memory()
+    available = int(psutil.virtual_memory().available)
+    return min(available, container.left) if container else available
+
+
+def container_memory() -> ContainerMemory | None:
+    """Return what the tightest bound on this process's memory leaves; None if there is none.
+
+    Bounds of its cgroup and of all above it count, as far as they can be seen from here.
+    """
+    bounds = (
+        _bound_of(folder, files, cached)
+        for controller, base, files, cached in _VERSIONS
+        for folder in _groups(controller, Path(CGROUPS, base))
+    )
+    return min(filter(None, bounds), default=None)
+
+
+def _groups(controller: str, base: Path) -> Iterator[Path]:
+    """List the folders of this process's group and those above it, up to the base."""
+    own = base
+    with contextlib.suppress(OSError):
+        for line in Path(OWN_GROUPS).read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                own = base / path.lstrip("/")
+    # In a container the path may be the host's, of which nothing but the base is there.
+    yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(base))
+
+
+def _bound_of(folder: Path, files: tuple[str, str], cached: str) -> ContainerMemory | None:
+    try:
+        most, used = (int((folder / file).read_text()) for file in files)
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        free = most - used + int(stat.get(cached, 0))
+    except (OSError, ValueError):
+        return None  # there is no such group or version here, or no bound ("max")
+    return ContainerMemory(max(0, free), most) if most < NO_BOUND else None
+
+
+def format_bytes(count: float) -> str:
+    """Write a number of bytes for people."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,0 +1,106 @@
+"""Progress and metrics that ranks report: one line of JSON each, in a file or on the wire."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a rank is, and what it measured there.
+
+    Parameters
+    ----------
+    done : float
+        How much is done: steps, samples, whatever the rank counts.
+    total : float or None
+        How much there is to do; None where that is not known.
+    metrics : mapping of str to float
+        What was measured.
+    at : float
+        When, in seconds since the epoch.
+    """
+
+    done: float
+    total: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    at: float = field(default_factory=time.time)
+
+    def to_line(self) -> bytes:
+        return json.dumps([self.done, self.total, self.metrics, self.at]).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What all ranks have reported together, as rank 0 tells it.
+
+    Parameters
+    ----------
+    metrics : sequence of mappings of str to object
+        Each rank's, as JSON holds them.
+    checkpoint : str or None
+        The address of a checkpoint that exists; None where none was reported.
+    preempted : bool
+        Whether it was reported after the ranks were told that the run is about to lose a process.
+    """
+
+    metrics: Sequence[Mapping[str, Any]]
+    checkpoint: str | None = None
+    preempted: bool = False
+
+    def to_line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+Told = Progress | Reported
+
+
+class Reader:
+    """Puts together what comes cut anywhere."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def take(self, data: bytes) -> list[Told]:
+        """Give what these bytes complete."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return list(filter(None, map(_read, lines)))
+
+
+def _read(line: bytes) -> Told | None:
+    try:
+        told = json.loads(line)
+        if isinstance(told, dict):
+            return Reported(**told)
+        done, total, metrics, at = told
+        return Progress(done, total, metrics, at)
+    except (TypeError, ValueError):
+        return None  # a rank's own code has written into the file
+
+
+def checked(done: Any, total: Any, metrics: Mapping[str, Any]) -> Progress:
+    """Make plain numbers of what a user's code gives: tensors and numpy's numbers too.
+
+    Raises
+    ------
+    TypeError
+        For what is no number; says which it is.
+    """
+    return Progress(
+        done=_number("done", done),
+        total=None if total is None else _number("total", total),
+        metrics={name: _number(name, value) for name, value in metrics.items()},
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) in (float, int):
+        return value  # type: ignore[no-any-return]  # the common case, at no cost
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"progress takes numbers, but {name} is {value!r}.") from None

@@ -1,0 +1,95 @@
+"""The versions that a node runs its ranks with, and whether all nodes have the same."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import sys
+from collections.abc import Collection, Mapping
+from importlib.util import find_spec
+
+import cloudpickle
+
+from distributor.core.host import host_name
+from distributor.errors import ExecutorNotReady
+
+SHARED = ("Python", "torch", "cloudpickle")
+"""What every run compares; of an environment that nodes have installed, all."""
+SET_PYTHON = (
+    "Set PYSPARK_PYTHON (or spark.pyspark.python for spark-submit and distributor run) to an "
+    "interpreter that has it, before the Spark session is made."
+)
+INSTALL = (
+    "Install the same version everywhere, or name an interpreter that has it, or one environment "
+    f"for all (environment=). {SET_PYTHON}"
+)
+MOST_HOSTS = 3
+"""Hosts that an error names for each version."""
+
+Software = Mapping[str, str]
+"""Versions by name."""
+
+
+def check_interpreter() -> None:
+    """Check that this interpreter can be a rank's.
+
+    Raises
+    ------
+    ExecutorNotReady
+        Where it has no torch.
+    """
+    if find_spec("torch") is None:
+        raise ExecutorNotReady(
+            f"The executor on {host_name()} runs Python {platform.python_version()} at "
+            f"{sys.executable}, which has no torch. Install torch there. {SET_PYTHON}"
+        )
+
+
+def pickling_software() -> Software:
+    """Give the versions of what driver and nodes must have in common."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"Python": python, "cloudpickle": cloudpickle.__version__}
+
+
+@functools.cache
+def software() -> Software:
+    """Give the versions of what all nodes must have in common."""
+    from importlib import metadata  # here, for it is slow to import, and the driver needs it not
+
+    try:
+        torch = {"torch": metadata.version("torch")}
+    except metadata.PackageNotFoundError:
+        torch = {}  # a build that was never installed
+    return {**pickling_software(), **torch}
+
+
+def check_alike(found: Mapping[str, Software]) -> None:
+    """Compare what several hosts have.
+
+    Parameters
+    ----------
+    found : mapping of str to Software
+        By host; what one lacks is not compared.
+
+    Raises
+    ------
+    ExecutorNotReady
+        Where they differ; names versions and hosts.
+    """
+    others = {name for versions in found.values() for name in versions}.difference(SHARED)
+    for name in (*SHARED, *sorted(others)):
+        hosts: dict[str, list[str]] = {}
+        for host, versions in found.items():
+            if name in versions:
+                hosts.setdefault(versions[name], []).append(host)
+        if len(hosts) > 1:
+            told = "; ".join(f"{version} on {listed(hosts[version])}" for version in sorted(hosts))
+            remedy = INSTALL if name in SHARED else f"Name one in environment=: '{name}==...'."
+            raise ExecutorNotReady(f"The nodes of this run differ in {name}: {told}. {remedy}")
+
+
+def listed(hosts: Collection[str]) -> str:
+    """Name the first of some hosts, and say how many more there are."""
+    named = ", ".join(sorted(hosts)[:MOST_HOSTS])
+    more = len(hosts) - MOST_HOSTS
+    return f"{named} and {more} more" if more > 0 else named

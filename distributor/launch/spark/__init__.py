@@ -1,0 +1,1 @@
+"""Runs on the executors of a Spark session, as their driver sees them."""

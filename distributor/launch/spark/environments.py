@@ -1,0 +1,178 @@
+"""The environment that the user asks for: checked here, and shipped to the executors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from distributor.launch.console import notify
+from distributor.launch.defaults import conf_cache_dir
+from distributor.launch.spark.session import Session
+from distributor.launch.spark.user_modules import own_folders
+from distributor.node.environment.archive import BROKEN, SUFFIXES, library_in, unpack
+from distributor.node.environment.build_once import cache_folder, made_once, with_cache
+from distributor.node.environment.resolve import Prepared, packed, required
+
+Environment: TypeAlias = str | os.PathLike[str] | Sequence[str] | None
+"""A packed environment's path, or requirements; None for the interpreter that is there."""
+TELL_SECONDS = 5.0
+PACK = "Pack a virtual environment with venv-pack or conda-pack (-o environment.tar.gz)."
+
+
+def check_environment(environment: object) -> None:
+    """Check what can be known before anything is launched.
+
+    Raises
+    ------
+    TypeError
+        For what is neither a path nor a list of requirements.
+    FileNotFoundError, IsADirectoryError
+        For a path that is no file.
+    ValueError
+        For an archive without this Python, and what is no requirement.
+    """
+    if isinstance(environment, (str, os.PathLike)):
+        _check_archive(Path(environment))
+    elif isinstance(environment, Sequence) and all(isinstance(word, str) for word in environment):
+        for word in environment:
+            _check_requirement(word)
+    elif environment is not None:
+        raise TypeError(
+            "environment is the path of a packed environment, or a list of requirements such as "
+            f"['einops==0.8.1'], but is {environment!r}."
+        )
+
+
+def shipped_environment(session: Session, environment: Environment) -> str | tuple[str, ...] | None:
+    """Bring a packed environment to every executor, unpacked, once as long as it is the same.
+
+    Returns
+    -------
+    str, tuple of str or None
+        Its folder's name there; requirements, which each node installs for itself; or nothing.
+    """
+    if not environment:
+        return None
+    if not isinstance(environment, (str, os.PathLike)):
+        return tuple(environment)
+    archive = Path(environment).absolute()
+    name = f"distributor-environment-{_digest(archive)}"
+    session.ship_archive(name, archive)
+    return name
+
+
+@contextlib.contextmanager
+def prepared_here(
+    environment: Environment, env: Mapping[str, str], deadline: float
+) -> Iterator[Prepared | None]:
+    """Make an environment ready on this machine, and use it as long as the context lasts.
+
+    Parameters
+    ----------
+    environment : path, sequence of str or None
+        As the user gave it.
+    env : mapping of str to str
+        Variables that the ranks have beyond this process's.
+    deadline : float
+        When, by ``time.monotonic``, it must be ready.
+    """
+    if not environment:
+        yield None
+        return
+    variables = with_cache({**os.environ, **env}, conf_cache_dir(Session.active()))
+    told = threading.Timer(TELL_SECONDS, notify, ["Waiting: the environment is not ready here."])
+    told.daemon = True
+    told.start()
+    with contextlib.ExitStack() as stack:
+        try:
+            prepared = stack.enter_context(_prepared(environment, variables, deadline))
+        finally:
+            told.cancel()
+        yield prepared
+
+
+@contextlib.contextmanager
+def _prepared(
+    environment: str | os.PathLike[str] | Sequence[str],
+    variables: Mapping[str, str],
+    deadline: float,
+) -> Iterator[Prepared]:
+    beside = [str(folder) for folder in own_folders()]
+    if not isinstance(environment, (str, os.PathLike)):
+        with required(tuple(environment), variables, deadline, beside) as prepared:
+            yield prepared
+        return
+    archive = Path(environment).absolute()
+    folder = cache_folder(variables) / f"environment-{_digest(archive)}"
+    with (
+        made_once(folder, lambda folder, lock: unpack(archive, folder), deadline),
+        packed(folder, variables, deadline, beside) as prepared,
+    ):
+        yield prepared
+
+
+def _check_archive(archive: Path) -> None:
+    if archive.is_dir():
+        raise IsADirectoryError(
+            f"environment needs a packed environment, but '{archive}' is a folder. {PACK}"
+        )
+    if not archive.is_file():
+        raise FileNotFoundError(
+            f"There is no packed environment '{archive}' (looked from {Path.cwd()}). {PACK}"
+        )
+    if not archive.name.endswith(SUFFIXES):
+        raise ValueError(
+            f"environment is '{archive}', but a packed environment ends in {', '.join(SUFFIXES)}. "
+            f"{PACK} Requirements are given as a list of strings."
+        )
+    found, above = _python_in(archive, _digest(archive))
+    if found is None:
+        raise ValueError(
+            f"environment is '{archive}', in which there is no lib/pythonX.Y: it is no packed "
+            f"environment for this system. {PACK}"
+        )
+    if above:
+        raise ValueError(
+            f"environment is '{archive}', which has all in a folder '{above}' where lib and bin "
+            f"are to be at the top. {PACK}"
+        )
+    ours = "{}.{}".format(*sys.version_info)
+    if found != ours:
+        raise ValueError(
+            f"environment is '{archive}' with Python {found}, and this process runs Python {ours}: "
+            f"what is pickled by one is not understood by the other. Make it with Python {ours}."
+        )
+
+
+@functools.cache
+def _python_in(archive: Path, digest: str) -> tuple[str | None, str | None]:
+    """Find the Python in an archive, and the folder in it above that."""
+    try:
+        found = library_in(archive)
+    except BROKEN as error:
+        raise ValueError(
+            f"environment is '{archive}', which cannot be read as an archive: {error}. {PACK}"
+        ) from error
+    return (found["version"], found["above"]) if found else (None, None)
+
+
+def _check_requirement(word: str) -> None:
+    if not word.strip() or word.lstrip().startswith(("-", "#")):
+        raise ValueError(
+            f"environment lists requirements such as 'einops==0.8.1', but has {word!r}. pip's "
+            "options are variables: env={'PIP_INDEX_URL': ...}."
+        )
+
+
+def _digest(archive: Path) -> str:
+    """Tell one state of an archive from any other, without reading it."""
+    status = archive.stat()
+    state = f"{archive.absolute()}\0{status.st_size}\0{status.st_mtime_ns}"
+    return hashlib.sha256(state.encode()).hexdigest()[:16]

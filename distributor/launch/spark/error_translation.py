@@ -1,0 +1,128 @@
+"""Translates Spark's errors into errors of this package."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from distributor.core.text import counted
+from distributor.errors import (
+    DistributorError,
+    ExecutorNotReady,
+    NodeLost,
+    StartTimeout,
+    ValueTooLarge,
+)
+
+SET_PYTHON = (
+    "Set PYSPARK_PYTHON (spark.pyspark.python for spark-submit and distributor run) to a Python "
+    "that has torch and pyarrow and is of the driver's version, at the same path on every node, "
+    "before the Spark session is made."
+)
+MORE_SLOTS = (
+    "Ask for fewer ranks, or give the application more executors or cores "
+    "(spark.executor.instances, spark.executor.cores, spark.cores.max, spark.task.cpus)."
+)
+
+
+def explain(error: BaseException, num_tasks: int, vanished: str = "") -> DistributorError:
+    """Turn the exception of a Spark job whose ranks told nothing into one that helps.
+
+    Parameters
+    ----------
+    error : BaseException
+        What ``collect`` raised.
+    num_tasks : int
+        How many tasks the job had.
+    vanished : str, optional
+        The ranks, and their host, of the node whose link was lost first.
+
+    Returns
+    -------
+    DistributorError
+    """
+    text = str(error)
+    where = _where(text)
+    for pattern, make in _MEANINGS:
+        if found := re.search(pattern, text, re.DOTALL):
+            return make(found, where or (f" of {vanished}" if vanished else ""))
+    return DistributorError(
+        f"Spark ended the job of {counted(num_tasks, 'task')} before any rank reported a failure"
+        f"{where}:\n{text[:4000]}"
+    )
+
+
+def _where(text: str) -> str:
+    """Name the host of the task that Spark's message tells of."""
+    found = re.search(r"Lost task \S+ in stage \S+ \(TID \d+\) \(([^\s)]+)", text)
+    return f" on {found.group(1)}" if found else ""
+
+
+Meaning = Callable[["re.Match[str]", str], DistributorError]
+
+
+def _not_ready(found: re.Match[str], where: str) -> DistributorError:
+    return ExecutorNotReady(found.group(1).strip())
+
+
+def _too_large(found: re.Match[str], where: str) -> DistributorError:
+    return ValueTooLarge(found.group(1).strip())
+
+
+def _full_disk(found: re.Match[str], where: str) -> DistributorError:
+    return DistributorError(
+        f"A disk{where} is full: Spark keeps what it brings to executors below spark.local.dir.\n"
+        f"{found.group(1)}"
+    )
+
+
+def _other_python(found: re.Match[str], where: str) -> DistributorError:
+    return ExecutorNotReady(
+        f"The Python worker{where} runs Python {found.group(1)}, the driver {found.group(2)}. "
+        f"{SET_PYTHON}"
+    )
+
+
+def _no_module(found: re.Match[str], where: str) -> DistributorError:
+    return ExecutorNotReady(
+        f"The Python worker{where} has no {found.group(1)}, which this package needs there. "
+        f"{SET_PYTHON}"
+    )
+
+
+def _no_interpreter(found: re.Match[str], where: str) -> DistributorError:
+    return ExecutorNotReady(f"There is no Python at '{found.group(1)}'{where}. {SET_PYTHON}")
+
+
+def _lost(found: re.Match[str], where: str) -> DistributorError:
+    return NodeLost(
+        f"The node{where} ended without a word: {found.group(1).strip()}. Most often its host or "
+        "its container ran out of memory, or the cluster manager took it back; the logs of the "
+        "executor, and of the kernel of its host, tell more."
+    )
+
+
+def _no_slots(found: re.Match[str], where: str) -> DistributorError:
+    return StartTimeout(
+        "Spark started none of the run's tasks, and gave up: a barrier job's tasks start together, "
+        f"and the cluster has too few slots for them. {MORE_SLOTS}"
+    )
+
+
+def _python_error(found: re.Match[str], where: str) -> DistributorError:
+    return DistributorError(f"A task failed{where} before its ranks ran: {found.group(1).strip()}")
+
+
+_MEANINGS: list[tuple[str, Meaning]] = [
+    (r"ExecutorNotReady: ([^\n]*(?:\n {4}[^\n]*)*)", _not_ready),  # indented lines belong to it
+    (r"ValueTooLarge: (.*?)(?:\n|$)", _too_large),
+    (r"SPARK-24819|BARRIER_STAGE_NOT_ENOUGH_SLOTS", _no_slots),
+    (r"([^\n]*No space left on device[^\n]*)", _full_disk),
+    (r"worker has different version:? \(?(.*?)\)? than that in driver:? (\S+?),", _other_python),
+    (r"No module named '?([\w.]+)", _no_module),
+    (r"(?:PACKAGE_NOT_INSTALLED\] |ImportError: )(\w+) >= \S+ must be installed", _no_module),
+    (r'Cannot run program "([^"]+)"', _no_interpreter),
+    (r"(ExecutorLostFailure [^\n]*)", _lost),
+    (r"(Python worker exited unexpectedly \(crashed\))", _lost),
+    (r"barrier_task\.py.*\n(\w[\w.]*: .*?)\n(?:\s*SQLSTATE|\s*\n|\s+at )", _python_error),
+]

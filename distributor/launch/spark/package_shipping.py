@@ -1,0 +1,130 @@
+"""Ships this package to executors that lack it, or have other source, once per session."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from importlib.abc import ResourceLoader
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distributor import source
+from distributor.core.resources import format_bytes
+from distributor.errors import DistributorError
+from distributor.launch.remarks import warn_if_changed
+from distributor.launch.spark.session import Session
+from distributor.serialization import oob_pickle
+from distributor.serialization.program import Program
+
+
+def portable_task(session: Session, spec: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """Make the function that Spark runs in each task, and see to it that it can run there.
+
+    Parameters
+    ----------
+    session : Session
+        Where it will run.
+    spec : bytes
+        The pickled `TaskSpec`.
+
+    Returns
+    -------
+    callable
+        For ``mapInArrow``. It is pickled by value, for it must load where this package is not.
+    """
+    own = _own_source()
+    archive = f"{source.ARCHIVE}{hashlib.sha256(own.archive).hexdigest()[:16]}.zip"
+    session.ship(archive, lambda path: path.write_bytes(own.archive))
+    return _bootstrap(spec, archive, own.digest, own.importing)
+
+
+def _bootstrap(
+    spec: bytes, archive: str, digest: str, importing: bytes
+) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    # No name of this module may be used inside: being local is what makes it travel by value.
+    def task(batches: Iterator[Any]) -> Iterator[Any]:
+        import sys
+        import types
+
+        from pyspark import SparkFiles
+
+        module: Any = sys.modules.get("distributor.source")
+        if getattr(getattr(module, "checked", None), "digest", None) != digest:
+            module = types.ModuleType("distributor.source")
+            exec(compile(importing, "distributor/source.py", "exec"), vars(module))
+        replaced = module.import_drivers_source(digest, lambda: SparkFiles.get(archive))
+        from distributor.node.spark_task.task import run
+
+        yield from run(spec, batches, replaced)
+
+    return task
+
+
+def shipped_program(session: Session, program: Program) -> str:
+    """Bring a large program to every executor, once, and name the file there that holds it."""
+    pickled = io.BytesIO()
+    pickler = oob_pickle.Pickler(pickled)
+    pickler.dump(program)
+    digest = hashlib.sha256(pickled.getbuffer())
+    for buffer in pickler.buffers:
+        digest.update(buffer.raw())
+
+    size = pickled.tell() + sum(buffer.raw().nbytes for buffer in pickler.buffers)
+
+    def write(path: Path) -> None:
+        _check_room(program.name, path.parent, size)
+        with path.open("wb") as file:
+            file.write(pickled.getbuffer())
+            oob_pickle.write_buffers(file, pickler.buffers)
+
+    name = f"distributor-program-{digest.hexdigest()[:16]}"
+    session.ship(name, write)
+    return name
+
+
+def _check_room(name: str, folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise DistributorError(
+            f"'{name}' takes {format_bytes(size)} to the ranks, and the driver has "
+            f"{format_bytes(free)} free in {folder}, from where Spark brings it to the executors. "
+            "Make room there, name another folder (spark.local.dir), or let the ranks load the "
+            "data themselves."
+        )
+
+
+class _Own(NamedTuple):
+    """The source of this package that the driver runs, and what executors need to import it."""
+
+    digest: str
+    importing: bytes
+    archive: bytes
+
+
+@functools.cache
+def _own_source() -> _Own:
+    """Read this package, and pack it with what it needs of the versions that the driver has.
+
+    Once in a process: if the files change later, it still runs what it has imported.
+    """
+    warn_if_changed()
+    ours = source.files_of(source.own_spec())
+    files = {f"distributor/{name}": content for name, content in ours.items()}
+    for name, content in source.files_of(find_spec("cloudpickle")).items():
+        files[f"cloudpickle/{name}"] = content
+    found = find_spec("threadpoolctl")  # not imported: that sets a variable of the user's process
+    assert found is not None, "it is a requirement"
+    assert isinstance(found.loader, ResourceLoader), "it is a file, or in an archive"
+    assert found.origin is not None, "it is a file, or in an archive"
+    files["threadpoolctl.py"] = found.loader.get_data(found.origin)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in sorted(files.items()):
+            # With a fixed date, the same code is the same archive.
+            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+    return _Own(source.digest_of(ours), ours["source.py"], buffer.getvalue())

@@ -1,0 +1,199 @@
+"""Plans a run from what this machine and Spark offer: how many tasks, on which GPUs."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+
+from distributor.core.gpus import gpu_names, missing_gpus
+from distributor.core.text import counted
+from distributor.launch.console import warn
+from distributor.launch.spark.session import Session
+from distributor.node.agent.worker_env import mask_entries, visible_devices
+
+TASK_GPUS = "spark.task.resource.gpu.amount"
+EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
+IGNORE_SSL = "pytorch.spark.distributor.ignoreSsl"
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """Ranks on this machine.
+
+    Parameters
+    ----------
+    num_processes : int
+        How many ranks, after the cut to the GPUs that there are.
+    gpus : tuple of str
+        Entries for ``CUDA_VISIBLE_DEVICES``; empty hides every GPU.
+    """
+
+    num_processes: int
+    gpus: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """Barrier tasks on a Spark cluster, each of them one node of the run.
+
+    Parameters
+    ----------
+    num_tasks : int
+        Spark tasks.
+    ranks_per_task : int
+        Ranks that each task starts.
+    use_gpu : bool
+        Whether each task takes the GPUs that Spark assigned to it.
+    profile_gpus : int
+        GPUs that a resource profile asks for each task, where the configuration asks for none.
+    driver_gpus : tuple of str
+        In ``local[n]``, where tasks have no GPUs of their own: one of the driver's for each rank.
+    """
+
+    num_tasks: int
+    ranks_per_task: int
+    use_gpu: bool
+    profile_gpus: int = 0
+    driver_gpus: tuple[str, ...] = ()
+
+    def of(self, tasks: int) -> ClusterPlan:
+        """Give the plan of fewer tasks."""
+        gpus = self.driver_gpus[: tasks * self.ranks_per_task]
+        return replace(self, num_tasks=tasks, driver_gpus=gpus)
+
+
+def plan_local(
+    min_processes: int, max_processes: int, use_gpu: bool, gpu_type: str | None
+) -> LocalPlan:
+    """Plan a run on this machine, of as many ranks as there can be.
+
+    Raises
+    ------
+    RuntimeError
+        Where GPUs are asked for and there are too few, or none of this type.
+    """
+    if not use_gpu:
+        return LocalPlan(max_processes, ())
+    gpus = driver_gpus(Session.active())
+    if not gpus:
+        raise RuntimeError(
+            "GPUs were unable to be found on the driver. Looked at Spark's driver resources, "
+            "CUDA_VISIBLE_DEVICES and the NVIDIA driver. For CPUs pass use_gpu=False (--cpu)."
+        )
+    if len(gpus) < min_processes < max_processes:
+        raise RuntimeError(
+            f"At least {min_processes} GPUs are needed, but this machine has {len(gpus)}."
+        )
+    if len(gpus) < min_processes:
+        warn(
+            "'num_processes' cannot be set to a value greater than the number of available GPUs "
+            f"on the driver, which is {len(gpus)}. "
+            "'num_processes' was reset to be equal to the number of available GPUs."
+        )
+    used = min(max_processes, len(gpus))
+    if gpu_type is not None and (lack := missing_gpus(gpu_type, used)):
+        raise RuntimeError(f"On this machine {lack}.")
+    return LocalPlan(used, gpus[:used])
+
+
+def plan_cluster(
+    session: Session, num_processes: int, use_gpu: bool, pool: str | None = None
+) -> ClusterPlan:
+    """Plan a run on Spark's executors.
+
+    Raises
+    ------
+    RuntimeError
+        Where encryption is asked for, or GPUs or pools that the configuration does not offer.
+    """
+    if pool is not None and (why := session.why_no_pools()):
+        raise RuntimeError(f"pool is {pool!r}, but {why}.")
+    _check_encryption(session)
+    _check_allocation(session)
+    if not use_gpu:
+        return ClusterPlan(num_processes, 1, use_gpu=False)
+    amount = float(session.conf(TASK_GPUS) or 0)
+    if session.is_local_master:
+        return _plan_local_master(session, num_processes, amount)
+    if amount:
+        ranks_per_task = max(1, int(amount))
+        _check_multiple(num_processes, ranks_per_task)
+        return ClusterPlan(num_processes // ranks_per_task, ranks_per_task, use_gpu=True)
+    return _plan_profile(session, num_processes)
+
+
+def driver_gpus(session: Session | None) -> tuple[str, ...]:
+    """List the driver's GPUs: Spark's, else those of the mask, else all of the machine."""
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if session is not None and (addresses := session.driver_gpu_addresses()):
+        return visible_devices(addresses, mask)
+    if mask is not None:
+        return mask_entries(mask)
+    return tuple(str(index) for index in range(len(gpu_names())))
+
+
+def _plan_local_master(session: Session, num_processes: int, amount: float) -> ClusterPlan:
+    if amount:
+        raise RuntimeError(
+            f"'{TASK_GPUS}' is set, but a {session.master} master cannot schedule GPUs and would "
+            "never start a task. Leave it unset: ranks then share the driver's GPUs."
+        )
+    gpus = driver_gpus(session)
+    if len(gpus) < num_processes:
+        raise RuntimeError(
+            f"On {session.master} the driver needs a GPU for each of the {num_processes} ranks, "
+            f"but it has {counted(len(gpus), 'GPU')}."
+        )
+    return ClusterPlan(num_processes, 1, use_gpu=True, driver_gpus=gpus[:num_processes])
+
+
+def _plan_profile(session: Session, num_processes: int) -> ClusterPlan:
+    per_executor = int(float(session.conf(EXECUTOR_GPUS) or 0))
+    if not per_executor or not session.supports_profiles():
+        found = f"'{EXECUTOR_GPUS}' is {session.conf(EXECUTOR_GPUS) or 'unset too'}"
+        raise RuntimeError(
+            f"'{TASK_GPUS}' was unset, so gpu usage is unavailable ({found}). Set both when the "
+            "cluster is made (conf/spark-defaults-gpu.conf), or pass use_gpu=False."
+        )
+    fits_one = num_processes <= per_executor
+    ranks_per_task = num_processes if fits_one else math.gcd(num_processes, per_executor)
+    return ClusterPlan(
+        num_processes // ranks_per_task,
+        ranks_per_task,
+        use_gpu=True,
+        profile_gpus=ranks_per_task,
+    )
+
+
+def _check_multiple(num_processes: int, ranks_per_task: int) -> None:
+    if num_processes % ranks_per_task:
+        raise RuntimeError(
+            f"TorchDistributor 'num_processes' value ({num_processes}) must be a multiple of "
+            f"'{TASK_GPUS}' ({ranks_per_task}) value."
+        )
+
+
+def _check_allocation(session: Session) -> None:
+    if session.allocates_dynamically and not session.is_local_master:
+        raise RuntimeError(
+            "'spark.dynamicAllocation.enabled' is 'true', and Spark runs no barrier job then. Make "
+            "the session with it set to 'false' and with spark.executor.instances executors."
+        )
+
+
+def _check_encryption(session: Session) -> None:
+    if (session.conf("spark.ssl.enabled") or "false").lower() != "true":
+        return
+    if (session.conf(IGNORE_SSL) or "false").lower() != "true":
+        raise RuntimeError(
+            "This cluster has TLS encryption enabled; however, TorchDistributor does not support "
+            "data encryption in transit. To override this configuration and use TorchDistributor "
+            f"anyway, you may set '{IGNORE_SSL}' to 'true' in the Spark configuration. Model "
+            "parameters and possibly training data are then sent between nodes unencrypted."
+        )
+    warn(
+        "This cluster has TLS encryption enabled; TorchDistributor does not support data "
+        f"encryption in transit, and '{IGNORE_SSL}' is 'true': model parameters and possibly "
+        "training data are sent between nodes unencrypted."
+    )

@@ -1,0 +1,184 @@
+"""Why a cluster has no room for a run's tasks, as far as Spark reports, and what to do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from distributor.launch.spark.error_translation import MORE_SLOTS
+from distributor.launch.spark.plan import EXECUTOR_GPUS, TASK_GPUS, ClusterPlan
+from distributor.launch.spark.session import Session, size_in_bytes
+from distributor.launch.spark.standalone_master import (
+    MASTER,
+    UI_PORT,
+    Capacity,
+    Master,
+    ask_master,
+    counted,
+    in_mebibytes,
+)
+
+MIN_OVERHEAD = 384
+"""MiB that Spark adds to an executor's memory at least, on YARN and Kubernetes."""
+SMALLER = (
+    "Ask for smaller executors (spark.executor.cores, spark.executor.memory, "
+    f"{EXECUTOR_GPUS}), or add workers that have room for one"
+)
+
+
+@dataclass(frozen=True)
+class ExecutorSize:
+    """What one executor asks for, by the session's configuration.
+
+    Parameters
+    ----------
+    cores : int or None
+        Its cores; None for all that a worker has.
+    memory, overhead : int
+        MiB of its heap, and of what Spark adds to that.
+    gpus : int
+        Its GPUs.
+    """
+
+    cores: int | None
+    memory: int
+    overhead: int
+    gpus: int
+
+    @classmethod
+    def of(cls, session: Session) -> ExecutorSize:
+        """Read it from the session's configuration, with Spark's defaults."""
+        contained = session.master.startswith(("yarn", "k8s://"))
+        cores = session.conf("spark.executor.cores") or ("1" if contained else None)
+        memory = _mebibytes(session, "spark.executor.memory") or 1024
+        return cls(
+            cores=None if cores is None else int(cores),
+            memory=memory,
+            overhead=_overhead(session, memory) if contained else 0,
+            gpus=int(float(session.conf(EXECUTOR_GPUS) or 0)),
+        )
+
+    @property
+    def least(self) -> Capacity:
+        """What a worker must have for it."""
+        return Capacity(self.cores or 1, self.memory + self.overhead, self.gpus)
+
+    def __str__(self) -> str:
+        cores = "all cores of a worker" if self.cores is None else counted(self.cores, "core")
+        overhead = f" + {in_mebibytes(self.overhead)} of overhead" if self.overhead else ""
+        gpus = f" and {counted(self.gpus, 'GPU')}" if self.gpus else ""
+        return f"{cores}, {in_mebibytes(self.memory)} of memory{overhead}{gpus}"
+
+
+def why_few_slots(session: Session, plan: ClusterPlan, slots: int) -> str:
+    """Say why there are fewer slots than a run has tasks, and what to do.
+
+    Parameters
+    ----------
+    session : Session
+        A classic session.
+    plan : ClusterPlan
+        What the run needs.
+    slots : int
+        How many tasks the executors that are there have room for.
+    """
+    demand = (
+        f"{plan.num_tasks} barrier tasks are wanted at once, and the executors of "
+        f"{session.master} have room for {slots}."
+    )
+    count, size = session.executors(), ExecutorSize.of(session)
+    if count == 0:
+        found = f"No executor has started. Each asks for {size}."
+    elif slots == 0:
+        there = counted(count, "executor")
+        found = f"Of {there} none has room for {_task(session, plan)}."
+    else:
+        found = f"There is room on {counted(count, 'executor')}, each of {size}."
+    return " ".join([demand, found, _why_no_more(session, size, none_there=count == 0)])
+
+
+def why_not_started(other_tasks: int, *, has_room: bool) -> str:
+    """Say what may keep Spark from starting the tasks of a job that was submitted, and what to do.
+
+    Parameters
+    ----------
+    other_tasks : int
+        How many tasks the application's other jobs run.
+    has_room : bool
+        Whether the executors are known to have slots for all tasks, free or not.
+    """
+    if other_tasks:
+        return (
+            f"Other jobs of this application run {counted(other_tasks, 'task')}: wait for them to "
+            "end, or give the application more executors or cores."
+        )
+    if has_room:
+        return "The executors have room for them: Spark may still be preparing the job."
+    return (
+        "A barrier job's tasks start together, once there is a free slot for each: too few may "
+        f"exist, or others may hold them. {MORE_SLOTS}"
+    )
+
+
+def _why_no_more(session: Session, size: ExecutorSize, *, none_there: bool) -> str:
+    """Say why no further executor starts."""
+    if not session.master.startswith(MASTER):
+        if none_there:
+            return f"No node may have that much free, or others hold it. {SMALLER}."
+        return f"The cluster may have no more, or others hold it. {MORE_SLOTS}"
+    port = int(session.conf("spark.master.ui.port") or UI_PORT)
+    master = ask_master(session.master, port, session.conf("spark.app.id"))
+    if master is None:
+        return (
+            "No worker may have that much free, or another application holds it: the master's web "
+            f"page says so. {SMALLER if none_there else MORE_SLOTS}".rstrip(".")
+            + "."
+        )
+    return _by_master(master, size, none_there=none_there)
+
+
+def _by_master(master: Master, size: ExecutorSize, *, none_there: bool) -> str:
+    workers = counted(len(master.workers), "worker")
+    if not master.workers:
+        return "The master has no worker: start one, and see that it reaches the master."
+    if size.gpus and not any(worker.gpus for worker in master.workers):
+        return (
+            f"None of {workers} has GPUs: set spark.worker.resource.gpu.amount and "
+            "spark.worker.resource.gpu.discoveryScript where they are started, or run on CPUs "
+            f"(use_gpu=False) in a session without {EXECUTOR_GPUS}."
+        )
+    if not any(worker.holds(size.least) for worker in master.workers):
+        largest = max(master.workers, key=lambda w: (w.gpus, w.cores, w.memory))
+        return f"None of {workers} is that large; the largest has {largest}. {SMALLER}."
+    if any(worker.holds(size.least) for worker in master.free):
+        return "A worker has room for one more: it may still be starting." + (
+            "" if none_there else f" {MORE_SLOTS}"
+        )
+    if master.others:
+        held = ", ".join(master.others)
+        return (
+            f"No worker has that much free; other applications hold cores: {held}. Wait for them "
+            "to end, or ask for fewer ranks or smaller executors."
+        )
+    return (
+        f"No worker has that much free. {SMALLER if none_there else MORE_SLOTS}".rstrip(".") + "."
+    )
+
+
+def _task(session: Session, plan: ClusterPlan) -> str:
+    needs = f"a task of {counted(int(session.conf('spark.task.cpus') or 1), 'core')}"
+    gpus = plan.profile_gpus or math.ceil(float(session.conf(TASK_GPUS) or 0))
+    return f"{needs} and {counted(gpus, 'GPU')}" if plan.use_gpu and gpus else needs
+
+
+def _overhead(session: Session, memory: int) -> int:
+    if (told := _mebibytes(session, "spark.executor.memoryOverhead")) is not None:
+        return told
+    factor = float(session.conf("spark.executor.memoryOverheadFactor") or 0.1)
+    least = _mebibytes(session, "spark.executor.minMemoryOverhead") or MIN_OVERHEAD
+    return max(least, math.ceil(factor * memory))
+
+
+def _mebibytes(session: Session, key: str) -> int | None:
+    text = session.conf(key)
+    return None if text is None else size_in_bytes(text, "m") // 2**20

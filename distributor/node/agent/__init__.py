@@ -1,0 +1,1 @@
+"""One node's ranks: started, watched and stopped, wherever the node is."""

@@ -1,0 +1,223 @@
+"""The environment of a rank: torchrun's variables, its GPUs, its network interface."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from distributor.core.host import host_name
+from distributor.core.text import counted
+from distributor.node.agent.network import interface_of
+from distributor.serialization.outcome import Origin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One node's share of a run: which ranks it holds, and where they meet the others.
+
+    Parameters
+    ----------
+    run_id : str
+        The run's name; ``TORCHELASTIC_RUN_ID`` of its ranks.
+    attempt : int
+        0 for the first launch of the run.
+    host : str
+        This machine's name or address, for messages.
+    address : str
+        This machine's address among the nodes; decides the network interface.
+    node_rank, num_nodes : int
+        This node's place among the run's nodes.
+    ranks_per_node : int
+        Ranks on this and on every node.
+    master_addr, master_port : str, int
+        Where rank 0's store listens.
+    gpus : tuple of str, optional
+        GPUs of this node's ranks, as ``CUDA_VISIBLE_DEVICES`` wants them; empty hides all of
+        them and None leaves the variable as it is.
+    env : mapping of str to str
+        The user's own variables; they win over the environment that is here already.
+    modules : str
+        Folders with the user's modules, to be searched first, as PYTHONPATH has them; empty if
+        there are none.
+    program_name : str
+        The function's or script's name, for titles of processes.
+    """
+
+    run_id: str
+    attempt: int = 0
+    host: str
+    address: str
+    node_rank: int = 0
+    num_nodes: int = 1
+    ranks_per_node: int
+    master_addr: str
+    master_port: int
+    gpus: tuple[str, ...] | None = None
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    modules: str = ""
+    program_name: str = ""
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def name(self) -> str:
+        """What the node is called among the run's; two may be on one host."""
+        return f"node{self.node_rank}-{self.host}"
+
+    def origin(self, local_rank: int) -> Origin:
+        """Say who the node's rank number `local_rank` is."""
+        return Origin(
+            rank=self.node_rank * self.ranks_per_node + local_rank,
+            local_rank=local_rank,
+            host=self.host,
+            attempt=self.attempt,
+        )
+
+
+ROLE = "default"
+PATH = "PYTHONPATH"
+
+_IDENTITY: dict[str, Callable[[Node, int], object]] = {
+    "RANK": lambda node, local_rank: node.origin(local_rank).rank,
+    "LOCAL_RANK": lambda node, local_rank: local_rank,
+    "WORLD_SIZE": lambda node, local_rank: node.world_size,
+    "LOCAL_WORLD_SIZE": lambda node, local_rank: node.ranks_per_node,
+    "GROUP_RANK": lambda node, local_rank: node.node_rank,
+    "GROUP_WORLD_SIZE": lambda node, local_rank: node.num_nodes,
+    "NODE_RANK": lambda node, local_rank: node.node_rank,  # not torchrun's: PySpark's class sets it
+    "ROLE_RANK": lambda node, local_rank: node.origin(local_rank).rank,
+    "ROLE_NAME": lambda node, local_rank: ROLE,
+    "ROLE_WORLD_SIZE": lambda node, local_rank: node.world_size,
+    "MASTER_ADDR": lambda node, local_rank: node.master_addr,
+    "MASTER_PORT": lambda node, local_rank: node.master_port,
+    "TORCHELASTIC_RUN_ID": lambda node, local_rank: node.run_id,
+    "TORCHELASTIC_RESTART_COUNT": lambda node, local_rank: node.attempt,
+    "TORCHELASTIC_MAX_RESTARTS": lambda node, local_rank: 0,
+    "TORCHELASTIC_USE_AGENT_STORE": lambda node, local_rank: True,
+}
+
+RANK_VARIABLES = frozenset(_IDENTITY)
+"""The variables that say who a rank is; a user's ``env`` cannot set them."""
+
+
+def rank_environment(node: Node, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Build a rank's whole environment, as torchrun would, from the one its agent has.
+
+    Parameters
+    ----------
+    node : Node
+        The rank's node.
+    local_rank : int
+        The rank's place on its node.
+    inherited : mapping of str to str
+        The agent's own environment.
+
+    Returns
+    -------
+    dict of str to str
+    """
+    identity = {name: str(value(node, local_rank)) for name, value in _IDENTITY.items()}
+    devices = {} if node.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus)}
+    environment = {
+        **_network_defaults(node),
+        **_process_defaults(node.ranks_per_node),
+        **inherited,
+        **devices,
+        **node.env,
+        **identity,
+    }
+    # For the programs that ranks start; they themselves learn it from their spec.
+    paths = [path for path in (node.modules, environment.get(PATH, "")) if path]
+    return environment | ({PATH: os.pathsep.join(paths)} if node.modules else {})
+
+
+def common_environment(
+    ranks_per_node: int, env: Mapping[str, str], inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """Build what the ranks of a node have in common from run to run.
+
+    Parameters
+    ----------
+    ranks_per_node : int
+        How many there are.
+    env : mapping of str to str
+        The user's own variables.
+    inherited : mapping of str to str
+        The agent's own environment.
+    """
+    return {**_process_defaults(ranks_per_node), **inherited, **env}
+
+
+# Defaults hold only where neither the user nor the machine says otherwise.
+
+
+def _process_defaults(ranks_per_node: int) -> dict[str, str]:
+    threads = {"OMP_NUM_THREADS": "1"} if ranks_per_node > 1 else {}
+    return {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **threads}
+
+
+def _network_defaults(node: Node) -> dict[str, str]:
+    interface = interface_of(node.address)
+    return {f"{backend}_SOCKET_IFNAME": interface for backend in ("GLOO", "NCCL") if interface}
+
+
+def visible_devices(addresses: Sequence[str], mask: str | None) -> tuple[str, ...]:
+    """Translate Spark's GPU addresses into entries for ``CUDA_VISIBLE_DEVICES``.
+
+    Spark's addresses are positions, so where a mask is inherited they index into it. A discovery
+    script that ignores the mask lists the entries themselves; those are taken as they are.
+
+    Raises
+    ------
+    ValueError
+        Where an address is no number, or neither a position in the mask nor an entry of it.
+    """
+    for address in addresses:
+        if not address.isdecimal() or str(int(address)) != address:
+            raise ValueError(
+                f"Found GPU addresses {list(addresses)} which are not all in the correct format "
+                "for CUDA_VISIBLE_DEVICES, which requires integers with no zero padding. "
+                "Correct the GPU discovery script (conf/get_gpus.sh is one that works)."
+            )
+    if mask is None:
+        return tuple(addresses)
+    entries = mask_entries(mask)
+    if all(int(address) < len(entries) for address in addresses):
+        return tuple(entries[int(address)] for address in addresses)
+    if set(addresses) <= set(entries):
+        return tuple(addresses)
+    raise ValueError(
+        f"Spark assigned the GPU addresses {list(addresses)}, but CUDA_VISIBLE_DEVICES={mask!r} "
+        f"on {host_name()} has only {counted(len(entries), 'entry', 'entries')}. Let the "
+        "discovery script list positions within CUDA_VISIBLE_DEVICES, or unset that variable for "
+        "the executors."
+    )
+
+
+def mask_entries(mask: str) -> tuple[str, ...]:
+    """List the GPUs that ``CUDA_VISIBLE_DEVICES`` shows; like CUDA, read no further than a -1."""
+    entries = (entry.strip() for entry in mask.split(",") if entry.strip())
+    return tuple(takewhile(lambda entry: entry[0] != "-" and entry != "NoDevFiles", entries))
+
+
+def node_order(hosts: Sequence[str]) -> list[int]:
+    """Number the nodes so that those of one host stand side by side.
+
+    Parameters
+    ----------
+    hosts : sequence of str
+        The host of each Spark task, by partition.
+
+    Returns
+    -------
+    list of int
+        Partitions in the order of their node ranks. The host of partition 0 comes first.
+    """
+    first_seen = {host: partition for partition, host in reversed(list(enumerate(hosts)))}
+    return sorted(
+        range(len(hosts)), key=lambda partition: (first_seen[hosts[partition]], partition)
+    )

@@ -1,0 +1,67 @@
+"""Packed environments: which formats are known, and how one is unpacked."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
+"""The archives that Spark unpacks."""
+BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError)
+"""What reading one raises that is broken."""
+_LIBRARY = re.compile(r"(?:\./)?(?P<above>[^/]+/)?lib/python(?P<version>\d+\.\d+)/")
+
+
+def library_in(archive: Path) -> re.Match[str] | None:
+    """Find the first file of a Python's library in an archive, and read no further.
+
+    Returns
+    -------
+    Match or None
+        With ``version``, such as "3.11", and ``above``, a folder in which all lies, or None.
+    """
+    for name in _names(archive):
+        if found := _LIBRARY.match(name):
+            return found
+    return None
+
+
+def _names(archive: Path) -> Iterator[str]:
+    if archive.suffix == ".zip":
+        with zipfile.ZipFile(archive) as packed:
+            yield from packed.namelist()
+    else:
+        with tarfile.open(archive) as packed_tar:
+            for member in packed_tar:
+                yield f"{member.name}/" if member.isdir() else member.name
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack an archive with its links and permissions, as Spark would."""
+    if archive.suffix == ".zip":
+        with zipfile.ZipFile(archive) as packed:
+            for member in packed.infolist():
+                _extract(packed, member, folder)
+    else:
+        # What may not leave the folder are files; a link to the base interpreter does.
+        safely: dict[str, Any] = {"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}
+        with tarfile.open(archive) as packed_tar:
+            packed_tar.extractall(folder, **safely)
+
+
+def _extract(packed: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Path) -> None:
+    mode = member.external_attr >> 16
+    if stat.S_ISLNK(mode):
+        (folder / member.filename).parent.mkdir(parents=True, exist_ok=True)
+        os.symlink(packed.read(member), os.fsencode(folder / member.filename))
+        return
+    path = packed.extract(member, folder)
+    if mode:
+        os.chmod(path, stat.S_IMODE(mode))

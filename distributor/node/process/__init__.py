@@ -1,0 +1,1 @@
+"""Spawning, supervising and killing processes; nothing here knows what a rank runs."""

@@ -1,0 +1,30 @@
+"""The temporary folder of a rank's multiprocessing, removed if the rank is killed."""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import secrets
+import shutil
+import tempfile
+from typing import Any
+
+
+def new_scratch() -> str:
+    """Name a folder; as short as multiprocessing's own, for the paths of sockets have a limit."""
+    return os.path.join(tempfile.gettempdir(), f"pymp-{secrets.token_hex(4)}")
+
+
+def use_scratch(folder: str) -> None:
+    """Make it, and have this process and its children put their sockets there."""
+    try:
+        os.mkdir(folder, 0o700)
+    except OSError:
+        return  # multiprocessing then makes its own when it needs one, and says why it cannot
+    process: Any = multiprocessing.process.current_process()
+    process._config["tempdir"] = folder
+
+
+def remove_scratch(folder: str) -> None:
+    """Remove it, whoever else does so at the same time."""
+    shutil.rmtree(folder, ignore_errors=True)

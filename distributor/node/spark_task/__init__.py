@@ -1,0 +1,1 @@
+"""One node inside a Spark barrier task, and its connection to the driver."""

@@ -1,0 +1,1 @@
+"""Programs on their way to ranks, and what comes back of them: values and failures."""

@@ -1,0 +1,159 @@
+"""Pickles whose large buffers lie beside them in one file, written once and mapped to be read.
+
+A file holds, one after another: the pickle; each buffer, aligned; the offset and size of each; and
+a trailer that says how many there are. Tensors and arrays that were large are, when loaded, views
+of the mapped file: nothing is copied until someone writes to them, and then only that page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import pickle
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
+
+import cloudpickle
+
+from distributor.core.kernel import lacking_for_memory_files
+
+PROTOCOL = 5
+LARGE_BUFFER = 64 * 1024
+"""Bytes from which a buffer lies beside the pickle; what is smaller is copied with it."""
+ALIGNMENT = 64
+_PLACE = struct.Struct("<QQ")
+_TRAILER = struct.Struct("<Q8s")
+_MAGIC = b"parcel 1"
+
+
+def anonymous_file() -> BinaryIO:
+    """Open a file that has no name, in memory if the system has such files."""
+    if not lacking_for_memory_files():
+        return os.fdopen(os.memfd_create("distributor"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+def give_back(file: BinaryIO, length: int) -> None:
+    """Give back what the first bytes of an anonymous file take; it stays as long as it is."""
+    keep_size_and_punch_hole = 0x01 | 0x02
+    if sys.platform == "linux":
+        offset, size = ctypes.c_int64(0), ctypes.c_int64(length)
+        ctypes.CDLL(None).fallocate(file.fileno(), keep_size_and_punch_hole, offset, size)
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles tensors as arrays are: with the storage as a buffer, once for all that share it.
+
+    Parameters
+    ----------
+    file : BinaryIO
+        Where the pickle goes.
+
+    Attributes
+    ----------
+    buffers : list of PickleBuffer
+        The large buffers, which are not in the pickle.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file, protocol=PROTOCOL, buffer_callback=self._keep_in)
+        self.buffers: list[pickle.PickleBuffer] = []
+        self._storages: dict[int, Any] = {}
+
+    def _keep_in(self, buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < LARGE_BUFFER:
+            return True
+        self.buffers.append(buffer)
+        return False
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj).__module__ == "torch.storage" and (reduced := self._reduce_storage(obj)):
+            return reduced
+        return super().reducer_override(obj)
+
+    def _reduce_storage(self, obj: Any) -> tuple[Any, ...] | None:
+        """Take over from torch for what lies in the memory of this process."""
+        import torch
+
+        typed = type(obj) is torch.storage.TypedStorage
+        storage = obj._untyped_storage if typed else obj
+        if storage.device.type != "cpu" or not storage.data_ptr():
+            return None
+        if typed:
+            # Each tensor wraps its storage anew: the pickle is to see one object for one memory.
+            return _typed_storage, (self._storages.setdefault(storage._cdata, storage), obj.dtype)
+        memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+        memory.owner = storage  # so that it lives as long as the view does
+        return _untyped_storage, (pickle.PickleBuffer(memory),)
+
+
+def pack(obj: object, file: BinaryIO) -> None:
+    """Write an object to an empty file."""
+    pickler = Pickler(file)
+    pickler.dump(obj)
+    write_buffers(file, pickler.buffers)
+
+
+def write_buffers(file: BinaryIO, buffers: Sequence[pickle.PickleBuffer]) -> None:
+    """Write what belongs behind a pickle."""
+    places = []
+    for buffer in buffers:
+        _align(file)
+        memory = buffer.raw()
+        places.append(_PLACE.pack(file.tell(), memory.nbytes))
+        file.write(memory)
+    file.write(b"".join(places) + _TRAILER.pack(len(places), _MAGIC))
+    file.flush()
+
+
+def unpack(file: int, unpickler: Callable[..., pickle.Unpickler] = pickle.Unpickler) -> Any:
+    """Load the object from a file.
+
+    Parameters
+    ----------
+    file : int
+        The file's descriptor; it may be closed afterwards.
+    unpickler : callable
+        Makes the unpickler.
+
+    Raises
+    ------
+    EOFError
+        Where the file is not whole.
+    """
+    mapped = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+    return unpickler(mapped, buffers=_buffers(memoryview(mapped))).load()
+
+
+def _buffers(view: memoryview) -> list[memoryview]:
+    if len(view) < _TRAILER.size:
+        raise EOFError("the file is too short")
+    count, magic = _TRAILER.unpack(view[-_TRAILER.size :])
+    if magic != _MAGIC:
+        raise EOFError("the file has no end")
+    start = len(view) - _TRAILER.size - count * _PLACE.size
+    places = _PLACE.iter_unpack(view[start : len(view) - _TRAILER.size])
+    return [view[offset : offset + size] for offset, size in places]
+
+
+def _align(file: BinaryIO) -> None:
+    file.write(bytes(-file.tell() % ALIGNMENT))
+
+
+def _typed_storage(storage: Any, dtype: Any) -> Any:
+    import torch
+
+    make: Any = torch.storage.TypedStorage
+    return make(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def _untyped_storage(buffer: Any) -> Any:
+    import torch
+
+    tensor = torch.frombuffer(buffer, dtype=torch.uint8)
+    copied_already = isinstance(buffer, (bytes, bytearray))
+    return (tensor.clone() if copied_already else tensor).untyped_storage()

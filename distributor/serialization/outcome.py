@@ -1,0 +1,275 @@
+"""How a rank ended: a value or a failure, captured in the rank and raised on the driver."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from distributor.core.resources import describe_free_space, lacks_room
+from distributor.core.text import listed
+from distributor.errors import RemoteError, RemoteTraceback, WorkerDied
+from distributor.serialization import pickling
+
+PART_BYTES = 1024 * 1024
+MAX_SUMMARY, MAX_TEXT = 1000, 4 * 1024 * 1024
+"""Characters of a failure's summary and text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Which rank, where, and in which attempt."""
+
+    rank: int
+    local_rank: int
+    host: str
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} (local rank {self.local_rank}) on {self.host}, "
+            f"attempt {self.attempt}"
+        )
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a rank returned, still pickled.
+
+    Parameters
+    ----------
+    rank : int
+        The global rank.
+    file : BinaryIO
+        The pickled value, alone in an anonymous file.
+    """
+
+    rank: int
+    file: BinaryIO
+
+    @property
+    def size(self) -> int:
+        """How many bytes it takes, pickled; 0 where nobody asked for it."""
+        self.file.flush()
+        return os.fstat(self.file.fileno()).st_size
+
+    def load(self) -> Any:
+        """Unpickle the value; CUDA tensors become CPU tensors where there is no GPU."""
+        self.file.flush()
+        return pickling.load_value(self.file)
+
+    def parts(self) -> Iterator[bytes]:
+        """Read the pickled value in parts that any transport takes."""
+        self.file.seek(0)
+        while data := self.file.read(PART_BYTES):
+            yield data
+
+
+def load_value(path: str | os.PathLike[str]) -> Any:
+    """Load a value that could not be brought to the driver, from where it is kept.
+
+    Parameters
+    ----------
+    path : str or path
+        The file that the error names. It is trusted as a pickle is.
+    """
+    with open(path, "rb") as file:
+        return pickling.load_value(file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a rank failed, as plain data that any process can unpickle.
+
+    Parameters
+    ----------
+    origin : Origin
+        The rank that failed.
+    summary : str
+        One line: the exception's type and message, or how the process ended.
+    text : str
+        The remote traceback with its source lines, or the last lines of output.
+    pickled : bytes or None
+        The exception; None where it cannot be pickled.
+    collateral : bool
+        True where the failure looks like the echo of another rank's (a lost connection).
+    step : int or None
+        How far the rank's program had come; None for a rank that did not raise.
+    kind : str
+        The exception's type, or how the process ended: what may be read where a message, which
+        may hold a secret, may not.
+    """
+
+    origin: Origin
+    summary: str
+    text: str
+    pickled: bytes | None
+    collateral: bool = False
+    step: int | None = None
+    kind: str = "failed"
+
+    def exception(self) -> BaseException:
+        """Rebuild the rank's exception, with its remote traceback as the cause."""
+        error = pickling.load_exception(self.pickled) if self.pickled else None
+        if error is None:
+            error = RemoteError(f"{self.origin}: {self.summary}\n\n{self.text}")
+        if not isinstance(error, WorkerDied):  # whose message says it all
+            cause = RemoteTraceback(f"{self.origin}:\n{self.text.rstrip()}")
+            BaseException.__setattr__(error, "__cause__", cause)  # the user's own may be frozen
+        return error
+
+
+Outcome = Value | Failure
+
+
+def failure_of(error: BaseException, origin: Origin, step: int = 0) -> Failure:
+    """Capture an exception that was raised in a rank, so many steps into its program."""
+    return Failure(
+        origin=origin,
+        summary=_summary_of(error),
+        text=_cut(format_traceback(error)) + (describe_free_space() if lacks_room(error) else ""),
+        pickled=pickling.dump_exception(error),
+        collateral=_is_lost_connection(error),
+        step=step,
+        kind=type(error).__qualname__,
+    )
+
+
+def _summary_of(error: BaseException) -> str:
+    """Give the line that names the exception, of those that tell of its source and its notes."""
+    lines = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
+    name = type(error).__qualname__
+    named = (line for line in lines if line.partition(":")[0].endswith(name))
+    return next(named, lines[-1])[:MAX_SUMMARY]
+
+
+def _cut(text: str) -> str:
+    """Leave out the middle of a text that would not fit into a message."""
+    left_out, half = len(text) - MAX_TEXT, MAX_TEXT // 2
+    if left_out <= 0:
+        return text
+    return f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"
+
+
+def death(
+    origin: Origin, *, exit_code: int | None = None, signum: int | None = None, tail: str = ""
+) -> Failure:
+    """Describe a rank that ended without recording an outcome."""
+    how = f"was killed by {_signal_name(signum)}" if signum else f"exited with code {exit_code}"
+    hint = _hint(signum)
+    output = f"Its last output:\n{tail}" if tail else "It printed nothing."
+    error = WorkerDied(f"{origin} {how}.{hint}\n{output}", exit_code=exit_code, signal=signum)
+    return Failure(
+        origin=origin,
+        summary=f"WorkerDied: {how}",
+        text=f"{how}{hint}\n{output}",
+        pickled=pickle.dumps(error),
+        kind=f"WorkerDied: {how}",
+    )
+
+
+def _hint(signum: int | None) -> str:
+    if signum == signal.SIGKILL:
+        return (
+            "\nNobody here sent that signal: on Linux it is most often the out-of-memory killer's "
+            "(look at the kernel log of that host), or the cluster manager's."
+        )
+    if signum == signal.SIGBUS:
+        return f"\nMost often shared memory or a disk is full. {describe_free_space()}"
+    return ""
+
+
+def cause_first(failures: Iterable[Failure]) -> dict[int, Failure]:
+    """Map each failed rank to its failure, causes before echoes, else in the order given."""
+    ordered = sorted(failures, key=lambda failure: failure.collateral)
+    return {failure.origin.rank: failure for failure in ordered}
+
+
+def raise_first(failures: Mapping[int, Failure]) -> None:
+    """Raise the first failure's exception, with the mapping as its ``rank_failures``.
+
+    Parameters
+    ----------
+    failures : mapping of int to Failure
+        Failures by rank, the cause first; not empty.
+    """
+    first = next(iter(failures.values()))
+    error = first.exception()
+    error.__dict__["rank_failures"] = dict(failures)  # past __setattr__, as in `add_note`
+    add_note(error, _note(first, failures))
+    raise error
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception.
+
+    Unlike `BaseException.add_note`, which Python 3.10 does not have, it goes past ``__setattr__``:
+    an exception of the user's may be frozen.
+    """
+    error.__dict__.setdefault("__notes__", []).append(note)
+
+
+def format_traceback(error: BaseException) -> str:
+    """Format an exception's traceback from the user's first frame on."""
+    trimmed = _users_part(error.__traceback__)
+    report = traceback.TracebackException(type(error), error, trimmed, compact=True)
+    return "".join(report.format())
+
+
+def _note(first: Failure, failures: Mapping[int, Failure]) -> str:
+    lines = [f"Raised by {first.origin}."]
+    ranks_by_summary: dict[str, list[int]] = {}
+    for rank, failure in failures.items():
+        if failure is not first:
+            ranks_by_summary.setdefault(failure.summary, []).append(rank)
+    for summary, ranks in ranks_by_summary.items():
+        lines.append(f"Also failed: {listed('rank', sorted(ranks))}: {summary}")
+    return "\n".join(lines)
+
+
+_OURS = str(Path(__file__).resolve().parent.parent)
+
+
+def _users_part(frames: TracebackType | None) -> TracebackType | None:
+    """Leave out the launcher's own frames, and those that run a script, at the top."""
+    part = frames
+    while part is not None and _is_launchers(part.tb_frame.f_code.co_filename):
+        part = part.tb_next
+    return part or frames
+
+
+def _is_launchers(filename: str) -> bool:
+    return filename.startswith(_OURS + os.sep + "node") or "runpy" in filename
+
+
+_LOST_CONNECTION = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket timeout",
+    "failed to recv",
+    "remote process exited",
+    "nccl communicator was aborted",
+)
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Tell whether an error is what a rank sees when a peer has gone."""
+    if isinstance(error, ConnectionError):
+        return True
+    is_torchs = type(error).__module__.startswith("torch") or type(error) is RuntimeError
+    return is_torchs and any(sign in str(error).lower() for sign in _LOST_CONNECTION)
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

@@ -1,0 +1,116 @@
+"""What a rank runs: a pickled call or a script."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from distributor.serialization import oob_pickle
+from distributor.serialization.code_imports import imports_in_source
+from distributor.serialization.pickling import PickledCall
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function with its arguments.
+
+    Parameters
+    ----------
+    name : str
+        The function's name, for messages.
+    call : PickledCall
+        The function and its arguments.
+    begins_with : str
+        What is called before it, as ``package.module:function``; empty where nothing is.
+    """
+
+    name: str
+    call: PickledCall
+    begins_with: str = ""
+
+    @property
+    def size(self) -> int:
+        """The bytes that travel."""
+        return self.call.size
+
+    @property
+    def imports(self) -> frozenset[str]:
+        """The top-level modules that the functions which travel import."""
+        return self.call.imports
+
+
+@dataclass(frozen=True)
+class Script:
+    """A Python file with its command-line arguments.
+
+    Parameters
+    ----------
+    name : str
+        The file's name, for messages.
+    path : str
+        Where it lies; absolute.
+    args : tuple of str
+        Its command-line arguments.
+    source : bytes
+        Its text, for nodes that do not have the file.
+    begins_with : str
+        What is called before it, as ``package.module:function``; empty where nothing is.
+    """
+
+    name: str
+    path: str
+    args: tuple[str, ...]
+    source: bytes
+    begins_with: str = ""
+
+    @property
+    def size(self) -> int:
+        """The bytes that travel."""
+        return len(self.source)
+
+    @property
+    def imports(self) -> frozenset[str]:
+        """The top-level modules that the script imports."""
+        return imports_in_source(self.source)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A Python module with its command-line arguments, run as ``python -m`` runs it.
+
+    Parameters
+    ----------
+    name : str
+        The module's name.
+    folder : str
+        Where the driver looks for it first; empty on nodes to which its files are brought.
+    args : tuple of str
+        Its command-line arguments.
+    begins_with : str
+        What is called before it, as ``package.module:function``; empty where nothing is.
+    """
+
+    name: str
+    folder: str
+    args: tuple[str, ...] = ()
+    begins_with: str = ""
+
+    @property
+    def size(self) -> int:
+        """The bytes that travel with the program: its files come with the user's modules."""
+        return 0
+
+    @property
+    def imports(self) -> frozenset[str]:
+        """The top-level package or module that it is or belongs to."""
+        return frozenset({self.name.partition(".")[0]})
+
+
+Program = Call | Script | Module
+
+
+def in_file(program: Program) -> BinaryIO:
+    """Write a program to an anonymous file, which the ranks of a node can map."""
+    file = oob_pickle.anonymous_file()
+    oob_pickle.pack(program, file)
+    return file

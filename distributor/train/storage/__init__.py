@@ -1,0 +1,1 @@
+"""What training keeps: checkpoints, their files and the log of reports."""

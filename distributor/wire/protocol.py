@@ -1,0 +1,120 @@
+"""Frames and the mutual handshake: what both ends of a link agree on, without sockets.
+
+A connection opens with three messages of fixed size, in which each side shows that it holds the
+run's secret by keying a hash over the other side's fresh nonce; nothing is unpickled before that::
+
+    hub  -> link   greeting   MAGIC, hub's nonce
+    link -> hub    hello      run key, node index, link's nonce,
+                              HMAC(secret, "client" hub's link's key node)
+    hub  -> link   welcome    HMAC(secret, "server" link's hub's)
+
+Several runs may share one hub's port. The run key, a hash of the secret that tells nothing of it,
+says whose secret is to be checked.
+
+From then on either side sends frames: a length of four bytes, big-endian, and a pickle that long.
+"""
+
+from __future__ import annotations
+
+import hmac
+import pickle
+import socket
+import struct
+from typing import Final
+
+MAGIC: Final = b"distributor wire 2\n"
+MAX_FRAME: Final = 64 * 2**20
+NONCE_SIZE: Final = 32
+KEY_SIZE: Final = 8
+HEARTBEAT_SECONDS: Final = 5.0
+"""Seconds between two heartbeats, which the hub sends and each link's owner answers."""
+LEASE_SECONDS: Final = 20.0
+"""Seconds of silence after which either side takes the other for lost."""
+
+HEADER: Final = struct.Struct(">I")
+GREETING: Final = struct.Struct(f">{len(MAGIC)}s{NONCE_SIZE}s")
+HELLO: Final = struct.Struct(f">{KEY_SIZE}s4s{NONCE_SIZE}s32s")
+WELCOME: Final = struct.Struct(">32s")
+
+# An idle peer that has vanished is noticed after 15 + 4 * 5 seconds. TCP_USER_TIMEOUT is not set:
+# it would also end a connection whose reader merely pauses, as a hub does to hold its peers back.
+_KEEPALIVE: Final = {
+    "TCP_KEEPIDLE": 15,
+    "TCP_KEEPALIVE": 15,  # what macOS calls TCP_KEEPIDLE
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 4,
+}
+
+
+class HandshakeRefused(ConnectionError):
+    """The other side did not prove that it holds the run's secret, or did not accept our proof."""
+
+
+class FrameTooLarge(ConnectionError):
+    """A frame is longer than ``MAX_FRAME`` (or announces that it is empty, which none can be)."""
+
+
+def hello(secret: bytes, greeting: bytes, nonce: bytes, node: int) -> bytes:
+    """Answer a hub's greeting with the proof of ``node``."""
+    magic, hub_nonce = GREETING.unpack(greeting)
+    if magic != MAGIC:
+        raise HandshakeRefused("what answered is not a distributor hub of this version")
+    key, index = run_key(secret), HEADER.pack(node)
+    return HELLO.pack(key, index, nonce, _proof(secret, b"client", hub_nonce, nonce, key, index))
+
+
+def run_key(secret: bytes) -> bytes:
+    """Return what names the run of a secret, to whoever knows the secret or has a list of runs."""
+    return _proof(secret, b"run")[:KEY_SIZE]
+
+
+def key_in(answer: bytes | bytearray) -> bytes:
+    """Return the run key of a hello."""
+    key: bytes = HELLO.unpack(answer)[0]
+    return key
+
+
+def admit(secret: bytes, hub_nonce: bytes, answer: bytes | bytearray) -> tuple[int, bytes]:
+    """Check a link's hello; return its node index and the welcome it is owed."""
+    key, index, nonce, proof = HELLO.unpack(answer)
+    if not hmac.compare_digest(proof, _proof(secret, b"client", hub_nonce, nonce, key, index)):
+        raise HandshakeRefused("the peer does not hold the run's secret")
+    return HEADER.unpack(index)[0], _proof(secret, b"server", nonce, hub_nonce)
+
+
+def check_welcome(secret: bytes, greeting: bytes, nonce: bytes, welcome: bytes) -> None:
+    """Raise `HandshakeRefused` unless the hub, too, has proved that it holds the secret."""
+    _, hub_nonce = GREETING.unpack(greeting)
+    if not hmac.compare_digest(welcome, _proof(secret, b"server", nonce, hub_nonce)):
+        raise HandshakeRefused("the hub does not hold the run's secret")
+
+
+def encode(message: object) -> bytes:
+    """Make a frame of a message."""
+    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return HEADER.pack(check_length(len(payload))) + payload
+
+
+def decode(payload: bytes | bytearray) -> object:
+    """Unpickle what a proven peer has sent."""
+    return pickle.loads(payload)
+
+
+def check_length(length: int) -> int:
+    """Return the length of a payload, or raise `FrameTooLarge`."""
+    if not 0 < length <= MAX_FRAME:
+        raise FrameTooLarge(f"a frame of {length} bytes; 1 to {MAX_FRAME} are allowed")
+    return length
+
+
+def tune(sock: socket.socket) -> None:
+    """Send small frames at once, and let the kernel notice a peer that has vanished."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _proof(secret: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(secret, b"".join(parts), "sha256")

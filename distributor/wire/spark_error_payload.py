@@ -1,0 +1,114 @@
+"""A node's failures, inside the text of the exception that ends its Spark task."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import pickle
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from distributor.errors import RunTimeout, StartTimeout
+from distributor.serialization.outcome import Failure
+from distributor.wire.sealing import seal, unseal
+
+LIMIT = 100_000
+"""Characters of failure text that a report may carry; Spark passes 200 kB through whole."""
+MAX_KINDS = 2000
+"""Characters of the part that people can read."""
+
+
+class TaskFailed(Exception):
+    """Ends a barrier task whose ranks failed or were stopped; read back by `failures_in`.
+
+    Spark writes its text to the event log, the UI and the executors' logs. An exception's message
+    and arguments may hold a secret, so in clear the text has only which ranks failed, where, and
+    the type of each exception.
+    """
+
+    @classmethod
+    def of(cls, failures: Sequence[Failure], secret: bytes) -> TaskFailed:
+        """Report failures, or, if there are none, that the node was told to stop.
+
+        Parameters
+        ----------
+        failures : sequence of Failure
+            In the order in which they came.
+        secret : bytes
+            The run's secret.
+        """
+        if not failures:
+            return cls("The ranks of this node were stopped because the run ended elsewhere.")
+        kinds = "; ".join(f"{failure.origin}: {failure.kind}" for failure in failures)
+        report = _encode(failures, secret)
+        return cls(
+            f"{kinds[:MAX_KINDS]} (the driver raises the whole error)\n"
+            f"<distributor-report {report}>"
+        )
+
+    @classmethod
+    def timed_out(cls, error: StartTimeout | RunTimeout, secret: bytes) -> TaskFailed:
+        """Report that a deadline passed on a node; read back by `timeout_in`."""
+        message = str(error)
+        encoded = _sealed(error, secret)
+        if len(encoded) > LIMIT:
+            encoded = _sealed(type(error)(message[: LIMIT // 4]), secret)
+        summary = message.partition("\n")[0]
+        return cls(f"{type(error).__name__}: {summary}\n<distributor-timeout {encoded}>")
+
+
+_TIMEOUT = re.compile(r"<distributor-timeout ([A-Za-z0-9+/=]+)>")
+_REPORT = re.compile(r"<distributor-report ([A-Za-z0-9+/=]+)>")
+
+
+def failures_in(text: str, secret: bytes) -> list[Failure]:
+    """Return the failures that the text of Spark's exception carries.
+
+    Nothing is unpickled that was not sealed with the run's secret.
+
+    Parameters
+    ----------
+    text : str
+        The text of Spark's exception.
+    secret : bytes
+        The run's secret.
+    """
+    found: dict[int, Failure] = {}
+    for encoded in _REPORT.findall(text):
+        with contextlib.suppress(Exception):  # cut, or a text that only looks like a report
+            for failure in _unsealed(encoded, secret):
+                found.setdefault(failure.origin.rank, failure)
+    return list(found.values())
+
+
+def timeout_in(text: str, secret: bytes) -> StartTimeout | RunTimeout | None:
+    """Return the deadline's error that the text of Spark's exception carries, if it carries one."""
+    if found := _TIMEOUT.search(text):
+        with contextlib.suppress(Exception):  # cut, or a text that only looks like a report
+            error = _unsealed(found[1], secret)
+            if isinstance(error, (StartTimeout, RunTimeout)):
+                return error
+    return None
+
+
+def _sealed(content: object, secret: bytes) -> str:
+    return base64.b64encode(seal(zlib.compress(pickle.dumps(content)), secret)).decode()
+
+
+def _unsealed(encoded: str, secret: bytes) -> Any:
+    return pickle.loads(zlib.decompress(unseal(base64.b64decode(encoded), secret)))
+
+
+def _encode(failures: Sequence[Failure], secret: bytes, room: int = LIMIT // 4) -> str:
+    encoded = _sealed(list(failures), secret)
+    if len(encoded) > LIMIT and len(failures) > 1:
+        return _encode(failures[:1], secret)
+    if len(encoded) > LIMIT:
+        first = failures[0]
+        text, summary = first.text[-room:], first.summary[:room]
+        shortened = replace(first, pickled=None, text=text, summary=summary)
+        return _encode([shortened], secret, room // 2)
+    return encoded

@@ -1,0 +1,27 @@
+"""A host has one name in all that a run says of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import cloudpickle
+import pytest
+
+from distributor import TorchDistributor
+from distributor.core.host import host_name
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def fail() -> None:
+    raise KeyError(host_name())
+
+
+def test_a_rank_names_its_host_as_its_failure_does(
+    distribute: Callable[..., TorchDistributor],
+) -> None:
+    with pytest.raises(KeyError) as raised:
+        distribute(1).run(fail)
+    failures = raised.value.rank_failures  # type: ignore[attr-defined]
+    assert raised.value.args == (failures[0].origin.host,)

@@ -1,0 +1,67 @@
+"""Secrets in what ranks print, however it is cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distributor.core.redaction import MASK, Redaction
+
+
+def shown(env: dict[str, str], parts: list[bytes]) -> bytes:
+    """What comes of a stream that is read in parts, each with what was left of those before."""
+    redaction, rest, whole = Redaction(env), b"", b""
+    for number, part in enumerate(parts):
+        rest += part
+        text, length = redaction.of_stream(rest, last=number == len(parts) - 1)
+        whole, rest = whole + text, rest[length:]
+    assert rest == b""
+    return whole
+
+
+def test_a_secret_is_masked_and_the_rest_is_as_it_was() -> None:
+    redaction = Redaction({"MY_TOKEN": "s3cr3t-value", "LEARNING_RATE": "0.00001"})
+    text = "rate 0.00001 with s3cr3t-value, s3cr3t-valu, s3cr3t-value"
+    assert redaction.of_text(text) == f"rate 0.00001 with {MASK}, s3cr3t-valu, {MASK}"
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "db_password", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "PGPASSWORD"]
+)
+def test_secrets_are_told_by_their_names(name: str) -> None:
+    assert Redaction({name: "abcdef"}).of_text("abcdef") == MASK
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("TOKENIZERS_PARALLELISM", "disabled"), ("MONKEY", "banana"), ("TOKEN", "1")],
+)
+def test_other_values_are_not_secret(name: str, value: str) -> None:
+    assert Redaction({name: value}).of_text(value) == value
+
+
+def test_the_lines_of_a_key_are_masked_by_themselves() -> None:
+    redaction = Redaction({"PRIVATE_KEY": "first-line\nsecond-line\n"})
+    assert redaction.of_text("second-line, first-line") == f"{MASK}, {MASK}"
+
+
+def test_what_ends_like_a_secrets_beginning_waits_no_longer_than_the_stream() -> None:
+    assert shown({"TOKEN": "abcdef"}, [b"ends with abc", b""]) == b"ends with abc"
+
+
+SECRETS = st.lists(st.text("ab", min_size=6, max_size=9), min_size=1, max_size=3)
+
+
+@given(secrets=SECRETS, noise=st.text("abc\n", max_size=30), data=st.data())
+def test_how_a_stream_is_cut_makes_no_difference(
+    secrets: list[str], noise: str, data: st.DataObject
+) -> None:
+    env = {f"TOKEN{number}": secret for number, secret in enumerate(secrets)}
+    at = data.draw(st.integers(0, len(noise)))
+    stream = (noise[:at] + data.draw(st.sampled_from(secrets)) + noise[at:]).encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=5)))
+    parts = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+
+    assert shown(env, parts) == shown(env, [stream])
+    assert not any(secret.encode() in shown(env, parts) for secret in secrets)

@@ -1,0 +1,174 @@
+"""What is said while a run waits for slots that a cluster does not have, on real clusters."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bed.cluster import Cluster, cluster_on
+from bed.machines import machines_on_loopback
+from bed.waiting import until
+
+from distributor import TorchDistributor
+from distributor.errors import StartTimeout
+from distributor.launch.call_site import CallSite
+from distributor.launch.spark.error_translation import explain
+from distributor.launch.spark.session import BarrierJob, Session
+from distributor.node.spark_task.task import ROWS
+
+pytestmark = pytest.mark.spark
+
+PROGRAM = """
+try:
+    TorchDistributor(2, local_mode=False, use_gpu={use_gpu}, start_timeout=7).run(print)
+except BaseException as error:
+    tell(error=type(error).__name__, message=str(error))
+"""
+GPUS = "spark.executor.resource.gpu.amount"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Give a cluster of two workers of one core and 600 MiB, without GPUs."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with machines_on_loopback(4) as machines, cluster_on(machines, folder) as cluster:
+        yield cluster
+
+
+def message_of(cluster: Cluster, use_gpu: bool = False, **conf: str) -> str:
+    """Return the error of a run that waits in vain, which says what was said meanwhile."""
+    with cluster.driver(PROGRAM.format(use_gpu=use_gpu), **conf) as driver:
+        told = driver.hear("error")
+        shown = driver.log.read_text()
+    assert told["error"] == "StartTimeout", told
+    message: str = told["message"]
+    assert shown.count("Waiting: ") == 1, "after 5 s, and then more and more rarely"
+    assert f"Waiting: {message}" in shown
+    assert "Started" not in shown
+    return message
+
+
+def test_an_executor_larger_than_any_worker_is_named(cluster: Cluster) -> None:
+    size = {"spark.executor.memory": "64g", "spark.executor.cores": "4"}
+    message = message_of(cluster, **size)
+    assert "2 barrier tasks are wanted at once" in message
+    assert "No executor has started. Each asks for 4 cores, 64g of memory." in message
+    assert "None of 2 workers is that large" in message
+    assert "the largest has 1 core, 600m of memory and no GPU" in message
+    assert "spark.executor.memory" in message
+
+
+@pytest.mark.slow
+def test_workers_without_gpus_are_named(cluster: Cluster) -> None:
+    message = message_of(cluster, True, **{GPUS: "1", "spark.task.resource.gpu.amount": "1"})
+    assert "Each asks for 1 core, 512m of memory and 1 GPU." in message
+    assert "None of 2 workers has GPUs: set spark.worker.resource.gpu.amount" in message
+
+
+@pytest.mark.slow
+def test_too_few_gpus_are_named(tmp_path: Path) -> None:
+    discovery = tmp_path / "discover.sh"
+    discovery.write_text("""#!/bin/sh\necho '{"name": "gpu", "addresses": ["0", "1"]}'\n""")
+    discovery.chmod(0o755)
+    conf = {"amount": "2", "discoveryScript": str(discovery)}
+    given = " ".join(f"-Dspark.worker.resource.gpu.{key}={value}" for key, value in conf.items())
+    with machines_on_loopback(4) as machines:
+        for machine in machines:
+            machine.environment["SPARK_WORKER_OPTS"] = given
+        with cluster_on(machines, tmp_path) as cluster:
+            message = message_of(
+                cluster, True, **{GPUS: "4", "spark.task.resource.gpu.amount": "1"}
+            )
+    assert "the largest has 1 core, 600m of memory and 2 GPUs" in message
+
+
+@pytest.mark.slow
+def test_another_application_that_holds_the_cores_is_named(cluster: Cluster) -> None:
+    holding = """
+        while spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos().__len__() < 3:
+            time.sleep(0.1)
+        tell(holds=spark.sparkContext.applicationId)
+        time.sleep(1000)
+    """
+    with cluster.driver(holding) as other:
+        application = other.hear("holds")["holds"]
+        message = message_of(cluster)
+    assert f"other applications hold cores: 'bed' ({application}, 2 cores)" in message
+    assert "Wait for them to end" in message
+
+
+@pytest.mark.slow
+def test_without_the_masters_word_the_size_is_named(cluster: Cluster) -> None:
+    message = message_of(cluster, **{"spark.executor.memory": "64g", "spark.master.ui.port": "1"})
+    assert "No executor has started. Each asks for 1 core, 64g of memory." in message
+    assert "No worker may have that much free, or another application holds it" in message
+
+
+def test_slots_that_other_jobs_of_the_application_hold_are_named(
+    spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    context, enough = spark.sparkContext, tmp_path / "enough"
+
+    def hold(_: int) -> None:
+        while not enough.exists():
+            time.sleep(0.05)
+
+    def running() -> int:
+        stages = map(
+            context.statusTracker().getStageInfo, context.statusTracker().getActiveStageIds()
+        )
+        return sum(stage.numActiveTasks for stage in stages if stage)
+
+    job = threading.Thread(target=context.parallelize(range(4), 4).foreach, args=[hold])
+    job.start()
+    try:
+        until(lambda: running() == 4, "all slots are held", 60)
+        runner = TorchDistributor(2, local_mode=False, use_gpu=False, start_timeout=12)
+        with pytest.raises(StartTimeout) as raised:
+            runner.run(print)
+    finally:
+        enough.touch()
+        job.join()
+
+    assert "Spark has started none of the 2 tasks of this run" in str(raised.value)
+    assert "Other jobs of this application run 4 tasks" in str(raised.value)
+    told = capsys.readouterr().err
+    assert "Waiting: Spark has started none of the 2 tasks" in told
+    assert "Started" not in told
+
+
+def test_a_jobs_own_tasks_are_not_among_those_of_others(spark: Any, tmp_path: Path) -> None:
+    enough = tmp_path / "enough"
+
+    def hold(_: Any) -> Iterator[Any]:
+        while not enough.exists():
+            time.sleep(0.05)
+        yield from ()
+
+    session = Session(spark)
+    ends: list[Any] = []
+    with BarrierJob(
+        session,
+        session.barrier_frame(hold, 2, ROWS),
+        "a-tag-of-its-own",
+        ends.append,
+        description="two tasks",
+        call_site=CallSite.of_caller("hold"),
+    ) as job:
+        try:
+            until(job.has_begun, "they run", 60)
+            assert job.other_running_tasks() == 0
+        finally:
+            enough.touch()
+    assert ends == [[]]
+
+
+def test_sparks_own_word_of_too_few_slots_is_explained() -> None:
+    error = RuntimeError("[SPARK-24819]: Barrier execution mode does not allow run a barrier stage")
+    explained = explain(error, 4)
+    assert isinstance(explained, StartTimeout)
+    assert "Ask for fewer ranks" in str(explained)

@@ -1,0 +1,119 @@
+"""What a node makes once: by one process at a time, whole, and where it may be written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from bed.packages import environment, packed
+from bed.waiting import SOON, until
+
+from distributor.errors import ExecutorNotReady, StartTimeout
+from distributor.node.environment.archive import library_in, unpack
+from distributor.node.environment.build_once import Make, cache_folder, made_once
+
+
+def test_of_many_that_ask_one_makes_it(tmp_path: Path) -> None:
+    made: list[Path] = []
+
+    def make(folder: Path, lock: int) -> None:
+        made.append(folder)
+        (folder / "content").write_text("whole")
+
+    def ask() -> None:
+        with made_once(tmp_path / "folder", make, time.monotonic() + SOON) as folder:
+            together.wait(SOON)
+            assert (folder / "content").read_text() == "whole"
+
+    together = threading.Barrier(8)  # all use it at the same time
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    assert made == [tmp_path / "folder"]
+    assert not together.broken
+
+
+def make_now(folder: Path, make: Make = lambda *_: None, seconds: float = SOON) -> None:
+    with made_once(folder, make, time.monotonic() + seconds):
+        pass
+
+
+def test_what_failed_is_made_anew(tmp_path: Path) -> None:
+    def fail(folder: Path, lock: int) -> None:
+        (folder / "half").touch()
+        raise OSError("no room")
+
+    folder = tmp_path / "folder"
+    with pytest.raises(OSError, match="no room"):
+        make_now(folder, fail)
+    make_now(folder)
+    assert not (folder / "half").exists()
+
+
+HALF = """
+import pathlib, signal, sys, time
+from distributor.node.environment.build_once import made_once
+
+def make(folder, lock):
+    (folder / "half").touch()
+    signal.pause()
+
+with made_once(pathlib.Path(sys.argv[1]), make, time.monotonic() + 60):
+    pass
+"""
+
+
+def test_a_kill_leaves_no_half_one_and_no_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    with subprocess.Popen([sys.executable, "-c", HALF, str(folder)]) as maker:
+        until(lambda: (folder / "half").exists(), "it is being made")
+        with pytest.raises(StartTimeout, match=f"still makes {folder}"):
+            make_now(folder, seconds=0)
+        maker.send_signal(signal.SIGKILL)
+    make_now(folder)
+    assert not (folder / "half").exists()
+
+
+def test_the_cache_is_where_the_variables_say(tmp_path: Path) -> None:
+    chosen, above = tmp_path / "chosen", tmp_path / "above"
+    variables = {"XDG_CACHE_HOME": str(above)}
+    assert cache_folder(variables) == above / "distributor"
+    assert cache_folder({**variables, "DISTRIBUTOR_CACHE": str(chosen)}) == chosen
+    assert chosen.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_home_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = cache_folder({"XDG_CACHE_HOME": "/proc/none"})
+    assert folder == tmp_path / f"distributor-{os.getuid()}"
+    with pytest.raises(ExecutorNotReady, match="cannot be kept: /proc/none/x cannot be written"):
+        cache_folder({"DISTRIBUTOR_CACHE": "/proc/none/x"})
+
+
+@pytest.mark.parametrize("suffix", [".tar.gz", ".zip"])
+def test_what_is_unpacked_is_as_it_was(tmp_path: Path, suffix: str) -> None:
+    made = environment(tmp_path / "made", "1.0")
+    program = made / "bin" / "program"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    archive = packed(made, tmp_path / f"environment{suffix}")
+    unpack(archive, tmp_path / "unpacked")
+
+    python = tmp_path / "unpacked" / "bin" / "python"
+    assert os.readlink(python) == os.readlink(made / "bin" / "python")
+    assert os.access(python.with_name("program"), os.X_OK)
+    told = [str(python), "-c", "import gadget; print(gadget.VERSION)"]
+    assert subprocess.run(told, capture_output=True, text=True).stdout == "1.0\n"
+    found = library_in(archive)
+    assert found is not None
+    assert (found["version"], found["above"]) == ("{}.{}".format(*sys.version_info), None)

@@ -1,0 +1,151 @@
+"""The cache has a bound; nothing in use is removed, and nothing is left half removed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bed.waiting import SOON, until
+
+from distributor.cleaning import clean
+from distributor.errors import ExecutorNotReady
+from distributor.node.environment.build_once import made_once
+from distributor.node.environment.cache import DAY, Bounds, cached, sweep, trim
+
+MEGABYTE = 2**20
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setenv("DISTRIBUTOR_CACHE", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return folder
+
+
+def place(cache: Path, number: int) -> Path:
+    return cache / f"requirements-{number:016x}"
+
+
+@contextlib.contextmanager
+def used(cache: Path, number: int) -> Iterator[Path]:
+    """Use an environment of a megabyte."""
+
+    def make(folder: Path, lock: int) -> None:
+        (folder / "content").write_bytes(bytes(MEGABYTE))
+
+    with made_once(place(cache, number), make, time.monotonic() + SOON) as folder:
+        yield folder
+
+
+def make(cache: Path, number: int, days_ago: float) -> Path:
+    """Make one that was used last so many days ago."""
+    with used(cache, number) as folder:
+        pass
+    at = time.time() - days_ago * DAY
+    os.utime(f"{folder}.lock", (at, at))
+    return folder
+
+
+def names(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.iterdir())
+
+
+def test_what_was_not_used_for_long_is_removed(cache: Path) -> None:
+    make(cache, 1, days_ago=31)
+    kept = make(cache, 2, days_ago=29)
+    other = cache / "of the user"
+    other.mkdir()
+    trim(cache, Bounds.of({}))
+    assert names(cache) == [other.name, kept.name, f"{kept.name}.lock"]
+
+
+def test_the_least_recently_used_goes_first(cache: Path) -> None:
+    for number, days in enumerate((3, 1, 4, 2)):
+        make(cache, number, days_ago=days)
+    with used(cache, 2):
+        pass  # so it is the latest now
+    trim(cache, Bounds(days=30, size=2.5 * MEGABYTE))
+    assert [each.path for each in cached(cache)] == [place(cache, 1), place(cache, 2)]
+
+
+def test_what_is_in_use_is_never_removed(cache: Path) -> None:
+    with used(cache, 1) as folder:
+        assert next(clean(0)) == f"kept, for it is in use: {folder}"
+        trim(cache, Bounds(days=0))
+        assert (folder / "content").exists()
+    removed, freed = clean(0)
+    assert removed.startswith(f"removed {folder} (1")
+    assert freed.startswith("Freed 1")
+    assert names(cache) == []
+
+
+def test_what_was_removed_meanwhile_is_made_anew(cache: Path) -> None:
+    folder = make(cache, 1, days_ago=31)
+    trim(cache, Bounds.of({}))
+    assert not folder.exists()
+    with used(cache, 1):
+        assert (folder / "content").exists()
+
+
+CLEANING = """
+import shutil, signal, sys
+from pathlib import Path
+from distributor.node.environment.cache import Bounds, trim
+
+shutil.rmtree = lambda *args, **options: signal.pause()
+trim(Path(sys.argv[1]), Bounds(days=0))
+"""
+
+
+def test_a_killed_cleaner_leaves_nothing_half_removed(cache: Path) -> None:
+    folder = make(cache, 1, days_ago=1)
+    with subprocess.Popen([sys.executable, "-c", CLEANING, str(cache)]) as cleaner:
+        until(lambda: not folder.exists(), "it is being removed")
+        cleaner.send_signal(signal.SIGKILL)
+    (left,) = names(cache)
+    assert left.endswith(".removed")
+    with used(cache, 1):
+        assert (folder / "content").stat().st_size == MEGABYTE
+        sweep(cache)
+        assert names(cache) == [folder.name, f"{folder.name}.lock"]
+
+
+def test_a_dry_run_removes_nothing(cache: Path) -> None:
+    folder = make(cache, 1, days_ago=3)
+    would, freed = clean(2, dry_run=True)
+    assert would.startswith(f"would remove {folder} (")
+    assert freed.startswith("Would free 1")
+    assert list(clean(4, dry_run=True)) == [f"Would free 0 bytes (cache: {cache})"]
+    assert (folder / "content").exists()
+
+
+def test_values_and_copies_of_checkpoints_are_cleaned_too(cache: Path, tmp_path: Path) -> None:
+    value = tmp_path / "20240229-120000-0123abcd-value-of-rank-3"
+    value.write_bytes(bytes(100))
+    copies = tmp_path / f"distributor-checkpoints-{os.getuid()}"
+    (copies / "abc").mkdir(parents=True)
+    (copies / "abc.lock").touch()
+    log_dir = tmp_path / "logs"
+    log_dir.mkdir()
+
+    list(clean())
+    assert value.exists(), "it is not old"
+    assert not (copies / "abc").exists(), "its processes were killed"
+    list(clean(0))
+    assert not value.exists()
+    assert log_dir.exists()
+
+
+@pytest.mark.parametrize("number", ["many", "-1", "nan"])
+def test_a_bound_that_is_no_number_is_named(number: str) -> None:
+    with pytest.raises(ExecutorNotReady, match=f"DISTRIBUTOR_CACHE_GB is '{number}'"):
+        Bounds.of({"DISTRIBUTOR_CACHE_GB": number})

@@ -1,0 +1,74 @@
+"""Output that is kept as files, on disks that have room and on one that has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from bed.machines import small_disk, why_not_mounted
+
+from distributor import TorchDistributor
+from distributor.node.agent.log_files import LEFT_OUT, LogFiles
+
+WHY_NOT = why_not_mounted()
+on_a_small_disk = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+MEGABYTE = 2**20
+
+
+@on_a_small_disk
+def test_a_full_disk_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def flood() -> str:
+        for _ in range(3 * 1024):
+            print("x" * 1023)
+        return "done"
+
+    with small_disk(tmp_path / "disk", 1) as disk:
+        distributor = TorchDistributor(
+            2, local_mode=True, use_gpu=False, log_dir=str(disk), show_output="none", timeout=120
+        )
+        assert distributor.run(flood) == "done"
+        told = capfd.readouterr().err
+        assert told.count("cannot be kept") == 1
+        assert "No space left" in told
+        kept = sum(file.stat().st_size for file in disk.rglob("rank*"))
+        assert MEGABYTE / 2 < kept <= MEGABYTE
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+@on_a_small_disk
+def test_where_there_is_room_again_the_gap_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "disk", 1) as disk:
+        files = LogFiles(disk, "run", 0)
+        folder = disk / "run" / "attempt_0"
+        filler = disk / "filler"
+        files.write(0, "stdout", b"before\n")
+        with pytest.raises(OSError, match="No space"):
+            fill(filler)
+        files.write(0, "stdout", bytes(2 * MEGABYTE))
+        files.write(0, "stdout", bytes(100))
+        begun = (folder / "rank0.stdout").stat().st_size
+        filler.unlink()
+        files.write(0, "stdout", b"after\n")
+        files.close()
+        missing = 2 * MEGABYTE + 100 - (begun - len(b"before\n"))
+        kept = (folder / "rank0.stdout").read_bytes()
+    assert kept.startswith(b"before\n")
+    assert kept.endswith(f"{LEFT_OUT.format(missing)}after\n".encode())
+    assert capfd.readouterr().err.count("cannot be kept") == 1
+
+
+def test_all_is_kept_byte_for_byte(tmp_path: Path) -> None:
+    files = LogFiles(tmp_path, "run", 0)
+    files.write(0, "stdout", b"a\xff")
+    files.write(1, "stderr", b"b")
+    files.write(0, "stdout", b"\r\n")
+    files.close()
+    found = {file.name: file.read_bytes() for file in (tmp_path / "run" / "attempt_0").iterdir()}
+    assert found == {"rank0.stdout": b"a\xff\r\n", "rank1.stderr": b"b"}

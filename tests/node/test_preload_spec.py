@@ -1,0 +1,118 @@
+"""What makes a warm process fit for a run, and what makes it unfit."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distributor.node.process.ipc import Birth
+from distributor.node.process.preload_spec import PreloadSpec, changed, loaded_files
+
+NAME = "module_whose_file_changes"
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "PYTHONHASHSEED",
+        "PYTHONUTF8",
+        "LC_ALL",
+        "LANG",
+        "LD_LIBRARY_PATH",
+        "MALLOC_ARENA_MAX",
+        "OMP_PROC_BIND",
+        "MKL_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+        "TORCH_LOGS",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "TORCHDYNAMO_SUPPRESS_ERRORS",
+        "TORCHINDUCTOR_MAX_AUTOTUNE",
+    ],
+)
+def test_what_is_read_at_start_makes_it_unfit(variable: str) -> None:
+    without, one, other = (
+        PreloadSpec.of({"HOME": "/", **more}, ()) for more in ({}, {variable: "1"}, {variable: "2"})
+    )
+    for made in (without, one, other):
+        assert [made.covers(wanted) for wanted in (without, one, other)].count(True) == 1
+        assert made.covers(made)
+
+
+@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "TZ", "MASTER_PORT", "OF_THE_USER"])
+def test_what_a_forked_rank_can_make_up_for_does_not(variable: str) -> None:
+    without, one = (
+        PreloadSpec.of({"HOME": "/"}, ()),
+        PreloadSpec.of({"HOME": "/", variable: "1"}, ()),
+    )
+    assert without.covers(one)
+    assert one.covers(without)
+
+
+def test_it_fits_who_wants_less_preloaded_and_not_who_wants_more() -> None:
+    none, one, two = (PreloadSpec.of({}, preload) for preload in ((), ("json",), ("abc", "json")))
+    assert [two.covers(wanted) for wanted in (none, one, two)] == [True, True, True]
+    assert [one.covers(wanted) for wanted in (none, one, two)] == [True, True, False]
+    assert [none.covers(wanted) for wanted in (none, one, two)] == [True, False, False]
+
+
+def test_another_path_or_interpreter_makes_it_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = PreloadSpec.of({}, ())
+    assert not made.covers(replace(made, executable="/elsewhere/bin/python"))
+    monkeypatch.setattr(sys, "path", [*sys.path, "/elsewhere"])
+    assert not made.covers(PreloadSpec.of({}, ()))
+    assert not PreloadSpec.of({}, ()).covers(made)
+
+
+def test_what_it_had_preloaded_is_left_to_the_same_interpreter_alone() -> None:
+    made = PreloadSpec.of({}, ("json",))
+    assert made.left_to(PreloadSpec.of({"LANG": "C"}, ())) == ("json",)
+    assert made.left_to(replace(made, executable="/elsewhere/bin/python")) == ()
+
+
+def test_it_travels_to_a_new_process_as_it_is() -> None:
+    environment = {"PYTHONPATH": "naïve \udcff\n'\"", "LANG": "", "TORCH_LOGS": "+dynamo"}
+    birth = Birth(owner=7, listener=8, preload_spec=PreloadSpec.of(environment, ("json", "abc")))
+    assert Birth.from_argument(birth.to_argument()) == birth
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of a module that has been loaded."""
+    path = tmp_path / f"{NAME}.py"
+    path.write_text("VALUE = 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module(NAME)
+    yield path
+    del sys.modules[NAME]
+
+
+def test_files_of_loaded_modules_are_watched(path: Path) -> None:
+    files = loaded_files()
+    assert {str(path), __file__, os.__file__} <= set(files)
+    assert not changed(files)
+
+
+def test_a_file_of_another_size_has_changed(path: Path) -> None:
+    files, before = loaded_files(), path.stat()
+    path.write_text("VALUE = 12")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert changed(files)
+
+
+def test_a_file_of_another_time_has_changed(path: Path) -> None:
+    files, before = loaded_files(), path.stat()
+    path.write_text("VALUE = 2")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
+    assert changed(files)
+
+
+def test_a_file_that_has_gone_has_changed(path: Path) -> None:
+    files = loaded_files()
+    path.unlink()
+    assert changed(files)

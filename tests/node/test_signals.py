@@ -1,0 +1,35 @@
+"""Who is killed at the end of a run is told apart from who ends by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+
+from distributor.node.process.signals import is_tracker
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of processes")
+
+
+def test_a_tracker_is_known_from_its_first_moment() -> None:
+    """For a moment after its parent goes on, an executed process has no command line."""
+    for _ in range(500):
+        program = ["sh", "-c", "kill -STOP $$", "multiprocessing.resource_tracker"]
+        pid = os.posix_spawn("/bin/sh", program, {})
+        try:
+            assert is_tracker(pid)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def test_one_that_has_ended_is_no_tracker() -> None:
+    pid = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    try:
+        assert not is_tracker(pid)
+    finally:
+        os.waitpid(pid, 0)
+    assert not is_tracker(pid)

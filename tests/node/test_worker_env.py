@@ -1,0 +1,432 @@
+"""What a rank finds in its environment, against torchrun itself and against tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from distributor import TorchDistributor
+from distributor.errors import ExecutorNotReady
+from distributor.launch.spark.plan import driver_gpus
+from distributor.node.agent import network
+from distributor.node.agent.network import (
+    interface_of,
+    listen_for_ranks,
+    routable_address,
+    source_address,
+)
+from distributor.node.agent.worker_env import (
+    RANK_VARIABLES,
+    Node,
+    node_order,
+    rank_environment,
+    visible_devices,
+)
+
+DUMP = """
+import json, os, pathlib, sys
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(dict(os.environ)))
+"""
+
+TORCHRUN = {
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "OMP_NUM_THREADS",
+}
+"""What torch's documentation and its ``LocalElasticAgent`` promise to every worker."""
+
+ITS_AGENTS_OWN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+"""Between torchrun and its own processes: where to leave an error, which signals to pass on."""
+
+NOT_TORCHRUNS = {
+    "NODE_RANK",  # PySpark's class sets it
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+}
+
+DIFFERS_BY_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+
+NODE = Node(
+    run_id="a-run",
+    attempt=3,
+    host="there",
+    address="127.0.0.1",
+    node_rank=2,
+    num_nodes=4,
+    ranks_per_node=2,
+    master_addr="10.0.0.7",
+    master_port=29501,
+)
+
+
+class Dumps(NamedTuple):
+    """Each rank's whole environment, and the one that its launcher had."""
+
+    inherited: dict[str, str]
+    torchrun: list[dict[str, str]]
+    ours: list[dict[str, str]]
+
+
+def read_dumps(folder: Path) -> list[dict[str, str]]:
+    paths = sorted(folder.iterdir(), key=lambda path: int(path.name))
+    return [json.loads(path.read_text()) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory: pytest.TempPathFactory) -> Dumps:
+    """One script's environment on two ranks, once under torchrun and once under ours."""
+    folder = tmp_path_factory.mktemp("dumps")
+    script = folder / "dump.py"
+    script.write_text(DUMP)
+    for name in ("torchrun", "ours"):
+        (folder / name).mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in TORCHRUN | ITS_AGENTS_OWN | NOT_TORCHRUNS:
+            patch.delenv(name, raising=False)
+        inherited = dict(os.environ)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        subprocess.run(
+            [*torchrun, "--nproc-per-node=2", str(script), str(folder / "torchrun")],
+            env=inherited,  # and not what C code, readline's say, has put beside it
+            check=True,
+            timeout=120,
+        )
+        distributor = TorchDistributor(2, local_mode=True, use_gpu=False, timeout=120)
+        distributor.run(str(script), str(folder / "ours"))
+    return Dumps(inherited, read_dumps(folder / "torchrun"), read_dumps(folder / "ours"))
+
+
+def added(ranks: list[dict[str, str]], inherited: Mapping[str, str]) -> list[dict[str, str]]:
+    """What a launcher added to the environment that it had, for each rank."""
+    return [
+        {name: value for name, value in rank.items() if inherited.get(name) != value}
+        for rank in ranks
+    ]
+
+
+def test_ranks_have_torchruns_variables_and_no_other_than_are_named(dumps: Dumps) -> None:
+    torchrun = added(dumps.torchrun, dumps.inherited)
+    ours = added(dumps.ours, dumps.inherited)
+    assert len(torchrun) == len(ours) == 2
+    for theirs, rank in zip(torchrun, ours, strict=True):
+        assert set(theirs) - ITS_AGENTS_OWN == TORCHRUN
+        assert set(rank) - NOT_TORCHRUNS == TORCHRUN
+
+
+def test_torchruns_variables_have_torchruns_values(dumps: Dumps) -> None:
+    for theirs, rank in zip(dumps.torchrun, dumps.ours, strict=True):
+        for name in sorted(TORCHRUN - DIFFERS_BY_RUN):
+            assert rank[name] == theirs[name], name
+
+
+def test_a_launcher_takes_nothing_away(dumps: Dumps) -> None:
+    for rank in dumps.ours:
+        assert dumps.inherited.keys() <= rank.keys()
+        assert {name: rank[name] for name in dumps.inherited} == dumps.inherited
+
+
+def test_ranks_agree_on_the_run_and_where_they_meet(dumps: Dumps) -> None:
+    for ranks in (dumps.torchrun, dumps.ours):
+        for name in DIFFERS_BY_RUN:
+            assert len({rank[name] for rank in ranks}) == 1, name
+            assert ranks[0][name]
+        assert int(ranks[0]["MASTER_PORT"]) > 0
+
+
+def test_the_second_node_of_several_counts_on() -> None:
+    ranks = [rank_environment(NODE, local_rank, {}) for local_rank in range(2)]
+    expected = {
+        "GROUP_RANK": "2",
+        "GROUP_WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.7",
+        "MASTER_PORT": "29501",
+        "NODE_RANK": "2",
+        "OMP_NUM_THREADS": "1",
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": "8",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": "3",
+        "TORCHELASTIC_RUN_ID": "a-run",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "WORLD_SIZE": "8",
+    }
+    if sys.platform == "linux":
+        expected |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert ranks[0] == {**expected, "RANK": "4", "ROLE_RANK": "4", "LOCAL_RANK": "0"}
+    assert ranks[1] == {**expected, "RANK": "5", "ROLE_RANK": "5", "LOCAL_RANK": "1"}
+
+
+def test_one_rank_on_a_node_keeps_all_its_threads() -> None:
+    alone = replace(NODE, ranks_per_node=1)
+    assert "OMP_NUM_THREADS" not in rank_environment(alone, 0, {})
+    assert rank_environment(alone, 0, {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
+
+
+def test_an_address_of_no_interface_sets_none() -> None:
+    elsewhere = rank_environment(replace(NODE, address="203.0.113.9"), 0, {})
+    assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & elsewhere.keys()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "OMP_NUM_THREADS",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        pytest.param("GLOO_SOCKET_IFNAME", marks=pytest.mark.skipif("sys.platform != 'linux'")),
+        pytest.param("NCCL_SOCKET_IFNAME", marks=pytest.mark.skipif("sys.platform != 'linux'")),
+    ],
+)
+def test_the_users_word_counts_more_than_the_machines_and_that_more_than_ours(name: str) -> None:
+    users = replace(NODE, env={name: "user"})
+    assert rank_environment(NODE, 0, {})[name] not in ("user", "machine")
+    assert rank_environment(NODE, 0, {name: "machine"})[name] == "machine"
+    assert rank_environment(users, 0, {})[name] == "user"
+    assert rank_environment(users, 0, {name: "machine"})[name] == "user"
+
+
+@pytest.mark.parametrize("name", sorted(RANK_VARIABLES))
+def test_who_a_rank_is_comes_from_no_one_else(name: str) -> None:
+    stale = replace(NODE, env={name: "stale"})
+    right = rank_environment(NODE, 1, {})
+    assert rank_environment(NODE, 1, {name: "stale"}) == right
+    assert rank_environment(stale, 1, {}) == right
+
+
+def test_what_is_inherited_stays() -> None:
+    assert rank_environment(NODE, 0, {"HOME": "/home/me"})["HOME"] == "/home/me"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "inherited", "users", "seen"),
+    [
+        (None, {}, {}, None),
+        (None, {"CUDA_VISIBLE_DEVICES": "4,5"}, {}, "4,5"),
+        ((), {}, {}, ""),
+        ((), {"CUDA_VISIBLE_DEVICES": "4,5"}, {}, ""),
+        (("5", "4"), {"CUDA_VISIBLE_DEVICES": "4,5,6"}, {}, "5,4"),
+        (("5", "4"), {}, {"CUDA_VISIBLE_DEVICES": "7"}, "7"),
+    ],
+    ids=["as it is", "inherited", "none", "hidden", "assigned", "the user's"],
+)
+def test_the_nodes_gpus_are_what_its_ranks_see(
+    gpus: tuple[str, ...] | None,
+    inherited: dict[str, str],
+    users: dict[str, str],
+    seen: str | None,
+) -> None:
+    node = replace(NODE, gpus=gpus, env=users)
+    for local_rank in range(2):
+        environment_of_rank = rank_environment(node, local_rank, inherited)
+        assert environment_of_rank.get("CUDA_VISIBLE_DEVICES") == seen
+
+
+@pytest.mark.parametrize(
+    ("addresses", "mask", "entries"),
+    [
+        ([], None, ()),
+        (["0"], None, ("0",)),
+        (["10", "2"], None, ("10", "2")),
+        (["0", "1"], "0,1", ("0", "1")),
+        (["0"], "4,5", ("4",)),
+        (["1"], "4,5", ("5",)),
+        (["1", "0"], "4,5", ("5", "4")),
+        (["1"], " 4 , 5 ,", ("5",)),
+        (["1"], "2,0", ("0",)),
+        (["4"], "4,5", ("4",)),
+        (["5", "4"], "4,5", ("5", "4")),
+        (["1"], "GPU-11,GPU-22", ("GPU-22",)),
+        (["0"], "MIG-GPU-11/1/0", ("MIG-GPU-11/1/0",)),
+        ([], "4,5", ()),
+    ],
+)
+def test_spark_addresses_are_positions_in_the_mask(
+    addresses: list[str], mask: str | None, entries: tuple[str, ...]
+) -> None:
+    assert visible_devices(addresses, mask) == entries
+
+
+@pytest.mark.parametrize("mask", [None, "0,1", "GPU-uuid"])
+@pytest.mark.parametrize(
+    "address", ["01", "00", "abc", "GPU-uuid", "", "-1", " 1", "1.0", "\N{ARABIC-INDIC DIGIT ONE}"]
+)
+def test_an_address_that_is_no_plain_number_is_refused(address: str, mask: str | None) -> None:
+    addresses = ["0", address]
+    words = f"Found GPU addresses {addresses} which are not all in the correct format for CUDA_VIS"
+    with pytest.raises(ValueError, match=re.escape(words)) as raised:
+        visible_devices(addresses, mask)
+    assert "requires integers with no zero padding" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "mask"),
+    [
+        (["2"], "4,5"),
+        (["4", "0"], "4,5"),  # an entry and a position: it cannot be told which is meant
+        (["0"], ""),
+        (["1"], "GPU-11"),
+        (["0"], "-1"),
+        (["0"], "NoDevFiles"),
+        (["1"], "4,-1,5"),
+        (["2"], "4,-1,5"),
+    ],
+)
+def test_an_address_outside_the_mask_is_refused(addresses: list[str], mask: str) -> None:
+    words = f"Spark assigned the GPU addresses {addresses}, but CUDA_VISIBLE_DEVICES={mask!r} on"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        visible_devices(addresses, mask)
+
+
+@pytest.mark.parametrize(
+    ("mask", "gpus"),
+    [
+        ("", ()),
+        ("3", ("3",)),
+        ("3, 5,", ("3", "5")),
+        ("GPU-11,MIG-22", ("GPU-11", "MIG-22")),
+        ("-1", ()),
+        ("NoDevFiles", ()),
+        ("3,-1,5", ("3",)),
+    ],
+)
+def test_without_spark_the_mask_lists_the_drivers_gpus(
+    mask: str, gpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As CUDA reads it, where -1 ends the list."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    assert driver_gpus(None) == gpus
+
+
+@pytest.mark.parametrize(
+    ("hosts", "order"),
+    [
+        ([], []),
+        (["a"], [0]),
+        (["a", "a"], [0, 1]),
+        (["a", "b"], [0, 1]),
+        (["b", "a"], [0, 1]),
+        (["a", "b", "a", "b"], [0, 2, 1, 3]),
+        (["b", "a", "c", "a", "b"], [0, 4, 1, 3, 2]),
+        (["c", "b", "a", "a", "b", "c"], [0, 5, 1, 4, 2, 3]),
+    ],
+)
+def test_nodes_of_one_host_stand_side_by_side(hosts: list[str], order: list[int]) -> None:
+    assert node_order(hosts) == order
+
+
+def test_every_task_of_a_run_finds_the_same_order() -> None:
+    hosts = [f"host-{(7 * partition) % 5}" for partition in range(40)]
+    order = node_order(hosts)
+    assert sorted(order) == list(range(40))
+    assert order[0] == 0
+    seen = [hosts[partition] for partition in order]
+    runs = [host for host, before in zip(seen, [None, *seen], strict=False) if host != before]
+    assert len(runs) == len(set(hosts))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are told on Linux alone")
+def test_loopback_has_an_interface() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") is None
+
+
+needs_ipv6 = pytest.mark.skipif(interface_of("::1") is None, reason="there is no IPv6 here")
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names as a Debian machine has them: its own is loopback, its peers' are not."""
+    known = {
+        "here": ["127.0.1.1"],
+        "named": ["10.1.2.3"],
+        "localhost": ["::1", "127.0.0.1"],
+        "both": ["fd00::3", "10.1.2.3"],
+        "six": ["fd00::3"],
+        "here6": ["::1"],
+    }
+    sources = {"there": "10.1.2.3", "yonder": "10.9.9.9", "[fd00::4]": "fd00::3"}
+
+    def getaddrinfo(name: str, *rest: Any, **kind: Any) -> list[Any]:
+        families = {True: socket.AF_INET6, False: socket.AF_INET}
+        found = known.get(name, [name])
+        return [(families[":" in each], 1, 6, "", (each, 0)) for each in found]
+
+    monkeypatch.setattr("distributor.core.addresses.socket.getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(network, "source_address", sources.__getitem__)
+
+
+@pytest.mark.usefixtures("resolver")
+@pytest.mark.parametrize(
+    ("name", "peers", "address"),
+    [
+        ("here", [], "127.0.1.1"),
+        ("here", ["here", "here"], "127.0.1.1"),
+        ("here", ["here", "there"], "10.1.2.3"),
+        ("here", ["yonder", "here", "there"], "10.9.9.9"),
+        ("localhost", ["localhost"], "127.0.0.1"),
+        ("localhost", ["localhost", "there"], "10.1.2.3"),
+        ("named", ["named"], "10.1.2.3"),
+        ("named", ["named", "there"], "10.1.2.3"),
+        ("both", ["both", "there"], "10.1.2.3"),
+        ("six", ["six", "there"], "fd00::3"),
+        ("here6", ["here6"], "::1"),
+        ("here6", ["here6", "[fd00::4]"], "fd00::3"),
+        ("[fd00::3]", ["[fd00::3]", "[fd00::4]"], "fd00::3"),
+    ],
+)
+def test_a_loopback_name_is_an_address_only_among_ourselves(
+    name: str, peers: list[str], address: str
+) -> None:
+    assert routable_address(name, peers) == address
+
+
+def test_the_real_loopback() -> None:
+    assert routable_address("localhost", ["localhost"]).startswith("127.")
+    assert source_address("127.0.0.1") == "127.0.0.1"
+
+
+@needs_ipv6
+def test_the_real_ipv6_loopback() -> None:
+    assert routable_address("[::1]", ["[::1]"]) == "::1"
+    assert source_address("[::1]") == "::1"
+    assert interface_of("::1") == "lo"
+    assert interface_of("fd00::77") is None
+    with listen_for_ranks("::1", None) as listener:
+        assert listener.getsockname()[0] == "::1"
+
+
+def test_rank_0_listens_at_the_first_free_port_of_its_range() -> None:
+    with listen_for_ranks("127.0.0.1", None) as some:
+        port = some.getsockname()[1]
+        with listen_for_ranks("127.0.0.1", range(port, port + 50)) as other:
+            assert port < other.getsockname()[1] < port + 50
+        with pytest.raises(
+            ExecutorNotReady, match=f"rank_ports is '{port}-{port}', .* none .*already in use"
+        ):
+            listen_for_ranks("127.0.0.1", range(port, port + 1))

@@ -1,0 +1,180 @@
+"""Objects in files: what comes back is what went in, and large memory is mapped, not copied."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from typing import Any
+
+import pytest
+
+from distributor.serialization.oob_pickle import (
+    LARGE_BUFFER,
+    Pickler,
+    anonymous_file,
+    give_back,
+    pack,
+    unpack,
+)
+
+np = pytest.importorskip("numpy")
+torch = pytest.importorskip("torch")
+
+MANY = LARGE_BUFFER  # elements: more bytes than that in each of the types used here
+
+
+def round_trip(obj: Any) -> Any:
+    with anonymous_file() as file:
+        pack(obj, file)
+        return unpack(file.fileno())
+
+
+def size_of(obj: Any) -> int:
+    with anonymous_file() as file:
+        pack(obj, file)
+        return os.fstat(file.fileno()).st_size
+
+
+TENSORS = {
+    "large": lambda: torch.arange(MANY, dtype=torch.float64),
+    "small": lambda: torch.arange(3),
+    "empty": lambda: torch.empty(0, 3),
+    "scalar": lambda: torch.tensor(2.5),
+    "bfloat16": lambda: torch.arange(MANY).to(torch.bfloat16),
+    "bool": lambda: torch.arange(2 * MANY) % 3 == 0,
+    "complex": lambda: torch.complex(torch.ones(MANY), torch.arange(MANY).float()),
+    "transposed": lambda: torch.arange(2.0 * MANY).reshape(2, MANY).T,
+    "slice": lambda: torch.arange(2.0 * MANY)[7:-3:2],
+    "sparse": lambda: torch.eye(400).to_sparse(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.rand(MANY), 0.1, 0, torch.qint8),
+    "needs grad": lambda: torch.ones(MANY, requires_grad=True),
+    "parameter": lambda: torch.nn.Parameter(torch.rand(MANY)),
+}
+
+
+@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS.keys())
+def test_tensors_come_back(make: Any) -> None:
+    given = make()
+    found = round_trip(given)
+    assert type(found) is type(given)
+    assert (found.dtype, found.shape, found.requires_grad) == (
+        given.dtype,
+        given.shape,
+        given.requires_grad,
+    )
+    if given.layout == torch.strided:
+        assert found.stride() == given.stride()
+    dense = [t.dequantize() if t.is_quantized else t.detach().to_dense() for t in (found, given)]
+    assert torch.equal(*dense)
+
+
+ARRAYS = {
+    "large": lambda: np.arange(MANY),
+    "small": lambda: np.arange(3.0),
+    "by columns": lambda: np.asfortranarray(np.arange(2.0 * MANY).reshape(2, MANY)),
+    "slice": lambda: np.arange(2 * MANY)[::2],
+    "records": lambda: np.zeros(MANY, dtype=[("a", "i4"), ("b", "f8")]),
+    "text": lambda: np.array(["one", "two"] * MANY),
+    "dates": lambda: np.arange(MANY).astype("datetime64[s]"),
+}
+
+
+@pytest.mark.parametrize("make", ARRAYS.values(), ids=ARRAYS.keys())
+def test_arrays_come_back(make: Any) -> None:
+    given = make()
+    found = round_trip(given)
+    assert found.dtype == given.dtype
+    assert found.flags.f_contiguous or not given.flags.f_contiguous
+    assert np.array_equal(found, given)
+    found[:1] = given[1:2]  # it can be written to
+
+
+def test_an_array_that_was_locked_still_is() -> None:
+    given = np.arange(MANY)
+    given.flags.writeable = False
+    assert not round_trip(given).flags.writeable
+
+
+def test_tables_come_back() -> None:
+    pd = pytest.importorskip("pandas")
+    pa = pytest.importorskip("pyarrow")
+    frame = pd.DataFrame({"x": np.arange(MANY), "name": ["a", "b"] * (MANY // 2)})
+    pd.testing.assert_frame_equal(round_trip(frame), frame)
+    table = pa.table({"x": np.arange(MANY), "y": [None, "text"] * (MANY // 2)})
+    assert round_trip(table).equals(table)
+
+
+def test_tensors_that_share_memory_still_do_and_travel_once() -> None:
+    weights = torch.rand(4 * MANY)
+    given = {"all": weights, "again": weights, "tail": weights[-3:], "tied": weights.view(2, -1)}
+    assert size_of(given) < 1.1 * size_of(weights)
+    found = round_trip(given)
+    found["all"][-1] = 7.0
+    assert [found[name].flatten()[-1].item() for name in given] == [7.0] * 4
+    assert weights[-1].item() != 7.0
+
+
+def test_a_model_comes_back_and_trains_on() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 2))
+    found = round_trip(model)
+    found(torch.ones(1, 300)).sum().backward()
+    torch.optim.SGD(found.parameters(), lr=0.1).step()
+    pairs = zip(found.parameters(), model.parameters(), strict=True)
+    assert not all(torch.equal(*pair) for pair in pairs)
+
+
+def test_loaded_twice_from_one_file_each_is_its_own() -> None:
+    with anonymous_file() as file:
+        pack({"a": torch.zeros(MANY), "b": np.zeros(MANY)}, file)
+        first, second = unpack(file.fileno()), unpack(file.fileno())
+    first["a"] += 1
+    first["b"] += 1
+    assert not second["a"].any()
+    assert not second["b"].any()
+
+
+def test_large_memory_lies_beside_the_pickle() -> None:
+    given = {"tensor": torch.rand(MANY), "array": np.zeros(MANY), "small": torch.ones(3)}
+    with anonymous_file() as file:
+        pickler = Pickler(file)
+        pickler.dump(given)
+        assert file.tell() < LARGE_BUFFER
+        assert sorted(buffer.raw().nbytes for buffer in pickler.buffers) == [4 * MANY, 8 * MANY]
+
+
+def test_memory_that_only_the_pickle_knew_of_stays_until_it_is_written() -> None:
+    class Model:
+        def __getstate__(self) -> dict[str, Any]:
+            return {"weights": torch.full((MANY,), 3.0)}
+
+    with anonymous_file() as file:
+        pickler = Pickler(file)
+        pickler.dump(Model())
+        buffers = pickler.buffers
+        del pickler
+        overwriting = [torch.zeros(MANY) for _ in range(20)]
+        assert not any(t.any() for t in overwriting)
+        assert torch.frombuffer(buffers[0].raw(), dtype=torch.float32).eq(3.0).all()
+
+
+@pytest.mark.parametrize("kept", [0, 5, 0.5, -1])
+def test_a_file_that_is_cut_short_is_noticed(kept: float) -> None:
+    with anonymous_file() as file:
+        pack([torch.rand(MANY), "text"], file)
+        size = os.fstat(file.fileno()).st_size
+        os.truncate(file.fileno(), int(size * kept) if 0 < kept < 1 else int(kept % size))
+        with pytest.raises((EOFError, ValueError, pickle.UnpicklingError)):
+            unpack(file.fileno())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives memory back")
+def test_what_was_read_of_a_file_takes_no_memory() -> None:
+    with anonymous_file() as file:
+        file.write(bytes(2**20) + b"rest")
+        file.flush()
+        give_back(file, 2**20)
+        status = os.fstat(file.fileno())
+        assert status.st_size == 2**20 + 4
+        assert status.st_blocks * 512 < 2**20
+        assert os.pread(file.fileno(), 4, 2**20) == b"rest"

@@ -1,0 +1,195 @@
+"""How a rank ended: captured, ordered, told and raised again."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import tempfile
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+
+from distributor.errors import RemoteError, RemoteTraceback, WorkerDied
+from distributor.serialization import oob_pickle, outcome
+from distributor.serialization.outcome import (
+    Failure,
+    Origin,
+    Value,
+    cause_first,
+    death,
+    failure_of,
+    raise_first,
+)
+
+
+def origin(rank: int) -> Origin:
+    return Origin(rank=rank, local_rank=rank % 2, host="host-1", attempt=2)
+
+
+def failure(rank: int, summary: str = "", *, collateral: bool = False) -> Failure:
+    return Failure(
+        origin=origin(rank), summary=summary, text="", pickled=None, collateral=collateral
+    )
+
+
+def caught(raiser: Callable[..., NoReturn], *args: Any) -> Any:
+    try:
+        raiser(*args)
+    except BaseException as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("came", "told"),
+    [
+        ([], []),
+        ([(3, False), (1, False), (2, False)], [3, 1, 2]),
+        ([(0, True), (3, False), (2, True), (1, False)], [3, 1, 0, 2]),
+        ([(2, True), (0, True)], [2, 0]),
+    ],
+)
+def test_causes_come_before_echoes(came: list[tuple[int, bool]], told: list[int]) -> None:
+    failures = [failure(rank, collateral=collateral) for rank, collateral in came]
+    found = cause_first(iter(failures))
+    assert list(found) == told
+    assert {rank: found[rank].origin.rank for rank in told} == {rank: rank for rank in told}
+
+
+class Special(Exception):
+    """Takes more than a message."""
+
+    def __init__(self, message: str, *, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def test_the_first_failure_is_raised_as_it_was() -> None:
+    def train() -> NoReturn:
+        raise Special("no", code=7)
+
+    first = failure_of(caught(train), origin(5))
+    failures = {5: first, 1: failure(1, "OSError: disk")}
+    error = caught(raise_first, failures)
+    assert type(error) is Special
+    assert (error.args, error.code) == (("no",), 7)
+    assert error.rank_failures == failures
+    assert list(error.rank_failures) == [5, 1]
+    assert isinstance(error.__cause__, RemoteTraceback)
+    remote = str(error.__cause__)
+    assert remote.startswith("\nrank 5 (local rank 1) on host-1, attempt 2:\nTraceback ")
+    assert 'in train\n    raise Special("no", code=7)' in remote
+    assert remote.endswith("Special: no")
+
+
+def test_identical_failures_are_told_once() -> None:
+    same = {rank: failure(rank, "ValueError: same") for rank in (9, 0, 7, 3)}
+    others = {4: failure(4, "OSError: disk"), 12: failure(12, "ValueError: other")}
+    error = caught(raise_first, {9: same[9], **others, **same})
+    assert error.__notes__ == [
+        "Raised by rank 9 (local rank 1) on host-1, attempt 2.\n"
+        "Also failed: rank 4: OSError: disk\n"
+        "Also failed: rank 12: ValueError: other\n"
+        "Also failed: ranks 0, 3, 7: ValueError: same"
+    ]
+
+
+def test_a_lone_failure_says_who() -> None:
+    error = caught(raise_first, {2: failure(2)})
+    assert error.__notes__ == ["Raised by rank 2 (local rank 0) on host-1, attempt 2."]
+
+
+def test_notes_of_the_users_own_stay() -> None:
+    error = ValueError("no")
+    error.__dict__["__notes__"] = ["mine"]
+    raised = caught(raise_first, {0: failure_of(error, origin(0))})
+    assert raised.__notes__[0] == "mine"
+    assert raised.__notes__[1].startswith("Raised by rank 0 ")
+
+
+@pytest.mark.parametrize("pickled", [None, b"garbage"])
+def test_an_exception_that_cannot_come_over_is_told_in_full(pickled: bytes | None) -> None:
+    told = Failure(origin=origin(1), summary="Odd: no", text="Traceback ...", pickled=pickled)
+    error = told.exception()
+    assert type(error) is RemoteError
+    assert str(error) == f"{origin(1)}: Odd: no\n\nTraceback ..."
+    assert "Traceback ..." in str(error.__cause__)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_a_ranks_interrupt_is_none_of_the_drivers(kind: type[BaseException]) -> None:
+    error = failure_of(kind(), origin(0)).exception()
+    assert type(error) is RemoteError
+    assert kind.__name__ in str(error)
+
+
+def test_the_summary_is_the_line_that_names_the_exception() -> None:
+    assert failure_of(ValueError("one\ntwo"), origin(0)).summary == "ValueError: one"
+    assert failure_of(ValueError("only"), origin(0)).summary == "ValueError: only"
+    assert failure_of(KeyError(), origin(0)).summary == "KeyError"
+
+
+class TorchsError(RuntimeError):
+    """Like torch.distributed.DistBackendError."""
+
+    __module__ = "torch.distributed"
+
+
+class SomeonesError(RuntimeError): ...
+
+
+@pytest.mark.parametrize(
+    ("error", "collateral"),
+    [
+        (ConnectionResetError(104, "Connection reset by peer"), True),
+        (BrokenPipeError(), True),
+        (RuntimeError("[gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:43210"), True),
+        (TorchsError("NCCL communicator was aborted on rank 1"), True),
+        (TorchsError("shapes differ"), False),
+        (RuntimeError("CUDA out of memory"), False),
+        (SomeonesError("connection refused"), False),
+        (ValueError("connection reset by peer"), False),
+        (TimeoutError("timed out"), False),
+    ],
+)
+def test_a_lost_connection_looks_like_an_echo(error: Exception, collateral: bool) -> None:
+    assert failure_of(error, origin(0)).collateral is collateral
+
+
+@pytest.mark.parametrize(
+    ("how", "summary", "hint"),
+    [
+        ({"exit_code": 3}, "WorkerDied: exited with code 3", False),
+        ({"exit_code": 0}, "WorkerDied: exited with code 0", False),
+        ({"signum": signal.SIGKILL}, "WorkerDied: was killed by SIGKILL", True),
+        ({"signum": signal.SIGSEGV}, "WorkerDied: was killed by SIGSEGV", False),
+        ({"signum": 63}, "WorkerDied: was killed by signal 63", False),
+    ],
+)
+@pytest.mark.parametrize("tail", ["", "loss 0.3\nSegfault ahead"])
+def test_a_death_without_words(how: dict[str, int], summary: str, hint: bool, tail: str) -> None:
+    told = pickle.loads(pickle.dumps(death(origin(3), tail=tail, **how)))
+    assert (told.summary, told.collateral) == (summary, False)
+    error = told.exception()
+    assert isinstance(error, WorkerDied)
+    assert (error.exit_code, error.signal) == (how.get("exit_code"), how.get("signum"))
+    assert str(error).startswith(f"{origin(3)} {summary.removeprefix('WorkerDied: ')}.")
+    assert ("out-of-memory killer" in str(error)) is hint
+    assert str(error).endswith(f"Its last output:\n{tail}" if tail else "It printed nothing.")
+    assert error.__cause__ is None, "its message says it all"
+
+
+@pytest.mark.parametrize("size", [0, 1, 3000, 5000])
+def test_a_value_is_read_in_parts_and_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(outcome, "PART_BYTES", 1000)
+    given = {"weights": bytes(range(250)) * (size // 250), "epoch": 3}
+    with tempfile.TemporaryFile() as file:
+        oob_pickle.pack(given, file)
+        value = Value(4, file)
+        parts = list(value.parts())
+        assert value.load() == given
+        assert list(value.parts()) == parts, "whatever was read before"
+        assert pickle.loads(b"".join(parts)) == given
+        assert [len(part) for part in parts[:-1]] == [1000] * (len(parts) - 1)

@@ -1,0 +1,185 @@
+"""Failures inside the text of an exception that Spark passes on."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import random
+import zlib
+from collections.abc import Sequence
+
+import pytest
+
+from distributor.errors import RunTimeout
+from distributor.serialization.outcome import Failure, Origin, failure_of
+from distributor.wire import sealing, spark_error_payload
+from distributor.wire.spark_error_payload import LIMIT, TaskFailed
+
+RANDOM = random.Random(7)
+SECRET = bytes(range(32))
+
+
+def noise(length: int, lowest: int = 33, highest: int = 126) -> str:
+    """Text that compression makes no shorter."""
+    return "".join(chr(RANDOM.randint(lowest, highest)) for _ in range(length))
+
+
+def failure(
+    rank: int = 0,
+    text: str = "Traceback",
+    summary: str = "ValueError: no",
+    kind: str = "ValueError",
+) -> Failure:
+    origin = Origin(rank=rank, local_rank=0, host="host-1")
+    return Failure(origin=origin, summary=summary, text=text, pickled=b"pickled", kind=kind)
+
+
+def failures_in(text: str) -> list[Failure]:
+    return spark_error_payload.failures_in(text, SECRET)
+
+
+def through_spark(failures: Sequence[Failure]) -> str:
+    """The text in which Spark embeds a task's exception."""
+    return (
+        "Job aborted: Task 1 failed 1 times, most recent failure: Lost task 1.0 (10.0.0.2):\n"
+        f"distributor.wire.spark_error_payload.TaskFailed: {TaskFailed.of(failures, SECRET)}\n\n"
+        "\tat org.apache.spark"
+    )
+
+
+def test_failures_come_back_whole() -> None:
+    failures = [failure(3, "a\nb"), failure(1, "naïve 🚀 <distributor-report AAAA>")]
+    assert failures_in(through_spark(failures)) == failures
+
+
+def test_people_can_read_which_ranks_failed_and_of_what_kind() -> None:
+    text = str(TaskFailed.of([failure(3), failure(1, kind="OSError")], SECRET))
+    first = "rank 3 (local rank 0) on host-1, attempt 0: ValueError; rank 1 "
+    assert text.startswith(first)
+    assert "attempt 0: OSError (the driver raises the whole error)\n" in text
+
+
+def test_only_the_driver_of_the_run_can_read_messages() -> None:
+    error = ValueError("hunter2-hunter2")
+    told = failure_of(error, Origin(rank=0, local_rank=0, host="host-1"))
+    text = through_spark([told])
+    assert "hunter2" not in text
+    [found] = spark_error_payload._REPORT.findall(text)
+    assert b"hunter2" not in base64.b64decode(found)
+    with pytest.raises(zlib.error):
+        zlib.decompress(base64.b64decode(found)[sealing.NONCE_BYTES :])
+    assert failures_in(text) == [told]
+    assert spark_error_payload.failures_in(text, bytes(32)) == []
+
+
+class Tripwire:
+    """Raises as it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (pytest.fail, ("unpickled",))
+
+
+def test_nothing_is_unpickled_that_was_not_sealed_with_the_secret() -> None:
+    payload = zlib.compress(pickle.dumps([Tripwire()]))
+    for forged in (payload, sealing.seal(payload, bytes(32))):
+        encoded = base64.b64encode(forged).decode()
+        assert failures_in(f"<distributor-report {encoded}>") == []
+
+
+@pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 100_000])
+def test_a_sealed_payload_is_opened_with_the_same_secret_alone(size: int) -> None:
+    payload = RANDOM.randbytes(size)
+    sealed = sealing.seal(payload, SECRET)
+    assert sealing.unseal(sealed, SECRET) == payload
+    assert sealing.seal(payload, SECRET) != sealed, "a nonce is used once"
+    with pytest.raises(sealing.NotAuthentic):
+        sealing.unseal(sealed, bytes(32))
+
+
+@pytest.mark.parametrize("position", [0, 20, -1])
+def test_a_payload_that_was_changed_or_cut_is_refused(position: int) -> None:
+    sealed = bytearray(sealing.seal(b"payload" * 10, SECRET))
+    sealed[position] ^= 1
+    for damaged in (bytes(sealed), bytes(sealed)[:-1], b""):
+        with pytest.raises(sealing.NotAuthentic):
+            sealing.unseal(damaged, SECRET)
+
+
+def test_a_node_that_was_stopped_reports_no_failure() -> None:
+    text = through_spark([])
+    assert "stopped because the run ended elsewhere" in text
+    assert failures_in(text) == []
+
+
+def test_what_spark_repeats_is_read_once() -> None:
+    first, second = through_spark([failure(0), failure(1)]), through_spark([failure(1, "later")])
+    assert failures_in(first + first + second) == [failure(0), failure(1)]
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [
+        pytest.param([failure(2, text=noise(300_000))], id="text"),
+        pytest.param([failure(2, text=noise(100_000, 0x1F300, 0x3134A))], id="wide text"),
+        pytest.param([failure(2, summary=noise(300_000))], id="summary"),
+        pytest.param([failure(2, noise(300_000), noise(300_000, 0x4E00, 0x9FFF))], id="both"),
+        pytest.param([failure(rank, noise(60_000)) for rank in (2, 3, 4)], id="many"),
+        pytest.param([failure(rank, noise(300_000)) for rank in (2, 3)], id="many that are long"),
+        pytest.param(
+            [failure_of(ValueError(noise(300_000)), Origin(rank=2, local_rank=0, host="host-1"))],
+            id="exception",
+        ),
+    ],
+)
+def test_a_report_beyond_the_limit_still_arrives(failures: list[Failure]) -> None:
+    text = through_spark(failures)
+    assert len(text) <= LIMIT + 3000
+    (found,) = failures_in(text)
+    first = failures[0]
+    assert found.origin == first.origin
+    assert found.summary
+    assert first.summary.startswith(found.summary)
+    assert first.text.endswith(found.text), "of a traceback the end tells most"
+    assert len(found.text) >= min(len(first.text), 1000)
+    assert found.exception() is not None
+
+
+def encoded(thing: object) -> str:
+    return encoded_bytes(pickle.dumps(thing))
+
+
+def encoded_bytes(data: bytes) -> str:
+    return base64.b64encode(sealing.seal(zlib.compress(data), SECRET)).decode()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        "",
+        "java.lang.OutOfMemoryError",
+        "<distributor-report >",
+        "<distributor-report A>",
+        "<distributor-report AAAA>",
+        f"<distributor-report {encoded_bytes(b'no pickle')}>",
+        f"<distributor-report {encoded(None)}>",
+        f"<distributor-report {encoded(['no failure'])}>",
+        f"<distributor-report {encoded([failure()])[:-8]}>",
+        f"<distributor-report {encoded([failure()])[:-8]} ... (cut)",
+    ],
+)
+def test_garbage_is_no_failure_and_hides_none(garbage: str) -> None:
+    assert failures_in(garbage) == []
+    assert failures_in(garbage + "\n" + through_spark([failure()])) == [failure()]
+
+
+@pytest.mark.parametrize("length", [10, 2 * LIMIT])
+def test_a_deadlines_error_comes_through_spark(length: int) -> None:
+    error = RunTimeout(f"The run took too long.\n{noise(length)}", stacks={3: noise(length)})
+    text = f"Job aborted: {TaskFailed.timed_out(error, SECRET)}\n\tat org.apache.spark"
+    found = spark_error_payload.timeout_in(text, SECRET)
+    assert isinstance(found, RunTimeout)
+    assert str(found).startswith("The run took too long.")
+    assert found.stacks == (error.stacks if length < LIMIT else {}), "all, unless too large"
+    assert spark_error_payload.timeout_in(text, bytes(32)) is None
+    assert spark_error_payload.timeout_in("<distributor-timeout bm90aGluZw==>", SECRET) is None
+    assert spark_error_payload.timeout_in(str(TaskFailed.of([failure()], SECRET)), SECRET) is None
