@@ -18,7 +18,7 @@ from bed import delay
 from bed.delay import open_tap
 from distributor.core.addresses import joined
 
-_numbers = itertools.count()
+_numbers, _beds = itertools.count(), itertools.count()
 LISTENING = "0A"
 """The state of a socket, as the kernel's table has it."""
 
@@ -156,7 +156,8 @@ def machines_apart(count: int, *, ipv6: bool = False) -> Iterator[list[Machine]]
 def machines_on_loopback(count: int) -> Iterator[list[Machine]]:
     """Make machines that are addresses of the loopback; their links cannot be touched."""
     pid = os.getpid()
-    network = f"127.{100 + pid % 100}.{pid // 100 % 250}"  # another bed has another
+    # Another process's bed has another network, and so has another bed of this process.
+    network = f"127.{100 + pid % 100}.{(pid // 100 + 83 * next(_beds)) % 250}"
     made = [Machine(f"{network}.{number}") for number in range(1, count + 1)]
     try:
         yield made
