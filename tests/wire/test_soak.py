@@ -148,7 +148,7 @@ DRIVER = f"""
 import logging, os, resource, sys
 from distributor.wire import hub as hub_module, listener
 from distributor.wire import protocol
-from distributor.wire.messages import Beat
+from distributor.wire.messages import Heartbeat
 
 logging.basicConfig(level=logging.INFO)  # whatever is logged is printed
 listener.HANDSHAKE_SECONDS = float(sys.argv[1])
@@ -159,7 +159,7 @@ genuine_decode, unpickled = protocol.decode, 0
 def decode(payload):
     global unpickled
     message = genuine_decode(payload)
-    unpickled += not isinstance(message, Beat)
+    unpickled += not isinstance(message, Heartbeat)
     return message
 
 protocol.decode = decode

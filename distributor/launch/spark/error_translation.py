@@ -124,5 +124,5 @@ _MEANINGS: list[tuple[str, Meaning]] = [
     (r'Cannot run program "([^"]+)"', _no_interpreter),
     (r"(ExecutorLostFailure [^\n]*)", _lost),
     (r"(Python worker exited unexpectedly \(crashed\))", _lost),
-    (r"barrier_task\.py.*\n(\w[\w.]*: .*?)\n(?:\s*SQLSTATE|\s*\n|\s+at )", _python_error),
+    (r"spark_task/task\.py.*\n(\w[\w.]*: .*?)\n(?:\s*SQLSTATE|\s*\n|\s+at )", _python_error),
 ]
