@@ -43,10 +43,10 @@ bench: $(VENV)/.bench ## Measure speed beside others, at length; ARGS=--quick fo
 	$(VENV)/bin/python -m benchmarks $(ARGS)
 
 chaos: venv ## Hurt runs in every way and say what came of it, at length; ARGS="--times 1"
-	PYTHONPATH=tests $(VENV)/bin/python -m bed.chaos $(ARGS)
+	PYTHONPATH=tests $(VENV)/bin/python -m support.chaos $(ARGS)
 
 notebooks: venv ## Run the notebooks, where need be on a cluster, and save what they show
-	PYTHONPATH=tests $(VENV)/bin/python -m bed.notebooks $(ARGS)
+	PYTHONPATH=tests $(VENV)/bin/python -m support.notebooks $(ARGS)
 
 lint: venv ## Check style, format and types
 	$(VENV)/bin/ruff check

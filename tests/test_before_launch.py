@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bed.cluster import cluster_on
-from bed.machines import machines_apart, machines_on_loopback, why_not_apart
+from support.cluster import cluster_on
+from support.machines import machines_apart, machines_on_loopback, why_not_apart
 
 from distributor.node.spark_task.task import REACH_SECONDS
 

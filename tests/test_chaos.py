@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bed.chaos import ACTIVITIES, FAULTS, Case, bed, hurt, side_by_side
-from bed.cluster import Cluster
+from support.chaos import ACTIVITIES, FAULTS, Case, bed, hurt, side_by_side
+from support.cluster import Cluster
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has supervisors")
 ROOT = Path(__file__).parent.parent

@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 import psutil
 import pytest
-from bed.waiting import assert_gone, marked, until
+from support.waiting import assert_gone, marked, until
 from test_repeated import driver
 
 import distributor

@@ -13,10 +13,10 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from bed.cluster import cluster_on
-from bed.machines import machines_on_loopback
-from bed.packages import NAME, environment, packed, wheel
-from bed.waiting import assert_gone, until
+from support.cluster import cluster_on
+from support.machines import machines_on_loopback
+from support.packages import NAME, environment, packed, wheel
+from support.waiting import assert_gone, until
 from conftest import DEADLINE
 
 import distributor

@@ -11,9 +11,9 @@ from typing import Any
 
 import psutil
 import pytest
-from bed.cluster import DEADLINE, Cluster, Driver, cluster_on, kill
-from bed.machines import machines_apart, why_not_apart
-from bed.waiting import alive, assert_gone, until
+from support.cluster import DEADLINE, Cluster, Driver, cluster_on, kill
+from support.machines import machines_apart, why_not_apart
+from support.waiting import alive, assert_gone, until
 
 from distributor.wire.protocol import HEARTBEAT_SECONDS, LEASE_SECONDS
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed.cluster import cluster_on
-from bed.machines import machines_apart, why_not_apart
+from support.cluster import cluster_on
+from support.machines import machines_apart, why_not_apart
 from conftest import facts_in, needs_java
 
 pytestmark = [pytest.mark.spark, needs_java]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed.kernels import kernel_for
+from support.kernels import kernel_for
 from conftest import DEADLINE, needs_java
 
 pytest.importorskip("ipykernel")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from bed.waiting import until
+from support.waiting import until
 from conftest import facts_in, needs_java
 
 from distributor.core import resources

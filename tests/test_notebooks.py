@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed.notebooks import NAMES, NOTEBOOKS, Place, place_for_notebooks, run_here
+from support.notebooks import NAMES, NOTEBOOKS, Place, place_for_notebooks, run_here
 from conftest import needs_java
 
 from distributor.train import Result

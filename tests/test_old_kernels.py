@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bed.seccomp import MEMFD, PIDFD, refusing
-from bed.waiting import assert_gone
+from support.seccomp import MEMFD, PIDFD, refusing
+from support.waiting import assert_gone
 from conftest import facts_in, needs_java
 
 pytestmark = pytest.mark.skipif(

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed.cluster import cluster_on
-from bed.machines import LISTENING, Machine, machines_apart, why_not_apart
-from bed.waiting import until
+from support.cluster import cluster_on
+from support.machines import LISTENING, Machine, machines_apart, why_not_apart
+from support.waiting import until
 from conftest import needs_java
 
 from distributor import TorchDistributor

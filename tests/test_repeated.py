@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
-from bed.waiting import MARK, SOON, assert_gone, marked, until
+from support.waiting import MARK, SOON, assert_gone, marked, until
 from conftest import facts_in
 
 from distributor import RunTimeout, TorchDistributor
@@ -35,7 +35,7 @@ MANY_RUNS = """
 
     RUNS, TURNS = int(sys.argv[1]), sys.argv[2]
     sys.path.append(sys.argv[3])
-    from bed.waiting import comes_true
+    from support.waiting import comes_true
     from distributor import TorchDistributor
 
 

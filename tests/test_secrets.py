@@ -17,9 +17,9 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from bed.cluster import cluster_on
-from bed.machines import machines_on_loopback
-from bed.waiting import comes_true
+from support.cluster import cluster_on
+from support.machines import machines_on_loopback
+from support.waiting import comes_true
 from conftest import facts_in
 
 from distributor import TorchDistributor, WorkerDied

@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from bed.waiting import assert_gone, until
+from support.waiting import assert_gone, until
 from conftest import facts_in, needs_java
 
 from distributor import UnpicklableError, distributed, runtime, serverless, serverless_gpu

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import pytest
-from bed.waiting import until
+from support.waiting import until
 
 from distributor import TorchDistributor
 from distributor.errors import DistributorError, ExecutorNotReady, RunTimeout, StartTimeout

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from bed.waiting import SOON
+from support.waiting import SOON
 
 from distributor.errors import RunCancelled
 from distributor.launch.cancellation import Cancellation

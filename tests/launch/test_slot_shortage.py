@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed.cluster import Cluster, cluster_on
-from bed.machines import machines_on_loopback
-from bed.waiting import until
+from support.cluster import Cluster, cluster_on
+from support.machines import machines_on_loopback
+from support.waiting import until
 
 from distributor import TorchDistributor
 from distributor.errors import StartTimeout

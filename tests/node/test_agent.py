@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-from bed.waiting import until
+from support.waiting import until
 
 from distributor.launch.job import program_of
 from distributor.node.agent.agent import Agent

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from bed.packages import environment, packed
-from bed.waiting import SOON, until
+from support.packages import environment, packed
+from support.waiting import SOON, until
 
 from distributor.errors import ExecutorNotReady, StartTimeout
 from distributor.node.environment.archive import library_in, unpack

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bed.waiting import SOON, until
+from support.waiting import SOON, until
 
 from distributor.cleaning import clean
 from distributor.errors import ExecutorNotReady

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bed.machines import small_disk, why_not_mounted
+from support.machines import small_disk, why_not_mounted
 
 from distributor import TorchDistributor
 from distributor.node.agent.log_files import LEFT_OUT, LogFiles

@@ -35,7 +35,7 @@ from typing import Any
 import cloudpickle
 import psutil
 import pytest
-from bed.waiting import SOON, alive, assert_gone, marked, until
+from support.waiting import SOON, alive, assert_gone, marked, until
 from conftest import facts_in
 from test_repeated import driver, told_pids
 

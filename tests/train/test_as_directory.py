@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed.waiting import until
+from support.waiting import until
 from fsspec.implementations.local import LocalFileSystem
 
 from distributor.train import Checkpoint

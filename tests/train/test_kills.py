@@ -14,11 +14,11 @@ from pathlib import Path
 import cloudpickle
 import psutil
 import pytest
-from bed import training
-from bed.cluster import Cluster, Driver, cluster_on, kill
-from bed.machines import Machine, machines_apart, machines_on_loopback, why_not_apart
-from bed.training import BATCH, EPOCHS, SAMPLES, SAVE_EVERY, Fate, curve, samples, trainer
-from bed.waiting import assert_gone, until
+from support import training
+from support.cluster import Cluster, Driver, cluster_on, kill
+from support.machines import Machine, machines_apart, machines_on_loopback, why_not_apart
+from support.training import BATCH, EPOCHS, SAMPLES, SAVE_EVERY, Fate, curve, samples, trainer
+from support.waiting import assert_gone, until
 
 from distributor.train import Result
 from distributor.train.storage.checkpoint_store import Storage
@@ -77,7 +77,7 @@ def test_a_rank_is_killed(tmp_path: Path, whole: Result, moment: str) -> None:
 
 DRIVER = """
 import sys, cloudpickle
-from bed import training
+from support import training
 cloudpickle.register_pickle_by_value(training)
 fate = training.{fate!r}
 training.trainer({folder!r}, fate=fate).fit()
@@ -149,7 +149,7 @@ ON_CLUSTER = """
 import sys
 sys.path.insert(0, {tests!r})
 import cloudpickle
-from bed import training
+from support import training
 cloudpickle.register_pickle_by_value(training)
 fate = training.{fate!r}
 options = dict(workers={workers}, failures={failures}, local_mode=False, fate=fate)

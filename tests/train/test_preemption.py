@@ -15,7 +15,7 @@ from pathlib import Path
 import cloudpickle
 import psutil
 import pytest
-from bed.waiting import MARK, assert_gone, marked, until
+from support.waiting import MARK, assert_gone, marked, until
 
 from distributor import TorchDistributor, train
 from distributor.node.worker import preemption_notices

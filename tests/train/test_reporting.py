@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from bed.waiting import until
+from support.waiting import until
 
 from distributor import DistributorError, Listener, TorchDistributor, WorkerDied, train
 from distributor.core.checkpoint_config import CheckpointSettings
@@ -37,7 +37,7 @@ def save(folder: Path, text: str) -> Checkpoint:
 def use_plain_writes() -> None:
     """Make addresses such as ``plain:///folder`` known."""
     import fsspec
-    from bed import plain
+    from support import plain
 
     fsspec.register_implementation(plain.PROTOCOL, plain.Addressed, clobber=True)
 

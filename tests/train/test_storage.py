@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow.fs as pafs
 import pytest
-from bed.plain import plain
+from support.plain import plain
 
 from distributor import DistributorError
 from distributor.train.checkpoint import Checkpoint

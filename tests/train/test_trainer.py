@@ -14,8 +14,8 @@ import pyarrow.fs as pafs
 import pytest
 import torch
 import torch.distributed as dist
-from bed import plain, training
-from bed.training import BATCH, EPOCHS, SAMPLES, Fate, curve, samples, trainer
+from support import plain, training
+from support.training import BATCH, EPOCHS, SAMPLES, Fate, curve, samples, trainer
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from distributor import DistributorError, TorchDistributor, train

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import pyarrow.fs as pafs
 import pytest
-from bed.plain import plain
+from support.plain import plain
 
 from distributor.train.storage import upload
 from distributor.train.storage.upload import brought, size_and_checksum

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bed import delay
-from bed.delay import open_tap
+from support import delay
+from support.delay import open_tap
 from distributor.core.addresses import joined
 
 _numbers, _beds = itertools.count(), itertools.count()

@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from bed.waiting import comes_true
+from support.waiting import comes_true
 
 STARTS_IN = 120.0
 LEAN = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}

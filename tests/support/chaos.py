@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from bed.cluster import Cluster, Driver, cluster_on
-from bed.machines import Machine, machines_apart, machines_on_loopback, why_not_apart
-from bed.waiting import alive, comes_true
+from support.cluster import Cluster, Driver, cluster_on
+from support.machines import Machine, machines_apart, machines_on_loopback, why_not_apart
+from support.waiting import alive, comes_true
 
 RANKS = 2
 STARTS_IN, TELLS_IN, ENDS_IN = 90.0, 60.0, 10.0

@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 
-from bed.machines import Machine
-from bed.waiting import MARK, marked, until
+from support.machines import Machine
+from support.waiting import MARK, marked, until
 
 DEADLINE = 120.0
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bed.cluster import Cluster, cluster_on
-from bed.kernels import kernel_for
-from bed.machines import machines_on_loopback
-from bed.tracking_server import tracking_server
+from support.cluster import Cluster, cluster_on
+from support.kernels import kernel_for
+from support.machines import machines_on_loopback
+from support.tracking_server import tracking_server
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
