@@ -16,9 +16,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from conftest import facts_in, needs_connect, needs_java
 from support.packages import environment, packed
 from support.waiting import assert_gone, until
-from conftest import facts_in, needs_connect, needs_java
 
 pytestmark = [pytest.mark.spark, needs_java]
 

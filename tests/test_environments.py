@@ -13,11 +13,11 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from conftest import DEADLINE
 from support.cluster import cluster_on
 from support.machines import machines_on_loopback
 from support.packages import NAME, environment, packed, wheel
 from support.waiting import assert_gone, until
-from conftest import DEADLINE
 
 import distributor
 from distributor import ExecutorNotReady, StartTimeout, TorchDistributor, cleaning

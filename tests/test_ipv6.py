@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import facts_in, needs_java
 from support.cluster import cluster_on
 from support.machines import machines_apart, why_not_apart
-from conftest import facts_in, needs_java
 
 pytestmark = [pytest.mark.spark, needs_java]
 

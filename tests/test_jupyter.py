@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.kernels import kernel_for
 from conftest import DEADLINE, needs_java
+from support.kernels import kernel_for
 
 pytest.importorskip("ipykernel")
 nbformat = pytest.importorskip("nbformat")

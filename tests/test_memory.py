@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from support.waiting import until
 from conftest import facts_in, needs_java
+from support.waiting import until
 
 from distributor.core import resources
 from distributor.core.resources import ContainerMemory, container_memory

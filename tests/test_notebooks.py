@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.notebooks import NAMES, NOTEBOOKS, Place, place_for_notebooks, run_here
 from conftest import needs_java
+from support.notebooks import NAMES, NOTEBOOKS, Place, place_for_notebooks, run_here
 
 from distributor.train import Result
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import facts_in, needs_java
 from support.seccomp import MEMFD, PIDFD, refusing
 from support.waiting import assert_gone
-from conftest import facts_in, needs_java
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"),

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import needs_java
 from support.cluster import cluster_on
 from support.machines import LISTENING, Machine, machines_apart, why_not_apart
 from support.waiting import until
-from conftest import needs_java
 
 from distributor import TorchDistributor
 from distributor.errors import ExecutorNotReady

@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 import pytest
-from support.waiting import MARK, SOON, assert_gone, marked, until
 from conftest import facts_in
+from support.waiting import MARK, SOON, assert_gone, marked, until
 
 from distributor import RunTimeout, TorchDistributor
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import facts_in, needs_java
 from support.cluster import Cluster, cluster_on
 from support.machines import machines_apart, small_disk, why_not_apart, why_not_mounted
-from conftest import facts_in, needs_java
 
 from distributor import DistributorError, WorkerDied, load_value
 from distributor.core import resources

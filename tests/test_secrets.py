@@ -17,10 +17,10 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from conftest import facts_in
 from support.cluster import cluster_on
 from support.machines import machines_on_loopback
 from support.waiting import comes_true
-from conftest import facts_in
 
 from distributor import TorchDistributor, WorkerDied
 from distributor.core.redaction import MASK

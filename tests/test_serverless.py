@@ -13,8 +13,8 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from support.waiting import assert_gone, until
 from conftest import facts_in, needs_java
+from support.waiting import assert_gone, until
 
 from distributor import UnpicklableError, distributed, runtime, serverless, serverless_gpu
 from distributor.core.gpus import GPUType, describe, is_of_type

@@ -16,11 +16,11 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from conftest import facts_in
 from support.cluster import cluster_on
 from support.machines import machines_on_loopback
 from support.tracking_server import free_port, tracking_server
 from support.waiting import comes_true
-from conftest import facts_in
 
 from distributor import (
     DistributorError,

@@ -35,8 +35,8 @@ from typing import Any
 import cloudpickle
 import psutil
 import pytest
-from support.waiting import SOON, alive, assert_gone, marked, until
 from conftest import facts_in
+from support.waiting import SOON, alive, assert_gone, marked, until
 from test_repeated import driver, told_pids
 
 from distributor import DistributorError, StartTimeout, TorchDistributor, WorkerDied

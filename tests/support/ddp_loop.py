@@ -1,6 +1,6 @@
 """Runs one short DDP program again and again, started in four ways, and counts the runs that hang.
 
-``python -m support.ddp_loop --times 100 --busy 1`` (with ``tests`` on the path) runs all four in turn:
+``python -m support.ddp_loop --times 100 --busy 1`` (with ``tests`` on the path) runs all four:
 
 - ``warm`` and ``fresh``: `TorchDistributor`, with and without a warm process;
 - ``forked``: bare forks of a process that has imported ``torch._dynamo``, without this package;

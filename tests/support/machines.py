@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distributor.core.addresses import joined
 from support import delay
 from support.delay import open_tap
-from distributor.core.addresses import joined
 
 _numbers, _beds = itertools.count(), itertools.count()
 LISTENING = "0A"

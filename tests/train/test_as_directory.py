@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.waiting import until
 from fsspec.implementations.local import LocalFileSystem
+from support.waiting import until
 
 from distributor.train import Checkpoint
 
