@@ -196,7 +196,7 @@ class _Shown:
     def write(self, rank: int, stream: Any, data: bytes) -> None:
         self._console.write(rank, stream, data)
 
-    def room(self) -> bool:
+    def has_room(self) -> bool:
         return True
 
 

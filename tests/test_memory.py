@@ -17,7 +17,7 @@ from distributor.core import resources
 from distributor.core.resources import ContainerMemory, container_memory
 from distributor.launch.spark.memory import container_shortage
 from distributor.node.agent import memory
-from distributor.node.agent.memory import MIB, least_memory, memory_remarks
+from distributor.node.agent.memory import MIB, least_memory, memory_warnings
 
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 YARN, KUBERNETES = {"spark.master": "yarn"}, {"spark.master": "k8s://https://host:6443"}
@@ -112,18 +112,18 @@ def test_the_tightest_bound_of_the_groups_above_counts(group: Path) -> None:
 def test_what_is_left_is_compared_with_what_ranks_need(group: Path) -> None:
     needed = least_memory(2, 1, warm=True)
 
-    def remarks(left: int, is_warm: bool = False) -> list[str]:
+    def warnings(left: int, is_warm: bool = False) -> list[str]:
         bound(group, 2**30, 2**30 - left)
-        found = memory_remarks(2, 1, warm=True, is_warm=lambda: is_warm)
-        return [f"{remark.text} ({remark.detail})" for remark in found]
+        found = memory_warnings(2, 1, warm=True, is_warm=lambda: is_warm)
+        return [f"{warning.text} ({warning.detail})" for warning in found]
 
-    assert remarks(needed) == []
-    [told] = remarks(needed - 1)
+    assert warnings(needed) == []
+    [told] = warnings(needed - 1)
     assert "2 ranks in this container need at least 388 MB" in told
     assert "spark.executor.memoryOverhead" in told
     assert "388 MB left of 1.07 GB" in told
-    assert remarks(needed - memory.WARM_PROCESS, is_warm=True) == []
-    assert remarks(needed - memory.WARM_PROCESS - 1, is_warm=True)
+    assert warnings(needed - memory.WARM_PROCESS, is_warm=True) == []
+    assert warnings(needed - memory.WARM_PROCESS - 1, is_warm=True)
 
 
 BOUNDED = """

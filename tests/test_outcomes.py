@@ -1024,7 +1024,7 @@ class CutShort:
             self.cut = True
             raise RunTimeout("cut short")
 
-    def room(self) -> bool:
+    def has_room(self) -> bool:
         return True
 
 

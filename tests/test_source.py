@@ -38,7 +38,7 @@ def older_in(folder: Path) -> Path:
     messages, channel = (
         folder / "distributor" / name for name in ("wire/messages.py", "node/spark_task/channel.py")
     )
-    messages.write_text(re.sub(r"\n    (software|remarks): .*", "", messages.read_text()))
+    messages.write_text(re.sub(r"\n    (software|warnings): .*", "", messages.read_text()))
     channel.write_text(
         re.sub(r"NodeUp\(self._host, .*\)\)", "NodeUp(self._host))", channel.read_text())
     )

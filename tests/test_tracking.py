@@ -245,7 +245,7 @@ def test_what_a_node_does_is_recorded_under_its_name(
         import json, mlflow
         from distributor import TorchDistributor
         from distributor.node.agent import system_metrics
-        system_metrics.EVERY_SECONDS = 0.2
+        system_metrics.SAMPLE_INTERVAL = 0.2
         mlflow.set_tracking_uri({server!r})
         run_id = mlflow.start_run(experiment_id={experiment!r}).info.run_id
         def wait(run_id):

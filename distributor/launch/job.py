@@ -27,7 +27,7 @@ from distributor.launch.run_progress import RunProgress
 from distributor.launch.spark.environments import Environment, check_environment
 from distributor.launch.spark.user_modules import check_py_modules
 from distributor.launch.stack_requests import Inquiry
-from distributor.node.agent.log_relay import Sink
+from distributor.node.agent.sink import Sink
 from distributor.node.agent.worker_env import RANK_VARIABLES
 from distributor.serialization import pickling
 from distributor.serialization.outcome import Failure, Outcome

@@ -13,22 +13,23 @@ from dataclasses import dataclass
 from distributor.core.addresses import port_range
 from distributor.launch.console import notify
 from distributor.launch.job import LOCAL_TRAINING, Job, Settings
-from distributor.launch.remarks import warn_if_changed, warn_of
+from distributor.launch.one_time_warnings import warn_about_nodes, warn_if_source_changed
 from distributor.launch.spark.environments import prepared_here
 from distributor.launch.spark.user_modules import folders_of
 from distributor.node.agent.agent import Agent
-from distributor.node.agent.log_relay import Sink
-from distributor.node.agent.memory import memory_remarks
+from distributor.node.agent.memory import memory_warnings
 from distributor.node.agent.network import listen_for_ranks
-from distributor.node.agent.remarks import remarks_here
-from distributor.node.agent.worker_env import Node, common_environment
+from distributor.node.agent.node_spec import NodeSpec
+from distributor.node.agent.node_warnings import node_warnings
+from distributor.node.agent.sink import Sink
+from distributor.node.agent.worker_env import common_environment
 from distributor.node.process import zygote_client
 from distributor.node.process.interpreter import Interpreter
 from distributor.node.process.supervisor_client import is_supported
 from distributor.node.process.zygote_client import ZygoteSpec
 from distributor.serialization.outcome import Outcome
 from distributor.serialization.program import in_file
-from distributor.wire.messages import Remark
+from distributor.wire.messages import NodeWarning
 
 LOOPBACK = "127.0.0.1"
 
@@ -76,8 +77,8 @@ class LocalLauncher:
         ExecutorNotReady
             If the environment cannot be had here, or none of ``rank_ports`` is free.
         """
-        warn_if_changed()
-        warn_of({socket.gethostname(): [*remarks_here(), *_memory_remarks(job)]})
+        warn_if_source_changed()
+        warn_about_nodes({socket.gethostname(): [*node_warnings(), *_memory_warnings(job)]})
         settings = job.settings
         start_deadline = time.monotonic() + settings.start_timeout
         with prepared_here(settings.environment, job.env, start_deadline) as prepared:
@@ -131,8 +132,8 @@ class LocalLauncher:
         job.standing.come_up(job.num_processes)
         notify(f"Started {self.training.format(job.num_processes)}")
 
-    def _node(self, job: Job, listener: socket.socket, env: Mapping[str, str]) -> Node:
-        return Node(
+    def _node(self, job: Job, listener: socket.socket, env: Mapping[str, str]) -> NodeSpec:
+        return NodeSpec(
             run_id=job.run_id,
             attempt=job.attempt,
             host=socket.gethostname(),
@@ -147,8 +148,8 @@ class LocalLauncher:
         )
 
 
-def _memory_remarks(job: Job) -> Iterator[Remark]:
-    return memory_remarks(
+def _memory_warnings(job: Job) -> Iterator[NodeWarning]:
+    return memory_warnings(
         job.num_processes,
         1,
         warm=job.settings.warm and is_supported(),

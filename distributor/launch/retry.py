@@ -274,7 +274,7 @@ class DriverSink:
         else:
             self._audience.tell(lambda each: each.used(told))
 
-    def room(self) -> bool:
+    def has_room(self) -> bool:
         self._console.tick()
         self._preemption.advance()
         return True

@@ -20,15 +20,15 @@ class Preparing:
     host: str
 
 
-class Remark(NamedTuple):
-    """What the user should know of a node, although the run goes on.
+class NodeWarning(NamedTuple):
+    """A problem of a node that the user should know about and that does not stop the run.
 
     Parameters
     ----------
     text : str
-        The same on all nodes of which the same is true.
+        The same text on all nodes that have the same problem.
     detail : str
-        What differs between them, such as figures.
+        What differs between these nodes, such as figures.
     """
 
     text: str
@@ -41,7 +41,7 @@ class NodeUp:
 
     host: str
     software: Mapping[str, str]
-    remarks: tuple[Remark, ...] = ()
+    warnings: tuple[NodeWarning, ...] = ()
 
 
 @dataclass(frozen=True)

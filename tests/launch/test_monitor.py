@@ -22,7 +22,7 @@ from distributor.launch.spark.monitor import RunMonitor
 from distributor.launch.spark.plan import ClusterPlan
 from distributor.launch.spark.task_starts import TaskStarts
 from distributor.node.agent.failure_grace import START_SECONDS
-from distributor.node.agent.log_relay import Sink
+from distributor.node.agent.sink import Sink
 from distributor.serialization.outcome import Failure, Origin, Outcome
 from distributor.wire.hub import Hub
 from distributor.wire.link import Link
@@ -52,7 +52,7 @@ class Silent:
     def write(self, rank: int, stream: Stream, data: bytes) -> None:
         raise AssertionError(f"rank {rank} printed {data!r}")
 
-    def room(self) -> bool:
+    def has_room(self) -> bool:
         return True
 
 

@@ -15,7 +15,7 @@ from support.waiting import until
 
 from distributor.launch.job import program_of
 from distributor.node.agent.agent import Agent
-from distributor.node.agent.worker_env import Node
+from distributor.node.agent.node_spec import NodeSpec
 from distributor.node.process import zygote_client
 from distributor.node.process.interpreter import Interpreter
 from distributor.node.process.spawner import Process, Spawner
@@ -31,7 +31,7 @@ class Silence:
     def write(self, rank: int, source: object, data: bytes) -> None:
         pass
 
-    def room(self) -> bool:
+    def has_room(self) -> bool:
         return True
 
 
@@ -70,7 +70,7 @@ def test_who_dies_while_another_is_looked_at_is_told_of_too(tmp_path: Path) -> N
             assert rank_0.join(10), "it has ended"
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        node = Node(
+        node = NodeSpec(
             run_id="of-a-test",
             host="here",
             address="127.0.0.1",

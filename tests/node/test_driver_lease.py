@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from distributor.node.spark_task.driver_lease import Lease
+from distributor.node.spark_task.driver_lease import DriverLease
 from distributor.wire import protocol
 
 SOON = 10.0
@@ -28,16 +28,16 @@ def driver() -> Iterator[socket.socket]:
         yield listener
 
 
-Begin = Callable[[tuple[str, int]], "tuple[Lease, queue.SimpleQueue[str]]"]
+Begin = Callable[[tuple[str, int]], "tuple[DriverLease, queue.SimpleQueue[str]]"]
 
 
 @pytest.fixture
 def begin() -> Iterator[Begin]:
-    begun: list[Lease] = []
+    begun: list[DriverLease] = []
 
-    def make(hub: tuple[str, int]) -> tuple[Lease, queue.SimpleQueue[str]]:
+    def make(hub: tuple[str, int]) -> tuple[DriverLease, queue.SimpleQueue[str]]:
         expired: queue.SimpleQueue[str] = queue.SimpleQueue()
-        lease = Lease(hub, expired.put)
+        lease = DriverLease(hub, expired.put)
         begun.append(lease)
         lease.start()
         return lease, expired

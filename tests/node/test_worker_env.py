@@ -25,9 +25,9 @@ from distributor.node.agent.network import (
     routable_address,
     source_address,
 )
+from distributor.node.agent.node_spec import NodeSpec
 from distributor.node.agent.worker_env import (
     RANK_VARIABLES,
-    Node,
     node_order,
     rank_environment,
     visible_devices,
@@ -71,7 +71,7 @@ NOT_TORCHRUNS = {
 
 DIFFERS_BY_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
 
-NODE = Node(
+NODE = NodeSpec(
     run_id="a-run",
     attempt=3,
     host="there",

@@ -20,7 +20,7 @@ from distributor.launch.console import notify, warn
 from distributor.launch.defaults import conf_cache_dir
 from distributor.launch.job import CLUSTER_TRAINING, Job, Settings
 from distributor.launch.local import LOOPBACK
-from distributor.launch.remarks import warn_once
+from distributor.launch.one_time_warnings import warn_once
 from distributor.launch.spark.environments import shipped_environment
 from distributor.launch.spark.error_translation import MORE_SLOTS
 from distributor.launch.spark.log_quieting import quiet
@@ -33,8 +33,8 @@ from distributor.launch.spark.session import BarrierJob, Session
 from distributor.launch.spark.slot_shortage import why_few_slots, why_not_started
 from distributor.launch.spark.task_starts import TaskStarts
 from distributor.launch.spark.user_modules import shipped_modules
-from distributor.node.agent.log_relay import Sink
 from distributor.node.agent.network import source_address
+from distributor.node.agent.sink import Sink
 from distributor.node.spark_task.task import ROWS
 from distributor.node.spark_task.task_spec import TaskSpec
 from distributor.serialization.outcome import Outcome

@@ -13,14 +13,14 @@ from distributor.core.versions import Software, check_alike, pickling_software
 from distributor.errors import NodeLost, RunTimeout, StartTimeout
 from distributor.launch.console import notify, warn
 from distributor.launch.job import CLUSTER_TRAINING, Job
-from distributor.launch.remarks import warn_of
+from distributor.launch.one_time_warnings import warn_about_nodes
 from distributor.launch.spark.error_translation import explain
 from distributor.launch.spark.plan import ClusterPlan
 from distributor.launch.spark.polling import Reminder
 from distributor.launch.spark.task_starts import TaskStarts
 from distributor.launch.spark.value_receiver import Arrivals
 from distributor.node.agent.failure_grace import FailureGracePeriod
-from distributor.node.agent.log_relay import Sink
+from distributor.node.agent.sink import Sink
 from distributor.node.spark_task.task import LATE
 from distributor.node.worker.stack_dump import with_stacks
 from distributor.serialization.oob_pickle import anonymous_file
@@ -31,12 +31,12 @@ from distributor.wire.messages import (
     MeetThroughSpark,
     NodeDone,
     NodeUp,
+    NodeWarning,
     Output,
     Preempted,
     Preparing,
     RanksStarted,
     Release,
-    Remark,
     Rendezvous,
     Stacks,
     Stop,
@@ -115,7 +115,7 @@ class RunMonitor:
         self._preparing: dict[int, str] = {}
         self._hosts: dict[int, str] = {}
         self._software: dict[str, Software] = {}
-        self._remarks: dict[str, list[Remark]] = {}
+        self._node_warnings: dict[str, list[NodeWarning]] = {}
         self._first_up = 0.0
         self._rendezvous: Rendezvous | None = None
         self._meeting: Literal["hub", "spark"] | None = None
@@ -168,7 +168,7 @@ class RunMonitor:
         try:
             while self._ending is None:
                 self._take(TICK)
-                self._sink.room()
+                self._sink.has_room()
                 self._job.cancellation.check()
                 self._advance()
             self._take_last_words()
@@ -212,10 +212,10 @@ class RunMonitor:
         self._first_up = self._first_up or time.monotonic()
         self._hosts[node] = message.host
         self._software[f"{message.host} (node {node})"] = message.software
-        self._remarks.setdefault(message.host, []).extend(message.remarks)
+        self._node_warnings.setdefault(message.host, []).extend(message.warnings)
         self._linked.add(node)
         if self._meeting == "spark":
-            warn_of({message.host: message.remarks})
+            warn_about_nodes({message.host: message.warnings})
             self._grace_period.expect(len(self._linked))
             self._hub.send(node, MeetThroughSpark())
 
@@ -332,7 +332,7 @@ class RunMonitor:
         if self._preparing and self._reminder.due():
             notify(f"Waiting: {self._unready()}.")
         if self._rendezvous and len(self._hosts) == self._plan.num_tasks:
-            warn_of(self._remarks)
+            warn_about_nodes(self._node_warnings)
             check_alike(self._software | {"the driver": pickling_software()})
             self._hub.broadcast(self._rendezvous)
             self._meeting = "hub"
@@ -369,7 +369,7 @@ class RunMonitor:
     def _go_without_hub(self) -> None:
         """Let the nodes meet through Spark; those without a link cannot report their start."""
         self._meeting = "spark"
-        warn_of(self._remarks)
+        warn_about_nodes(self._node_warnings)
         self._grace_period.expect(len(self._linked))
         if self._linked:
             return

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from distributor import source
 from distributor.core.resources import format_bytes
 from distributor.errors import DistributorError
-from distributor.launch.remarks import warn_if_changed
+from distributor.launch.one_time_warnings import warn_if_source_changed
 from distributor.launch.spark.session import Session
 from distributor.serialization import oob_pickle
 from distributor.serialization.program import Program
@@ -112,7 +112,7 @@ def _own_source() -> _Own:
 
     Once in a process: if the files change later, it still runs what it has imported.
     """
-    warn_if_changed()
+    warn_if_source_changed()
     ours = source.files_of(source.own_spec())
     files = {f"distributor/{name}": content for name, content in ours.items()}
     for name, content in source.files_of(find_spec("cloudpickle")).items():

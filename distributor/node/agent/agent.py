@@ -20,9 +20,11 @@ from typing import BinaryIO, NoReturn
 from distributor.core.redaction import Redaction
 from distributor.errors import RunTimeout, StartTimeout
 from distributor.node.agent.failure_grace import FailureGracePeriod
-from distributor.node.agent.log_relay import Output, Sink
-from distributor.node.agent.system_metrics import Usage
-from distributor.node.agent.worker_env import Node, rank_environment
+from distributor.node.agent.log_relay import LogRelay
+from distributor.node.agent.node_spec import NodeSpec
+from distributor.node.agent.sink import Sink
+from distributor.node.agent.system_metrics import SystemMetrics
+from distributor.node.agent.worker_env import rank_environment
 from distributor.node.agent.worker_handle import Rank
 from distributor.node.process.scratch import new_scratch
 from distributor.node.process.spawner import Spawner
@@ -49,7 +51,7 @@ class Agent:
 
     Parameters
     ----------
-    node : Node
+    node : NodeSpec
         The node's share of the run.
     program : BinaryIO
         A file with the `Program` that each rank runs.
@@ -80,7 +82,7 @@ class Agent:
 
     def __init__(
         self,
-        node: Node,
+        node: NodeSpec,
         program: BinaryIO,
         sink: Sink,
         starter: Spawner,
@@ -111,8 +113,8 @@ class Agent:
         self._failures: list[Failure] = []
         self._grace_period = FailureGracePeriod(node.ranks_per_node, patience)
         self._redaction = Redaction(node.env)
-        usage = Usage(node.name) if RUN in node.env else None
-        self._output = Output(self._ranks, sink, self._redaction, usage)
+        usage = SystemMetrics(node.name) if RUN in node.env else None
+        self._output = LogRelay(self._ranks, sink, self._redaction, usage)
         self._to_start = node.ranks_per_node
         self._started_at = math.inf
         self._told_done = False

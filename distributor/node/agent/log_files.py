@@ -59,7 +59,7 @@ class LogFiles:
             text = f"distributor: output cannot be kept in {self._folder}, and the run goes on"
             print(f"{text}: {error}", file=sys.stderr)
 
-    def room(self) -> bool:
+    def has_room(self) -> bool:
         return True
 
     def close(self) -> None:

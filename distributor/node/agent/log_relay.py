@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from distributor.core.redaction import Redaction
-from distributor.node.agent.system_metrics import Usage
+from distributor.node.agent.sink import Sink
+from distributor.node.agent.system_metrics import SystemMetrics
 from distributor.node.agent.worker_handle import PRINTED, Rank
 from distributor.node.worker import control_channel
 from distributor.serialization.oob_pickle import give_back
@@ -21,17 +22,7 @@ DRAIN_SECONDS = 5.0
 """Seconds without room in the sink after which the rest of ranks that have ended is left."""
 
 
-class Sink(Protocol):
-    """Where the ranks' output goes."""
-
-    def write(self, rank: int, source: Source, data: bytes) -> None:
-        """Take bytes that a rank printed or told."""
-
-    def room(self) -> bool:
-        """Tell whether it takes more now; what waits stays in the rank's file."""
-
-
-class Output:
+class LogRelay:
     """A node's output, and its way into a sink.
 
     Parameters
@@ -42,12 +33,12 @@ class Output:
         Where it goes.
     redaction : Redaction
         Keeps secrets out of it.
-    usage : Usage or None
+    usage : SystemMetrics or None
         What the node does, if that is to be told, too.
     """
 
     def __init__(
-        self, ranks: Sequence[Rank], sink: Sink, redaction: Redaction, usage: Usage | None
+        self, ranks: Sequence[Rank], sink: Sink, redaction: Redaction, usage: SystemMetrics | None
     ) -> None:
         self._ranks = ranks
         self._sink = sink
@@ -64,7 +55,7 @@ class Output:
         """
         more = False
         for rank, source, file in self._files():
-            if not self._sink.room():
+            if not self._sink.has_room():
                 break
             data = os.pread(file.fileno(), CHUNK, rank.passed_on[source])
             full, shown, length = len(data) == CHUNK, data, len(data)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from distributor.core.resources import container_memory, format_bytes
 from distributor.core.text import counted
-from distributor.wire.messages import Remark
+from distributor.wire.messages import NodeWarning
 
 MIB = 2**20
 FORKED_RANK = 110 * MIB
@@ -53,9 +53,9 @@ def least_memory(ranks: int, tasks: int, *, warm: bool) -> int:
     return tasks * FRESH_PARENT + ranks * FRESH_RANK
 
 
-def memory_remarks(
+def memory_warnings(
     ranks: int, tasks: int, *, warm: bool, is_warm: Callable[[], bool]
-) -> Iterator[Remark]:
+) -> Iterator[NodeWarning]:
     """Compare what ranks will need with what is left here.
 
     Parameters
@@ -69,7 +69,7 @@ def memory_remarks(
     if bound and bound.left < needed and warm and is_warm():
         needed -= WARM_PROCESS
     if bound and bound.left < needed:
-        yield Remark(
+        yield NodeWarning(
             f"{counted(ranks, 'rank')} in this container need at least {format_bytes(needed)} of "
             "memory, for Python and torch alone, without model, data or CUDA. It has less left, "
             f"and the kernel kills a process when it is full: {MORE_MEMORY}.",
@@ -77,7 +77,7 @@ def memory_remarks(
         )
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY and addresses < ADDRESS_SPACE:
-        yield Remark(
+        yield NodeWarning(
             f"a process may use {format_bytes(addresses)} of addresses (RLIMIT_AS), and a rank "
             f"needs {format_bytes(ADDRESS_SPACE)} at least. If spark.executor.pyspark.memory is "
             "what limits it, leave that unset and set spark.executor.memoryOverhead instead; Spark "

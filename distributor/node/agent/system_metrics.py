@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from distributor.core.gpus import gpu_usage
 from distributor.core.telemetry import Progress
 
-EVERY_SECONDS = 10.0
+SAMPLE_INTERVAL = 10.0
 MEGABYTE = 1e6
 
 
-class Usage:
+class SystemMetrics:
     """Looks now and then at what this machine does.
 
     Parameters
@@ -27,7 +27,7 @@ class Usage:
         self._psutil = psutil
         self._node = node
         self._looks = 0
-        self._next = time.monotonic() + EVERY_SECONDS
+        self._next = time.monotonic() + SAMPLE_INTERVAL
         self._network = psutil.net_io_counters()
         psutil.cpu_percent()  # the next look tells the mean since this one
 
@@ -40,7 +40,7 @@ class Usage:
 
         What `done` counts is the looks.
         """
-        self._next = time.monotonic() + EVERY_SECONDS
+        self._next = time.monotonic() + SAMPLE_INTERVAL
         self._looks += 1
         named = {f"system/{self._node}/{name}": figure for name, figure in self._figures()}
         return Progress(done=self._looks, metrics=named)

@@ -15,8 +15,8 @@ from distributor.errors import StartTimeout
 from distributor.node.agent.agent import Agent
 from distributor.node.agent.failure_grace import CAUSE_SECONDS, ECHO_SECONDS, START_SECONDS
 from distributor.node.agent.log_files import LogFiles
-from distributor.node.agent.log_relay import Sink
-from distributor.node.spark_task.driver_lease import Lease
+from distributor.node.agent.sink import Sink
+from distributor.node.spark_task.driver_lease import DriverLease
 from distributor.node.spark_task.task_spec import TaskSpec
 from distributor.serialization.outcome import Failure, Outcome, Value
 from distributor.wire.link import Link
@@ -25,12 +25,12 @@ from distributor.wire.messages import (
     MeetThroughSpark,
     NodeDone,
     NodeUp,
+    NodeWarning,
     Output,
     Preempted,
     Preparing,
     RanksStarted,
     Release,
-    Remark,
     Rendezvous,
     Source,
     Stacks,
@@ -67,7 +67,7 @@ failed: Spark then ends all tasks.
 LATE_BYTES = 64 * 1024 * 1024
 """Bytes of what ranks tell that a node without a link keeps for the end; the rest is lost."""
 
-Remarks = tuple[Remark, ...]
+NodeWarnings = tuple[NodeWarning, ...]
 Answer = Rendezvous | MeetThroughSpark | None
 """What a node that waits to meet the others is told; None where the link or the run has ended."""
 
@@ -97,7 +97,9 @@ class Channel(Sink, Protocol):
     def attach(self, agent: Agent) -> None:
         """Let the driver's words reach the agent."""
 
-    def meet(self, mine: Rendezvous | None, software: Software, remarks: Remarks) -> Rendezvous:
+    def meet(
+        self, mine: Rendezvous | None, software: Software, warnings: NodeWarnings
+    ) -> Rendezvous:
         """Report on this node, and exchange where rank 0's store listens.
 
         Parameters
@@ -106,7 +108,7 @@ class Channel(Sink, Protocol):
             Where it listens, if this is its node.
         software : mapping of str to str
             This node's versions.
-        remarks : tuple of Remark
+        warnings : tuple of NodeWarning
             What the user should know of it.
         """
 
@@ -184,9 +186,11 @@ class SparkChannel:
     def attach(self, agent: Agent) -> None:
         self._agent = agent
 
-    def meet(self, mine: Rendezvous | None, software: Software, remarks: Remarks) -> Rendezvous:
-        for remark in remarks:
-            print(f"distributor: {remark.text} {remark.detail}", file=sys.stderr)
+    def meet(
+        self, mine: Rendezvous | None, software: Software, warnings: NodeWarnings
+    ) -> Rendezvous:
+        for warning in warnings:
+            print(f"distributor: {warning.text} {warning.detail}", file=sys.stderr)
         time.sleep(CANCELLED_SECONDS)
         return self.meet_now(mine, software)
 
@@ -245,7 +249,7 @@ class SparkChannel:
             self._late_room -= len(data)
             self.late.append(Output(rank, source, data))
 
-    def room(self) -> bool:
+    def has_room(self) -> bool:
         return True
 
 
@@ -268,7 +272,7 @@ class HubChannel:
         self._agent: Agent | None = None
         self._link: Link
         self._host: str
-        self._lease = Lease(spec.hub, self._expired)
+        self._lease = DriverLease(spec.hub, self._expired)
 
     @property
     def stopped(self) -> bool:
@@ -315,8 +319,10 @@ class HubChannel:
         if self._stopped:
             agent.stop()
 
-    def meet(self, mine: Rendezvous | None, software: Software, remarks: Remarks) -> Rendezvous:
-        self._link.send(NodeUp(self._host, software, remarks))
+    def meet(
+        self, mine: Rendezvous | None, software: Software, warnings: NodeWarnings
+    ) -> Rendezvous:
+        self._link.send(NodeUp(self._host, software, warnings))
         if mine:
             self._link.send(mine)
         try:
@@ -329,7 +335,7 @@ class HubChannel:
             raise TaskFailed.of([], self._spec.secret)
         self._met_through_spark = True
         if answer is None:
-            return self._through_spark.meet(mine, software, remarks)
+            return self._through_spark.meet(mine, software, warnings)
         return self._through_spark.meet_now(mine, software, linked=True)
 
     def started(self) -> None:
@@ -389,7 +395,7 @@ class HubChannel:
         else:
             self._link.send(Output(rank, source, data))
 
-    def room(self) -> bool:
+    def has_room(self) -> bool:
         return self._link.lost or self._link.backlog() < BACKLOG
 
     def _receive(self, message: object) -> None:

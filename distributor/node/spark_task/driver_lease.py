@@ -10,7 +10,7 @@ from collections.abc import Callable
 from distributor.wire import protocol
 
 
-class Lease:
+class DriverLease:
     """Expires when the driver cannot be reached for a while, or is known to have gone.
 
     Neither a lost link nor silence ends it: as long as somebody listens at the hub's address the

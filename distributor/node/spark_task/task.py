@@ -22,11 +22,11 @@ from distributor.core.host import host_name, use_host_name
 from distributor.core.versions import check_interpreter, software
 from distributor.errors import ExecutorNotReady, RunTimeout, StartTimeout
 from distributor.node.agent.agent import Agent
-from distributor.node.agent.memory import memory_remarks
+from distributor.node.agent.memory import memory_warnings
 from distributor.node.agent.network import listen_for_ranks, routable_address
-from distributor.node.agent.remarks import remarks_here
+from distributor.node.agent.node_spec import NodeSpec
+from distributor.node.agent.node_warnings import node_warnings
 from distributor.node.agent.worker_env import (
-    Node,
     common_environment,
     node_order,
     visible_devices,
@@ -44,7 +44,7 @@ from distributor.node.spark_task.task_spec import TaskSpec
 from distributor.node.spark_task.value_fallback import keep_large, keep_refused
 from distributor.serialization.outcome import Failure, Outcome, Value
 from distributor.serialization.program import Module, Program, Script, in_file
-from distributor.wire.messages import Output, Remark, Rendezvous
+from distributor.wire.messages import NodeWarning, Output, Rendezvous
 from distributor.wire.spark_error_payload import TaskFailed
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ def _run_node(spec: TaskSpec, replaced: str) -> Iterator[pa.RecordBatch]:
         open_channel(spec, node_rank, hosts[context.partitionId()], context) as channel,
         _prepared(spec) as prepared,
     ):
-        remarks = (*remarks_here(replaced), *_memory_remarks(spec, context))
-        node, listener = _join(spec, node_rank, hosts, context, channel, prepared, remarks)
+        warnings = (*node_warnings(replaced), *_memory_warnings(spec, context))
+        node, listener = _join(spec, node_rank, hosts, context, channel, prepared, warnings)
         outcomes = _run_ranks(spec, node, listener, channel, prepared.interpreter)
         delivered = channel.deliver(outcomes)
         values = [outcome for outcome in outcomes if isinstance(outcome, Value)]
@@ -112,12 +112,12 @@ def _run_node(spec: TaskSpec, replaced: str) -> Iterator[pa.RecordBatch]:
         yield from _late(channel.late)
 
 
-def _memory_remarks(spec: TaskSpec, context: Any) -> Iterator[Remark]:
+def _memory_warnings(spec: TaskSpec, context: Any) -> Iterator[NodeWarning]:
     if not spec.check_memory:
         return iter(())
     executors = [info.address for info in context.getTaskInfos()]
     tasks = executors.count(executors[context.partitionId()])
-    return memory_remarks(
+    return memory_warnings(
         tasks * spec.ranks_per_node,
         tasks,
         warm=spec.warm and is_supported(),
@@ -154,17 +154,17 @@ def _join(
     context: Any,
     channel: Channel,
     prepared: Prepared,
-    remarks: tuple[Remark, ...],
-) -> tuple[Node, socket.socket | None]:
+    warnings: tuple[NodeWarning, ...],
+) -> tuple[NodeSpec, socket.socket | None]:
     """Agree with the other nodes on where rank 0's store listens."""
     host = hosts[context.partitionId()]
     address = routable_address(host, hosts)
     listener = listen_for_ranks(address, spec.rank_ports) if node_rank == 0 else None
     mine = Rendezvous(address, listener.getsockname()[1]) if listener else None
-    meeting = channel.meet(mine, prepared.software, remarks)
+    meeting = channel.meet(mine, prepared.software, warnings)
     if node_rank != 0:
         _check_way(meeting)
-    node = Node(
+    node = NodeSpec(
         run_id=spec.run_id,
         attempt=spec.attempt,
         host=host,
@@ -235,7 +235,7 @@ def _gpus(spec: TaskSpec, node_rank: int, context: Any) -> tuple[str, ...]:
 
 def _run_ranks(
     spec: TaskSpec,
-    node: Node,
+    node: NodeSpec,
     listener: socket.socket | None,
     channel: Channel,
     interpreter: Interpreter,

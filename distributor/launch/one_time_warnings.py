@@ -1,4 +1,4 @@
-"""Warnings that are shown once: remarks of nodes, and package source that has changed."""
+"""Warnings that are shown once per process: about nodes, and about changed package source."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from distributor.core.versions import listed
 from distributor.launch.console import warn
 from distributor.source import own_spec, state_of
-from distributor.wire.messages import Remark
+from distributor.wire.messages import NodeWarning
 
-_said: set[tuple[str, str]] = set()
-"""Hosts and texts. What is true of one run is so of the next, and need not be repeated."""
+_shown: set[tuple[str, str]] = set()
+"""Hosts and texts that were shown. They usually hold for the next run too and are not repeated."""
 
 
 _AT_IMPORT = state_of(own_spec())
@@ -19,30 +19,30 @@ _AT_IMPORT = state_of(own_spec())
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Warn of what is true of this run and of the next ones."""
+    """Show a warning that holds for this run and the next ones, once."""
     warn(message)
 
 
-def warn_of(remarks: Mapping[str, Iterable[Remark]]) -> None:
-    """Warn of what is new, each text once with all of its hosts.
+def warn_about_nodes(warnings: Mapping[str, Iterable[NodeWarning]]) -> None:
+    """Show the warnings that are new, each text once with all of its hosts.
 
     Parameters
     ----------
-    remarks : mapping of str to iterable of Remark
-        By host.
+    warnings : mapping of str to iterable of NodeWarning
+        The warnings of each host.
     """
     new: dict[str, dict[str, str]] = {}
-    for host, told in remarks.items():
-        for remark in told:
-            if (host, remark.text) not in _said:
-                new.setdefault(remark.text, {}).setdefault(host, remark.detail)
+    for host, of_host in warnings.items():
+        for warning in of_host:
+            if (host, warning.text) not in _shown:
+                new.setdefault(warning.text, {}).setdefault(host, warning.detail)
     for text, details in new.items():
-        _said.update((host, text) for host in details)
+        _shown.update((host, text) for host in details)
         detail = next(iter(details.values()))
         warn(f"On {listed(details)}: {text}{f' ({detail})' if detail else ''}")
 
 
-def warn_if_changed() -> None:
+def warn_if_source_changed() -> None:
     """Warn, once, if ranks are about to import other source than this process did."""
     spec = own_spec()
     if state_of(spec) != _AT_IMPORT:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from distributor.core.kernel import lacking_for_memory_files, lacking_for_supervision
 from distributor.version import __version__
-from distributor.wire.messages import Remark
+from distributor.wire.messages import NodeWarning
 
 
-def remarks_here(replaced: str = "") -> Iterator[Remark]:
-    """Find what to remark on this node.
+def node_warnings(replaced: str = "") -> Iterator[NodeWarning]:
+    """Yield the warnings about this node.
 
     Parameters
     ----------
@@ -19,20 +19,20 @@ def remarks_here(replaced: str = "") -> Iterator[Remark]:
         The copy of this package that is installed here and differs from the driver's, if any.
     """
     if replaced:
-        yield Remark(
+        yield NodeWarning(
             f"distributor {replaced} differs from the driver's source ({__version__}). Ranks there "
             "run the driver's, which Spark brings to the executors. To avoid that, install the "
             "same version in both places."
         )
     if lacking := lacking_for_supervision():
-        yield Remark(
+        yield NodeWarning(
             f"the kernel or sandbox lacks {' and '.join(lacking)}. Each rank starts a new Python "
             "interpreter instead of being forked from a warm process, and processes that ranks "
             "start in sessions of their own can outlive the run if its agent is killed. Linux 5.3 "
             "or later without a filter on system calls has what is needed."
         )
     if lacking := lacking_for_memory_files():
-        yield Remark(
+        yield NodeWarning(
             f"the kernel or sandbox lacks {' and '.join(lacking)}. Values and reports of ranks are "
             f"written to temporary files in {tempfile.gettempdir()} instead of memory."
         )
