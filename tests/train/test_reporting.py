@@ -272,7 +272,7 @@ def test_a_second_name_that_a_killed_rank_left_leads_to_no_checkpoint(tmp_path: 
     assert ranks.run(report, "of the next attempt") == "saved"
     assert (local / "state").read_text() == "of the next attempt"
     assert {path.name for path in stored.parent.iterdir()} >= {"state"}
-    assert not list(stored.parent.glob("*.aside"))
+    assert not list(stored.parent.glob("*.partial"))
 
 
 def test_ranks_that_differ_in_the_name_are_told_so(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from distributor.core.addresses import joined
+from distributor.core.atomic_files import atomic_path, write_atomically
 from distributor.core.gpus import missing_gpus
 from distributor.core.host import host_name, use_host_name
 from distributor.core.versions import check_interpreter, software
@@ -188,12 +189,8 @@ def _modules(archive: str) -> str:
 
     folder = _brought_by_spark() / archive.removesuffix(".zip")
     if not folder.exists():
-        aside = folder.with_name(f"{folder.name}.{os.getpid()}")
-        shutil.unpack_archive(SparkFiles.get(archive), aside, "zip")
-        try:
-            aside.rename(folder)
-        except OSError:  # another task of this node was quicker
-            shutil.rmtree(aside)
+        with atomic_path(folder) as partial:  # other tasks of this node may be doing the same
+            shutil.unpack_archive(SparkFiles.get(archive), partial, "zip")
     return str(folder)
 
 
@@ -313,9 +310,7 @@ def _written(script: Script) -> Path:
     path = Path(SparkFiles.getRootDirectory(), f"distributor-{digest}", script.name)
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
-        aside = path.with_suffix(f".{os.getpid()}")
-        aside.write_bytes(script.source)
-        aside.replace(path)
+        write_atomically(path, script.source)
     return path
 
 

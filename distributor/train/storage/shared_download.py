@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from distributor.core.atomic_files import atomic_path
 from distributor.node.environment.build_once import opened_lock, taken, tree_size
 from distributor.node.environment.cache import Leftover
 
@@ -150,10 +151,8 @@ class _Copy:
             return False
 
     def _make(self, fill: Fill) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self._half)  # of one that was killed
-        fill(self._half)
-        self._half.rename(self.folder)
+        with atomic_path(self.folder, self._half) as partial:
+            fill(partial)
 
     def _remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):

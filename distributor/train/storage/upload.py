@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow.fs as pafs
 
+from distributor.core.atomic_files import atomic_path
 from distributor.train.storage.filesystems import is_local
 
 CHUNK = 1024 * 1024
@@ -18,7 +19,8 @@ AT_ONCE = 1024 * CHUNK
 """Bytes that the kernel is asked to copy at a time."""
 REQUEST = 16 * CHUNK
 """Bytes that are asked of storage at a time: each costs a remote one a round trip."""
-ASIDE = ".aside"
+PARTIAL = ".partial"
+"""What a file's name ends with while a rank copies it."""
 
 
 def brought(file: Path, filesystem: pafs.FileSystem, target: str, *, keep: bool) -> tuple[int, int]:
@@ -62,12 +64,10 @@ def break_hardlink(path: str) -> None:
     """
     if os.stat(path).st_nlink == 1:
         return
-    aside = f"{path}{ASIDE}"
     try:
-        _copy(Path(path), aside)
-        os.replace(aside, path)
+        with atomic_path(path, partial=f"{path}{PARTIAL}") as partial:
+            _copy(Path(path), partial)
     except OSError as error:  # the disk is full, say: it is whole all the same
-        Path(aside).unlink(missing_ok=True)
         print(f"distributor: {path} keeps its other name: {error}.", flush=True)
 
 
@@ -94,7 +94,7 @@ def _linked(file: Path, target: str) -> bool:
     return True
 
 
-def _copy(file: Path, target: str) -> None:
+def _copy(file: Path, target: str | Path) -> None:
     """Copy a file on this machine.
 
     The kernel does it, and on XFS, Btrfs and NFS it only notes that both have the same content.
