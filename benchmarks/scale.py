@@ -153,7 +153,7 @@ def _follow_run(crowd: _Crowd) -> float:
     """Follow the run as the driver does, with its hub and its watch; give when it began."""
     from distributor.launch.console import Console
     from distributor.launch.job import Job, Settings, program_of
-    from distributor.launch.spark.monitor import RunMonitor
+    from distributor.launch.spark.monitor.run_monitor import RunMonitor
     from distributor.launch.spark.plan import ClusterPlan
     from distributor.wire.hub import Hub
 

@@ -81,7 +81,7 @@ def test_a_value_that_spark_carries_comes_and_is_kept_too(cluster: Cluster, tmp_
 
 
 WITH_LITTLE_MEMORY = """
-from distributor.launch.spark import value_receiver
+from distributor.launch.spark.monitor import value_receiver
 
 value_receiver.free_memory = lambda: 50 * 2**20
 

@@ -15,12 +15,12 @@ from support.waiting import until
 from distributor import TorchDistributor
 from distributor.errors import DistributorError, ExecutorNotReady, RunTimeout, StartTimeout
 from distributor.launch.job import Job, program_of
-from distributor.launch.spark import monitor as watch_module
 from distributor.launch.spark import polling
-from distributor.launch.spark import task_starts as tasks_module
-from distributor.launch.spark.monitor import RunMonitor
+from distributor.launch.spark.monitor import run_monitor as watch_module
+from distributor.launch.spark.monitor import task_starts as tasks_module
+from distributor.launch.spark.monitor.run_monitor import RunMonitor
+from distributor.launch.spark.monitor.task_starts import TaskStarts
 from distributor.launch.spark.plan import ClusterPlan
-from distributor.launch.spark.task_starts import TaskStarts
 from distributor.node.agent.failure_grace import START_SECONDS
 from distributor.node.agent.sink import Sink
 from distributor.serialization.outcome import Failure, Origin, Outcome

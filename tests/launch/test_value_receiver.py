@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from distributor.launch.spark import value_receiver as arrivals_module
-from distributor.launch.spark.value_receiver import Arrivals
+from distributor.launch.spark.monitor import value_receiver as arrivals_module
+from distributor.launch.spark.monitor.value_receiver import Arrivals
 from distributor.wire.messages import ValuePart, ValueReceived, ValueRefused, ValueStart
 
 ROOM = 100

@@ -25,13 +25,13 @@ from distributor.launch.spark.environments import shipped_environment
 from distributor.launch.spark.error_translation import MORE_SLOTS
 from distributor.launch.spark.log_quieting import quiet
 from distributor.launch.spark.memory import container_shortage
-from distributor.launch.spark.monitor import RunMonitor
+from distributor.launch.spark.monitor.run_monitor import RunMonitor
+from distributor.launch.spark.monitor.task_starts import TaskStarts
 from distributor.launch.spark.package_shipping import portable_task, shipped_program
 from distributor.launch.spark.plan import ClusterPlan
 from distributor.launch.spark.polling import Reminder, poll_until
 from distributor.launch.spark.session import BarrierJob, Session
 from distributor.launch.spark.slot_shortage import why_few_slots, why_not_started
-from distributor.launch.spark.task_starts import TaskStarts
 from distributor.launch.spark.user_modules import shipped_modules
 from distributor.node.agent.network import source_address
 from distributor.node.agent.sink import Sink

@@ -15,10 +15,10 @@ from distributor.launch.console import notify, warn
 from distributor.launch.job import CLUSTER_TRAINING, Job
 from distributor.launch.one_time_warnings import warn_about_nodes
 from distributor.launch.spark.error_translation import explain
+from distributor.launch.spark.monitor.task_starts import TaskStarts
+from distributor.launch.spark.monitor.value_receiver import Arrivals
 from distributor.launch.spark.plan import ClusterPlan
 from distributor.launch.spark.polling import Reminder
-from distributor.launch.spark.task_starts import TaskStarts
-from distributor.launch.spark.value_receiver import Arrivals
 from distributor.node.agent.failure_grace import FailureGracePeriod
 from distributor.node.agent.sink import Sink
 from distributor.node.spark_task.task import LATE

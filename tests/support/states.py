@@ -1,0 +1,52 @@
+"""The state machines that ARCHITECTURE.md documents.
+
+Run as ``PYTHONPATH=tests python -m support.states`` to rewrite their tables in the document.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import distributor
+from distributor.core.states import Table, render
+from distributor.launch.spark.monitor import run_state
+
+DOCUMENT = Path(distributor.__file__).resolve().parent.parent / "ARCHITECTURE.md"
+
+
+class Documented(NamedTuple):
+    """A table, and the state in which its machine begins."""
+
+    table: Table[Any]
+    initial: Any
+
+
+MACHINES: dict[str, Documented] = {
+    "run": Documented(run_state.TRANSITIONS, run_state.RunState.WAITING),
+}
+"""By the name in the marker before the table: ``<!-- states: NAME -->``, up to ``<!-- end -->``."""
+
+_SECTION = re.compile(r"(?<=<!-- states: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def documented_tables(text: str) -> dict[str, str]:
+    """Return what a document has between the markers, by name."""
+    return {
+        found[1]: found[0].removeprefix(f"{found[1]}{found[2]}").strip()
+        for found in _SECTION.finditer(text)
+    }
+
+
+def with_tables(text: str) -> str:
+    """Return the document with the tables as the code has them."""
+
+    def section(found: re.Match[str]) -> str:
+        return f"{found[1]}{found[2]}\n{render(MACHINES[found[1]].table)}\n\n"
+
+    return _SECTION.sub(section, text)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(with_tables(DOCUMENT.read_text()))

@@ -1,0 +1,73 @@
+"""State machines: what changes a state, and that ARCHITECTURE.md shows the tables of the code."""
+
+from __future__ import annotations
+
+import doctest
+import enum
+
+import pytest
+from support.states import DOCUMENT, MACHINES, documented_tables, with_tables
+
+from distributor.core import states
+from distributor.core.states import StateMachine, Table, render, unreachable
+
+
+class Light(enum.Enum):
+    RED = "red"
+    GREEN = "green"
+    BROKEN = "broken"
+
+
+class Clock(enum.Enum):
+    TICK = "tick"
+
+
+class Hit:
+    """A message."""
+
+
+TABLE: Table[Light] = {
+    (Light.RED, Clock.TICK): (Light.GREEN, "Switch."),
+    (Light.GREEN, Clock.TICK): (Light.RED, "Switch."),
+    **{(state, Hit): (Light.BROKEN, "Switch off.") for state in (Light.RED, Light.GREEN)},
+}
+
+
+def test_a_state_changes_by_the_table_alone() -> None:
+    machine = StateMachine(TABLE, Light.RED)
+    assert machine.fire(Clock.TICK)
+    assert machine.state is Light.GREEN
+    assert machine.fire(Hit)
+    assert machine.state is Light.BROKEN
+    assert not machine.fire(Clock.TICK), "a state without this event ignores it"
+    assert machine.state is Light.BROKEN
+
+
+def test_states_with_the_same_transition_share_a_row() -> None:
+    assert render(TABLE).splitlines() == [
+        "| state | event | next state | action |",
+        "| --- | --- | --- | --- |",
+        "| `RED` | `TICK` | `GREEN` | Switch. |",
+        "| `GREEN` | `TICK` | `RED` | Switch. |",
+        "| `RED`, `GREEN` | `Hit` | `BROKEN` | Switch off. |",
+    ]
+
+
+def test_unreachable_states_are_found() -> None:
+    assert unreachable(TABLE, Light.RED) == set()
+    assert unreachable(TABLE, Light.BROKEN) == {Light.RED, Light.GREEN}
+
+
+def test_the_example_in_the_docstring() -> None:
+    assert doctest.testmod(states).failed == 0
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_each_state_can_be_reached(name: str) -> None:
+    assert unreachable(*MACHINES[name]) == set()
+
+
+def test_the_document_shows_the_tables_of_the_code() -> None:
+    text = DOCUMENT.read_text()
+    assert documented_tables(text).keys() == MACHINES.keys()
+    assert text == with_tables(text), "PYTHONPATH=tests python -m support.states rewrites them"
