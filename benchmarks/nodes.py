@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 
 from distributor.wire import protocol
 from distributor.wire.messages import (
-    MeetThroughSpark,
     NodeDone,
     NodeUp,
     Output,
     RanksStarted,
     Release,
     Rendezvous,
+    RendezvousThroughSpark,
 )
 
 LOOPBACK = "127.0.0.1"
@@ -80,8 +80,8 @@ async def _node(orders: Orders, number: int) -> Fate:
     _send(writer, NodeUp(f"host{number}", {}))
     if number == 0:
         _send(writer, Rendezvous(LOOPBACK, 1))
-    answer = await _told(reader, Rendezvous, MeetThroughSpark)
-    fate.through_spark = isinstance(answer, MeetThroughSpark)
+    answer = await _told(reader, Rendezvous, RendezvousThroughSpark)
+    fate.through_spark = isinstance(answer, RendezvousThroughSpark)
     fate.met = time.monotonic()
     _send(writer, RanksStarted())
     for start in range(0, orders.lines, LINES_PER_FRAME):

@@ -53,7 +53,7 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
-class MeetThroughSpark:
+class RendezvousThroughSpark:
     """Driver to nodes: a node cannot reach the hub, so exchange the rendezvous by ``allGather``."""
 
 
@@ -120,13 +120,13 @@ class NodeDone:
 
 
 @dataclass(frozen=True)
-class TellStacks:
-    """Driver to nodes: say where your ranks stand."""
+class StackRequest:
+    """Driver to nodes: report the stacks of your ranks."""
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """Node to driver: where its ranks that are at work stand, by rank."""
+    """Node to driver: the Python stacks of its ranks that are at work, by rank."""
 
     stacks: dict[int, str]
 

@@ -28,15 +28,15 @@ from distributor.wire.hub import Hub
 from distributor.wire.link import Link
 from distributor.wire.messages import (
     Failed,
-    MeetThroughSpark,
     NodeUp,
     Preparing,
     RanksStarted,
     Rendezvous,
+    RendezvousThroughSpark,
+    StackRequest,
     Stacks,
     Stop,
     Stream,
-    TellStacks,
 )
 from distributor.wire.spark_error_payload import TaskFailed
 
@@ -176,7 +176,7 @@ def test_a_failure_ends_the_run_without_waiting_for_nodes_that_cannot_tell(
 ) -> None:
     node = FakeNode(run.hub, 0)
     node.tell(Rendezvous("127.0.0.1", 1))
-    assert node.hears() == MeetThroughSpark()
+    assert node.hears() == RendezvousThroughSpark()
     node.tell(RanksStarted())
     failed = time.monotonic()
     node.tell(Failed(failure_of(0)))
@@ -192,9 +192,9 @@ def test_a_node_that_is_late_learns_how_the_others_meet(
     run: Followed, warned: Callable[[], list[str]]
 ) -> None:
     first, second = FakeNode(run.hub, 0), FakeNode(run.hub, 1)
-    assert first.hears() == second.hears() == MeetThroughSpark()
+    assert first.hears() == second.hears() == RendezvousThroughSpark()
     late = FakeNode(run.hub, 2)
-    assert late.hears() == MeetThroughSpark()
+    assert late.hears() == RendezvousThroughSpark()
     for node in (first, second, late):
         node.tell(RanksStarted())
         node.close()
@@ -302,9 +302,9 @@ def test_at_the_deadline_nodes_with_and_without_a_link_say_where_their_ranks_sta
 ) -> None:
     run = start(settings={"timeout": MEET_SECONDS}, seconds=60)
     node = FakeNode(run.hub, 0)
-    assert node.hears() == MeetThroughSpark()
+    assert node.hears() == RendezvousThroughSpark()
     node.tell(RanksStarted())
-    assert node.hears() == TellStacks()
+    assert node.hears() == StackRequest()
     node.tell(Stacks({0: "in step"}))
     others = RunTimeout("The run was stopped at its timeout.", stacks={1: "in wait"})
     run.end_by(RuntimeError(f"Job aborted: {TaskFailed.timed_out(others, SECRET)}"))

@@ -7,21 +7,21 @@ from collections.abc import Iterator
 import pytest
 
 from distributor.launch.spark.monitor import value_receiver as arrivals_module
-from distributor.launch.spark.monitor.value_receiver import Arrivals
+from distributor.launch.spark.monitor.value_receiver import ValueReceiver
 from distributor.wire.messages import ValuePart, ValueReceived, ValueRefused, ValueStart
 
 ROOM = 100
 
 
 @pytest.fixture
-def arrivals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arrivals]:
+def arrivals(monkeypatch: pytest.MonkeyPatch) -> Iterator[ValueReceiver]:
     monkeypatch.setattr(arrivals_module, "free_memory", lambda: ROOM)
-    arrivals = Arrivals()
+    arrivals = ValueReceiver()
     yield arrivals
     arrivals.close()
 
 
-def test_a_value_is_here_with_its_last_part(arrivals: Arrivals) -> None:
+def test_a_value_is_here_with_its_last_part(arrivals: ValueReceiver) -> None:
     assert arrivals.start(ValueStart(3, 5)) is None
     assert arrivals.take(ValuePart(3, b"abc")) is None
     assert not arrivals.values
@@ -31,7 +31,7 @@ def test_a_value_is_here_with_its_last_part(arrivals: Arrivals) -> None:
         assert file.read() == b"abcde"
 
 
-def test_what_is_on_its_way_has_its_room(arrivals: Arrivals) -> None:
+def test_what_is_on_its_way_has_its_room(arrivals: ValueReceiver) -> None:
     assert arrivals.start(ValueStart(0, 60)) is None
     assert arrivals.start(ValueStart(1, 60)) == ValueRefused(1, 40)
     assert arrivals.take(ValuePart(1, b"a" * 60)) is None
@@ -39,6 +39,6 @@ def test_what_is_on_its_way_has_its_room(arrivals: Arrivals) -> None:
     assert arrivals.start(ValueStart(2, 40)) is None
 
 
-def test_the_room_of_nothing_is_nothing(arrivals: Arrivals) -> None:
+def test_the_room_of_nothing_is_nothing(arrivals: ValueReceiver) -> None:
     assert arrivals.start(ValueStart(0, 100)) is None
     assert arrivals.start(ValueStart(1, 1)) == ValueRefused(1, 0)

@@ -22,7 +22,6 @@ from distributor.serialization.outcome import Failure, Outcome, Value
 from distributor.wire.link import Link
 from distributor.wire.messages import (
     Failed,
-    MeetThroughSpark,
     NodeDone,
     NodeUp,
     NodeWarning,
@@ -32,11 +31,12 @@ from distributor.wire.messages import (
     RanksStarted,
     Release,
     Rendezvous,
+    RendezvousThroughSpark,
     Source,
+    StackRequest,
     Stacks,
     Stop,
     Subscribed,
-    TellStacks,
     ValuePart,
     ValueReceived,
     ValueRefused,
@@ -68,7 +68,7 @@ LATE_BYTES = 64 * 1024 * 1024
 """Bytes of what ranks tell that a node without a link keeps for the end; the rest is lost."""
 
 NodeWarnings = tuple[NodeWarning, ...]
-Answer = Rendezvous | MeetThroughSpark | None
+Answer = Rendezvous | RendezvousThroughSpark | None
 """What a node that waits to meet the others is told; None where the link or the run has ended."""
 
 
@@ -401,11 +401,11 @@ class HubChannel:
     def _receive(self, message: object) -> None:
         """Act on the driver's word; called on the link's thread."""
         self._lease.renew()
-        if isinstance(message, (Rendezvous, MeetThroughSpark)):
+        if isinstance(message, (Rendezvous, RendezvousThroughSpark)):
             self._answers.put(message)
         elif isinstance(message, Stop):
             self._stop()
-        elif isinstance(message, TellStacks):
+        elif isinstance(message, StackRequest):
             if self._agent:
                 self._agent.ask_for_stacks()
         elif isinstance(message, Preempted):

@@ -16,7 +16,7 @@ from distributor.launch.job import CLUSTER_TRAINING, Job
 from distributor.launch.one_time_warnings import warn_about_nodes
 from distributor.launch.spark.error_translation import explain
 from distributor.launch.spark.monitor.task_starts import TaskStarts
-from distributor.launch.spark.monitor.value_receiver import Arrivals
+from distributor.launch.spark.monitor.value_receiver import ValueReceiver
 from distributor.launch.spark.plan import ClusterPlan
 from distributor.launch.spark.polling import Reminder
 from distributor.node.agent.failure_grace import FailureGracePeriod
@@ -28,7 +28,6 @@ from distributor.serialization.outcome import Failure, Outcome, Value
 from distributor.wire.hub import HERE, LOST, SILENT, Hub
 from distributor.wire.messages import (
     Failed,
-    MeetThroughSpark,
     NodeDone,
     NodeUp,
     NodeWarning,
@@ -38,10 +37,11 @@ from distributor.wire.messages import (
     RanksStarted,
     Release,
     Rendezvous,
+    RendezvousThroughSpark,
+    StackRequest,
     Stacks,
     Stop,
     Subscribed,
-    TellStacks,
     ValuePart,
     ValueStart,
 )
@@ -132,7 +132,7 @@ class RunMonitor:
         # Those of an earlier attempt, which got no task of this one, may still be there.
         self._told_of = leaving(None) if job.attempt else set()
         self._look_at = 0.0
-        self._arrivals = Arrivals()
+        self._arrivals = ValueReceiver()
         self._ending: list[Any] | BaseException | None = None
 
     def __enter__(self) -> RunMonitor:
@@ -163,7 +163,7 @@ class RunMonitor:
             Of each rank that ended by itself, failures in the order in which they came.
         """
         self._tasks = tasks or self._tasks
-        self._job.inquiry.ask = lambda: self._hub.post(TellStacks())
+        self._job.inquiry.ask = lambda: self._hub.post(StackRequest())
         self._job.preemption.through(lambda: self._hub.broadcast(Preempted()))
         try:
             while self._ending is None:
@@ -217,7 +217,7 @@ class RunMonitor:
         if self._meeting == "spark":
             warn_about_nodes({message.host: message.warnings})
             self._grace_period.expect(len(self._linked))
-            self._hub.send(node, MeetThroughSpark())
+            self._hub.send(node, RendezvousThroughSpark())
 
     def _rendezvous_known(self, node: int, message: Rendezvous) -> None:
         self._rendezvous = message
@@ -248,7 +248,7 @@ class RunMonitor:
         self._job.failures.append(message.failure)
         self._grace_period.failed(message.failure)
 
-    def _ask_for_stacks(self, node: int, message: TellStacks) -> None:
+    def _ask_for_stacks(self, node: int, message: StackRequest) -> None:
         self._stacks = {}
         self._hub.broadcast(message)
 
@@ -312,7 +312,7 @@ class RunMonitor:
 
     def _give_up(self, kind: type[RunTimeout] | type[StartTimeout], why: str) -> NoReturn:
         """Find out where the ranks stand, for as long as nodes may take to say so, and raise."""
-        self._ask_for_stacks(HERE, TellStacks())
+        self._ask_for_stacks(HERE, StackRequest())
         asked = set(self._linked)
         unlinked = kind is RunTimeout and self._meeting == "spark" and bool(self._silent())
         deadline = time.monotonic() + (REPORT_SECONDS if unlinked else STACKS_SECONDS)
@@ -337,7 +337,7 @@ class RunMonitor:
             self._hub.broadcast(self._rendezvous)
             self._meeting = "hub"
         elif self._hosts and not self._preparing and self._one_stays_away(now):
-            self._hub.broadcast(MeetThroughSpark())
+            self._hub.broadcast(RendezvousThroughSpark())
             self._go_without_hub()
         elif not self._hosts and not self._preparing:
             self._await_tasks(now)
@@ -464,7 +464,7 @@ _HANDLERS: dict[type, Callable[[RunMonitor, int, Any], None]] = {
     ValuePart: RunMonitor._value_part,
     Failed: RunMonitor._failed,
     Stacks: RunMonitor._stacks_told,
-    TellStacks: RunMonitor._ask_for_stacks,
+    StackRequest: RunMonitor._ask_for_stacks,
     NodeDone: RunMonitor._node_done,
     Subscribed: RunMonitor._heeds,
     Preempted: RunMonitor._preempted,

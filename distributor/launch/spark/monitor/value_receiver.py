@@ -21,7 +21,7 @@ class _Coming:
         return self.size - self.file.tell()
 
 
-class Arrivals:
+class ValueReceiver:
     """The values of a run's ranks on their way.
 
     Attributes
