@@ -8,7 +8,14 @@ from collections.abc import Iterator
 
 from distributor.core.resources import format_bytes
 from distributor.node.environment.build_once import cache_folders
-from distributor.node.environment.cache import Bounds, Leftover, beyond, cached, kept_values, sweep
+from distributor.node.environment.cache import (
+    CacheEntry,
+    CacheLimits,
+    cached_environments,
+    remove_leftovers,
+    saved_values,
+    select_excess,
+)
 from distributor.train.storage.shared_download import copies
 
 
@@ -28,7 +35,7 @@ def clean(days: float | None = None, *, dry_run: bool = False) -> Iterator[str]:
     str
         A line for each of them, and one with the sum.
     """
-    bounds = Bounds.of(os.environ) if days is None else Bounds(days)
+    bounds = CacheLimits.of(os.environ) if days is None else CacheLimits(days)
     caches = cache_folders(os.environ)
     freed = 0
     for each in _doomed(bounds):
@@ -41,13 +48,13 @@ def clean(days: float | None = None, *, dry_run: bool = False) -> Iterator[str]:
             yield f"{verb} {each.path} ({format_bytes(each.size)}, last used {used})"
     if not dry_run:
         for cache in caches:
-            sweep(cache)
+            remove_leftovers(cache)
     where = f" (cache: {', '.join(map(str, caches))})" if caches else ""
     yield f"{'Would free' if dry_run else 'Freed'} {format_bytes(freed)}{where}"
 
 
-def _doomed(bounds: Bounds) -> Iterator[Leftover]:
+def _doomed(bounds: CacheLimits) -> Iterator[CacheEntry]:
     for cache in cache_folders(os.environ):
-        yield from beyond(cached(cache), bounds)
-    yield from beyond(kept_values(), Bounds(bounds.days))
+        yield from select_excess(cached_environments(cache), bounds)
+    yield from select_excess(saved_values(), CacheLimits(bounds.days))
     yield from copies()  # only processes that were killed leave any

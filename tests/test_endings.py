@@ -22,7 +22,7 @@ from test_repeated import driver
 import distributor
 from distributor import RunTimeout, TorchDistributor, WorkerDied
 from distributor.node.agent import agent
-from distributor.node.process.signals import TRACKER_SECONDS
+from distributor.node.process.signals import RESOURCE_TRACKER_SECONDS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
@@ -113,7 +113,9 @@ def test_shared_memory_is_removed_though_its_cleaner_starts_late(
     slow = tmp_path / "python"
     begun = tmp_path / "begun"
     begun.mkdir()
-    text = SLOW_PYTHON.format(python=sys.executable, begun=str(begun), seconds=TRACKER_SECONDS + 1)
+    text = SLOW_PYTHON.format(
+        python=sys.executable, begun=str(begun), seconds=RESOURCE_TRACKER_SECONDS + 1
+    )
     slow.write_text(text)
     slow.chmod(0o755)
 

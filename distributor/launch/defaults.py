@@ -17,7 +17,7 @@ from typing import Any
 from distributor.core.addresses import checked_port, port_range
 from distributor.launch.console import warn
 from distributor.launch.spark.session import Session
-from distributor.node.environment.build_once import CACHE
+from distributor.node.environment.build_once import CACHE_VARIABLE
 
 CONF_SECONDS = 10.0
 """Seconds that a Connect server has to tell its conf; its client would retry for minutes."""
@@ -109,7 +109,12 @@ def _path(name: str, text: str) -> str:
 
 
 CACHE_DIR = Default(
-    f'env["{CACHE}"]', CACHE, "spark.distributor.cacheDir", _path, None, "`~/.cache/distributor`"
+    f'env["{CACHE_VARIABLE}"]',
+    CACHE_VARIABLE,
+    "spark.distributor.cacheDir",
+    _path,
+    None,
+    "`~/.cache/distributor`",
 )
 DEFAULTS = (
     Default("warm", "DISTRIBUTOR_WARM", "spark.distributor.warm", _switch, True, "True"),

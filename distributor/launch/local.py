@@ -61,7 +61,7 @@ class LocalLauncher:
         if settings.environment:
             return  # it may take long to make, and perhaps no run follows
         env = {**settings.forwarded, **settings.env}
-        zygote_client.prepare(_zygote_spec(settings, num_processes, env, Interpreter.here()))
+        zygote_client.prepare(_zygote_spec(settings, num_processes, env, Interpreter.current()))
 
     def resolve_size(self, job: Job) -> tuple[LocalLauncher, int]:
         """Give this launcher: what there is room for here was found out when it was planned."""
@@ -82,7 +82,7 @@ class LocalLauncher:
         settings = job.settings
         start_deadline = time.monotonic() + settings.start_timeout
         with prepared_here(settings.environment, job.env, start_deadline) as prepared:
-            interpreter = prepared.interpreter if prepared else Interpreter.here()
+            interpreter = prepared.interpreter if prepared else Interpreter.current()
             return self._run(job, sink, interpreter, start_deadline)
 
     def _run(
@@ -95,13 +95,13 @@ class LocalLauncher:
         with (
             listen_for_ranks(LOOPBACK, ports) as listener,
             in_file(job.program) as program,
-            zygote_client.starter(zygote_spec, start_deadline, interpreter) as starter,
+            zygote_client.open_spawner(zygote_spec, start_deadline, interpreter) as spawner,
         ):
             agent = Agent(
                 self._node(job, listener, env),
                 program,
                 sink,
-                starter,
+                spawner,
                 listener=listener,
                 keep_all=job.keep_all,
                 on_started=lambda: self._note_start(job),
@@ -159,7 +159,7 @@ def _memory_warnings(job: Job) -> Iterator[NodeWarning]:
 
 def cool_down() -> None:
     """End the warm process of this one's local runs, if there is one; runs that go on do so."""
-    zygote_client.retire(os.getpid())
+    zygote_client.shut_down(os.getpid())
 
 
 def _zygote_spec(

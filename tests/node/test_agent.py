@@ -36,17 +36,17 @@ class Silence:
 
 
 class Remembering:
-    """A starter that remembers what it has started."""
+    """A spawner that remembers what it has started."""
 
-    def __init__(self, starter: Spawner) -> None:
-        self._starter = starter
+    def __init__(self, spawner: Spawner) -> None:
+        self._spawner = spawner
         self.processes: list[Process] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._starter, name)
+        return getattr(self._spawner, name)
 
     def start(self, *args: Any) -> Process:
-        self.processes.append(self._starter.start(*args))
+        self.processes.append(self._spawner.start(*args))
         return self.processes[-1]
 
 
@@ -65,7 +65,7 @@ def test_who_dies_while_another_is_looked_at_is_told_of_too(tmp_path: Path) -> N
         heard.append(failure.origin.rank)
         if heard == [1]:
             until(there.exists, "rank 0 is at work")
-            rank_0 = starter.processes[0]
+            rank_0 = spawner.processes[0]
             rank_0.kill()
             assert rank_0.join(10), "it has ended"
 
@@ -80,11 +80,11 @@ def test_who_dies_while_another_is_looked_at_is_told_of_too(tmp_path: Path) -> N
         )
         with (
             in_file(program_of(wait_or_die, (there,), {})) as program,
-            zygote_client.starter(None, math.inf, Interpreter.here()) as begin,
+            zygote_client.open_spawner(None, math.inf, Interpreter.current()) as begin,
         ):
-            starter: Any = Remembering(begin)
+            spawner: Any = Remembering(begin)
             with Agent(
-                node, program, Silence(), starter, listener=listener, on_failure=hear
+                node, program, Silence(), spawner, listener=listener, on_failure=hear
             ) as agent:
                 outcomes = agent.run()
     assert heard == [1, 0]

@@ -15,8 +15,8 @@ from support.packages import environment, packed
 from support.waiting import SOON, until
 
 from distributor.errors import ExecutorNotReady, StartTimeout
-from distributor.node.environment.archive import library_in, unpack
-from distributor.node.environment.build_once import Make, cache_folder, made_once
+from distributor.node.environment.archive import find_python_library, unpack
+from distributor.node.environment.build_once import Make, build_once, cache_folder
 
 
 def test_of_many_that_ask_one_makes_it(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_of_many_that_ask_one_makes_it(tmp_path: Path) -> None:
         (folder / "content").write_text("whole")
 
     def ask() -> None:
-        with made_once(tmp_path / "folder", make, time.monotonic() + SOON) as folder:
+        with build_once(tmp_path / "folder", make, time.monotonic() + SOON) as folder:
             together.wait(SOON)
             assert (folder / "content").read_text() == "whole"
 
@@ -42,7 +42,7 @@ def test_of_many_that_ask_one_makes_it(tmp_path: Path) -> None:
 
 
 def make_now(folder: Path, make: Make = lambda *_: None, seconds: float = SOON) -> None:
-    with made_once(folder, make, time.monotonic() + seconds):
+    with build_once(folder, make, time.monotonic() + seconds):
         pass
 
 
@@ -60,13 +60,13 @@ def test_what_failed_is_made_anew(tmp_path: Path) -> None:
 
 HALF = """
 import pathlib, signal, sys, time
-from distributor.node.environment.build_once import made_once
+from distributor.node.environment.build_once import build_once
 
 def make(folder, lock):
     (folder / "half").touch()
     signal.pause()
 
-with made_once(pathlib.Path(sys.argv[1]), make, time.monotonic() + 60):
+with build_once(pathlib.Path(sys.argv[1]), make, time.monotonic() + 60):
     pass
 """
 
@@ -114,6 +114,6 @@ def test_what_is_unpacked_is_as_it_was(tmp_path: Path, suffix: str) -> None:
     assert os.access(python.with_name("program"), os.X_OK)
     told = [str(python), "-c", "import gadget; print(gadget.VERSION)"]
     assert subprocess.run(told, capture_output=True, text=True).stdout == "1.0\n"
-    found = library_in(archive)
+    found = find_python_library(archive)
     assert found is not None
     assert (found["version"], found["above"]) == ("{}.{}".format(*sys.version_info), None)

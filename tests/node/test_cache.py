@@ -16,8 +16,14 @@ from support.waiting import SOON, until
 
 from distributor.cleaning import clean
 from distributor.errors import ExecutorNotReady
-from distributor.node.environment.build_once import made_once
-from distributor.node.environment.cache import DAY, Bounds, cached, sweep, trim
+from distributor.node.environment.build_once import build_once
+from distributor.node.environment.cache import (
+    DAY,
+    CacheLimits,
+    cached_environments,
+    remove_leftovers,
+    trim,
+)
 
 MEGABYTE = 2**20
 
@@ -42,7 +48,7 @@ def used(cache: Path, number: int) -> Iterator[Path]:
     def make(folder: Path, lock: int) -> None:
         (folder / "content").write_bytes(bytes(MEGABYTE))
 
-    with made_once(place(cache, number), make, time.monotonic() + SOON) as folder:
+    with build_once(place(cache, number), make, time.monotonic() + SOON) as folder:
         yield folder
 
 
@@ -64,7 +70,7 @@ def test_what_was_not_used_for_long_is_removed(cache: Path) -> None:
     kept = make(cache, 2, days_ago=29)
     other = cache / "of the user"
     other.mkdir()
-    trim(cache, Bounds.of({}))
+    trim(cache, CacheLimits.of({}))
     assert names(cache) == [other.name, kept.name, f"{kept.name}.lock"]
 
 
@@ -73,14 +79,14 @@ def test_the_least_recently_used_goes_first(cache: Path) -> None:
         make(cache, number, days_ago=days)
     with used(cache, 2):
         pass  # so it is the latest now
-    trim(cache, Bounds(days=30, size=2.5 * MEGABYTE))
-    assert [each.path for each in cached(cache)] == [place(cache, 1), place(cache, 2)]
+    trim(cache, CacheLimits(days=30, size=2.5 * MEGABYTE))
+    assert [each.path for each in cached_environments(cache)] == [place(cache, 1), place(cache, 2)]
 
 
 def test_what_is_in_use_is_never_removed(cache: Path) -> None:
     with used(cache, 1) as folder:
         assert next(clean(0)) == f"kept, for it is in use: {folder}"
-        trim(cache, Bounds(days=0))
+        trim(cache, CacheLimits(days=0))
         assert (folder / "content").exists()
     removed, freed = clean(0)
     assert removed.startswith(f"removed {folder} (1")
@@ -90,7 +96,7 @@ def test_what_is_in_use_is_never_removed(cache: Path) -> None:
 
 def test_what_was_removed_meanwhile_is_made_anew(cache: Path) -> None:
     folder = make(cache, 1, days_ago=31)
-    trim(cache, Bounds.of({}))
+    trim(cache, CacheLimits.of({}))
     assert not folder.exists()
     with used(cache, 1):
         assert (folder / "content").exists()
@@ -99,10 +105,10 @@ def test_what_was_removed_meanwhile_is_made_anew(cache: Path) -> None:
 CLEANING = """
 import shutil, signal, sys
 from pathlib import Path
-from distributor.node.environment.cache import Bounds, trim
+from distributor.node.environment.cache import CacheLimits, trim
 
 shutil.rmtree = lambda *args, **options: signal.pause()
-trim(Path(sys.argv[1]), Bounds(days=0))
+trim(Path(sys.argv[1]), CacheLimits(days=0))
 """
 
 
@@ -115,7 +121,7 @@ def test_a_killed_cleaner_leaves_nothing_half_removed(cache: Path) -> None:
     assert left.endswith(".removed")
     with used(cache, 1):
         assert (folder / "content").stat().st_size == MEGABYTE
-        sweep(cache)
+        remove_leftovers(cache)
         assert names(cache) == [folder.name, f"{folder.name}.lock"]
 
 
@@ -148,4 +154,4 @@ def test_values_and_copies_of_checkpoints_are_cleaned_too(cache: Path, tmp_path:
 @pytest.mark.parametrize("number", ["many", "-1", "nan"])
 def test_a_bound_that_is_no_number_is_named(number: str) -> None:
     with pytest.raises(ExecutorNotReady, match=f"DISTRIBUTOR_CACHE_GB is '{number}'"):
-        Bounds.of({"DISTRIBUTOR_CACHE_GB": number})
+        CacheLimits.of({"DISTRIBUTOR_CACHE_GB": number})

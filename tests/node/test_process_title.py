@@ -95,13 +95,13 @@ def test_a_spark_worker_has_its_own_name_again_after_the_run(spark: Any) -> None
 LOOK = """
 import json, sys
 from pathlib import Path
-from distributor.node.process.process_title import run_titled, set_title
+from distributor.node.process.process_title import temporary_run_title, set_title
 
 def look():
     return [Path("/proc/self", name).read_text() for name in ("cmdline", "environ", "comm")]
 
 before = look()
-with run_titled(sys.argv[1], "program", "run"):
+with temporary_run_title(sys.argv[1], "program", "run"):
     during = look()
 after = look()
 set_title(sys.argv[1], "a name with spaces")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from distributor.node.process.signals import is_tracker
+from distributor.node.process.signals import is_resource_tracker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of processes")
 
@@ -19,7 +19,7 @@ def test_a_tracker_is_known_from_its_first_moment() -> None:
         program = ["sh", "-c", "kill -STOP $$", "multiprocessing.resource_tracker"]
         pid = os.posix_spawn("/bin/sh", program, {})
         try:
-            assert is_tracker(pid)
+            assert is_resource_tracker(pid)
         finally:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -29,7 +29,7 @@ def test_one_that_has_ended_is_no_tracker() -> None:
     pid = os.posix_spawn("/bin/true", ["true"], {})
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     try:
-        assert not is_tracker(pid)
+        assert not is_resource_tracker(pid)
     finally:
         os.waitpid(pid, 0)
-    assert not is_tracker(pid)
+    assert not is_resource_tracker(pid)

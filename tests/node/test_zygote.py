@@ -46,7 +46,7 @@ from distributor.node.agent.worker_env import common_environment
 from distributor.node.process import zygote_client
 from distributor.node.process.ipc import Fork, Retire
 from distributor.node.process.process_attributes import ProcessAttributes
-from distributor.node.process.scratch import new_scratch
+from distributor.node.process.scratch import new_scratch_path
 from distributor.node.process.supervisor_client import SupervisedSpawner
 from distributor.node.process.worker_spec import WorkerSpec
 from distributor.node.process.zygote_client import ZygoteSpec
@@ -832,14 +832,14 @@ def test_a_rank_asked_for_without_its_files_disturbs_nobody(tmp_path: Path) -> N
         stacks=0,
         progress=0,
         listener=None,
-        scratch=new_scratch(),
+        scratch=new_scratch_path(),
         keep_value=False,
     )
     zygote_spec = ZygoteSpec(owner=os.getpid(), environment=common_environment(1, {}, os.environ))
     with held_run(tmp_path / "run") as run:
         connection, supervisor = zygote_client._connect(zygote_spec, time.monotonic() + DEADLINE)
         with connection:
-            connection.sendall(pickle.dumps(Fork(worker_spec, ProcessAttributes.here())))
+            connection.sendall(pickle.dumps(Fork(worker_spec, ProcessAttributes.current())))
             assert_gone([supervisor])
         assert zygote_of() == run.zygote
         assert run.let_go() == ["undisturbed"]
@@ -878,7 +878,7 @@ def test_a_rank_that_ends_with_its_agent_disturbs_nobody(tmp_path: Path) -> None
         in_file(program_of(signal.pause, (), {})) as program,
         anonymous_file() as outcome,
         tempfile.TemporaryFile() as output,
-        zygote_client.starter(zygote_spec, time.monotonic() + DEADLINE) as starter,
+        zygote_client.open_spawner(zygote_spec, time.monotonic() + DEADLINE) as starter,
         ours,
         theirs,
     ):
@@ -892,7 +892,7 @@ def test_a_rank_that_ends_with_its_agent_disturbs_nobody(tmp_path: Path) -> None
             stacks=outcome.fileno(),
             progress=outcome.fileno(),
             listener=None,
-            scratch=new_scratch(),
+            scratch=new_scratch_path(),
             keep_value=False,
         )
         rank = starter.start(worker_spec, environment, output, output, lambda: None)

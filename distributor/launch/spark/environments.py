@@ -16,9 +16,9 @@ from distributor.launch.console import notify
 from distributor.launch.defaults import conf_cache_dir
 from distributor.launch.spark.session import Session
 from distributor.launch.spark.user_modules import own_folders
-from distributor.node.environment.archive import BROKEN, SUFFIXES, library_in, unpack
-from distributor.node.environment.build_once import cache_folder, made_once, with_cache
-from distributor.node.environment.resolve import Prepared, packed, required
+from distributor.node.environment.archive import READ_ERRORS, SUFFIXES, find_python_library, unpack
+from distributor.node.environment.build_once import build_once, cache_folder, with_default_cache
+from distributor.node.environment.resolve import PreparedEnvironment, use_packed, use_requirements
 
 Environment: TypeAlias = str | os.PathLike[str] | Sequence[str] | None
 """A packed environment's path, or requirements; None for the interpreter that is there."""
@@ -71,7 +71,7 @@ def shipped_environment(session: Session, environment: Environment) -> str | tup
 @contextlib.contextmanager
 def prepared_here(
     environment: Environment, env: Mapping[str, str], deadline: float
-) -> Iterator[Prepared | None]:
+) -> Iterator[PreparedEnvironment | None]:
     """Make an environment ready on this machine, and use it as long as the context lasts.
 
     Parameters
@@ -86,7 +86,7 @@ def prepared_here(
     if not environment:
         yield None
         return
-    variables = with_cache({**os.environ, **env}, conf_cache_dir(Session.active()))
+    variables = with_default_cache({**os.environ, **env}, conf_cache_dir(Session.active()))
     told = threading.Timer(TELL_SECONDS, notify, ["Waiting: the environment is not ready here."])
     told.daemon = True
     told.start()
@@ -103,17 +103,17 @@ def _prepared(
     environment: str | os.PathLike[str] | Sequence[str],
     variables: Mapping[str, str],
     deadline: float,
-) -> Iterator[Prepared]:
+) -> Iterator[PreparedEnvironment]:
     beside = [str(folder) for folder in own_folders()]
     if not isinstance(environment, (str, os.PathLike)):
-        with required(tuple(environment), variables, deadline, beside) as prepared:
+        with use_requirements(tuple(environment), variables, deadline, beside) as prepared:
             yield prepared
         return
     archive = Path(environment).absolute()
     folder = cache_folder(variables) / f"environment-{_digest(archive)}"
     with (
-        made_once(folder, lambda folder, lock: unpack(archive, folder), deadline),
-        packed(folder, variables, deadline, beside) as prepared,
+        build_once(folder, lambda folder, lock: unpack(archive, folder), deadline),
+        use_packed(folder, variables, deadline, beside) as prepared,
     ):
         yield prepared
 
@@ -155,8 +155,8 @@ def _check_archive(archive: Path) -> None:
 def _python_in(archive: Path, digest: str) -> tuple[str | None, str | None]:
     """Find the Python in an archive, and the folder in it above that."""
     try:
-        found = library_in(archive)
-    except BROKEN as error:
+        found = find_python_library(archive)
+    except READ_ERRORS as error:
         raise ValueError(
             f"environment is '{archive}', which cannot be read as an archive: {error}. {PACK}"
         ) from error

@@ -26,7 +26,7 @@ from distributor.node.agent.sink import Sink
 from distributor.node.agent.system_metrics import SystemMetrics
 from distributor.node.agent.worker_env import rank_environment
 from distributor.node.agent.worker_handle import Rank
-from distributor.node.process.scratch import new_scratch
+from distributor.node.process.scratch import new_scratch_path
 from distributor.node.process.spawner import Spawner
 from distributor.node.process.worker_spec import WorkerSpec
 from distributor.node.worker import control_channel
@@ -217,7 +217,7 @@ class Agent:
         outcome, answers, progress = anonymous_file(), anonymous_file(), anonymous_file()
         stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         first = origin.rank == 0
-        scratch = new_scratch()
+        scratch = new_scratch_path()
         worker_spec = WorkerSpec(
             origin=origin,
             parent=os.getpid(),
@@ -402,7 +402,7 @@ class Agent:
         self._stopping = True
         for rank in self._ranks:
             if rank.outcome is None:
-                rank.process.ask_to_end()
+                rank.process.terminate()
                 if rank.ignores_sigterm:
                     rank.process.kill()
             else:

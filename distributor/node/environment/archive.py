@@ -14,12 +14,12 @@ from typing import Any
 
 SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
 """The archives that Spark unpacks."""
-BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError)
+READ_ERRORS = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError)
 """What reading one raises that is broken."""
 _LIBRARY = re.compile(r"(?:\./)?(?P<above>[^/]+/)?lib/python(?P<version>\d+\.\d+)/")
 
 
-def library_in(archive: Path) -> re.Match[str] | None:
+def find_python_library(archive: Path) -> re.Match[str] | None:
     """Find the first file of a Python's library in an archive, and read no further.
 
     Returns

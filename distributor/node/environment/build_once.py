@@ -14,7 +14,7 @@ from pathlib import Path
 from distributor.core.host import host_name
 from distributor.errors import ExecutorNotReady, StartTimeout
 
-CACHE = "DISTRIBUTOR_CACHE"
+CACHE_VARIABLE = "DISTRIBUTOR_CACHE"
 """The variable that names the folder in which such things are kept."""
 MARK = ".complete"
 """The file that is written last; it holds the bytes of disk that the folder takes."""
@@ -25,7 +25,7 @@ Make = Callable[[Path, int], object]
 """Fills a folder; also gets the lock's descriptor, for processes that write into it."""
 
 
-def with_cache(variables: Mapping[str, str], folder: str | None) -> dict[str, str]:
+def with_default_cache(variables: Mapping[str, str], folder: str | None) -> dict[str, str]:
     """Add a folder of the administrator's to environment variables that name none.
 
     Parameters
@@ -35,7 +35,7 @@ def with_cache(variables: Mapping[str, str], folder: str | None) -> dict[str, st
     folder : str, optional
         What DISTRIBUTOR_CACHE then is.
     """
-    return {**variables, CACHE: variables.get(CACHE) or folder or ""}
+    return {**variables, CACHE_VARIABLE: variables.get(CACHE_VARIABLE) or folder or ""}
 
 
 def cache_folder(variables: Mapping[str, str]) -> Path:
@@ -59,8 +59,8 @@ def cache_folder(variables: Mapping[str, str]) -> Path:
                 return folder
     raise ExecutorNotReady(
         f"On {host_name()} environments cannot be kept: {', '.join(map(str, tried))} "
-        f"cannot be written. Name a folder that can, in the variable {CACHE} (env=), or as "
-        "spark.distributor.cacheDir in Spark's conf."
+        f"cannot be written. Name a folder that can, in the variable {CACHE_VARIABLE} (env=), or "
+        "as spark.distributor.cacheDir in Spark's conf."
     )
 
 
@@ -70,7 +70,7 @@ def cache_folders(variables: Mapping[str, str]) -> list[Path]:
 
 
 def _candidates(variables: Mapping[str, str]) -> Iterator[Path]:
-    if chosen := variables.get(CACHE):
+    if chosen := variables.get(CACHE_VARIABLE):
         yield Path(chosen).absolute()
         return
     with contextlib.suppress(RuntimeError):  # an executor's user may have no home
@@ -81,7 +81,7 @@ def _candidates(variables: Mapping[str, str]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def made_once(folder: Path, make: Make, deadline: float) -> Iterator[Path]:
+def build_once(folder: Path, make: Make, deadline: float) -> Iterator[Path]:
     """Use a folder, which is made first if it is not there yet.
 
     As long as the context lasts, this process holds a lock on the folder, so that nobody removes
@@ -103,13 +103,13 @@ def made_once(folder: Path, make: Make, deadline: float) -> Iterator[Path]:
     """
     file = lock_of(folder)
     while True:
-        with opened_lock(file) as lock:
+        with open_lock(file) as lock:
             alone = _await_turn(folder, lock, deadline)
-            if alone and is_current(lock, file) and not _is_made(folder):
+            if alone and is_current_lock(lock, file) and not _is_made(folder):
                 _make(folder, make, lock)
             fcntl.flock(lock, fcntl.LOCK_SH)
             # Whoever had the lock alone in between may have removed folder and lock.
-            if is_current(lock, file) and _is_made(folder):
+            if is_current_lock(lock, file) and _is_made(folder):
                 os.utime(lock)  # its time says when the folder was last used
                 yield folder
                 return
@@ -132,7 +132,7 @@ def lock_of(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def opened_lock(file: Path) -> Iterator[int]:
+def open_lock(file: Path) -> Iterator[int]:
     """Open a lock; whoever has inherited its descriptor holds what is locked by it too."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -141,7 +141,7 @@ def opened_lock(file: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def is_current(lock: int, file: Path) -> bool:
+def is_current_lock(lock: int, file: Path) -> bool:
     """Tell whether an open lock is the one that others find: it may have been removed."""
     try:
         return os.path.samestat(os.fstat(lock), file.stat())
@@ -152,7 +152,7 @@ def is_current(lock: int, file: Path) -> bool:
 def _await_turn(folder: Path, lock: int, deadline: float) -> bool:
     """Wait until this process has the lock alone; return False if others made the folder first."""
     while not _is_made(folder):
-        if taken(lock):
+        if try_lock_exclusively(lock):
             return True
         if time.monotonic() > deadline:
             raise StartTimeout(
@@ -162,7 +162,7 @@ def _await_turn(folder: Path, lock: int, deadline: float) -> bool:
     return False
 
 
-def taken(descriptor: int) -> bool:
+def try_lock_exclusively(descriptor: int) -> bool:
     """Take a lock alone, unless others hold it; tell whether that worked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

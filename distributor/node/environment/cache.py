@@ -25,11 +25,11 @@ from distributor.errors import ExecutorNotReady
 from distributor.node.environment.build_once import (
     MARK,
     disk_size,
-    is_current,
+    is_current_lock,
     lock_of,
-    opened_lock,
-    taken,
+    open_lock,
     tree_size,
+    try_lock_exclusively,
 )
 
 CACHE_GB, CACHE_DAYS = "DISTRIBUTOR_CACHE_GB", "DISTRIBUTOR_CACHE_DAYS"
@@ -42,7 +42,7 @@ _VALUE = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}-value-of-rank-\d+")
 
 
 @dataclass(frozen=True)
-class Bounds:
+class CacheLimits:
     """What may be kept.
 
     Parameters
@@ -57,7 +57,7 @@ class Bounds:
     size: float = math.inf
 
     @classmethod
-    def of(cls, variables: Mapping[str, str]) -> Bounds:
+    def of(cls, variables: Mapping[str, str]) -> CacheLimits:
         """Read the bounds from environment variables.
 
         Raises
@@ -68,7 +68,7 @@ class Bounds:
         return cls(_number(CACHE_DAYS, variables), _number(CACHE_GB, variables) * GB)
 
 
-class Leftover(Protocol):
+class CacheEntry(Protocol):
     """Something that is kept on this node and may be removed if nobody uses it."""
 
     @property
@@ -88,7 +88,7 @@ class Leftover(Protocol):
         """Remove it; return False if it is in use."""
 
 
-def beyond(leftovers: Iterable[Leftover], bounds: Bounds) -> Iterator[Leftover]:
+def select_excess(leftovers: Iterable[CacheEntry], bounds: CacheLimits) -> Iterator[CacheEntry]:
     """Select what is to be removed so that the rest is within the bounds."""
     oldest, kept = time.time() - bounds.days * DAY, 0
     for each in sorted(leftovers, key=lambda each: each.used_at, reverse=True):
@@ -97,14 +97,14 @@ def beyond(leftovers: Iterable[Leftover], bounds: Bounds) -> Iterator[Leftover]:
             yield each
 
 
-def trim(cache: Path, bounds: Bounds) -> None:
+def trim(cache: Path, bounds: CacheLimits) -> None:
     """Bring a cache within its bounds, as far as its folders are not in use."""
-    for each in list(beyond(cached(cache), bounds)):
+    for each in list(select_excess(cached_environments(cache), bounds)):
         each.remove()
-    sweep(cache)
+    remove_leftovers(cache)
 
 
-def cached(cache: Path) -> list[Leftover]:
+def cached_environments(cache: Path) -> list[CacheEntry]:
     """List the environments in a cache; other files that lie there are not ours."""
     with contextlib.suppress(FileNotFoundError):
         found = (_CACHED.fullmatch(name) for name in os.listdir(cache))
@@ -112,14 +112,14 @@ def cached(cache: Path) -> list[Leftover]:
     return []
 
 
-def sweep(cache: Path) -> None:
+def remove_leftovers(cache: Path) -> None:
     """Remove what cleaners that were killed had begun to remove."""
     with contextlib.suppress(FileNotFoundError):
         for name in filter(_REMOVED.fullmatch, os.listdir(cache)):
             shutil.rmtree(cache / name, ignore_errors=True)
 
 
-def kept_values() -> list[Leftover]:
+def saved_values() -> list[CacheEntry]:
     """List values that were kept for `distributor.load_value`, less those in a ``log_dir``."""
     folder = Path(tempfile.gettempdir())
     found = (folder / name for name in os.listdir(folder) if _VALUE.fullmatch(name))
@@ -155,15 +155,15 @@ class _Cached:
     def in_use(self) -> bool:
         if not lock_of(self.path).exists():
             return False
-        with opened_lock(lock_of(self.path)) as lock:
-            return not taken(lock)
+        with open_lock(lock_of(self.path)) as lock:
+            return not try_lock_exclusively(lock)
 
     def remove(self) -> bool:
         file = lock_of(self.path)
         aside = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}.removed")
         had_lock = file.exists()
-        with opened_lock(file) as lock:
-            if not taken(lock) or not is_current(lock, file):
+        with open_lock(file) as lock:
+            if not try_lock_exclusively(lock) or not is_current_lock(lock, file):
                 return False
             if had_lock and os.fstat(lock).st_mtime > self.used_at:
                 return False  # used since it was listed

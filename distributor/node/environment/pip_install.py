@@ -20,7 +20,7 @@ from typing import BinaryIO
 from distributor.core.host import host_name
 from distributor.core.redaction import Redaction
 from distributor.errors import ExecutorNotReady, StartTimeout
-from distributor.node.environment.build_once import cache_folder, made_once
+from distributor.node.environment.build_once import build_once, cache_folder
 
 TAIL_LINES = 12
 """Lines of pip's that an error has; the last ones say why."""
@@ -41,7 +41,7 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 """``python -m pip`` that does not outlive who waits for it, nor does what it builds with."""
 
 
-def installed(
+def installed_requirements(
     requirements: Sequence[str], variables: Mapping[str, str], deadline: float
 ) -> AbstractContextManager[Path]:
     """Use a virtual environment with these requirements; the first that asks has it made.
@@ -73,7 +73,7 @@ def installed(
         _install(folder, requirements, variables, lock, deadline)
 
     name = f"requirements-{_digest(requirements)}"
-    return made_once(cache_folder(variables) / name, make, deadline)
+    return build_once(cache_folder(variables) / name, make, deadline)
 
 
 def _digest(requirements: Sequence[str]) -> str:
@@ -86,7 +86,7 @@ def _folders() -> list[str]:
     return [entry for entry in sys.path if Path(entry).name in PACKAGES]
 
 
-def packages_of(folder: Path) -> Path:
+def site_packages_of(folder: Path) -> Path:
     """Give the folder of a virtual environment's own packages."""
     scheme = {"base": str(folder), "platbase": str(folder)}
     return Path(sysconfig.get_path("purelib", "posix_prefix", scheme))
@@ -95,7 +95,7 @@ def packages_of(folder: Path) -> Path:
 def _show_installed(folder: Path) -> None:
     """Have the environment see, behind its own packages, this interpreter's."""
     line = f"import site; list(map(site.addsitedir, {_folders()!r}))\n"
-    (packages_of(folder) / "distributor-base.pth").write_text(line)
+    (site_packages_of(folder) / "distributor-base.pth").write_text(line)
 
 
 def _install(

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from distributor.core.host import host_name
 from distributor.core.versions import Software, pickling_software
 from distributor.errors import ExecutorNotReady
-from distributor.node.environment.build_once import cache_folder, made_once
-from distributor.node.environment.cache import Bounds, trim
-from distributor.node.environment.pip_install import installed, packages_of
+from distributor.node.environment.build_once import build_once, cache_folder
+from distributor.node.environment.cache import CacheLimits, trim
+from distributor.node.environment.pip_install import installed_requirements, site_packages_of
 from distributor.node.process.interpreter import Interpreter
 
 FIRST, LAST = ("distributor", "cloudpickle"), ("threadpoolctl",)
@@ -48,7 +48,7 @@ print("\\n" + json.dumps({"path": sys.path, "version": version, "software": foun
 """What an interpreter is asked; its arguments are folders whose packages it is to tell of."""
 
 
-class Prepared(NamedTuple):
+class PreparedEnvironment(NamedTuple):
     """An environment that ranks on this node can have.
 
     Parameters
@@ -63,9 +63,9 @@ class Prepared(NamedTuple):
     software: Software
 
 
-def packed(
+def use_packed(
     folder: Path, variables: Mapping[str, str], deadline: float, beside: Sequence[str] = ()
-) -> AbstractContextManager[Prepared]:
+) -> AbstractContextManager[PreparedEnvironment]:
     """Make ready what was packed elsewhere, and use it as long as the context lasts.
 
     Parameters
@@ -88,20 +88,20 @@ def packed(
 
 
 @contextlib.contextmanager
-def required(
+def use_requirements(
     requirements: Sequence[str],
     variables: Mapping[str, str],
     deadline: float,
     beside: Sequence[str] = (),
-) -> Iterator[Prepared]:
-    """Make ready what pip installs, as `packed` does; nodes must have all of it in common.
+) -> Iterator[PreparedEnvironment]:
+    """Make ready what pip installs, as `use_packed` does; nodes must have all of it in common.
 
     Parameters
     ----------
     requirements : sequence of str
         As pip takes them.
     variables, deadline, beside
-        As `packed` has them.
+        As `use_packed` has them.
 
     Raises
     ------
@@ -111,8 +111,10 @@ def required(
         Where the deadline passed.
     """
     with (
-        installed(requirements, {**variables, **NOT_INHERITED}, deadline) as folder,
-        _prepared(folder, (str(packages_of(folder)),), variables, deadline, beside) as prepared,
+        installed_requirements(requirements, {**variables, **NOT_INHERITED}, deadline) as folder,
+        _prepared(
+            folder, (str(site_packages_of(folder)),), variables, deadline, beside
+        ) as prepared,
     ):
         yield prepared
 
@@ -124,18 +126,18 @@ def _prepared(
     variables: Mapping[str, str],
     deadline: float,
     beside: Sequence[str],
-) -> Iterator[Prepared]:
+) -> Iterator[PreparedEnvironment]:
     executable = folder / "bin" / "python"
     told = _described(str(executable), compared)
     with (
         _folders_with(FIRST, variables, deadline) as first,
         _folders_with(LAST, variables, deadline) as last,
     ):
-        trim(cache_folder(variables), Bounds.of(variables))
+        trim(cache_folder(variables), CacheLimits.of(variables))
         interpreter = _interpreter(
             executable, [*first, *beside, *told["path"], *last], variables, beside
         )
-        yield Prepared(interpreter, {**told["software"], **pickling_software()})
+        yield PreparedEnvironment(interpreter, {**told["software"], **pickling_software()})
 
 
 def _interpreter(
@@ -209,7 +211,7 @@ def _folders_with(
     digest = hashlib.sha256("\0".join(map(str, there)).encode()).hexdigest()[:16]
     folder = cache_folder(variables) / f"modules-{digest}"
     with contextlib.ExitStack() as stack:
-        linked = [str(stack.enter_context(made_once(folder, make, deadline)))] if there else []
+        linked = [str(stack.enter_context(build_once(folder, make, deadline)))] if there else []
         yield list(dict.fromkeys([*linked, *inside]))
 
 

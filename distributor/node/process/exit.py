@@ -13,7 +13,7 @@ import traceback
 from typing import NoReturn
 
 
-def flush_files() -> None:
+def flush_open_files() -> None:
     """Write what files that nobody closed still hold, as the interpreter's teardown would."""
     writers = {io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom}
     for file in [found for found in gc.get_objects() if type(found) in writers]:
@@ -22,7 +22,7 @@ def flush_files() -> None:
                 file.flush()
 
 
-def leave(exit_code: int) -> NoReturn:
+def exit_process(exit_code: int) -> NoReturn:
     """End without the interpreter's teardown, which costs time and can abort in C++ code."""
     flush_streams()
     os._exit(exit_code)
@@ -50,10 +50,10 @@ def print_error(text: str) -> None:
         sys.stderr.write(text)
 
 
-def end_forked(error: BaseException | None) -> NoReturn:
+def exit_forked_child(error: BaseException | None) -> NoReturn:
     """End a process that the program forked and let come back: it must not speak for its rank."""
     if isinstance(error, SystemExit):
-        leave(exit_code_of(error))
+        exit_process(exit_code_of(error))
     if error is not None:
         print_error("".join(traceback.format_exception(error)))
-    leave(0 if error is None else 1)
+    exit_process(0 if error is None else 1)

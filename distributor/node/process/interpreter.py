@@ -46,7 +46,7 @@ class Interpreter:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def here(cls) -> Interpreter:
+    def current(cls) -> Interpreter:
         """Give this process's own, with its modules at hand."""
         return cls(executable=sys.executable, path=tuple(sys.path))
 
@@ -62,7 +62,7 @@ class Interpreter:
         """
         return [self.executable, "-c", BOOT, role, argument, json.dumps(self.path)]
 
-    def start_apart(
+    def start_detached(
         self, role: str, argument: str, descriptor: int, environment: Mapping[str, str]
     ) -> int:
         """Start it in a session of its own, silent, and reaped when it ends.

@@ -51,7 +51,7 @@ class PreloadSpec:
         interpreter: Interpreter | None = None,
     ) -> PreloadSpec:
         """Write down what a rank with this environment needs; by default in this interpreter."""
-        interpreter = interpreter or Interpreter.here()
+        interpreter = interpreter or Interpreter.current()
         matters = (
             (name, hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:16])
             for name, value in environment.items()

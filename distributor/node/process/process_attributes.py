@@ -36,7 +36,7 @@ class ProcessAttributes:
     blocked: frozenset[int]
 
     @classmethod
-    def here(cls) -> ProcessAttributes:
+    def current(cls) -> ProcessAttributes:
         """Describe this process, and the thread that asks."""
         return cls(
             umask=_umask(),

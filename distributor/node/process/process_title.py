@@ -48,7 +48,7 @@ def set_run_title(role: str, program_name: str, run_id: str) -> None:
 
 
 @contextlib.contextmanager
-def run_titled(role: str, program_name: str, run_id: str) -> Iterator[None]:
+def temporary_run_title(role: str, program_name: str, run_id: str) -> Iterator[None]:
     """Name this process by its role in a run, and restore its command line afterwards.
 
     Its short name stays, since it is another program's process: Spark counts the memory of its

@@ -10,12 +10,12 @@ import tempfile
 from typing import Any
 
 
-def new_scratch() -> str:
+def new_scratch_path() -> str:
     """Name a folder; as short as multiprocessing's own, for the paths of sockets have a limit."""
     return os.path.join(tempfile.gettempdir(), f"pymp-{secrets.token_hex(4)}")
 
 
-def use_scratch(folder: str) -> None:
+def create_scratch(folder: str) -> None:
     """Make it, and have this process and its children put their sockets there."""
     try:
         os.mkdir(folder, 0o700)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-TRACKER_SECONDS = 5.0
+RESOURCE_TRACKER_SECONDS = 5.0
 """Seconds to wait for Python's cleaner of shared memory once all whom it serves are dead.
 
 It is never killed: then what it was to remove would stay until the machine restarts. On a machine
@@ -35,20 +35,22 @@ def kill_group(leader: int) -> None:
     if sys.platform != "linux":
         os.killpg(leader, signal.SIGKILL)
         return
-    doomed = [pid for pid in all_processes() if group_of(pid) == leader and not is_tracker(pid)]
+    doomed = [
+        pid for pid in all_processes() if group_of(pid) == leader and not is_resource_tracker(pid)
+    ]
     for pid in sorted(doomed, key=lambda pid: pid == os.getpid()):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
-def kill_all_with(variables: Mapping[str, str]) -> None:
+def kill_by_environment(variables: Mapping[str, str]) -> None:
     """Kill every process of this user that was started with these variables."""
     wanted = {f"{name}={value}".encode() for name, value in variables.items()}
     assert wanted, "all processes have no variables at all"
-    until = time.monotonic() + TRACKER_SECONDS
+    until = time.monotonic() + RESOURCE_TRACKER_SECONDS
     while found := [pid for pid in all_processes() if wanted <= _environment_of(pid)]:
         for pid in found:
-            if not is_tracker(pid):
+            if not is_resource_tracker(pid):
                 with contextlib.suppress(OSError):  # another user's, or gone by now
                     os.kill(pid, signal.SIGKILL)
         if time.monotonic() > until:
@@ -63,7 +65,7 @@ def _environment_of(pid: int) -> set[bytes]:
         return set()
 
 
-def is_tracker(pid: int) -> bool:
+def is_resource_tracker(pid: int) -> bool:
     """Tell Python's cleaner of shared memory, which ends by itself once all whom it serves have."""
     try:
         return b"multiprocessing.resource_tracker" in _command_line(pid)
@@ -87,12 +89,12 @@ def _has_ended(pid: int) -> bool:
 def ignores(pid: int, signum: int) -> bool:
     """Tell whether a signal would be lost on a process; only Linux tells."""
     try:
-        return has_signal(pid, "SigIgn", signum)
+        return is_in_signal_mask(pid, "SigIgn", signum)
     except OSError:
         return False
 
 
-def has_signal(pid: int, mask: str, signum: int) -> bool:
+def is_in_signal_mask(pid: int, mask: str, signum: int) -> bool:
     """Look for a signal in one of a process's masks, named as Linux does: SigIgn, SigCgt.
 
     Raises

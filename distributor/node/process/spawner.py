@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import BinaryIO, Protocol
 
 from distributor.node.process.interpreter import Interpreter
-from distributor.node.process.signals import ignores, kill_all_with, signal_group
+from distributor.node.process.signals import ignores, kill_by_environment, signal_group
 from distributor.node.process.worker_spec import WorkerSpec
 
-OURS_ALONE = ("TORCHELASTIC_RUN_ID", "GROUP_RANK")
+RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "GROUP_RANK")
 """Variables of ranks, and of all that they start, whose values no other node or run has."""
 
 
@@ -38,7 +38,7 @@ class Process:
     def running(self) -> bool:
         return self.returncode is None
 
-    def ask_to_end(self) -> None:
+    def terminate(self) -> None:
         """Ask the process, and all that it started in its group, to end; kill it if it is deaf."""
         if self.running:
             signal_group(self.pid, signal.SIGTERM)
@@ -115,7 +115,7 @@ class FreshSpawner:
 
     def __exit__(self, *exc_info: object) -> None:
         if self._common and sys.platform == "linux":
-            kill_all_with(self._common)
+            kill_by_environment(self._common)
 
     def start(
         self,
@@ -125,7 +125,7 @@ class FreshSpawner:
         stderr: BinaryIO,
         on_end: Callable[[], object],
     ) -> Process:
-        self._common = {name: environment[name] for name in OURS_ALONE}
+        self._common = {name: environment[name] for name in RUN_VARIABLES}
         child = subprocess.Popen(
             self._interpreter.command("rank", worker_spec.to_argument()),
             stdin=subprocess.DEVNULL,

@@ -35,11 +35,11 @@ from distributor.node.process.ipc import (
 from distributor.node.process.process_title import set_run_title
 from distributor.node.process.scratch import remove_scratch
 from distributor.node.process.signals import (
+    RESOURCE_TRACKER_SECONDS,
     TICK,
-    TRACKER_SECONDS,
     all_processes,
     group_of,
-    is_tracker,
+    is_resource_tracker,
 )
 from distributor.node.process.worker_spec import WorkerSpec
 
@@ -148,9 +148,9 @@ def serve_fresh(argument: str) -> NoReturn:
 
 def _execute(wanted: Fork, descriptors: list[int]) -> tuple[int, None]:
     environment, folder, stdout, stderr, *given = descriptors
-    worker_spec = wanted.worker_spec.renumbered(given, os.getpid())
+    worker_spec = wanted.worker_spec.with_descriptors(given, os.getpid())
     child = subprocess.Popen(
-        Interpreter.here().command("rank", worker_spec.to_argument()),
+        Interpreter.current().command("rank", worker_spec.to_argument()),
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
@@ -180,8 +180,8 @@ def end_strays(doomed: Callable[[int], bool]) -> None:
     """
     began = time.monotonic()
     while strays := [child for child in children() if doomed(child)]:
-        killed = [stray for stray in strays if not is_tracker(stray)]
-        if time.monotonic() > began + (GIVE_UP_SECONDS if killed else TRACKER_SECONDS):
+        killed = [stray for stray in strays if not is_resource_tracker(stray)]
+        if time.monotonic() > began + (GIVE_UP_SECONDS if killed else RESOURCE_TRACKER_SECONDS):
             return
         for stray in killed:
             with contextlib.suppress(ProcessLookupError):

@@ -17,8 +17,8 @@ from distributor.errors import DistributorError
 from distributor.node.process.interpreter import Interpreter
 from distributor.node.process.ipc import Ended, Fork, Forked, Ready, Trouble, receive
 from distributor.node.process.process_attributes import ProcessAttributes
-from distributor.node.process.signals import kill_all_with, kill_group
-from distributor.node.process.spawner import OURS_ALONE, Process
+from distributor.node.process.signals import kill_by_environment, kill_group
+from distributor.node.process.spawner import RUN_VARIABLES, Process
 from distributor.node.process.worker_spec import WorkerSpec
 from distributor.serialization.oob_pickle import anonymous_file
 
@@ -46,7 +46,7 @@ def fresh_supervisor(interpreter: Interpreter) -> SupervisorConnection:
     with theirs:
         environment = {**os.environ, **interpreter.variables}
         number = theirs.fileno()
-        supervisor = interpreter.start_apart("supervisor", str(number), number, environment)
+        supervisor = interpreter.start_detached("supervisor", str(number), number, environment)
     ours.settimeout(BEGIN_SECONDS)
     if not isinstance(receive(ours), Ready):
         raise DistributorError(
@@ -67,7 +67,7 @@ class SupervisedSpawner:
 
     def __init__(self, connection: SupervisorConnection) -> None:
         self._connection, self._supervisor = connection
-        self._attributes = ProcessAttributes.here()
+        self._attributes = ProcessAttributes.current()
         self._processes: dict[int, Process] = {}
         self._answers: queue.SimpleQueue[Forked | Trouble] = queue.SimpleQueue()
         self._on_end: Callable[[], object] = lambda: None
@@ -97,7 +97,7 @@ class SupervisedSpawner:
         on_end: Callable[[], object],
     ) -> Process:
         self._on_end = on_end
-        self._common = {name: environment[name] for name in OURS_ALONE}
+        self._common = {name: environment[name] for name in RUN_VARIABLES}
         wanted = pickle.dumps(Fork(worker_spec, self._attributes))
         folder = os.open(".", os.O_PATH)
         with anonymous_file() as file:
@@ -129,6 +129,6 @@ class SupervisedSpawner:
         """End what came of ranks that the kernel has killed with their supervisor."""
         for rank in ranks:
             kill_group(rank.pid)
-        kill_all_with(self._common)
+        kill_by_environment(self._common)
         for rank in ranks:
             rank.end(-signal.SIGKILL)

@@ -68,7 +68,7 @@ class WorkerSpec:
         """List the descriptors that the rank inherits."""
         return [getattr(self, name) for name in self._given()]
 
-    def renumbered(self, descriptors: Sequence[int], parent: int) -> WorkerSpec:
+    def with_descriptors(self, descriptors: Sequence[int], parent: int) -> WorkerSpec:
         """Return the same spec with other numbers for its descriptors, and another parent."""
         numbers: dict[str, Any] = dict(zip(self._given(), descriptors, strict=True))
         return replace(self, parent=parent, **numbers)

@@ -78,7 +78,7 @@ class _Zygote:
         self._born_with = before
         self._files: dict[str, tuple[int, int]] = {}
         self._since = since
-        self._attributes = ProcessAttributes.here()
+        self._attributes = ProcessAttributes.current()
         self._listener = socket.socket(fileno=birth.listener)
         self._owner = os.pidfd_open(birth.owner)
         self._callers: set[socket.socket] = set()
@@ -200,7 +200,7 @@ class _Zygote:
             self._born_with,
             descriptors[:FORKS_DESCRIPTORS],
         )
-        return 0, wanted.worker_spec.renumbered(descriptors[FORKS_DESCRIPTORS:], supervisor)
+        return 0, wanted.worker_spec.with_descriptors(descriptors[FORKS_DESCRIPTORS:], supervisor)
 
     def _note_end(self, pid: int) -> None:
         pidfd = self._supervisors.pop(pid)

@@ -66,14 +66,14 @@ class ZygoteSpec:
     owner: int
     environment: Mapping[str, str]
     preload: tuple[str, ...] = ()
-    interpreter: Interpreter = field(default_factory=Interpreter.here)
+    interpreter: Interpreter = field(default_factory=Interpreter.current)
 
     @property
     def preload_spec(self) -> PreloadSpec:
         return PreloadSpec.of(self.environment, self.preload, self.interpreter)
 
 
-def starter(
+def open_spawner(
     zygote_spec: ZygoteSpec | None,
     deadline: float = math.inf,
     interpreter: Interpreter | None = None,
@@ -96,7 +96,7 @@ def starter(
     StartTimeout
         Where the deadline passed.
     """
-    interpreter = interpreter or Interpreter.here()
+    interpreter = interpreter or Interpreter.current()
     if not is_supported():
         return FreshSpawner(interpreter)
     if zygote_spec is None:
@@ -142,7 +142,7 @@ def is_warm(owner: int) -> bool:
     return False
 
 
-def retire(owner: int) -> None:
+def shut_down(owner: int) -> None:
     """Let the owner's zygote end, if there is one; runs that came of it go on."""
     with contextlib.suppress(OSError):
         if is_supported() and (connection := _dial(owner)):
@@ -216,7 +216,7 @@ def _bear(zygote_spec: ZygoteSpec) -> socket.socket | None:
         listener.listen()
         birth = Birth(zygote_spec.owner, listener.fileno(), zygote_spec.preload_spec)
         environment = {**zygote_spec.environment, **_SPARE_CUDA}
-        zygote_spec.interpreter.start_apart(
+        zygote_spec.interpreter.start_detached(
             "zygote", birth.to_argument(), listener.fileno(), environment
         )
         return _dial(zygote_spec.owner)

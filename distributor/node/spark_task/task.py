@@ -33,11 +33,11 @@ from distributor.node.agent.worker_env import (
     visible_devices,
 )
 from distributor.node.environment import resolve
-from distributor.node.environment.build_once import with_cache
-from distributor.node.environment.resolve import Prepared
+from distributor.node.environment.build_once import with_default_cache
+from distributor.node.environment.resolve import PreparedEnvironment
 from distributor.node.process import zygote_client
 from distributor.node.process.interpreter import Interpreter
-from distributor.node.process.process_title import run_titled
+from distributor.node.process.process_title import temporary_run_title
 from distributor.node.process.supervisor_client import is_supported
 from distributor.node.process.zygote_client import ZygoteSpec
 from distributor.node.spark_task.channel import Channel, hosts_of, open_channel
@@ -97,7 +97,7 @@ def _run_node(spec: TaskSpec, replaced: str) -> Iterator[pa.RecordBatch]:
         check_interpreter()
     _check_gpus(spec)
     with (
-        run_titled(f"node {node_rank}", spec.program_name, spec.run_id),
+        temporary_run_title(f"node {node_rank}", spec.program_name, spec.run_id),
         open_channel(spec, node_rank, hosts[context.partitionId()], context) as channel,
         _prepared(spec) as prepared,
     ):
@@ -126,19 +126,19 @@ def _memory_warnings(spec: TaskSpec, context: Any) -> Iterator[NodeWarning]:
     )
 
 
-def _prepared(spec: TaskSpec) -> AbstractContextManager[Prepared]:
+def _prepared(spec: TaskSpec) -> AbstractContextManager[PreparedEnvironment]:
     """Make ready what this node's ranks run with."""
     if spec.environment is None:
-        return nullcontext(Prepared(Interpreter.here(), software()))
-    variables = with_cache({**os.environ, **spec.env}, spec.cache_dir)
+        return nullcontext(PreparedEnvironment(Interpreter.current(), software()))
+    variables = with_default_cache({**os.environ, **spec.env}, spec.cache_dir)
     deadline = time.monotonic() + spec.meet_timeout
     brought = _brought_by_spark()
     entries = [Path(entry).absolute() for entry in sys.path]
     beside = [str(entry) for entry in entries if entry.is_relative_to(brought)]
     if isinstance(spec.environment, str):
         folder = brought / spec.environment
-        return resolve.packed(folder, variables, deadline, beside)
-    return resolve.required(spec.environment, variables, deadline, beside)
+        return resolve.use_packed(folder, variables, deadline, beside)
+    return resolve.use_requirements(spec.environment, variables, deadline, beside)
 
 
 def _brought_by_spark() -> Path:
@@ -154,7 +154,7 @@ def _join(
     hosts: list[str],
     context: Any,
     channel: Channel,
-    prepared: Prepared,
+    prepared: PreparedEnvironment,
     warnings: tuple[NodeWarning, ...],
 ) -> tuple[NodeSpec, socket.socket | None]:
     """Agree with the other nodes on where rank 0's store listens."""
@@ -240,13 +240,15 @@ def _run_ranks(
     deadline = time.monotonic() + spec.meet_timeout
     with (
         _program_file(spec.program) as program,
-        zygote_client.starter(_zygote_spec(spec, interpreter), deadline, interpreter) as starter,
+        zygote_client.open_spawner(
+            _zygote_spec(spec, interpreter), deadline, interpreter
+        ) as spawner,
     ):
         agent = Agent(
             node,
             program,
             channel,
-            starter,
+            spawner,
             listener=listener,
             keep_all=spec.keep_all,
             patience=channel.patience,

@@ -14,14 +14,14 @@ from typing import Any
 
 from distributor.core.host import use_host_name
 from distributor.node.process.exit import (
-    end_forked,
     exit_code_of,
-    flush_files,
+    exit_forked_child,
+    exit_process,
+    flush_open_files,
     flush_streams,
-    leave,
 )
 from distributor.node.process.process_title import set_run_title
-from distributor.node.process.scratch import use_scratch
+from distributor.node.process.scratch import create_scratch
 from distributor.node.process.worker_spec import WorkerSpec
 from distributor.node.worker import failing_step, preemption_notices
 from distributor.node.worker.control_channel import (
@@ -54,11 +54,11 @@ def main(worker_spec: WorkerSpec, at_the_end: list[Callable[[], object]]) -> Non
     set_run_title(f"rank {worker_spec.origin.rank}", worker_spec.program_name, worker_spec.run_id)
     if worker_spec.modules:
         sys.path[:0] = worker_spec.modules.split(os.pathsep)
-    at_the_end += [flush_files, lambda: leave(exit_code[0])]
+    at_the_end += [flush_open_files, lambda: exit_process(exit_code[0])]
     control = ControlChannel(
         worker_spec, {MANY_LINES: Streams().expect_many_lines, NOTICE: preemption_notices.note}
     )
-    use_scratch(worker_spec.scratch)
+    create_scratch(worker_spec.scratch)
     faulthandler.enable()
     answer_in(worker_spec.stacks)
     tell_in(worker_spec.progress)
@@ -130,7 +130,7 @@ def _execute(program: Program) -> Any:
         return value
     finally:
         if os.getpid() != rank:
-            end_forked(sys.exc_info()[1])
+            exit_forked_child(sys.exc_info()[1])
 
 
 def _returned(program: Program) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from distributor.core.text import listed
-from distributor.node.process.signals import has_signal
+from distributor.node.process.signals import is_in_signal_mask
 from distributor.node.worker import control_channel
 
 SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (3 if hasattr(signal, "SIGRTMAX") else 0)
@@ -89,7 +89,7 @@ def _ask(pid: int) -> bool:
 
 def _expects_it(pid: int) -> bool:
     try:
-        return has_signal(pid, "SigCgt", SIGNAL)
+        return is_in_signal_mask(pid, "SigCgt", SIGNAL)
     except FileNotFoundError:
         return not Path("/proc").is_dir()  # a system that does not tell
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributor.core.atomic_files import atomic_path
-from distributor.node.environment.build_once import opened_lock, taken, tree_size
-from distributor.node.environment.cache import Leftover
+from distributor.node.environment.build_once import open_lock, tree_size, try_lock_exclusively
+from distributor.node.environment.cache import CacheEntry
 
 Fill = Callable[[Path], object]
 """Copies into a folder."""
@@ -71,7 +71,7 @@ def _sweep(place: Path) -> None:
             pass  # whoever leaves is perhaps the last
 
 
-def copies() -> list[Leftover]:
+def copies() -> list[CacheEntry]:
     """List the copies on this machine that nobody removes: their processes were killed."""
     place = _place()
     if place is None:
@@ -93,8 +93,8 @@ class _Left:
         return cls(place / lock.stem, lock.stat().st_mtime, tree_size(place / lock.stem))
 
     def in_use(self) -> bool:
-        with opened_lock(self.path.with_name(f"{self.path.name}.lock")) as lock:
-            return not taken(lock)
+        with open_lock(self.path.with_name(f"{self.path.name}.lock")) as lock:
+            return not try_lock_exclusively(lock)
 
     def remove(self) -> bool:
         with _Copy(self.path.parent, self.path.name):
