@@ -1,1 +1,1 @@
-"""What this project's speed is, measured beside its peers: ``python -m benchmarks``."""
+"""Benchmarks of this project beside other launchers: ``python -m benchmarks``."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measures, prints tables, writes results and plots."""
+"""``python -m benchmarks``: measure, print tables, write results and plots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
 
 
 def main() -> int:
-    """Measure what the command line asks for."""
+    """Run the benchmarks that the command line selects."""
     wanted = _arguments()
     effort = Effort(quick=wanted.quick, families=tuple(wanted.peers))
     adopt_orphans()
@@ -55,13 +55,13 @@ def _measure(name: str, effort: Effort, out: Path) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="once, and the small cases alone")
+    parser.add_argument("--quick", action="store_true", help="once, and only the small cases")
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=[], metavar="NAME")
     parser.add_argument(
         "--peers",
         type=lambda text: text.split(","),
         default=[],
-        help="families of peers, with commas between: ours,pyspark,floor",
+        help="comma-separated families of peers: ours,pyspark,floor",
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     return parser.parse_args()

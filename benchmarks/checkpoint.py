@@ -1,4 +1,4 @@
-"""What it costs to have a checkpoint in storage, beside saving it and no more."""
+"""Cost of reporting a checkpoint to storage, compared with saving it alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEADLINE = 600.0
 
 
 class Case(NamedTuple):
-    """So many megabytes, of all ranks together."""
+    """A checkpoint size in megabytes, of all ranks together."""
 
     peer: Peer
     megabytes: int
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 def titled(megabytes: int) -> str:
-    """Give a case's title."""
+    """Return the title of a case."""
     return f"{megabytes:,} MB of {RANKS} ranks, storage on the same disk"
 
 
@@ -56,19 +56,19 @@ def measure(effort: Effort) -> list[Row]:
 
 
 def drive(size: int, turns: int) -> dict[str, Any]:
-    """Save in turn: alone, with reports, and with one in the background."""
+    """Save repeatedly: alone, with a report, and with a report in the background."""
     folder = Path("storage").absolute()
     with ours(LOCAL, RANKS, storage_path=folder, name="run") as run:
-        told = run(functions.save_in_turns, size // RANKS, turns, str(folder / "run"))
-    return {way: [turn[way] for turn in told] for way in told[0]}
+        measurements = run(functions.save_in_turns, size // RANKS, turns, str(folder / "run"))
+    return {way: [turn[way] for turn in measurements] for way in measurements[0]}
 
 
 def _drive(case: Case) -> Driven:
     return apart(drive, DEADLINE, size=case.megabytes * MEGABYTE, turns=case.turns)
 
 
-def _rows(case: Case, told: list[Driven]) -> list[Row]:
-    alone, taken, kept, blocked = (gathered(told, way) for way in functions.WAYS_TO_SAVE)
+def _rows(case: Case, measurements: list[Driven]) -> list[Row]:
+    alone, taken, kept, blocked = (gathered(measurements, way) for way in functions.WAYS_TO_SAVE)
     return [
         row(OURS, case.title, SAVED, taken),
         row(KEPT, case.title, SAVED, kept),

@@ -1,7 +1,7 @@
 """A driver process: ``python -m benchmarks.driver MODULE:FUNCTION PARAMETERS FILE``.
 
-It calls the function with the parameters, which are JSON, and writes what that returned, or how it
-failed, to the file.
+It calls the function with the parameters, which are JSON, and writes the return value or the error
+to the file.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ ERROR = "error"
 
 
 def main(target: str, parameters: str, file: str) -> int:
-    """Measure, and tell."""
+    """Call the function and write its outcome."""
     module, _, name = target.partition(":")
     try:
         facts = getattr(importlib.import_module(module), name)(**json.loads(parameters))
-        told = {FACTS: facts}
+        outcome = {FACTS: facts}
     except Exception as error:
         traceback.print_exc()
-        told = {ERROR: f"{type(error).__name__}: {error}"}
-    Path(file).write_text(json.dumps(told))
-    return ERROR in told
+        outcome = {ERROR: f"{type(error).__name__}: {error}"}
+    Path(file).write_text(json.dumps(outcome))
+    return ERROR in outcome
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Floors: what the machine itself takes, with nothing that deserves the name of a launcher."""
+"""Lower bounds: what the machine itself takes, without a launcher."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CALL = str(Path(call.__file__).resolve())
 
 
 def free_port() -> int:
-    """Give a port that was free a moment ago."""
+    """Return a port that is free at this moment."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
-def meeting(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Give the variables by which a rank finds the others."""
+def rendezvous_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return the environment variables with which a rank finds the others."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -37,14 +37,16 @@ def meeting(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def processes(place: str, ranks: int) -> Iterator[Callable[..., Any]]:
-    """Start bare interpreters, which import torch and meet."""
+    """Start plain interpreters, which import torch and rendezvous."""
     with tempfile.TemporaryDirectory() as folder:
 
         def run(function: Callable[..., Any]) -> None:
             command = [sys.executable, CALL, target(function), folder]
             port = free_port()
             children = [
-                subprocess.Popen(command, env={**os.environ, **meeting(rank, ranks, port)})
+                subprocess.Popen(
+                    command, env={**os.environ, **rendezvous_variables(rank, ranks, port)}
+                )
                 for rank in range(ranks)
             ]
             codes = [child.wait() for child in children]
@@ -61,7 +63,9 @@ def forks(place: str, ranks: int) -> Iterator[Callable[..., Any]]:
 
     def run(function: Callable[..., Any]) -> None:
         port = free_port()
-        children = [_fork(function, meeting(rank, ranks, port)) for rank in range(ranks)]
+        children = [
+            _fork(function, rendezvous_variables(rank, ranks, port)) for rank in range(ranks)
+        ]
         codes = [os.waitpid(child, 0)[1] for child in children]
         if any(codes):
             raise RuntimeError("a forked process failed")
@@ -71,7 +75,7 @@ def forks(place: str, ranks: int) -> Iterator[Callable[..., Any]]:
 
 @contextmanager
 def copies(place: str, ranks: int) -> Iterator[Callable[..., Any]]:
-    """Call the function here, and copy once what goes in and what comes out."""
+    """Call the function in this process, and copy its arguments and its value once."""
 
     def run(function: Callable[..., Any], *args: Any) -> Any:
         return _copy(function(*map(_copy, args)))
@@ -100,12 +104,12 @@ def _fork(function: Callable[..., Any], environment: dict[str, str]) -> int:
 
 
 def target(function: Callable[..., Any]) -> str:
-    """Name a function for ``programs/call.py``."""
+    """Return the name of a function for ``programs/call.py``."""
     return f"{function.__module__}:{function.__qualname__}"
 
 
 @contextmanager
 def nowhere(place: str, ranks: int) -> Iterator[Callable[..., Any]]:
-    """Stand for a floor that runs no function at all."""
+    """Stand for a lower bound that runs no function."""
     raise NotImplementedError
     yield

@@ -1,4 +1,4 @@
-"""What the ranks run: the same functions under every peer."""
+"""The functions that ranks run, the same for every launcher."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 MEGABYTE = 10**6
 PIECE = 64 * MEGABYTE
-"""Bytes of one tensor at most, as the layers of a model are."""
+"""Maximum bytes of one tensor, like a layer of a model."""
 LINE = "line"
-"""What each printed line begins with."""
+"""Start of each printed line."""
 
 
-def meet() -> int:
-    """Meet the other ranks once and part; give how many there are."""
+def rendezvous() -> int:
+    """Rendezvous, reduce once and leave; return the number of ranks."""
     import torch
     import torch.distributed as dist
 
-    ours = not dist.is_initialized()  # Ray Train makes the group before the function runs
+    ours = not dist.is_initialized()  # Ray Train initializes the group before the function runs
     if ours:
         dist.init_process_group("gloo")
     ones = torch.ones(1)
@@ -38,7 +38,7 @@ def nothing() -> None:
 
 
 def weights(size: int, mark: float = 1.0) -> dict[str, Tensor]:
-    """Make float32 tensors of `size` bytes in all, each filled with its own number."""
+    """Return float32 tensors of `size` bytes in total, each filled with its own number."""
     import torch
 
     starts = range(0, size, PIECE)
@@ -49,17 +49,17 @@ def weights(size: int, mark: float = 1.0) -> dict[str, Tensor]:
 
 
 def weights_of_rank_0(size: int, mark: float = 1.0) -> dict[str, Tensor] | None:
-    """Make `weights` on rank 0 alone."""
+    """Return `weights` on rank 0, and None on other ranks."""
     return weights(size, mark) if int(os.environ.get("RANK", "0")) == 0 else None
 
 
 def made_and_kept(size: int) -> int:
-    """Make the same tensors where they are made, and return only how many they are."""
+    """Create the same tensors on rank 0, and return only their number."""
     return len(weights_of_rank_0(size) or ())
 
 
 def is_intact(tensors: dict[str, Tensor], size: int, mark: float = 1.0) -> bool:
-    """Tell whether these are the tensors of `weights`: all their bytes, and both ends of each."""
+    """Return whether these are the tensors of `weights`, by their sizes and both ends of each."""
     whole = sum(tensor.numel() * 4 for tensor in tensors.values()) == size // 4 * 4
     return whole and all(
         tensor[0].item() == tensor[-1].item() == index + mark
@@ -68,12 +68,12 @@ def is_intact(tensors: dict[str, Tensor], size: int, mark: float = 1.0) -> bool:
 
 
 def total(tensors: dict[str, Tensor]) -> float:
-    """Read tensors through."""
+    """Read all elements of the tensors."""
     return sum(float(tensor.sum()) for tensor in tensors.values())
 
 
 def print_lines(count: int) -> tuple[float, float]:
-    """Print short lines as fast as can be; give when that began, by the clock, and its seconds."""
+    """Print short lines as fast as possible; return the start time and the duration."""
     began, clock = time.perf_counter(), time.time()
     for number in range(count):
         print(LINE, number)
@@ -81,7 +81,7 @@ def print_lines(count: int) -> tuple[float, float]:
 
 
 def loop(seconds: float, lines_per_second: int) -> float:
-    """Compute for a while, and print at a steady rate meanwhile; give the steps per second."""
+    """Compute while printing at a steady rate; return the steps per second."""
     import torch
 
     torch.set_num_threads(1)
@@ -99,7 +99,7 @@ def loop(seconds: float, lines_per_second: int) -> float:
 
 
 def logging_loop(steps: int, way: str) -> float:
-    """Compute, and log a metric at each step in one way, or in none; give the steps per second."""
+    """Compute, and log a metric at each step in the given way; return the steps per second."""
     import torch
 
     torch.set_num_threads(1)
@@ -114,7 +114,7 @@ def logging_loop(steps: int, way: str) -> float:
 
 
 def train(steps: int, warm_up: int) -> float:
-    """Train a small model data-parallel; give the steps per second after the warm-up."""
+    """Train a small model with DDP; return the steps per second after the warm-up."""
     import torch
     import torch.distributed as dist
 
@@ -133,42 +133,42 @@ def train(steps: int, warm_up: int) -> float:
 
 
 def save_in_turns(size: int, turns: int, storage: str) -> list[dict[str, float]]:
-    """Save tensors of `size` bytes with the other ranks, in several ways, in turn.
+    """Save tensors of `size` bytes on all ranks, in several ways in turn.
 
     Parameters
     ----------
     size, turns : int
-        This rank's bytes, and how often each way is measured; once more to warm up.
+        Bytes of this rank, and number of measurements of each way, after one to warm up.
     storage : str
-        The folder in which reports end; it is emptied each time.
+        The folder of the reports; it is emptied each time.
 
     Returns
     -------
     list of dict
-        In each turn the seconds of a save alone, of a save and a report that takes the folder or
-        leaves it, and of what a report in the background keeps this rank from going on.
+        For each turn, the seconds of a save alone, of a save and a report that moves or copies the
+        folder, and for which a report in the background blocks this rank.
     """
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     state = {f"{dist.get_rank()}.{name}": tensor for name, tensor in weights(size).items()}
-    told = []
+    seconds_by_way = []
     names = list(WAYS_TO_SAVE)
     for turn in range(1 + turns):
-        first = turn % len(names)  # what one way leaves behind is not always the same one's burden
+        first = turn % len(names)  # leftovers of one way would always slow the same next one
         order = [*names[first:], *names[:first]]
-        told.append({name: _saved(WAYS_TO_SAVE[name], state, storage) for name in order})
+        seconds_by_way.append({name: _saved(WAYS_TO_SAVE[name], state, storage) for name in order})
     dist.destroy_process_group()
-    return told[1:]
+    return seconds_by_way[1:]
 
 
 def weigh(driver: int) -> dict[str, Any]:
-    """Do one training step and weigh this run's processes, all of them alive.
+    """Do one training step and measure the memory of this run's live processes.
 
     Parameters
     ----------
     driver : int
-        The process whose descendants are the run; it is not weighed itself.
+        The process whose descendants are the run; it is not counted.
 
     Returns
     -------
@@ -189,7 +189,7 @@ def weigh(driver: int) -> dict[str, Any]:
 
 
 def _saved(way: Callable[[Any, str], float], state: Any, storage: str) -> float:
-    """Save in one way, with nothing of others left that is still to be written to the disk."""
+    """Save in one way, after all earlier writes have reached the disk."""
     import torch.distributed as dist
 
     folder = f"{storage}-local"
@@ -230,7 +230,7 @@ def _report_in_the_background(state: Any, folder: str) -> float:
 
     _save(state, folder)
     blocked = _report(folder, "ASYNC")
-    train.report({})  # waits for it
+    train.report({})  # waits for the report
     return blocked
 
 

@@ -1,4 +1,4 @@
-"""How long it takes until ranks have met, parted, and their value is here."""
+"""Time of a whole run: ranks rendezvous, reduce, exit, and their value is returned."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ FIRST, LATER = "first run", "later runs"
 AT_LEAST = 2
 AT_MOST = 10
 LATER_SECONDS = 6.0
-"""Seconds after which a driver makes no more later runs, once it has made two."""
+"""Seconds after which a driver starts no further run, once it has made two."""
 
 
 class Case(NamedTuple):
-    """A peer somewhere on so many ranks."""
+    """A launcher, a place and a number of ranks."""
 
     peer: Peer
     place: str
@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 
 def titled(place: str, ranks: int) -> str:
-    """Give a case's title."""
+    """Return the title of a case."""
     where = "standalone" if place.startswith("spark://") else place
     return f"{where}, {ranks} rank{'s' if ranks > 1 else ''}"
 
@@ -68,7 +68,7 @@ def measure(effort: Effort) -> list[Row]:
 
 
 def measure_spark(effort: Effort) -> list[Row]:
-    """Measure launches through Spark, in sessions that are warm."""
+    """Measure launches through Spark, in sessions that are already running."""
     peers = chosen(THROUGH_SPARK, effort.families)
     rows = _measured([Case(peer, EMBEDDED, RANKS) for peer in peers], effort.few_rounds)
     with standalone() as (master, pids), kept(pids):
@@ -77,7 +77,7 @@ def measure_spark(effort: Effort) -> list[Row]:
 
 
 def drive(peer: str, place: str, ranks: int) -> dict[str, Any]:
-    """Measure one peer's first run and its later ones, in this driver."""
+    """Measure the first and later runs of one launcher in this driver."""
     began = time.perf_counter()
     with PEERS[peer].open(place, ranks) as run:
         before = time.perf_counter() - began
@@ -90,7 +90,7 @@ def drive(peer: str, place: str, ranks: int) -> dict[str, Any]:
 
 def _timed(run: Any, ranks: int) -> float:
     began = time.perf_counter()
-    value = run(functions.meet)
+    value = run(functions.rendezvous)
     seconds = time.perf_counter() - began
     if value not in (None, ranks):
         raise RuntimeError(f"the ranks counted {value}, and are {ranks}")
@@ -105,10 +105,10 @@ def _drive(case: Case) -> Driven:
     return apart(drive, DEADLINE, peer=case.peer.name, place=case.place, ranks=case.ranks)
 
 
-def _rows(case: Case, told: list[Driven]) -> list[Row]:
-    before = statistics.median(gathered(told, "before"))
+def _rows(case: Case, measurements: list[Driven]) -> list[Row]:
+    before = statistics.median(gathered(measurements, "before"))
     note = f"{before:.1f} s of set-up before it" if before >= 0.05 else ""
     return [
-        row(case.peer, case.title, FIRST, gathered(told, "first"), note=note),
-        row(case.peer, case.title, LATER, gathered(told, "later")),
+        row(case.peer, case.title, FIRST, gathered(measurements, "first"), note=note),
+        row(case.peer, case.title, LATER, gathered(measurements, "later")),
     ]

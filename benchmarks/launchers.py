@@ -1,6 +1,6 @@
-"""The launchers that are measured: each, once set up, gives a function ``run(function, *args)``.
+"""The launchers that are measured; each yields a function ``run(function, *args)``.
 
-What a user does once, imports and sessions, is done before that function is handed out.
+Imports and sessions, which a user needs once, are set up before it is yielded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.floors import CALL, free_port, meeting, target
+from benchmarks.floors import CALL, free_port, rendezvous_variables, target
 from benchmarks.packages import library
 from benchmarks.programs.call import ARGUMENTS, VALUE
 from benchmarks.spark import IN_DRIVER, LOCAL, session
@@ -40,7 +40,7 @@ def ours(place: str, ranks: int, **settings: Any) -> Iterator[Run]:
 
 @contextmanager
 def ours_cold(place: str, ranks: int) -> Iterator[Run]:
-    """Do without the warm process."""
+    """Build this project's distributor without the warm process."""
     with ours(place, ranks, warm=False) as run:
         yield run
 
@@ -58,7 +58,7 @@ def ours_ahead(place: str, ranks: int) -> Iterator[Run]:
 
 @contextmanager
 def pyspark(place: str, ranks: int) -> Iterator[Run]:
-    """Build PySpark's distributor for each run; its local mode, too, needs a session."""
+    """Build PySpark's distributor for each run; its local mode needs a session too."""
     from pyspark.ml.torch.distributor import TorchDistributor
 
     def run(function: Run, *args: Any) -> Any:
@@ -117,11 +117,11 @@ def spawn(place: str, ranks: int) -> Iterator[Run]:
 def _spawned(
     rank: int, ranks: int, port: int, values: Any, taken: Any, function: Run, args: tuple[Any, ...]
 ) -> None:
-    os.environ.update(meeting(rank, ranks, port))
+    os.environ.update(rendezvous_variables(rank, ranks, port))
     value = function(*args)
     if rank == 0:
         values.put(value)
-        taken.wait()  # a tensor lies in memory that ends with its process
+        taken.wait()  # a tensor's shared memory ends with its process
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def accelerate(place: str, ranks: int) -> Iterator[Run]:
 
 @contextmanager
 def ray(place: str, ranks: int) -> Iterator[Run]:
-    """Fit by Ray Train in a Ray that is up."""
+    """Run with Ray Train in a running Ray."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     package, train = library("ray"), library("ray.train")
     trainer = library("ray.train.torch").TorchTrainer

@@ -1,4 +1,4 @@
-"""Drivers in interpreters of their own, each with a deadline, and nothing left running."""
+"""Drivers in separate interpreters, each with a deadline and without leftover processes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Failed(Exception):
 
 
 class Printed(NamedTuple):
-    """What was read at one time, by the clock."""
+    """Output that was read at one time."""
 
     at: float
     data: bytes
 
 
 class Driven(NamedTuple):
-    """What a driver told, and what it printed."""
+    """The facts that a driver returned, and its output."""
 
     facts: dict[str, Any]
     printed: list[Printed]
@@ -49,16 +49,16 @@ def apart(function: Callable[..., dict[str, Any]], seconds: float, /, **paramete
     Parameters
     ----------
     function : callable
-        It returns what JSON can hold.
+        A function whose return value can be encoded as JSON.
     seconds : float
-        How long it may take.
+        Deadline in seconds.
     **parameters
-        For it; they travel as JSON.
+        Arguments of the function, encoded as JSON.
 
     Raises
     ------
     Failed
-        Where it did not come to its end.
+        If it raised, died or took too long.
     """
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stderr:
         file = Path(folder, "facts.json")
@@ -83,13 +83,13 @@ def apart(function: Callable[..., dict[str, Any]], seconds: float, /, **paramete
 
 
 def environment() -> dict[str, str]:
-    """Give a driver's environment: this project is found, and Spark runs this interpreter."""
+    """Return the environment of a driver: this project on its path, this interpreter for Spark."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {"PYSPARK_PYTHON": sys.executable, **os.environ, "PYTHONPATH": path}
 
 
 def adopt_orphans() -> None:
-    """Become the parent of whatever a driver leaves behind, to be able to end it."""
+    """Become the parent of processes that a driver leaves behind, to be able to end them."""
     from distributor.core.kernel import set_subreaper  # other launchers' drivers do without
 
     set_subreaper()
@@ -97,7 +97,7 @@ def adopt_orphans() -> None:
 
 @contextlib.contextmanager
 def kept(pids: Sequence[int]) -> Iterator[None]:
-    """Let these processes, with all that descend from them, outlive the drivers."""
+    """Let these processes and their descendants outlive the drivers."""
     _kept.update(pids)
     try:
         yield
@@ -106,7 +106,7 @@ def kept(pids: Sequence[int]) -> Iterator[None]:
 
 
 def end_descendants() -> None:
-    """End every process that descends from this one, less those that are kept."""
+    """Kill all descendants of this process, except those that are kept."""
     psutil = library("psutil")
     doomed = []
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -121,7 +121,7 @@ def end_descendants() -> None:
 
 @contextlib.contextmanager
 def _reading(process: subprocess.Popen[bytes]) -> Iterator[list[Printed]]:
-    """Read along what a process prints: a pipe that nobody reads would stop it."""
+    """Read the output of a process, which a full pipe would block."""
     stdout = process.stdout
     assert stdout is not None
     chunks: list[Printed] = []
@@ -142,13 +142,13 @@ def _reading(process: subprocess.Popen[bytes]) -> Iterator[list[Printed]]:
 def _facts_in(file: Path, stderr: bytes) -> dict[str, Any]:
     if not file.exists():
         raise Failed(f"the driver died: {_last_line(stderr)}")
-    told = json.loads(file.read_text())
-    if ERROR in told:
-        raise Failed(" ".join(told[ERROR].split())[:300])
-    facts: dict[str, Any] = told[FACTS]
+    outcome = json.loads(file.read_text())
+    if ERROR in outcome:
+        raise Failed(" ".join(outcome[ERROR].split())[:300])
+    facts: dict[str, Any] = outcome[FACTS]
     return facts
 
 
 def _last_line(text: bytes) -> str:
     lines = text.decode(errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else "without a word"
+    return lines[-1][:300] if lines else "no output"

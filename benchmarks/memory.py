@@ -1,4 +1,4 @@
-"""How much memory ranks take once they train, with what they share counted once."""
+"""Memory of ranks that train; shared pages are counted once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEADLINE = 120.0
 
 
 class Case(NamedTuple):
-    """A peer on so many ranks."""
+    """A launcher and a number of ranks."""
 
     peer: Peer
     ranks: int
@@ -31,7 +31,7 @@ class Case(NamedTuple):
 
 
 def titled(ranks: int) -> str:
-    """Give a case's title."""
+    """Return the title of a case."""
     return f"after one training step, {ranks} ranks"
 
 
@@ -46,9 +46,9 @@ def measure(effort: Effort) -> list[Row]:
 
 
 def drive(peer: str, ranks: int) -> dict[str, Any]:
-    """Weigh the second run of a driver."""
+    """Measure the memory of a driver's second run."""
     with PEERS[peer].open(LOCAL, ranks) as run:
-        run(functions.meet)
+        run(functions.rendezvous)
         weights = run(functions.weigh, os.getpid())
     per_rank = [weight / MEGABYTE for weight in weights["ranks"]]
     return {"rank": sum(per_rank) / ranks, "run": weights["run"] / MEGABYTE}
@@ -58,9 +58,9 @@ def _drive(case: Case) -> Driven:
     return apart(drive, DEADLINE, peer=case.peer.name, ranks=case.ranks)
 
 
-def _rows(case: Case, told: list[Driven]) -> list[Row]:
+def _rows(case: Case, measurements: list[Driven]) -> list[Row]:
     everything = "all processes but the driver"
     return [
-        row(case.peer, case.title, EACH, gathered(told, "rank"), "MB"),
-        row(case.peer, case.title, f"{everything} (PSS)", gathered(told, "run"), "MB"),
+        row(case.peer, case.title, EACH, gathered(measurements, "rank"), "MB"),
+        row(case.peer, case.title, f"{everything} (PSS)", gathered(measurements, "run"), "MB"),
     ]

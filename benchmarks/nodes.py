@@ -1,7 +1,7 @@
-"""Many nodes in one process, as light as they can be: ``python -m benchmarks.nodes``.
+"""Many simulated nodes in one process: ``python -m benchmarks.nodes``.
 
-Each speaks what a real node speaks with the driver's hub, over a connection of its own, but starts
-no ranks. What to do comes as JSON on stdin, and what befell the nodes goes to stdout as JSON.
+Each exchanges the messages of a real node with the driver's hub, over its own connection, but
+starts no ranks. Instructions are read as JSON from stdin; results are written as JSON to stdout.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from distributor.wire.messages import (
 
 LOOPBACK = "127.0.0.1"
 CONNECT_SECONDS = 5.0
-"""As long as a real node tries to connect."""
+"""Seconds for which a real node tries to connect."""
 READY = "ready"
 LINES_PER_FRAME = 10
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What nodes are to do.
+    """Instructions for a group of nodes.
 
     Parameters
     ----------
     port : int
-        Where the hub listens.
+        Port of the hub.
     secret : str
-        Its secret; without one the nodes speak with a bare socket server.
+        Secret of the hub; if empty, the nodes talk to a plain socket server.
     first, count : int
-        Which nodes these are.
+        Number of the first node, and how many there are.
     lines : int
-        What each prints.
+        Lines that each prints.
     """
 
     port: int
@@ -56,16 +56,16 @@ class Orders:
 
 @dataclass
 class Fate:
-    """What befell one node, in seconds of the system's monotonic clock."""
+    """What happened to one node, in seconds of the system's monotonic clock."""
 
-    met: float = 0.0
+    rendezvoused: float = 0.0
     released: float = 0.0
     through_spark: bool = False
     refused: bool = False
 
 
 async def run(orders: Orders) -> list[Fate]:
-    """Be all nodes at once."""
+    """Run all nodes concurrently."""
     live = _node if orders.secret else _bare
     return await asyncio.gather(*(live(orders, orders.first + i) for i in range(orders.count)))
 
@@ -80,16 +80,16 @@ async def _node(orders: Orders, number: int) -> Fate:
     _send(writer, NodeUp(f"host{number}", {}))
     if number == 0:
         _send(writer, Rendezvous(LOOPBACK, 1))
-    answer = await _told(reader, Rendezvous, RendezvousThroughSpark)
+    answer = await _receive(reader, Rendezvous, RendezvousThroughSpark)
     fate.through_spark = isinstance(answer, RendezvousThroughSpark)
-    fate.met = time.monotonic()
+    fate.rendezvoused = time.monotonic()
     _send(writer, RanksStarted())
     for start in range(0, orders.lines, LINES_PER_FRAME):
         text = b"".join(b"node %d, line %d\n" % (number, start + i) for i in range(LINES_PER_FRAME))
         _send(writer, Output(number, "stdout", text))
     _send(writer, NodeDone())
     if not fate.through_spark:
-        await _told(reader, Release)
+        await _receive(reader, Release)
         fate.released = time.monotonic()
     writer.close()
     return fate
@@ -110,20 +110,20 @@ def _send(writer: asyncio.StreamWriter, message: object) -> None:
     writer.write(protocol.encode(message))
 
 
-async def _told(reader: asyncio.StreamReader, *kinds: type) -> object:
+async def _receive(reader: asyncio.StreamReader, *kinds: type) -> object:
     (length,) = protocol.HEADER.unpack(await reader.readexactly(protocol.HEADER.size))
     message = protocol.decode(await reader.readexactly(length))
     if not isinstance(message, kinds):
-        raise RuntimeError(f"the driver said {message}")
+        raise RuntimeError(f"the driver sent {message}")
     return message
 
 
 async def _bare(orders: Orders, number: int) -> Fate:
-    """Hear a byte, say one, and hear another."""
+    """Receive a byte, send one, and receive another."""
     fate = Fate()
     reader, writer = await asyncio.open_connection(LOOPBACK, orders.port)
     await reader.readexactly(1)
-    fate.met = time.monotonic()
+    fate.rendezvoused = time.monotonic()
     writer.write(b"d")
     await reader.readexactly(1)
     fate.released = time.monotonic()
@@ -132,7 +132,7 @@ async def _bare(orders: Orders, number: int) -> Fate:
 
 
 def main() -> None:
-    """Say that this process is there; do what is asked, and tell, until nothing is."""
+    """Announce this process; then follow instructions and print results until stdin ends."""
     print(READY, flush=True)
     for line in sys.stdin:
         fates = asyncio.run(run(Orders(**json.loads(line))))

@@ -1,4 +1,4 @@
-"""How fast ranks' output reaches its reader, whether all of it does, and what printing costs."""
+"""Throughput and completeness of the ranks' output, and the cost of printing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LINE = re.compile(functions.LINE.encode() + rb" (\d+)")
 
 
 class Case(NamedTuple):
-    """A peer whose rank prints so many lines, to be shown or to be kept in files."""
+    """A launcher whose rank prints a number of lines, which are shown or stored in files."""
 
     peer: Peer
     lines: int
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A peer whose rank computes and prints for some seconds."""
+    """A launcher whose rank computes and prints for some seconds."""
 
     peer: Peer
     seconds: float
@@ -54,7 +54,7 @@ class Loop(NamedTuple):
 
 
 def titled(lines: int, *, kept: bool) -> str:
-    """Give the title of a case that prints as fast as can be."""
+    """Return the title of a case that prints as fast as possible."""
     return f"{lines:,} lines " + ("into files" if kept else "through a pipe")
 
 
@@ -75,7 +75,7 @@ def measure(effort: Effort) -> list[Row]:
 
 
 def drive(peer: str, lines: int, kept: bool) -> dict[str, Any]:
-    """Have one rank print, in a driver's second run."""
+    """Let one rank print, in a driver's second run."""
     settings = KEEPING[peer] if kept else {}
     with PEERS[peer].open(LOCAL, 1, **settings) as run:
         run(functions.print_lines, 0)
@@ -90,7 +90,7 @@ def drive(peer: str, lines: int, kept: bool) -> dict[str, Any]:
 
 
 def drive_loop(peer: str, seconds: float) -> dict[str, Any]:
-    """Measure one rank's steps, without printing and with, in turn."""
+    """Measure one rank's steps, alternately without and with printing."""
     silent, printing = [], []
     with PEERS[peer].open(LOCAL, 1) as run:
         for _ in range(LOOPS):
@@ -116,40 +116,47 @@ def _drive_loop(case: Loop) -> Driven:
     return apart(drive_loop, DEADLINE, peer=case.peer.name, seconds=case.seconds)
 
 
-def _rows(case: Case, told: list[Driven]) -> list[Row]:
-    ends = [_end_in_files(one) if case.kept else _end_in_pipe(one) for one in told]
+def _rows(case: Case, measurements: list[Driven]) -> list[Row]:
+    ends = [_end_in_files(one) if case.kept else _end_in_pipe(one) for one in measurements]
     rates = [
-        case.lines / (end.at - one.facts["began"]) for end, one in zip(ends, told, strict=True)
+        case.lines / (end.at - one.facts["began"])
+        for end, one in zip(ends, measurements, strict=True)
     ]
     lost = [case.lines - end.found for end in ends]
     where = "until they are there" if case.kept else READ
     return [
-        row(case.peer, case.title, "as the rank prints", gathered(told, "printed"), "lines/s"),
+        row(
+            case.peer,
+            case.title,
+            "as the rank prints",
+            gathered(measurements, "printed"),
+            "lines/s",
+        ),
         row(case.peer, case.title, where, rates, "lines/s"),
         row(case.peer, case.title, "lost", lost, "lines"),
     ]
 
 
 class _End(NamedTuple):
-    """When the last line arrived, by the clock, and how many there are."""
+    """Time at which the last line arrived, and the number of lines."""
 
     at: float
     found: int
 
 
-def _end_in_files(told: Driven) -> _End:
-    return _End(told.facts["last"], told.facts["found"])
+def _end_in_files(measurements: Driven) -> _End:
+    return _End(measurements.facts["last"], measurements.facts["found"])
 
 
-def _end_in_pipe(told: Driven) -> _End:
+def _end_in_pipe(measurements: Driven) -> _End:
     word = functions.LINE.encode()
-    at = max((printed.at for printed in told.printed if word in printed.data), default=0.0)
-    return _End(at, _count(b"".join(printed.data for printed in told.printed)))
+    at = max((printed.at for printed in measurements.printed if word in printed.data), default=0.0)
+    return _End(at, _count(b"".join(printed.data for printed in measurements.printed)))
 
 
-def _rows_of_loop(case: Loop, told: list[Driven]) -> list[Row]:
+def _rows_of_loop(case: Loop, measurements: list[Driven]) -> list[Row]:
     return [
-        row(case.peer, case.title, "without printing", gathered(told, "silent"), "steps/s"),
-        row(case.peer, case.title, "printing", gathered(told, "printing"), "steps/s"),
-        row(case.peer, case.title, LEFT, gathered(told, "share"), "%"),
+        row(case.peer, case.title, "without printing", gathered(measurements, "silent"), "steps/s"),
+        row(case.peer, case.title, "printing", gathered(measurements, "printing"), "steps/s"),
+        row(case.peer, case.title, LEFT, gathered(measurements, "share"), "%"),
     ]

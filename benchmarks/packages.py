@@ -1,4 +1,4 @@
-"""Packages that may be missing: how they are imported, and the versions of all."""
+"""Optional packages, and the versions of all packages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ BASE = ("torch", "pyspark")
 
 
 def library(name: str) -> Any:
-    """Import a package that may be missing; untyped, so that types hold where it is."""
+    """Import an optional package; untyped, so that type checks pass without it."""
     return importlib.import_module(name)
 
 
 def version_of(package: str) -> str | None:
-    """Give a package's version; None where it is not installed."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -25,12 +25,12 @@ def version_of(package: str) -> str | None:
 
 
 def versions(package: str | None = None) -> dict[str, str]:
-    """Give the versions that a measurement depends on.
+    """Return the versions on which a measurement depends.
 
     Parameters
     ----------
     package : str, optional
-        The peer's own, beside those of every row.
+        The package of a launcher, in addition to those of every row.
     """
     wanted = [*BASE, *([package] if package else [])]
     found = {name: version_of(name) or "not installed" for name in wanted}
@@ -38,7 +38,7 @@ def versions(package: str | None = None) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine, as far as the figures depend on it."""
+    """Describe the properties of the machine that affect the figures."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "system": platform.system(),

@@ -1,4 +1,4 @@
-"""The peers by name: this project, other launchers, and floors."""
+"""The peers by name: this project, other launchers, and lower bounds."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from benchmarks.packages import version_of
 
 @dataclass(frozen=True)
 class Peer:
-    """Something that runs a function on ranks.
+    """A launcher or a lower bound, which runs a function on ranks.
 
     Parameters
     ----------
     name, title : str
-        What it is called on the command line, and in tables.
+        Name on the command line, and title in tables.
     open : callable
-        Sets it up: ``open(place, ranks)`` is a context manager that gives ``run``.
+        Sets it up: ``open(place, ranks)`` is a context manager that yields ``run``.
     package : str, optional
-        The distribution whose version counts.
+        Distribution whose version is recorded.
     slow : bool
-        Whether a run takes so long that only the main case is measured.
+        Whether only the main case is measured, because a run takes long.
     note : str
-        What a reader of its figures must know.
+        Remark for readers of its figures.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Peer:
 
     @property
     def family(self) -> str:
-        """What ``--peers`` names: all variants of one peer."""
+        """Name of all variants of one peer, for ``--peers``."""
         return self.name.partition("_")[0]
 
     @property
     def missing(self) -> str:
-        """Say why it cannot run here; nothing where it can."""
+        """Why it cannot run here; empty if it can."""
         if self.package and version_of(self.package) is None:
             return f"{self.package} is not installed"
         return ""
@@ -55,7 +55,7 @@ PEERS = {
         Peer("ours", "distributor", launchers.ours, "distributor"),
         Peer(
             "ours_ahead",
-            "distributor, made 2 s before its run",
+            "distributor, created 2 s before its run",
             launchers.ours_ahead,
             "distributor",
         ),
@@ -65,7 +65,7 @@ PEERS = {
             "PySpark's TorchDistributor",
             launchers.pyspark,
             "pyspark",
-            note="the making of its Spark session is not counted",
+            note="creating its Spark session is not counted",
         ),
         Peer("torchrun", "torchrun", launchers.torchrun, "torch"),
         Peer(
@@ -95,7 +95,7 @@ PEERS = {
             launchers.ray,
             "ray",
             slow=True,
-            note="ray.init is not counted; Ray makes the process group itself",
+            note="ray.init is not counted; Ray initializes the process group itself",
         ),
         Peer("floor_processes", "floor: bare processes", floors.processes),
         Peer(
@@ -112,6 +112,6 @@ PEERS = {
 
 
 def chosen(names: Sequence[str], families: Sequence[str]) -> list[Peer]:
-    """Give the peers of these names whose families are wanted; none named means all."""
+    """Return the named peers of the given families; without families, all of them."""
     peers = [PEERS[name] for name in names]
     return [peer for peer in peers if not families or peer.family in families]

@@ -1,4 +1,4 @@
-"""Plots of the results, as SVG; none where matplotlib is missing."""
+"""Plots of the results as SVG, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def draw(folder: Path, name: str) -> None:
-    """Draw what there is to draw of a benchmark, from the file of results."""
+    """Draw the plot of a benchmark, if it has one, from the file of results."""
     if name not in _DRAWN:
         return
     try:
@@ -28,7 +28,7 @@ def draw(folder: Path, name: str) -> None:
         print(f"no plot: {error}", file=sys.stderr)
         return
     pyplot.switch_backend("svg")
-    # Without these, the same figures would give another file each time.
+    # Without these, the same figures would produce a different file each time.
     library("matplotlib").rcParams["svg.hashsalt"] = name
     figure, axes = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
     if _DRAWN[name](axes, load(folder)[name]["rows"]):
@@ -52,7 +52,7 @@ def _launch(axes: Any, rows: Rows) -> bool:
     axes.set_xscale("log")
     axes.margins(x=0.12)
     axes.set_xlabel("seconds: a driver's first run (faint) and its later ones")
-    axes.set_title(f"{launch.RANKS} ranks meet, reduce and part", fontsize=10)
+    axes.set_title(f"{launch.RANKS} ranks rendezvous, reduce and exit", fontsize=10)
     return bool(peers)
 
 
@@ -68,7 +68,7 @@ def _lines(axes: Any, rows: Rows, sizes: Sequence[int], what: str, title: str) -
     series: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for size in sizes:
         if size < values.SMALL:
-            continue  # the difference of two runs, which is noise there
+            continue  # the difference of two runs is mostly noise there
         for place in (LOCAL, EMBEDDED):
             for peer, seconds in _medians(rows, values.titled(place, size), what).items():
                 if seconds > 0 and not (peer.startswith("floor") and place != LOCAL):
@@ -84,7 +84,7 @@ def _lines(axes: Any, rows: Rows, sizes: Sequence[int], what: str, title: str) -
 def _scale(axes: Any, rows: Rows) -> bool:
     drawn = False
     for peer, style in (("ours", "-"), ("floor_sockets", ":")):
-        for what in (scale.MET, scale.RELEASED, scale.BUSY):
+        for what in (scale.RENDEZVOUSED, scale.RELEASED, scale.BUSY):
             points = [
                 (nodes, found[peer])
                 for nodes in scale.NODES

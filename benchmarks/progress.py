@@ -1,4 +1,4 @@
-"""What it costs a training loop to have its metrics in MLflow, and whether all of them arrive."""
+"""Cost of logging metrics to MLflow in a training loop, and whether all of them arrive."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UP_SECONDS, DEADLINE = 120.0, 600.0
 
 
 class Case(NamedTuple):
-    """A way to log, and for how many steps."""
+    """A way to log, and a number of steps."""
 
     peer: Peer
     steps: int
@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 def titled(steps: int) -> str:
-    """Give a case's title."""
+    """Return the title of a case."""
     return f"a loop of {steps:,} steps of some 5 ms, a metric each, one rank"
 
 
@@ -56,7 +56,7 @@ def measure(effort: Effort) -> list[Row]:
 
 
 def drive(way: str, steps: int) -> dict[str, Any]:
-    """Measure one rank's loop, without logging and with, in turn; count what has arrived."""
+    """Measure a rank's loop, alternately without and with logging; count what arrived."""
     silent, logging = [], []
     with _server() as uri:
         os.environ["MLFLOW_TRACKING_URI"] = uri
@@ -83,7 +83,7 @@ def _arrived() -> int:
 
 @contextlib.contextmanager
 def _server() -> Iterator[str]:
-    """Start MLflow's server on SQLite, in the working folder."""
+    """Start an MLflow server on SQLite in the working directory."""
     uri = f"http://127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--host", "127.0.0.1"]
     command += ["--port", uri.rpartition(":")[2], "--backend-store-uri", "sqlite:///mlflow.db"]
@@ -111,11 +111,11 @@ def _drive(case: Case) -> Driven:
     return apart(drive, DEADLINE, way=case.peer.name, steps=case.steps)
 
 
-def _rows(case: Case, told: list[Driven]) -> list[Row]:
-    lost = [one.facts["lost"] for one in told]
+def _rows(case: Case, measurements: list[Driven]) -> list[Row]:
+    lost = [one.facts["lost"] for one in measurements]
     return [
-        row(case.peer, case.title, "without logging", gathered(told, "silent"), "steps/s"),
-        row(case.peer, case.title, "logging", gathered(told, "logging"), "steps/s"),
-        row(case.peer, case.title, LEFT, gathered(told, "share"), "%"),
+        row(case.peer, case.title, "without logging", gathered(measurements, "silent"), "steps/s"),
+        row(case.peer, case.title, "logging", gathered(measurements, "logging"), "steps/s"),
+        row(case.peer, case.title, LEFT, gathered(measurements, "share"), "%"),
         row(case.peer, case.title, "lost", lost, "metrics"),
     ]

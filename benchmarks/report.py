@@ -1,4 +1,4 @@
-"""What comes out: rows, a table, and the file of results."""
+"""Output of the benchmarks: rows, tables and the file of results."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class Row:
     Parameters
     ----------
     case, what : str
-        What was run, and what is told of it.
+        The case, and the quantity that was measured.
     peer, title : str
-        Who ran it.
+        Name and title of the launcher.
     unit : str
-        Of the values.
+        Unit of the values.
     values : tuple of float
-        What was measured, once for each repeat; none where it failed.
+        The measurement of each repetition; empty if it failed.
     versions : dict of str to str
-        Python's, torch's, PySpark's and the peer's.
+        Versions of Python, torch, PySpark and the launcher.
     package : str
-        Which of them is the peer's.
+        Package of the launcher among them.
     note : str
-        What a reader must know; how it failed.
+        Remark for the reader, or the error.
     ratio : float, optional
-        The median, beside that of the reference in the same case.
+        Ratio of the median to that of the reference in the same case.
     """
 
     case: str
@@ -58,8 +58,8 @@ class Row:
     def median(self) -> float | None:
         return statistics.median(self.values) if self.values else None
 
-    def told(self) -> dict[str, Any]:
-        """Give the row as the file of results has it."""
+    def measurements(self) -> dict[str, Any]:
+        """Return the row in the format of the file of results."""
         spread = {"min": min(self.values), "max": max(self.values)} if self.values else {}
         summary = {"median": self.median, "repeats": len(self.values), **spread}
         return {**asdict(self), **summary}
@@ -68,7 +68,7 @@ class Row:
 def row(
     peer: Peer, case: str, what: str, values: Sequence[float], unit: str = "s", note: str = ""
 ) -> Row:
-    """Make a row of what a peer was measured at."""
+    """Return a row of measurements."""
     return Row(
         case=case,
         what=what,
@@ -83,13 +83,13 @@ def row(
 
 
 def row_of_failure(peer: Peer, case: str, why: str) -> Row:
-    """Make the row of a peer that gave no figure."""
+    """Return the row of a launcher that failed."""
     return row(peer, case, "failed", (), note=why)
 
 
-def gathered(told: list[Driven], key: str) -> list[float]:
-    """Put together what the rounds measured, one value or several in each."""
-    found = [driven.facts[key] for driven in told]
+def gathered(measurements: list[Driven], key: str) -> list[float]:
+    """Return the measurements of all rounds, which have one or several values each."""
+    found = [driven.facts[key] for driven in measurements]
     return [value for some in found for value in (some if isinstance(some, list) else [some])]
 
 
@@ -101,13 +101,13 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
 
 def _with_ratio(row: Row, reference: float | None) -> Row:
     if row.median is None or not reference or not row.unit:
-        return row  # what has no unit is a ratio or a power already
+        return row  # a quantity without a unit is already a ratio or an exponent
     fields = {name: getattr(row, name) for name in row.__dataclass_fields__}
     return Row(**{**fields, "ratio": row.median / reference})
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Lay rows out as text."""
+    """Format rows as a text table."""
     head = ("case", "what", "peer", "version", "median", "min - max", "repeats", "ratio", "note")
     cells = [head, *(_cells(r) for r in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(head) - 1)]
@@ -132,21 +132,21 @@ def _short(value: float) -> str:
 
 
 def save(folder: Path, name: str, rows: Sequence[Row], *, quick: bool, extra: Any = None) -> None:
-    """Put a benchmark's rows into the file of results; those of others stay."""
+    """Replace the rows of one benchmark in the file of results."""
     folder.mkdir(parents=True, exist_ok=True)
     results = load(folder)
     results[name] = {
         "when": time.strftime("%Y-%m-%d"),
         "quick": quick,
         "machine": machine(),
-        "rows": [r.told() for r in rows],
+        "rows": [r.measurements() for r in rows],
         **({} if extra is None else {"extra": extra}),
     }
     Path(folder, RESULTS).write_text(json.dumps(results, indent=1) + "\n")
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Read the file of results; nothing where there is none."""
+    """Read the file of results; return an empty dict if there is none."""
     file = Path(folder, RESULTS)
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return results

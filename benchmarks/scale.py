@@ -1,4 +1,4 @@
-"""How the driver's part of a cluster run grows with the nodes, which are simulated."""
+"""How the driver's share of a cluster run grows with the number of (simulated) nodes."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ NODES = (10, 30, 100, 300, 1000, 2000)
 FEW_NODES = (10, 100, 300)
 LINES = 100
 PROCESSES = 2
-"""In which the simulated nodes live; each has some thousand descriptors and one core."""
+"""Number of processes for the simulated nodes; each has some thousand descriptors and one core."""
 DEADLINE = 180.0
 USUAL_DESCRIPTORS = 1024
-"""The soft limit that most systems give a process."""
+"""Default soft limit of most systems."""
 RUNS = 3
 WARM_UP_NODES = 4
 FIT_FROM = 100
-"""Nodes from which the growth is fitted; below, what does not grow prevails."""
+"""Number of nodes from which the growth is fitted; below it, constant costs dominate."""
 
 
 class Case(NamedTuple):
-    """So many nodes, what each prints, and how many descriptors the driver may have."""
+    """Number of nodes, lines that each prints, and the driver's limit of descriptors."""
 
     peer: Peer
     nodes: int
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 
 def titled(nodes: int) -> str:
-    """Give the title of a case that is nothing special."""
+    """Return the title of a plain case."""
     return f"{nodes:,} nodes"
 
 
@@ -74,8 +74,8 @@ def measure(effort: Effort) -> list[Row]:
 
 
 def drive(peer: str, nodes: int, lines: int, descriptors: int) -> dict[str, Any]:
-    """Be the driver of one run of simulated nodes."""
-    # The nodes' processes first: they need what this one is about to go without.
+    """Act as the driver of one run of simulated nodes."""
+    # Start the nodes' processes first: they need the descriptors that this one gives up.
     _allow_descriptors(None)
     with _processes() as processes:
         _allow_descriptors(descriptors or None)
@@ -92,7 +92,7 @@ def _run(peer: str, crowd: _Crowd) -> dict[str, float]:
     began = serve(crowd)
     cpu = time.process_time() - cpu
     return {
-        "met": max(fate.met for fate in crowd.fates) - began,
+        "rendezvoused": max(fate.rendezvoused for fate in crowd.fates) - began,
         "released": max(fate.released for fate in crowd.fates) - began,
         "cpu": cpu,
         "through_spark": sum(fate.through_spark for fate in crowd.fates),
@@ -101,7 +101,7 @@ def _run(peer: str, crowd: _Crowd) -> dict[str, float]:
 
 
 class _Crowd:
-    """Simulated nodes in processes that wait for their orders."""
+    """Processes of simulated nodes, which wait for instructions."""
 
     def __init__(
         self, processes: Sequence[subprocess.Popen[str]], nodes: int, lines: int = 0
@@ -112,7 +112,7 @@ class _Crowd:
         self.fates: list[Fate] = []
 
     def start(self, port: int, secret: str) -> float:
-        """Let the nodes come; give when."""
+        """Let the nodes connect; return the start time."""
         began = time.monotonic()
         share = math.ceil(self.nodes / len(self._processes))
         for number, process in enumerate(self._processes):
@@ -125,7 +125,7 @@ class _Crowd:
         return began
 
     def await_end(self) -> None:
-        """Learn what befell them."""
+        """Return the results of all nodes."""
         for process in self._processes:
             assert process.stdout is not None
             self.fates += [Fate(**fate) for fate in json.loads(process.stdout.readline())]
@@ -150,7 +150,7 @@ def _processes() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def _follow_run(crowd: _Crowd) -> float:
-    """Follow the run as the driver does, with its hub and its watch; give when it began."""
+    """Follow the run as the driver does, with a hub and a run monitor; return the start time."""
     from distributor.launch.console import Console
     from distributor.launch.job import Job, Settings, program_of
     from distributor.launch.spark.monitor.run_monitor import RunMonitor
@@ -188,7 +188,7 @@ def _then(first: Callable[[], object], then: Callable[[], object]) -> threading.
 
 
 class _Shown:
-    """The driver's sink: what ranks print is shown here."""
+    """The driver's sink for the ranks' output."""
 
     def __init__(self, console: Any) -> None:
         self._console = console
@@ -201,7 +201,7 @@ class _Shown:
 
 
 def _serve_sockets(crowd: _Crowd) -> float:
-    """Do no more than accept all, tell all, hear all, and tell all again."""
+    """Accept all connections, send to all, receive from all, and send to all again."""
     return asyncio.run(_serve(crowd))
 
 
@@ -213,11 +213,11 @@ async def _serve(crowd: _Crowd) -> float:
         nonlocal done
         writers.append(writer)
         if len(writers) == crowd.nodes:
-            _tell_all(writers)
+            _broadcast(writers)
         await reader.readexactly(1)
         done += 1
         if done == crowd.nodes:
-            _tell_all(writers)
+            _broadcast(writers)
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0, backlog=1024)
     began = crowd.start(server.sockets[0].getsockname()[1], secret="")
@@ -228,13 +228,13 @@ async def _serve(crowd: _Crowd) -> float:
     return began
 
 
-def _tell_all(writers: list[asyncio.StreamWriter]) -> None:
+def _broadcast(writers: list[asyncio.StreamWriter]) -> None:
     for writer in writers:
         writer.write(b"g")
 
 
 def _allow_descriptors(limit: int | None) -> None:
-    """Set this process's soft limit; as high as it can be where none is named."""
+    """Set the soft limit of descriptors of this process; by default to the hard limit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if limit is None else limit, hard))
 
@@ -250,30 +250,43 @@ def _drive(case: Case) -> Driven:
     )
 
 
-MET, RELEASED, BUSY = "until all have met", "until all are released", "the driver's CPU time"
+RENDEZVOUSED, RELEASED = "until all have rendezvoused", "until all are released"
+BUSY = "the driver's CPU time"
 
 
-def _rows(case: Case, told: list[Driven]) -> list[Row]:
-    astray = sum(gathered(told, "through_spark")) + sum(gathered(told, "refused"))
+def _rows(case: Case, measurements: list[Driven]) -> list[Row]:
+    astray = sum(gathered(measurements, "through_spark")) + sum(gathered(measurements, "refused"))
     note = f"{astray:.0f} nodes without a link" if astray else ""
     return [
-        row(case.peer, case.title, MET, gathered(told, "met"), note=note),
-        row(case.peer, case.title, RELEASED, gathered(told, "released"), note=note),
-        row(case.peer, case.title, BUSY, gathered(told, "cpu"), note=note),
+        row(case.peer, case.title, RENDEZVOUSED, gathered(measurements, "rendezvoused"), note=note),
+        row(case.peer, case.title, RELEASED, gathered(measurements, "released"), note=note),
+        row(case.peer, case.title, BUSY, gathered(measurements, "cpu"), note=note),
     ]
 
 
-def _rows_of_limit(case: Case, told: list[Driven]) -> list[Row]:
+def _rows_of_limit(case: Case, measurements: list[Driven]) -> list[Row]:
     return [
-        row(case.peer, case.title, "nodes without a link", gathered(told, "refused"), "nodes"),
-        row(case.peer, case.title, "sent through Spark", gathered(told, "through_spark"), "nodes"),
-        row(case.peer, case.title, MET, gathered(told, "met")),
+        row(
+            case.peer,
+            case.title,
+            "nodes without a link",
+            gathered(measurements, "refused"),
+            "nodes",
+        ),
+        row(
+            case.peer,
+            case.title,
+            "sent through Spark",
+            gathered(measurements, "through_spark"),
+            "nodes",
+        ),
+        row(case.peer, case.title, RENDEZVOUSED, gathered(measurements, "rendezvoused")),
     ]
 
 
 def _growths(peer: Peer, rows: Sequence[Row]) -> list[Row]:
     grown = []
-    for what in (MET, RELEASED, BUSY):
+    for what in (RENDEZVOUSED, RELEASED, BUSY):
         points = [
             (nodes, found.median)
             for nodes in NODES

@@ -1,4 +1,4 @@
-"""Spark sessions, a standalone cluster, and the floor of all that runs through Spark."""
+"""Spark sessions, a standalone cluster, and the lower bound of runs through Spark."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOCAL = "local"
 """The place that needs no Spark."""
 EMBEDDED = "local-cluster[2,2,1024]"
 IN_DRIVER = "local[1]"
-"""What PySpark's class wants in its local mode, to ask its configuration; no task runs there."""
+"""Master for PySpark's class in local mode, which only reads the configuration."""
 RANKS = 2
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 60.0
@@ -29,7 +29,7 @@ WARM_UPS = 2
 
 @contextmanager
 def session(place: str) -> Iterator[Any]:
-    """Make a Spark session whose executors and their Python workers are up; none for `LOCAL`."""
+    """Create a Spark session and start its executors and their Python workers; none for `LOCAL`."""
     if place == LOCAL:
         yield None
         return
@@ -53,7 +53,7 @@ def _properties(place: str) -> dict[str, str]:
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.log.level": "OFF",
-        # Room for large values: without it PySpark's class would fail at Spark's own limits.
+        # Large values: PySpark's class would fail at Spark's default limits.
         "spark.driver.memory": "6g",
         "spark.driver.maxResultSize": "0",
     }
@@ -90,7 +90,7 @@ def empty_stage(spark: Any, tasks: int) -> None:
 
 @contextmanager
 def stage(place: str, ranks: int) -> Iterator[Callable[..., Any]]:
-    """Run an empty barrier stage, whatever is asked for."""
+    """Run an empty barrier stage instead of the function."""
     with session(place) as spark:
         yield lambda function, *args: empty_stage(spark, ranks)
 
@@ -102,7 +102,7 @@ def standalone() -> Iterator[tuple[str, list[int]]]:
     Yields
     ------
     tuple of str and list of int
-        The master's address, and the cluster's own processes.
+        Address of the master, and the processes of the cluster.
     """
     port = free_port()
     master = f"spark://{LOOPBACK}:{port}"

@@ -1,4 +1,4 @@
-"""The table that the README shows: from the file of results, the figures that matter most."""
+"""The README's table of the most important figures, from the file of results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from benchmarks import checkpoint, launch, memory, output, progress, scale, training, values
 from benchmarks.spark import EMBEDDED, LOCAL
 
-HEAD = ("median of what", "distributor", "PySpark's class", "torchrun", "at best")
+HEAD = ("median", "distributor", "PySpark's class", "torchrun", "lower bound")
 PEERS = ("ours", "pyspark", "torchrun")
 NOTHING = ""
 
@@ -18,13 +18,13 @@ class Line(NamedTuple):
     Parameters
     ----------
     title : str
-        What the README calls it.
+        Label in the README.
     benchmark, case, what : str
-        Where it is found in the results.
+        Its place in the results.
     floor : str
-        The peer that shows what the machine can do; none where there is none.
+        The peer that is the lower bound, if there is one.
     ours : str
-        Which variant of this project is shown.
+        The variant of this project that is shown.
     """
 
     title: str
@@ -84,7 +84,7 @@ LINES = (
     Line("a million lines, until read", "output", _MANY_LINES, output.READ),
     Line("training speed left when printing 1,000 lines/s", "output", output.LOOP, output.LEFT),
     Line(
-        "training speed left when telling progress at each step",
+        "training speed left when reporting progress at each step",
         "progress",
         progress.titled(progress.STEPS),
         progress.LEFT,
@@ -98,14 +98,20 @@ LINES = (
     ),
     Line("training, 2 ranks", "training", _TRAINED, training.SPEED),
     Line("memory of each of 8 ranks", "memory", memory.titled(memory.MORE_RANKS), memory.EACH),
-    Line("1,000 simulated nodes meet", "scale", scale.titled(1000), scale.MET, "floor_sockets"),
+    Line(
+        "rendezvous of 1,000 simulated nodes",
+        "scale",
+        scale.titled(1000),
+        scale.RENDEZVOUSED,
+        "floor_sockets",
+    ),
 )
 
 
 def summary(results: dict[str, Any]) -> str:
     """Lay the main figures out as a table in Markdown; what was not measured is left out."""
-    told = [(line, _figures(line, results)) for line in LINES]
-    rows = [(line.title, *figures) for line, figures in told if figures[0]]
+    figures = [(line, _figures(line, results)) for line in LINES]
+    rows = [(line.title, *figures) for line, figures in figures if figures[0]]
     return "\n".join(map(_row, [HEAD, ("---",) * len(HEAD), *rows]))
 
 

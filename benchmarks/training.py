@@ -1,4 +1,4 @@
-"""How fast a small model trains, as rank 0 sees it: a launcher must not slow it down."""
+"""Training speed of a small model on rank 0, which a launcher must not reduce."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEADLINE = 300.0
 
 
 class Case(NamedTuple):
-    """A peer, and for how many steps it trains."""
+    """A launcher and a number of steps."""
 
     peer: Peer
     steps: int
@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 
 def titled(steps: int) -> str:
-    """Give a case's title."""
+    """Return the title of a case."""
     return f"DistributedDataParallel on gloo, {RANKS} ranks, {steps} steps"
 
 
@@ -44,7 +44,7 @@ def measure(effort: Effort) -> list[Row]:
 
 
 def drive(peer: str, steps: int) -> dict[str, Any]:
-    """Train some times in one driver."""
+    """Train several times in one driver."""
     with PEERS[peer].open(LOCAL, RANKS) as run:
         return {"rates": [run(functions.train, steps, WARM_UP) for _ in range(RUNS)]}
 
@@ -53,5 +53,5 @@ def _drive(case: Case) -> Driven:
     return apart(drive, DEADLINE, peer=case.peer.name, steps=case.steps)
 
 
-def _rows(case: Case, told: list[Driven]) -> list[Row]:
-    return [row(case.peer, case.title, SPEED, gathered(told, "rates"), "steps/s")]
+def _rows(case: Case, measurements: list[Driven]) -> list[Row]:
+    return [row(case.peer, case.title, SPEED, gathered(measurements, "rates"), "steps/s")]

@@ -1,4 +1,4 @@
-"""Peers in turn: every round measures each of them once, and each becomes rows."""
+"""Round-robin measurements: every round measures each case once."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from benchmarks.report import Row, row_of_failure
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured.
+    """Number of rounds and the peers to measure.
 
     Parameters
     ----------
     quick : bool
-        Whether to look only whether all works: once, and the small cases alone.
+        Whether to measure the small cases only, once, to see that everything works.
     families : tuple of str
-        The peers that are wanted; all where it is empty.
+        Families of peers to measure; all if empty.
     """
 
     quick: bool = False
@@ -30,25 +30,25 @@ class Effort:
 
     @property
     def rounds(self) -> int:
-        """How often each peer has its turn."""
+        """Number of rounds."""
         return 1 if self.quick else 3
 
     @property
     def few_rounds(self) -> int:
-        """The same, where a turn takes long and repeats within itself what it measures."""
+        """Number of rounds for long cases, which repeat their measurement within a round."""
         return 1 if self.quick else 2
 
 
 class Case(Hashable, Protocol):
-    """What is measured: a peer, and what it does where."""
+    """One measurement: a peer and what it runs."""
 
     @property
     def peer(self) -> Peer:
-        """Who runs it."""
+        """The launcher."""
 
     @property
     def title(self) -> str:
-        """What tables call it, without the peer."""
+        """Title in tables, without the launcher."""
 
 
 C = TypeVar("C", bound=Case)
@@ -58,27 +58,27 @@ def measured(
     cases: Sequence[C],
     rounds: int,
     measure: Callable[[C], Driven],
-    tell: Callable[[C, list[Driven]], list[Row]],
+    to_rows: Callable[[C, list[Driven]], list[Row]],
 ) -> list[Row]:
-    """Measure cases round robin, so that all see the same hours of the machine.
+    """Measure cases round robin, so that changes in the machine's load affect all of them.
 
     Parameters
     ----------
     cases : sequence of Case
-        What is measured.
+        The cases.
     rounds : int
-        How often.
+        Number of rounds.
     measure : callable
-        Measures a case once.
-    tell : callable
-        Makes rows of what a case gave in all rounds.
+        Function that measures a case once.
+    to_rows : callable
+        Function that converts the measurements of all rounds to rows.
 
     Returns
     -------
     list of Row
-        A case that failed is one row, which says how; it is not tried again.
+        Rows of all cases. A case that failed is one row with its error; it is not repeated.
     """
-    told: dict[C, list[Driven]] = {case: [] for case in cases}
+    measurements: dict[C, list[Driven]] = {case: [] for case in cases}
     failed = {case: case.peer.missing for case in cases if case.peer.missing}
     for number in range(rounds):
         first = number % max(1, len(cases))
@@ -87,11 +87,13 @@ def measured(
                 continue
             began = time.monotonic()
             try:
-                told[case].append(measure(case))
+                measurements[case].append(measure(case))
             except Failed as failure:
                 failed[case] = str(failure)
             _say(f"round {number + 1}: {case.peer.title}, {case.title}", began, failed.get(case))
-    return [row for case in cases for row in _rows(case, told[case], failed.get(case), tell)]
+    return [
+        row for case in cases for row in _rows(case, measurements[case], failed.get(case), to_rows)
+    ]
 
 
 def _say(what: str, began: float, failure: str | None) -> None:
@@ -100,8 +102,11 @@ def _say(what: str, began: float, failure: str | None) -> None:
 
 
 def _rows(
-    case: C, told: list[Driven], failure: str | None, tell: Callable[[C, list[Driven]], list[Row]]
+    case: C,
+    measurements: list[Driven],
+    failure: str | None,
+    to_rows: Callable[[C, list[Driven]], list[Row]],
 ) -> list[Row]:
     if failure:
         return [row_of_failure(case.peer, case.title, failure)]
-    return tell(case, told)
+    return to_rows(case, measurements)

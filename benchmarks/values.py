@@ -1,4 +1,4 @@
-"""How long a large value takes from rank 0 to the driver, and large arguments to every rank."""
+"""Time to send a large value from rank 0 to the driver, and large arguments to every rank."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ ARGUMENTS = (1, 100, 500)
 VALUE_ALONE, ARGUMENTS_ALONE = "the value alone", "the arguments alone"
 AGAIN = "the same arguments again"
 SMALL = 100
-"""Megabytes: all that is measured quickly, and the least of which a rate is told."""
+"""Size in megabytes of the quick measurements, and minimum size for which a rate is shown."""
 RANKS = 2
 DEADLINE = 600.0
 ROUNDS = 1
-"""Each driver has turns of its own, in which what it measures is beside a run without."""
+"""Each driver alternates runs with and without the value, several times."""
 AT_LEAST, AT_MOST = 3, 7
 SECONDS = 12.0
-"""Seconds after which a driver makes no more runs, once it has had its least turns."""
+"""Seconds after which a driver starts no further run, once it has made `AT_LEAST`."""
 
 
 class Case(NamedTuple):
-    """A peer somewhere, and so many megabytes."""
+    """A launcher, a place and a size in megabytes."""
 
     peer: Peer
     place: str
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
 
 def titled(place: str, megabytes: int) -> str:
-    """Give a case's title."""
+    """Return the title of a case."""
     return f"{place}, {megabytes:,} MB"
 
 
@@ -62,7 +62,7 @@ def measure_arguments(effort: Effort) -> list[Row]:
 
 
 def drive_value(peer: str, place: str, size: int) -> dict[str, Any]:
-    """Measure runs in which rank 0 makes tensors, with and without returning them."""
+    """Measure runs in which rank 0 creates tensors, with and without returning them."""
     whole: list[float] = []
     without: list[float] = []
     with PEERS[peer].open(place, RANKS) as run:
@@ -78,7 +78,7 @@ def drive_value(peer: str, place: str, size: int) -> dict[str, Any]:
 
 
 def drive_arguments(peer: str, place: str, size: int) -> dict[str, Any]:
-    """Measure runs of two ranks that read tensors given to them: new, the same, hardly any."""
+    """Measure runs of two ranks that read tensors: new ones, the same again, and tiny ones."""
     new: list[float] = []
     same: list[float] = []
     without: list[float] = []
@@ -88,11 +88,11 @@ def drive_arguments(peer: str, place: str, size: int) -> dict[str, Any]:
         for mark in _turns():
             tensors = functions.weights(size, float(mark))
             expected = functions.total(tensors)
-            for told in (new, same):
+            for measurements in (new, same):
                 seconds, value = _timed(run, functions.total, tensors)
                 if not math.isclose(value, expected, rel_tol=1e-6):
                     raise RuntimeError("the ranks read other arguments")
-                told.append(seconds)
+                measurements.append(seconds)
             without.append(_timed(run, functions.total, tiny)[0])
     return {"whole": new, "alone": _beyond(new, without), "again": _beyond(same, without)}
 
@@ -142,23 +142,23 @@ def _parameters(case: Case) -> dict[str, Any]:
     }
 
 
-def _rows_of_value(case: Case, told: list[Driven]) -> list[Row]:
+def _rows_of_value(case: Case, measurements: list[Driven]) -> list[Row]:
     return [
-        row(case.peer, case.title, "whole run", gathered(told, "whole")),
-        _rated(case, VALUE_ALONE, gathered(told, "alone")),
+        row(case.peer, case.title, "whole run", gathered(measurements, "whole")),
+        _rated(case, VALUE_ALONE, gathered(measurements, "alone")),
     ]
 
 
-def _rows_of_arguments(case: Case, told: list[Driven]) -> list[Row]:
+def _rows_of_arguments(case: Case, measurements: list[Driven]) -> list[Row]:
     return [
-        row(case.peer, case.title, "whole run", gathered(told, "whole")),
-        _rated(case, ARGUMENTS_ALONE, gathered(told, "alone")),
-        _rated(case, AGAIN, gathered(told, "again")),
+        row(case.peer, case.title, "whole run", gathered(measurements, "whole")),
+        _rated(case, ARGUMENTS_ALONE, gathered(measurements, "alone")),
+        _rated(case, AGAIN, gathered(measurements, "again")),
     ]
 
 
 def _rated(case: Case, what: str, seconds: list[float]) -> Row:
     usual = statistics.median(seconds)
-    # Of small ones the difference of two runs is noise.
+    # For small values, the difference of two runs is mostly noise.
     rate = f"{case.megabytes / 1000 / usual:.2f} GB/s" if case.megabytes >= SMALL else ""
     return row(case.peer, case.title, what, seconds, note=rate)

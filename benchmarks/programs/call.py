@@ -1,7 +1,7 @@
 """Call a function by name, with arguments from a file: ``call.py module:function folder``.
 
-What a user of torchrun writes by hand: arguments come by ``torch.load``, and rank 0 leaves what the
-function returned by ``torch.save``.
+What a user of torchrun writes by hand: arguments are read with ``torch.load``, and rank 0 writes
+the return value with ``torch.save``.
 """
 
 from __future__ import annotations

@@ -358,7 +358,7 @@ def side_by_side(lines: Iterable[str]) -> str:
 def _cell(runs: str, processes: str, *found: str) -> str:
     *others, wrong, median, worst = found
     left = f"{processes} + {sum(map(int, others))} left"
-    told = f"told after {median}, {worst} at worst" if median != "-" else "told nothing"
+    told = f"reported after {median}, {worst} at most" if median != "-" else "nothing reported"
     return f"{runs} runs: {left}, {wrong} wrong, {told}"
 
 
