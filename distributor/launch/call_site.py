@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from types import FrameType
 from typing import Any
 
-SHORT, LONG = "callSite.short", "callSite.long"
-"""Spark's local properties for the names of a job and of its stages, and for their details."""
+from distributor._compat.pyspark import CALL_SITE, CALL_SITE_DETAILS
+
 _OURS, _COMMAND_LINE = "distributor", "distributor.cli"
 _MOST_FRAMES = 20
 """Frames in the details; Spark shows as many of its own (``spark.callstack.depth``)."""
@@ -43,38 +43,13 @@ class CallSite:
 
     def set_on(self, context: Any) -> None:
         """Name the jobs that the calling thread submits to this ``SparkContext``."""
-        context.setLocalProperty(SHORT, self.short)
-        context.setLocalProperty(LONG, self.long)
-
-
-def keep_call_site(frame: Any) -> None:
-    """Have a classic DataFrame's ``collect`` leave the call site as it is.
-
-    PySpark would name the line of this package that calls ``collect``. A version that works in
-    another way names its own.
-    """
-    if hasattr(frame, "_sc"):
-        frame._sc = _Without(frame._sc, "_jsc", _Without(frame._sc._jsc, "setCallSite", _ignore))
-
-
-class _Without:
-    """Stands for an object, with one attribute replaced."""
-
-    def __init__(self, wrapped: Any, name: str, replacement: Any) -> None:
-        self._wrapped = wrapped
-        setattr(self, name, replacement)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._wrapped, name)
-
-
-def _ignore(site: str | None) -> None:
-    pass
+        context.setLocalProperty(CALL_SITE, self.short)
+        context.setLocalProperty(CALL_SITE_DETAILS, self.long)
 
 
 def _callers() -> Iterator[FrameType]:
     """List the frames of the user's code, the innermost first; none below the command line."""
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     inside = True
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))

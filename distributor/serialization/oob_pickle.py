@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 
+from distributor._compat.torch import is_typed_storage, typed_storage, untyped_storage
 from distributor.core.kernel import lacking_for_memory_files
 
 PROTOCOL = 5
@@ -62,7 +63,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file, protocol=PROTOCOL, buffer_callback=self._keep_in)
         self.buffers: list[pickle.PickleBuffer] = []
-        self._storages: dict[int, Any] = {}
+        self._storages: dict[tuple[int, int], Any] = {}
 
     def _keep_in(self, buffer: pickle.PickleBuffer) -> bool:
         if buffer.raw().nbytes < LARGE_BUFFER:
@@ -77,15 +78,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_storage(self, obj: Any) -> tuple[Any, ...] | None:
         """Take over from torch for what lies in the memory of this process."""
-        import torch
-
-        typed = type(obj) is torch.storage.TypedStorage
-        storage = obj._untyped_storage if typed else obj
+        is_typed = is_typed_storage(obj)
+        storage = untyped_storage(obj) if is_typed else obj
         if storage.device.type != "cpu" or not storage.data_ptr():
             return None
-        if typed:
-            # Each tensor wraps its storage anew: the pickle is to see one object for one memory.
-            return _typed_storage, (self._storages.setdefault(storage._cdata, storage), obj.dtype)
+        if is_typed:
+            # Each tensor wraps its storage in a new object: the pickle must see one for one memory.
+            memory_range = storage.data_ptr(), storage.nbytes()
+            return typed_storage, (self._storages.setdefault(memory_range, storage), obj.dtype)
         memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
         memory.owner = storage  # so that it lives as long as the view does
         return _untyped_storage, (pickle.PickleBuffer(memory),)
@@ -142,13 +142,6 @@ def _buffers(view: memoryview) -> list[memoryview]:
 
 def _align(file: BinaryIO) -> None:
     file.write(bytes(-file.tell() % ALIGNMENT))
-
-
-def _typed_storage(storage: Any, dtype: Any) -> Any:
-    import torch
-
-    make: Any = torch.storage.TypedStorage
-    return make(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def _untyped_storage(buffer: Any) -> Any:

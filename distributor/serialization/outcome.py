@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from distributor._compat.torch import LOST_CONNECTION
 from distributor.core.resources import describe_free_space, lacks_room
 from distributor.core.text import listed
 from distributor.errors import RemoteError, RemoteTraceback, WorkerDied
@@ -248,24 +249,12 @@ def _is_launchers(filename: str) -> bool:
     return filename.startswith(_OURS + os.sep + "node") or "runpy" in filename
 
 
-_LOST_CONNECTION = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "socket timeout",
-    "failed to recv",
-    "remote process exited",
-    "nccl communicator was aborted",
-)
-
-
 def _is_lost_connection(error: BaseException) -> bool:
     """Tell whether an error is what a rank sees when a peer has gone."""
     if isinstance(error, ConnectionError):
         return True
     is_torchs = type(error).__module__.startswith("torch") or type(error) is RuntimeError
-    return is_torchs and any(sign in str(error).lower() for sign in _LOST_CONNECTION)
+    return is_torchs and any(sign in str(error).lower() for sign in LOST_CONNECTION)
 
 
 def _signal_name(signum: int) -> str:

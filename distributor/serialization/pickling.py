@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 
+from distributor._compat.cpython import add_source_lines
+from distributor._compat.torch import LOAD_STORAGE
 from distributor.errors import UnpicklableError
 from distributor.serialization import oob_pickle
 from distributor.serialization.code_imports import imports_in_code
@@ -184,13 +186,12 @@ class _SourceCollector(oob_pickle.Pickler):
 def install_sources(sources: Mapping[str, list[str]]) -> None:
     """Make source lines that came with a call visible to `traceback` and `inspect`."""
     for filename, lines in sources.items():
-        # With no modification time an entry is never thrown out as stale.
-        linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
+        add_source_lines(filename, lines)
 
 
 class _ValueUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
+        if (module, name) == LOAD_STORAGE:
             return _load_storage
         return super().find_class(module, name)
 

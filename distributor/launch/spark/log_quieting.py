@@ -8,14 +8,19 @@ messages begin.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
-LOGGERS = ("org.apache.spark.executor.Executor", "org.apache.spark.scheduler.TaskSetManager")
-"""Those that log the exception that ends a task: in the driver's JVM for ``local[n]``, and the
-scheduler's account of it. Executors of their own keep it in their log files."""
+from distributor._compat.cpython import future_warning_ignored
+from distributor._compat.pyspark import (
+    PANDAS_WARNING,
+    TASK_ERROR_LOGGERS,
+    progress_bar,
+    restore_loggers,
+    switch_loggers_off,
+)
+
 LATE_SECONDS = 3.0
 """Seconds after a failure until the last of its tasks has ended."""
 BAR_SECONDS = 0.2
@@ -41,70 +46,46 @@ def quiet(session: Any) -> Iterator[None]:
         return
     context = session.spark.sparkContext
     with ExitStack() as stack:
-        stack.enter_context(_log_levels(context._jvm))
-        stack.enter_context(_no_progress_bar(context._jsc.sc()))
+        stack.enter_context(_log_levels(context))
+        stack.enter_context(_no_progress_bar(context))
         yield
 
 
 @contextmanager
-def _log_levels(jvm: Any) -> Iterator[None]:
+def _log_levels(context: Any) -> Iterator[None]:
     """Switch the loggers off. Several runs may do so at once, and the last restores them."""
     global _runs
     with _lock:
         _runs += 1
         if _runs == 1:
             with suppress(Exception):  # another logging system than Log4j 2
-                _switch_off(jvm)
+                _levels.update(switch_loggers_off(context, TASK_ERROR_LOGGERS))
     try:
         yield
     except BaseException:
         # Spark tells of the other tasks, which it kills then, when they have ended.
-        later = threading.Timer(LATE_SECONDS, _release, [jvm])
+        later = threading.Timer(LATE_SECONDS, _release, [context])
         later.daemon = True
         later.start()
         raise
     else:
-        _release(jvm)
+        _release(context)
 
 
-def _release(jvm: Any) -> None:
+def _release(context: Any) -> None:
     global _runs
     with _lock:
         _runs -= 1
         if _runs == 0:
             with suppress(Exception):  # the JVM may have gone
-                _restore(jvm)
-
-
-def _switch_off(jvm: Any) -> None:
-    log4j = jvm.org.apache.logging.log4j
-    configured = log4j.LogManager.getContext(False).getConfiguration().getLoggers()
-    for name in LOGGERS:
-        own = configured.get(name)
-        _levels[name] = own.getExplicitLevel() if own is not None else None
-        log4j.core.config.Configurator.setLevel(name, log4j.Level.OFF)
-
-
-def _restore(jvm: Any) -> None:
-    log4j = jvm.org.apache.logging.log4j
-    context = log4j.LogManager.getContext(False)
-    while _levels:
-        name, level = _levels.popitem()
-        own = context.getConfiguration().getLoggers().get(name)
-        if own is None or not log4j.Level.OFF.equals(own.getExplicitLevel()):
-            continue  # whoever has set another level meanwhile wants that one
-        if level is None:
-            context.getConfiguration().removeLogger(name)
-            context.updateLoggers()
-        else:
-            log4j.core.config.Configurator.setLevel(name, level)
+                restore_loggers(context, _levels)
 
 
 @contextmanager
 def _no_progress_bar(context: Any) -> Iterator[None]:
     """Remove Spark's progress bar again and again: it has no switch while Spark runs."""
-    bar = context.progressBar()
-    if bar.isEmpty():
+    bar = progress_bar(context)
+    if bar is None:
         yield
         return
     ended = threading.Event()
@@ -112,10 +93,10 @@ def _no_progress_bar(context: Any) -> Iterator[None]:
     def remove() -> None:
         with suppress(Exception):  # Spark may have stopped
             while not ended.wait(BAR_SECONDS):
-                bar.get().finishAll()
+                bar.finishAll()
 
     thread = threading.Thread(target=remove, name="spark-progress-bar", daemon=True)
-    bar.get().finishAll()
+    bar.finishAll()
     thread.start()
     try:
         yield
@@ -123,46 +104,9 @@ def _no_progress_bar(context: Any) -> Iterator[None]:
         ended.set()
         thread.join()
         with suppress(Exception):
-            bar.get().finishAll()
+            bar.finishAll()
 
 
-class _InThisCall(type):
-    """The type of a warning's category that stands for another one, within `no_warning` alone."""
-
-    def __subclasscheck__(cls, category: type) -> bool:
-        return getattr(_calls, "quiet", False) and issubclass(category, FutureWarning)
-
-
-class _OfOurCall(FutureWarning, metaclass=_InThisCall):
-    pass
-
-
-_calls = threading.local()
-_quiet_calls = 0
-PANDAS = "PySpark does not yet fully support pandas"
-"""How the one warning begins that PySpark gives for each call with pandas 3."""
-
-
-@contextmanager
-def no_warning() -> Iterator[None]:
-    """Leave out what PySpark warns of for a call of ours, on this thread, and for no other call.
-
-    The filters of ``warnings`` are the process's, so `warnings.catch_warnings` would change them
-    for other threads. The one added here matches nothing but on a thread within this context
-    manager, and the last such thread removes it.
-    """
-    global _quiet_calls
-    with _lock:
-        _quiet_calls += 1
-        # Again each time: whoever leaves catch_warnings meanwhile has put the old filters back.
-        warnings.filterwarnings("ignore", message=PANDAS, category=_OfOurCall)
-    _calls.quiet = True
-    try:
-        yield
-    finally:
-        _calls.quiet = False
-        with _lock:
-            _quiet_calls -= 1
-            if not _quiet_calls:
-                for entry in [each for each in warnings.filters if each[2] is _OfOurCall]:
-                    warnings.filters.remove(entry)  # type: ignore[attr-defined]
+def no_warning() -> AbstractContextManager[None]:
+    """Ignore the warning that PySpark issues for a call of ours, on this thread alone."""
+    return future_warning_ignored(PANDAS_WARNING)

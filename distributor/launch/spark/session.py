@@ -13,12 +13,12 @@ from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
+from distributor._compat import pyspark as private
 from distributor.core.resources import format_bytes
-from distributor.launch.call_site import CallSite, keep_call_site
+from distributor.launch.call_site import CallSite
 from distributor.launch.console import notify
 from distributor.launch.spark.log_quieting import no_warning
 
-_SWAP = threading.Lock()
 _SHIP = threading.Lock()
 _SHIPPED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 _HOSTS: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
@@ -37,7 +37,7 @@ class Session:
 
     def __init__(self, spark: Any) -> None:
         self.spark = spark
-        self.is_connect = type(spark).__module__.startswith("pyspark.sql.connect")
+        self.is_connect = private.is_connect_session(spark)
 
     @classmethod
     def active(cls) -> Session | None:
@@ -128,27 +128,20 @@ class Session:
         """
         if self.is_connect:
             return None
-        context = self.spark.sparkContext._jsc.sc()
-        manager = context.resourceProfileManager()
-        if profile is None:
-            return int(context.maxNumConcurrentTasks(manager.defaultResourceProfile()))
-        requested = profile._java_resource_profile
-        manager.addResourceProfile(requested)
-        return int(context.maxNumConcurrentTasks(requested))
+        return private.max_concurrent_tasks(self.spark.sparkContext, profile)
 
     def executors(self) -> int:
         """Count the executors that have registered; 0 through Connect, which does not tell."""
         if self.is_connect:
             return 0
-        tracker = self.spark.sparkContext._jsc.sc().statusTracker()
-        return len(tracker.getExecutorInfos()) - 1  # the driver is one of them
+        return len(private.executor_hosts(self.spark.sparkContext)) - 1  # the driver is among them
 
     def executor_hosts(self) -> set[str]:
         """List the executors' hosts, less the driver's; none through Connect."""
         if self.is_connect:
             return set()
-        infos = self.spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()
-        return {info.host() for info in infos} - {self.conf("spark.driver.host")}
+        hosts = private.executor_hosts(self.spark.sparkContext)
+        return set(hosts) - {self.conf("spark.driver.host")}
 
     def leaving_executors(self, hosts: Container[str] | None) -> set[str]:
         """Give the ids of executors that Spark is about to end; Connect tells of none.
@@ -161,16 +154,14 @@ class Session:
         if self.is_connect or self.is_local_master:
             return set()
         try:
-            context = self.spark.sparkContext._jsc.sc()
-            backend = context.schedulerBackend()
-            known = _HOSTS.setdefault(self.spark.sparkContext, {})
-            there = backend.getExecutorIds().mkString(" ").split()
+            context = self.spark.sparkContext
+            known = _HOSTS.setdefault(context, {})
+            there = private.executor_ids(context)
             for each in there:
                 if each not in known:
-                    told = context.statusStore().executorSummary(each).hostPort()
-                    known[each] = told.rpartition(":")[0]
+                    known[each] = private.executor_host(context, each)
             ours = [each for each in there if hosts is None or known[each] in hosts]
-            return {each for each in ours if not backend.isExecutorActive(each)}
+            return {each for each in ours if not private.is_executor_active(context, each)}
         except Exception:
             return set()  # the JVM has gone; how, is told by the end of the job
 
@@ -262,7 +253,7 @@ class Session:
                     yield Path(folder)
             else:
                 # Spark serves files from where they lie, and removes this folder when it stops.
-                yield Path(self.spark.sparkContext._temp_dir)
+                yield Path(private.temporary_folder(self.spark.sparkContext))
             shipped.add(name)
 
     def why_no_pools(self) -> str | None:
@@ -302,13 +293,8 @@ class Session:
         if not self.is_one_machine or "PYSPARK_PYTHON" in os.environ:
             yield
             return
-        context = self.spark.sparkContext
-        with _SWAP:
-            usual, context.pythonExec = context.pythonExec, sys.executable
-            try:
-                yield
-            finally:
-                context.pythonExec = usual
+        with private.python_executable(self.spark.sparkContext, sys.executable):
+            yield
 
 
 def size_in_bytes(text: str, unit: str) -> int:
@@ -418,7 +404,7 @@ class BarrierJob:
             return 0  # as above
 
     def _stages_in(self, context: Any) -> set[int]:
-        jobs = context._jsc.sc().statusTracker().getJobIdsForTag(self._tag)
+        jobs = private.jobs_with_tag(context, self._tag)
         infos = map(context.statusTracker().getJobInfo, jobs)
         return {stage for info in infos if info for stage in info.stageIds}
 
@@ -452,7 +438,7 @@ class BarrierJob:
             if not self._session.is_connect:
                 spark.sparkContext.setJobDescription(self._description)
                 self._call_site.set_on(spark.sparkContext)
-                keep_call_site(self._frame)
+                private.keep_call_site(self._frame)
             if self._pool is not None:
                 spark.sparkContext.setLocalProperty(POOL, self._pool)
             with no_warning(), self._noting_progress():

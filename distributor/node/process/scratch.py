@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing.process
 import os
 import secrets
 import shutil
 import tempfile
-from typing import Any
+
+from distributor._compat.cpython import set_multiprocessing_folder
 
 
 def new_scratch_path() -> str:
@@ -21,8 +21,7 @@ def create_scratch(folder: str) -> None:
         os.mkdir(folder, 0o700)
     except OSError:
         return  # multiprocessing then makes its own when it needs one, and says why it cannot
-    process: Any = multiprocessing.process.current_process()
-    process._config["tempdir"] = folder
+    set_multiprocessing_folder(folder)
 
 
 def remove_scratch(folder: str) -> None:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from distributor._compat.cpython import RESOURCE_TRACKER
+
 RESOURCE_TRACKER_SECONDS = 5.0
 """Seconds to wait for Python's cleaner of shared memory once all whom it serves are dead.
 
@@ -68,7 +70,7 @@ def _environment_of(pid: int) -> set[bytes]:
 def is_resource_tracker(pid: int) -> bool:
     """Tell Python's cleaner of shared memory, which ends by itself once all whom it serves have."""
     try:
-        return b"multiprocessing.resource_tracker" in _command_line(pid)
+        return RESOURCE_TRACKER in _command_line(pid)
     except OSError:
         return False
 

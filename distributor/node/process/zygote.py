@@ -19,10 +19,11 @@ import socket
 import time
 import traceback
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
+from distributor._compat.cpython import disable_exit_finalizers
+from distributor._compat.torch import OPTIMIZER_IMPORTS
 from distributor.core.kernel import set_subreaper
 from distributor.node.process.exit import flush_streams
 from distributor.node.process.fork_reset import become
@@ -50,8 +51,6 @@ from distributor.node.process.supervisor import (
 from distributor.node.process.worker_spec import WorkerSpec
 
 NEEDED = ("distributor.node.worker.main", "cloudpickle", "torch", "torch.distributed")
-LATER = ("torch._dynamo",)
-"""What the first optimizer of a rank imports; loaded when nobody has asked for a moment."""
 MOMENT = 2.0
 IDLE_SECONDS = 1800.0
 LOAD_SECONDS = 600
@@ -84,7 +83,7 @@ class _Zygote:
         self._callers: set[socket.socket] = set()
         self._supervisors: dict[int, int] = {}  # the process and its pidfd
         self._helpers: set[int] = set()
-        self._later = list(LATER)
+        self._later = list(OPTIMIZER_IMPORTS)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._owner, selectors.EVENT_READ, self._leave)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -125,8 +124,7 @@ class _Zygote:
         flush_streams()  # what a module printed is not the ranks'
         gc.collect()
         gc.freeze()  # or the collector of each rank would make it copy what all of them share
-        for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
-            finalizer.atexit = False  # of what is this process's own; torch has hundreds of them
+        disable_exit_finalizers()  # of what is this process's own; torch has hundreds of them
 
     def _leave(self) -> NoReturn:
         os._exit(0)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from distributor._compat.torch import serve_store
 from distributor.core.host import use_host_name
 from distributor.node.process.exit import (
     exit_code_of,
@@ -84,17 +85,11 @@ def _serve_store(worker_spec: WorkerSpec) -> object:
     """Open the rendezvous store on the inherited socket, so that no port is ever guessed."""
     if worker_spec.listener is None:
         return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        import torch.distributed as dist
+        return serve_store(host, port, worker_spec.listener)
     except ImportError:
-        return None  # nobody in this run can ask for it
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=True,
-        master_listen_fd=worker_spec.listener,
-        wait_for_workers=False,
-    )
+        return None  # without torch nobody in this run can ask for it
 
 
 def _run_and_record(worker_spec: WorkerSpec) -> bool:

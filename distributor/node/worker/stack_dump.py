@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import re
 import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from distributor._compat.cpython import split_stacks
 from distributor.core.text import listed
 from distributor.node.process.signals import is_in_signal_mask
 from distributor.node.worker import control_channel
@@ -25,7 +25,6 @@ TICK = 0.01
 NO_ANSWER = "  (no answer: it is stopped, or has not begun)"
 _OWN_THREAD = control_channel.__file__
 """The one thread of the launcher's that has frames of its own."""
-_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+", re.MULTILINE)
 
 
 def answer_in(descriptor: int) -> None:
@@ -101,5 +100,5 @@ def _size(asked: Asked) -> int:
 def _answer(asked: Asked, begun: int) -> str:
     size = _size(asked) - begun
     text = os.pread(asked.answers.fileno(), size, begun).decode(errors="backslashreplace")
-    threads = _THREAD.sub(r"\1", text).strip().split("\n\n")
-    return "\n".join(t for t in threads if t and _OWN_THREAD not in t) or NO_ANSWER
+    threads = split_stacks(text)
+    return "\n".join(thread for thread in threads if _OWN_THREAD not in thread) or NO_ANSWER

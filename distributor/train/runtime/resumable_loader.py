@@ -205,8 +205,9 @@ def _check_samplers(loader: DataLoader[Any]) -> None:
 
 def _draws(sampler: Any) -> bool:
     """Tell whether a sampler takes other samples than each one once."""
-    replaces = getattr(sampler, "replacement", False)
-    return replaces or getattr(sampler, "_num_samples", None) is not None
+    if not isinstance(sampler, RandomSampler):
+        return False
+    return sampler.replacement or sampler.num_samples != len(sampler.data_source)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -1,0 +1,166 @@
+"""What this package uses of PySpark, and of Spark through py4j, that is not documented.
+
+A ``context`` is a ``pyspark.SparkContext``, which Spark Connect does not have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+CALL_SITE, CALL_SITE_DETAILS = "callSite.short", "callSite.long"
+"""Local properties that name a job and its stages in Spark's UI, and give the details."""
+
+TASK_ERROR_LOGGERS = (
+    "org.apache.spark.executor.Executor",
+    "org.apache.spark.scheduler.TaskSetManager",
+)
+"""The loggers of the driver's JVM that write the exception which ends a task."""
+
+PANDAS_WARNING = "PySpark does not yet fully support pandas"
+"""How the warning begins that PySpark issues for each call if pandas 3 is installed."""
+
+_python_lock = threading.Lock()
+
+
+def is_connect_session(spark: Any) -> bool:
+    """Return whether a session is one of Spark Connect, which has no ``SparkContext``."""
+    return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def java_context(context: Any) -> Any:
+    """Return the JVM's ``SparkContext``."""
+    return context._jsc.sc()
+
+
+def max_concurrent_tasks(context: Any, profile: Any = None) -> int:
+    """Return how many tasks the executors that have registered can run at once.
+
+    Parameters
+    ----------
+    context : SparkContext
+        The application.
+    profile : pyspark.resource.ResourceProfile, optional
+        What each task needs; by default the application's default profile.
+    """
+    java = java_context(context)
+    manager = java.resourceProfileManager()
+    if profile is None:
+        return int(java.maxNumConcurrentTasks(manager.defaultResourceProfile()))
+    requested = profile._java_resource_profile
+    manager.addResourceProfile(requested)
+    return int(java.maxNumConcurrentTasks(requested))
+
+
+def executor_hosts(context: Any) -> list[str]:
+    """Return the host of each executor that has registered, and of the driver."""
+    return [info.host() for info in java_context(context).statusTracker().getExecutorInfos()]
+
+
+def executor_ids(context: Any) -> list[str]:
+    """Return the ids of the executors that the scheduler knows; not the driver's."""
+    ids: str = java_context(context).schedulerBackend().getExecutorIds().mkString(" ")
+    return ids.split()
+
+
+def executor_host(context: Any, executor: str) -> str:
+    """Return the host of an executor."""
+    address: str = java_context(context).statusStore().executorSummary(executor).hostPort()
+    return address.rpartition(":")[0]
+
+
+def is_executor_active(context: Any, executor: str) -> bool:
+    """Return whether an executor takes tasks: it is neither lost nor about to be removed."""
+    return bool(java_context(context).schedulerBackend().isExecutorActive(executor))
+
+
+def jobs_with_tag(context: Any, tag: str) -> list[int]:
+    """Return the ids of the jobs that have a tag."""
+    return list(java_context(context).statusTracker().getJobIdsForTag(tag))
+
+
+def temporary_folder(context: Any) -> str:
+    """Return the driver's folder that Spark removes when the application ends."""
+    return str(context._temp_dir)
+
+
+@contextlib.contextmanager
+def python_executable(context: Any, path: str) -> Iterator[None]:
+    """Have functions that are planned in this block run with another interpreter."""
+    with _python_lock:
+        usual, context.pythonExec = context.pythonExec, path
+        try:
+            yield
+        finally:
+            context.pythonExec = usual
+
+
+def keep_call_site(frame: Any) -> None:
+    """Have a classic DataFrame's ``collect`` leave the job's call site as it is.
+
+    PySpark would name the line of this package that calls ``collect``. A version that works
+    differently names its own.
+    """
+    if hasattr(frame, "_sc"):
+        frame._sc = _Without(frame._sc, "_jsc", _Without(frame._sc._jsc, "setCallSite", _ignore))
+
+
+class _Without:
+    """Stands for an object, with one attribute replaced."""
+
+    def __init__(self, wrapped: Any, name: str, replacement: Any) -> None:
+        self._wrapped = wrapped
+        setattr(self, name, replacement)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+
+def _ignore(site: str | None) -> None:
+    pass
+
+
+def progress_bar(context: Any) -> Any:
+    """Return the JVM's progress bar, whose ``finishAll`` removes it; None if there is none."""
+    bar = java_context(context).progressBar()
+    return None if bar.isEmpty() else bar.get()
+
+
+def switch_loggers_off(context: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Switch loggers of the driver's JVM off; return the levels to pass to `restore_loggers`.
+
+    Returns
+    -------
+    dict of str to object
+        By name: the logger's own level, or None if it inherits one.
+
+    Raises
+    ------
+    Exception
+        If the JVM does not log with Log4j 2.
+    """
+    log4j = context._jvm.org.apache.logging.log4j
+    configured = log4j.LogManager.getContext(False).getConfiguration().getLoggers()
+    own = {name: configured.get(name) for name in names}
+    levels = {n: None if found is None else found.getExplicitLevel() for n, found in own.items()}
+    for name in names:
+        log4j.core.config.Configurator.setLevel(name, log4j.Level.OFF)
+    return levels
+
+
+def restore_loggers(context: Any, levels: dict[str, Any]) -> None:
+    """Give loggers their levels back, unless somebody has set another level meanwhile."""
+    log4j = context._jvm.org.apache.logging.log4j
+    logging_context = log4j.LogManager.getContext(False)
+    while levels:
+        name, level = levels.popitem()
+        own = logging_context.getConfiguration().getLoggers().get(name)
+        if own is None or not log4j.Level.OFF.equals(own.getExplicitLevel()):
+            continue
+        if level is None:
+            logging_context.getConfiguration().removeLogger(name)
+            logging_context.updateLoggers()
+        else:
+            log4j.core.config.Configurator.setLevel(name, level)

@@ -1,0 +1,99 @@
+"""What this package uses of torch that is not documented.
+
+Torch is imported inside the functions: a driver and its cluster's tasks do without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from types import ModuleType
+from typing import Any
+
+OPTIMIZER_IMPORTS = ("torch._dynamo",)
+"""Modules that a process's first optimizer imports, which takes about a second."""
+
+LOAD_STORAGE = ("torch.storage", "_load_from_bytes")
+"""Module and name of the function by which a pickle loads a storage that is not in CPU memory."""
+
+LOST_CONNECTION = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket timeout",
+    "failed to recv",
+    "remote process exited",
+    "nccl communicator was aborted",
+)
+"""Parts, in lower case, of the messages of gloo, NCCL and stores when another process has gone."""
+
+
+def is_typed_storage(storage: Any) -> bool:
+    """Return whether this is the deprecated storage with a type, of which torch pickles tensors."""
+    import torch
+
+    return type(storage) is torch.storage.TypedStorage
+
+
+def untyped_storage(storage: Any) -> Any:
+    """Return the bytes of a typed storage; the documented ``untyped`` warns of its deprecation."""
+    return storage._untyped_storage
+
+
+def typed_storage(storage: Any, dtype: Any) -> Any:
+    """Wrap bytes as the storage that torch's pickles of tensors refer to, without its warning."""
+    import torch
+
+    make: Any = torch.storage.TypedStorage
+    return make(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def serve_store(host: str, port: int, listener: int) -> Any:
+    """Serve a `TCPStore` on a listening socket that exists, and return at once.
+
+    Parameters
+    ----------
+    host : str
+        The host by which other ranks, and the store's own client, connect.
+    port : int
+        The socket's port.
+    listener : int
+        The socket's descriptor, which the store takes over.
+
+    Raises
+    ------
+    ImportError
+        If torch cannot be imported.
+    """
+    import torch.distributed as dist
+
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=True, master_listen_fd=listener, wait_for_workers=False
+    )
+
+
+def keep_groups_of_models(parallel: ModuleType) -> None:
+    """Have each DDP model keep its process group's Python object until the model is freed.
+
+    Parameters
+    ----------
+    parallel : module
+        ``torch.nn.parallel.distributed``, whose ``DistributedDataParallel`` is changed.
+    """
+    initialize = parallel.DistributedDataParallel.__init__
+
+    @functools.wraps(initialize)
+    def keep_group(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        # The reducer and the logger share the C++ object. A finalizer runs after that is freed,
+        # and not before, since neither class is written in Python.
+        for owner in (getattr(self, name, None) for name in ("reducer", "logger")):
+            if owner is not None:  # neither exists if DDP itself reduces no gradient
+                weakref.finalize(owner, _release, self.process_group).atexit = False
+
+    parallel.DistributedDataParallel.__init__ = keep_group
+
+
+def _release(group: object) -> None:
+    """Release a group: `weakref.finalize` has referred to it until now."""
