@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from distributor.core.gpus import gpu_usage
 from distributor.core.telemetry import Progress
+from distributor.node.agent.host_usage import read_host_usage
 
 SAMPLE_INTERVAL = 10.0
 MEGABYTE = 1e6
@@ -22,14 +23,10 @@ class SystemMetrics:
     """
 
     def __init__(self, node: str) -> None:
-        import psutil  # only where somebody wants to know
-
-        self._psutil = psutil
         self._node = node
         self._looks = 0
         self._next = time.monotonic() + SAMPLE_INTERVAL
-        self._network = psutil.net_io_counters()
-        psutil.cpu_percent()  # the next look tells the mean since this one
+        self._before = read_host_usage()
 
     def due(self) -> bool:
         """Tell whether it is time for the next look."""
@@ -46,15 +43,16 @@ class SystemMetrics:
         return Progress(done=self._looks, metrics=named)
 
     def _figures(self) -> Iterator[tuple[str, float]]:
-        yield "cpu_utilization_percentage", self._psutil.cpu_percent()
-        memory = self._psutil.virtual_memory()
-        yield "system_memory_usage_megabytes", memory.used / MEGABYTE
-        yield "system_memory_usage_percentage", memory.percent
-        before, self._network = self._network, self._psutil.net_io_counters()
-        if before and self._network:  # a container may have none
-            received = self._network.bytes_recv - before.bytes_recv
+        before, now = self._before, read_host_usage()
+        self._before = now
+        total = now.cpu_total - before.cpu_total
+        busy = min(max(now.cpu_busy - before.cpu_busy, 0.0), total)  # Linux's counters can go back
+        yield "cpu_utilization_percentage", 100 * busy / total if total > 0 else 0.0
+        yield "system_memory_usage_megabytes", now.memory_used / MEGABYTE
+        yield "system_memory_usage_percentage", now.memory_percent
+        if before.network and now.network:  # a container may have none
+            received, sent = now.network[0] - before.network[0], now.network[1] - before.network[1]
             yield "network_receive_megabytes", received / MEGABYTE
-            sent = self._network.bytes_sent - before.bytes_sent
             yield "network_transmit_megabytes", sent / MEGABYTE
         for index, (busy, used, whole) in enumerate(gpu_usage()):
             yield f"gpu_{index}_utilization_percentage", busy
