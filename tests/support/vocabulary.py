@@ -39,10 +39,10 @@ IN_PROSE = {
     r"lest|whence|whither|thereof|hitherto": "plain English: so that ... not",
     r"the way (there|between|back)": "the network path",
     r"meets?|met": "rendezvous, synchronize; satisfy for a condition",
-    r"where (there|none|nothing|nobody|it (is|has|was|can|cannot)|no|that|this|some|one|all|both)":
+    r"where (there|none|nothing|nobody|it (can|cannot)|no|that|this|some|one|all|both)":
         "if (keep `where` for places)",
     r"(None|empty|only|even|also|except|but|and) where": "if (keep `where` for places)",
-    r"(?<=[.;:,] )where|^where": "if; otherwise `in which`",
+    r"(?<=[.;:,] )where": "if; otherwise `in which`",
     r"gives?(?= (None|the|a|an|what|whether|how|where|all|this|its|each|True|False|up to)\b)":
         "return",
 }  # fmt: skip
