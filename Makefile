@@ -3,9 +3,9 @@
 PYTHON ?= python3
 # More arguments for pytest: make test ARGS="-k spark -x"
 ARGS ?=
-# Two test processes, for most of the time a test waits for one core; a file's tests share a Spark.
-JOBS ?= 2
-PYTEST = python -m pytest -n $(JOBS) --dist loadfile
+# More processes than cores: tests mostly wait. tests/support/scheduling.py groups and orders them.
+JOBS ?= 6
+PYTEST = python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 VENV := .venv
 VENV35 := .venv-spark35

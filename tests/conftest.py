@@ -1,4 +1,4 @@
-"""Fixtures: both launchers over one table, one Spark for the whole session, drivers of their own.
+"""Fixtures: both launchers, the session's one Spark, and driver programs in processes of their own.
 
 Spark and torch are never mocked here: ranks are real processes, and the cluster is a real one.
 """
@@ -19,18 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.scheduling import distribute_tests
 
 from distributor import TorchDistributor
 
 CLUSTER = "local-cluster[2,2,1024]"
 DEADLINE = 300
-"""Seconds for a driver of its own, Spark's start included."""
+"""Seconds for a driver program, Spark's start included."""
 
 needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
 
 
 def _has_connect() -> bool:
-    """Tell whether Connect works offline: PySpark 3.5 would download its server."""
+    """Return True if Connect works offline: PySpark 3.5 would download its server."""
     pyspark = find_spec("pyspark")
     if pyspark is None or pyspark.origin is None or find_spec("grpc") is None:
         return False
@@ -40,17 +41,23 @@ def _has_connect() -> bool:
 needs_connect = pytest.mark.skipif(not _has_connect(), reason="no Connect server is installed")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("loadgroup", False):
+        distribute_tests(items)
+
+
 def facts_in(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """Read what a driver program told as ``print("FACTS " + json.dumps(...))``."""
-    told = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
-    assert len(told) == 1, done.stdout[-4000:] + done.stderr[-8000:]
-    facts: dict[str, Any] = json.loads(told[0].removeprefix("FACTS "))
+    """Read what a driver program reports with ``print("FACTS " + json.dumps(...))``."""
+    reports = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
+    assert len(reports) == 1, done.stdout[-4000:] + done.stderr[-8000:]
+    facts: dict[str, Any] = json.loads(reports[0].removeprefix("FACTS "))
     return facts
 
 
 @pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """Say what this package warned of so far; what others log in this process is their own."""
+    """Return a function that lists this package's warnings so far, and no other's."""
 
     def messages() -> list[str]:
         ours = [record for record in caplog.records if record.name == "distributor"]
@@ -61,7 +68,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[Any]:
-    """The session's one Spark: two executors of two cores, processes of their own."""
+    """Return the session's one Spark: two executors of two cores, in processes of their own."""
     if shutil.which("java") is None:
         pytest.skip("Spark needs Java")
     from pyspark.sql import SparkSession
@@ -162,12 +169,12 @@ int nvmlDeviceGetMemoryInfo(void *device, unsigned long long *memory) {
 }
 int nvmlShutdown(void) { return 0; }
 """
-"""As much of the NVIDIA driver's library as is asked."""
+"""The functions of the NVIDIA driver's library that the package calls."""
 
 
 @pytest.fixture
 def nvml(tmp_path: Path) -> Callable[..., str]:
-    """Build an NVIDIA driver's library that shows so many A10G; name its folder."""
+    """Return a function that builds an NVIDIA driver's library, and returns its folder."""
     if (gcc := shutil.which("gcc")) is None:
         pytest.skip("there is no gcc to build a driver library with")
 

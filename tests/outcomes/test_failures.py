@@ -1,0 +1,149 @@
+"""A rank's failure is raised on the driver as it was raised there, over both launchers.
+
+The functions that ranks run travel by value, as a notebook's code does.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from support.failing import (
+    CASES,
+    Case,
+    Opaque,
+    exception_group,
+    exit_3,
+    killed,
+    module_of_the_rank_only,
+    opaque_argument,
+    own_type,
+    unpicklable_value,
+)
+from support.ranks import (
+    Distribute,
+    failures_of,
+    my_rank,
+    wait_to_be_stopped,
+    wait_until,
+)
+
+from distributor import (
+    RemoteError,
+    UnpicklableError,
+    WorkerDied,
+)
+from distributor.node.agent import failure_grace
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+RANKS: dict[str, tuple[int, ...]] = {"first": (0,), "last": (1,), "all": (0, 1)}
+"""The ranks that fail."""
+REPRESENTATIVE = (own_type, module_of_the_rank_only, unpicklable_value, exit_3, killed)
+"""One case of each kind of error: these run on a cluster every day."""
+
+
+def failing_runs() -> Iterator[Any]:
+    """Yield each case on each set of ranks locally, and on one set, in turn, on a cluster.
+
+    The everyday tests run each case once locally, and the representative ones on a cluster.
+    """
+    for number, case in enumerate(CASES):
+        name = case.fail.__name__
+        in_turn = list(RANKS)[number % len(RANKS)]
+        for ranks in RANKS:
+            marks = [] if ranks == in_turn else [pytest.mark.slow]
+            yield pytest.param("local", ranks, case, id=f"local-{ranks}-{name}", marks=marks)
+        marks = [pytest.mark.spark] + ([] if case.fail in REPRESENTATIVE else [pytest.mark.slow])
+        yield pytest.param("cluster", in_turn, case, id=f"cluster-{in_turn}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("distribute", "ranks", "case"), [*failing_runs()], indirect=["distribute"]
+)
+def test_failure_is_raised_here_as_it_was_there(
+    distribute: Distribute,
+    ranks: str,
+    case: Case,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fail, failing = case.fail, RANKS[ranks]
+    if ranks == "all":  # on a busy machine the second may fail well after the first
+        monkeypatch.setattr(failure_grace, "CAUSE_SECONDS", 20.0)
+
+    def program() -> object:
+        if my_rank() in failing:
+            (tmp_path / str(my_rank())).touch()
+            wait_until(lambda: len(list(tmp_path.iterdir())) == len(failing), "all are here")
+            return fail()
+        if my_rank() == 0:
+            return "done"  # it stays, to serve the others
+        wait_to_be_stopped()
+        return "never"
+
+    distributor = distribute(2)
+    with pytest.raises(case.kind) as caught:
+        distributor.run_all(program)
+
+    error = caught.value
+    assert type(error) is case.kind
+    check_error(error, case)
+    failures = failures_of(error)
+    assert sorted(failures) == list(failing)
+    first = next(iter(failures))
+    check_traceback(error, case, first, failures[first].origin.host, distributor.local_mode)
+    also = vars(error)["__notes__"][-1].partition("\n")[2]
+    assert also == "\n".join(
+        f"Also failed: rank {rank}: {failures[rank].summary}" for rank in list(failures)[1:]
+    )
+    for rank, failure in failures.items():
+        assert failure.origin.rank == rank
+        assert not failure.collateral
+        if case.kind is not RemoteError:
+            assert failure.summary.partition(":")[0].endswith(case.kind.__name__)
+        assert type(failure.exception()) is case.kind
+        assert all(line in failure.text for line in case.lines)
+
+
+def check_error(error: Any, case: Case) -> None:
+    if case.args is not None:
+        assert error.args == case.args
+    for name, expected in (case.attributes or {}).items():
+        assert getattr(error, name) == expected, name
+    if case.fail is opaque_argument:
+        assert [type(arg) for arg in error.args] == [str, Opaque]
+    if case.fail is exception_group:
+        parts = error.exceptions
+        assert [(type(part), part.args) for part in parts] == [
+            (KeyError, ("a",)),
+            (ValueError, ("b", 2)),
+        ]
+
+
+def check_traceback(error: BaseException, case: Case, rank: int, host: str, is_local: bool) -> None:
+    """Check that the error names its origin: the remote frame, the rank and its host."""
+    shown = str(error) if case.kind is WorkerDied else str(error.__cause__)
+    if case.kind in (RemoteError, UnpicklableError):
+        assert all(text in str(error) for text in case.says)
+    for text in (*case.says, *case.lines):
+        assert text in shown
+    local_rank = rank if is_local else 0
+    origin = f"rank {rank} (local rank {local_rank}) on {host}, attempt 0"
+    assert origin in shown
+    assert vars(error)["__notes__"][-1].startswith(f"Raised by {origin}.")
+    if case.kind is RemoteError:
+        assert origin in str(error)
+    assert host == socket.gethostname() if is_local else is_this_machine(host)
+
+
+def is_this_machine(host: str) -> bool:
+    """Return True if this machine can listen at an address; fail otherwise."""
+    socket.create_server((host, 0)).close()
+    return True

@@ -1,0 +1,349 @@
+"""Values that ranks return arrive whole, over both launchers.
+
+The functions that ranks run are in this module and travel by value, as a notebook's code does.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import math
+import os
+import pickle
+import sys
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from support.ranks import (
+    MIB,
+    Distribute,
+    my_rank,
+    wait_until,
+)
+from support.waiting import runs
+
+from distributor import (
+    DistributorError,
+    TorchDistributor,
+)
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+on_cluster = pytest.mark.spark
+
+
+@dataclass
+class Metrics:
+    loss: float
+    history: list[float]
+
+
+class Phase(enum.Enum):
+    WARM_UP = 1
+    STEADY = 2
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+def make_large_tensors() -> dict[str, Any]:
+    import torch
+
+    return {f"layer{i}": torch.arange(5 * MIB, dtype=torch.float32) * (i + 1) for i in range(5)}
+
+
+def make_odd_tensors() -> dict[str, Any]:
+    import torch
+
+    return {
+        "bfloat16": torch.arange(4, dtype=torch.bfloat16),
+        "complex": torch.tensor([1 + 2j]),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(7),
+        "transposed": torch.arange(6).reshape(2, 3).T,
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+
+
+def make_module() -> Any:
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 2)
+            self.register_buffer("scale", torch.tensor([2.0]))
+
+        def forward(self, inputs: Any) -> Any:
+            return self.linear(inputs) * self.scale
+
+    torch.manual_seed(11)
+    return Net().eval()
+
+
+CUDA_LIKE_BYTES = 13 * 4
+"""Only storages of this size are tagged as a GPU's; the tagger sees all tensors of a run."""
+
+
+def tag_as_cuda() -> None:
+    """Make this process pickle some tensors as if they were on a GPU."""
+    import torch
+
+    def tag(storage: Any) -> str | None:
+        return "cuda:0" if storage.nbytes() == CUDA_LIKE_BYTES else None
+
+    torch.serialization.register_package(0, tag, lambda storage, location: None)
+
+
+def make_cuda_like() -> tuple[Any, bytes]:
+    """Return a tensor that is tagged as a GPU's, and its plain pickle."""
+    import torch
+
+    tensor = torch.arange(13, dtype=torch.float32)
+    return tensor, pickle.dumps(tensor)
+
+
+def make_closure() -> Callable[[int], int]:
+    offset = 40
+    return lambda number: number + offset
+
+
+def make_failing_value() -> Exception:
+    return KeyError("returned, not raised", 3)
+
+
+def same_tensors(value: Any, made: Any) -> None:
+    import torch
+
+    assert list(value) == list(made)
+    for name, tensor in made.items():
+        assert torch.equal(value[name], tensor), name
+        assert (value[name].dtype, type(value[name])) == (tensor.dtype, type(tensor)), name
+        assert value[name].requires_grad == tensor.requires_grad, name
+
+
+def same_arrays(value: Any, made: Any) -> None:
+    import numpy as np
+
+    assert list(value) == list(made)
+    for name, array in made.items():
+        assert value[name].dtype == array.dtype, name
+        assert np.array_equal(value[name], array), name
+
+
+def same_outputs(value: Any, made: Any) -> None:
+    import torch
+
+    inputs = torch.ones(4, 3)
+    assert isinstance(value, torch.nn.Module)
+    assert torch.equal(value(inputs), made(inputs))
+    assert list(value.state_dict()) == ["scale", "linear.weight", "linear.bias"]
+    assert not value.training
+
+
+def now_on_cpu(value: Any, made: Any) -> None:
+    import torch
+
+    tensor, pickled = value
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="CUDA"):  # so it is tagged as the GPU's
+            pickle.loads(pickled)
+    assert tensor.device.type == "cpu"
+    assert tensor.tolist() == list(range(13))
+
+
+def same_object(value: Any, made: Any) -> None:
+    assert value is made
+
+
+def same_error(value: Any, made: Any) -> None:
+    assert type(value) is type(made)
+    assert value.args == made.args
+
+
+def same_function(value: Any, made: Any) -> None:
+    assert isinstance(value, types.FunctionType)
+    assert value(2) == made(2) == 42
+
+
+def equal(value: Any, made: Any) -> None:
+    assert type(value) is type(made)
+    assert value == made
+
+
+def make_arrays() -> dict[str, Any]:
+    import numpy as np
+
+    return {
+        "plain": np.arange(1_000_000, dtype=np.float64).reshape(1000, 1000),
+        "fortran": np.asfortranarray(np.arange(6).reshape(2, 3)),
+        "structured": np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")]),
+        "strings": np.array(["a", "bc"]),
+    }
+
+
+def make_nested() -> dict[Any, Any]:
+    rows = [{"step": i, "loss": 1 / (i + 1), "tags": ("a", {i, i + 1})} for i in range(50_000)]
+    return {"rows": rows, "deep": [[[[[["bottom"]]]]]], 3: {None: frozenset({b"x"})}}
+
+
+Same = Callable[[Any, Any], None]
+VALUES: dict[str, tuple[Callable[[], Any], Same]] = {
+    "none": (lambda: None, same_object),
+    "true": (lambda: True, same_object),
+    "int": (lambda: -(7**300), equal),
+    "float": (lambda: 0.1 + 0.2, equal),
+    "infinity": (lambda: -math.inf, equal),
+    "complex": (lambda: 1 - 2j, equal),
+    "str": (lambda: "naïve 日本 🚀 \ud800\0", equal),
+    "bytes": (lambda: bytes(range(256)) * 20_000, equal),
+    "nested": (make_nested, equal),
+    "generated_list": (lambda: [i * i for i in (j for j in range(1000))], equal),
+    "arrays": (make_arrays, same_arrays),
+    "large_tensors": (make_large_tensors, same_tensors),
+    "odd_tensors": (make_odd_tensors, same_tensors),
+    "cuda_like_tensor": (make_cuda_like, now_on_cpu),
+    "module": (make_module, same_outputs),
+    "own_instance": (lambda: Metrics(0.5, [1.0, 0.5]), equal),
+    "own_class": (lambda: Metrics, same_object),
+    "own_enum": (lambda: Phase.STEADY, same_object),
+    "namedtuple": (lambda: Point(1, y=[2]), equal),
+    "closure": (make_closure, same_function),
+    "lambda": (lambda: lambda number: number * 21, same_function),
+    "exception": (make_failing_value, same_error),
+}
+
+
+@pytest.fixture(scope="module", params=["local", pytest.param("cluster", marks=on_cluster)])
+def returned(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Return every kind of value from rank 0 of one run."""
+    if request.param == "cluster":
+        request.getfixturevalue("spark")
+    makers = {name: make for name, (make, _) in VALUES.items()}
+
+    def program() -> Any:
+        if my_rank() == 1:
+            return "rank 1's"
+        tag_as_cuda()
+        return {name: make() for name, make in makers.items()}
+
+    distributor = TorchDistributor(
+        2, local_mode=request.param == "local", use_gpu=False, timeout=180
+    )
+    return distributor.run(program)
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_value_arrives_whole(returned: dict[str, Any], kind: str) -> None:
+    make, same = VALUES[kind]
+    same(returned[kind], make())
+
+
+def test_a_class_of_the_caller_is_the_same_on_driver_and_ranks(
+    distribute: Distribute,
+) -> None:
+    class Model:
+        def __init__(self, weight: int) -> None:
+            self.weight = weight
+
+    def train(start: Model) -> Model:
+        assert isinstance(start, Model)
+        return Model(start.weight + 1)
+
+    trained = distribute(1).run(train, Model(41))
+    assert type(trained) is Model
+    assert trained.weight == 42
+
+
+@pytest.mark.parametrize(
+    ("distribute", "order"),
+    [
+        ("local", (2, 1, 0)),
+        ("local", (0, 2, 1)),
+        pytest.param("cluster", (1, 2, 0), marks=on_cluster),
+    ],
+    indirect=["distribute"],
+    ids=str,
+)
+def test_run_all_returns_each_ranks_value_in_whatever_order_they_end(
+    distribute: Distribute, tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    def end_in_order() -> tuple[int, int]:
+        rank = my_rank()
+        place = order.index(rank)
+        if place:
+            before = tmp_path / f"rank{order[place - 1]}"
+            wait_until(before.exists, f"{before.name} ends")
+            pid = int(before.read_text())
+            if before.name != "rank0":  # which stays, to serve the others
+                wait_until(lambda: not runs(pid), f"{before.name} is gone")
+        aside = tmp_path / f"aside{rank}"
+        aside.write_text(str(os.getpid()))
+        aside.rename(tmp_path / f"rank{rank}")
+        return rank, place
+
+    values = distribute(3).run_all(end_in_order)
+    assert values == [(rank, order.index(rank)) for rank in range(3)]
+
+
+def test_exiting_with_code_0_succeeds_and_returns_none(distribute: Distribute) -> None:
+    def leave() -> str:
+        if my_rank() == 2:
+            return "stayed"
+        sys.exit(0 if my_rank() == 0 else None)
+
+    assert distribute(3).run_all(leave) == [None, None, "stayed"]
+
+
+def test_large_arguments_are_sent_once_and_are_each_ranks_own(
+    distribute: Distribute, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    weights = torch.arange(2.0 * MIB)
+
+    def program(given: dict[str, Any], *, sign: int) -> float:
+        given["weights"] *= sign * (my_rank() + 1)
+        return float(given["weights"][-1])
+
+    last = 2.0 * MIB - 1
+    distributor = distribute(2)
+    for sign in (1, 1, -1):
+        found = distributor.run_all(program, {"weights": weights, "small": 1}, sign=sign)
+        assert found == [sign * last, sign * 2 * last]
+    assert weights[-1] == last, "the driver's own is as it was"
+    shown = capfd.readouterr().err
+    if distributor.local_mode:
+        assert "'program' takes" not in shown
+        return
+    named = "'program' takes 8.39 MB to the ranks, 8.39 MB of it in argument 0['weights']."
+    assert shown.count(named) == 3
+    spark = request.getfixturevalue("spark")
+    files = [name for name in spark.sparkContext.listFiles if "distributor-program" in name]
+    assert len(files) == 2, "one for each sign"
+
+
+def test_a_value_that_is_not_returned_need_not_be_picklable(distribute: Distribute) -> None:
+    def locks() -> object:
+        return "fine" if my_rank() == 0 else threading.Lock()
+
+    assert distribute(2).run(locks) == "fine"
+
+
+def test_a_value_from_a_module_that_the_driver_lacks_names_the_module(
+    distribute: Distribute, tmp_path: Path
+) -> None:
+    (tmp_path / "only_in_ranks.py").write_text("class Result:\n    pass\n")
+
+    def make() -> object:
+        sys.path.insert(0, str(tmp_path))
+        return __import__("only_in_ranks").Result()
+
+    with pytest.raises(DistributorError, match=r"Rank 0 .* cannot be loaded here.*only_in_ranks"):
+        distribute(1).run(make)

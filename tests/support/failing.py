@@ -1,0 +1,268 @@
+"""Functions that fail on a rank, each in its way, and the errors that the driver then raises.
+
+The failing line of each function has the comment "fails": the traceback must show it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import ctypes
+import inspect
+import json
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import cloudpickle
+
+from distributor import (
+    RemoteError,
+    UnpicklableError,
+    WorkerDied,
+)
+from support.ranks import (
+    MIB,
+)
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Tagged(Exception):
+    pass
+
+
+@dataclass
+class Position:
+    epoch: int
+    history: list[float]
+
+
+class Diverged(Exception):
+    """Cannot be rebuilt by pickle: its constructor does not accept its `args`."""
+
+    def __init__(self, step: int, loss: float) -> None:
+        super().__init__(f"diverged at step {step}")
+        self.step = step
+        self.loss = loss
+
+
+class Doubled(Exception):
+    """Is changed by each unpickling, without an error."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"twice {what}")
+
+
+@dataclass(frozen=True)
+class Halted(Exception):
+    step: int
+    reason: str
+
+
+class Opaque:
+    """An object whose repr shows its address in memory."""
+
+
+def key_error() -> None:
+    raise KeyError("x", 3)  # fails
+
+
+def own_type() -> None:
+    error = Tagged("tagged\nin two lines")
+    vars(error).update(step=7, position=Position(2, []))
+    raise error  # fails
+
+
+def two_arguments() -> None:
+    raise Diverged(3, math.inf)  # fails
+
+
+def doubled() -> None:
+    raise Doubled("ouch")  # fails
+
+
+def frozen() -> None:
+    raise Halted(4, "no progress")  # fails
+
+
+def with_a_lock() -> None:
+    error = ValueError("locked", 1)
+    vars(error).update(lock=threading.Lock(), step=5)
+    raise error  # fails
+
+
+def opaque_argument() -> None:
+    raise ValueError("opaque", Opaque())  # fails
+
+
+def chained() -> None:
+    try:
+        json.loads("{}")["missing"]  # fails first
+    except KeyError as error:
+        raise ValueError("chained") from error  # fails
+
+
+def without_streams() -> None:
+    sys.stdout.close()
+    sys.stderr.close()
+    raise ValueError("not to be printed")  # fails
+
+
+def module_of_the_rank_only() -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "rank_only.py").write_text("class Broken(Exception):\n    pass\n")
+        sys.path.insert(0, folder)
+        broken = __import__("rank_only").Broken
+        raise broken("all of its text", 12)  # fails
+
+
+def keyboard_interrupt() -> None:
+    raise KeyboardInterrupt("in the rank")  # fails
+
+
+def cancelled() -> None:
+    raise asyncio.CancelledError  # fails
+
+
+def endless_recursion() -> None:
+    endless_recursion()  # fails
+
+
+def exception_group() -> None:
+    group = vars(builtins)["ExceptionGroup"]
+    raise group("several", [KeyError("a"), ValueError("b", 2)])  # fails
+
+
+def long_message() -> None:
+    raise ValueError("m" * MIB, "end")  # fails
+
+
+def unpicklable_value() -> object:
+    return {"fine": 1, "a": [threading.Lock()]}
+
+
+def exit_3() -> None:
+    print("about to leave")
+    sys.exit(3)
+
+
+def exit_with_text() -> None:
+    sys.exit("no data found")
+
+
+def hard_exit() -> None:
+    print("about to leave")
+    sys.stdout.flush()
+    os._exit(5)
+
+
+def killed() -> None:
+    print("about to be killed")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminated() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def segmentation_fault() -> None:
+    ctypes.string_at(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How a rank fails, and what the driver raises."""
+
+    fail: Callable[[], object]
+    kind: type[BaseException]
+    args: tuple[object, ...] | None = None
+    attributes: Mapping[str, object] | None = None
+    says: tuple[str, ...] = ()
+    """Texts that the message or the remote traceback contains, besides the failing line."""
+
+    @property
+    def lines(self) -> list[str]:
+        """The source lines that a traceback of the failure shows."""
+        source = inspect.getsource(self.fail).splitlines()
+        return [line.strip() for line in source if "# fails" in line]
+
+
+def died(fail: Callable[[], object], *says: str, **how: int) -> Case:
+    attributes = {"exit_code": None, "signal": None, **how}
+    return Case(fail=fail, kind=WorkerDied, attributes=attributes, says=says)
+
+
+OUT_OF_MEMORY = "out-of-memory killer"
+CASES = [
+    Case(fail=key_error, kind=KeyError, args=("x", 3)),
+    Case(
+        fail=own_type,
+        kind=Tagged,
+        args=("tagged\nin two lines",),
+        attributes={"step": 7, "position": Position(2, [])},
+    ),
+    Case(
+        fail=two_arguments,
+        kind=Diverged,
+        args=("diverged at step 3",),
+        attributes={"step": 3, "loss": math.inf},
+    ),
+    Case(fail=doubled, kind=Doubled, args=("twice ouch",)),
+    Case(
+        fail=frozen,
+        kind=Halted,
+        args=(4, "no progress"),
+        attributes={"step": 4, "reason": "no progress"},
+    ),
+    Case(fail=with_a_lock, kind=ValueError, args=("locked", 1), attributes={"step": 5}),
+    Case(fail=opaque_argument, kind=ValueError, says=("ValueError: ('opaque', <",)),
+    Case(
+        fail=chained,
+        kind=ValueError,
+        args=("chained",),
+        says=("KeyError: 'missing'", "direct cause of the following exception"),
+    ),
+    Case(fail=without_streams, kind=ValueError, args=("not to be printed",)),
+    Case(
+        fail=module_of_the_rank_only,
+        kind=RemoteError,
+        says=("rank_only.Broken: ('all of its text', 12)",),
+    ),
+    Case(fail=keyboard_interrupt, kind=RemoteError, says=("KeyboardInterrupt: in the rank",)),
+    Case(fail=cancelled, kind=RemoteError, says=("CancelledError",)),
+    Case(fail=endless_recursion, kind=RecursionError, says=("Previous line repeated",)),
+    Case(fail=long_message, kind=ValueError, args=("m" * MIB, "end")),
+    Case(
+        fail=unpicklable_value,
+        kind=UnpicklableError,
+        says=("returned a value that cannot be pickled: value['a'][0] is a lock",),
+    ),
+    died(exit_3, "exited with code 3", "about to leave", exit_code=3),
+    died(exit_with_text, "no data found", exit_code=1),
+    died(hard_exit, "exited with code 5", "about to leave", exit_code=5),
+    died(killed, "SIGKILL", OUT_OF_MEMORY, "about to be killed", signal=9),
+    died(terminated, "SIGTERM", signal=15),
+    died(
+        segmentation_fault,
+        "SIGSEGV",
+        "Fatal Python error: Segmentation fault",
+        "in segmentation_fault",
+        signal=11,
+    ),
+]
+if sys.version_info >= (3, 11):
+    CASES.append(
+        Case(
+            fail=exception_group,
+            kind=vars(builtins)["ExceptionGroup"],
+            says=("several (2 sub-exceptions)", "KeyError: 'a'", "ValueError: ('b', 2)"),
+        )
+    )
