@@ -1,4 +1,4 @@
-# `make demo` and `make test` work from a fresh clone: each first makes .venv, once.
+# `make demo` and `make test` work in a fresh clone: each first creates .venv, once.
 
 PYTHON ?= python3
 # More arguments for pytest: make test ARGS="-k spark -x"
@@ -18,16 +18,16 @@ TORCH = $$(nvidia-smi -L >/dev/null 2>&1 || echo "-c conf/constraints-cpu.txt")
 .PHONY: help venv demo test test-all test-spark35 bench chaos notebooks lint clean
 .DELETE_ON_ERROR:
 
-help: ## Say what there is
+help: ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | \
 		while IFS='|' read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
 
-venv: $(VENV)/.installed ## Make .venv, with the package and all that its tests need
+venv: $(VENV)/.installed ## Create .venv, with the package and everything that its tests need
 
 demo: venv ## Train on real digits, on this machine
 	$(VENV)/bin/distributor demo
 
-# Spark starts faster so.
+# These options make Spark start faster.
 test test-all test-spark35 bench chaos notebooks: export JDK_JAVA_OPTIONS := -XX:+UseSerialGC -XX:TieredStopAtLevel=1
 
 test: venv ## Run the tests, less the slow ones
@@ -39,13 +39,13 @@ test-all: venv ## Run all the tests
 test-spark35: $(VENV35)/.installed ## Run the tests, less the slow ones, on PySpark 3.5
 	$(VENV35)/bin/$(PYTEST) -m "not slow" $(ARGS)
 
-bench: $(VENV)/.bench ## Measure speed beside others, at length; ARGS=--quick for a first look
+bench: $(VENV)/.bench ## Compare speed with other launchers; ARGS=--quick for a first look
 	$(VENV)/bin/python -m benchmarks $(ARGS)
 
-chaos: venv ## Hurt runs in every way and say what came of it, at length; ARGS="--times 1"
+chaos: venv ## Inject every fault and print the results; ARGS="--times 1" for a first look
 	PYTHONPATH=tests $(VENV)/bin/python -m support.chaos $(ARGS)
 
-notebooks: venv ## Run the notebooks, where need be on a cluster, and save what they show
+notebooks: venv ## Run the notebooks, on a cluster if they need one, and save their outputs
 	PYTHONPATH=tests $(VENV)/bin/python -m support.notebooks $(ARGS)
 
 lint: venv ## Check style, format and types
@@ -53,7 +53,7 @@ lint: venv ## Check style, format and types
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-clean: ## Remove what builds, tests and runs leave behind; the environments stay
+clean: ## Remove files that builds, tests and runs leave behind, except the environments
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
 	rm -rf artifacts derby.log metastore_db spark-warehouse mlflow.db mlartifacts mlruns lightning_logs
 	find . -name '.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +

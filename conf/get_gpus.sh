@@ -1,9 +1,9 @@
 #!/bin/sh
-# Tells Spark which GPUs a machine has: {"name":"gpu","addresses":["0","1"]}
+# Prints the GPUs of a machine for Spark: {"name":"gpu","addresses":["0","1"]}
 #
 # For spark.{worker,executor,driver}.resource.gpu.discoveryScript. Without CUDA_VISIBLE_DEVICES the
-# addresses are the GPUs' indices. With it they are positions in that list, 0 to n-1, because a
-# process that has the variable can only number what the variable shows it.
+# addresses are the indices of the GPUs. With it, they are positions in its list, 0 to n-1, because
+# a process that inherits the variable numbers only the GPUs in that list.
 # To offer MIG slices, list their UUIDs in CUDA_VISIBLE_DEVICES.
 set -eu
 
@@ -29,7 +29,7 @@ installed() {
     echo "$indices"
 }
 
-# Whether CUDA will accept this entry of the list; at the first that it does not, it stops reading.
+# Whether CUDA accepts this entry of the list. CUDA ignores the rest of the list after an invalid one.
 is_usable() {
     case $1 in
         GPU-* | MIG-*) true ;;
@@ -60,7 +60,7 @@ positions=
 for entry in $mask; do
     if ! is_usable "$entry"; then
         echo "get_gpus.sh: CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES: there is no GPU '$entry'," \
-            "and CUDA reads no further" >&2
+            "and CUDA ignores the rest of the list" >&2
         break
     fi
     positions="$positions${positions:+,}$count"

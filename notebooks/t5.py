@@ -6,8 +6,8 @@ Run it on two ranks of this machine, or with ``local_mode=False`` on a Spark clu
         "notebooks/t5.py", "--epochs", "2", "--save"
     )
 
-Nothing is downloaded: the model is small and begins at random, its tokens are bytes, and the text
-is what Python's ``help()`` shows.
+Nothing is downloaded: the model is small and randomly initialized, its tokens are bytes, and the
+text is that of Python's ``help()``.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from distributor import train
 from distributor.train.torch import get_device, prepare_data_loader, prepare_model
 
 SEEN, CONTINUED = 96, 32
-"""Bytes that the encoder is given, and that the decoder is to continue them by."""
+"""Bytes of the encoder's input, and of the continuation that the decoder learns."""
 
 
-warnings.filterwarnings("ignore", module="torch.distributed")  # FSDP warns of what it calls itself
+warnings.filterwarnings("ignore", module="torch.distributed")  # FSDP's warnings about its own calls
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=16, help="of each rank")
+    parser.add_argument("--batch-size", type=int, default=16, help="samples per rank and step")
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--gamma", type=float, default=0.7, help="what an epoch leaves of lr")
+    parser.add_argument("--gamma", type=float, default=0.7, help="factor by which lr decays each epoch")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--save", action="store_true", help="checkpoints, to the storage_path")
+    parser.add_argument("--save", action="store_true", help="report checkpoints to storage_path")
     return parser.parse_args()
 
 
 def make_samples(count: int) -> Any:
-    """Cut the text into pieces, and each into what is seen and what follows."""
+    """Split the text into samples of an input and its continuation."""
     text = " ".join(" ".join(topics.values()).split()).encode("ascii", "ignore").decode()
     size = SEEN + CONTINUED
     pieces = [text[start : start + size] for start in range(0, len(text) - size, size)][:count]
@@ -63,18 +63,18 @@ def make_samples(count: int) -> Any:
 
 
 def tokens_of(texts: list[str]) -> torch.Tensor:
-    """Give the tokens of texts of one length, whose characters are bytes."""
+    """Return the tokens of texts of equal length, whose characters are bytes."""
     tokens: torch.Tensor = ByT5Tokenizer()(texts, return_tensors="pt")["input_ids"]
     return tokens
 
 
 def make_model() -> torch.nn.Module:
-    """Make the model and shard it, a block at a time.
+    """Create the model and shard it block by block.
 
     The embeddings, which encoder and decoder share, stay in the outermost unit.
     """
     config = T5Config(
-        vocab_size=384,  # bytes, and what T5 has beside them
+        vocab_size=384,  # bytes, and T5's special tokens
         d_model=64,
         d_kv=16,
         d_ff=128,
@@ -86,7 +86,7 @@ def make_model() -> torch.nn.Module:
     options = {
         "auto_wrap_policy": policy,
         "mixed_precision": bfloat16_where_it_is(),
-        "sharding_strategy": ShardingStrategy.FULL_SHARD,  # SHARD_GRAD_OP: weights stay whole
+        "sharding_strategy": ShardingStrategy.FULL_SHARD,  # SHARD_GRAD_OP: keeps full weights
         "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
     }
     model = T5ForConditionalGeneration(config)
@@ -94,7 +94,7 @@ def make_model() -> torch.nn.Module:
 
 
 def bfloat16_where_it_is() -> MixedPrecision | None:
-    """Compute in bfloat16 on GPUs that have it."""
+    """Return a policy that computes in bfloat16 on GPUs that support it."""
     if not torch.cuda.is_available() or not torch.cuda.is_bf16_supported():
         return None
     half = torch.bfloat16
@@ -124,28 +124,28 @@ def validate(model: torch.nn.Module, loader: Any) -> float:
 
 
 def mean_of_ranks(sum_and_count: torch.Tensor) -> float:
-    if dist.is_initialized():  # one rank alone needs no group
+    if dist.is_initialized():  # a single rank needs no group
         dist.all_reduce(sum_and_count)
     total, count = sum_and_count.tolist()
     return float(total / count)
 
 
 def state_of(model: Any, optimizer: Any, scheduler: Any, epoch: int) -> dict[str, Any]:
-    """Give this rank's shards, and what else a checkpoint has."""
+    """Return the state of a checkpoint, with this rank's shards."""
     weights, moments = get_state_dict(model, optimizer)
     states = {"model": weights, "optimizer": moments, "scheduler": scheduler.state_dict()}
     return {**states, "epoch": epoch}
 
 
 def save(model: Any, optimizer: Any, scheduler: Any, metrics: dict[str, Any]) -> None:
-    """Report what was measured, with what this rank has of a checkpoint."""
+    """Report metrics, with this rank's part of a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         dcp.save(state_of(model, optimizer, scheduler, metrics["epoch"]), checkpoint_id=folder)
         train.report(metrics, checkpoint=train.Checkpoint.from_directory(folder))
 
 
 def load(model: Any, optimizer: Any, scheduler: Any) -> int:
-    """Go on from the latest checkpoint, if there is one; give the number of its epoch."""
+    """Resume from the latest checkpoint, if there is one; return the number of its epoch."""
     checkpoint = train.get_checkpoint()
     state = state_of(model, optimizer, scheduler, epoch=0)
     if checkpoint is not None:
