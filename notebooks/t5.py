@@ -46,7 +46,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16, help="samples per rank and step")
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--gamma", type=float, default=0.7, help="factor by which lr decays each epoch")
+    parser.add_argument(
+        "--gamma", type=float, default=0.7, help="factor by which lr decays each epoch"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", action="store_true", help="report checkpoints to storage_path")
     return parser.parse_args()
