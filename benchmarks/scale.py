@@ -172,7 +172,7 @@ def _follow_run(crowd: _Crowd) -> float:
     with Hub("127.0.0.1", proof) as hub, RunMonitor(job, plan, hub, sink, deadline) as watch:
         began = crowd.start(hub.port, secret)
         ending = _then(crowd.await_end, lambda: watch.job_ended([]))
-        watch.outcomes(cancel=lambda: None)
+        watch.follow(cancel=lambda: None)
         ending.join()
     return began
 

@@ -264,10 +264,10 @@ def test_a_timeout_holds_without_the_hub(session: str, run_driver: Driver) -> No
 spark = open_session(sys.argv[1])
 from distributor import TorchDistributor
 from distributor.launch.spark import launcher as launcher
-from distributor.launch.spark.monitor import run_monitor as monitor
+from distributor.launch.spark.monitor import rendezvous
 
 launcher.hub_address = lambda *_: launcher.HubAddress(bound="127.0.0.1", told="127.0.0.2")
-monitor.UNHEARD_SECONDS = 4.0
+rendezvous.LINK_SECONDS = 4.0
 
 def wait_in_vain():
     threading.Event().wait()

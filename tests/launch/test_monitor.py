@@ -16,8 +16,7 @@ from distributor import TorchDistributor
 from distributor.errors import DistributorError, ExecutorNotReady, RunTimeout, StartTimeout
 from distributor.launch.job import Job, program_of
 from distributor.launch.spark import polling
-from distributor.launch.spark.monitor import run_monitor as watch_module
-from distributor.launch.spark.monitor import task_starts as tasks_module
+from distributor.launch.spark.monitor import rendezvous, task_starts
 from distributor.launch.spark.monitor.run_monitor import RunMonitor
 from distributor.launch.spark.monitor.task_starts import TaskStarts
 from distributor.launch.spark.plan import ClusterPlan
@@ -42,7 +41,7 @@ from distributor.wire.spark_error_payload import TaskFailed
 
 SECRET = b"a secret of the run"
 SOON = 10.0
-MEET_SECONDS = 0.2
+SHORT = 0.2
 NODES = 3
 
 
@@ -102,7 +101,7 @@ class Followed:
 
     def _follow(self) -> None:
         try:
-            self._outcomes = self._monitor.outcomes(self._cancel, self._tasks)
+            self._outcomes = self._monitor.follow(self._cancel, self._tasks)
         except DistributorError as error:
             self._raised.append(error)
 
@@ -137,9 +136,9 @@ class Start(Protocol):
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.setattr(watch_module, "MEET_SECONDS", MEET_SECONDS)
-    monkeypatch.setattr(watch_module, "UNHEARD_SECONDS", MEET_SECONDS)
-    monkeypatch.setattr(tasks_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(rendezvous, "NODE_UP_SECONDS", SHORT)
+    monkeypatch.setattr(rendezvous, "LINK_SECONDS", SHORT)
+    monkeypatch.setattr(task_starts, "POLL_SECONDS", 0.0)
     plan = ClusterPlan(num_tasks=NODES, ranks_per_task=1, use_gpu=False)
     sink: Sink = Silent()
     with contextlib.ExitStack() as stack:
@@ -205,12 +204,12 @@ def test_a_node_that_is_late_learns_how_the_others_meet(
 def test_nodes_that_prepare_their_environment_are_waited_for(
     run: Followed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(polling, "TELL_SECONDS", MEET_SECONDS)
+    monkeypatch.setattr(polling, "TELL_SECONDS", SHORT)
     slow = [FakeNode(run.hub, number, prepares=True) for number in (1, 2)]
     first = FakeNode(run.hub, 0)
     first.tell(Rendezvous("127.0.0.1", 1))
     with pytest.raises(queue.Empty):
-        first.heard.get(timeout=3 * MEET_SECONDS)
+        first.heard.get(timeout=3 * SHORT)
     assert "Waiting: the environment is not ready on host1, host2." in capsys.readouterr().err
     for node in slow:
         node.come_up()
@@ -243,8 +242,8 @@ def seen(begun: bool) -> TaskStarts:
 def test_tasks_that_spark_does_not_start_are_waited_for_until_the_deadline(
     start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(polling, "TELL_SECONDS", MEET_SECONDS)
-    run = start(tasks=seen(False), seconds=3 * MEET_SECONDS)
+    monkeypatch.setattr(polling, "TELL_SECONDS", SHORT)
+    run = start(tasks=seen(False), seconds=3 * SHORT)
 
     error = run.raised()
 
@@ -273,7 +272,7 @@ def test_tasks_that_run_without_a_link_are_warned_of_at_once(
 def test_where_spark_does_not_tell_a_run_without_a_link_goes_on(
     start: Start, warned: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = start(tasks=TaskStarts(NODES), seconds=MEET_SECONDS)
+    run = start(tasks=TaskStarts(NODES), seconds=SHORT)
     until(lambda: bool(warned()), "the driver warns", SOON)
     assert "Started" not in capsys.readouterr().err, "nobody has said so"
     assert run.end() == []
@@ -300,7 +299,7 @@ def test_a_run_has_started_when_its_ranks_have(
 def test_at_the_deadline_nodes_with_and_without_a_link_say_where_their_ranks_stand(
     start: Start,
 ) -> None:
-    run = start(settings={"timeout": MEET_SECONDS}, seconds=60)
+    run = start(settings={"timeout": SHORT}, seconds=60)
     node = FakeNode(run.hub, 0)
     assert node.hears() == RendezvousThroughSpark()
     node.tell(RanksStarted())
@@ -314,4 +313,4 @@ def test_at_the_deadline_nodes_with_and_without_a_link_say_where_their_ranks_sta
 
     assert isinstance(error, RunTimeout)
     assert error.stacks == {0: "in step", 1: "in wait"}
-    assert f"timeout of {MEET_SECONDS:g} s" in str(error)
+    assert f"timeout of {SHORT:g} s" in str(error)

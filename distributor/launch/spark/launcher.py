@@ -145,7 +145,7 @@ class SparkLauncher:
                     lambda: self._why_not_started(barrier_job.other_running_tasks()),
                     reminder,
                 )
-                return monitor.outcomes(barrier_job.cancel, tasks)
+                return monitor.follow(barrier_job.cancel, tasks)
 
     def _profile(self) -> Any:
         gpus = self.plan.profile_gpus

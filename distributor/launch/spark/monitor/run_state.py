@@ -17,7 +17,7 @@ class RunState(enum.Enum):
     UNLINKED = "unlinked"
     """No node has a link to the driver, which knows only what Spark reports of the job."""
     RUNNING = "running"
-    """All ranks run that can report it."""
+    """The ranks of all nodes that can report it have started."""
     STOPPING = "stopping"
     """A rank failed, and the nodes stop the others."""
     COLLECTING_STACKS = "collecting stacks"
@@ -79,6 +79,10 @@ TRANSITIONS: Table[RunState] = {
         (state, RunEvent.RANKS_STARTED): (RunState.RUNNING, "Start the clock of `timeout`.")
         for state in (RunState.STARTING, RunState.UNLINKED)
     },
+    (RunState.STOPPING, RunEvent.RANKS_STARTED): (
+        RunState.STOPPING,
+        "Start the clock of `timeout`: ranks that do not stop end by it.",
+    ),
     **{
         (state, RunEvent.FAILURE_SETTLED): (
             RunState.STOPPING,

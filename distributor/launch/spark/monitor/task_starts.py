@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from distributor.launch.spark.polling import Reminder
 
-LOOK_SECONDS = 1.0
-"""Seconds between two looks."""
+POLL_SECONDS = 1.0
+"""Seconds between two questions to Spark."""
 
 
 class TaskStarts:
@@ -17,69 +17,72 @@ class TaskStarts:
 
     Parameters
     ----------
-    wanted : int
+    count : int
         How many tasks the job has.
-    begun : callable
-        Returns whether Spark has started any of them, or None if this Spark does not tell. (How
-        many it has started is not asked: its count may be ten seconds old.)
+    has_begun : callable
+        Returns whether Spark has started any of them, or None if this Spark does not report it.
+        (How many have started is not asked, because Spark's count may be ten seconds old.)
     obstacle : callable
-        Says, in sentences for the user, what may keep Spark from starting them.
+        Returns what may keep Spark from starting them, in sentences for the user.
     reminder : Reminder, optional
-        Of the wait that this is a part of; by default a new one.
+        The reminder of the wait that this is a part of; by default a new one.
     """
 
     def __init__(
         self,
-        wanted: int,
-        begun: Callable[[], bool | None] = lambda: None,
+        count: int,
+        has_begun: Callable[[], bool | None] = lambda: None,
         obstacle: Callable[[], str] = lambda: "",
         reminder: Reminder | None = None,
     ) -> None:
         self._reminder = reminder or Reminder()
-        self._wanted = wanted
-        self._begun = begun
+        self._count = count
+        self._has_begun = has_begun
         self._obstacle = obstacle
-        self._look_at = time.monotonic() + LOOK_SECONDS
-        self._asked = False
+        self._poll_at = time.monotonic() + POLL_SECONDS
+        self._polled = False
         self._started: bool | None = None
-        self._all_since = math.inf
+        self._started_at = math.inf
 
-    def look(self) -> None:
-        """Ask Spark, at most once a second and until all tasks have started."""
+    def poll(self) -> None:
+        """Ask Spark, at most once a second and until the tasks have started."""
         now = time.monotonic()
-        if now < self._look_at or self.all_started:
+        if now < self._poll_at or self.have_started:
             return
-        self._look_at = now + LOOK_SECONDS
-        self._asked, self._started = True, self._begun()
+        self._poll_at = now + POLL_SECONDS
+        self._polled, self._started = True, self._has_begun()
         if self._started:
-            self._all_since = now
+            self._started_at = now
 
     @property
-    def unknown(self) -> bool:
-        """Whether Spark was asked and does not tell."""
-        return self._asked and self._started is None
+    def are_unknown(self) -> bool:
+        """Whether Spark was asked and does not report it."""
+        return self._polled and self._started is None
 
     @property
-    def lacking(self) -> bool:
-        """Whether Spark has said that it has not started them."""
+    def are_pending(self) -> bool:
+        """Whether Spark reported that it has not started them."""
         return self._started is False
 
     @property
-    def all_started(self) -> bool:
+    def have_started(self) -> bool:
         """Whether Spark has started all tasks."""
-        return self._all_since < math.inf
+        return self._started_at < math.inf
 
     def all_started_for(self, seconds: float) -> bool:
         """Return whether Spark started all tasks at least so many seconds ago."""
-        return time.monotonic() >= self._all_since + seconds
+        return time.monotonic() >= self._started_at + seconds
 
-    def message_due(self) -> bool:
-        """Return whether the user is to be told now that the tasks have not started."""
-        return (self.lacking or self.unknown) and self._reminder.due()
+    def is_message_due(self) -> bool:
+        """Return whether to show now that the tasks have not started."""
+        return (self.are_pending or self.are_unknown) and self._reminder.due()
 
     def shortfall(self) -> str:
-        """Say that the tasks have not been started, and what may keep them from it."""
-        tasks = f"the {self._wanted} tasks" if self._wanted > 1 else "the one task"
+        """Return a sentence that the tasks have not started, and what may be the reason."""
+        tasks = f"the {self._count} tasks" if self._count > 1 else "the one task"
         if self._started is None:
-            return f"no word from {tasks} of this run, and this Spark does not tell of them."
+            return (
+                f"nothing was received from {tasks} of this run, and this Spark does not report "
+                "whether it has started them."
+            )
         return f"Spark has started none of {tasks} of this run. {self._obstacle()}".rstrip()

@@ -12,7 +12,7 @@ from distributor.wire.messages import ValuePart, ValueReceived, ValueRefused, Va
 
 
 @dataclass(frozen=True)
-class _Coming:
+class _Transfer:
     file: BinaryIO
     size: int
 
@@ -22,38 +22,38 @@ class _Coming:
 
 
 class ValueReceiver:
-    """The values of a run's ranks on their way.
+    """Puts the values of a run's ranks together from the parts that nodes send.
 
     Attributes
     ----------
     values : dict of int to Value
-        Those that are here, by rank.
+        The complete values, by rank.
     """
 
     def __init__(self) -> None:
         self.values: dict[int, Value] = {}
-        self._coming: dict[int, _Coming] = {}
+        self._transfers: dict[int, _Transfer] = {}
 
     def start(self, message: ValueStart) -> ValueRefused | None:
-        """Make room for a value; give the answer for its node where there is none."""
-        room = free_memory() - sum(coming.missing for coming in self._coming.values())
+        """Reserve memory for a value; return a refusal for its node if there is too little."""
+        room = free_memory() - sum(transfer.missing for transfer in self._transfers.values())
         if message.size > room:
             return ValueRefused(message.rank, max(room, 0))
-        self._coming[message.rank] = _Coming(anonymous_file(), message.size)
+        self._transfers[message.rank] = _Transfer(anonymous_file(), message.size)
         return None
 
     def take(self, part: ValuePart) -> ValueReceived | None:
-        """Take a piece of a value; give the answer for its node where it was the last."""
-        coming = self._coming.get(part.rank)
-        if coming is None:
-            return None  # sent before its node had read that it is refused
-        coming.file.write(part.data)
-        if coming.missing:
+        """Write a part of a value; return a receipt for its node after the last part."""
+        transfer = self._transfers.get(part.rank)
+        if transfer is None:
+            return None  # sent before its node had read the refusal
+        transfer.file.write(part.data)
+        if transfer.missing:
             return None
-        self.values[part.rank] = Value(part.rank, self._coming.pop(part.rank).file)
+        self.values[part.rank] = Value(part.rank, self._transfers.pop(part.rank).file)
         return ValueReceived(part.rank)
 
     def close(self) -> None:
-        """Give up what is not here."""
-        for coming in self._coming.values():
-            coming.file.close()
+        """Discard incomplete values."""
+        for transfer in self._transfers.values():
+            transfer.file.close()

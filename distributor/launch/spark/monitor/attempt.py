@@ -1,0 +1,78 @@
+"""What the driver knows about one attempt on a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distributor.core.text import listed
+from distributor.launch.console import notify, warn
+from distributor.launch.job import CLUSTER_TRAINING, Job
+from distributor.launch.spark.monitor.deadlines import Deadlines, StackReports
+from distributor.launch.spark.monitor.nodes import Nodes
+from distributor.launch.spark.monitor.outcomes import Outcomes
+from distributor.launch.spark.monitor.rendezvous import RendezvousDecision
+from distributor.launch.spark.monitor.run_state import run_state_machine
+from distributor.launch.spark.plan import ClusterPlan
+from distributor.node.agent.failure_grace import FailureGracePeriod
+from distributor.node.agent.sink import Sink
+from distributor.wire.hub import Hub
+
+
+class Attempt:
+    """The state and the parts of an attempt. Messages change them, and the monitor acts on them.
+
+    Parameters
+    ----------
+    job : Job
+        The run.
+    plan : ClusterPlan
+        How many nodes it has, and how many ranks each.
+    hub : Hub
+        Receives the nodes' messages.
+    sink : Sink
+        Receives the ranks' output.
+    start_deadline : float
+        When, by ``time.monotonic``, the ranks of all nodes must have started.
+
+    Attributes
+    ----------
+    machine : StateMachine of RunState
+        The state.
+    nodes, rendezvous, deadlines, stacks, outcomes, grace_period
+        The parts. None of them knows the others, except that the rendezvous reads the nodes.
+    ending : list or BaseException or None
+        The job's rows, or the exception that ended it, once it has ended.
+    """
+
+    def __init__(
+        self, job: Job, plan: ClusterPlan, hub: Hub, sink: Sink, start_deadline: float
+    ) -> None:
+        self.job = job
+        self.plan = plan
+        self.hub = hub
+        self.sink = sink
+        self.machine = run_state_machine()
+        self.nodes = Nodes(plan.num_tasks, plan.ranks_per_task)
+        self.rendezvous = RendezvousDecision(self.nodes, start_deadline)
+        self.deadlines = Deadlines(job.settings, start_deadline)
+        self.stacks = StackReports()
+        num_ranks = plan.num_tasks * plan.ranks_per_task
+        self.outcomes = Outcomes(plan.num_tasks, num_ranks, hub.secret)
+        self.grace_period = FailureGracePeriod(plan.num_tasks)
+        self.ending: list[Any] | BaseException | None = None
+        self._start_shown = False
+
+    def show_start(self) -> None:
+        """Show, once, that the ranks have started."""
+        if not self._start_shown:
+            self._start_shown = True
+            notify(f"Started {CLUSTER_TRAINING.format(self.job.num_processes)}")
+
+    def warn_about_links(self) -> None:
+        """Warn about the nodes that have no link to this process, if there are any."""
+        if unlinked := self.nodes.unreported:
+            warn(
+                f"{listed('Node', unlinked)} did not reach this process at port {self.hub.port}: "
+                "their output is not shown here, and values are sent through Spark. Open this port "
+                "to the executors, or set hub_address to an address that they can reach."
+            )
