@@ -28,7 +28,7 @@ from distributor.launch.spark.session import Session
 from distributor.serialization.code_mentions import call_mentions, script_mentions
 from distributor.serialization.program import Program, Script
 from distributor.tracking.recorder import Recorder
-from distributor.tracking.run import Tracking, open_run, rank_environment, tags_of
+from distributor.tracking.run import TrackedRun, describe_job, open_run, rank_environment
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -253,7 +253,7 @@ class TorchDistributor(Settings):
         where = {"num_processes": num_processes, "use_gpu": self.use_gpu, **launcher.describe()}
         tracking = open_run(
             program.name,
-            tags_of(run_id, where),
+            describe_job(run_id, where),
             launcher.shares_disk,
             lambda: _mentions_mlflow(program, train_object, args, kwargs),
         )
@@ -261,7 +261,7 @@ class TorchDistributor(Settings):
         env = {**of_run, **self._checkpoint_settings(run_id), **self.forwarded, **self.env}
         recorder = (
             Recorder(tracking, self.mlflow_ranks, Redaction(env))
-            if isinstance(tracking, Tracking)
+            if isinstance(tracking, TrackedRun)
             else None
         )
         job = Job(

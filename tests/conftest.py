@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from support.scheduling import distribute_tests
+from support.tracking_server import experiment, server  # noqa: F401  (fixtures)
 
 from distributor import TorchDistributor
 

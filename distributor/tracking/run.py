@@ -1,4 +1,7 @@
-"""MLflow on the driver: finds or makes the run that all ranks of a job log to. An extra."""
+"""MLflow on the driver: finds or creates the run that all ranks of a job log to.
+
+MLflow is an optional dependency, and is imported only if the job uses it.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+from distributor._compat.mlflow import databricks_credentials, default_experiment_id
+from distributor.core.mlflow_env import (
+    HTTP_DEFAULTS,
+    LOCAL_STORES,
+    LOGGING_RANKS,
+    NAMED_SERVER,
+    NO_RANK,
+    OFF_REASON,
+    RUN_ID,
+    USE_NOT_DETECTED,
+)
 from distributor.errors import DistributorError
 from distributor.launch.console import warn
-from distributor.node.worker.mlflow_hooks import (
-    HASTE,
-    LOCAL_STORES,
-    NAMED,
-    NONE,
-    NOTE,
-    RANKS,
-    RUN,
-    UNSEEN,
-)
 from distributor.version import __version__
 
 T = TypeVar("T")
-URI, EXPERIMENT = "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID"
+URI, EXPERIMENT_ID = "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID"
 CREDENTIALS = (
     "MLFLOW_TRACKING_TOKEN",
     "MLFLOW_TRACKING_USERNAME",
@@ -45,51 +49,51 @@ CREDENTIALS = (
     "DATABRICKS_TOKEN",
     "DATABRICKS_CONFIG_PROFILE",
 )
-"""Variables by which MLflow's client proves who it is."""
-SERVERS = ("http://", "https://", "databricks")
-SET_SERVER = "start a tracking server (mlflow server) and set MLFLOW_TRACKING_URI to its address"
+"""Variables with which MLflow's client authenticates itself."""
+SERVER_SCHEMES = ("http://", "https://", "databricks")
+SERVER_ADVICE = "start a tracking server (mlflow server) and set MLFLOW_TRACKING_URI to its address"
 ANSWER_SECONDS = 15.0
-"""Seconds that the driver waits for the server at the start of a run, and at its end."""
+"""Seconds that the driver waits for the server at the start and at the end of a run."""
 
 
 @dataclass(frozen=True)
-class Tracking:
+class TrackedRun:
     """The MLflow run of a job.
 
     Parameters
     ----------
     run_id, experiment_id, uri : str
-        The run, and where it is.
-    made_for_job : bool
-        Whether it was made for the job, so that the job's end is its end.
+        The run, its experiment, and the address of the store that has them.
+    created_for_job : bool
+        Whether it was created for the job, so that it ends with the job.
     """
 
     run_id: str
     experiment_id: str
     uri: str
-    made_for_job: bool
+    created_for_job: bool
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its ranks need: where the run is, and what proves who they are."""
-        given = {name: os.environ[name] for name in (*CREDENTIALS, *HASTE) if name in os.environ}
+        """The variables that ranks need to find the run and to authenticate themselves."""
+        own = {n: os.environ[n] for n in (*CREDENTIALS, *HTTP_DEFAULTS) if n in os.environ}
         return {
-            **HASTE,
-            **given,
-            **_databricks(self.uri),
+            **HTTP_DEFAULTS,
+            **own,
+            **_databricks_variables(self.uri),
             URI: self.uri,
-            RUN: self.run_id,
-            EXPERIMENT: self.experiment_id,
+            RUN_ID: self.run_id,
+            EXPERIMENT_ID: self.experiment_id,
         }
 
     @property
     def link(self) -> str:
-        """Where people look at it; for a store that is no server, its address and the run."""
+        """The run's page; for a store that is no server, its address and the run."""
         place = f"experiments/{self.experiment_id}/runs/{self.run_id}"
         if self.uri.startswith("databricks"):
-            host = _databricks(self.uri).get("DATABRICKS_HOST", self.uri)
+            host = _databricks_variables(self.uri).get("DATABRICKS_HOST", self.uri)
             return f"{host.rstrip('/')}/ml/{place}"
-        if self.uri.startswith(SERVERS):
+        if self.uri.startswith(SERVER_SCHEMES):
             return f"{self.uri.rstrip('/')}/#/{place}"
         return f"{self.uri} {place}"
 
@@ -100,112 +104,117 @@ class Untracked:
 
     Parameters
     ----------
-    ranks : str
-        ``NAMED`` if rank 0 may log to a server that its own code names, ``NONE`` if it may not.
-    note : str
-        What rank 0 says if it uses MLflow all the same; empty if it was said here.
+    logging_ranks : str
+        ``NAMED_SERVER`` if rank 0 may log to a server that its own code names, or ``NO_RANK``.
+    reason : str
+        What rank 0 prints if it uses MLflow nevertheless; empty if the driver has warned.
     """
 
-    ranks: str
-    note: str = ""
+    logging_ranks: str
+    reason: str = ""
 
 
-def rank_environment(tracking: Tracking | Untracked, ranks: str) -> dict[str, str]:
+def rank_environment(tracking: TrackedRun | Untracked, ranks: str) -> dict[str, str]:
     """Return the variables by which a job's ranks find its run, or know that there is none.
 
     Parameters
     ----------
-    tracking : Tracking or Untracked
+    tracking : TrackedRun or Untracked
         The run, or why there is none.
     ranks : str
-        Whose calls log: "first" or "all".
+        The ranks that log: "first" or "all".
     """
     if isinstance(tracking, Untracked):
-        if tracking == Untracked(NAMED, UNSEEN):
-            return {}  # what a rank takes for granted
-        return {RANKS: tracking.ranks, NOTE: tracking.note}
-    return {**tracking.environment, RANKS: ranks}
+        if tracking == Untracked(NAMED_SERVER, USE_NOT_DETECTED):
+            return {}  # the default in ranks
+        return {LOGGING_RANKS: tracking.logging_ranks, OFF_REASON: tracking.reason}
+    return {**tracking.environment, LOGGING_RANKS: ranks}
 
 
 def open_run(
-    name: str, tags: Mapping[str, object], shares_disk: bool, mentioned: Callable[[], bool]
-) -> Tracking | Untracked:
-    """Find the run that is active here, or make one for a job that uses MLflow.
+    name: str, tags: Mapping[str, object], shares_disk: bool, uses_mlflow: Callable[[], bool]
+) -> TrackedRun | Untracked:
+    """Find the run that is active on the driver, or create one for a job that uses MLflow.
 
-    A run is made if a tracking URI is set, or, as MLflow itself would make it, in the default
-    store in the working folder if the program mentions MLflow.
+    A run is created if a tracking URI is set. It is also created if the program mentions MLflow:
+    then in the default store, as MLflow itself would do.
 
     Parameters
     ----------
     name : str
-        For a new run.
+        The name of a new run.
     tags : mapping of str to object
-        What is recorded of the job.
+        Facts about the job, recorded as tags with the prefix ``distributor.``.
     shares_disk : bool
-        Whether the ranks reach files that are here.
-    mentioned : callable
-        Tells whether the program mentions MLflow; called only if it matters.
+        Whether the ranks can access files of the driver.
+    uses_mlflow : callable
+        Returns whether the program mentions MLflow; called only if that matters.
 
     Returns
     -------
-    Tracking or Untracked
-        Untracked if MLflow is not installed, or not in use here, or its server does not answer, or
-        its store is a file that the ranks do not reach.
+    TrackedRun or Untracked
+        Untracked if MLflow is not installed or not in use on the driver, if its server does not
+        answer, or if its store is a file that the ranks cannot access.
 
     Raises
     ------
     DistributorError
         If the server refuses the credentials.
     """
-    if "mlflow" not in sys.modules and not (os.environ.get(URI) or mentioned()):
-        return Untracked(NAMED, UNSEEN)
+    if "mlflow" not in sys.modules and not (os.environ.get(URI) or uses_mlflow()):
+        return Untracked(NAMED_SERVER, USE_NOT_DETECTED)
     if find_spec("mlflow") is None:
-        return Untracked(NAMED, "MLflow is off: it is not installed where the run was started.")
+        return Untracked(NAMED_SERVER, "MLflow is off: it is not installed on the driver.")
     mlflow: Any = import_module("mlflow")
     active = mlflow.active_run()
-    wished = active.info.run_id if active else os.environ.get(RUN)
-    if not (wished or mlflow.is_tracking_uri_set() or mentioned()):
-        return Untracked(NAMED, UNSEEN)
-    uri = _absolute(mlflow.get_tracking_uri())
+    existing = active.info.run_id if active else os.environ.get(RUN_ID)
+    if not (existing or mlflow.is_tracking_uri_set() or uses_mlflow()):
+        return Untracked(NAMED_SERVER, USE_NOT_DETECTED)
+    uri = _absolute_uri(mlflow.get_tracking_uri())
     if not shares_disk and uri.startswith(LOCAL_STORES):
         what = "The active MLflow run is in" if active else "MLflow's store is"
         warn(
-            f"{what} {uri}, where executors cannot log to it, so this run is not tracked and "
-            f"MLflow is off in its ranks. To track it, {SET_SERVER}."
+            f"{what} {uri}, which executors cannot access, so this run is not tracked and MLflow "
+            f"is off in its ranks. To track it, {SERVER_ADVICE}."
         )
-        return Untracked(NAMED)
-    ours = {f"distributor.{key}": str(value) for key, value in tags.items()}
+        return Untracked(NAMED_SERVER)
 
-    def find() -> Tracking:
+    def find_or_create() -> TrackedRun:
         client = mlflow.MlflowClient(uri)
-        if wished is None:
-            experiment = mlflow.tracking.fluent._get_experiment_id()
-            run = client.create_run(experiment, run_name=name, tags=ours)
+        job_tags = {f"distributor.{key}": str(value) for key, value in tags.items()}
+        if existing is None:
+            run = client.create_run(default_experiment_id(), run_name=name, tags=job_tags)
         else:
-            run = active or client.get_run(wished)
-            recorded = [mlflow.entities.RunTag(key, value) for key, value in ours.items()]
-            client.log_batch(wished, tags=recorded)
-        return Tracking(run.info.run_id, run.info.experiment_id, uri, wished is None)
+            run = active or client.get_run(existing)
+            recorded = [mlflow.entities.RunTag(key, value) for key, value in job_tags.items()]
+            client.log_batch(existing, tags=recorded)
+        return TrackedRun(run.info.run_id, run.info.experiment_id, uri, existing is None)
 
     try:
-        # Making a store in a file may take seconds, but it ends.
-        return find() if uri.startswith(LOCAL_STORES) else bounded(find)
+        # Creating a store in a file may take many seconds, but it does not hang.
+        is_local = uri.startswith(LOCAL_STORES)
+        return find_or_create() if is_local else call_with_deadline(find_or_create)
     except Exception as error:
-        if _refused(error):
-            raise DistributorError(
-                f"The MLflow server at {uri} refuses the credentials: {brief(error)}. Set "
-                "MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD; "
-                "for Databricks DATABRICKS_HOST and DATABRICKS_TOKEN, or a profile."
-            ) from error
-        kind = "store" if uri.startswith(LOCAL_STORES) else "server"
-        warn(
-            f"The MLflow {kind} at {uri} cannot be reached, so this run is not tracked and MLflow "
-            f"is off in its ranks: {brief(error)}"
-        )
-        return Untracked(NONE)
+        return _untracked_after(error, uri)
 
 
-def _absolute(uri: str) -> str:
+def _untracked_after(error: Exception, uri: str) -> Untracked:
+    """Warn that the store failed, or raise if it refuses the credentials."""
+    if _is_unauthorized(error):
+        raise DistributorError(
+            f"The MLflow server at {uri} refuses the credentials: {first_line(error)}. Set "
+            "MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD; "
+            "for Databricks DATABRICKS_HOST and DATABRICKS_TOKEN, or a profile."
+        ) from error
+    kind = "store" if uri.startswith(LOCAL_STORES) else "server"
+    warn(
+        f"The MLflow {kind} at {uri} cannot be reached, so this run is not tracked and MLflow "
+        f"is off in its ranks: {first_line(error)}"
+    )
+    return Untracked(NO_RANK)
+
+
+def _absolute_uri(uri: str) -> str:
     """Make the address of a file independent of the working folder, which ranks may not share."""
     for scheme in ("sqlite:///", "file:"):
         path = uri.removeprefix(scheme)
@@ -215,63 +224,68 @@ def _absolute(uri: str) -> str:
     return Path(uri).absolute().as_uri() if is_path else uri
 
 
-def bounded(ask: Callable[[], T]) -> T:
-    """Ask the server, but not for longer than a while: MLflow itself would try for minutes."""
-    answers: list[T] = []
+def call_with_deadline(function: Callable[[], T]) -> T:
+    """Call the server for at most `ANSWER_SECONDS`: MLflow itself would retry for minutes.
+
+    Raises
+    ------
+    TimeoutError
+        If there is no answer in time; the call then goes on in the background.
+    """
+    values: list[T] = []
     errors: list[Exception] = []
 
-    def follow() -> None:
+    def call() -> None:
         try:
-            answers.append(ask())
+            values.append(function())
         except Exception as error:
             errors.append(error)
 
-    thread = threading.Thread(target=follow, name="mlflow", daemon=True)
+    thread = threading.Thread(target=call, name="mlflow", daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)
     if errors:
         raise errors[0]
-    if not answers:
+    if not values:
         raise TimeoutError(f"no answer within {ANSWER_SECONDS:g} s")
-    return answers[0]
+    return values[0]
 
 
-def _refused(error: BaseException | None) -> bool:
-    """Tell whether this is, or came of, a server's word that we may not."""
+def _is_unauthorized(error: BaseException | None) -> bool:
+    """Return whether a server's refusal (401 or 403) is this error, or has caused it."""
     if error is None:
         return False
     status = getattr(error, "get_http_status_code", lambda: None)()
-    told = re.search(r"(code|status) (401|403)\b", str(error)) is not None
-    return told or status in (401, 403) or _refused(error.__cause__ or error.__context__)
+    in_text = re.search(r"(code|status) (401|403)\b", str(error)) is not None
+    return in_text or status in (401, 403) or _is_unauthorized(error.__cause__ or error.__context__)
 
 
-def brief(error: BaseException) -> str:
-    """Give the first line of an error: a server's may be a page of HTML."""
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message: a server's may be a page of HTML."""
     return (str(error).splitlines() or [type(error).__name__])[0][:500]
 
 
-def _databricks(uri: str) -> dict[str, str]:
-    """Resolve a profile, which is a file of this machine, to what it holds."""
+def _databricks_variables(uri: str) -> dict[str, str]:
+    """Return the variables for a profile, which is in a file that only this machine may have."""
     if not uri.startswith("databricks"):
         return {}
     try:
-        utils: Any = import_module("mlflow.utils.databricks_utils")
-        found = utils.get_databricks_host_creds(uri)
+        found = databricks_credentials(uri)
     except Exception as error:
-        warn(f"The credentials for {uri} could not be resolved here: {error}")
+        warn(f"The credentials for {uri} could not be resolved on the driver: {error}")
         return {}
     pairs = {"DATABRICKS_HOST": found.host, "DATABRICKS_TOKEN": found.token}
     return {name: value for name, value in pairs.items() if value}
 
 
-def tags_of(run_id: str, where: Mapping[str, object]) -> dict[str, object]:
-    """Say what is recorded of a job.
+def describe_job(run_id: str, launch: Mapping[str, object]) -> dict[str, object]:
+    """Return the facts about a job that its MLflow run records as tags.
 
     Parameters
     ----------
     run_id : str
-        The job's run.
-    where : mapping of str to object
+        The id of the job's run (of this package, and not of MLflow).
+    launch : mapping of str to object
         What its launcher says of itself.
     """
     versions = {"distributor": __version__, "python": platform.python_version()}
@@ -279,4 +293,4 @@ def tags_of(run_id: str, where: Mapping[str, object]) -> dict[str, object]:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     named = {f"version.{package}": number for package, number in versions.items()}
-    return {"run_id": run_id, "attempt": 0, **where, **named}
+    return {"run_id": run_id, "attempt": 0, **launch, **named}

@@ -16,7 +16,9 @@ ONE_PROCESS = ("test_connect.py",)
 LONGEST = (
     "test_gpus.py",
     "test_zygote.py",
-    "test_tracking.py",
+    "test_job_run.py",
+    "test_server_failures.py",
+    "test_without_server.py",
     "test_connect.py",
     "test_notebooks.py",
     "test_chaos.py",

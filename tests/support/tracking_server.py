@@ -1,4 +1,4 @@
-"""An MLflow server on SQL."""
+"""A real MLflow server, and fixtures that set it as a user does."""
 
 from __future__ import annotations
 
@@ -10,23 +10,29 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from distributor._compat.mlflow import forget_active_experiment
 from support.waiting import comes_true
 
-STARTS_IN = 120.0
-LEAN = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-"""Variables without which it talks to its makers, and starts processes for jobs that none has."""
+START_SECONDS = 120.0
+SERVER_VARIABLES = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # it would start further processes
+}
 
 
 def free_port() -> int:
-    """Find a port that nobody listens at now."""
+    """Return a port on which no process listens now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager
 def tracking_server(folder: Path, port: int | None = None) -> Iterator[str]:
-    """Start a server; give its address. It chooses no port itself, so one is tried."""
+    """Start a server and yield its address. A server cannot choose a free port itself."""
     uri = f"http://127.0.0.1:{port or free_port()}"
     command = [sys.executable, "-m", "mlflow", "server", "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
@@ -41,15 +47,46 @@ def tracking_server(folder: Path, port: int | None = None) -> Iterator[str]:
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             command,
-            env={**os.environ, **LEAN},
+            env={**os.environ, **SERVER_VARIABLES},
             stdout=log,
             stderr=log,
             cwd=folder,
             start_new_session=True,
         )
     try:
-        assert comes_true(answers, STARTS_IN), (folder / "log").read_text()
+        assert comes_true(answers, START_SECONDS), (folder / "log").read_text()
         yield uri
     finally:
         os.killpg(process.pid, 9)
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Start a server for the tests of a file, and yield its address."""
+    pytest.importorskip("mlflow")
+    with tracking_server(tmp_path_factory.mktemp("server")) as uri:
+        yield uri
+
+
+@pytest.fixture
+def experiment(server: str, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Set the server and an experiment for the test, as a user does, and yield its id."""
+    mlflow: Any = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri(server)
+    yield mlflow.set_experiment(request.node.name).experiment_id
+    mlflow.set_tracking_uri(None)
+    forget_active_experiment()
+    os.environ.pop("MLFLOW_EXPERIMENT_ID", None)  # newer versions of MLflow set it
+
+
+def runs_of(experiment: str) -> list[Any]:
+    """Return the runs of an experiment."""
+    mlflow: Any = pytest.importorskip("mlflow")
+    return list(mlflow.MlflowClient().search_runs([experiment]))
+
+
+def metrics_of(run: Any) -> dict[str, float]:
+    """Return what was logged, without the system metrics that every longer run has."""
+    metrics = run.data.metrics.items()
+    return {name: value for name, value in metrics if not name.startswith("system/")}

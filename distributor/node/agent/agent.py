@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import BinaryIO, NoReturn
 
+from distributor.core.mlflow_env import RUN_ID
 from distributor.core.redaction import Redaction
 from distributor.errors import RunTimeout, StartTimeout
 from distributor.node.agent.failure_grace import FailureGracePeriod
@@ -30,7 +31,6 @@ from distributor.node.process.scratch import new_scratch_path
 from distributor.node.process.spawner import Spawner
 from distributor.node.process.worker_spec import WorkerSpec
 from distributor.node.worker import control_channel
-from distributor.node.worker.mlflow_hooks import RUN
 from distributor.node.worker.stack_dump import stacks_of, with_stacks
 from distributor.serialization.oob_pickle import anonymous_file
 from distributor.serialization.outcome import Failure, Outcome, Value, death
@@ -113,7 +113,7 @@ class Agent:
         self._failures: list[Failure] = []
         self._grace_period = FailureGracePeriod(node.ranks_per_node, patience)
         self._redaction = Redaction(node.env)
-        usage = SystemMetrics(node.name) if RUN in node.env else None
+        usage = SystemMetrics(node.name) if RUN_ID in node.env else None
         self._output = LogRelay(self._ranks, sink, self._redaction, usage)
         self._to_start = node.ranks_per_node
         self._started_at = math.inf

@@ -48,5 +48,8 @@ class _Hook(MetaPathFinder, Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader  # which also finds the module's data files
+        if module.__spec__:
+            module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         self._change(module)

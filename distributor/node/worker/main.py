@@ -35,7 +35,7 @@ from distributor.node.worker.control_channel import (
     ControlChannel,
 )
 from distributor.node.worker.group_lifetime import keep_groups_of_models
-from distributor.node.worker.mlflow_hooks import follow_run
+from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
 from distributor.node.worker.shutdown import finish
 from distributor.node.worker.stack_dump import answer_in
 from distributor.node.worker.stdio import Streams
@@ -66,7 +66,7 @@ def main(worker_spec: WorkerSpec, at_the_end: list[Callable[[], object]]) -> Non
     preemption_notices.tell_over(control.tell)
     _STORES.append(_serve_store(worker_spec))
     control.tell(STARTED)
-    follow_run()
+    install_mlflow_hooks()
     keep_groups_of_models()
     try:
         succeeded = _run_and_record(worker_spec)

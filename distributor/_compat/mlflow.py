@@ -1,0 +1,56 @@
+"""The private API of MLflow that tracking depends on; MLflow is imported when it is used.
+
+The driver needs the experiment that MLflow would log to, and the credentials of a Databricks
+profile. A rank attaches to the job's run and must not end it, and returns a finished operation for
+an asynchronous call that logs nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+from importlib import import_module
+from typing import Any, NamedTuple
+
+
+class DatabricksCredentials(NamedTuple):
+    """The host and token of a Databricks workspace; either may be None."""
+
+    host: str | None
+    token: str | None
+
+
+def default_experiment_id() -> str | None:
+    """Return the experiment that a new run belongs to; there is no public name for all sources."""
+    return _fluent()._get_experiment_id()  # type: ignore[no-any-return]
+
+
+def forget_active_experiment() -> None:
+    """Undo `mlflow.set_experiment`, which makes MLflow refuse runs of other experiments."""
+    _fluent()._active_experiment_id = None
+
+
+def keep_run_open_at_exit() -> None:
+    """Prevent MLflow from ending the active run when this process exits."""
+    atexit.unregister(_fluent()._safe_end_run)
+
+
+def end_run_at_exit() -> None:
+    """Have MLflow end the active run when this process exits, as it does by default."""
+    atexit.register(_fluent()._safe_end_run)
+
+
+def databricks_credentials(tracking_uri: str) -> DatabricksCredentials:
+    """Resolve the profile of a ``databricks`` address, which may be in a file of this machine."""
+    utils: Any = import_module("mlflow.utils.databricks_utils")
+    found = utils.get_databricks_host_creds(tracking_uri)
+    return DatabricksCredentials(found.host, found.token)
+
+
+def finished_operations() -> object:
+    """Return what an asynchronous call of MLflow returns, with nothing left to wait for."""
+    operations: Any = import_module("mlflow.utils.async_logging.run_operations")
+    return operations.RunOperations([])
+
+
+def _fluent() -> Any:
+    return import_module("mlflow.tracking.fluent")

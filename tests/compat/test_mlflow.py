@@ -1,0 +1,102 @@
+"""The private names of MLflow that this package uses exist, and do what it needs of them."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributor._compat import mlflow as compat
+
+mlflow: Any = pytest.importorskip("mlflow")
+
+
+def lost(name: str, dependent: str) -> str:
+    return f"MLflow {mlflow.__version__} no longer has {name}; {dependent} depends on it"
+
+
+def test_importing_the_package_does_not_import_mlflow() -> None:
+    program = "import sys, distributor, distributor._compat.mlflow; print('mlflow' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
+
+
+def test_the_default_experiment_is_the_one_that_was_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)
+    fluent = mlflow.tracking.fluent
+    assert hasattr(fluent, "_get_experiment_id"), lost(
+        "mlflow.tracking.fluent._get_experiment_id", "the experiment of a run made for a job"
+    )
+    assert hasattr(fluent, "_active_experiment_id"), lost(
+        "mlflow.tracking.fluent._active_experiment_id", "attaching ranks to a run of another one"
+    )
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    try:
+        chosen = mlflow.set_experiment("chosen").experiment_id
+        monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)  # which newer versions set
+        assert compat.default_experiment_id() == chosen
+        compat.forget_active_experiment()
+        assert compat.default_experiment_id() == "0", lost(
+            "the meaning of _active_experiment_id", "attaching ranks to a run of another experiment"
+        )
+    finally:
+        mlflow.set_tracking_uri(None)
+
+
+def test_mlflow_ends_runs_by_an_exit_handler_that_can_be_removed() -> None:
+    assert hasattr(mlflow.tracking.fluent, "_safe_end_run"), lost(
+        "mlflow.tracking.fluent._safe_end_run", "leaving the end of the job's run to the driver"
+    )
+    before = atexit._ncallbacks()
+    compat.keep_run_open_at_exit()
+    assert atexit._ncallbacks() == before - 1, lost(
+        "the exit handler _safe_end_run", "leaving the end of the job's run to the driver"
+    )
+    compat.end_run_at_exit()
+    assert atexit._ncallbacks() == before
+
+
+def test_databricks_credentials_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATABRICKS_HOST", "https://workspace.test")
+    monkeypatch.setenv("DATABRICKS_TOKEN", "t0ken")
+    try:
+        found = compat.databricks_credentials("databricks")
+    except (ImportError, AttributeError) as error:
+        pytest.fail(f"{lost('get_databricks_host_creds', 'tracking on Databricks')}: {error}")
+    assert found == ("https://workspace.test", "t0ken")
+
+
+def test_operations_that_log_nothing_are_finished() -> None:
+    try:
+        operations: Any = compat.finished_operations()
+    except (ImportError, AttributeError, TypeError) as error:
+        name = "mlflow.utils.async_logging.run_operations.RunOperations"
+        pytest.fail(f"{lost(name, 'asynchronous logging in ranks that do not log')}: {error}")
+    operations.wait()
+
+
+@pytest.mark.parametrize(
+    ("module", "owner", "name", "parameters"),
+    [
+        ("mlflow.tracking.registry", "StoreRegistry", "get_store_builder", ["store_uri"]),
+        (
+            "mlflow.store.artifact.artifact_repository_registry",
+            "ArtifactRepositoryRegistry",
+            "get_artifact_repository",
+            ["artifact_uri"],
+        ),
+    ],
+)
+def test_stores_are_made_by_the_registries_that_ranks_change(
+    module: str, owner: str, name: str, parameters: list[str]
+) -> None:
+    """These names are public, but MLflow documents them only for authors of plugins."""
+    found = getattr(getattr(sys.modules.get(module), owner, None), name, None)
+    assert found is not None, lost(f"{module}.{owner}.{name}", "what a rank logs, and where")
+    assert list(inspect.signature(found).parameters)[1 : 1 + len(parameters)] == parameters

@@ -1,0 +1,214 @@
+"""All ranks of a job log to one MLflow run, on a real server."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from support.tracking_server import metrics_of, runs_of
+from support.waiting import comes_true
+
+from distributor import TorchDistributor, distributed
+from distributor.core.redaction import MASK
+
+mlflow: Any = pytest.importorskip("mlflow")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+Distribute = Callable[..., TorchDistributor]
+
+
+def train(steps: int) -> str:
+    import mlflow
+
+    for step in range(steps):
+        mlflow.log_metric("loss", 1.0 / (step + 1), step=step)
+    mlflow.log_params({"rank": os.environ["RANK"]})
+    return "trained"
+
+
+def test_ranks_log_to_one_run_made_for_the_job(distribute: Distribute, experiment: str) -> None:
+    distribute(2).run(train, 3)
+
+    [run] = runs_of(experiment)
+    assert run.info.run_name == "train"
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"rank": "0"}
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+    assert [metric.value for metric in history] == [1.0, 0.5, 1 / 3]
+    assert run.data.tags["distributor.num_processes"] == "2"
+    assert run.data.tags["distributor.mode"] in ("local", "cluster")
+    assert run.data.tags["distributor.version.torch"].startswith(
+        torch.__version__.partition("+")[0]
+    )
+
+
+def test_a_further_attempt_logs_to_the_same_run(distribute: Distribute, experiment: str) -> None:
+    def log() -> None:
+        import mlflow
+
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        mlflow.log_metric("attempt", attempt, step=attempt)
+        if not attempt and os.environ["RANK"] == "0":  # the only rank that logs, and it has logged
+            os._exit(3)
+
+    distribute(2, max_failures=1).run(log)
+
+    [run] = runs_of(experiment)
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["distributor.attempt"] == "1"
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "attempt")
+    assert [metric.value for metric in history] == [0.0, 1.0]
+
+
+def test_the_link_to_the_run_is_printed(
+    distribute: Distribute, experiment: str, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    distribute(1).run(train, 1)
+
+    [run] = runs_of(experiment)
+    link = f"{server}/#/experiments/{experiment}/runs/{run.info.run_id}"
+    assert f"MLflow run: {link}" in capsys.readouterr().err
+
+
+def test_all_ranks_log_if_requested(distribute: Distribute, experiment: str) -> None:
+    def log() -> None:
+        import mlflow
+
+        mlflow.log_metric(f"of rank {os.environ['RANK']}", 1.0)
+
+    distribute(3, mlflow_ranks="all").run(log)
+
+    [run] = runs_of(experiment)
+    assert metrics_of(run) == {f"of rank {rank}": 1.0 for rank in range(3)}
+
+
+def test_ranks_log_to_the_run_that_is_active_on_the_driver_which_stays_open(
+    distribute: Distribute, experiment: str
+) -> None:
+    with mlflow.start_run(run_name="mine") as mine:
+        distribute(2).run(train, 2)
+        assert mlflow.get_run(mine.info.run_id).info.status == "RUNNING"
+        mlflow.log_metric("afterwards", 1.0)
+
+    [run] = runs_of(experiment)
+    assert run.info.run_id == mine.info.run_id
+    assert run.info.status == "FINISHED"
+    assert metrics_of(run) == {"loss": 0.5, "afterwards": 1.0}
+
+
+def test_a_rank_that_closes_the_run_does_not_end_it(
+    distribute: Distribute, experiment: str
+) -> None:
+    def close_and_look() -> str:
+        import mlflow
+
+        for step in range(2):
+            with mlflow.start_run() as run:
+                mlflow.log_metric("inside", 1.0, step=step)
+        return str(mlflow.get_run(run.info.run_id).info.status)
+
+    assert distribute(1).run(close_and_look) == "RUNNING"
+    [run] = runs_of(experiment)
+    assert run.info.status == "FINISHED"
+    assert metrics_of(run) == {"inside": 1.0}
+
+
+def test_code_that_sets_server_and_experiment_itself_logs_to_the_same_run(
+    distribute: Distribute, experiment: str, server: str
+) -> None:
+    """Programs that were written for another launcher do so."""
+
+    def log() -> None:
+        import mlflow
+
+        mlflow.set_tracking_uri(server)
+        mlflow.set_experiment(experiment_id=experiment)
+        mlflow.log_metric("loss", 1.0)
+
+    distribute(2).run(log)
+
+    [run] = runs_of(experiment)
+    assert run.info.run_name == "log"
+    assert metrics_of(run) == {"loss": 1.0}
+
+
+def test_the_run_of_a_failed_job_is_failed_and_has_the_error(
+    distribute: Distribute, experiment: str
+) -> None:
+    def fail() -> None:
+        import mlflow
+
+        if os.environ["RANK"] == "1":
+            threading.Event().wait()
+        mlflow.log_metric("before", 1.0)
+        raise KeyError("on purpose")
+
+    with pytest.raises(KeyError):
+        distribute(2).run(fail)
+
+    [run] = runs_of(experiment)
+    assert run.info.status == "FAILED"
+    assert metrics_of(run) == {"before": 1.0}
+    assert run.data.tags["distributor.error"] == "KeyError: 'on purpose'"
+    text = mlflow.artifacts.load_text(f"runs:/{run.info.run_id}/distributor/error.txt")
+    assert "in fail" in text
+
+
+def test_the_run_of_a_failed_job_has_the_output_of_its_ranks(
+    distribute: Distribute, experiment: str
+) -> None:
+    def fail() -> None:
+        print(f"rank {os.environ['RANK']} says {os.environ['MY_TOKEN']}", flush=True)
+        raise ValueError(f"wrong token {os.environ['MY_TOKEN']}")
+
+    with pytest.raises(ValueError, match="s3cr3t"):
+        distribute(2, env={"MY_TOKEN": "s3cr3t"}).run(fail)
+
+    [run] = runs_of(experiment)
+    recorded = {
+        name: mlflow.artifacts.load_text(f"runs:/{run.info.run_id}/distributor/{name}.txt")
+        for name in ("rank_0", "error")
+    }
+    assert f"rank 0 says {MASK}\n" in recorded["rank_0"]
+    assert f"ValueError: wrong token {MASK}" in recorded["error"]
+    assert run.data.tags["distributor.error"] == f"ValueError: wrong token {MASK}"
+    assert "s3cr3t" not in "".join(recorded.values())
+
+
+def test_the_run_of_a_cancelled_job_is_killed(experiment: str, tmp_path: Path) -> None:
+    @distributed(gpus=1, use_gpu=False)
+    def wait_forever() -> None:
+        (tmp_path / "started").touch()
+        threading.Event().wait()
+
+    future = wait_forever.distributed_async()
+    assert comes_true((tmp_path / "started").exists, 60)
+    assert future.cancel()
+
+    [run] = runs_of(experiment)
+    assert run.info.status == "KILLED"
+
+
+def test_only_the_first_rank_logs_artifacts_and_models(
+    distribute: Distribute, experiment: str
+) -> None:
+    def log() -> None:
+        import mlflow
+        import torch
+
+        mlflow.log_text(os.environ["RANK"], "rank.txt")
+        how = {"serialization_format": "pickle", "pip_requirements": ["torch"]}
+        mlflow.pytorch.log_model(torch.nn.Linear(2, 1), name="model", **how)
+
+    distribute(2).run(log)
+
+    [run] = runs_of(experiment)
+    assert mlflow.artifacts.load_text(f"runs:/{run.info.run_id}/rank.txt") == "0"
+    models = mlflow.search_logged_models([experiment], output_format="list")
+    assert [model.source_run_id for model in models] == [run.info.run_id]
