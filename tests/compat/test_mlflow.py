@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import subprocess
 import sys
@@ -49,17 +48,33 @@ def test_the_default_experiment_is_the_one_that_was_set(
         mlflow.set_tracking_uri(None)
 
 
-def test_mlflow_ends_runs_by_an_exit_handler_that_can_be_removed() -> None:
+@pytest.mark.parametrize(
+    ("calls", "status"),
+    [
+        ("", "FINISHED"),
+        ("compat.keep_run_open_at_exit()", "RUNNING"),
+        ("compat.keep_run_open_at_exit(); compat.end_run_at_exit()", "FINISHED"),
+    ],
+)
+def test_mlflow_ends_a_run_by_an_exit_handler_that_can_be_removed(
+    tmp_path: Path, calls: str, status: str
+) -> None:
     assert hasattr(mlflow.tracking.fluent, "_safe_end_run"), lost(
         "mlflow.tracking.fluent._safe_end_run", "leaving the end of the job's run to the driver"
     )
-    before = atexit._ncallbacks()
-    compat.keep_run_open_at_exit()
-    assert atexit._ncallbacks() == before - 1, lost(
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    program = f"""
+import mlflow
+from distributor._compat import mlflow as compat
+mlflow.set_tracking_uri({uri!r})
+print("RUN", mlflow.start_run().info.run_id)
+{calls}
+"""
+    output = subprocess.check_output([sys.executable, "-c", program], text=True)
+    [run_id] = [line.split()[1] for line in output.splitlines() if line.startswith("RUN ")]
+    assert mlflow.MlflowClient(uri).get_run(run_id).info.status == status, lost(
         "the exit handler _safe_end_run", "leaving the end of the job's run to the driver"
     )
-    compat.end_run_at_exit()
-    assert atexit._ncallbacks() == before
 
 
 def test_databricks_credentials_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
