@@ -18,7 +18,7 @@ from distributor.launch.application import application, check_application
 from distributor.launch.job import Settings, check_num_processes, module_of, program_of
 from distributor.launch.screen import SCREEN
 from distributor.launch.stack_requests import stacks
-from distributor.node.worker.stack_dump import with_stacks
+from distributor.node.worker.stack_dump import append_stacks
 from distributor.torch_distributor import TorchDistributor
 from distributor.version import __version__
 
@@ -243,7 +243,7 @@ def _show_stacks(*_: object) -> None:
 
     def show() -> None:
         for run_id, found in stacks().items():
-            SCREEN.say(with_stacks(f"Run {run_id} goes on.", found))
+            SCREEN.say(append_stacks(f"Run {run_id} goes on.", found))
 
     threading.Thread(target=show, name="stacks", daemon=True).start()
 

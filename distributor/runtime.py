@@ -1,6 +1,7 @@
-"""Who this rank is, for code that runs on ranks, and in a plain call elsewhere.
+"""The identity of this rank, and its progress, for code that runs on ranks.
 
-The names are those of ``serverless_gpu.runtime``.
+The functions have the names of ``serverless_gpu.runtime``. Outside a run they behave as on the only
+rank of a run.
 """
 
 from __future__ import annotations
@@ -8,52 +9,79 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from distributor.node.worker.telemetry import tell
+from distributor.core.telemetry import checked
+from distributor.node.worker.worker_context import worker_context
 
 
 def get_global_rank() -> int:
-    """Give this rank's number among all; 0 outside a run."""
+    """Return this rank's number among all ranks; 0 outside a run.
+
+    Returns
+    -------
+    int
+        From 0 to ``get_world_size() - 1``: torchrun's ``RANK``.
+    """
     return int(os.environ.get("RANK", "0"))
 
 
 def get_local_rank() -> int:
-    """Give this rank's number on its node; 0 outside a run."""
+    """Return this rank's number among the ranks of its node; 0 outside a run.
+
+    Returns
+    -------
+    int
+        torchrun's ``LOCAL_RANK``.
+    """
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_node_rank() -> int:
-    """Give the number of this rank's node; 0 outside a run."""
+    """Return the number of this rank's node; 0 outside a run.
+
+    Returns
+    -------
+    int
+        torchrun's ``GROUP_RANK``.
+    """
     return int(os.environ.get("GROUP_RANK", "0"))
 
 
 def get_world_size() -> int:
-    """Give the number of ranks; 1 outside a run."""
+    """Return the number of ranks; 1 outside a run.
+
+    Returns
+    -------
+    int
+        torchrun's ``WORLD_SIZE``.
+    """
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def progress(done: Any, total: Any = None, /, **metrics: Any) -> None:
-    """Tell how far this rank is: rank 0's word is the run's live line, metrics go to MLflow.
+    """Report the progress of this rank, and metrics.
 
-    It costs the training loop a few microseconds. Metrics are sent in batches from the driver,
-    with `done` as their step. Outside a run nothing happens.
+    Rank 0's progress is the live line of the run on the driver. Metrics go to the job's MLflow run,
+    if there is one: those of rank 0, or of all ranks with ``mlflow_ranks="all"``. The driver sends
+    them in batches, with `done` as their step. A call costs the training loop a few microseconds.
+    Outside a run it only checks its arguments.
 
     Parameters
     ----------
     done : int or float
-        How much is done, in whatever unit: steps, samples, epochs.
+        How much is done, in any unit: steps, samples, epochs.
     total : int or float, optional
-        How much there is to do.
+        How much there is to do, in the same unit; unknown by default.
     **metrics : int, float, tensor or numpy number
-        What was measured. A tensor on a GPU is waited for.
+        Measured values, by name. For a tensor on a GPU the call waits until it is computed.
 
     Raises
     ------
     TypeError
-        For what is no number.
+        If an argument is not a number.
 
     Examples
     --------
     >>> for step in range(1000):
     ...     progress(step + 1, 1000, loss=0.1)
     """
-    tell(done, total, metrics)
+    worker_context().send(checked(done, total, metrics))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.server
 import inspect
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +79,30 @@ print("RUN", mlflow.start_run().info.run_id)
     )
 
 
+class Workspace(http.server.BaseHTTPRequestHandler):
+    """A server that has nothing, where a Databricks client looks for a description of its host."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 def test_databricks_credentials_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DATABRICKS_HOST", "https://workspace.test")
-    monkeypatch.setenv("DATABRICKS_TOKEN", "t0ken")
-    try:
-        found = compat.databricks_credentials("databricks")
-    except (ImportError, AttributeError) as error:
-        pytest.fail(f"{lost('get_databricks_host_creds', 'tracking on Databricks')}: {error}")
-    assert found == ("https://workspace.test", "t0ken")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Workspace) as workspace:
+        threading.Thread(target=workspace.serve_forever, daemon=True).start()
+        host = f"http://127.0.0.1:{workspace.server_port}"
+        monkeypatch.setenv("DATABRICKS_HOST", host)
+        monkeypatch.setenv("DATABRICKS_TOKEN", "t0ken")
+        try:
+            found = compat.databricks_credentials("databricks")
+        except (ImportError, AttributeError) as error:
+            name = "mlflow.utils.databricks_utils.get_databricks_host_creds"
+            pytest.fail(f"{lost(name, 'tracking on Databricks')}: {error}")
+        finally:
+            workspace.shutdown()
+    assert found == (host, "t0ken")
 
 
 def test_operations_that_log_nothing_are_finished() -> None:

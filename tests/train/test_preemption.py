@@ -18,7 +18,7 @@ import pytest
 from support.waiting import MARK, assert_gone, marked, until
 
 from distributor import TorchDistributor, train
-from distributor.node.worker import preemption_notices
+from distributor.node.worker.worker_context import worker_context
 from distributor.train import Result
 from distributor.train.runtime import preemption
 from distributor.train.runtime.preemption import Notices
@@ -315,7 +315,7 @@ def test_a_rank_that_hears_too_late_is_told_no_more_than_the_others(
         told = [train.is_preempted()]
         if rank == late:
             until(waited.exists, "the other has waited in vain", 60)
-        preemption_notices.note()
+        worker_context().preemption_notices.notify()
         told += [train.is_preempted() for _ in range(3)]
         waited.touch()
         return told
@@ -328,7 +328,7 @@ def test_a_notice_of_each_rank_is_told_at_one_call() -> None:
     def subscribe() -> list[bool]:
         rank = train.get_context().get_world_rank()
         told = [train.is_preempted() for _ in range(3 * rank)]
-        preemption_notices.note()
+        worker_context().preemption_notices.notify()
         return told + [train.is_preempted() for _ in range(10 - 3 * rank)]
 
     told = TorchDistributor(3, use_gpu=False, timeout=120).run_all(subscribe)

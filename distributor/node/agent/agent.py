@@ -31,7 +31,7 @@ from distributor.node.process.scratch import new_scratch_path
 from distributor.node.process.spawner import Spawner
 from distributor.node.process.worker_spec import WorkerSpec
 from distributor.node.worker import control_channel
-from distributor.node.worker.stack_dump import stacks_of, with_stacks
+from distributor.node.worker.stack_dump import append_stacks, dump_stacks
 from distributor.serialization.oob_pickle import anonymous_file
 from distributor.serialization.outcome import Failure, Outcome, Value, death
 from distributor.wire.messages import Source
@@ -369,7 +369,7 @@ class Agent:
                     f"distributor: {rank.origin} has done its work, but its process goes on: a "
                     f"thread that is no daemon, or an exit handler. It has {LEAVE_SECONDS:.0f} s."
                 )
-                told = with_stacks(why, stacks_of({rank.origin.rank: rank}))
+                told = append_stacks(why, dump_stacks({rank.origin.rank: rank}))
                 self._sink.write(rank.origin.rank, "stderr", f"{told}\n".encode())
 
     def _work_is_done(self) -> bool:
@@ -381,12 +381,12 @@ class Agent:
 
     def _give_up(self, kind: type[RunTimeout] | type[StartTimeout], why: str) -> NoReturn:
         stacks = self._stacks()
-        raise kind(with_stacks(f"{why} {self._busy()}", stacks), stacks=stacks)
+        raise kind(append_stacks(f"{why} {self._busy()}", stacks), stacks=stacks)
 
     def _stacks(self) -> dict[int, str]:
         """Find out where the ranks stand that are still at work."""
         busy = {r.origin.rank: r for r in self._ranks if r.running and r.outcome is None}
-        return stacks_of(busy)
+        return dump_stacks(busy)
 
     def _busy(self) -> str:
         busy = [str(rank.origin) for rank in self._ranks if rank.outcome is None]

@@ -15,49 +15,53 @@ from distributor.node.process.signals import kill_group
 from distributor.node.process.worker_spec import WorkerSpec
 
 STARTED, VALUE, FAILURE, EXIT = b"S", b"V", b"F", b"X"
-"""What a rank sends: that work begins, and how it ended; an exit with its code."""
+"""Messages of a rank: work begins, and how it ended. The byte after ``EXIT`` is the exit code."""
 SUBSCRIBED, IGNORES_SIGTERM, SIGTERM_RECEIVED = b"H", b"D", b"A"
-"""And, if it heeds notices: that it does, that SIGTERM alone no longer ends it, that one came."""
+"""Messages of a rank about preemption: it subscribed to notices, SIGTERM alone no longer ends it,
+and a SIGTERM has come."""
 RELEASE, MANY_LINES, NOTICE = b"R", b"M", b"N"
-"""What it is told: to leave, that it prints very many lines, that the run is to lose a process."""
+"""Messages of the agent: the rank may leave, it prints very many lines, and the run is about to
+lose a process."""
 
 
 class ControlChannel:
-    """Holds on to the agent: no rank outlives its agent, or leaves before it may.
+    """A rank's connection to its agent: it ends the rank if the agent ends.
 
     Parameters
     ----------
     worker_spec : WorkerSpec
-        What the agent wants of this rank.
-    on : mapping of bytes to callable
-        What is called at a word of the agent.
+        What the agent passed to this rank.
     """
 
-    def __init__(self, worker_spec: WorkerSpec, on: Mapping[bytes, Callable[[], object]]) -> None:
+    def __init__(self, worker_spec: WorkerSpec) -> None:
         for descriptor in worker_spec.descriptors():
             os.set_inheritable(descriptor, False)
         _die_with_parent(worker_spec.parent)
         self._socket = socket.socket(fileno=worker_spec.control)
-        self._on = on
         self._released = threading.Event()
-        threading.Thread(target=self._watch, name="control-channel", daemon=True).start()
 
-    def tell(self, what: bytes) -> None:
-        """Tell the agent how far this rank has come."""
-        self._socket.sendall(what)
+    def listen(self, handlers: Mapping[bytes, Callable[[], object]]) -> None:
+        """Start a thread that calls the handler of each message from the agent."""
+        threading.Thread(
+            target=self._serve, args=[handlers], name="control-channel", daemon=True
+        ).start()
+
+    def send(self, message: bytes) -> None:
+        """Send a message to the agent."""
+        self._socket.sendall(message)
 
     def await_release(self) -> None:
         """Wait until this rank may leave."""
         self._released.wait()
 
-    def _watch(self) -> None:
+    def _serve(self, handlers: Mapping[bytes, Callable[[], object]]) -> None:
         with contextlib.suppress(OSError):
-            while told := self._socket.recv(1):  # until the agent has closed its end, or is gone
-                if told == RELEASE:
+            while message := self._socket.recv(1):  # until the agent has closed its end, or is gone
+                if message == RELEASE:
                     self._released.set()
                 else:
-                    with contextlib.suppress(RuntimeError):  # there can be no more threads
-                        self._on[told]()
+                    with contextlib.suppress(RuntimeError):  # no further thread can be started
+                        handlers[message]()
         if not self._released.is_set():
             kill_group(os.getpgid(0))
 
@@ -66,5 +70,5 @@ def _die_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != parent:  # it ended before the request to the kernel
         os._exit(1)

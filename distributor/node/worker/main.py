@@ -1,4 +1,4 @@
-"""One rank: load the program, run it, record the outcome, leave."""
+"""The main function of a rank: load the program, run it, and record its outcome."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from distributor.node.process.exit import (
 from distributor.node.process.process_title import set_run_title
 from distributor.node.process.scratch import create_scratch
 from distributor.node.process.worker_spec import WorkerSpec
-from distributor.node.worker import failing_step, preemption_notices
 from distributor.node.worker.control_channel import (
     EXIT,
     FAILURE,
@@ -36,48 +35,56 @@ from distributor.node.worker.control_channel import (
 )
 from distributor.node.worker.group_lifetime import keep_groups_of_models
 from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
-from distributor.node.worker.shutdown import finish
-from distributor.node.worker.stack_dump import answer_in
-from distributor.node.worker.stdio import Streams
-from distributor.node.worker.telemetry import tell_in
+from distributor.node.worker.stack_dump import enable_stack_dumps
+from distributor.node.worker.stdio import StandardStreams
+from distributor.node.worker.worker_context import WorkerContext, enter_worker
 from distributor.serialization import oob_pickle, pickling
 from distributor.serialization.outcome import failure_of
 from distributor.serialization.program import Module, Program, Script
 
-_STORES: list[object] = []
-"""Rank 0's store serves the others for as long as the process lives: its end would cost time."""
 
+def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
+    """Be the rank that `worker_spec` describes.
 
-def main(worker_spec: WorkerSpec, at_the_end: list[Callable[[], object]]) -> None:
-    """Be the rank that `worker_spec` describes, and end the process."""
+    Parameters
+    ----------
+    worker_spec : WorkerSpec
+        What the agent passed to this rank.
+    at_exit : list of callable
+        What the caller calls when the interpreter exits; this adds the end of the process.
+    """
     exit_code = [1]
     use_host_name(worker_spec.origin.host)
     set_run_title(f"rank {worker_spec.origin.rank}", worker_spec.program_name, worker_spec.run_id)
     if worker_spec.modules:
         sys.path[:0] = worker_spec.modules.split(os.pathsep)
-    at_the_end += [flush_open_files, lambda: exit_process(exit_code[0])]
-    control = ControlChannel(
-        worker_spec, {MANY_LINES: Streams().expect_many_lines, NOTICE: preemption_notices.note}
+    at_exit += [flush_open_files, lambda: exit_process(exit_code[0])]
+    control = ControlChannel(worker_spec)
+    context = WorkerContext(control.send, worker_spec.progress)
+    enter_worker(context)
+    control.listen(
+        {
+            MANY_LINES: StandardStreams().expect_many_lines,
+            NOTICE: context.preemption_notices.notify,
+        }
     )
     create_scratch(worker_spec.scratch)
     faulthandler.enable()
-    answer_in(worker_spec.stacks)
-    tell_in(worker_spec.progress)
-    preemption_notices.tell_over(control.tell)
-    _STORES.append(_serve_store(worker_spec))
-    control.tell(STARTED)
+    enable_stack_dumps(worker_spec.stacks)
+    context.store = _serve_store(worker_spec)
+    control.send(STARTED)
     install_mlflow_hooks()
     keep_groups_of_models()
     try:
-        succeeded = _run_and_record(worker_spec)
+        succeeded = _run_and_record(worker_spec, context)
     except SystemExit as leaving:
-        # A death like any other, told before exit handlers and threads take their time.
+        # A failure, sent before exit handlers and threads take their time.
         exit_code[0] = exit_code_of(leaving)
         flush_streams()
-        control.tell(EXIT + bytes(exit_code))
+        control.send(EXIT + bytes(exit_code))
         return
     exit_code[0] = 0 if succeeded else 1
-    control.tell(VALUE if succeeded else FAILURE)
+    control.send(VALUE if succeeded else FAILURE)
     control.await_release()
 
 
@@ -89,21 +96,21 @@ def _serve_store(worker_spec: WorkerSpec) -> object:
     try:
         return serve_store(host, port, worker_spec.listener)
     except ImportError:
-        return None  # without torch nobody in this run can ask for it
+        return None  # without torch no rank of this run can use the store
 
 
-def _run_and_record(worker_spec: WorkerSpec) -> bool:
-    """Run the program, and record its value or its failure; tell whether it succeeded."""
+def _run_and_record(worker_spec: WorkerSpec, context: WorkerContext) -> bool:
+    """Run the program, record its value or its failure, and return whether it succeeded."""
     with open(worker_spec.outcome, "wb") as file:
         try:
-            value = _execute(_load_program(worker_spec.program))
+            value = _execute(_load_program(worker_spec.program), context)
             if worker_spec.keep_value:
                 pickling.dump_value(value, file, what=f"rank {worker_spec.origin.rank}")
             return True
         except SystemExit:
             raise
-        except BaseException as error:  # whatever it is, the driver wants to know
-            failure = failure_of(error, worker_spec.origin, failing_step.step())
+        except BaseException as error:  # the driver is to know of any
+            failure = failure_of(error, worker_spec.origin, context.completed_steps)
             file.seek(0)
             file.truncate()
             pickle.dump(failure, file)
@@ -116,19 +123,20 @@ def _load_program(descriptor: int) -> Program:
     return program
 
 
-def _execute(program: Program) -> Any:
-    """Run the program, and finish what it began; leaving with code 0 is its way to return None."""
+def _execute(program: Program, context: WorkerContext) -> Any:
+    """Run the program and its final steps, and return its value."""
     rank = os.getpid()
     try:
-        value = _returned(program)
-        finish()
+        value = _value_of(program)
+        context.run_final_steps()
         return value
     finally:
         if os.getpid() != rank:
             exit_forked_child(sys.exc_info()[1])
 
 
-def _returned(program: Program) -> Any:
+def _value_of(program: Program) -> Any:
+    """Run the program and return its value; an exit with code 0 counts as a return of None."""
     try:
         return _call(program)
     except SystemExit as leaving:
@@ -141,36 +149,37 @@ def _call(program: Program) -> Any:
     if isinstance(program, Script):
         sys.argv = [program.path, *program.args]
         sys.path.insert(0, str(Path(program.path).parent))
-        _begin(program)
+        _call_hook(program)
         runpy.run_path(program.path, run_name="__main__")
         return None
     if isinstance(program, Module):
         sys.argv = [program.name, *program.args]
         if program.folder:
             sys.path.insert(0, program.folder)
-        _begin(program)
+        _call_hook(program)
         runpy.run_module(program.name, run_name="__main__", alter_sys=True)
         return None
     sys.argv = [program.name]
     pickling.install_sources(program.call.sources)
     function, args, kwargs = program.call.load()
-    _fill_main(function)
-    _begin(program)
+    _fill_main_module(function)
+    _call_hook(program)
     return function(*args, **kwargs)
 
 
-def _begin(program: Program) -> None:
+def _call_hook(program: Program) -> None:
+    """Call what the launcher wants to happen before the program starts."""
     if program.begins_with:
         pkgutil.resolve_name(program.begins_with)()
 
 
-def _fill_main(function: Any) -> None:
-    """Put what travelled from the driver's ``__main__`` into this one.
+def _fill_main_module(function: Any) -> None:
+    """Copy what was pickled from the driver's ``__main__`` into this process's.
 
-    Whoever pickles by name here, as ``torch.save`` does, then finds a notebook's classes.
+    Code that pickles by name here, as ``torch.save`` does, then finds a notebook's classes.
     """
-    ours = vars(sys.modules["__main__"])
-    travelled = getattr(getattr(function, "func", function), "__globals__", {})
-    for name, value in list(travelled.items()):
+    own = vars(sys.modules["__main__"])
+    pickled = getattr(getattr(function, "func", function), "__globals__", {})
+    for name, value in list(pickled.items()):
         if getattr(value, "__module__", None) == "__main__":
-            ours.setdefault(name, value)
+            own.setdefault(name, value)

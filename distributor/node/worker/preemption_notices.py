@@ -1,7 +1,4 @@
-"""Preemption notices inside a rank: the run is about to lose a process.
-
-A rank that heeds notices outlives a first SIGTERM, which is one, too.
-"""
+"""Preemption notices inside a rank: the run is about to lose a process."""
 
 from __future__ import annotations
 
@@ -12,62 +9,56 @@ from collections.abc import Callable
 
 from distributor.node.worker.control_channel import IGNORES_SIGTERM, SIGTERM_RECEIVED, SUBSCRIBED
 
-_lock = threading.Lock()
-_told = 0
-_hear: Callable[[], object] | None = None
-_tell: Callable[[bytes], object] | None = None
 
+class PreemptionNotices:
+    """Passes on the notices that a rank receives, and makes it survive a first SIGTERM.
 
-def tell_over(tell: Callable[[bytes], object]) -> None:
-    """Have this rank's agent told so."""
-    global _tell
-    _tell = tell
+    That SIGTERM is a notice, too: the agent sends it on to all ranks.
 
+    Parameters
+    ----------
+    send : callable or None
+        Sends a message to the rank's agent; None outside a rank.
+    """
 
-def can_be_heard() -> bool:
-    """Tell whether this is a rank."""
-    return _tell is not None
+    def __init__(self, send: Callable[[bytes], object] | None) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        self._count = 0
+        self._callback: Callable[[], object] | None = None
 
+    def notify(self) -> None:
+        """Receive a notice. Can be called from any thread."""
+        with self._lock:
+            self._count += 1
+            if self._callback is not None:
+                self._callback()
 
-def note() -> None:
-    """Take a notice. From any thread."""
-    global _told
-    with _lock:
-        _told += 1
-        if _hear is not None:
-            _hear()
+    def subscribe(self, callback: Callable[[], object]) -> None:
+        """Call `callback` for each notice, also for those that have come already."""
+        with self._lock:
+            self._callback = callback
+            for _ in range(self._count):
+                callback()
+        self._send_if_rank(SUBSCRIBED)
+        self._survive_sigterm()
 
+    def _send_if_rank(self, message: bytes) -> None:
+        if self._send is not None:
+            self._send(message)
 
-def subscribe(hear: Callable[[], object]) -> None:
-    """Have this called for each notice, of those that came before, too."""
-    global _hear
-    with _lock:
-        _hear = hear
-        for _ in range(_told):
-            hear()
-    _say(SUBSCRIBED)
-    _outlive_sigterm()
+    def _survive_sigterm(self) -> None:
+        """Take the first SIGTERM as a notice, unless the program has a handler of its own."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._send_if_rank(IGNORES_SIGTERM)
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+            os.register_at_fork(after_in_child=self._restore_sigterm)
 
+    def _on_sigterm(self, *_: object) -> None:
+        self._restore_sigterm()
+        self._send_if_rank(SIGTERM_RECEIVED)
 
-def _say(word: bytes) -> None:
-    if _tell is not None:
-        _tell(word)
-
-
-def _outlive_sigterm() -> None:
-    """Take the first SIGTERM as a notice, unless the program has a handler of its own."""
-    here = threading.current_thread() is threading.main_thread()
-    if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        _say(IGNORES_SIGTERM)
-        signal.signal(signal.SIGTERM, _asked)
-        os.register_at_fork(after_in_child=_be_mortal)
-
-
-def _asked(*_: object) -> None:
-    _be_mortal()
-    _say(SIGTERM_RECEIVED)
-
-
-def _be_mortal() -> None:
-    if signal.getsignal(signal.SIGTERM) is _asked:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def _restore_sigterm(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)

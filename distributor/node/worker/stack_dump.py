@@ -17,23 +17,24 @@ from distributor.node.process.signals import is_in_signal_mask
 from distributor.node.worker import control_channel
 
 SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (3 if hasattr(signal, "SIGRTMAX") else 0)
-"""Which hardly anyone else uses; a batch system may well send SIGUSR1 and SIGUSR2."""
-ANSWER_SECONDS = 1.0
+"""A signal that hardly any program uses; batch systems may send SIGUSR1 and SIGUSR2."""
+DUMP_SECONDS = 1.0
+"""Seconds that ranks have to write their stacks."""
 QUIET_SECONDS = 0.05
-"""Seconds without another line after which an answer is taken as whole: it has no end mark."""
-TICK = 0.01
-NO_ANSWER = "  (no answer: it is stopped, or has not begun)"
+"""Seconds without another line after which a dump counts as complete: it has no end mark."""
+POLL_INTERVAL = 0.01
+NO_DUMP = "  (no stack: the process is stopped, or has not started its work)"
 _OWN_THREAD = control_channel.__file__
-"""The one thread of the launcher's that has frames of its own."""
+"""The file of the only thread of this package in a rank, which is left out."""
 
 
-def answer_in(descriptor: int) -> None:
-    """Have this process write its stacks to a file whenever it is asked."""
+def enable_stack_dumps(descriptor: int) -> None:
+    """Have this process write its stacks to a file whenever it receives `SIGNAL`."""
     faulthandler.register(SIGNAL, file=descriptor, all_threads=True)
 
 
-class Asked(Protocol):
-    """A rank's process, and the file in which it answers."""
+class DumpTarget(Protocol):
+    """A rank's process, and the file to which it writes its stacks."""
 
     @property
     def pid(self) -> int: ...
@@ -42,18 +43,23 @@ class Asked(Protocol):
     def answers(self) -> BinaryIO: ...
 
 
-def stacks_of(ranks: Mapping[int, Asked]) -> dict[int, str]:
-    """Ask ranks for their stacks, and wait for what they answer.
+def dump_stacks(ranks: Mapping[int, DumpTarget]) -> dict[int, str]:
+    """Request the stacks of ranks, and wait for them.
+
+    Parameters
+    ----------
+    ranks : mapping of int to DumpTarget
+        The processes, by rank.
 
     Returns
     -------
     dict of int to str
-        By rank: its threads, the most recent call first, less the launcher's own.
+        The threads of each rank, the most recent call first, without the launcher's own.
     """
-    begun = {rank: _size(asked) for rank, asked in ranks.items()}
-    waiting = {rank for rank, asked in ranks.items() if _ask(asked.pid)}
+    begun = {rank: _size(target) for rank, target in ranks.items()}
+    waiting = {rank for rank, target in ranks.items() if _signal(target.pid)}
     sizes, since = dict(begun), time.monotonic()
-    deadline = since + ANSWER_SECONDS
+    deadline = since + DUMP_SECONDS
     while time.monotonic() < deadline:
         now = {rank: _size(ranks[rank]) for rank in waiting}
         if any(now[rank] != sizes[rank] for rank in waiting):
@@ -61,24 +67,24 @@ def stacks_of(ranks: Mapping[int, Asked]) -> dict[int, str]:
         elif time.monotonic() > since + QUIET_SECONDS and all(now[r] > begun[r] for r in waiting):
             break
         sizes |= now
-        time.sleep(TICK)
-    return {rank: _answer(asked, begun[rank]) for rank, asked in ranks.items()}
+        time.sleep(POLL_INTERVAL)
+    return {rank: _read_stack(target, begun[rank]) for rank, target in ranks.items()}
 
 
-def with_stacks(text: str, stacks: Mapping[int, str]) -> str:
-    """Add stacks to a text, ranks that stand at the same place together."""
+def append_stacks(text: str, stacks: Mapping[int, str]) -> str:
+    """Append stacks to a text; ranks with the same stack share one."""
     if not stacks:
         return text
-    ranks_at: dict[str, list[int]] = {}
+    ranks_with: dict[str, list[int]] = {}
     for rank, stack in sorted(stacks.items()):
-        ranks_at.setdefault(stack, []).append(rank)
-    places = "\n".join(f"{listed('rank', ranks)}:\n{stack}" for stack, ranks in ranks_at.items())
-    return f"{text}\n\nWhere they stood, the most recent call first:\n{places}"
+        ranks_with.setdefault(stack, []).append(rank)
+    parts = "\n".join(f"{listed('rank', ranks)}:\n{stack}" for stack, ranks in ranks_with.items())
+    return f"{text}\n\nStacks of the ranks, the most recent call first:\n{parts}"
 
 
-def _ask(pid: int) -> bool:
-    """Signal a process, but for one that does not expect it, which that would kill."""
-    if not _expects_it(pid):
+def _signal(pid: int) -> bool:
+    """Signal a process, unless it has no handler for the signal, which would then kill it."""
+    if not _handles_signal(pid):
         return False
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, SIGNAL)
@@ -86,19 +92,19 @@ def _ask(pid: int) -> bool:
     return False
 
 
-def _expects_it(pid: int) -> bool:
+def _handles_signal(pid: int) -> bool:
     try:
         return is_in_signal_mask(pid, "SigCgt", SIGNAL)
     except FileNotFoundError:
-        return not Path("/proc").is_dir()  # a system that does not tell
+        return not Path("/proc").is_dir()  # other systems than Linux do not show it
 
 
-def _size(asked: Asked) -> int:
-    return os.fstat(asked.answers.fileno()).st_size
+def _size(target: DumpTarget) -> int:
+    return os.fstat(target.answers.fileno()).st_size
 
 
-def _answer(asked: Asked, begun: int) -> str:
-    size = _size(asked) - begun
-    text = os.pread(asked.answers.fileno(), size, begun).decode(errors="backslashreplace")
+def _read_stack(target: DumpTarget, begun: int) -> str:
+    size = _size(target) - begun
+    text = os.pread(target.answers.fileno(), size, begun).decode(errors="backslashreplace")
     threads = split_stacks(text)
-    return "\n".join(thread for thread in threads if _OWN_THREAD not in thread) or NO_ANSWER
+    return "\n".join(thread for thread in threads if _OWN_THREAD not in thread) or NO_DUMP

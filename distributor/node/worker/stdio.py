@@ -10,25 +10,25 @@ import threading
 import time
 
 BATCH_SECONDS = 0.005
-"""Seconds between two writes while there are very many lines: a crash then loses no more."""
+"""Seconds between two writes while a rank prints very many lines; a crash loses no more."""
 QUIET_BATCHES = 20
-"""Batches without a line after which each line is written by itself again."""
+"""Batches without output after which each line is written at once again."""
 
 
-class Streams:
-    """What a rank prints to; made once, before anything is printed."""
+class StandardStreams:
+    """Stdout and stderr of a rank; created once, before anything is printed."""
 
     def __init__(self) -> None:
-        self._flood = threading.Event()
+        self._in_batches = threading.Event()
         self._streams = [s for s in (sys.stdout, sys.stderr) if isinstance(s, io.TextIOWrapper)]
         for stream in self._streams:
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
-        os.register_at_fork(before=self._flush, after_in_child=self._by_line)
+        os.register_at_fork(before=self._flush, after_in_child=self._write_by_line)
 
     def expect_many_lines(self) -> None:
-        """Write in batches from now on, until few lines come. From any thread."""
-        if not self._flood.is_set():
-            self._flood.set()
+        """Write in batches from now on, until output slows down. Can be called from any thread."""
+        if not self._in_batches.is_set():
+            self._in_batches.set()
             threading.Thread(target=self._write_batches, name="batches", daemon=True).start()
 
     def _write_batches(self) -> None:
@@ -36,15 +36,15 @@ class Streams:
         quiet = 0
         while quiet < QUIET_BATCHES:
             time.sleep(BATCH_SECONDS)
-            before = self._written()
+            before = self._file_sizes()
             self._flush()
-            quiet = quiet + 1 if self._written() == before else 0
-        self._by_line()
+            quiet = quiet + 1 if self._file_sizes() == before else 0
+        self._write_by_line()
 
-    def _by_line(self) -> None:
-        if self._flood.is_set():
+    def _write_by_line(self) -> None:
+        if self._in_batches.is_set():
             self._reconfigure(line_buffering=True)
-            self._flood.clear()
+            self._in_batches.clear()
 
     def _reconfigure(self, line_buffering: bool) -> None:
         for stream in self._streams:
@@ -57,5 +57,5 @@ class Streams:
                 stream.flush()
 
     @staticmethod
-    def _written() -> int:
+    def _file_sizes() -> int:
         return sum(os.fstat(descriptor).st_size for descriptor in (1, 2))

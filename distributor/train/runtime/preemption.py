@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from distributor.errors import DistributorError
-from distributor.node.worker import preemption_notices
+from distributor.node.worker.worker_context import worker_context
 from distributor.train.runtime.store_channel import StoreChannel
 
 AGREE_SECONDS = 30.0
@@ -103,11 +103,11 @@ _notices: list[Notices] = []
 
 def is_preempted() -> bool:
     """Tell, in all ranks at one call, that the run is about to lose a process."""
-    if not preemption_notices.can_be_heard():
+    if not worker_context().is_rank:
         return False
     if not _notices:
         _notices.append(Notices(agree))
-        preemption_notices.subscribe(_notices[0].hear)
+        worker_context().preemption_notices.subscribe(_notices[0].hear)
     return _notices[0].due()
 
 

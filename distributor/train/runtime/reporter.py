@@ -18,8 +18,7 @@ from distributor.core.checkpoint_config import CheckpointSettings, check_name
 from distributor.core.host import host_name
 from distributor.core.telemetry import Reported
 from distributor.errors import DistributorError
-from distributor.node.worker import failing_step, telemetry
-from distributor.node.worker.shutdown import before_the_end
+from distributor.node.worker.worker_context import worker_context
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.runtime import preemption
 from distributor.train.runtime.store_channel import UPLOAD_SECONDS, StoreChannel
@@ -80,7 +79,7 @@ class Session:
         self._passed_over: set[str] = set()
         self._channel: StoreChannel
         self._thread.submit(self._begin).result()
-        before_the_end(self.finish)
+        worker_context().add_final_step(self.finish)
 
     def report(
         self,
@@ -109,7 +108,7 @@ class Session:
         self._pending.append(work)
         if mode is not CheckpointUploadMode.ASYNC:
             self._settle()
-        failing_step.note(self._number)
+        worker_context().completed_steps = self._number
 
     def finish(self) -> None:
         """Wait for the reports that are on their way; raise what one of them came to."""
@@ -181,7 +180,7 @@ class Session:
             self._channel.set("go on", {"reports": reports, "positions": self._stored_positions()})
         go_on = self._channel.get("go on")
         self._number, self._positions = go_on["reports"], go_on["positions"]
-        failing_step.note(self._number)
+        worker_context().completed_steps = self._number
 
     def _stored_positions(self) -> Mapping[str, Any]:
         """Read how far loaders were in the checkpoint from which the training goes on."""
@@ -314,7 +313,7 @@ class Session:
             committed = report.checkpoint
             self._history.take(report, self._next, told)
             where = self.storage.checkpoint(committed).path if committed else None
-            telemetry.pass_on(Reported(metrics, where, told[0]["preempted"]))
+            worker_context().send(Reported(metrics, where, told[0]["preempted"]))
             return {"committed": committed}
         except DistributorError as error:
             return {"error": str(error)}

@@ -21,7 +21,7 @@ from distributor.launch.spark.monitor.run_state import RunEvent, RunState
 from distributor.launch.spark.monitor.task_starts import TaskStarts
 from distributor.launch.spark.plan import ClusterPlan
 from distributor.node.agent.sink import Sink
-from distributor.node.worker.stack_dump import with_stacks
+from distributor.node.worker.stack_dump import append_stacks
 from distributor.serialization.outcome import Outcome
 from distributor.wire import messages
 from distributor.wire.hub import HERE, Hub
@@ -151,7 +151,7 @@ class RunMonitor:
         if self.state is RunState.WAITING:
             self._start_rendezvous()
         elif error := attempt.deadlines.passed(attempt.nodes, attempt.rendezvous.late_nodes()):
-            self._raise_with_stacks(error)
+            self._raise_append_stacks(error)
         if self.state is not RunState.STOPPING:
             self._check_nodes()
         settled = attempt.grace_period.over() or attempt.outcomes.all_failed
@@ -193,7 +193,7 @@ class RunMonitor:
                 silent=tuple(nodes.hosts[node] for node in lost),
             )
 
-    def _raise_with_stacks(self, error: StartTimeout | RunTimeout) -> NoReturn:
+    def _raise_append_stacks(self, error: StartTimeout | RunTimeout) -> NoReturn:
         """Raise an error with the stacks of the ranks that are still at work."""
         attempt = self._attempt
         attempt.machine.fire(RunEvent.DEADLINE_PASSED)
@@ -209,7 +209,7 @@ class RunMonitor:
         ):
             self._receive(TICK)
         stacks = attempt.outcomes.stacks_in(attempt.ending) | attempt.stacks.by_rank()
-        raise type(error)(with_stacks(str(error), stacks), stacks=stacks)
+        raise type(error)(append_stacks(str(error), stacks), stacks=stacks)
 
     def _notify_leaving(self) -> None:
         """Notify the ranks if Spark is about to end an executor."""
