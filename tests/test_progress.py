@@ -1,4 +1,4 @@
-"""What ranks tell of how far they are: the live line, on every way to the driver."""
+"""The progress that ranks report: the live line, over the link and through Spark."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
 
 
-def count_to(most: int) -> str:
-    for step in range(1, most + 1):
-        runtime.progress(step, most, loss=1 / step, rank=runtime.get_global_rank())
+def count_to(total: int) -> str:
+    for step in range(1, total + 1):
+        runtime.progress(step, total, loss=1 / step, rank=runtime.get_global_rank())
     return "counted"
 
 
-def test_rank_0_is_the_line(distribute: Distribute, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_live_line_shows_rank_0(
+    distribute: Distribute, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert distribute(2).run(count_to, 4) == "counted"
 
-    # The last one: executors that take half a minute to come up leave time for another.
+    # The last line: if executors take half a minute to start, there is another one before it.
     *_, line = (line for line in capsys.readouterr().err.splitlines() if "count_to:" in line)
     assert line.startswith("count_to: 100%|")
     assert "| 4/4 [" in line
@@ -36,7 +38,7 @@ def test_rank_0_is_the_line(distribute: Distribute, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.spark
-def test_without_a_link_it_comes_at_the_end(
+def test_without_a_link_progress_arrives_at_the_end(
     spark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     elsewhere = HubAddress(bound="127.0.0.1", told="127.0.0.2")
@@ -47,42 +49,42 @@ def test_without_a_link_it_comes_at_the_end(
     assert "| 4/4 [" in capsys.readouterr().err
 
 
-def test_outside_a_run_it_does_nothing() -> None:
+def test_outside_a_run_progress_does_nothing() -> None:
     assert count_to(3) == "counted"
 
 
-def test_numbers_of_all_kinds_are_taken() -> None:
+def test_tensors_and_infinity_are_numbers() -> None:
     runtime.progress(torch.tensor(1), 2.0, loss=torch.tensor(0.5), bound=float("inf"))
 
 
-def test_what_is_no_number_is_refused() -> None:
+def test_other_values_than_numbers_are_refused() -> None:
     with pytest.raises(TypeError, match="progress takes numbers, but loss is 'low'"):
         runtime.progress(1, 2, loss="low")
     with pytest.raises(TypeError, match="progress takes numbers, but done is None"):
         runtime.progress(None)
 
 
-def test_lines_come_cut_anywhere_and_strangers_are_passed_over() -> None:
-    told = [Progress(done, 9, {"loss": done / 7}, at=float(done)) for done in range(9)]
-    data = b"what is this\n[1]\n" + b"".join(progress.to_line() for progress in told)
+def test_the_reader_joins_parts_of_lines_and_skips_invalid_ones() -> None:
+    sent = [Progress(done, 9, {"loss": done / 7}, at=float(done)) for done in range(9)]
+    data = b"no JSON\n[1]\n" + b"".join(progress.to_line() for progress in sent)
     for size in (1, 7, len(data)):
         reader = Reader()
         parts = [data[at : at + size] for at in range(0, len(data), size)]
-        assert [progress for part in parts for progress in reader.take(part)] == told
+        assert [progress for part in parts for progress in reader.take(part)] == sent
 
 
-def test_the_line_says_who_is_up_and_how_fast_it_goes() -> None:
+def test_the_line_shows_how_many_ranks_are_up_and_the_speed() -> None:
     now = [0.0]
-    standing = RunProgress(clock=lambda: now[0])
-    standing.come_up(2)
+    progress = RunProgress(clock=lambda: now[0])
+    progress.come_up(2)
     now[0] = 65.0
-    assert standing.line("train", 8) == "train on 8 ranks, 2 up, 01:05"
-    assert not standing.told
+    assert progress.line("train", 8) == "train on 8 ranks, 2 up, 01:05"
+    assert not progress.told
 
-    standing.come_up(6)
-    standing.note(Progress(100, 200, at=10.0))  # it goes on from there
-    standing.note(Progress(150, 200, {"loss": 0.123456}, at=20.0))
-    line = standing.line("train", 8)
+    progress.come_up(6)
+    progress.note(Progress(100, 200, at=10.0))  # an attempt that continues there
+    progress.note(Progress(150, 200, {"loss": 0.123456}, at=20.0))
+    line = progress.line("train", 8)
     assert line.startswith("train:  75%|")
     assert line.endswith("| 150/200 [01:05<00:10,  5.00it/s, 8 ranks, loss=0.1235]")
-    assert standing.told
+    assert progress.told

@@ -1,4 +1,4 @@
-"""A secret that ranks are given is theirs alone: nowhere else can it be read."""
+"""A secret in the environment of ranks can be read nowhere else."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from distributor import TorchDistributor, WorkerDied
 from distributor.core.redaction import MASK
 
 SECRET = "hunter2-hunter2"
-OF_THE_RUN = hashlib.sha256(b"of the run").digest()
-"""The run's own secret, as the driver of the test chooses it, whose program has no copy of it."""
+RUN_SECRET = hashlib.sha256(b"of the run").digest()
+"""The secret of the run itself, which the test's driver sets; its program has no copy of it."""
 BASE64 = re.compile(rb"[A-Za-z0-9+/_-]{16,}={0,2}")
 
 PROGRAM = """
 import json, os, pathlib, sys
 
-def shown_by(path):
+def command_line(path):
     try:
         return path.read_bytes()
     except OSError:
-        return b""  # it has ended
+        return b""  # the process has ended
 
 def train(folder, ballast):
     import os, pathlib, sys, time
     token = os.environ["MY_TOKEN"]
     print("printed:", token, flush=True)
-    print("complained of:", token, file=sys.stderr, flush=True)
-    lines = [shown_by(path) for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")]
+    print("on stderr:", token, file=sys.stderr, flush=True)
+    lines = [command_line(path) for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")]
     count = sum(token.encode() in line for line in lines)
     pathlib.Path(folder, os.environ["RANK"]).write_text(str(count))
     while not pathlib.Path(folder, "enough").exists():
@@ -57,8 +57,8 @@ def train(folder, ballast):
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def readings_of(data: bytes) -> Iterator[bytes]:
-    """List what can be read in some bytes: also what is encoded in base64, or compressed."""
+def decodings_of(data: bytes) -> Iterator[bytes]:
+    """Yield the bytes themselves, and whatever in them is base64, decoded and decompressed."""
     yield data
     for found in BASE64.finditer(data):
         text = found[0].rstrip(b"=").translate(bytes.maketrans(b"-_", b"+/"))
@@ -70,13 +70,13 @@ def readings_of(data: bytes) -> Iterator[bytes]:
 
 
 def has(data: bytes, secrets: tuple[bytes, ...]) -> bool:
-    return any(secret in reading for reading in readings_of(data) for secret in secrets)
+    return any(secret in text for text in decodings_of(data) for secret in secrets)
 
 
 def holders_of(secret: str, folder: Path) -> list[str]:
-    """List the files below a folder that have the secret, or the run's own, in them."""
+    """Return the files below a folder that contain the secret, or the run's own."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    return [str(path) for path in files if has(path.read_bytes(), (secret.encode(), OF_THE_RUN))]
+    return [str(path) for path in files if has(path.read_bytes(), (secret.encode(), RUN_SECRET))]
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ def holders_of(secret: str, folder: Path) -> list[str]:
         b"<report " + base64.urlsafe_b64encode(b"\xff\xfe hunter2-hunter2 b") + b">",
     ],
 )
-def test_the_search_finds_what_is_encoded(data: bytes) -> None:
+def test_the_search_finds_encoded_secrets(data: bytes) -> None:
     assert has(data, (SECRET.encode(),))
     assert not has(data, (b"another",))
 
 
 def pages_of(ui: str) -> Iterator[str]:
-    """Read all pages of an application's UI, as far as one link leads to the next."""
+    """Yield all pages of an application's UI that links lead to."""
     seen, ahead = set(), [f"{ui}/jobs/"]
     while ahead:
         url = ahead.pop()
@@ -111,7 +111,7 @@ def pages_of(ui: str) -> Iterator[str]:
 
 
 @pytest.mark.spark
-def test_a_secret_is_nowhere_on_a_cluster(tmp_path: Path) -> None:
+def test_a_secret_does_not_leave_the_ranks_of_a_cluster(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     events = tmp_path / "events"
     notes.mkdir()
@@ -151,8 +151,8 @@ tell(stopped=True)
             pages = list(pages_of(ui))
             held = holders_of(SECRET, tmp_path)
             (notes / "enough").touch()
-            told = driver.hear("error")["error"]
-            assert told == [f"{SECRET} is wrong"], "the user's own exception"
+            error = driver.hear("error")["error"]
+            assert error == [f"{SECRET} is wrong"], "the exception itself is not redacted"
             pages += pages_of(ui)  # with the task's error
             driver.say("stop")
             driver.hear("stopped")
@@ -161,16 +161,18 @@ tell(stopped=True)
         assert [(notes / rank).read_text() for rank in "01"] == ["0", "0"], "command lines"
         assert len(pages) > 5
         assert "TaskFailed" in "".join(pages), "the task's error is shown"
-        assert not [page for page in pages if has(page.encode(), (SECRET.encode(), OF_THE_RUN))]
+        assert not [page for page in pages if has(page.encode(), (SECRET.encode(), RUN_SECRET))]
         assert held == []
         assert holders_of(SECRET, tmp_path) == []
         assert f"printed: {MASK}" in log
         assert any(events.iterdir())
-        kept = b"".join(path.read_bytes() for path in (tmp_path / "logs").rglob("rank1.*"))
-        assert kept.count(MASK.encode()) >= 3, "printed, complained of, and in the traceback"
+        recorded = b"".join(path.read_bytes() for path in (tmp_path / "logs").rglob("rank1.*"))
+        assert recorded.count(MASK.encode()) >= 3, "on stdout, on stderr, and in the traceback"
 
 
-def test_a_secret_is_nowhere_here(run_driver: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_secret_does_not_leave_local_ranks(
+    run_driver: Callable[..., Any], tmp_path: Path
+) -> None:
     source = f"""{PROGRAM}
 from distributor import TorchDistributor
 folder = pathlib.Path(sys.argv[1])
@@ -188,25 +190,27 @@ except ValueError as error:
 
     assert facts_in(done) == "ValueError"
     assert SECRET not in done.stdout + done.stderr
-    assert f"[1] complained of: {MASK}" in done.stderr
-    (kept,) = (tmp_path / "logs").glob("*/attempt_0/rank1.stderr")
-    assert f"ValueError: {MASK} is wrong" in kept.read_text()
+    assert f"[1] on stderr: {MASK}" in done.stderr
+    (log,) = (tmp_path / "logs").glob("*/attempt_0/rank1.stderr")
+    assert f"ValueError: {MASK} is wrong" in log.read_text()
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["0", "0"], "command lines"
     assert holders_of(SECRET, tmp_path) == []
 
 
-def test_a_rank_that_died_took_its_secrets_along() -> None:
-    def leave() -> None:
+def test_the_output_of_a_dead_rank_is_redacted() -> None:
+    def print_and_exit() -> None:
         print(os.environ["MY_TOKEN"], flush=True)
         os._exit(3)
 
     with pytest.raises(WorkerDied) as caught:
-        TorchDistributor(1, use_gpu=False, timeout=120, env={"MY_TOKEN": SECRET}).run(leave)
+        TorchDistributor(1, use_gpu=False, timeout=120, env={"MY_TOKEN": SECRET}).run(
+            print_and_exit
+        )
     assert MASK in str(caught.value)
     assert SECRET not in str(caught.value)
 
 
-def test_settings_are_shown_without_variables() -> None:
+def test_the_repr_of_a_distributor_has_no_variables() -> None:
     shown = repr(TorchDistributor(1, use_gpu=False, env={"MY_TOKEN": SECRET}))
     assert shown.startswith("TorchDistributor(")
     assert SECRET not in shown

@@ -5,7 +5,7 @@ from __future__ import annotations
 RUN_ID = "MLFLOW_RUN_ID"
 """MLflow's own variable; it names the job's run."""
 LOGGING_RANKS = "DISTRIBUTOR_MLFLOW_RANKS"
-"""Which ranks log: one of the four values that follow."""
+"""The ranks that log: one of the four values that follow."""
 OFF_REASON = "DISTRIBUTOR_MLFLOW_NOTE"
 """What rank 0 prints if it uses MLflow although nothing is logged; empty if the driver warned."""
 

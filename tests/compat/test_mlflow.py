@@ -80,7 +80,7 @@ print("RUN", mlflow.start_run().info.run_id)
 
 
 class Workspace(http.server.BaseHTTPRequestHandler):
-    """A server that has nothing, where a Databricks client looks for a description of its host."""
+    """A host that does not describe itself: a Databricks client asks for that first."""
 
     def do_GET(self) -> None:
         self.send_error(404)
@@ -131,5 +131,5 @@ def test_stores_are_made_by_the_registries_that_ranks_change(
 ) -> None:
     """These names are public, but MLflow documents them only for authors of plugins."""
     found = getattr(getattr(sys.modules.get(module), owner, None), name, None)
-    assert found is not None, lost(f"{module}.{owner}.{name}", "what a rank logs, and where")
+    assert found is not None, lost(f"{module}.{owner}.{name}", "the choice of stores in ranks")
     assert list(inspect.signature(found).parameters)[1 : 1 + len(parameters)] == parameters

@@ -1,4 +1,4 @@
-"""A DDP model that is freed after its process group was destroyed does not block its rank."""
+"""Freeing a DDP model after its process group was destroyed does not block the rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE = 60.0
 
 
 def free_too_early(folder: str) -> list[bool]:
-    """Free a DDP model while an operation of its destroyed group cannot be over yet."""
+    """Free a DDP model while an operation of its destroyed group cannot have completed."""
     import gc
     import os
     import time
@@ -23,7 +23,7 @@ def free_too_early(folder: str) -> list[bool]:
     from pathlib import Path
 
     import torch
-    import torch._dynamo  # without which a module imported later would own the group for good
+    import torch._dynamo  # otherwise a module imported later would own the group for good
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -35,12 +35,12 @@ def free_too_early(folder: str) -> list[bool]:
             names = [name for name, _ in model.named_parameters()]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names[:1])
         replica = DistributedDataParallel(model)
-    # A backward pass leaves a Python object in the state of each operation that follows.
+    # A backward pass adds a Python object to the state of each operation that follows.
     replica(torch.ones(2, 4)).sum().backward()
     if dist.get_rank() == 1:
         while not freed.exists():  # rank 0's operation waits for this rank's
             time.sleep(0.01)
-        time.sleep(0.5)  # nothing can say that the other rank's main thread is in the destructor
+        time.sleep(0.5)  # nothing shows that the other rank's main thread is in the destructor
         dist.all_reduce(torch.ones(1))
         return []
     group = weakref.ref(dist.group.WORLD)
@@ -56,6 +56,6 @@ def free_too_early(folder: str) -> list[bool]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_model_is_freed_after_its_group_was_destroyed(tmp_path: Path, warm: bool) -> None:
-    """And the group goes with it: its threads end."""
+    """The group is freed with it, and its threads end."""
     distributor = TorchDistributor(2, local_mode=True, use_gpu=False, warm=warm, timeout=DEADLINE)
     assert distributor.run(free_too_early, str(tmp_path)) == [True, True]

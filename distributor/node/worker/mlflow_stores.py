@@ -34,7 +34,7 @@ READ_VERBS = frozenset(
     {"batch", "calculate", "download", "filter", "find", "for", "get", "list", "load", "max"}
     | {"query", "resolve", "search", "supports", "verify"}
 )
-"""First words of the names of methods that change nothing in a store."""
+"""What the names of methods begin with that change nothing in a store."""
 
 
 class LossReporter:

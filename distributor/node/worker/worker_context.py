@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from distributor.core.telemetry import Told
+from distributor.core.telemetry import Progress, Reported
 from distributor.node.worker.preemption_notices import PreemptionNotices
 
 
@@ -51,7 +51,7 @@ class WorkerContext:
         """Whether this process is a rank, or was forked by one."""
         return self._progress_file is not None
 
-    def send(self, update: Told) -> None:
+    def send(self, update: Progress | Reported) -> None:
         """Send progress or a report to the driver, at the cost of one small write."""
         if self._progress_file is not None:
             os.write(self._progress_file, update.to_line())
