@@ -151,7 +151,7 @@ class RunMonitor:
         if self.state is RunState.WAITING:
             self._start_rendezvous()
         elif error := attempt.deadlines.passed(attempt.nodes, attempt.rendezvous.late_nodes()):
-            self._raise_append_stacks(error)
+            self._raise_with_stacks(error)
         if self.state is not RunState.STOPPING:
             self._check_nodes()
         settled = attempt.grace_period.over() or attempt.outcomes.all_failed
@@ -193,7 +193,7 @@ class RunMonitor:
                 silent=tuple(nodes.hosts[node] for node in lost),
             )
 
-    def _raise_append_stacks(self, error: StartTimeout | RunTimeout) -> NoReturn:
+    def _raise_with_stacks(self, error: StartTimeout | RunTimeout) -> NoReturn:
         """Raise an error with the stacks of the ranks that are still at work."""
         attempt = self._attempt
         attempt.machine.fire(RunEvent.DEADLINE_PASSED)
