@@ -1,0 +1,55 @@
+"""A module of another package can be changed right after it is imported."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib import resources
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+import pytest
+
+from distributor.node.worker.import_hooks import after_import
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make a package that can be imported, with a data file, and return its name."""
+    folder = tmp_path / "hooked_package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("value = 1\n")
+    (folder / "data.txt").write_text("data")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.delitem(sys.modules, folder.name, raising=False)
+    return folder.name
+
+
+def test_a_module_is_changed_once_after_its_import(package: str) -> None:
+    values: list[int] = []
+    after_import(package, lambda module: values.append(module.value))
+    assert values == []
+
+    importlib.import_module(package)
+    importlib.import_module(package)
+    assert values == [1]
+
+
+def test_a_module_that_is_imported_already_is_changed_at_once(package: str) -> None:
+    importlib.import_module(package)
+    values: list[int] = []
+    after_import(package, lambda module: values.append(module.value))
+    assert values == [1]
+
+
+def test_a_changed_module_has_its_own_loader_and_data(package: str) -> None:
+    finders = list(sys.meta_path)
+    after_import(package, lambda module: None)
+    module = importlib.import_module(package)
+
+    assert module.__spec__ is not None
+    assert isinstance(module.__spec__.loader, SourceFileLoader)
+    assert module.__loader__ is module.__spec__.loader
+    assert resources.files(package).joinpath("data.txt").read_text() == "data"
+    assert sys.meta_path == finders
