@@ -46,33 +46,33 @@ def test_every_promise_names_a_command_that_runs_tests(promise: str, proof: str)
 def test_every_command_in_the_readme_selects_tests(target: str, arguments: str) -> None:
     if target == "chaos":
         return
-    paths, words = parse(arguments)
+    paths, keywords = parse(arguments)
     tests = [test for path in paths for test in collected_from(path)]
-    selected = [test for test in tests if matches(test, words)]
+    selected = [test for test in tests if matches(test, keywords)]
     assert selected, f"no test matches {arguments}"
     assert target == "test-all" or not all(test.slow for test in selected), (
         f"`make test ARGS={arguments}` leaves out all of its tests, which are slow"
     )
-    for word in words:
-        assert any(word in test.name for test in selected), f"no test has {word!r} in its name"
+    for keyword in keywords:
+        assert any(keyword in test.name for test in selected), f"no test has {keyword!r} in its name"
 
 
 def parse(arguments: str) -> tuple[list[str], list[str]]:
-    """Return the paths of a command, and the words of its ``-k``."""
+    """Return the paths of a command, and the keywords of its ``-k``."""
     paths: list[str] = []
-    words: list[str] = []
+    keywords: list[str] = []
     rest = iter(shlex.split(arguments.strip('"')))
     for argument in rest:
         if argument == "-k":
-            words = next(rest).split(" or ")
+            keywords = next(rest).split(" or ")
         else:
             paths.append(argument)
-    return paths or ["tests"], words
+    return paths or ["tests"], keywords
 
 
-def matches(test: Collected, words: list[str]) -> bool:
+def matches(test: Collected, keywords: list[str]) -> bool:
     """Return whether pytest's ``-k`` would select a test by its name."""
-    return not words or any(word in test.name for word in words)
+    return not keywords or any(keyword in test.name for keyword in keywords)
 
 
 def collected_from(path: str) -> Iterator[Collected]:
