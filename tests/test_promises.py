@@ -54,7 +54,7 @@ def test_every_command_in_the_readme_selects_tests(target: str, arguments: str) 
         f"`make test ARGS={arguments}` leaves out all of its tests, which are slow"
     )
     for keyword in keywords:
-        assert any(keyword in test.name for test in selected), f"no test has {keyword!r} in its name"
+        assert any(keyword in test.name for test in selected), f"no test is named {keyword!r}"
 
 
 def parse(arguments: str) -> tuple[list[str], list[str]]:
