@@ -151,8 +151,10 @@ def _processes() -> Iterator[list[subprocess.Popen[str]]]:
 
 def _follow_run(crowd: _Crowd) -> float:
     """Follow the run as the driver does, with a hub and a run monitor; return the start time."""
-    from distributor.launch.console import Console
-    from distributor.launch.job import Job, Settings, program_of
+    from distributor.launch.job import Job
+    from distributor.launch.output.console import Console
+    from distributor.launch.programs import program_of
+    from distributor.launch.settings import Settings
     from distributor.launch.spark.monitor.run_monitor import RunMonitor
     from distributor.launch.spark.plan import ClusterPlan
     from distributor.wire.hub import Hub
@@ -166,7 +168,7 @@ def _follow_run(crowd: _Crowd) -> float:
         settings=settings,
     )
     plan = ClusterPlan(num_tasks=crowd.nodes, ranks_per_task=1, use_gpu=False)
-    sink = _Shown(Console(settings.shows))
+    sink = _Shown(Console(lambda rank: True))
     deadline = time.monotonic() + DEADLINE
     proof = secret.encode()
     with Hub("127.0.0.1", proof) as hub, RunMonitor(job, plan, hub, sink, deadline) as watch:

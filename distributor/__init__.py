@@ -13,8 +13,9 @@ from distributor.errors import (
     ValueTooLarge,
     WorkerDied,
 )
-from distributor.launch.job import Listener
+from distributor.launch.future import RunFuture
 from distributor.launch.local import cool_down
+from distributor.launch.run_listener import Listener
 from distributor.launch.stack_requests import stacks
 from distributor.serialization.outcome import load_value
 from distributor.serverless import distributed
@@ -28,6 +29,7 @@ __all__ = [
     "NodeLost",
     "RemoteError",
     "RunCancelled",
+    "RunFuture",
     "RunTimeout",
     "StartTimeout",
     "TorchDistributor",

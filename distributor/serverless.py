@@ -10,9 +10,9 @@ from dataclasses import fields
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from distributor.core.gpus import GPUType
-from distributor.launch.console import warn
 from distributor.launch.future import RunFuture
-from distributor.launch.job import Settings
+from distributor.launch.output.messages import warn
+from distributor.launch.settings import Settings
 from distributor.launch.spark.plan import driver_gpus
 from distributor.launch.spark.session import Session
 from distributor.torch_distributor import TorchDistributor

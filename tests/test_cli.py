@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from distributor import TorchDistributor, __version__
-from distributor.cli import _parser
+from distributor.cli_options import make_parser
 
 DEADLINE = 120
 """Seconds for one command, on a machine that does much else."""
@@ -98,17 +98,17 @@ def test_exit_code_is_the_scripts(cli: Cli, script: Any, how: str, code: int, to
         (["no-such-script.py"], "no script no-such-script.py"),
         (["--nproc", "0", "train.py"], "num_processes has to be a positive integer, but is 0"),
         (["--nproc", "two", "train.py"], "--nproc.*expected a number of ranks, or .* found 'two'"),
-        (["--nproc", "1,2,3", "train.py"], "--nproc.* like 2,4; found '1,2,3'"),
-        (["--nproc", "4,2", "train.py"], "minimum is above its maximum"),
-        (["-m", "no.such"], "no module no .looked from"),
+        (["--nproc", "1,2,3", "train.py"], "--nproc.* such as 2,4; found '1,2,3'"),
+        (["--nproc", "4,2", "train.py"], "minimum is greater than the maximum"),
+        (["-m", "no.such"], "no module no .looked in"),
         (["--master", "local[2]", "train.py"], "--master .* add --cluster"),
         (["--conf", "spark.x=1", "train.py"], "--conf .* add --cluster"),
-        (["--timeout", "-1", "train.py"], "timeout is a positive"),
-        (["--env", "RANK=3", "train.py"], "env cannot set RANK"),
+        (["--timeout", "-1", "train.py"], "timeout must be a positive"),
+        (["--env", "RANK=3", "train.py"], "env must not set RANK"),
         (["--env", "RANK", "train.py"], "expected NAME=VALUE, found 'RANK'"),
         (["--show-output", "loud", "train.py"], "expected 'all', 'none' or ranks"),
         (["--hub-address", "host:abc", "train.py"], "hub_address must be 'host' or 'host:port'"),
-        (["--log-dir", "train.py", "train.py"], "log_dir is the path of a folder"),
+        (["--log-dir", "train.py", "train.py"], "log_dir must be the path of a folder"),
         (["--no-such-option", "train.py"], "no-such-option"),
         ([], "required: script"),
     ],
@@ -134,7 +134,7 @@ NO_SPARK = {"JAVA_HOME": "/there/is/no/java"}
         (["no-such-script.py"], 2, "no script no-such-script.py"),
         (["-m", "no_such.module"], 2, "no module no_such"),
         (["--nproc", "0", "train.py"], 2, "num_processes has to be a positive integer"),
-        (["--timeout", "-1", "train.py"], 2, "timeout is a positive"),
+        (["--timeout", "-1", "train.py"], 2, "timeout must be a positive"),
         (["--master", "sprak://here:7077", "train.py"], 2, "--master is 'sprak://here:7077', .*"),
         (["--master", "spark://here", "train.py"], 2, "--master is 'spark://here', .*HOST:PORT"),
         (["--conf", "spark.master=local[x]", "train.py"], 2, r"--master is 'local\[x\]'"),
@@ -303,7 +303,7 @@ OF_THE_PROCESS = {"listeners"}
 )
 def test_every_field_has_a_flag(field: str) -> None:
     flags, value = FLAGS[field]
-    options = vars(_parser().parse_args(["run", *flags, "train.py", "--", "-x"]))
+    options = vars(make_parser().parse_args(["run", *flags, "train.py", "--", "-x"]))
     assert options[field] == value
     assert set(options) & set(FLAGS) == {field}, "what is not given is left to the class"
     assert (options["script"], options["args"][-1]) == ("train.py", "-x")
@@ -315,7 +315,7 @@ def test_help_tells_of_every_flag(cli: Cli) -> None:
     for flags, _ in FLAGS.values():
         # The flag, and behind it or in the next line what it does.
         assert re.search(rf"{flags[0]}[ ,\n].*?[a-z]{{3}}", done.stdout, re.DOTALL), flags[0]
-    assert "Seconds that the run may take once its ranks have started" in " ".join(
+    assert "Seconds that an attempt may take once its ranks have started" in " ".join(
         done.stdout.split()
     )
 
@@ -360,7 +360,7 @@ def test_ctrl_backslash_shows_stacks_and_ctrl_c_is_130(script: Any, tmp_path: Pa
         process.send_signal(signal.SIGQUIT)
         assert process.stderr
         shown = iter(process.stderr.readline, "")
-        assert any(line.startswith("Run ") and "goes on" in line for line in shown)
+        assert any(line.startswith("Run ") and "continues" in line for line in shown)
         assert any(line == "ranks 0, 1:\n" for line in shown)
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=20)

@@ -272,7 +272,7 @@ TorchDistributor(1, use_gpu=False, log_dir={str(tmp_path)!r}).run(run_id)
     """)
     [folder] = tmp_path.iterdir()
     assert cell.value == repr(folder.name)
-    said = f"Run {folder.name} of run_id, whose output is kept in {folder}"
+    said = f"Run {folder.name} of run_id; logs in {folder}"
     assert said in cell.lines("stderr")
 
 

@@ -29,9 +29,10 @@ LAYERS = [
     {"node"},
     {"launch"},
     {"runtime", "tracking"},
+    {"prepared_run"},
     {"torch_distributor"},
     {"serverless", "train"},
-    {"serverless_gpu", "cleaning"},
+    {"serverless_gpu", "cleaning", "cli_options"},
     {"", "cli", "demo"},
     {"__main__"},
 ]
@@ -100,9 +101,7 @@ def test_the_graph_is_read() -> None:
     known = graph()
     assert len(known) > 20
     assert "distributor.node.agent.agent" in known["distributor.launch.local"]
-    assert "distributor.launch.spark.launcher" in known["distributor.torch_distributor"], (
-        "in a function"
-    )
+    assert "distributor.launch.spark.launcher" in known["distributor.prepared_run"], "in a function"
     assert "distributor.serialization.pickling" in known["distributor.node.worker.main"], (
         "from a package"
     )

@@ -12,7 +12,7 @@ import torch
 
 from distributor import TorchDistributor, runtime
 from distributor.core.telemetry import Progress, Reader
-from distributor.launch.run_progress import RunProgress
+from distributor.launch.output.run_progress import RunProgress
 from distributor.launch.spark.launcher import HubAddress
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -76,15 +76,15 @@ def test_the_reader_joins_parts_of_lines_and_skips_invalid_ones() -> None:
 def test_the_line_shows_how_many_ranks_are_up_and_the_speed() -> None:
     now = [0.0]
     progress = RunProgress(clock=lambda: now[0])
-    progress.come_up(2)
+    progress.add_started(2)
     now[0] = 65.0
     assert progress.line("train", 8) == "train on 8 ranks, 2 up, 01:05"
-    assert not progress.told
+    assert not progress.is_reported
 
-    progress.come_up(6)
-    progress.note(Progress(100, 200, at=10.0))  # an attempt that continues there
-    progress.note(Progress(150, 200, {"loss": 0.123456}, at=20.0))
+    progress.add_started(6)
+    progress.update(Progress(100, 200, at=10.0))  # an attempt that continues there
+    progress.update(Progress(150, 200, {"loss": 0.123456}, at=20.0))
     line = progress.line("train", 8)
     assert line.startswith("train:  75%|")
     assert line.endswith("| 150/200 [01:05<00:10,  5.00it/s, 8 ranks, loss=0.1235]")
-    assert progress.told
+    assert progress.is_reported

@@ -231,8 +231,8 @@ def test_gpus_are_described() -> None:
         ({"gpus": 2, "gpu_type": "Z80", "use_gpu": False}, ValueError, "T4, V100, A10.*'Z80'"),
         ({"use_gpu": False}, ValueError, "gpus says how many"),
         ({"remote": True}, ValueError, "gpus says how many"),
-        ({"gpus": 2, "use_gpu": False, "timeout": -1}, ValueError, "timeout is a positive"),
-        ({"gpus": 1, "use_gpu": False, "pool": ""}, ValueError, "pool is the name"),
+        ({"gpus": 2, "use_gpu": False, "timeout": -1}, ValueError, "timeout must be a positive"),
+        ({"gpus": 1, "use_gpu": False, "pool": ""}, ValueError, "pool must be the name"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_launched(

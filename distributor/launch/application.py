@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distributor.errors import DistributorError
-from distributor.launch.console import notify
+from distributor.launch.output.messages import notify
 from distributor.launch.spark.log_quieting import no_warning
 
 MASTERS = (

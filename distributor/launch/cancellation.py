@@ -1,4 +1,4 @@
-"""Ending a run at the word of another thread than the one that waits for it."""
+"""Cancellation of a run by another thread than the one that waits for it."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from distributor.errors import RunCancelled
 
 
 class Cancellation:
-    """One run's way to be ended; its launcher says how, and checks."""
+    """Requests to cancel one run. Its launcher sets the action, and checks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requested = False
+        self._is_requested = False
         self._action: Callable[[], object] = lambda: None
 
     def request(self) -> None:
-        """End the run. From any thread, at any time."""
+        """Cancel the run. Thread-safe, and allowed at any time."""
         with self._lock:
-            self._requested = True
+            self._is_requested = True
             self._action()
 
-    def then(self, action: Callable[[], object]) -> None:
-        """Have this called once the run is to end; at once where it is already."""
+    def set_action(self, action: Callable[[], object]) -> None:
+        """Set the function that ends the run. It is called at once if that is already requested."""
         with self._lock:
             self._action = action
-            if self._requested:
+            if self._is_requested:
                 action()
 
     def check(self) -> None:
-        """Raise `RunCancelled` where the run is to end."""
-        if self._requested:
+        """Raise `RunCancelled` if cancellation was requested."""
+        if self._is_requested:
             raise RunCancelled("The run was cancelled.")

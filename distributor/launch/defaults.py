@@ -1,7 +1,7 @@
-"""Defaults that an administrator sets for all runs: by environment variables and Spark's conf.
+"""Defaults that an administrator sets for all runs, as environment variables or Spark properties.
 
-Order of precedence: the argument, the driver's environment variable, the conf of the active Spark
-session, the built-in default. `DEFAULTS` is the one list of what can be set so.
+Order of precedence: the argument, the driver's environment variable, the configuration of the
+active Spark session, the built-in default. `ADMIN_DEFAULTS` lists all settings that have them.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ from pathlib import Path
 from typing import Any
 
 from distributor.core.addresses import checked_port, port_range
-from distributor.launch.console import warn
+from distributor.launch.output.messages import warn
 from distributor.launch.spark.session import Session
 from distributor.node.environment.build_once import CACHE_VARIABLE
 
-CONF_SECONDS = 10.0
-"""Seconds that a Connect server has to tell its conf; its client would retry for minutes."""
+CONF_TIMEOUT = 10.0
+"""Seconds for a Connect server to return its configuration; its client would retry for minutes."""
 
 
 @dataclass(frozen=True)
-class Default:
-    """How a setting's default is found.
+class AdminDefault:
+    """Where a setting's default comes from.
 
     Parameters
     ----------
     name : str
-        The setting; the cache folder is no setting, but a variable in ``env``.
+        The setting. The cache folder is not a setting but a variable in ``env``.
     variable : str
         The environment variable.
     key : str
-        The key in Spark's conf.
+        The Spark property.
     parse : callable
-        Makes the setting's value of a source's name and its text, or raises ValueError.
+        Converts a text to the setting's value, or raises ValueError. It takes the name of the
+        text's source, for the message, and the text.
     value : object
         The built-in default.
     shown : str
-        How the documentation calls that.
+        The built-in default as documented.
     """
 
     name: str
@@ -51,49 +52,49 @@ class Default:
     shown: str
 
 
-class FromDefaults:
-    """Stands for a setting that was not given."""
+class _NotGiven:
+    """The type of `NOT_GIVEN`."""
 
     def __repr__(self) -> str:
-        return "<see DEFAULTS>"
+        return "<not given>"
 
 
-NOT_GIVEN: Any = FromDefaults()
+NOT_GIVEN: Any = _NotGiven()
+"""The value of a setting that was not given and has an administrator's default."""
 
 
-def folder(name: str, path: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
-    """Return a folder, which is made if it is not there.
+def folder(name: str, path: object) -> None:
+    """Create a folder if it does not exist.
 
     Raises
     ------
     TypeError
-        If it is no path.
+        If `path` is not a path.
     NotADirectoryError
-        If there is a file at the path or above it.
+        If it, or a parent of it, is a file.
     """
     if path is None:
-        return None
+        return
     if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"{name} is the path of a folder, but is {path!r}.")
+        raise TypeError(f"{name} must be the path of a folder, but is {path!r}.")
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise NotADirectoryError(
-            f"{name} is the path of a folder, but at '{path}' or above it is a file."
+            f"{name} must be the path of a folder, but '{path}' or a parent of it is a file."
         ) from None
-    return path
 
 
 def _switch(name: str, text: str) -> bool:
     switches = {"1": True, "true": True, "0": False, "false": False}
     if text.lower() not in switches:
-        raise ValueError(f"{name} is one of {', '.join(switches)}, but is {text!r}.")
+        raise ValueError(f"{name} must be one of {', '.join(switches)}, but is {text!r}.")
     return switches[text.lower()]
 
 
 def _port(name: str, text: str) -> int:
     if not text.isdecimal():
-        raise ValueError(f"{name} is a port, or 0 for a free one, but is {text!r}.")
+        raise ValueError(f"{name} must be a port, or 0 for any free port, but is {text!r}.")
     return checked_port(name, int(text))
 
 
@@ -102,34 +103,52 @@ def _ports(name: str, text: str) -> str:
     return text
 
 
-def _path(name: str, text: str) -> str:
-    if not Path(text).is_absolute():
-        raise ValueError(f"{name} is the absolute path of a folder, but is {text!r}.")
+def _folder(name: str, text: str) -> str:
+    folder(name, text)
     return text
 
 
-CACHE_DIR = Default(
+def _absolute_path(name: str, text: str) -> str:
+    if not Path(text).is_absolute():
+        raise ValueError(f"{name} must be the absolute path of a folder, but is {text!r}.")
+    return text
+
+
+CACHE_DIR = AdminDefault(
     f'env["{CACHE_VARIABLE}"]',
     CACHE_VARIABLE,
     "spark.distributor.cacheDir",
-    _path,
+    _absolute_path,
     None,
     "`~/.cache/distributor`",
 )
-DEFAULTS = (
-    Default("warm", "DISTRIBUTOR_WARM", "spark.distributor.warm", _switch, True, "True"),
-    Default("hub_port", "DISTRIBUTOR_HUB_PORT", "spark.distributor.hub.port", _port, 0, "any free"),
-    Default(
+ADMIN_DEFAULTS = (
+    AdminDefault("warm", "DISTRIBUTOR_WARM", "spark.distributor.warm", _switch, True, "True"),
+    AdminDefault(
+        "hub_port", "DISTRIBUTOR_HUB_PORT", "spark.distributor.hub.port", _port, 0, "any free port"
+    ),
+    AdminDefault(
         "rank_ports",
         "DISTRIBUTOR_RANK_PORTS",
         "spark.distributor.rank.ports",
         _ports,
         None,
-        "any free",
+        "any free port",
     ),
-    Default("log_dir", "DISTRIBUTOR_LOG_DIR", "spark.distributor.logDir", folder, None, "none"),
+    AdminDefault(
+        "log_dir", "DISTRIBUTOR_LOG_DIR", "spark.distributor.logDir", _folder, None, "none"
+    ),
     CACHE_DIR,
 )
+
+
+def sources(name: str) -> str:
+    """Return the sources of a setting's default, as a sentence for its documentation."""
+    found = next(each for each in ADMIN_DEFAULTS if each.name == name)
+    return (
+        f"Default: the environment variable {found.variable}, the Spark property\n"
+        f"    {found.key}, or {found.shown}."
+    )
 
 
 def complete(settings: object) -> None:
@@ -138,37 +157,38 @@ def complete(settings: object) -> None:
     Raises
     ------
     ValueError, OSError
-        If a default is malformed; names the variable or the key, and the value.
+        If a default is malformed. The message names the variable or property, and its value.
     """
-    missing = [each for each in DEFAULTS if getattr(settings, each.name, None) is NOT_GIVEN]
-    for name, value in _found(missing).items():
+    missing = [each for each in ADMIN_DEFAULTS if getattr(settings, each.name, None) is NOT_GIVEN]
+    for name, value in _read_defaults(missing).items():
         object.__setattr__(settings, name, value)
 
 
 def conf_cache_dir(session: Session | None) -> str | None:
-    """Return the folder of the nodes' cache that Spark's conf names; None if it names none.
+    """Return the folder of the nodes' cache that a Spark property sets; None if it is not set.
 
-    The variable comes first, but each node reads its own: folders differ by machine.
+    The variable takes precedence, but each node reads its own, because folders differ by machine.
 
     Raises
     ------
     ValueError
-        If it is no absolute path.
+        If it is not an absolute path.
     """
     text = _conf(session, [CACHE_DIR.key]).get(CACHE_DIR.key)
-    return _path(f"{CACHE_DIR.key} in Spark's conf", text) if text else None
+    return _absolute_path(f"{CACHE_DIR.key} in Spark's conf", text) if text else None
 
 
 def table() -> str:
-    """Write the defaults as the README's table."""
+    """Return the defaults as the README's table."""
     rows = [
-        f"| `{each.name}` | `{each.variable}` | `{each.key}` | {each.shown} |" for each in DEFAULTS
+        f"| `{each.name}` | `{each.variable}` | `{each.key}` | {each.shown} |"
+        for each in ADMIN_DEFAULTS
     ]
     head = ["| setting | environment variable | Spark conf | else |", "| --- | --- | --- | --- |"]
     return "\n".join([*head, *rows])
 
 
-def _found(wanted: list[Default]) -> dict[str, Any]:
+def _read_defaults(wanted: list[AdminDefault]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for each in wanted:
         if text := os.environ.get(each.variable):
@@ -182,15 +202,15 @@ def _found(wanted: list[Default]) -> dict[str, Any]:
 
 
 def _conf(session: Session | None, keys: list[str]) -> Mapping[str, str]:
-    """Read what is set in a session's conf."""
+    """Return the properties among `keys` that a session's configuration sets."""
     if session is None:
         return {}
     reading: Future[dict[str, str]] = Future()
 
     def read() -> None:
         try:
-            told = {key: session.conf(key) for key in keys}
-            reading.set_result({key: text for key, text in told.items() if text is not None})
+            values = {key: session.conf(key) for key in keys}
+            reading.set_result({key: text for key, text in values.items() if text is not None})
         except Exception as error:
             reading.set_exception(error)
 
@@ -199,7 +219,7 @@ def _conf(session: Session | None, keys: list[str]) -> Mapping[str, str]:
     else:
         read()
     try:
-        return reading.result(CONF_SECONDS)
-    except Exception as error:  # its JVM or its server has gone
-        warn(f"Spark's conf cannot be read, so that spark.distributor.* is ignored: {error!r}")
+        return reading.result(CONF_TIMEOUT)
+    except Exception as error:  # its JVM or its server is gone
+        warn(f"Spark's configuration cannot be read; spark.distributor.* is ignored: {error!r}")
         return {}

@@ -1,60 +1,68 @@
-"""What becomes of a run when this process is asked to end: its ranks first have a chance."""
+"""A driver that receives SIGTERM: its ranks may report a checkpoint before the process ends."""
 
 from __future__ import annotations
 
+import enum
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
 
 from distributor.errors import RunCancelled
-from distributor.launch.console import notify
+from distributor.launch.output.messages import notify
 
-CHANCE_SECONDS = 300.0
-"""Seconds for the ranks to report a checkpoint; whoever asked may kill this process sooner."""
+CHECKPOINT_TIMEOUT = 300.0
+"""Seconds for the ranks to report a checkpoint. The sender of SIGTERM may send SIGKILL sooner."""
 
 
-class Preemption:
-    """One run's way to tell its ranks that they are about to end; a context manager.
+class _State(enum.Enum):
+    RUNNING = enum.auto()
+    SIGTERM_RECEIVED = enum.auto()
+    RANKS_NOTIFIED = enum.auto()
+    ENDING = enum.auto()
 
-    In it, on the main thread and where nobody else handles it, a first SIGTERM is passed on to the
-    ranks if any of them heeds notices. When they have reported a checkpoint, or the time is over,
-    the run is ended, and then this process by the same signal. A second SIGTERM ends it at once.
+
+class GracefulShutdown:
+    """Passes a SIGTERM of this process on to a run's ranks; a context manager.
+
+    It handles SIGTERM on the main thread, if the signal has its default action. On the first
+    SIGTERM the ranks receive a preemption notice, if any rank has subscribed to notices. Once they
+    have reported a checkpoint, or after `CHECKPOINT_TIMEOUT`, the run ends, and then this process
+    ends by the same signal. A second SIGTERM ends the process at once.
     """
 
     def __init__(self) -> None:
-        self._tell: Callable[[], object] = lambda: None
-        self._subscribed = False
-        self._stage: Literal["calm", "asked", "told", "over"] = "calm"
-        self._until = 0.0
+        self._notify_ranks: Callable[[], object] = lambda: None
+        self._is_subscribed = False
+        self._state = _State.RUNNING
+        self._deadline = 0.0
 
     @property
-    def subscribed(self) -> bool:
-        """Whether a rank wants to be told."""
-        return self._subscribed
+    def is_subscribed(self) -> bool:
+        """Whether a rank has subscribed to preemption notices."""
+        return self._is_subscribed
 
     @property
     def sigterm_received(self) -> bool:
-        """Whether this process was asked to end."""
-        return self._stage != "calm"
+        """Whether this process has received SIGTERM."""
+        return self._state is not _State.RUNNING
 
-    def through(self, tell: Callable[[], object]) -> None:
-        """Have the ranks of an attempt, which begins, told by this; from the thread that waits."""
-        self._tell, self._subscribed = tell, False
+    def start_attempt(self, notify_ranks: Callable[[], object]) -> None:
+        """Set how the ranks of a new attempt are notified. Called by the thread that waits."""
+        self._notify_ranks, self._is_subscribed = notify_ranks, False
 
-    def between_attempts(self) -> None:
-        """Note that there are no ranks now."""
-        self.through(lambda: None)
+    def end_attempt(self) -> None:
+        """Record that there are no ranks until the next attempt."""
+        self.start_attempt(lambda: None)
 
     def subscribe(self) -> None:
-        """Note that a rank wants to be told."""
-        self._subscribed = True
+        """Record that a rank has subscribed to preemption notices."""
+        self._is_subscribed = True
 
-    def __enter__(self) -> Preemption:
-        here = threading.current_thread() is threading.main_thread()
-        if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    def __enter__(self) -> GracefulShutdown:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._handle)
         return self
 
@@ -62,49 +70,49 @@ class Preemption:
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.sigterm_received:
-            _end()
+            _terminate()
 
     def advance(self) -> None:
-        """Take the step that is due; called again and again by the thread that waits.
+        """Take the next step if it is due. Called repeatedly by the thread that waits.
 
         Raises
         ------
         RunCancelled
-            Once, where the ranks have had their time.
+            Once, when the ranks' time is over.
         """
-        if self._stage == "asked":
-            self._stage = "told"
-            self._until = time.monotonic() + CHANCE_SECONDS
+        if self._state is _State.SIGTERM_RECEIVED:
+            self._state = _State.RANKS_NOTIFIED
+            self._deadline = time.monotonic() + CHECKPOINT_TIMEOUT
             notify(
-                "SIGTERM: the ranks are told, and this process ends when they have then reported a "
-                f"checkpoint, for which they have {CHANCE_SECONDS:.0f} s. A second one ends it at "
-                "once."
+                "Received SIGTERM: the ranks are notified, and this process ends once they have "
+                f"reported a checkpoint, or after {CHECKPOINT_TIMEOUT:.0f} s. Send SIGTERM again "
+                "to end it at once."
             )
-            self._tell()
-        elif self._stage == "told" and time.monotonic() > self._until:
-            self._give_up("the ranks have reported no checkpoint")
+            self._notify_ranks()
+        elif self._state is _State.RANKS_NOTIFIED and time.monotonic() > self._deadline:
+            self._end_run("the ranks have not reported a checkpoint in time")
 
-    def saved(self) -> None:
-        """Note that ranks that had been told have reported a checkpoint.
+    def checkpoint_reported(self) -> None:
+        """Record that notified ranks have reported a checkpoint.
 
         Raises
         ------
         RunCancelled
-            Where it was waited for.
+            If the run was waiting for it.
         """
-        if self._stage == "told":
-            self._give_up("a checkpoint is there to go on from")
+        if self._state is _State.RANKS_NOTIFIED:
+            self._end_run("the ranks have reported a checkpoint to resume from")
 
-    def _give_up(self, why: str) -> None:
-        self._stage = "over"
-        raise RunCancelled(f"This process was asked to end by SIGTERM; {why}.")
+    def _end_run(self, why: str) -> None:
+        self._state = _State.ENDING
+        raise RunCancelled(f"This process received SIGTERM; {why}.")
 
     def _handle(self, *_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if not self._subscribed:
-            _end()
-        self._stage = "asked"
+        if not self._is_subscribed:
+            _terminate()
+        self._state = _State.SIGTERM_RECEIVED
 
 
-def _end() -> None:
+def _terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)

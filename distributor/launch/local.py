@@ -1,4 +1,4 @@
-"""Launcher: ranks on this machine, watched by an agent in the driver's own process."""
+"""The launcher that runs all ranks on this machine, with an agent in the driver's process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from distributor.core.addresses import port_range
-from distributor.launch.console import notify
-from distributor.launch.job import LOCAL_TRAINING, Job, Settings
+from distributor.launch.job import Job
 from distributor.launch.one_time_warnings import warn_about_nodes, warn_if_source_changed
+from distributor.launch.output.messages import notify
+from distributor.launch.settings import Settings, forwarded_env
 from distributor.launch.spark.environments import prepared_here
 from distributor.launch.spark.user_modules import folders_of
 from distributor.node.agent.agent import Agent
@@ -41,41 +42,40 @@ class LocalLauncher:
     Parameters
     ----------
     gpus : tuple of str
-        Entries for ``CUDA_VISIBLE_DEVICES``, one for each rank; empty where ranks use none.
+        Entries for ``CUDA_VISIBLE_DEVICES``, one for each rank; empty if ranks use no GPUs.
     """
 
     gpus: tuple[str, ...]
 
     @property
     def shares_disk(self) -> bool:
-        """Whether the ranks certainly reach files that are on this machine: always."""
+        """Whether the ranks certainly reach the files of this machine: always True."""
         return True
 
-    @property
-    def training(self) -> str:
-        """How messages name a run here; has a place for the number of ranks."""
-        return LOCAL_TRAINING
+    def training(self, num_processes: int) -> str:
+        """Return how messages name a run of this size, in the words of PySpark's class."""
+        return f"local training with {num_processes} processes"
 
     def prepare(self, settings: Settings, num_processes: int) -> None:
-        """Begin what the first run would otherwise have to wait for."""
+        """Start the zygote in advance."""
         if settings.environment:
-            return  # it may take long to make, and perhaps no run follows
-        env = {**settings.forwarded, **settings.env}
+            return  # building it may take long, and perhaps no run follows
+        env = {**forwarded_env(settings), **settings.env}
         zygote_client.prepare(_zygote_spec(settings, num_processes, env, Interpreter.current()))
 
     def resolve_size(self, job: Job) -> tuple[LocalLauncher, int]:
-        """Give this launcher: what there is room for here was found out when it was planned."""
+        """Return this launcher and the job's size, which the plan has adapted to this machine."""
         return self, job.num_processes
 
     def launch(self, job: Job, sink: Sink) -> list[Outcome]:
-        """Run all ranks; give the outcomes of those that ended by themselves.
+        """Run all ranks; return the outcomes of the ranks that ended by themselves.
 
         Raises
         ------
         StartTimeout, RunTimeout
-            Where a deadline of the job passed.
+            If ``start_timeout`` or ``timeout`` has passed.
         ExecutorNotReady
-            If the environment cannot be had here, or none of ``rank_ports`` is free.
+            If the environment cannot be prepared here, or none of ``rank_ports`` is free.
         """
         warn_if_source_changed()
         warn_about_nodes({socket.gethostname(): [*node_warnings(), *_memory_warnings(job)]})
@@ -104,16 +104,16 @@ class LocalLauncher:
                 spawner,
                 listener=listener,
                 keep_all=job.keep_all,
-                on_started=lambda: self._note_start(job),
+                on_started=lambda: self._on_started(job),
                 on_failure=job.failures.append,
-                on_stacks=job.inquiry.answer,
+                on_stacks=job.stack_requests.answer,
                 on_done=lambda: agent.release(),
-                on_subscribed=job.preemption.subscribe,
+                on_subscribed=job.graceful_shutdown.subscribe,
                 on_sigterm=lambda: agent.give_notice(),
             )
-            job.inquiry.ask = agent.ask_for_stacks
-            job.cancellation.then(agent.stop)
-            job.preemption.through(agent.give_notice)
+            job.stack_requests.send = agent.ask_for_stacks
+            job.cancellation.set_action(agent.stop)
+            job.graceful_shutdown.start_attempt(agent.give_notice)
             notify(job.heading)
             with agent:
                 outcomes = agent.run(start_deadline, settings.timeout or math.inf)
@@ -121,16 +121,16 @@ class LocalLauncher:
                 return outcomes
 
     def describe(self) -> dict[str, object]:
-        """Say where ranks are launched, for the record."""
+        """Return where the ranks run, as tags of the run's record."""
         return {"mode": "local", "nodes": 1, "gpus": len(self.gpus)}
 
     def thread(self, target: Callable[[], object]) -> threading.Thread:
-        """Make a thread on which a run can be launched for the calling one."""
+        """Return a thread that can launch a run on behalf of the calling one."""
         return threading.Thread(target=target, name="run", daemon=True)
 
-    def _note_start(self, job: Job) -> None:
-        job.standing.come_up(job.num_processes)
-        notify(f"Started {self.training.format(job.num_processes)}")
+    def _on_started(self, job: Job) -> None:
+        job.progress.add_started(job.num_processes)
+        notify(f"Started {self.training(job.num_processes)}")
 
     def _node(self, job: Job, listener: socket.socket, env: Mapping[str, str]) -> NodeSpec:
         return NodeSpec(
@@ -158,7 +158,15 @@ def _memory_warnings(job: Job) -> Iterator[NodeWarning]:
 
 
 def cool_down() -> None:
-    """End the warm process of this one's local runs, if there is one; runs that go on do so."""
+    """Shut down this process's zygote, if it has one. Active runs are unaffected.
+
+    The zygote is the warm process from which the ranks of local runs are forked. It also ends with
+    this process, or after half an hour without a run. The next run starts a new one.
+
+    Examples
+    --------
+    >>> distributor.cool_down()
+    """
     zygote_client.shut_down(os.getpid())
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Mapping
 
 from distributor.core.versions import listed
-from distributor.launch.console import warn
+from distributor.launch.output.messages import warn
 from distributor.source import own_spec, state_of
 from distributor.wire.messages import NodeWarning
 

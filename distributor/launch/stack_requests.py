@@ -1,4 +1,4 @@
-"""Requests the stacks of the ranks of active runs."""
+"""Requests for the stacks of the ranks of active runs."""
 
 from __future__ import annotations
 
@@ -7,62 +7,69 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 
-ANSWER_SECONDS = 10.0
+ANSWER_TIMEOUT = 10.0
 """Seconds for the nodes of a run to answer."""
 
 _lock = threading.Lock()
-_going_on: dict[str, Inquiry] = {}
+_active: dict[str, StackRequests] = {}
 
 
-class Inquiry:
-    """One run's way to be asked; its launcher sets ``ask``, and answers."""
+class StackRequests:
+    """Requests for the stacks of one attempt's ranks. Its launcher sets ``send``, and answers."""
 
     def __init__(self) -> None:
-        self.ask: Callable[[], object] = lambda: None
+        self.send: Callable[[], object] = lambda: None
         self._waiting: queue.SimpleQueue[queue.SimpleQueue[dict[int, str]]] = queue.SimpleQueue()
 
     def stacks(self) -> dict[int, str]:
-        """Ask, and wait for the answer; nothing where none comes, for the run is ending."""
+        """Send a request and wait for the answer; empty if the run ends before it arrives."""
         answer: queue.SimpleQueue[dict[int, str]] = queue.SimpleQueue()
         self._waiting.put(answer)
-        self.ask()
+        self.send()
         try:
-            return answer.get(timeout=ANSWER_SECONDS)
+            return answer.get(timeout=ANSWER_TIMEOUT)
         except queue.Empty:
             return {}
 
     def answer(self, stacks: dict[int, str]) -> None:
-        """Answer all who have asked."""
+        """Answer all waiting requests."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._waiting.get_nowait().put(stacks)
 
 
 @contextlib.contextmanager
-def register_run(run_id: str, inquiry: Inquiry) -> Iterator[None]:
-    """Let a run be asked while it goes on."""
+def register_run(run_id: str, requests: StackRequests) -> Iterator[None]:
+    """Make an attempt available to `stacks` while it is active."""
     with _lock:
-        _going_on[run_id] = inquiry
+        _active[run_id] = requests
     try:
         yield
     finally:
         with _lock:
-            del _going_on[run_id]
+            del _active[run_id]
 
 
 def stacks() -> dict[str, dict[int, str]]:
-    """Find out where the ranks of this process's runs stand; the runs go on.
+    """Return the Python stacks of the ranks of this process's active runs, which continue.
 
-    To be called from another thread than the one that waits for the run. On the command line of
-    ``distributor run``, Ctrl-Backslash shows the same.
+    Must be called from another thread than the one that waits for the run, for example while
+    a run of `TorchDistributor.submit` is active. ``distributor run`` prints the same on
+    Ctrl-Backslash. Ranks that are stuck in C code are included, because ``faulthandler`` dumps
+    the stacks: https://docs.python.org/3/library/faulthandler.html.
 
     Returns
     -------
     dict of str to dict of int to str
-        For each run that goes on, by its id: the Python stacks of its ranks that are at work, by
-        rank, the most recent call first. Ranks of a node that has no link to this process are
-        not in it.
+        For each active run, by its id: the stacks of its running ranks, by rank, the most recent
+        call first. Ranks of a node that is not connected to this process are missing.
+
+    Examples
+    --------
+    >>> future = TorchDistributor(2).submit(train)  # doctest: +SKIP
+    >>> for run_id, stack_by_rank in distributor.stacks().items():
+    ...     print(run_id, *stack_by_rank.values())  # doctest: +SKIP
     """
     with _lock:
-        asked = dict(_going_on)
-    return {run_id: inquiry.stacks() for run_id, inquiry in asked.items()}
+        active = dict(_active)
+    return {run_id: requests.stacks() for run_id, requests in active.items()}

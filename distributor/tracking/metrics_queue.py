@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from distributor.core.mlflow_env import SERVER_ERRORS
-from distributor.launch.console import warn
+from distributor.launch.output.messages import warn
 from distributor.tracking.run import ANSWER_SECONDS, first_line
 
 MAX_BATCH = 1000

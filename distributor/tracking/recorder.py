@@ -14,8 +14,8 @@ from distributor.core.redaction import Redaction
 from distributor.core.telemetry import Progress
 from distributor.core.text import counted
 from distributor.errors import RunCancelled
-from distributor.launch.console import notify, warn
-from distributor.launch.job import Listener
+from distributor.launch.output.messages import notify, warn
+from distributor.launch.run_listener import Listener
 from distributor.tracking.metrics_queue import MetricsQueue
 from distributor.tracking.run import TrackedRun, call_with_deadline, first_line
 from distributor.wire.messages import Stream

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distributor.core.telemetry import Reported
-from distributor.launch.job import Listener
+from distributor.launch.run_listener import Listener
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.config import TrainRunContext, UserCallback
 

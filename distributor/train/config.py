@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from distributor.launch.job import check_max_failures, check_num_processes
+from distributor.launch.setting_checks import check_max_failures, check_num_processes
 from distributor.train.checkpoint import Checkpoint
 
 
@@ -103,7 +103,7 @@ class FailureConfig(_Refusing):
 
     def __post_init__(self) -> None:
         self._refuse()
-        check_max_failures(self.max_failures)
+        check_max_failures("max_failures", self.max_failures)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from dataclasses import fields
 from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings, absolute, check_name
-from distributor.launch.job import Listener, new_run_id
+from distributor.launch.job import new_run_id
+from distributor.launch.run_listener import Listener
 from distributor.launch.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
 from distributor.train.callbacks import CallbackListener

@@ -21,11 +21,12 @@ import pytest
 
 import distributor
 from distributor.core.text import counted, listed
-from distributor.launch.console import Console, Stream, notify, warn
-from distributor.launch.labels import Label
-from distributor.launch.retry import Attempt
-from distributor.launch.run_progress import RunProgress
-from distributor.launch.screen import Screen
+from distributor.launch.output.console import Console, Stream
+from distributor.launch.output.labels import RunLabel
+from distributor.launch.output.messages import notify, warn
+from distributor.launch.output.run_progress import RunProgress
+from distributor.launch.output.screen import Screen
+from distributor.launch.retry import FailedAttempt
 
 Chunk = tuple[int, Stream, bytes]
 MIB = 2**20
@@ -92,8 +93,8 @@ class Driver:
         self.shared = Screen(self._make_display)
         self.console = Console(
             lambda rank: rank != 99,
-            headline=lambda: self.headline,
-            reported=lambda: self.reported,
+            status=lambda: self.headline,
+            has_progress=lambda: self.reported,
             clock=self.clock,
             screen=self.shared,
         )
@@ -616,7 +617,7 @@ def received(master: int) -> str:
 
 
 IN_A_CELL = """
-from distributor.launch.console import Console
+from distributor.launch.output.console import Console
 console = Console(lambda rank: True)
 console.write(0, "stderr", b"\\r10% of all")
 console.write(0, "stderr", b"\\r20%")
@@ -786,7 +787,7 @@ def test_others_write_where_a_line_begins(driver: Driver) -> None:
 def test_two_runs_share_the_moving_line(driver: Driver) -> None:
     screen = driver.screen(Terminal)
     other = Console(
-        lambda rank: True, headline=lambda: "second", clock=driver.clock, screen=driver.shared
+        lambda rank: True, status=lambda: "second", clock=driver.clock, screen=driver.shared
     )
     driver.headline = "first"
     driver.tick(after=2.0)
@@ -803,7 +804,7 @@ def test_two_runs_share_the_moving_line(driver: Driver) -> None:
 def test_a_message_stands_above_the_moving_line(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distributor.launch.console.SCREEN", driver.shared)
+    monkeypatch.setattr("distributor.launch.output.messages.SCREEN", driver.shared)
     screen = driver.screen(Terminal)
     driver.headline = "train, 00:06"
     driver.tick(after=2.0)
@@ -840,7 +841,7 @@ def test_what_comes_between_ends_an_unfinished_line(
     driver.write((0, "stdout", b"validating... "))
     driver.tick(after=1.5)
     with driver.here():
-        driver.shared.say("a message")
+        driver.shared.print_message("a message")
     driver.write((0, "stdout", b"done\n"))
     driver.tick(after=1)
     assert screen.getvalue().splitlines() == ["[0] validating... ", "a message", "[0] done"]
@@ -866,12 +867,12 @@ def test_a_file_shows_a_line_in_two_parts_as_one(driver: Driver) -> None:
 
 
 def test_runs_are_labelled_while_there_are_several() -> None:
-    with Label("train") as first:
+    with RunLabel("train") as first:
         assert first.prefix(3) == "[3] "
-        with Label("train") as second, Label("score") as third:
+        with RunLabel("train") as second, RunLabel("score") as third:
             prefixes = [label.prefix(3) for label in (first, second, third)]
             assert prefixes == ["[train 3] ", "[train#2 3] ", "[score 3] "]
-    with Label("train") as alone:
+    with RunLabel("train") as alone:
         assert alone.prefix(0) == "[0] "
 
 
@@ -882,7 +883,7 @@ NOUNS = [
     (listed("rank", [3]), "rank 3"),
     (listed("rank", [0, 3]), "ranks 0, 3"),
     (RunProgress().line("train", 1).rpartition(",")[0], "train on 1 rank, 0 up"),
-    (str(Attempt(0, 1, KeyError("lost"))), "attempt 0 on 1 rank: KeyError: 'lost'"),
+    (str(FailedAttempt(0, 1, KeyError("lost"))), "attempt 0 on 1 rank: KeyError: 'lost'"),
 ]
 
 

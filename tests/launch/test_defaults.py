@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from distributor import TorchDistributor
-from distributor.launch.defaults import CACHE_DIR, DEFAULTS, conf_cache_dir, table
-from distributor.launch.job import Settings
+from distributor.launch.defaults import ADMIN_DEFAULTS, CACHE_DIR, conf_cache_dir, table
+from distributor.launch.settings import Settings
 from distributor.launch.spark.session import Session
 
 README = Path(__file__).parents[2] / "README.md"
-OF_SETTINGS = [each for each in DEFAULTS if each is not CACHE_DIR]
+OF_SETTINGS = [each for each in ADMIN_DEFAULTS if each is not CACHE_DIR]
 VALUES = {  # as a variable or Spark's conf has them, and what comes of it; three of each
     "warm": [("0", False), ("TRUE", True), ("false", False)],
     "hub_port": [("7078", 7078), ("7079", 7079), ("7080", 7080)],
@@ -30,14 +30,14 @@ each_setting = pytest.mark.parametrize("default", OF_SETTINGS, ids=lambda each: 
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for each in DEFAULTS:
+    for each in ADMIN_DEFAULTS:
         monkeypatch.delenv(each.variable, raising=False)
 
 
 @pytest.fixture
 def conf(spark: Any) -> Iterator[Any]:
     yield spark.conf
-    for each in DEFAULTS:
+    for each in ADMIN_DEFAULTS:
         spark.conf.unset(each.key)
 
 
@@ -84,17 +84,17 @@ def test_sparks_conf_counts_less_than_a_variable(
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("warm", "maybe", "is one of 1, true, 0, false, but is 'maybe'"),
-        ("hub_port", "http", "is a port, .* but is 'http'"),
+        ("warm", "maybe", "must be one of 1, true, 0, false, but is 'maybe'"),
+        ("hub_port", "http", "must be a port, .* but is 'http'"),
         ("hub_port", "65536", "is a port from 1 to 65535, .* not 65536"),
         ("rank_ports", "9-8", "is a range of ports .* but is '9-8'"),
-        ("log_dir", __file__, f"is the path of a folder, but at '{re.escape(__file__)}'"),
+        ("log_dir", __file__, f"must be the path of a folder, but '{re.escape(__file__)}'"),
     ],
 )
 def test_a_malformed_default_is_refused_by_the_name_of_its_source(
     name: str, text: str, told: str, conf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    default = next(each for each in DEFAULTS if each.name == name)
+    default = next(each for each in ADMIN_DEFAULTS if each.name == name)
     conf.set(default.key, text)
     with pytest.raises((ValueError, OSError), match=f"^{default.key} in Spark's conf {told}"):
         TorchDistributor(1, local_mode=True, use_gpu=False)

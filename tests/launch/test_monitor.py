@@ -14,7 +14,8 @@ from support.waiting import until
 
 from distributor import TorchDistributor
 from distributor.errors import DistributorError, ExecutorNotReady, RunTimeout, StartTimeout
-from distributor.launch.job import Job, program_of
+from distributor.launch.job import Job
+from distributor.launch.programs import program_of
 from distributor.launch.spark import polling
 from distributor.launch.spark.monitor import rendezvous, task_starts
 from distributor.launch.spark.monitor.run_monitor import RunMonitor

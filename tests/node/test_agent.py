@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 from support.waiting import until
 
-from distributor.launch.job import program_of
+from distributor.launch.programs import program_of
 from distributor.node.agent.agent import Agent
 from distributor.node.agent.node_spec import NodeSpec
 from distributor.node.process import zygote_client

@@ -40,8 +40,8 @@ from support.waiting import SOON, alive, assert_gone, marked, until
 from test_repeated import driver, told_pids
 
 from distributor import DistributorError, StartTimeout, TorchDistributor, WorkerDied
-from distributor.launch.job import program_of
 from distributor.launch.local import cool_down
+from distributor.launch.programs import program_of
 from distributor.node.agent.worker_env import common_environment
 from distributor.node.process import zygote_client
 from distributor.node.process.ipc import Fork, Retire

@@ -27,7 +27,8 @@ from distributor import (
     RunTimeout,
     WorkerDied,
 )
-from distributor.launch.job import Job, program_of
+from distributor.launch.job import Job
+from distributor.launch.programs import program_of
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

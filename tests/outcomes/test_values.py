@@ -345,5 +345,5 @@ def test_a_value_from_a_module_that_the_driver_lacks_names_the_module(
         sys.path.insert(0, str(tmp_path))
         return __import__("only_in_ranks").Result()
 
-    with pytest.raises(DistributorError, match=r"Rank 0 .* cannot be loaded here.*only_in_ranks"):
+    with pytest.raises(DistributorError, match=r"Rank 0 .* unpickled here.*only_in_ranks"):
         distribute(1).run(make)

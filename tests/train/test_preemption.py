@@ -145,7 +145,7 @@ def test_a_driver_that_is_asked_to_end_waits_for_a_checkpoint(tmp_path: Path) ->
         run.process.terminate()
         code, output = run.end()
     assert code == -signal.SIGTERM, output
-    assert "SIGTERM: the ranks are told, and this process ends when" in output
+    assert "Received SIGTERM: the ranks are notified, and this process ends once" in output
     (step,) = told_at(output)
     assert run.checkpoints() == [step]
     assert "returned" not in output
@@ -196,7 +196,7 @@ def ends_when_told():
         run.process.terminate()
         code, output = run.end()
     assert code == -signal.SIGTERM, output
-    assert "SIGTERM: the ranks are told, and this process ends when" in output
+    assert "Received SIGTERM: the ranks are notified, and this process ends once" in output
     assert "not here" not in output
 
 
@@ -215,7 +215,7 @@ def test_ranks_on_an_executor_that_is_decommissioned_are_told(tmp_path: Path) ->
         code, output = run.end()
     assert code == -signal.SIGTERM, output
     assert "Spark is about to end executor " in output
-    assert "The next attempt begins" in output
+    assert "Starting the next attempt" in output
     assert first in told_at(output), "all ranks were told at one step, and none lost"
     assert run.checkpoints()[0] == first
     assert len(run.checkpoints()) == 2, "of the next attempt, which had its own notice"

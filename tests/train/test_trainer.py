@@ -170,7 +170,7 @@ def test_models_are_prepared_in_other_runs_too(tmp_path: Path) -> None:
 
 BAD: list[tuple[Any, type[Exception], str]] = [
     (lambda: ScalingConfig(num_workers=0), ValueError, "positive integer, but is 0"),
-    (lambda: ScalingConfig(num_workers=(3, 2)), ValueError, "minimum is above its maximum"),
+    (lambda: ScalingConfig(num_workers=(3, 2)), ValueError, "minimum is greater than the maximum"),
     (
         lambda: ScalingConfig(resources_per_worker={"CPU": 2}),
         ValueError,

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from distributor.launch.console import notify
 from distributor.launch.defaults import conf_cache_dir
+from distributor.launch.output.messages import notify
 from distributor.launch.spark.session import Session
 from distributor.launch.spark.user_modules import own_folders
 from distributor.node.environment.archive import READ_ERRORS, SUFFIXES, find_python_library, unpack

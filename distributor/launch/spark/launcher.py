@@ -16,11 +16,12 @@ from distributor.core.resources import format_bytes
 from distributor.core.text import counted
 from distributor.errors import DistributorError, StartTimeout
 from distributor.launch.cancellation import Cancellation
-from distributor.launch.console import notify, warn
 from distributor.launch.defaults import conf_cache_dir
-from distributor.launch.job import CLUSTER_TRAINING, Job, Settings
+from distributor.launch.job import Job
 from distributor.launch.local import LOOPBACK
 from distributor.launch.one_time_warnings import warn_once
+from distributor.launch.output.messages import notify, warn
+from distributor.launch.settings import Settings, gpu_type_of
 from distributor.launch.spark.environments import shipped_environment
 from distributor.launch.spark.error_translation import MORE_SLOTS
 from distributor.launch.spark.log_quieting import quiet
@@ -63,10 +64,9 @@ class SparkLauncher:
         """Whether the ranks certainly reach files that are on this machine."""
         return self.session.is_one_machine
 
-    @property
-    def training(self) -> str:
-        """How messages name a run here; has a place for the number of ranks."""
-        return CLUSTER_TRAINING
+    def training(self, num_processes: int) -> str:
+        """Return how messages name a run of this size, in the words of PySpark's class."""
+        return self.plan.training(num_processes)
 
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Nothing: executors may not be there yet, and their first run makes them warm."""
@@ -234,7 +234,7 @@ class SparkLauncher:
             timeout=job.settings.timeout,
             warm=job.settings.warm,
             preload=tuple(job.settings.preload),
-            gpu_type=job.settings.wanted_type,
+            gpu_type=gpu_type_of(job.settings),
             modules=shipped_modules(self.session, job.program, job.settings.py_modules),
             environment=shipped_environment(self.session, job.settings.environment),
             rank_ports=port_range("rank_ports", job.settings.rank_ports),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from distributor.core.gpus import gpu_names, missing_gpus
 from distributor.core.text import counted
-from distributor.launch.console import warn
+from distributor.launch.output.messages import warn
 from distributor.launch.spark.session import Session
 from distributor.node.agent.worker_env import mask_entries, visible_devices
 
@@ -56,6 +56,10 @@ class ClusterPlan:
     use_gpu: bool
     profile_gpus: int = 0
     driver_gpus: tuple[str, ...] = ()
+
+    def training(self, num_processes: int) -> str:
+        """Return how messages name a run of this size, in the words of PySpark's class."""
+        return f"distributed training with {num_processes} executor processes"
 
     def of(self, tasks: int) -> ClusterPlan:
         """Give the plan of fewer tasks."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from distributor.launch.cancellation import Cancellation
-from distributor.launch.console import notify
+from distributor.launch.output.messages import notify
 
 TELL_SECONDS = 5.0
 """Seconds until the first message about a wait; each further interval is twice as long."""

@@ -16,7 +16,7 @@ from typing import Any
 from distributor._compat import pyspark as private
 from distributor.core.resources import format_bytes
 from distributor.launch.call_site import CallSite
-from distributor.launch.console import notify
+from distributor.launch.output.messages import notify
 from distributor.launch.spark.log_quieting import no_warning
 
 _SHIP = threading.Lock()

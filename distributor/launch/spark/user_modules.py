@@ -21,7 +21,7 @@ from importlib import machinery
 from pathlib import Path
 
 from distributor.core.resources import format_bytes
-from distributor.launch.console import warn
+from distributor.launch.output.messages import warn
 from distributor.launch.spark.session import Session
 from distributor.serialization.code_imports import imports_in_source
 from distributor.serialization.program import Module, Program, Script

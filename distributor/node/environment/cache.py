@@ -34,7 +34,7 @@ from distributor.node.environment.build_once import (
 
 CACHE_GB, CACHE_DAYS = "DISTRIBUTOR_CACHE_GB", "DISTRIBUTOR_CACHE_DAYS"
 """The variables that set the bound."""
-DEFAULTS = {CACHE_GB: 20.0, CACHE_DAYS: 30.0}
+DEFAULT_BOUNDS = {CACHE_GB: 20.0, CACHE_DAYS: 30.0}
 GB, DAY = 1e9, 86400.0
 _CACHED = re.compile(r"((?:environment|requirements|modules)-[0-9a-f]{16})(?:\.lock)?")
 _REMOVED = re.compile(r"(?:environment|requirements|modules)-[0-9a-f]{16}\.[0-9a-f]{8}\.removed")
@@ -129,13 +129,13 @@ def saved_values() -> list[CacheEntry]:
 def _number(name: str, variables: Mapping[str, str]) -> float:
     text = variables.get(name, "")
     try:
-        number = float(text) if text else DEFAULTS[name]
+        number = float(text) if text else DEFAULT_BOUNDS[name]
     except ValueError:
         number = math.nan
     if not number >= 0:
         raise ExecutorNotReady(
             f"On {host_name()} the variable {name} is {text!r}; it is a number such as "
-            f"{DEFAULTS[name]:.0f}, the default."
+            f"{DEFAULT_BOUNDS[name]:.0f}, the default."
         )
     return number
 

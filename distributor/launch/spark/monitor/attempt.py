@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from distributor.core.text import listed
-from distributor.launch.console import notify, warn
-from distributor.launch.job import CLUSTER_TRAINING, Job
+from distributor.launch.job import Job
+from distributor.launch.output.messages import notify, warn
 from distributor.launch.spark.monitor.deadlines import Deadlines, StackReports
 from distributor.launch.spark.monitor.nodes import Nodes
 from distributor.launch.spark.monitor.outcomes import Outcomes
@@ -66,7 +66,7 @@ class Attempt:
         """Show, once, that the ranks have started."""
         if not self._start_shown:
             self._start_shown = True
-            notify(f"Started {CLUSTER_TRAINING.format(self.job.num_processes)}")
+            notify(f"Started {self.plan.training(self.job.num_processes)}")
 
     def warn_about_links(self) -> None:
         """Warn about the nodes that have no link to this process, if there are any."""

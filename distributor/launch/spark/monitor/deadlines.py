@@ -6,7 +6,7 @@ import math
 import time
 
 from distributor.errors import RunTimeout, StartTimeout
-from distributor.launch.job import Settings
+from distributor.launch.settings import Settings
 from distributor.launch.spark.monitor.nodes import Nodes
 
 STACKS_SECONDS = 3.0

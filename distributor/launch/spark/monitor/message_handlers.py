@@ -57,7 +57,7 @@ def _rendezvous(attempt: Attempt, node: int, message: messages.Rendezvous) -> No
 def _ranks_started(attempt: Attempt, node: int, message: messages.RanksStarted) -> None:
     attempt.grace_period.started(node)
     attempt.nodes.started.add(node)
-    attempt.job.standing.come_up(attempt.plan.ranks_per_task)
+    attempt.job.progress.add_started(attempt.plan.ranks_per_task)
     if attempt.rendezvous.late_nodes():
         return
     if attempt.machine.fire(RunEvent.RANKS_STARTED):
@@ -95,11 +95,11 @@ def _stack_request(attempt: Attempt, node: int, message: messages.StackRequest) 
 def _stacks(attempt: Attempt, node: int, message: messages.Stacks) -> None:
     attempt.stacks.add(node, message.stacks)
     if not attempt.stacks.missing(attempt.nodes.linked):
-        attempt.job.inquiry.answer(attempt.stacks.by_rank())
+        attempt.job.stack_requests.answer(attempt.stacks.by_rank())
 
 
 def _subscribed(attempt: Attempt, node: int, message: messages.Subscribed) -> None:
-    attempt.job.preemption.subscribe()
+    attempt.job.graceful_shutdown.subscribe()
 
 
 def _preempted(attempt: Attempt, node: int, message: messages.Preempted) -> None:

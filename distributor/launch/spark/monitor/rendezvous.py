@@ -7,7 +7,7 @@ from typing import Literal
 
 from distributor.core.text import listed
 from distributor.errors import StartTimeout
-from distributor.launch.console import notify
+from distributor.launch.output.messages import notify
 from distributor.launch.spark.monitor.nodes import Nodes
 from distributor.launch.spark.monitor.run_state import RunEvent
 from distributor.launch.spark.monitor.task_starts import TaskStarts

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 from distributor.core.text import listed
 from distributor.core.versions import check_alike, pickling_software
 from distributor.errors import NodeLost, RunTimeout, StartTimeout
-from distributor.launch.console import notify
 from distributor.launch.job import Job
 from distributor.launch.one_time_warnings import warn_about_nodes
+from distributor.launch.output.messages import notify
 from distributor.launch.spark.monitor import deadlines
 from distributor.launch.spark.monitor.attempt import Attempt
 from distributor.launch.spark.monitor.decommissioning import DecommissioningWatch, LeavingExecutors
@@ -115,8 +115,10 @@ class RunMonitor:
         """
         attempt = self._attempt
         self._tasks = tasks or self._tasks
-        attempt.job.inquiry.ask = lambda: attempt.hub.post(messages.StackRequest())
-        attempt.job.preemption.through(lambda: attempt.hub.broadcast(messages.Preempted()))
+        attempt.job.stack_requests.send = lambda: attempt.hub.post(messages.StackRequest())
+        attempt.job.graceful_shutdown.start_attempt(
+            lambda: attempt.hub.broadcast(messages.Preempted())
+        )
         try:
             while attempt.ending is None:
                 self._receive(TICK)
@@ -158,7 +160,7 @@ class RunMonitor:
         if settled and attempt.machine.fire(RunEvent.FAILURE_SETTLED):
             attempt.nodes.stop()
             attempt.hub.broadcast(messages.Stop("a rank failed"))
-        if attempt.job.preemption.subscribed:
+        if attempt.job.graceful_shutdown.is_subscribed:
             self._notify_leaving()
 
     def _start_rendezvous(self) -> None:

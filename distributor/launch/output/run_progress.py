@@ -1,4 +1,4 @@
-"""How far a run is: the ranks that are up, what rank 0 says, and the line that shows it."""
+"""The progress of a run: the ranks that have started, rank 0's reports, and the line for both."""
 
 from __future__ import annotations
 
@@ -10,50 +10,52 @@ from distributor.core.text import counted
 
 
 class RunProgress:
-    """How far a run is.
+    """The progress of a run.
 
     Parameters
     ----------
     clock : callable
-        Seconds that only grow.
+        Returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = clock()
-        self._up = 0
+        self._started = 0
         self._first: Progress | None = None
         self._latest: Progress | None = None
 
     @property
-    def told(self) -> bool:
-        """Whether rank 0 has said how far it is."""
+    def is_reported(self) -> bool:
+        """Whether rank 0 has reported its progress."""
         return self._latest is not None
 
-    def come_up(self, ranks: int) -> None:
-        """Note that so many more ranks have begun their work."""
-        self._up += ranks
+    def add_started(self, ranks: int) -> None:
+        """Record that this many more ranks have started."""
+        self._started += ranks
 
-    def note(self, latest: Progress) -> None:
-        """Note how far rank 0 is."""
+    def update(self, latest: Progress) -> None:
+        """Record rank 0's latest report."""
         self._first = self._first or latest
         self._latest = latest
 
     def line(self, name: str, ranks: int) -> str:
-        """Say it in one line, as tqdm does.
+        """Return the progress as one line, in the format of tqdm.
 
         Parameters
         ----------
-        name, ranks : str, int
-            What runs, and on how many.
+        name : str
+            The run's label.
+        ranks : int
+            The number of ranks of the run.
         """
-        from tqdm import tqdm  # not before a run has gone on for a while
+        from tqdm import tqdm  # imported only once a run has lasted for some time
 
         elapsed = self._clock() - self._began
-        up = [] if self._up == ranks else [f"{self._up} up"]
+        started = [] if self._started == ranks else [f"{self._started} up"]
         if self._latest is None or self._first is None:
             return ", ".join(
-                [f"{name} on {counted(ranks, 'rank')}", *up, tqdm.format_interval(elapsed)]
+                [f"{name} on {counted(ranks, 'rank')}", *started, tqdm.format_interval(elapsed)]
             )
         metrics = [f"{key}={value:.4g}" for key, value in self._latest.metrics.items()]
         line = tqdm.format_meter(
@@ -62,12 +64,12 @@ class RunProgress:
             elapsed,
             prefix=name,
             rate=_rate(self._first, self._latest),
-            postfix=", ".join([counted(ranks, "rank"), *up, *metrics]),
+            postfix=", ".join([counted(ranks, "rank"), *started, *metrics]),
         )
         return str(line)
 
 
 def _rate(first: Progress, latest: Progress) -> float | None:
-    """Tell how much is done in a second; a run that goes on in another does not start at 0."""
+    """Return the progress per second. A resumed run does not start at 0."""
     seconds = latest.at - first.at
     return (latest.done - first.done) / seconds if seconds > 0 else None

@@ -1,8 +1,8 @@
 """The driver's stdout and stderr, which all runs and messages of this process share.
 
-A message starts in the first column, whatever is on the screen: an unfinished line is ended
-first, and the line that moves, a progress bar or how far a run is, is erased and drawn again
-below. In a notebook that line is a display of its own, which is updated in place.
+A message starts in the first column, whatever is on the screen: an unterminated line is ended
+first, and the live line (a progress bar, or the status of a run) is erased and drawn again below.
+In a notebook the live line is a display of its own, which is updated in place.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ class Put:
     Parameters
     ----------
     stream : "stdout" or "stderr"
-        Where it goes.
+        The stream.
     text : str
         Whole lines; or, if `line` is given, a part of that line.
     line : object, optional
-        Which unfinished line the text belongs to.
+        The unterminated line that the text belongs to.
     prefix : str
-        Stands in front of the text unless that line is the last thing on the screen.
-    begun : bool
-        Whether an earlier part of the line has been shown: its newline alone then adds nothing.
+        Precedes the text unless that line is the last thing on the screen.
+    partly_shown : bool
+        Whether an earlier part of the line was shown. If so, its newline alone adds nothing.
     """
 
     stream: Stream
     text: str
     line: object = None
     prefix: str = ""
-    begun: bool = False
+    partly_shown: bool = False
 
 
 @dataclass(frozen=True)
 class Live:
-    """The line of a run that moves.
+    """A run's live line, which is updated in place.
 
     Parameters
     ----------
     stream : "stdout" or "stderr"
-        Where it is shown.
+        The stream that shows it.
     text : str
-        What it shows now.
+        Its current text.
     is_bar : bool
-        Whether it is a rank's progress bar, which is not hidden by an unfinished line.
+        Whether it is a rank's progress bar, which is not hidden by an unterminated line.
     """
 
     stream: Stream
@@ -69,17 +69,17 @@ class Display(Protocol):
     """An output of a notebook that is updated in place."""
 
     def update(self, text: str) -> None:
-        """Show this text instead of what it shows now."""
+        """Replace the text that is shown."""
 
 
 class NotebookDisplay:
-    """A display of IPython, made with the first text."""
+    """An IPython display, created with the first text."""
 
     def __init__(self) -> None:
         self._handle: object = None
 
     def update(self, text: str) -> None:
-        """Show this text instead of what it shows now."""
+        """Replace the text that is shown."""
         from IPython.display import display
 
         data = {"text/plain": text}
@@ -90,12 +90,12 @@ class NotebookDisplay:
 
 
 class Screen:
-    """Writes to the streams that ``sys`` has at the time. May be called from any thread.
+    """Writes to the current ``sys.stdout`` and ``sys.stderr``. Thread-safe.
 
     Parameters
     ----------
     make_display : callable
-        Makes what shows a run's moving line in a notebook.
+        Creates the display of a run's live line in a notebook.
     """
 
     def __init__(self, make_display: Callable[[], Display] = NotebookDisplay) -> None:
@@ -103,28 +103,28 @@ class Screen:
         self._lock = threading.RLock()
         self._live: dict[object, Live] = {}
         self._displays: dict[object, tuple[Display, str]] = {}
-        self._drawn: tuple[Stream, str] | None = None  # on a terminal, below all else
-        self._unfinished: tuple[object, Stream, TextIO] | None = None
+        self._drawn: tuple[Stream, str] | None = None  # the live line on a terminal, at the bottom
+        self._unterminated: tuple[object, Stream, TextIO] | None = None
         self._broken: dict[Stream, TextIO] = {}
 
     def show(self, run: object, puts: Sequence[Put], live: Live | None) -> None:
-        """Write text, with the run's moving line below it.
+        """Write text, with the run's live line below it.
 
         Parameters
         ----------
         run : object
-            Whose moving line it is.
+            The run, as a key.
         puts : sequence of Put
-            What is to be written, in order.
+            The text, in order.
         live : Live or None
-            The run's moving line; None if it has none.
+            The run's live line; None if it has none.
         """
         with self._lock:
             self._note_live(run, live)
             self._write(puts)
 
     def end(self, run: object, text: str) -> bool:
-        """Remove a run's moving line; in a notebook leave this text, and return True."""
+        """Remove a run's live line. In a notebook leave this text in it, and return True."""
         with self._lock:
             self._note_live(run, None)
             self._write([])
@@ -134,13 +134,13 @@ class Screen:
             del self._displays[run]
             return True
 
-    def say(self, message: str) -> None:
+    def print_message(self, message: str) -> None:
         """Write a message of this package to stderr."""
         with self._lock:
             self._write([Put("stderr", message + "\n")])
 
-    def make_way(self) -> None:
-        """Leave the cursor at the start of an empty line, for somebody else to write there."""
+    def clear_line(self) -> None:
+        """Move the cursor to the start of an empty line, so that other code can write there."""
         with self._lock:
             self._send([*self._finish_line(), *self._erase("stderr")])
 
@@ -157,7 +157,7 @@ class Screen:
         display, shown = self._displays.get(run) or (self._make_display(), "")
         if text and text != shown:
             self._displays[run] = display, text
-            with suppress(Exception):  # an IPython that has none, or whose frontend has gone
+            with suppress(Exception):  # an old IPython, or one whose front end has gone
                 display.update(text)
 
     def _write(self, puts: Sequence[Put]) -> None:
@@ -172,7 +172,7 @@ class Screen:
     def _rendered(self, put: Put) -> Iterator[tuple[Stream, str]]:
         if put.line is not None and self._is_last(put.line):
             text = put.text
-        elif put.begun and put.text == "\n":
+        elif put.partly_shown and put.text == "\n":
             return
         else:
             if kind(put.stream):
@@ -182,28 +182,30 @@ class Screen:
         out = getattr(sys, put.stream)
         if put.line is not None and out is not None and kind(put.stream):
             ended = text.endswith("\n")
-            self._unfinished = None if ended else (put.line, put.stream, out)
+            self._unterminated = None if ended else (put.line, put.stream, out)
 
     def _is_last(self, line: object) -> bool:
-        return self._unfinished is not None and self._unfinished[0] is line and self._is_there()
+        return (
+            self._unterminated is not None and self._unterminated[0] is line and self._is_current()
+        )
 
-    def _is_there(self) -> bool:
-        """Tell whether the unfinished line's stream still is the driver's."""
-        return self._unfinished is not None and (
-            getattr(sys, self._unfinished[1]) is self._unfinished[2]
+    def _is_current(self) -> bool:
+        """Return whether the unterminated line's stream is still the driver's."""
+        return self._unterminated is not None and (
+            getattr(sys, self._unterminated[1]) is self._unterminated[2]
         )
 
     def _finish_line(self) -> Iterator[tuple[Stream, str]]:
-        if self._unfinished is not None and self._is_there():
-            yield self._unfinished[1], "\n"
-        self._unfinished = None
+        if self._unterminated is not None and self._is_current():
+            yield self._unterminated[1], "\n"
+        self._unterminated = None
 
     def _wanted(self) -> tuple[Stream, str] | None:
-        """Return the moving line of all runs; the unfinished line hides all but bars."""
+        """Return the live line of all runs. An unterminated line hides all but progress bars."""
         lines = [
             live
             for live in self._live.values()
-            if kind(live.stream) == "terminal" and (live.is_bar or self._unfinished is None)
+            if kind(live.stream) == "terminal" and (live.is_bar or self._unterminated is None)
         ]
         return (lines[-1].stream, " | ".join(live.text for live in lines)) if lines else None
 
@@ -216,8 +218,8 @@ class Screen:
             return []
         self._drawn = wanted
         stream, text = wanted
-        # Without wrapping, for "\r" does not lead back to the start of a line that has wrapped.
-        # The cursor stays in the first column: others, such as Spark's log, write there too.
+        # Wrapping is off, because "\r" does not return to the start of a line that has wrapped.
+        # The cursor stays in the first column, because other code, such as Spark's log, writes too.
         line = f"\x1b[?7l\r{text}\r\x1b[?7h"
         return [*self._finish_line(), (stream, line)]
 
@@ -231,11 +233,11 @@ class Screen:
 
 
 SCREEN = Screen()
-"""Of this process."""
+"""The screen of this process."""
 
 
 def kind(stream: Stream) -> Literal["terminal", "notebook"] | None:
-    """Return what is behind a stream of the driver, if a line on it can move."""
+    """Return what a stream of the driver is, if a line on it can be updated in place."""
     out = getattr(sys, stream)
     if type(out).__module__.startswith("ipykernel"):
         return "notebook"
@@ -245,7 +247,7 @@ def kind(stream: Stream) -> Literal["terminal", "notebook"] | None:
 
 
 def _put(out: TextIO, text: str) -> bool:
-    """Write and flush; False where the stream fails, for training is to outlive its audience."""
+    """Write and flush. Return False if the stream fails, which must not end the training."""
     with suppress(Exception):
         try:
             out.write(text)

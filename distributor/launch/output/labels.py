@@ -1,4 +1,4 @@
-"""Names for the runs of this process, by which their output is told apart."""
+"""Labels that tell apart the output of this process's active runs."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import threading
 from types import TracebackType
 
 _lock = threading.Lock()
-_active: list[Label] = []
+_active: list[RunLabel] = []
 
 
-class Label:
-    """A run's label among those that are active at the same time; a context manager.
+class RunLabel:
+    """A run's label among the active runs; a context manager.
 
-    It is what the run runs, with a number if another active run has that label: ``train`` and
-    ``train#2``. A run that was never beside another needs none.
+    The label is the program's name, with a number if another active run has the same name:
+    ``train`` and ``train#2``. A run that never overlapped with another one is shown without it.
 
     Parameters
     ----------
     name : str
-        What it runs.
+        The program's name.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._needed = False
+        self._is_needed = False
 
-    def __enter__(self) -> Label:
+    def __enter__(self) -> RunLabel:
         with _lock:
             taken = {label.name for label in _active}
             number, name = 1, self.name
@@ -35,7 +35,7 @@ class Label:
             _active.append(self)
             if len(_active) > 1:
                 for label in _active:
-                    label._needed = True
+                    label._is_needed = True
         return self
 
     def __exit__(
@@ -48,5 +48,5 @@ class Label:
             _active.remove(self)
 
     def prefix(self, rank: int) -> str:
-        """Return what stands in front of a rank's line: ``[3] ``, or ``[train 3] ``."""
-        return f"[{self.name} {rank}] " if self._needed else f"[{rank}] "
+        """Return the prefix of a rank's lines: ``[3] ``, or ``[train 3] ``."""
+        return f"[{self.name} {rank}] " if self._is_needed else f"[{rank}] "

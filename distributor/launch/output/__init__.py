@@ -1,0 +1,1 @@
+"""What the driver shows: messages, the ranks' output and the progress line."""

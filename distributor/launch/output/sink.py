@@ -1,0 +1,110 @@
+"""Where the driver sends the ranks' output and reports: the console, ``log_dir`` and listeners."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+
+from distributor.core.telemetry import Progress, Reader, Reported
+from distributor.errors import RunCancelled
+from distributor.launch.job import Job
+from distributor.launch.output.console import Console
+from distributor.launch.output.labels import RunLabel
+from distributor.launch.run_listener import Listener
+from distributor.launch.settings import is_shown
+from distributor.node.agent.log_files import LogFiles
+from distributor.serialization.outcome import Failure
+from distributor.wire.messages import Source, Stream
+
+
+class Listeners:
+    """A run's listeners. If one of them raises, none is called again, and the run ends."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self._listeners = listeners
+
+    def call(self, method: Callable[[Listener], object]) -> None:
+        """Call each listener."""
+        listeners, self._listeners = self._listeners, ()
+        for listener in listeners:
+            method(listener)
+        self._listeners = listeners
+
+    def attempt_failed(self, attempt: int, error: Exception) -> None:
+        """Call each listener for an attempt that failed. A cancelled attempt has not failed."""
+        if not isinstance(error, RunCancelled):
+            self.call(lambda listener: listener.failed(attempt, error))
+
+
+class DriverSink:
+    """Shows the ranks' output, writes all of it under ``log_dir``, and calls the listeners."""
+
+    def __init__(self, job: Job, listeners: Listeners, label: RunLabel) -> None:
+        log_dir, progress = job.settings.log_dir, job.progress
+        self._console = Console(
+            lambda rank: is_shown(job.settings, rank),
+            prefix=label.prefix,
+            status=lambda: progress.line(label.name, job.num_processes),
+            has_progress=lambda: progress.is_reported,
+        )
+        self._files = LogFiles(log_dir, job.run_id, job.attempt) if log_dir is not None else None
+        self._failures = job.failures
+        self._progress = progress
+        self._listeners = listeners
+        self._graceful_shutdown = job.graceful_shutdown
+        self._readers: defaultdict[tuple[int, Source], Reader] = defaultdict(Reader)
+
+    def __enter__(self) -> DriverSink:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._add_tracebacks(getattr(error, "rank_failures", {}))
+        finally:
+            self._console.close()
+            if self._files:
+                self._files.close()
+
+    def _add_tracebacks(self, raised: Mapping[int, Failure]) -> None:
+        """Add ranks' tracebacks to their output; show them only if the raised error has none."""
+        failures = {failure.origin.rank: failure for failure in self._failures} | dict(raised)
+        for rank, failure in failures.items():
+            if failure.step is not None:  # a rank that died has no traceback
+                self._add_output(rank, "stderr", failure.text.encode(), show=not raised)
+
+    def write(self, rank: int, source: Source, data: bytes) -> None:
+        if source == "stdout" or source == "stderr":
+            self._add_output(rank, source, data)
+        else:
+            for record in self._readers[rank, source].take(data):
+                self._add_record(rank, source, record)
+
+    def _add_output(self, rank: int, stream: Stream, data: bytes, *, show: bool = True) -> None:
+        if show:
+            self._console.write(rank, stream, data)
+        if self._files:
+            self._files.write(rank, stream, data)
+        self._listeners.call(lambda listener: listener.printed(rank, stream, data))
+
+    def _add_record(self, rank: int, source: Source, record: Progress | Reported) -> None:
+        if isinstance(record, Reported):
+            self._listeners.call(lambda listener: listener.reported(record))
+            if record.preempted and record.checkpoint is not None:
+                self._graceful_shutdown.checkpoint_reported()
+        elif source == "progress":
+            if rank == 0:
+                self._progress.update(record)
+            self._listeners.call(lambda listener: listener.progressed(rank, record))
+        else:
+            self._listeners.call(lambda listener: listener.used(record))
+
+    def has_room(self) -> bool:
+        self._console.tick()
+        self._graceful_shutdown.advance()
+        return True

@@ -1,0 +1,91 @@
+"""Creates the program that ranks run from the arguments of ``run``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+from distributor.serialization import pickling
+from distributor.serialization.program import Call, Module, Program, Script
+
+
+def program_of(
+    train_object: Callable[..., Any] | str | os.PathLike[str],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Program:
+    """Return the program for the arguments of ``run``.
+
+    Raises
+    ------
+    TypeError
+        If `train_object` is neither callable nor a path, or a script has keyword arguments.
+    FileNotFoundError, IsADirectoryError
+        If the path is not a file.
+    UnpicklableError
+        If the callable or an argument cannot be sent to the ranks; the message names the variable.
+    """
+    if isinstance(train_object, Module):
+        return replace(train_object, args=tuple(map(str, args)))
+    if isinstance(train_object, (str, os.PathLike)):
+        return _script(Path(train_object), args, kwargs)
+    if not callable(train_object):
+        raise TypeError(
+            "run takes a callable or the path of a Python script, "
+            f"but got {train_object!r} of type {type(train_object).__name__}."
+        )
+    call = pickling.dump_call(train_object, args, kwargs)
+    return Call(pickling.name_of(train_object), call)
+
+
+def module_of(name: str) -> Module:
+    """Return the program that runs a module, found as ``python -m`` finds it.
+
+    No package is imported for this.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If there is no such module, or it is a package without a ``__main__`` module.
+    """
+    folder = os.getcwd()
+    path: Sequence[str] = [folder, *sys.path]
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        spec = _find_module(".".join(parts[:end]), path)
+        path = list(spec.submodule_search_locations or ())
+    if path:
+        _find_module(f"{name}.__main__", path)
+    return Module(name, folder)
+
+
+def _find_module(name: str, path: Sequence[str]) -> ModuleSpec:
+    if spec := PathFinder.find_spec(name, path):
+        return spec
+    raise ModuleNotFoundError(
+        f"There is no module {name} (looked in {Path.cwd()} and in sys.path). "
+        "Give its name as for 'python -m', such as package.train.",
+        name=name,
+    )
+
+
+def _script(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Script:
+    if kwargs:
+        raise TypeError(
+            f"A script takes no keyword arguments, but got {sorted(kwargs)}. "
+            "Pass them as command-line arguments: run('train.py', '--epochs=3')."
+        )
+    if path.is_dir():
+        raise IsADirectoryError(f"run needs the path of a Python script, but {path} is a folder.")
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"There is no script {path} (looked in {Path.cwd()}). "
+            "The driver reads the script, and sends it to nodes that do not have it."
+        )
+    path = path.absolute()
+    return Script(path.name, str(path), tuple(map(str, args)), path.read_bytes())

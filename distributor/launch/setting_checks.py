@@ -1,0 +1,165 @@
+"""Checks of settings, before anything is launched. Each names the setting and what was found."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from distributor.core.gpus import GPUType
+from distributor.launch.run_listener import Listener
+from distributor.node.agent.worker_env import RANK_VARIABLES
+
+Check = Callable[[str, object], object]
+"""Takes a setting's name and value; raises TypeError, ValueError or OSError if it is invalid."""
+
+
+def check_num_processes(num_processes: object) -> tuple[int, int]:
+    """Check a number of ranks or a (minimum, maximum) pair, and return it as a pair.
+
+    The messages are those of PySpark's class, if it has one for the case.
+
+    Raises
+    ------
+    TypeError
+        If it is neither an integer nor a pair of them.
+    ValueError
+        If a number is not positive, or the minimum is greater than the maximum.
+    """
+    if isinstance(num_processes, tuple) and len(num_processes) == 2:
+        min_processes, max_processes = (_checked_count(count) for count in num_processes)
+        if min_processes > max_processes:
+            raise ValueError(
+                f"num_processes as a pair must be (minimum, maximum), but is {num_processes}: the "
+                "minimum is greater than the maximum."
+            )
+        return min_processes, max_processes
+    count = _checked_count(num_processes)
+    return count, count
+
+
+def _checked_count(num_processes: object) -> int:
+    if isinstance(num_processes, bool) or not hasattr(num_processes, "__index__"):
+        raise TypeError(
+            "num_processes has to be a positive integer, but is "
+            f"{num_processes!r} of type {_type_of(num_processes)}."
+        )
+    count = int(num_processes.__index__())
+    if count <= 0:
+        raise ValueError(f"num_processes has to be a positive integer, but is {count}.")
+    return count
+
+
+def check_max_failures(name: str, count: object) -> None:
+    """Check ``max_failures``: a number of attempts, or -1."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < -1:
+        raise ValueError(
+            f"{name} must be a number of failed attempts, or -1 for no limit, but is {count!r}."
+        )
+
+
+def check_env(name: str, env: object) -> None:
+    """Check ``env``: variables that the launcher does not set itself."""
+    if not isinstance(env, Mapping):
+        raise TypeError(
+            f"{name} must map strings to strings, but is {env!r} of type {_type_of(env)}."
+        )
+    for variable, value in env.items():
+        if not isinstance(variable, str) or not isinstance(value, str):
+            raise TypeError(
+                f"{name} must map strings to strings, but has {variable!r}: {value!r} "
+                f"({_type_of(variable)} to {_type_of(value)})."
+            )
+        if not variable or "=" in variable or "\0" in variable:
+            raise ValueError(
+                f"{name} has {variable!r}, which is not a valid name of an environment variable."
+            )
+        if "\0" in value:
+            raise ValueError(f"{name} has a NUL character in the value of {variable}.")
+        if variable in RANK_VARIABLES:
+            raise ValueError(
+                f"{name} must not set {variable}: the launcher sets it, and it differs by rank."
+            )
+
+
+def check_timeout(name: str, seconds: object) -> None:
+    """Check ``timeout``: seconds, or None."""
+    if seconds is not None:
+        _check_seconds(f"{name} must be a positive, finite number of seconds, or None", seconds)
+
+
+def check_start_timeout(name: str, seconds: object) -> None:
+    """Check ``start_timeout``: seconds."""
+    _check_seconds(f"{name} must be a positive, finite number of seconds", seconds)
+
+
+def _check_seconds(expected: str, seconds: object) -> None:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"{expected}, but is {seconds!r}.")
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise ValueError(f"{expected}, but is {seconds!r}.")
+
+
+def check_shown_ranks(name: str, shown: object) -> None:
+    """Check ``show_output``: ranks, or all or none of them."""
+    if isinstance(shown, str):
+        is_valid = shown in ("all", "none")
+    else:
+        is_valid = isinstance(shown, Collection) and all(
+            isinstance(rank, int) and rank >= 0 for rank in shown
+        )
+    if not is_valid:
+        raise ValueError(
+            f"{name} must be 'all', 'none' or a list of ranks such as [0], but is {shown!r}."
+        )
+
+
+def check_strings(what: str) -> Check:
+    """Return a check for a list of strings; `what` says in the error what they are."""
+
+    def check(name: str, strings: object) -> None:
+        if (
+            isinstance(strings, str)
+            or not isinstance(strings, Sequence)
+            or not all(isinstance(each, str) for each in strings)
+        ):
+            raise TypeError(f"{name} must be a list of {what}, but is {strings!r}.")
+
+    return check
+
+
+def check_gpu_type(name: str, gpu_type: object) -> None:
+    """Check ``gpu_type``: a known type in upper or lower case, or None."""
+    known = [kind.value for kind in GPUType]
+    if gpu_type is not None and (not isinstance(gpu_type, str) or gpu_type.upper() not in known):
+        raise ValueError(f"{name} must be one of {', '.join(known)}, but is {gpu_type!r}.")
+
+
+def check_pool(name: str, pool: object) -> None:
+    """Check ``pool``: a name that is not empty, or None."""
+    if pool is not None and not (isinstance(pool, str) and pool):
+        raise ValueError(
+            f"{name} must be the name of a pool of Spark's fair scheduler, but is {pool!r}."
+        )
+
+
+def check_mlflow_ranks(name: str, ranks: object) -> None:
+    """Check ``mlflow_ranks``: which ranks log."""
+    if ranks not in ("first", "all"):
+        raise ValueError(f"{name} must be 'first' or 'all', but is {ranks!r}.")
+
+
+def check_storage_path(name: str, path: object) -> None:
+    """Check ``storage_path``: a path, a URI or None."""
+    if path is not None and not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path or a URI, but is {path!r}.")
+
+
+def check_listeners(name: str, listeners: object) -> None:
+    """Check ``listeners``: objects of a `Listener` class."""
+    if not isinstance(listeners, Sequence) or not all(isinstance(x, Listener) for x in listeners):
+        raise TypeError(f"{name} must be a list of Listener objects, but is {listeners!r}.")
+
+
+def _type_of(value: object) -> str:
+    return type(value).__name__

@@ -1,0 +1,157 @@
+"""Builds the job of one call of ``run``: program, plan, MLflow run and environment variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from distributor.core.checkpoint_config import CheckpointSettings, absolute
+from distributor.core.redaction import Redaction
+from distributor.launch import retry
+from distributor.launch.call_site import CallSite
+from distributor.launch.job import Job, Launcher, new_run_id
+from distributor.launch.local import LocalLauncher
+from distributor.launch.programs import program_of
+from distributor.launch.setting_checks import check_num_processes
+from distributor.launch.settings import Settings, forwarded_env, gpu_type_of, setting
+from distributor.launch.spark.plan import plan_cluster, plan_local
+from distributor.launch.spark.session import Session
+from distributor.serialization.code_mentions import call_mentions, script_mentions
+from distributor.serialization.program import Program, Script
+from distributor.tracking.recorder import Recorder
+from distributor.tracking.run import TrackedRun, describe_job, open_run, rank_environment
+
+CHECK_STORAGE = "distributor.train.runtime.reporter:look_at_storage"
+"""What ranks call first if they store checkpoints, so that bad storage fails before training."""
+
+
+@dataclass(frozen=True)
+class PlannedSettings(Settings):
+    """Settings together with the number and place of the ranks, which are planned here."""
+
+    num_processes: int | tuple[int, int] = setting(
+        1,
+        "int or (int, int)",
+        """Number of ranks. In local mode with GPUs it is reduced, with a warning, to the number
+        of GPUs. A pair is (minimum, maximum): each attempt takes as many ranks as there is room
+        for.""",
+    )
+    local_mode: bool = setting(
+        True,
+        "bool",
+        """Whether ranks run on this machine, without Spark. If False, they run on the executors
+        of the active Spark session, classic or Connect.""",
+    )
+    use_gpu: bool = setting(
+        True, "bool", "Whether each rank has a GPU. If False, GPUs are hidden from the ranks."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # The dataclass is frozen for its users; here the number of ranks is resolved, once.
+        min_processes, max_processes = check_num_processes(self.num_processes)
+        launcher, planned = plan(self, min_processes, max_processes)
+        resolved = planned if min_processes == max_processes else (min_processes, planned)
+        object.__setattr__(self, "num_processes", resolved)
+        launcher.prepare(self, planned)
+
+
+def plan(settings: PlannedSettings, min_processes: int, max_processes: int) -> tuple[Launcher, int]:
+    """Return the launcher, and the maximum number of ranks that it can start."""
+    if settings.local_mode:
+        local = plan_local(min_processes, max_processes, settings.use_gpu, gpu_type_of(settings))
+        return LocalLauncher(local.gpus), local.num_processes
+    from distributor.launch.spark.launcher import SparkLauncher  # not needed in local mode
+
+    session = Session.require_active()
+    cluster = plan_cluster(session, max_processes, settings.use_gpu, settings.pool)
+    return SparkLauncher(session, cluster), max_processes
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that can start.
+
+    Parameters
+    ----------
+    job : Job
+        The job.
+    launcher : Launcher
+        Where it runs.
+    recorder : Recorder or None
+        Logs the job to its MLflow run; None if it has no such run.
+    """
+
+    job: Job
+    launcher: Launcher
+    recorder: Recorder | None
+
+    def run(self) -> list[Any]:
+        """Run the job, and return the values of rank 0 or of all ranks."""
+        recorded: AbstractContextManager[object] = self.recorder or nullcontext()
+        with self.job.graceful_shutdown, recorded:
+            return retry.run(self.job, self.launcher)
+
+
+def prepare_run(
+    settings: PlannedSettings,
+    keep_all: bool,
+    train_object: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> PreparedRun:
+    """Build the job of one call; `keep_all` requests the values of all ranks."""
+    program = program_of(train_object, args, kwargs)
+    if settings.storage_path is not None:
+        program = replace(program, begins_with=CHECK_STORAGE)
+    min_processes, max_processes = check_num_processes(settings.num_processes)
+    launcher, num_processes = plan(settings, min_processes, max_processes)
+    run_id = new_run_id()
+    facts = {"num_processes": num_processes, "use_gpu": settings.use_gpu, **launcher.describe()}
+    tracking = open_run(
+        program.name,
+        describe_job(run_id, facts),
+        launcher.shares_disk,
+        lambda: _mentions_mlflow(program, train_object, args, kwargs),
+    )
+    env = {
+        **rank_environment(tracking, settings.mlflow_ranks),
+        **_checkpoint_variables(settings, run_id),
+        **forwarded_env(settings),
+        **settings.env,
+    }
+    recorder = (
+        Recorder(tracking, settings.mlflow_ranks, Redaction(env))
+        if isinstance(tracking, TrackedRun)
+        else None
+    )
+    job = Job(
+        program=program,
+        num_processes=num_processes,
+        min_processes=min_processes,
+        settings=settings,
+        env=env,
+        listeners=(*([recorder] if recorder else []), *settings.listeners),
+        keep_all=keep_all,
+        run_id=run_id,
+        call_site=CallSite.of_caller(program.name),
+    )
+    return PreparedRun(job, launcher, recorder)
+
+
+def _checkpoint_variables(settings: Settings, run_id: str) -> dict[str, str]:
+    if settings.storage_path is None:
+        return {}
+    path = absolute(settings.storage_path)  # ranks may have another working folder
+    return CheckpointSettings(storage_path=path, name=settings.name or run_id).to_variable()
+
+
+def _mentions_mlflow(
+    program: Program, train_object: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    if isinstance(program, Script):
+        return script_mentions("mlflow", Path(program.path))
+    return call_mentions("mlflow", train_object, args, kwargs)
