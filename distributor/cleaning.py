@@ -1,4 +1,4 @@
-"""``distributor clean``: removes what this package keeps on this machine."""
+"""``distributor clean``: removes unused files that this package has cached on this machine."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ from distributor.train.storage.shared_download import copies
 
 
 def clean(days: float | None = None, *, dry_run: bool = False) -> Iterator[str]:
-    """Remove what nobody uses: environments, kept values and copies of checkpoints.
+    """Remove unused files: environments, saved values and copies of checkpoints.
 
     Parameters
     ----------
     days : float, optional
-        What was not used for so many days is removed; 0 for all that is not in use. By default,
-        the bounds of the cache apply: DISTRIBUTOR_CACHE_GB and DISTRIBUTOR_CACHE_DAYS.
+        Remove files that were not used for this many days; 0 removes all files that are not in
+        use. By default the limits of the cache apply: DISTRIBUTOR_CACHE_GB and
+        DISTRIBUTOR_CACHE_DAYS.
     dry_run : bool
-        Whether to only say what would be removed.
+        Whether to only list what would be removed.
 
     Yields
     ------
     str
-        A line for each of them, and one with the sum.
+        A line for each entry, and one with the total size.
     """
-    bounds = CacheLimits.of(os.environ) if days is None else CacheLimits(days)
+    limits = CacheLimits.of(os.environ) if days is None else CacheLimits(days)
     caches = cache_folders(os.environ)
     freed = 0
-    for each in _doomed(bounds):
+    for each in _unused(limits):
         if each.in_use() if dry_run else not each.remove():
-            yield f"kept, for it is in use: {each.path}"
+            yield f"kept, because it is in use: {each.path}"
         else:
             freed += each.size
             used = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.used_at))
@@ -53,8 +54,8 @@ def clean(days: float | None = None, *, dry_run: bool = False) -> Iterator[str]:
     yield f"{'Would free' if dry_run else 'Freed'} {format_bytes(freed)}{where}"
 
 
-def _doomed(bounds: CacheLimits) -> Iterator[CacheEntry]:
+def _unused(limits: CacheLimits) -> Iterator[CacheEntry]:
     for cache in cache_folders(os.environ):
-        yield from select_excess(cached_environments(cache), bounds)
-    yield from select_excess(saved_values(), CacheLimits(bounds.days))
-    yield from copies()  # only processes that were killed leave any
+        yield from select_excess(cached_environments(cache), limits)
+    yield from select_excess(saved_values(), CacheLimits(limits.days))
+    yield from copies()  # left only by processes that were killed

@@ -1,4 +1,4 @@
-"""``distributor demo``: DDP training on real images, on this machine and on an embedded Spark."""
+"""``distributor demo``: DDP training on real images, locally and on an embedded Spark cluster."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ JAVA = 17
 
 
 def train(epochs: int = 15, batch_size: int = 32) -> float:
-    """Train a small network on scikit-learn's digits with DDP; every rank runs this.
+    """Train a small network on scikit-learn's digits with DDP. Every rank runs this function.
 
     Parameters
     ----------
     epochs : int
         Passes over the training images.
     batch_size : int
-        Images per step and rank.
+        Images for each step and rank.
 
     Returns
     -------
     float
-        Accuracy on the images held out, between 0 and 1.
+        Accuracy on the test images, from 0 to 1.
     """
     import socket
 
@@ -72,7 +72,7 @@ def train(epochs: int = 15, batch_size: int = 32) -> float:
 
 
 def _digits() -> tuple[Any, Any, Any, Any]:
-    """Load 1,797 images of 8 by 8 pixels, every fifth of them for the test."""
+    """Load 1,797 images of 8 by 8 pixels; every fifth image is a test image."""
     import torch
     from sklearn.datasets import load_digits
 
@@ -89,40 +89,40 @@ def demo() -> None:
     Raises
     ------
     RuntimeError
-        Where scikit-learn, which brings the images, is missing.
+        If scikit-learn, which includes the images, is missing.
     """
     try:
         import sklearn  # noqa: F401
     except ImportError:
         raise RuntimeError(
-            "The demo trains on scikit-learn's digits: pip install scikit-learn"
+            "The demo needs the images of scikit-learn: pip install scikit-learn"
         ) from None
-    _train_and_tell("two local ranks", local_mode=True)
+    _train_and_print("two local ranks", local_mode=True)
     found = java_version()
     if found is None or found < JAVA:
         print(
-            f"\nSpark needs Java {JAVA} or later, and found {found or 'none'}. Install it "
+            f"\nSpark needs Java {JAVA} or later, but found {found or 'none'}. Install it "
             "(Debian and Ubuntu: apt-get install openjdk-17-jre-headless; Fedora: dnf install "
             "java-17-openjdk-headless; macOS: brew install openjdk@17) and run the demo again."
         )
         return
     with _embedded_spark():
-        _train_and_tell("two ranks on an embedded Spark cluster", local_mode=False)
+        _train_and_print("two ranks on an embedded Spark cluster", local_mode=False)
 
 
 def java_version() -> int | None:
-    """Tell the major version of the ``java`` that Spark would run; None without one."""
+    """Return the major version of the ``java`` that Spark would run; None if there is none."""
     home = os.environ.get("JAVA_HOME")
     java = f"{home}/bin/java" if home else shutil.which("java")
     try:
-        said = subprocess.run([java or "java", "-version"], capture_output=True, text=True)
+        answer = subprocess.run([java or "java", "-version"], capture_output=True, text=True)
     except OSError:
         return None
-    found = re.search(r'version "(?:1\.)?(\d+)', said.stderr)
+    found = re.search(r'version "(?:1\.)?(\d+)', answer.stderr)
     return int(found.group(1)) if found else None
 
 
-def _train_and_tell(where: str, *, local_mode: bool) -> None:
+def _train_and_print(where: str, *, local_mode: bool) -> None:
     print(f"\nTraining on {where}")
     sys.stdout.flush()
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The errors that the launcher itself raises; a rank's own exception is raised unchanged."""
+"""The errors that this package raises. A rank's own exception is raised unchanged."""
 
 from __future__ import annotations
 
@@ -7,11 +7,25 @@ from typing import Any
 
 
 class DistributorError(RuntimeError):
-    """Base of every error that `distributor` raises of its own accord."""
+    """Base class of the errors that `distributor` raises itself.
+
+    Examples
+    --------
+    >>> try:
+    ...     TorchDistributor(2).run(train)
+    ... except DistributorError as error:
+    ...     print("not an exception of train:", error)  # doctest: +SKIP
+    """
 
 
 class RemoteTraceback(Exception):
-    """The text of a remote traceback, hung below a rank's exception as its cause."""
+    """The text of a remote traceback, as the cause of a rank's exception.
+
+    Parameters
+    ----------
+    text : str
+        The traceback.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -22,24 +36,24 @@ class RemoteTraceback(Exception):
 
 
 class RemoteError(DistributorError):
-    """A rank raised an exception that cannot be rebuilt on the driver; its whole text is here."""
+    """A rank's exception could not be rebuilt on the driver. The message has its full text."""
 
 
 class UnpicklableError(DistributorError, TypeError):
-    """A function, an argument or a returned value cannot be pickled."""
+    """A function, an argument or a returned value cannot be pickled; the message names it."""
 
 
 class WorkerDied(DistributorError):
-    """A rank ended without recording an outcome: killed, crashed, or left with an exit code.
+    """A rank ended without a value or exception: it was killed, crashed, or exited.
 
     Parameters
     ----------
     message : str
-        What happened, where, and the last lines that the rank printed.
+        What happened, on which host, and the last lines that the rank printed.
     exit_code : int, optional
-        The exit code, where the rank exited by itself.
+        The exit code, if the rank exited.
     signal : int, optional
-        The number of the signal, where one ended the rank.
+        The number of the signal, if one killed the rank.
     """
 
     def __init__(
@@ -55,16 +69,6 @@ class WorkerDied(DistributorError):
 
 
 class _Timeout(DistributorError, TimeoutError):
-    """A deadline passed.
-
-    Parameters
-    ----------
-    message : str
-        Which deadline, who was waited for, and where those at work stood.
-    stacks : mapping of int to str, optional
-        Where they stood, by rank: Python stacks.
-    """
-
     def __init__(self, message: str, *, stacks: Mapping[int, str] | None = None) -> None:
         super().__init__(message)
         self.stacks = dict(stacks or {})
@@ -74,26 +78,42 @@ class _Timeout(DistributorError, TimeoutError):
 
 
 class StartTimeout(_Timeout):
-    """Not all ranks were up within ``start_timeout`` seconds."""
-
-
-class RunTimeout(_Timeout):
-    """The run took longer than ``timeout`` seconds."""
-
-
-class RunCancelled(DistributorError):
-    """The run was ended by who started it."""
-
-
-class NodeLost(DistributorError):
-    """A node was no longer heard of: cut off, stopped, or its machine dead.
+    """Not all ranks started within ``start_timeout`` seconds.
 
     Parameters
     ----------
     message : str
-        Which, and what is known of it.
+        The limit, the missing ranks or nodes, and the stacks of the ranks that are running.
+    stacks : mapping of int to str, optional
+        The Python stacks of the ranks that are running, by rank.
+    """
+
+
+class RunTimeout(_Timeout):
+    """The run took longer than ``timeout`` seconds.
+
+    Parameters
+    ----------
+    message : str
+        The limit, the ranks that had not ended, and their stacks.
+    stacks : mapping of int to str, optional
+        The Python stacks of the ranks that were running, by rank.
+    """
+
+
+class RunCancelled(DistributorError):
+    """The run was cancelled by the process that started it."""
+
+
+class NodeLost(DistributorError):
+    """A node stopped answering, or Spark reported that its executor died.
+
+    Parameters
+    ----------
+    message : str
+        The node, and what is known about it.
     silent : tuple of str
-        The hosts that only stopped answering, so that Spark may still count on them.
+        Hosts that only stopped answering, so that Spark may still consider them alive.
     """
 
     def __init__(self, message: str, *, silent: tuple[str, ...] = ()) -> None:
@@ -105,8 +125,16 @@ class NodeLost(DistributorError):
 
 
 class ValueTooLarge(DistributorError):
-    """A rank's value could not be brought to the driver; the message says where it is kept."""
+    """A rank's value could not be sent to the driver. The message names the file that has it.
+
+    See Also
+    --------
+    load_value : reads the value from there.
+    """
 
 
 class ExecutorNotReady(DistributorError):
-    """A node lacks what a rank needs: the same Python, torch, pyarrow, its ``environment``."""
+    """A node lacks something that ranks need: the driver's Python, torch, pyarrow, an environment.
+
+    The message names the node, what was found there, and what to set.
+    """

@@ -80,7 +80,7 @@ class PreparedRun:
     job : Job
         The job.
     launcher : Launcher
-        Where it runs.
+        Starts the ranks.
     recorder : Recorder or None
         Logs the job to its MLflow run; None if it has no such run.
     """

@@ -12,7 +12,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 from distributor.core.gpus import GPUType
 from distributor.launch.future import RunFuture
 from distributor.launch.output.messages import warn
-from distributor.launch.settings import Settings
+from distributor.launch.settings import Settings, documented
 from distributor.launch.spark.plan import driver_gpus
 from distributor.launch.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
@@ -23,11 +23,23 @@ R = TypeVar("R")
 POOL_VARIABLE = "DISTRIBUTOR_POOL"
 RESERVED_VARIABLE = "DATABRICKS_USE_RESERVED_GPU_POOL"
 POOLS = {True: "reserved", False: "on-demand"}
-"""Pools for what that variable says, as conf/fairscheduler.xml has them."""
+"""The pool for each value of that variable, as defined in conf/fairscheduler.xml."""
 
 
 class DistributedFunction(Generic[P, R]):
-    """A function that can run on many ranks; called plainly it runs once, here."""
+    """A function that can run on many ranks, as ``@distributed`` returns it.
+
+    A plain call runs the function once, in this process.
+
+    Parameters
+    ----------
+    function : callable
+        The decorated function.
+    launcher : callable
+        Returns the `TorchDistributor` for a run.
+    run_async : bool
+        Whether `distributed` returns a future.
+    """
 
     def __init__(
         self, function: Callable[P, R], launcher: Callable[[], TorchDistributor], run_async: bool
@@ -41,30 +53,58 @@ class DistributedFunction(Generic[P, R]):
         return self._function(*args, **kwargs)
 
     def distributed(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Run on every rank, with the same arguments.
+        """Run the function on every rank, with the same arguments.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            Arguments of the function.
 
         Returns
         -------
-        list
-            What each rank returned, in the order of global ranks; with ``run_async`` a future of
-            it, as `distributed_async` gives.
+        list or RunFuture
+            The values of all ranks, in the order of global ranks; with ``run_async=True`` a future
+            of them, as `distributed_async` returns.
 
         Raises
         ------
+        TypeError, ValueError
+            If an argument of ``@distributed`` is invalid.
         Exception
-            What the failing rank raised, as `TorchDistributor.run` tells it.
+            The failed rank's own exception, or an error of this package, as
+            `TorchDistributor.run` raises them.
+
+        Examples
+        --------
+        >>> train.distributed(num_epochs=3)  # doctest: +SKIP
         """
         if self._run_async:
             return self.distributed_async(*args, **kwargs)
         return self._launcher().run_all(self._function, *args, **kwargs)
 
     def distributed_async(self, *args: P.args, **kwargs: P.kwargs) -> RunFuture[list[R]]:
-        """Begin to run on every rank; several runs may go on at once.
+        """Start a run of the function on every rank. Several runs may be active at once.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            Arguments of the function.
 
         Returns
         -------
         RunFuture
-            A `concurrent.futures.Future` of what `distributed` returns; ``cancel()`` ends the run.
+            A `concurrent.futures.Future` of what `distributed` returns or raises. Its ``cancel()``
+            ends the run.
+
+        Raises
+        ------
+        TypeError, ValueError, OSError, RuntimeError
+            If an argument is invalid, as `TorchDistributor.submit` raises it.
+
+        Examples
+        --------
+        >>> future = train.distributed_async(num_epochs=3)  # doctest: +SKIP
+        >>> future.result()  # doctest: +SKIP
         """
         return self._launcher().submit_all(self._function, *args, **kwargs)
 
@@ -87,6 +127,7 @@ def distributed(
 ) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]: ...
 
 
+@documented(Settings, skip=["gpu_type"])
 def distributed(
     gpus: Any = None,
     gpu_type: GPUType | str | None = None,
@@ -98,38 +139,48 @@ def distributed(
     run_async: bool = False,
     **settings: Any,
 ) -> Any:
-    """Make a function one that can run on many ranks, as ``serverless_gpu`` spells it.
+    """Decorate a function so that it can run on many ranks.
+
+    The decorator follows ``serverless_gpu.distributed`` of Databricks:
+    https://docs.databricks.com/aws/en/machine-learning/ai-runtime/distributed-training.
 
     Parameters
     ----------
     gpus : int, optional
-        How many ranks, each with a GPU; without `use_gpu` how many ranks. By default all GPUs of
-        this machine.
+        Number of ranks, each with a GPU; with ``use_gpu=False`` the number of ranks. By default
+        it is the number of GPUs of this machine.
     gpu_type : GPUType or str, optional
-        What the GPUs have to be, such as "A10", in either case.
-    remote : bool
-        True: on the executors of the active Spark session. False: on this machine.
-    num_accelerators, accelerator_type : int, str, optional
-        The newer spelling of `gpus` and `gpu_type`; the type may tell a node's size with it, as
-        "GPU_8xH100" does, which is then the number where none is given.
-    use_gpu : bool
-        False: ranks have no GPUs, and no type of GPU is looked for.
-    run_async : bool
-        Whether ``.distributed()`` gives a future at once, as ``.distributed_async()`` does.
+        Required type of the GPUs, such as "A10", in upper or lower case.
+    remote : bool, default False
+        Whether ranks run on the executors of the active Spark session instead of this machine.
+    num_accelerators : int, optional
+        The newer name of `gpus`.
+    accelerator_type : str, optional
+        The newer name of `gpu_type`. "GPU_8xH100" includes the number of GPUs of a node, which is
+        the number of ranks if none is given.
+    use_gpu : bool, default True
+        Whether each rank has a GPU. If False, GPUs are hidden from ranks and `gpu_type` is not
+        compared with them.
+    run_async : bool, default False
+        Whether ``.distributed()`` returns a future at once, as ``.distributed_async()`` does.
     **settings
-        As `TorchDistributor` takes them: env, timeout, pool and so on. By default `pool` is what
-        the variable DISTRIBUTOR_POOL names; else, where DATABRICKS_USE_RESERVED_GPU_POOL is set,
-        "reserved" or "on-demand".
+        Settings of `TorchDistributor`, listed below. The default of `pool` is the variable
+        DISTRIBUTOR_POOL or, if DATABRICKS_USE_RESERVED_GPU_POOL is set, "reserved" or "on-demand".
+
+    Other Parameters
+    ----------------
+    {settings}
 
     Returns
     -------
     callable
-        The decorator. Everything is checked at each run, for it may be a module's first lines.
+        The decorator, which returns a `DistributedFunction`. Values are checked at each run,
+        because a module may be imported where they are not valid.
 
     Raises
     ------
-    TypeError, ValueError
-        For arguments that make no sense.
+    TypeError
+        If an argument is unknown, or both names of one argument are given.
 
     Examples
     --------
@@ -144,21 +195,21 @@ def distributed(
         return distributed()(gpus)
     _check_names(settings)
     count = _one_of("gpus", gpus, "num_accelerators", num_accelerators)
-    wanted = _one_of("gpu_type", gpu_type, "accelerator_type", accelerator_type)
-    of_node, wanted = _split(wanted)
+    type_ = _one_of("gpu_type", gpu_type, "accelerator_type", accelerator_type)
+    of_node, type_ = _split(type_)
 
     def launcher() -> TorchDistributor:
         return TorchDistributor(
             _ranks(of_node if count is None else count, remote, use_gpu),
             local_mode=not remote,
             use_gpu=use_gpu,
-            gpu_type=wanted,
+            gpu_type=type_,
             **{"pool": _pool() if remote else None, **settings},
         )
 
     def decorate(function: Callable[P, R]) -> DistributedFunction[P, R]:
         if not callable(function):
-            raise TypeError(f"@distributed decorates a function, but got {function!r}.")
+            raise TypeError(f"@distributed must decorate a function, but got {function!r}.")
         return DistributedFunction(function, launcher, run_async)
 
     return decorate
@@ -171,44 +222,44 @@ _ACCELERATOR = re.compile(r"(?:GPU_)?(\d+)x(\w+)", re.IGNORECASE)
 def _check_names(settings: dict[str, Any]) -> None:
     if unknown := sorted(settings.keys() - _SETTINGS):
         raise TypeError(
-            f"distributed does not know {', '.join(unknown)}. It takes gpus, gpu_type, remote, "
-            "num_accelerators, accelerator_type, use_gpu, run_async, "
+            f"distributed got unknown arguments: {', '.join(unknown)}. It takes gpus, gpu_type, "
+            "remote, num_accelerators, accelerator_type, use_gpu, run_async, "
             f"{', '.join(sorted(_SETTINGS))}."
         )
 
 
 def _one_of(name: str, value: Any, newer: str, newer_value: Any) -> Any:
     if value is not None and newer_value is not None:
-        raise TypeError(f"{name} and {newer} are two names of one thing: give one of them.")
+        raise TypeError(f"{name} and {newer} are two names of one argument: pass only one of them.")
     return value if newer_value is None else newer_value
 
 
 def _split(gpu_type: Any) -> tuple[int | None, Any]:
-    """Split "GPU_8xH100" into how many a node has, and what."""
+    """Split "GPU_8xH100" into the number of GPUs of a node and their type."""
     found = _ACCELERATOR.fullmatch(gpu_type) if isinstance(gpu_type, str) else None
     return (int(found[1]), found[2]) if found else (None, gpu_type)
 
 
 def _ranks(wanted: int | None, remote: bool, use_gpu: bool) -> Any:
-    """Find out how many ranks there are to be.
+    """Return the number of ranks.
 
     Raises
     ------
     ValueError
-        Where nobody says, or there are fewer GPUs.
+        If it is required and missing, or greater than the number of this machine's GPUs.
     """
     if wanted is None and (remote or not use_gpu):
         raise ValueError(
-            "gpus says how many ranks there are to be: only on this machine's GPUs (remote=False) "
-            "is there a default, all of them."
+            "gpus, the number of ranks, is missing. It is optional only on this machine's GPUs "
+            "(remote=False, use_gpu=True), and then all of them are used."
         )
     if remote or not use_gpu:
         return wanted
     there = len(driver_gpus(Session.active()))
     if wanted is not None and isinstance(wanted, int) and wanted > there > 0:
         raise ValueError(
-            f"gpus is {wanted}, and this machine has {there}. Ask for fewer, or for those of the "
-            "Spark cluster with remote=True."
+            f"gpus is {wanted}, but this machine has {there}. Request fewer, or use the GPUs of "
+            "the Spark cluster with remote=True."
         )
     return max(there, 1) if wanted is None else wanted
 
@@ -221,6 +272,6 @@ def _pool() -> str | None:
         return None
     session = Session.active()
     if session is not None and (why := session.why_no_pools()):
-        warn(f"{RESERVED_VARIABLE} is set, but is passed over: {why}.")
+        warn(f"{RESERVED_VARIABLE} is ignored: {why}.")
         return None
     return POOLS[reserved.strip().lower() not in ("false", "0", "no")]

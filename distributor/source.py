@@ -1,7 +1,7 @@
-"""The source of this package: its files, their digest, and how executors come to run the same.
+"""The source of this package: its files, their digest, and how executors import the driver's.
 
 A driver and its nodes exchange messages and pickled objects of this package, so they must run the
-same source. The version number does not tell two copies apart; a digest of the source does.
+same source. Two copies can have the same version number, so a digest of the source identifies them.
 
 The driver sends the text of this module with each Spark task, which executes it before it imports
 the package. So this module imports nothing but the standard library.
@@ -24,14 +24,14 @@ from zipfile import ZipFile
 
 PACKAGE = "distributor"
 ARCHIVE = "distributor-source-"
-"""How the names of the archives begin by which a driver brings its source to executors."""
+"""Prefix of the names of the archives that carry a driver's source to executors."""
 
 State = tuple[tuple[str, int, int], ...]
 """Paths, sizes (bytes) and modification times (ns) of source files."""
 
 
 class Checked(NamedTuple):
-    """What a Spark task found out about the copy that its process has imported.
+    """The copy of this package that the process of a Spark task has imported.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class Checked(NamedTuple):
     state : tuple
         The state of its files at that time.
     replaced : str
-        The copy that is installed there and not used, because it differs; empty if there is none.
+        The installed copy that is not used because it differs; empty if there is none.
     """
 
     digest: str
@@ -54,12 +54,12 @@ checked: Checked | None = None
 
 @functools.cache
 def own_digest() -> str:
-    """Return the digest of this copy's source, as it was when this process first asked."""
+    """Return the digest of this copy's source at the time of this process's first call."""
     return checked.digest if checked else digest_of(files_of(own_spec()))
 
 
 def own_spec() -> ModuleSpec | None:
-    """Return where this process has imported the package from."""
+    """Return the location from which this process has imported the package."""
     return sys.modules[PACKAGE].__spec__
 
 
@@ -78,12 +78,12 @@ def files_of(spec: ModuleSpec | None) -> dict[str, bytes]:
     Parameters
     ----------
     spec : ModuleSpec or None
-        Where the package is: in a folder or in a zip archive. A module or None has no files.
+        The package, in a folder or in a zip archive. A module or None has no files.
 
     Raises
     ------
     OSError
-        If one cannot be read.
+        If a file cannot be read.
     """
     root = _root(spec)
     if archive := _archive_of(spec):
@@ -99,12 +99,12 @@ def files_of(spec: ModuleSpec | None) -> dict[str, bytes]:
 
 
 def state_of(spec: ModuleSpec | None) -> State:
-    """Return the state of a package's source files, which costs less than to read them.
+    """Return the state of a package's source files, which is cheaper than reading them.
 
     Raises
     ------
     OSError
-        If the file system does not tell.
+        If the state of a file cannot be read.
     """
     if archive := _archive_of(spec):
         status = os.stat(archive)
@@ -114,21 +114,21 @@ def state_of(spec: ModuleSpec | None) -> State:
 
 
 def import_drivers_source(digest: str, archive: Callable[[], str]) -> str:
-    """Have this process import the package with a driver's source, installed here or brought.
+    """Make this process import the package with the driver's source, installed here or sent.
 
     Parameters
     ----------
     digest : str
         The digest of the driver's source.
     archive : callable
-        Returns the path of the archive with it.
+        Returns the path of the archive with that source.
 
     Returns
     -------
     str
-        The copy that is installed here and not used, because it differs; empty if there is none.
+        The installed copy that is not used because it differs; empty if there is none.
     """
-    # Spark uses its Python workers again: an earlier task may have done this already.
+    # Spark reuses its Python workers: an earlier task may have done this already.
     before = getattr(sys.modules.get(f"{PACKAGE}.source"), "checked", None)
     if before and (before.digest, before.state) == (digest, _state_or_none(own_spec())):
         return str(before.replaced)
@@ -139,7 +139,7 @@ def import_drivers_source(digest: str, archive: Callable[[], str]) -> str:
     sys.path[:] = [path for path in sys.path if not os.path.basename(path).startswith(ARCHIVE)]
     spec, replaced = _installed_spec(), ""
     state, files = _state_or_none(spec), {}
-    with contextlib.suppress(OSError):  # it may not be read, or is just being replaced
+    with contextlib.suppress(OSError):  # it may be unreadable, or be replaced at this moment
         files = files_of(spec)
     if digest_of(files) != digest:
         replaced = _described(spec, files)
@@ -151,7 +151,7 @@ def import_drivers_source(digest: str, archive: Callable[[], str]) -> str:
 
 
 def _installed_spec() -> ModuleSpec | None:
-    with contextlib.suppress(ImportError):  # a finder may raise instead of finding nothing
+    with contextlib.suppress(ImportError):  # a finder may raise instead of returning None
         return find_spec(PACKAGE)
     return None
 

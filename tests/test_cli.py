@@ -385,7 +385,7 @@ def test_demo_without_java_says_what_to_install(cli: Cli, tmp_path: Path) -> Non
     done = cli("demo", env={"PATH": str(empty), "JAVA_HOME": None}, timeout=240)
     (accuracy,) = accuracies(done)
     assert accuracy > 0.95
-    assert "Spark needs Java 17 or later, and found none" in done.stdout
+    assert "Spark needs Java 17 or later, but found none" in done.stdout
     assert "apt-get install openjdk-17-jre-headless" in done.stdout
     assert "[0] rank 0 of 2" in done.stdout
 

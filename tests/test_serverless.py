@@ -229,8 +229,8 @@ def test_gpus_are_described() -> None:
         ({"gpus": 0, "use_gpu": False}, ValueError, "positive integer, but is 0"),
         ({"gpus": 2.5, "use_gpu": False}, TypeError, "positive integer, but is 2.5"),
         ({"gpus": 2, "gpu_type": "Z80", "use_gpu": False}, ValueError, "T4, V100, A10.*'Z80'"),
-        ({"use_gpu": False}, ValueError, "gpus says how many"),
-        ({"remote": True}, ValueError, "gpus says how many"),
+        ({"use_gpu": False}, ValueError, "gpus, the number of ranks, is missing"),
+        ({"remote": True}, ValueError, "gpus, the number of ranks, is missing"),
         ({"gpus": 2, "use_gpu": False, "timeout": -1}, ValueError, "timeout must be a positive"),
         ({"gpus": 1, "use_gpu": False, "pool": ""}, ValueError, "pool must be the name"),
     ],
@@ -247,7 +247,10 @@ def test_bad_input_is_told_before_anything_is_launched(
     [
         ({"gpus": 2, "num_accelerators": 2}, "gpus and num_accelerators are two names"),
         ({"gpu_type": "A10", "accelerator_type": "A10"}, "gpu_type and accelerator_type are two"),
-        ({"gpus": 2, "num_gpus": 3}, "does not know num_gpus. It takes gpus, gpu_type, remote"),
+        (
+            {"gpus": 2, "num_gpus": 3},
+            "unknown arguments: num_gpus. It takes gpus, gpu_type, re",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_at_once(
@@ -298,8 +301,8 @@ def test_gpus_that_are_not_here_are_told_with_what_is(
     assert facts["none"] is None, "all GPUs of this machine"
     assert facts["too many"] == [
         "ValueError",
-        "gpus is 3, and this machine has 2. Ask for fewer, or for those of the Spark cluster with "
-        "remote=True.",
+        "gpus is 3, but this machine has 2. Request fewer, or use the GPUs of the Spark cluster "
+        "with remote=True.",
     ]
     assert facts["wrong"] == [
         "RuntimeError",

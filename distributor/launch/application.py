@@ -1,4 +1,4 @@
-"""A Spark application of this process's own, for the command line."""
+"""Starts a Spark application for the command line."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ MASTERS = (
     r"k8s://\S+",
     r"yarn",
 )
-REACH_SECONDS = 3.0
-"""Seconds for a standalone master to take a connection."""
-QUIET = {"spark.ui.showConsoleProgress": "false", "spark.log.level": "OFF"}
-"""Spark's own settings, until the application has started."""
+CONNECT_TIMEOUT = 3.0
+"""Seconds for a standalone master to accept a connection."""
+STARTUP_CONF = {"spark.ui.showConsoleProgress": "false", "spark.log.level": "OFF"}
+"""Spark properties that keep Spark silent until the application has started."""
 
 
 def check_application(master: str | None, conf: Mapping[str, str]) -> None:
-    """Check all that can be checked before Spark starts.
+    """Check everything that can be checked before Spark starts.
 
     Parameters
     ----------
     master : str or None
-        The master's URL; None for the one that Spark's configuration has.
+        The master's URL; None to use Spark's configuration.
     conf : mapping of str to str
-        Spark's settings.
+        Spark properties.
 
     Raises
     ------
     ValueError
-        For a URL of no known form, and for another Python than this one as the driver's.
+        If the URL is invalid, or the driver's Python is configured to be another one.
     ConnectionError
-        If nothing takes a connection at a standalone master's address.
+        If nothing accepts a connection at a standalone master's address.
     """
     if master is not None:
         _check_form(master)
@@ -60,17 +60,18 @@ def application(master: str | None, conf: Mapping[str, str]) -> Iterator[Any]:
     Parameters
     ----------
     master : str or None
-        The master's URL; None for the one that Spark's configuration has.
+        The master's URL; None to use Spark's configuration.
     conf : mapping of str to str
-        Spark's settings. ``spark.pyspark.python`` is what executors run, as for spark-submit.
+        Spark properties. ``spark.pyspark.python`` is the Python of the executors, as for
+        ``spark-submit``.
 
     Raises
     ------
     DistributorError
-        If Spark cannot start; says why.
+        If Spark cannot start. The message has the cause.
     """
     if python := conf.get("spark.pyspark.python"):
-        os.environ["PYSPARK_PYTHON"] = python  # PySpark reads no setting for it
+        os.environ["PYSPARK_PYTHON"] = python  # PySpark does not read the property
     spark = _start(master, conf)
     try:
         if "spark.log.level" not in conf:
@@ -91,7 +92,7 @@ def _start(master: str | None, conf: Mapping[str, str]) -> Any:
     builder = SparkSession.builder.appName("distributor")
     if master is not None:
         builder = builder.master(master)
-    for key, value in {**QUIET, **conf}.items():
+    for key, value in {**STARTUP_CONF, **conf}.items():
         builder = builder.config(key, value)
     try:
         with no_warning():
@@ -102,12 +103,12 @@ def _start(master: str | None, conf: Mapping[str, str]) -> Any:
 
 
 def _cause_of(error: Exception) -> str:
-    """Return the first line of what made Spark fail, without Java's stack."""
+    """Return the first line of the cause, without the Java stack."""
     java = getattr(error, "java_exception", None)
     if java is None:
         text = str(error)
         if "JAVA_GATEWAY_EXITED" in text:
-            text += " Spark needs Java 17 or later: look at what it printed above."
+            text += " Spark needs Java 17 or later; see its output above."
     else:
         while (cause := java.getCause()) is not None:
             java = cause
@@ -118,36 +119,36 @@ def _cause_of(error: Exception) -> str:
 def _check_form(master: str) -> None:
     if not any(re.fullmatch(form, master) for form in MASTERS):
         raise ValueError(
-            f"--master is {master!r}, which is no master of Spark's: expected "
+            f"--master is {master!r}, which is not a Spark master URL: expected "
             "spark://HOST:PORT, yarn, k8s://URL, local[N] or local-cluster[N,CORES,MEGABYTES]."
         )
     if master == "yarn" and not {"HADOOP_CONF_DIR", "YARN_CONF_DIR"} & os.environ.keys():
         raise ValueError(
-            "--master is 'yarn', but neither HADOOP_CONF_DIR nor YARN_CONF_DIR is set: one of them "
-            "names the folder with YARN's configuration."
+            "--master is 'yarn', but neither HADOOP_CONF_DIR nor YARN_CONF_DIR is set. Set one of "
+            "them to the folder with YARN's configuration."
         )
 
 
 def _check_reachable(master: str) -> None:
-    """Look whether a standalone master is there, for which Spark would wait a minute."""
+    """Check that a standalone master answers, because Spark would wait a minute for it."""
     if not master.startswith("spark://"):
         return
     failures = []
     for address in master.removeprefix("spark://").split(","):
         host, _, port = address.rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
             return
         except (OSError, OverflowError) as error:
             failures.append(f"{address}: {error}")
     raise ConnectionError(
         f"No Spark master answers at {master} ({'; '.join(failures)}). Check --master, and that "
-        "the master runs and can be reached from here."
+        "the master is running and reachable from this machine."
     )
 
 
 def _check_driver_python(conf: Mapping[str, str]) -> None:
-    """Refuse a driver's Python that is not this one: the driver is this process."""
+    """Check that the configured Python of the driver, if any, is that of this process."""
     wanted = conf.get("spark.pyspark.driver.python")
     if wanted is None:
         return
@@ -155,5 +156,5 @@ def _check_driver_python(conf: Mapping[str, str]) -> None:
     if found != Path(sys.executable).absolute():
         raise ValueError(
             f"spark.pyspark.driver.python is {wanted!r}, but the driver is this process, which "
-            f"runs {sys.executable}. Start it with the other one: {wanted} -m distributor run ..."
+            f"runs {sys.executable}. To use the other Python: {wanted} -m distributor run ..."
         )

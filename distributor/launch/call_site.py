@@ -1,4 +1,4 @@
-"""Where the user's code started a run, as Spark's UI names the job."""
+"""The user's line that started a run, by which Spark's UI names the job."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 from distributor._compat.pyspark import CALL_SITE, CALL_SITE_DETAILS
 
-_OURS, _COMMAND_LINE = "distributor", "distributor.cli"
-_MOST_FRAMES = 20
-"""Frames in the details; Spark shows as many of its own (``spark.callstack.depth``)."""
+_PACKAGE, _COMMAND_LINE = "distributor", "distributor.cli"
+_MAX_FRAMES = 20
+"""Frames in the details: Spark's default for its own (``spark.callstack.depth``)."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class CallSite:
     short : str
         File and line, such as ``train.py:42``.
     long : str
-        The calls that led there, the innermost first.
+        The call stack, innermost call first.
     """
 
     short: str
@@ -34,8 +34,8 @@ class CallSite:
 
     @classmethod
     def of_caller(cls, program_name: str) -> CallSite:
-        """Find the innermost line outside this package; for the command line, its program."""
-        frames = list(islice(_callers(), _MOST_FRAMES))
+        """Return the innermost line outside this package; for the command line, its program."""
+        frames = list(islice(_callers(), _MAX_FRAMES))
         if not frames:
             return cls(program_name, f"distributor run {program_name}")
         lines = [f"{frame.f_code.co_name} at {_place(frame)}" for frame in frames]
@@ -48,15 +48,15 @@ class CallSite:
 
 
 def _callers() -> Iterator[FrameType]:
-    """List the frames of the user's code, the innermost first; none below the command line."""
+    """Yield the frames of the user's code, innermost first; none if the command line called."""
     frame = inspect.currentframe()
-    inside = True
+    is_inside = True
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        if inside and module == _COMMAND_LINE:
+        if is_inside and module == _COMMAND_LINE:
             return
-        inside = inside and module.partition(".")[0] == _OURS
-        if not inside:
+        is_inside = is_inside and module.partition(".")[0] == _PACKAGE
+        if not is_inside:
             yield frame
         frame = frame.f_back
 

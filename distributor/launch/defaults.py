@@ -25,7 +25,7 @@ CONF_TIMEOUT = 10.0
 
 @dataclass(frozen=True)
 class AdminDefault:
-    """Where a setting's default comes from.
+    """The sources of a setting's default.
 
     Parameters
     ----------

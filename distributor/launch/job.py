@@ -107,7 +107,7 @@ class Launcher(Protocol):
         """Whether the ranks certainly reach the files of this machine."""
 
     def training(self, num_processes: int) -> str:
-        """Return how messages name a run of this size, in the words of PySpark's class."""
+        """Return how messages name a run of this size, as PySpark's class names it."""
 
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Start in advance what the first run would otherwise wait for."""

@@ -53,7 +53,7 @@ class LocalLauncher:
         return True
 
     def training(self, num_processes: int) -> str:
-        """Return how messages name a run of this size, in the words of PySpark's class."""
+        """Return how messages name a run of this size, as PySpark's class names it."""
         return f"local training with {num_processes} processes"
 
     def prepare(self, settings: Settings, num_processes: int) -> None:

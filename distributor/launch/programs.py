@@ -69,7 +69,7 @@ def _find_module(name: str, path: Sequence[str]) -> ModuleSpec:
         return spec
     raise ModuleNotFoundError(
         f"There is no module {name} (looked in {Path.cwd()} and in sys.path). "
-        "Give its name as for 'python -m', such as package.train.",
+        "Name it as for 'python -m', such as package.train.",
         name=name,
     )
 

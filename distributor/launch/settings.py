@@ -207,8 +207,8 @@ class Settings:
     storage_path: str | os.PathLike[str] | None = setting(
         None,
         "str or path",
-        """Where ``distributor.train.report`` stores checkpoints: a path that all nodes can
-        access, or a URI such as ``s3://bucket/runs``.""",
+        """Path that all nodes can access, or URI such as ``s3://bucket/runs``, for the checkpoints
+        of ``distributor.train.report``.""",
         checks.check_storage_path,
     )
     name: str | None = setting(

@@ -1,4 +1,4 @@
-"""Where the driver sends the ranks' output and reports: the console, ``log_dir`` and listeners."""
+"""The driver's sink for the ranks' output and reports: console, ``log_dir`` and listeners."""
 
 from __future__ import annotations
 

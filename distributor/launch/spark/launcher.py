@@ -65,7 +65,7 @@ class SparkLauncher:
         return self.session.is_one_machine
 
     def training(self, num_processes: int) -> str:
-        """Return how messages name a run of this size, in the words of PySpark's class."""
+        """Return how messages name a run of this size, as PySpark's class names it."""
         return self.plan.training(num_processes)
 
     def prepare(self, settings: Settings, num_processes: int) -> None:

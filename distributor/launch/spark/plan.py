@@ -58,7 +58,7 @@ class ClusterPlan:
     driver_gpus: tuple[str, ...] = ()
 
     def training(self, num_processes: int) -> str:
-        """Return how messages name a run of this size, in the words of PySpark's class."""
+        """Return how messages name a run of this size, as PySpark's class names it."""
         return f"distributed training with {num_processes} executor processes"
 
     def of(self, tasks: int) -> ClusterPlan:
