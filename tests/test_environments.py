@@ -312,7 +312,7 @@ def test_an_install_has_a_deadline(slow_to_build: Path, tmp_path: Path) -> None:
     ranks = TorchDistributor(
         1, use_gpu=False, warm=False, environment=[str(slow_to_build)], start_timeout=4
     )
-    with pytest.raises(StartTimeout, match=f"pip on .* still installs {slow_to_build}"):
+    with pytest.raises(StartTimeout, match=f"pip on .* is still installing {slow_to_build}"):
         ranks.run(os.getpid)
     if (tmp_path / "begun").exists():  # before it was built the deadline may have passed too
         assert_gone([int(pid) for pid in (tmp_path / "begun").read_text().split()])

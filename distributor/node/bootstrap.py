@@ -1,4 +1,4 @@
-"""How a new interpreter becomes a rank, a supervisor or a zygote."""
+"""Turns a new interpreter into a rank, a supervisor or a zygote."""
 
 from __future__ import annotations
 
@@ -7,8 +7,21 @@ from collections.abc import Callable
 from distributor.node.process.worker_spec import WorkerSpec
 
 
-def main(role: str, argument: str, at_the_end: list[Callable[[], object]]) -> None:
-    """Be a rank, at once or forked from what this process becomes."""
+def main(role: str, argument: str, exit_handlers: list[Callable[[], object]]) -> None:
+    """Run as a rank, a supervisor or a zygote.
+
+    A zygote's supervisors fork ranks, in which this function continues as it does in a rank that
+    has an interpreter of its own.
+
+    Parameters
+    ----------
+    role : "rank", "supervisor" or "zygote"
+        What this process is to be.
+    argument : str
+        What the role needs to know, as `Interpreter.command` passes it.
+    exit_handlers : list of callable
+        Called in this order at the very end of the process; a rank adds its own.
+    """
     if role == "rank":
         worker_spec = WorkerSpec.from_argument(argument)
     elif role == "zygote":
@@ -19,7 +32,7 @@ def main(role: str, argument: str, at_the_end: list[Callable[[], object]]) -> No
         from distributor.node.process import supervisor
 
         supervisor.serve_fresh(argument)
-    # Not before: a supervisor of fresh ranks is to be small.
+    # Imported only here, so that a supervisor of fresh ranks stays small.
     from distributor.node.worker.main import main as run_worker
 
-    run_worker(worker_spec, at_the_end)
+    run_worker(worker_spec, exit_handlers)

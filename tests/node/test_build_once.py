@@ -16,7 +16,7 @@ from support.waiting import SOON, until
 
 from distributor.errors import ExecutorNotReady, StartTimeout
 from distributor.node.environment.archive import find_python_library, unpack
-from distributor.node.environment.build_once import Make, build_once, cache_folder
+from distributor.node.environment.build_once import Build, build_once, cache_folder
 
 
 def test_of_many_that_ask_one_makes_it(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_of_many_that_ask_one_makes_it(tmp_path: Path) -> None:
     assert not together.broken
 
 
-def make_now(folder: Path, make: Make = lambda *_: None, seconds: float = SOON) -> None:
+def make_now(folder: Path, make: Build = lambda *_: None, seconds: float = SOON) -> None:
     with build_once(folder, make, time.monotonic() + seconds):
         pass
 
@@ -75,7 +75,7 @@ def test_a_kill_leaves_no_half_one_and_no_lock(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     with subprocess.Popen([sys.executable, "-c", HALF, str(folder)]) as maker:
         until(lambda: (folder / "half").exists(), "it is being made")
-        with pytest.raises(StartTimeout, match=f"still makes {folder}"):
+        with pytest.raises(StartTimeout, match=f"still building {folder}"):
             make_now(folder, seconds=0)
         maker.send_signal(signal.SIGKILL)
     make_now(folder)
@@ -96,7 +96,9 @@ def test_a_home_that_cannot_be_written_is_done_without(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = cache_folder({"XDG_CACHE_HOME": "/proc/none"})
     assert folder == tmp_path / f"distributor-{os.getuid()}"
-    with pytest.raises(ExecutorNotReady, match="cannot be kept: /proc/none/x cannot be written"):
+    with pytest.raises(
+        ExecutorNotReady, match="no folder for environments: /proc/none/x cannot be"
+    ):
         cache_folder({"DISTRIBUTOR_CACHE": "/proc/none/x"})
 
 

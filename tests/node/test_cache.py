@@ -18,7 +18,7 @@ from distributor.cleaning import clean
 from distributor.errors import ExecutorNotReady
 from distributor.node.environment.build_once import build_once
 from distributor.node.environment.cache import (
-    DAY,
+    DAY_SECONDS,
     CacheLimits,
     cached_environments,
     remove_leftovers,
@@ -56,7 +56,7 @@ def make(cache: Path, number: int, days_ago: float) -> Path:
     """Make one that was used last so many days ago."""
     with used(cache, number) as folder:
         pass
-    at = time.time() - days_ago * DAY
+    at = time.time() - days_ago * DAY_SECONDS
     os.utime(f"{folder}.lock", (at, at))
     return folder
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from distributor.node.process.ipc import Birth
-from distributor.node.process.preload_spec import PreloadSpec, changed, loaded_files
+from distributor.node.process.ipc import ZygoteArguments
+from distributor.node.process.preload_spec import PreloadSpec, have_changed, loaded_files
 
 NAME = "module_whose_file_changes"
 
@@ -71,14 +71,16 @@ def test_another_path_or_interpreter_makes_it_unfit(monkeypatch: pytest.MonkeyPa
 
 def test_what_it_had_preloaded_is_left_to_the_same_interpreter_alone() -> None:
     made = PreloadSpec.of({}, ("json",))
-    assert made.left_to(PreloadSpec.of({"LANG": "C"}, ())) == ("json",)
-    assert made.left_to(replace(made, executable="/elsewhere/bin/python")) == ()
+    assert made.preload_for_successor(PreloadSpec.of({"LANG": "C"}, ())) == ("json",)
+    assert made.preload_for_successor(replace(made, executable="/elsewhere/bin/python")) == ()
 
 
 def test_it_travels_to_a_new_process_as_it_is() -> None:
     environment = {"PYTHONPATH": "naïve \udcff\n'\"", "LANG": "", "TORCH_LOGS": "+dynamo"}
-    birth = Birth(owner=7, listener=8, preload_spec=PreloadSpec.of(environment, ("json", "abc")))
-    assert Birth.from_argument(birth.to_argument()) == birth
+    birth = ZygoteArguments(
+        owner=7, listener=8, preload_spec=PreloadSpec.of(environment, ("json", "abc"))
+    )
+    assert ZygoteArguments.from_argument(birth.to_argument()) == birth
 
 
 @pytest.fixture
@@ -95,24 +97,24 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_files_of_loaded_modules_are_watched(path: Path) -> None:
     files = loaded_files()
     assert {str(path), __file__, os.__file__} <= set(files)
-    assert not changed(files)
+    assert not have_changed(files)
 
 
 def test_a_file_of_another_size_has_changed(path: Path) -> None:
     files, before = loaded_files(), path.stat()
     path.write_text("VALUE = 12")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert changed(files)
+    assert have_changed(files)
 
 
 def test_a_file_of_another_time_has_changed(path: Path) -> None:
     files, before = loaded_files(), path.stat()
     path.write_text("VALUE = 2")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
-    assert changed(files)
+    assert have_changed(files)
 
 
 def test_a_file_that_has_gone_has_changed(path: Path) -> None:
     files = loaded_files()
     path.unlink()
-    assert changed(files)
+    assert have_changed(files)

@@ -44,7 +44,7 @@ from distributor.launch.local import cool_down
 from distributor.launch.programs import program_of
 from distributor.node.agent.worker_env import common_environment
 from distributor.node.process import zygote_client
-from distributor.node.process.ipc import Fork, Retire
+from distributor.node.process.ipc import ShutDown, StartRank
 from distributor.node.process.process_attributes import ProcessAttributes
 from distributor.node.process.scratch import new_scratch_path
 from distributor.node.process.supervisor_client import SupervisedSpawner
@@ -302,7 +302,7 @@ RUNS: dict[str, dict[str, Any]] = {
 LOADS_NO_MORE = """
 import numpy.random
 from distributor.node.process import zygote
-zygote.LATER = ()  # this runs in the zygote, which is to have loaded the same whenever it is asked
+zygote.OPTIMIZER_IMPORTS = ()  # this runs in the zygote, which is to have loaded the same whenever it is asked
 """
 
 Told = dict[str, list[dict[str, Any]]]
@@ -523,7 +523,7 @@ def test_a_change_is_seen_even_if_more_is_loaded_after_it(
     if when == "in a quiet moment":
         more = module(
             "from distributor.node.process import zygote\n"
-            f"zygote.LATER, zygote.MOMENT = ({more!r},), 0.01  # this runs in the zygote",
+            f"zygote.OPTIMIZER_IMPORTS, zygote.IDLE_IMPORT_SECONDS = ({more!r},), 0.01  # this runs in the zygote",
             "setting",
         )
     distributor = local(preload=[name, more])
@@ -538,7 +538,7 @@ def test_what_is_loaded_in_a_quiet_moment_sets_no_variable(module: Write, tmp_pa
     more = module(f"import os; os.environ['OF_MORE'] = '1'; open({str(loaded)!r}, 'w').close()")
     setting = module(
         "from distributor.node.process import zygote\n"
-        f"zygote.LATER, zygote.MOMENT = ({more!r},), 0.01  # this runs in the zygote",
+        f"zygote.OPTIMIZER_IMPORTS, zygote.IDLE_IMPORT_SECONDS = ({more!r},), 0.01  # this runs in the zygote",
         "setting",
     )
     distributor = local(preload=[setting])
@@ -622,7 +622,7 @@ def test_a_module_that_loads_for_ever_ends_with_start_timeout(
 def test_it_ends_when_nobody_has_asked_it_for_a_while(module: Write) -> None:
     name = module(
         "from distributor.node.process import zygote\n"
-        "zygote.LATER, zygote.IDLE_SECONDS = (), 0.2  # this runs in the zygote"
+        "zygote.OPTIMIZER_IMPORTS, zygote.IDLE_EXIT_SECONDS = (), 0.2  # this runs in the zygote"
     )
     assert_gone([zygote_of(preload=[name])])
 
@@ -791,7 +791,7 @@ def test_the_drivers_death_ends_it_while_it_loads(tmp_path: Path) -> None:
 @contextmanager
 def dialled() -> Iterator[socket.socket]:
     """A connection to this process's zygote."""
-    connection = zygote_client._dial(os.getpid())
+    connection = zygote_client._connect(os.getpid())
     assert connection is not None
     with connection:
         yield connection
@@ -837,9 +837,11 @@ def test_a_rank_asked_for_without_its_files_disturbs_nobody(tmp_path: Path) -> N
     )
     zygote_spec = ZygoteSpec(owner=os.getpid(), environment=common_environment(1, {}, os.environ))
     with held_run(tmp_path / "run") as run:
-        connection, supervisor = zygote_client._connect(zygote_spec, time.monotonic() + DEADLINE)
+        connection, supervisor = zygote_client._request_supervisor(
+            zygote_spec, time.monotonic() + DEADLINE
+        )
         with connection:
-            connection.sendall(pickle.dumps(Fork(worker_spec, ProcessAttributes.current())))
+            connection.sendall(pickle.dumps(StartRank(worker_spec, ProcessAttributes.current())))
             assert_gone([supervisor])
         assert zygote_of() == run.zygote
         assert run.let_go() == ["undisturbed"]
@@ -859,8 +861,8 @@ def test_a_peer_that_comes_as_it_retires_disturbs_nobody(tmp_path: Path) -> None
     with held_run(tmp_path / "run") as run, dialled() as retiring:
         assert zygote_of() == run.zygote, "and so it has accepted that peer"
         with stopped(run.zygote):
-            retiring.sendall(pickle.dumps(Retire()))
-            late = zygote_client._dial(os.getpid())
+            retiring.sendall(pickle.dumps(ShutDown()))
+            late = zygote_client._connect(os.getpid())
         assert late is not None
         with late:
             assert zygote_of() != run.zygote
@@ -896,7 +898,7 @@ def test_a_rank_that_ends_with_its_agent_disturbs_nobody(tmp_path: Path) -> None
             keep_value=False,
         )
         rank = starter.start(worker_spec, environment, output, output, lambda: None)
-        with stopped(starter._supervisor):
+        with stopped(starter._supervisor_pid):
             starter._connection.shutdown(socket.SHUT_RDWR)
             os.kill(rank.pid, signal.SIGKILL)
             assert_gone([rank.pid])

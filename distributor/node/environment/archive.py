@@ -1,4 +1,4 @@
-"""Packed environments: which formats are known, and how one is unpacked."""
+"""Packed environments: which formats are supported, and how one is unpacked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
 """The archives that Spark unpacks."""
 READ_ERRORS = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError)
-"""What reading one raises that is broken."""
+"""What reading a damaged archive raises."""
 _LIBRARY = re.compile(r"(?:\./)?(?P<above>[^/]+/)?lib/python(?P<version>\d+\.\d+)/")
 
 
@@ -25,15 +25,21 @@ def find_python_library(archive: Path) -> re.Match[str] | None:
     Returns
     -------
     Match or None
-        With ``version``, such as "3.11", and ``above``, a folder in which all lies, or None.
+        Its groups are ``version``, such as "3.11", and ``above``, the folder in the archive that
+        contains the environment, or None if the environment is at the top.
+
+    Raises
+    ------
+    TarError, BadZipFile, zlib.error, EOFError, OSError
+        If the archive cannot be read: one of `READ_ERRORS`.
     """
-    for name in _names(archive):
+    for name in _names_in(archive):
         if found := _LIBRARY.match(name):
             return found
     return None
 
 
-def _names(archive: Path) -> Iterator[str]:
+def _names_in(archive: Path) -> Iterator[str]:
     if archive.suffix == ".zip":
         with zipfile.ZipFile(archive) as packed:
             yield from packed.namelist()
@@ -50,7 +56,7 @@ def unpack(archive: Path, folder: Path) -> None:
             for member in packed.infolist():
                 _extract(packed, member, folder)
     else:
-        # What may not leave the folder are files; a link to the base interpreter does.
+        # The "data" filter would refuse the links to the base interpreter, outside of the folder.
         safely: dict[str, Any] = {"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}
         with tarfile.open(archive) as packed_tar:
             packed_tar.extractall(folder, **safely)

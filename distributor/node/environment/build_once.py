@@ -1,4 +1,4 @@
-"""Builds something once per node: by one process, under a lock, complete or not at all."""
+"""Builds a folder once per node: by one process, under a lock, completely or not at all."""
 
 from __future__ import annotations
 
@@ -15,57 +15,57 @@ from distributor.core.host import host_name
 from distributor.errors import ExecutorNotReady, StartTimeout
 
 CACHE_VARIABLE = "DISTRIBUTOR_CACHE"
-"""The variable that names the folder in which such things are kept."""
-MARK = ".complete"
-"""The file that is written last; it holds the bytes of disk that the folder takes."""
-LOOK_SECONDS = 0.1
-"""Seconds between two tries for a lock; to wait for one would have no deadline."""
+"""The variable that names the cache folder."""
+COMPLETE_MARKER = ".complete"
+"""The file that is written last into a folder; it contains the folder's size on disk in bytes."""
+LOCK_POLL_SECONDS = 0.1
+"""Seconds between two attempts to get a lock; a blocking wait would have no deadline."""
 
-Make = Callable[[Path, int], object]
-"""Fills a folder; also gets the lock's descriptor, for processes that write into it."""
+Build = Callable[[Path, int], object]
+"""Fills a folder; also gets the lock's descriptor, for processes that write into the folder."""
 
 
 def with_default_cache(variables: Mapping[str, str], folder: str | None) -> dict[str, str]:
-    """Add a folder of the administrator's to environment variables that name none.
+    """Add a default cache folder to environment variables.
 
     Parameters
     ----------
     variables : mapping of str to str
-        Environment variables.
+        Environment variables; a DISTRIBUTOR_CACHE that is not empty takes precedence.
     folder : str, optional
-        What DISTRIBUTOR_CACHE then is.
+        The administrator's choice.
     """
     return {**variables, CACHE_VARIABLE: variables.get(CACHE_VARIABLE) or folder or ""}
 
 
 def cache_folder(variables: Mapping[str, str]) -> Path:
-    """Give the folder in which this user's things are kept on this node.
+    """Return this user's cache folder on this node, and create it if necessary.
 
     Parameters
     ----------
     variables : mapping of str to str
-        Environment variables: DISTRIBUTOR_CACHE names it, or XDG_CACHE_HOME the one above it.
+        Environment variables: DISTRIBUTOR_CACHE names the folder, or XDG_CACHE_HOME its parent.
 
     Raises
     ------
     ExecutorNotReady
-        Where there is none that can be written.
+        If no candidate can be written.
     """
-    tried = list(_candidates(variables))
-    for folder in tried:
+    candidates = list(_candidates(variables))
+    for folder in candidates:
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if os.access(folder, os.W_OK | os.X_OK):
                 return folder
     raise ExecutorNotReady(
-        f"On {host_name()} environments cannot be kept: {', '.join(map(str, tried))} "
-        f"cannot be written. Name a folder that can, in the variable {CACHE_VARIABLE} (env=), or "
-        "as spark.distributor.cacheDir in Spark's conf."
+        f"On {host_name()} there is no folder for environments: "
+        f"{', '.join(map(str, candidates))} cannot be written. Name a writable folder in the "
+        f"variable {CACHE_VARIABLE} (env=), or as spark.distributor.cacheDir in Spark's conf."
     )
 
 
 def cache_folders(variables: Mapping[str, str]) -> list[Path]:
-    """List the folders that `cache_folder` may have chosen and that exist."""
+    """List the existing folders that `cache_folder` may have returned."""
     return [folder for folder in _candidates(variables) if folder.is_dir()]
 
 
@@ -81,59 +81,59 @@ def _candidates(variables: Mapping[str, str]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def build_once(folder: Path, make: Make, deadline: float) -> Iterator[Path]:
-    """Use a folder, which is made first if it is not there yet.
+def build_once(folder: Path, build: Build, deadline: float) -> Iterator[Path]:
+    """Use a folder, which is built first if it does not exist yet.
 
-    As long as the context lasts, this process holds a lock on the folder, so that nobody removes
-    it; `distributor.node.environment.cache` does that to folders that nobody uses.
+    Within the context, this process holds a shared lock on the folder, so that
+    `distributor.node.environment.cache`, which removes unused folders, does not remove it.
 
     Parameters
     ----------
     folder : Path
-        Its place; the name tells its content from any other.
-    make : callable
-        Makes it. If it, or this process, ends before it is done, the next one begins anew.
+        The folder; its name identifies its content.
+    build : callable
+        Builds it. If it fails, or this process dies, the next caller starts over.
     deadline : float
-        When, by ``time.monotonic``, another process must have made it.
+        When, by ``time.monotonic``, another process must have finished building it.
 
     Raises
     ------
     StartTimeout
-        If the deadline passed.
+        If the deadline has passed.
     """
-    file = lock_of(folder)
+    file = lock_file_of(folder)
     while True:
         with open_lock(file) as lock:
-            alone = _await_turn(folder, lock, deadline)
-            if alone and is_current_lock(lock, file) and not _is_made(folder):
-                _make(folder, make, lock)
+            exclusive = _lock_unless_built(folder, lock, deadline)
+            if exclusive and is_current_lock(lock, file) and not _is_complete(folder):
+                _build(folder, build, lock)
             fcntl.flock(lock, fcntl.LOCK_SH)
-            # Whoever had the lock alone in between may have removed folder and lock.
-            if is_current_lock(lock, file) and _is_made(folder):
-                os.utime(lock)  # its time says when the folder was last used
+            # Before we got the shared lock, a cleaner may have removed both folder and lock.
+            if is_current_lock(lock, file) and _is_complete(folder):
+                os.utime(lock)  # records when the folder was last used
                 yield folder
                 return
 
 
-def _make(folder: Path, make: Make, lock: int) -> None:
+def _build(folder: Path, build: Build, lock: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    make(folder, lock)
-    (folder / MARK).write_text(str(tree_size(folder)))
+    build(folder, lock)
+    (folder / COMPLETE_MARKER).write_text(str(tree_size(folder)))
 
 
-def _is_made(folder: Path) -> bool:
-    return (folder / MARK).exists()
+def _is_complete(folder: Path) -> bool:
+    return (folder / COMPLETE_MARKER).exists()
 
 
-def lock_of(folder: Path) -> Path:
+def lock_file_of(folder: Path) -> Path:
     """Return the file on which users of a folder hold a lock."""
     return folder.with_name(f"{folder.name}.lock")
 
 
 @contextlib.contextmanager
 def open_lock(file: Path) -> Iterator[int]:
-    """Open a lock; whoever has inherited its descriptor holds what is locked by it too."""
+    """Open a lock file; a process that inherits the descriptor shares what is locked by it."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         yield descriptor
@@ -142,28 +142,29 @@ def open_lock(file: Path) -> Iterator[int]:
 
 
 def is_current_lock(lock: int, file: Path) -> bool:
-    """Tell whether an open lock is the one that others find: it may have been removed."""
+    """Return whether an open lock is the one that others open: the file may have been removed."""
     try:
         return os.path.samestat(os.fstat(lock), file.stat())
     except FileNotFoundError:
         return False
 
 
-def _await_turn(folder: Path, lock: int, deadline: float) -> bool:
-    """Wait until this process has the lock alone; return False if others made the folder first."""
-    while not _is_made(folder):
+def _lock_unless_built(folder: Path, lock: int, deadline: float) -> bool:
+    """Wait for an exclusive lock; return False if another process builds the folder first."""
+    while not _is_complete(folder):
         if try_lock_exclusively(lock):
             return True
         if time.monotonic() > deadline:
             raise StartTimeout(
-                f"After start_timeout, another process on {host_name()} still makes {folder}."
+                f"start_timeout has passed, and another process on {host_name()} is still building "
+                f"{folder}."
             )
-        time.sleep(LOOK_SECONDS)
+        time.sleep(LOCK_POLL_SECONDS)
     return False
 
 
 def try_lock_exclusively(descriptor: int) -> bool:
-    """Take a lock alone, unless others hold it; tell whether that worked."""
+    """Take an exclusive lock; return False if another process holds the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -172,7 +173,7 @@ def try_lock_exclusively(descriptor: int) -> bool:
 
 
 def tree_size(folder: Path) -> int:
-    """Count the bytes of disk that a folder takes."""
+    """Return the bytes of disk that a folder and its content use."""
     paths = [folder]
     for above, folders, files in os.walk(folder):
         paths += [Path(above, name) for name in (*folders, *files)]
@@ -180,7 +181,7 @@ def tree_size(folder: Path) -> int:
 
 
 def disk_size(path: Path) -> int:
-    """Count the bytes of disk that a file or an empty folder takes."""
-    with contextlib.suppress(OSError):  # removed meanwhile
+    """Return the bytes of disk that a file or an empty folder uses; 0 if it is gone."""
+    with contextlib.suppress(OSError):
         return path.lstat().st_blocks * 512
     return 0

@@ -1,4 +1,4 @@
-"""Requirements: a virtual environment that pip fills once per node."""
+"""Installs requirements: a virtual environment that pip fills once per node."""
 
 from __future__ import annotations
 
@@ -23,78 +23,85 @@ from distributor.errors import ExecutorNotReady, StartTimeout
 from distributor.node.environment.build_once import build_once, cache_folder
 
 TAIL_LINES = 12
-"""Lines of pip's that an error has; the last ones say why."""
-PACKAGES = ("site-packages", "dist-packages")
-PIP = """
+"""How many lines of pip's output an error has; the last ones contain the reason."""
+PACKAGE_FOLDERS = ("site-packages", "dist-packages")
+PIP_PROGRAM = """
 import os, runpy, signal, threading
 
 parent = os.dup(0)
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what pip starts has nobody to ask
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that pip's children do not wait for input
 
 def end_with_parent():
-    os.read(parent, 1)  # it says nothing: this is its end, or its word that it waits no longer
+    os.read(parent, 1)  # returns once the parent closes the pipe or dies: it never writes
     os.killpg(0, signal.SIGKILL)
 
 threading.Thread(target=end_with_parent, daemon=True).start()
 runpy.run_module("pip", run_name="__main__", alter_sys=True)
 """
-"""``python -m pip`` that does not outlive who waits for it, nor does what it builds with."""
+"""Runs like ``python -m pip``, but pip and its build processes do not outlive their parent."""
 
 
 def installed_requirements(
     requirements: Sequence[str], variables: Mapping[str, str], deadline: float
 ) -> AbstractContextManager[Path]:
-    """Use a virtual environment with these requirements; the first that asks has it made.
+    """Use a virtual environment with these requirements; the first caller on a node creates it.
 
-    What this interpreter has installed is there too, for torch is not to be installed again.
+    Packages of this interpreter are visible in it too, so that torch is not installed again.
 
     Parameters
     ----------
     requirements : sequence of str
-        As pip takes them.
+        Requirements as pip takes them.
     variables : mapping of str to str
-        The environment of pip.
+        The environment variables of pip.
     deadline : float
-        When, by ``time.monotonic``, it must be there.
+        When, by ``time.monotonic``, the environment must be complete.
+
+    Returns
+    -------
+    context manager of Path
+        Yields the environment's folder, which is not removed within the context.
 
     Raises
     ------
     ExecutorNotReady
-        Where pip fails; with its last lines.
+        If pip fails; the error contains the last lines of its output.
     StartTimeout
-        Where the deadline passed.
+        If the deadline has passed.
     """
 
-    def make(folder: Path, lock: int) -> None:
+    def build(folder: Path, lock: int) -> None:
         import venv
 
         venv.create(folder, symlinks=True)
-        _show_installed(folder)
+        _add_base_packages(folder)
         _install(folder, requirements, variables, lock, deadline)
 
     name = f"requirements-{_digest(requirements)}"
-    return build_once(cache_folder(variables) / name, make, deadline)
+    return build_once(cache_folder(variables) / name, build, deadline)
 
 
 def _digest(requirements: Sequence[str]) -> str:
-    made_of = [sorted(requirements), sys.version, sys.prefix, platform.platform(), _folders()]
-    return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
+    content = [
+        sorted(requirements), sys.version, sys.prefix, platform.platform(), _package_folders()
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def _folders() -> list[str]:
-    """List the folders in which this interpreter finds what is installed."""
-    return [entry for entry in sys.path if Path(entry).name in PACKAGES]
+def _package_folders() -> list[str]:
+    """List the folders with the installed packages of this interpreter."""
+    return [entry for entry in sys.path if Path(entry).name in PACKAGE_FOLDERS]
 
 
 def site_packages_of(folder: Path) -> Path:
-    """Give the folder of a virtual environment's own packages."""
+    """Return the folder of a virtual environment's own packages."""
     scheme = {"base": str(folder), "platbase": str(folder)}
     return Path(sysconfig.get_path("purelib", "posix_prefix", scheme))
 
 
-def _show_installed(folder: Path) -> None:
-    """Have the environment see, behind its own packages, this interpreter's."""
-    line = f"import site; list(map(site.addsitedir, {_folders()!r}))\n"
+def _add_base_packages(folder: Path) -> None:
+    """Put this interpreter's packages on the environment's path, behind its own."""
+    line = f"import site; list(map(site.addsitedir, {_package_folders()!r}))\n"
     (site_packages_of(folder) / "distributor-base.pth").write_text(line)
 
 
@@ -109,7 +116,7 @@ def _install(
     python = str(folder / "bin" / "python")
     with tempfile.TemporaryFile() as output:
         returncode = _run_pip(
-            [python, "-I", "-c", PIP, "install", *options, *requirements],
+            [python, "-I", "-c", PIP_PROGRAM, "install", *options, *requirements],
             variables,
             output,
             lock,
@@ -119,11 +126,12 @@ def _install(
         lines = output.read().decode(errors="replace").splitlines()
     if returncode is None:
         raise StartTimeout(
-            f"After start_timeout, pip on {host_name()} still installs {', '.join(requirements)}."
+            f"start_timeout has passed, and pip on {host_name()} is still installing "
+            f"{', '.join(requirements)}."
         )
     if returncode:
         # Spark writes the error to its event log, and pip may have printed a password.
-        raise ExecutorNotReady(Redaction(variables).of_text(_told(requirements, lines)))
+        raise ExecutorNotReady(Redaction(variables).of_text(_describe_failure(requirements, lines)))
 
 
 def _run_pip(
@@ -133,14 +141,14 @@ def _run_pip(
     lock: int,
     deadline: float,
 ) -> int | None:
-    """Give pip's exit code; None where it has not ended in time."""
+    """Return pip's exit code; None if it has not finished in time, and then it is killed."""
     with subprocess.Popen(
         command,
         env=variables,
-        stdin=subprocess.PIPE,  # nobody else has its other end
+        stdin=subprocess.PIPE,  # only this process has the other end
         stdout=output,
         stderr=subprocess.STDOUT,
-        pass_fds=[lock],  # should this process be killed, the next one waits until pip has ended
+        pass_fds=[lock],  # if this process is killed, the next one waits until pip has ended
         start_new_session=True,
     ) as process:
         seconds = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
@@ -149,11 +157,11 @@ def _run_pip(
     return None
 
 
-def _told(requirements: Sequence[str], lines: list[str]) -> str:
-    listed = ", ".join(requirements)
-    what = f"On {host_name()} pip of {sys.executable} could not install {listed}."
-    last = [line.rstrip() for line in lines if line.strip()][-TAIL_LINES:]
-    # Indented lines are what Spark's message of a failed task is read on with.
-    return "\n    ".join(
-        [f"{what} Its indexes are set by pip.conf there or PIP_* variables (env=). It said:", *last]
+def _describe_failure(requirements: Sequence[str], lines: list[str]) -> str:
+    summary = (
+        f"On {host_name()} pip of {sys.executable} could not install {', '.join(requirements)}. "
+        "Set its package indexes in pip.conf there or by PIP_* variables (env=). Its last lines:"
     )
+    last_lines = [line.rstrip() for line in lines if line.strip()][-TAIL_LINES:]
+    # The error is read from Spark's message of a failed task, in which indented lines belong to it.
+    return "\n    ".join([summary, *last_lines])

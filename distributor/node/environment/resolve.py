@@ -1,7 +1,8 @@
 """Resolves an environment on this node to the interpreter that ranks run with.
 
-Such an interpreter has its own packages. Of this one's it gets this package and what must be the
-same at both ends of a pickle, before its own, and behind its own what else a rank imports.
+The interpreter has packages of its own. From this process it gets this package and cloudpickle,
+which must be the same at both ends of a pickle, ahead of its own packages; and what else a rank
+imports, behind its own packages.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from distributor.node.environment.cache import CacheLimits, trim
 from distributor.node.environment.pip_install import installed_requirements, site_packages_of
 from distributor.node.process.interpreter import Interpreter
 
-FIRST, LAST = ("distributor", "cloudpickle"), ("threadpoolctl",)
-"""What ranks have from here: whatever their environment has, and where it has none."""
+FIRST_MODULES = ("distributor", "cloudpickle")
+"""Modules of this process that replace the environment's."""
+LAST_MODULES = ("threadpoolctl",)
+"""Modules of this process that ranks use if the environment lacks them."""
 PROBE_SECONDS = 60.0
-PATH = "PYTHONPATH"
-NOT_INHERITED = {PATH: "", "PYTHONHOME": ""}
-"""Spark's Python finds its modules by these; empty they are as unset."""
-PROBE = """
+"""Seconds that an environment's interpreter has to describe itself."""
+PATH_VARIABLE = "PYTHONPATH"
+NOT_INHERITED = {PATH_VARIABLE: "", "PYTHONHOME": ""}
+"""Variables by which Spark's Python finds its modules; an empty value has no effect."""
+PROBE_PROGRAM = """
 import json, sys
 from importlib import metadata
 
@@ -45,18 +49,18 @@ except metadata.PackageNotFoundError:
 version = "{}.{}".format(*sys.version_info)
 print("\\n" + json.dumps({"path": sys.path, "version": version, "software": found}))
 """
-"""What an interpreter is asked; its arguments are folders whose packages it is to tell of."""
+"""Has an interpreter describe itself; its arguments are folders whose packages it should list."""
 
 
 class PreparedEnvironment(NamedTuple):
-    """An environment that ranks on this node can have.
+    """An environment that is ready for ranks on this node.
 
     Parameters
     ----------
     interpreter : Interpreter
-        What they run with.
+        The interpreter of the ranks.
     software : Software
-        Versions in it of what all nodes must have in common.
+        Its versions of the software that all nodes must have in common.
     """
 
     interpreter: Interpreter
@@ -64,27 +68,32 @@ class PreparedEnvironment(NamedTuple):
 
 
 def use_packed(
-    folder: Path, variables: Mapping[str, str], deadline: float, beside: Sequence[str] = ()
+    folder: Path, variables: Mapping[str, str], deadline: float, module_folders: Sequence[str] = ()
 ) -> AbstractContextManager[PreparedEnvironment]:
-    """Make ready what was packed elsewhere, and use it as long as the context lasts.
+    """Use an environment that was packed elsewhere and is unpacked on this node.
 
     Parameters
     ----------
     folder : Path
-        Where it lies on this node.
+        The folder with the unpacked environment.
     variables : mapping of str to str
         The environment variables of its ranks, as far as they are known.
     deadline : float
         When, by ``time.monotonic``, it must be ready.
-    beside : sequence of str
-        Folders to be searched before its own: those of the user's modules.
+    module_folders : sequence of str
+        Folders with the user's modules, which are searched before the environment's own.
+
+    Returns
+    -------
+    context manager of PreparedEnvironment
+        Within its context, what the environment uses of the node's cache is not removed.
 
     Raises
     ------
     ExecutorNotReady
-        Where its interpreter does not run, or is another Python than this.
+        If its interpreter does not run, or is another version of Python than this one.
     """
-    return _prepared(folder, (), variables, deadline, beside)
+    return _prepare(folder, (), variables, deadline, module_folders)
 
 
 @contextlib.contextmanager
@@ -92,74 +101,83 @@ def use_requirements(
     requirements: Sequence[str],
     variables: Mapping[str, str],
     deadline: float,
-    beside: Sequence[str] = (),
+    module_folders: Sequence[str] = (),
 ) -> Iterator[PreparedEnvironment]:
-    """Make ready what pip installs, as `use_packed` does; nodes must have all of it in common.
+    """Use an environment that pip installs on this node; all nodes must get the same versions.
 
     Parameters
     ----------
     requirements : sequence of str
-        As pip takes them.
-    variables, deadline, beside
-        As `use_packed` has them.
+        Requirements as pip takes them.
+    variables, deadline, module_folders
+        As for `use_packed`.
+
+    Yields
+    ------
+    PreparedEnvironment
+        The environment; within the context, it is not removed from the node's cache.
 
     Raises
     ------
     ExecutorNotReady
-        Where pip fails.
+        If pip fails.
     StartTimeout
-        Where the deadline passed.
+        If the deadline has passed.
     """
-    with (
-        installed_requirements(requirements, {**variables, **NOT_INHERITED}, deadline) as folder,
-        _prepared(
-            folder, (str(site_packages_of(folder)),), variables, deadline, beside
-        ) as prepared,
-    ):
-        yield prepared
+    with installed_requirements(requirements, {**variables, **NOT_INHERITED}, deadline) as folder:
+        compared = (str(site_packages_of(folder)),)
+        with _prepare(folder, compared, variables, deadline, module_folders) as prepared:
+            yield prepared
 
 
 @contextlib.contextmanager
-def _prepared(
+def _prepare(
     folder: Path,
     compared: tuple[str, ...],
     variables: Mapping[str, str],
     deadline: float,
-    beside: Sequence[str],
+    module_folders: Sequence[str],
 ) -> Iterator[PreparedEnvironment]:
+    """Prepare an environment; nodes compare the versions of packages in the compared folders."""
     executable = folder / "bin" / "python"
-    told = _described(str(executable), compared)
+    description = _describe(str(executable), compared)
     with (
-        _folders_with(FIRST, variables, deadline) as first,
-        _folders_with(LAST, variables, deadline) as last,
+        _folders_with(FIRST_MODULES, variables, deadline) as first,
+        _folders_with(LAST_MODULES, variables, deadline) as last,
     ):
         trim(cache_folder(variables), CacheLimits.of(variables))
-        interpreter = _interpreter(
-            executable, [*first, *beside, *told["path"], *last], variables, beside
-        )
-        yield PreparedEnvironment(interpreter, {**told["software"], **pickling_software()})
+        path = [*first, *module_folders, *description["path"], *last]
+        interpreter = _interpreter(executable, path, variables, module_folders)
+        yield PreparedEnvironment(interpreter, {**description["software"], **pickling_software()})
 
 
 def _interpreter(
-    executable: Path, path: Sequence[str], variables: Mapping[str, str], beside: Sequence[str]
+    executable: Path,
+    path: Sequence[str],
+    variables: Mapping[str, str],
+    module_folders: Sequence[str],
 ) -> Interpreter:
     search = os.pathsep.join([str(executable.parent), variables.get("PATH", os.defpath)])
-    inherited = variables.get(PATH, "").split(os.pathsep)
-    kept = os.pathsep.join(entry for entry in inherited if entry in beside)
-    folder = str(executable.parent.parent)
+    inherited = variables.get(PATH_VARIABLE, "").split(os.pathsep)
+    python_path = os.pathsep.join(entry for entry in inherited if entry in module_folders)
     return Interpreter(
         executable=str(executable),
         path=tuple(dict.fromkeys(path)),
-        variables={**NOT_INHERITED, PATH: kept, "VIRTUAL_ENV": folder, "PATH": search},
+        variables={
+            **NOT_INHERITED,
+            PATH_VARIABLE: python_path,
+            "VIRTUAL_ENV": str(executable.parent.parent),
+            "PATH": search,
+        },
     )
 
 
 @functools.cache
-def _described(executable: str, folders: tuple[str, ...]) -> dict[str, Any]:
-    """Ask an interpreter for its ``path``, and its ``software`` with all that is in the folders."""
+def _describe(executable: str, folders: tuple[str, ...]) -> dict[str, Any]:
+    """Have an interpreter report its ``path``, and its ``software`` with the folders' packages."""
     try:
         done = subprocess.run(
-            [executable, "-I", "-c", PROBE, *folders],
+            [executable, "-I", "-c", PROBE_PROGRAM, *folders],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -169,28 +187,29 @@ def _described(executable: str, folders: tuple[str, ...]) -> dict[str, Any]:
         raise _not_running(executable, str(error)) from None
     if done.returncode:
         raise _not_running(executable, done.stderr.strip().rpartition("\n")[2])
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    description: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     ours = pickling_software()["Python"]
-    if (theirs := told["version"]) != ours:
+    if (theirs := description["version"]) != ours:
         raise ExecutorNotReady(
-            f"On {host_name()} {_named(executable)} is Python {theirs}, and "
-            f"{sys.executable}, from where it is started, {ours}. What is pickled by one is not "
-            f"understood by the other: make the environment with Python {ours}."
+            f"On {host_name()} the environment's interpreter {_with_target(executable)} is Python "
+            f"{theirs}, but {sys.executable}, which starts it, is Python {ours}. They cannot load "
+            f"each other's pickles: create the environment with Python {ours}."
         )
-    return told
+    return description
 
 
-def _not_running(executable: str, why: str) -> ExecutorNotReady:
+def _not_running(executable: str, reason: str) -> ExecutorNotReady:
     return ExecutorNotReady(
-        f"On {host_name()} the environment's interpreter {_named(executable)} does not "
-        f"run: {why}. An environment of venv-pack has no interpreter of its own: what it was made "
-        "from must lie at the same place on every node (or where venv-pack's -p says), or pack one "
-        "with conda-pack. A .zip that was unpacked by Spark has lost its links: take a .tar.gz."
+        f"On {host_name()} the environment's interpreter {_with_target(executable)} does not "
+        f"run: {reason}. An environment of venv-pack contains no interpreter: the one that it was "
+        "created with must be at the same place on every node (or at the place that venv-pack's "
+        "-p names), or pack the environment with conda-pack. A .zip that Spark has unpacked has "
+        "lost its links: use a .tar.gz."
     )
 
 
-def _named(executable: str) -> str:
-    """Name an interpreter, and what it is a link to."""
+def _with_target(executable: str) -> str:
+    """Name an interpreter and, if it is a link, its target."""
     target = os.path.realpath(executable)
     return executable if target == executable else f"{executable} (a link to {target})"
 
@@ -199,25 +218,28 @@ def _named(executable: str) -> str:
 def _folders_with(
     names: Sequence[str], variables: Mapping[str, str], deadline: float
 ) -> Iterator[list[str]]:
-    """Use entries of ``sys.path`` with some of this process's modules, and with no others."""
-    places = [_place(name) for name in names]
-    there = [place for place in places if place.exists()]
-    inside = [str(place.parent) for place in places if not place.exists()]  # of an archive
+    """Yield entries for ``sys.path`` with some modules of this process, and with no others.
 
-    def make(folder: Path, lock: int) -> None:
-        for place in there:
-            (folder / place.name).symlink_to(place)
+    An entry is a folder of links to the modules, or the archive that contains a module.
+    """
+    locations = [_location_of(name) for name in names]
+    on_disk = [location for location in locations if location.exists()]
+    archives = [str(location.parent) for location in locations if not location.exists()]
 
-    digest = hashlib.sha256("\0".join(map(str, there)).encode()).hexdigest()[:16]
+    def build(folder: Path, lock: int) -> None:
+        for location in on_disk:
+            (folder / location.name).symlink_to(location)
+
+    digest = hashlib.sha256("\0".join(map(str, on_disk)).encode()).hexdigest()[:16]
     folder = cache_folder(variables) / f"modules-{digest}"
     with contextlib.ExitStack() as stack:
-        linked = [str(stack.enter_context(build_once(folder, make, deadline)))] if there else []
-        yield list(dict.fromkeys([*linked, *inside]))
+        linked = [stack.enter_context(build_once(folder, build, deadline))] if on_disk else []
+        yield list(dict.fromkeys([*map(str, linked), *archives]))
 
 
-def _place(name: str) -> Path:
-    """Find a module's file, or a package's folder, without an import."""
-    found = find_spec(name)
-    assert found is not None, "it is a requirement"
-    locations = [*(found.submodule_search_locations or []), found.origin]
+def _location_of(name: str) -> Path:
+    """Return a module's file, or a package's folder, without importing it."""
+    spec = find_spec(name)
+    assert spec is not None, "it is a requirement"
+    locations = [*(spec.submodule_search_locations or []), spec.origin]
     return Path(str(locations[0])).absolute()

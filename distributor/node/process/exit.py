@@ -14,44 +14,48 @@ from typing import NoReturn
 
 
 def flush_open_files() -> None:
-    """Write what files that nobody closed still hold, as the interpreter's teardown would."""
+    """Flush the files that the program has not closed, as the interpreter's teardown would."""
     writers = {io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom}
     for file in [found for found in gc.get_objects() if type(found) in writers]:
-        with contextlib.suppress(Exception):  # closed, or around something of the user's own
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe's reader may not come
+        with contextlib.suppress(Exception):  # closed, or a wrapper of the user's own object
+            # Regular files only: to flush a pipe that nobody reads would block.
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 file.flush()
 
 
 def exit_process(exit_code: int) -> NoReturn:
-    """End without the interpreter's teardown, which costs time and can abort in C++ code."""
+    """Exit without the interpreter's teardown, which costs time and can abort in C++ code."""
     flush_streams()
     os._exit(exit_code)
 
 
 def flush_streams() -> None:
-    """Write what Python and C code have printed."""
+    """Flush what Python and C code have printed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
     ctypes.CDLL(None).fflush(None)
 
 
-def exit_code_of(leaving: SystemExit) -> int:
-    """Read what ``sys.exit`` was given, as the interpreter does."""
-    if leaving.code is None or isinstance(leaving.code, int):
-        return (leaving.code or 0) & 0xFF
-    print_error(f"{leaving.code}\n")
+def exit_code_of(error: SystemExit) -> int:
+    """Return the exit code that the interpreter would use; print a message as it would."""
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print_error(f"{error.code}\n")
     return 1
 
 
 def print_error(text: str) -> None:
     """Print to stderr, if there still is one."""
-    with contextlib.suppress(Exception):  # closed, or the user's own and broken
+    with contextlib.suppress(Exception):  # closed, or replaced by the user and broken
         sys.stderr.write(text)
 
 
 def exit_forked_child(error: BaseException | None) -> NoReturn:
-    """End a process that the program forked and let come back: it must not speak for its rank."""
+    """End a process that the user's program forked and that returned from the program.
+
+    It must not record an outcome in place of its rank.
+    """
     if isinstance(error, SystemExit):
         exit_process(exit_code_of(error))
     if error is not None:

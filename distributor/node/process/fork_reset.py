@@ -11,26 +11,26 @@ from collections.abc import Mapping
 
 from threadpoolctl import ThreadpoolController
 
-from distributor.node.process.ipc import environment_in
-from distributor.node.process.preload_spec import THREADS
+from distributor.node.process.ipc import read_environment
+from distributor.node.process.preload_spec import THREADS_VARIABLE
 from distributor.node.process.process_attributes import ProcessAttributes
 
 
-def become(
-    ours: ProcessAttributes,
-    theirs: ProcessAttributes,
-    born_with: Mapping[str, str],
+def reset_after_fork(
+    own_attributes: ProcessAttributes,
+    wanted_attributes: ProcessAttributes,
+    start_environment: Mapping[str, str],
     descriptors: list[int],
 ) -> None:
-    """Make this process what the agent would have started.
+    """Make this forked process what a new process, started by the agent, would be.
 
     Parameters
     ----------
-    ours, theirs : ProcessAttributes
-        Those of this process, and those of the agent.
-    born_with : mapping of str to str
-        The environment that this process's ancestor was started with: what is there beyond it was
-        set by the modules that it imported, as they would here.
+    own_attributes, wanted_attributes : ProcessAttributes
+        The attributes that this process has, and those of the agent.
+    start_environment : mapping of str to str
+        The environment that the zygote was started with. Variables beyond it were set by modules
+        that the zygote has imported, and are kept: in a new process the imports would set them too.
     descriptors : list of int
         Of the pickled environment, the working folder, stdout and stderr; closed here.
     """
@@ -39,53 +39,59 @@ def become(
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     os.fchdir(folder)
-    ours.adopt(theirs)
-    wanted = environment_in(environment)
+    own_attributes.change_to(wanted_attributes)
+    wanted_environment = read_environment(environment)
     for descriptor in descriptors:
         os.close(descriptor)
-    threads_before = os.environ.get(THREADS)
-    set_by_imports = dict(os.environ.items() - born_with.items())
+    threads_before = os.environ.get(THREADS_VARIABLE)
+    _replace_environment(wanted_environment, start_environment)
+    _forget_cached_folders()
+    _reseed()
+    threads_changed = os.environ.get(THREADS_VARIABLE) != threads_before
+    if threads_changed or wanted_attributes.cpus != own_attributes.cpus:
+        _set_thread_counts()
+
+
+def _replace_environment(wanted: Mapping[str, str], start_environment: Mapping[str, str]) -> None:
+    set_by_imports = dict(os.environ.items() - start_environment.items())
     os.environ.clear()
     os.environ.update(set_by_imports | wanted)
     time.tzset()
-    _forget_folders()
-    _reseed()
-    if os.environ.get(THREADS) != threads_before or theirs.processors != ours.processors:
-        _set_threads()
 
 
-def _forget_folders() -> None:
-    """Look again at what lies where, as a fresh start would.
+def _forget_cached_folders() -> None:
+    """Drop what is cached about the file system's contents, so that it is looked up again.
 
-    Unlike importlib's own way to do that, it reads no archive anew.
+    Unlike `importlib.invalidate_caches`, this does not read the archives on the path again.
     """
     tempfile.tempdir = None
     for path, finder in list(sys.path_importer_cache.items()):
-        if finder is None or not os.path.isabs(path):  # nothing was there, or somewhere else
+        if finder is None or not os.path.isabs(path):  # it was missing, or relative to another cwd
             del sys.path_importer_cache[path]
         elif isinstance(finder, importlib.machinery.FileFinder):
             finder.invalidate_caches()
 
 
 def _reseed() -> None:
-    """Draw new numbers, as a fresh start would; ``random`` sees to itself."""
+    """Seed the random generators anew; Python's ``random`` does so by itself after a fork."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
 
 
-def _set_threads() -> None:
-    """Do what the libraries did with these variables when they were imported."""
-    processors = len(os.sched_getaffinity(0))
-    common = _number(os.environ.get(THREADS), processors)
+def _set_thread_counts() -> None:
+    """Set what the libraries derived from CPU affinity and variables when they were imported."""
+    cpus = len(os.sched_getaffinity(0))
+    default = _parse_count(os.environ.get(THREADS_VARIABLE), cpus)
     for library in ThreadpoolController().lib_controllers:
-        own = f"{library.internal_api}_NUM_THREADS".upper()
-        library.set_num_threads(_number(os.environ.get(own), common))
+        variable = f"{library.internal_api}_NUM_THREADS".upper()
+        library.set_num_threads(_parse_count(os.environ.get(variable), default))
     if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(_number(os.environ.get("MKL_NUM_THREADS"), common))
+        mkl_threads = _parse_count(os.environ.get("MKL_NUM_THREADS"), default)
+        sys.modules["torch"].set_num_threads(mkl_threads)
 
 
-def _number(text: str | None, default: int) -> int:
+def _parse_count(text: str | None, default: int) -> int:
     first = (text or "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else default

@@ -11,34 +11,35 @@ from dataclasses import dataclass, field
 
 BOOT = """
 import atexit, json, sys
-at_the_end = []
-atexit.register(lambda: [leave() for leave in at_the_end])
+exit_handlers = []
+atexit.register(lambda: [handler() for handler in exit_handlers])
 sys.path[:] = json.loads(sys.argv.pop())
 for name in [name for name in sys.modules if name.partition(".")[0] == "distributor"]:
     del sys.modules[name]
 from distributor.node import bootstrap
-bootstrap.main(*sys.argv[1:], at_the_end)
+bootstrap.main(*sys.argv[1:], exit_handlers)
 """
-"""What the interpreter runs; its arguments are a role, that role's argument, and a ``sys.path``.
+"""The program that a new interpreter runs; its arguments are a role, the role's argument, and a
+``sys.path``.
 
-If the start of the interpreter (a ``sitecustomize``) has imported this package already, that may
-be another copy. Exit handlers run last in, first out: registered before any import, ours comes
-after all others.
+If the interpreter's start (a ``sitecustomize``) has imported this package, that may be another
+copy, so it is dropped. Exit handlers run in reverse order of registration: ours is registered
+before any import, and so runs after all others.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interpreter:
-    """What ranks, and the processes that start them, run with.
+    """The interpreter of ranks and of the processes that start them.
 
     Parameters
     ----------
     executable : str
-        Its path.
+        The interpreter's path.
     path : tuple of str
-        The ``sys.path`` of what it runs.
+        Its ``sys.path``.
     variables : mapping of str to str
-        What it needs in its environment beyond what is there already.
+        Environment variables that it needs in addition to those of its parent.
     """
 
     executable: str
@@ -47,16 +48,16 @@ class Interpreter:
 
     @classmethod
     def current(cls) -> Interpreter:
-        """Give this process's own, with its modules at hand."""
+        """Return the interpreter of this process, with the modules that can be imported here."""
         return cls(executable=sys.executable, path=tuple(sys.path))
 
     def command(self, role: str, argument: str) -> list[str]:
-        """Give the command line that starts it.
+        """Return the command line that starts the interpreter.
 
         Parameters
         ----------
         role : "rank", "supervisor" or "zygote"
-            What it is to be.
+            What the new process is to be.
         argument : str
             What that role needs to know.
         """
@@ -65,21 +66,21 @@ class Interpreter:
     def start_detached(
         self, role: str, argument: str, descriptor: int, environment: Mapping[str, str]
     ) -> int:
-        """Start it in a session of its own, silent, and reaped when it ends.
+        """Start the interpreter in a session of its own, without output; reap it when it ends.
 
         Parameters
         ----------
         role, argument : str
-            As `command` has them.
+            As for `command`.
         descriptor : int
-            What it inherits.
+            A file descriptor that the process inherits.
         environment : mapping of str to str
-            Its whole environment.
+            The whole environment of the process.
 
         Returns
         -------
         int
-            Its process id.
+            The process id.
         """
         child = subprocess.Popen(
             self.command(role, argument),

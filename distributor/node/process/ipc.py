@@ -1,4 +1,16 @@
-"""Messages between an agent, the zygote that it may ask for a supervisor, and the supervisor."""
+"""Messages between an agent, a zygote and a supervisor.
+
+Each message is one packet. A connection begins at a zygote, which passes it on to the supervisor
+that it forks, or at a supervisor that the agent has started itself:
+
+===================  ==========  =================================================
+request              to          replies
+===================  ==========  =================================================
+`RequestSupervisor`  zygote      `Ready` (by the supervisor), `Stale`, `Refused`
+`ShutDown`           zygote      none
+`StartRank`          supervisor  `RankStarted` and later `RankEnded`, or `Refused`
+===================  ==========  =================================================
+"""
 
 from __future__ import annotations
 
@@ -14,22 +26,22 @@ from distributor.node.process.preload_spec import PreloadSpec
 from distributor.node.process.process_attributes import ProcessAttributes
 from distributor.node.process.worker_spec import WorkerSpec
 
-MAX_MESSAGE = 64 * 1024
-"""Bytes of a packet."""
+MAX_MESSAGE_BYTES = 64 * 1024
+"""Size of the largest packet."""
 
 
 @dataclass(frozen=True)
-class Birth:
-    """What a zygote is told at its start.
+class ZygoteArguments:
+    """What a zygote gets on its command line.
 
     Parameters
     ----------
     owner : int
-        The process with which it ends.
+        The process with which the zygote ends.
     listener : int
         The descriptor of its listening socket.
     preload_spec : PreloadSpec
-        What it is to load.
+        What it must load.
     """
 
     owner: int
@@ -40,7 +52,7 @@ class Birth:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_argument(cls, argument: str) -> Birth:
+    def from_argument(cls, argument: str) -> ZygoteArguments:
         fields = json.loads(argument)
         preload_spec = fields["preload_spec"]
         preload_spec |= {
@@ -51,22 +63,24 @@ class Birth:
         return cls(**{**fields, "preload_spec": PreloadSpec(**preload_spec)})
 
 
-# What is asked, and what is answered; each is one packet.
+@dataclass(frozen=True)
+class RequestSupervisor:
+    """Asks a zygote to fork a supervisor for ranks that need this to be loaded."""
+
+    preload_spec: PreloadSpec
 
 
 @dataclass(frozen=True)
-class Hello:
-    """Asks a zygote for a supervisor, which answers `Ready`, `Stale` or `Trouble`."""
-
-    wanted: PreloadSpec
+class ShutDown:
+    """Asks a zygote to end; the runs of its supervisors continue."""
 
 
 @dataclass(frozen=True)
-class Fork:
-    """Asks a supervisor for a rank; its answer is `Forked` or `Trouble`.
+class StartRank:
+    """Asks a supervisor to start a rank.
 
-    With it come descriptors: of its pickled environment, which may be large, its working folder,
-    its stdout, its stderr, and those of the spec.
+    Descriptors come with it: of the pickled environment, which may be large, the working folder,
+    stdout, stderr, and then those of the spec.
     """
 
     worker_spec: WorkerSpec
@@ -74,71 +88,72 @@ class Fork:
 
 
 @dataclass(frozen=True)
-class Retire:
-    """Asks the zygote to end; what came of it goes on."""
-
-
-@dataclass(frozen=True)
 class Ready:
-    """The supervisor can start ranks; `pid` is their parent."""
+    """The supervisor, whose process id this is, can start ranks."""
 
     pid: int
 
 
 @dataclass(frozen=True)
 class Stale:
-    """The zygote does not fit, and ends; what it had preloaded may be wanted again."""
+    """The zygote does not fit and ends; its successor should import these modules too."""
 
     preload: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """What was asked for could not be done."""
+class Refused:
+    """The request could not be carried out."""
 
-    text: str
+    reason: str
 
 
 @dataclass(frozen=True)
-class Forked:
+class RankStarted:
     """A rank runs."""
 
     pid: int
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankEnded:
     """A rank has ended."""
 
     pid: int
     returncode: int
 
 
-class Peer(NamedTuple):
-    """Who is at the other end of a local socket."""
+class PeerCredentials(NamedTuple):
+    """The process at the other end of a local socket."""
 
     pid: int
     uid: int
     gid: int
 
 
-def peer_of(connection: socket.socket) -> Peer:
-    """Ask the kernel who made the other end of a local socket."""
+def peer_credentials(connection: socket.socket) -> PeerCredentials:
+    """Return which process created the other end of a local socket, according to the kernel."""
     layout = struct.Struct("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size)
-    return Peer(*layout.unpack(credentials))
+    return PeerCredentials(*layout.unpack(credentials))
 
 
-def say(connection: socket.socket, message: object) -> None:
-    """Send a message; whoever has gone does not get it."""
+def send(connection: socket.socket, message: object) -> None:
+    """Send a message, unless the peer has gone."""
     with contextlib.suppress(OSError):
         connection.sendall(pickle.dumps(message))
 
 
 def receive(connection: socket.socket) -> object:
-    """Give the next message from a zygote or supervisor; None where it has gone."""
+    """Return the next message from a zygote or supervisor; None if the peer has gone.
+
+    Raises
+    ------
+    TimeoutError
+        If the connection's timeout has passed.
+    """
     try:
-        data = connection.recv(MAX_MESSAGE)
+        data = connection.recv(MAX_MESSAGE_BYTES)
     except TimeoutError:
         raise
     except OSError:
@@ -146,8 +161,8 @@ def receive(connection: socket.socket) -> object:
     return pickle.loads(data) if data else None
 
 
-def environment_in(descriptor: int) -> dict[str, str]:
-    """Read the environment that came with a `Fork`."""
+def read_environment(descriptor: int) -> dict[str, str]:
+    """Read the environment that came with a `StartRank`."""
     with open(descriptor, "rb", closefd=False) as file:
         file.seek(0)
         variables: dict[str, str] = pickle.load(file)

@@ -1,4 +1,4 @@
-"""What a zygote has loaded, and whether that still fits a run."""
+"""Describes what a zygote has loaded, and decides whether that still fits a run."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from dataclasses import dataclass, replace
 
 from distributor.node.process.interpreter import Interpreter
 
-_READ_AT_START = (
+_PREFIXES_READ_AT_START = (
     "ATEN_", "BLIS_", "DYLD_", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_",
     "NPY_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_",
     "TORCH_", "VECLIB_",
 )  # fmt: skip
-"""Variables with these beginnings are read when an interpreter or a library starts."""
-THREADS = "OMP_NUM_THREADS"
-"""Read at import too, but a forked rank can make up for it."""
+"""Prefixes of variables that are read only when an interpreter or a library starts."""
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+"""Is read at import too, but a forked rank can apply it later."""
+
+FileStates = dict[str, tuple[int, int]]
+"""Modification time (ns) and size (bytes) of files, by path."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreloadSpec:
-    """What a warm process has loaded, and under which conditions.
+    """What a zygote has loaded, and under which conditions.
 
     Parameters
     ----------
@@ -33,9 +36,9 @@ class PreloadSpec:
         Its ``sys.path``.
     variables : tuple of pairs of str
         The environment variables that only a fresh start would read, with digests of their values:
-        a command line, which all users can read, carries this.
+        this travels on a command line, which all users can read.
     preload : tuple of str
-        The user's modules that it has imported, beside those that every rank needs.
+        The user's modules that it has imported in addition to those that every rank needs.
     """
 
     executable: str
@@ -50,54 +53,64 @@ class PreloadSpec:
         preload: tuple[str, ...],
         interpreter: Interpreter | None = None,
     ) -> PreloadSpec:
-        """Write down what a rank with this environment needs; by default in this interpreter."""
+        """Return what a rank with this environment needs.
+
+        Parameters
+        ----------
+        environment : mapping of str to str
+            The environment of the rank.
+        preload : tuple of str
+            Modules of the user's to import in advance.
+        interpreter : Interpreter, optional
+            The rank's interpreter; by default that of this process.
+        """
         interpreter = interpreter or Interpreter.current()
-        matters = (
+        variables = (
             (name, hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:16])
             for name, value in environment.items()
-            if name.startswith(_READ_AT_START) and name != THREADS
+            if name.startswith(_PREFIXES_READ_AT_START) and name != THREADS_VARIABLE
         )
         return cls(
             executable=interpreter.executable,
             path=interpreter.path,
-            variables=tuple(sorted(matters)),
+            variables=tuple(sorted(variables)),
             preload=preload,
         )
 
     def covers(self, wanted: PreloadSpec) -> bool:
-        """Tell whether a process made so can fork what is wanted."""
+        """Return whether a zygote with this spec can fork ranks that need another spec."""
         same = replace(self, preload=()) == replace(wanted, preload=())
         return same and set(wanted.preload) <= set(self.preload)
 
-    def left_to(self, wanted: PreloadSpec) -> tuple[str, ...]:
-        """Give what the next one is to preload too: others may still want what this one had."""
+    def preload_for_successor(self, wanted: PreloadSpec) -> tuple[str, ...]:
+        """Return the modules that the next zygote should import too: other runs may need them."""
         return self.preload if wanted.executable == self.executable else ()
 
 
-def loaded_files(since: int = sys.maxsize) -> dict[str, tuple[int, int]]:
-    """Note the files that this process has imported, each with its change time and size.
+def loaded_files(since: int = sys.maxsize) -> FileStates:
+    """Return the state of the files that this process has imported.
 
     Parameters
     ----------
     since : int
-        When the imports began, in ns. What has changed later may not be what was imported, and is
-        noted so that it counts as changed.
+        When the imports began, in ns since the epoch. A file that was modified later may not be
+        what was imported, so its recorded state is one that counts as changed.
     """
     origins = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    files = {path: found for path in origins if path and (found := _state(path))}
+    files = {path: state for path in origins if path and (state := _state_of(path))}
     now = time.time_ns()
     return {
-        path: (0, 0) if since <= changed_at <= now else (changed_at, size)
-        for path, (changed_at, size) in files.items()
+        path: (0, 0) if since <= modified_at <= now else (modified_at, size)
+        for path, (modified_at, size) in files.items()
     }
 
 
-def changed(files: Mapping[str, tuple[int, int]]) -> bool:
-    """Tell whether any of these files is no longer what it was."""
-    return any(_state(path) != before for path, before in files.items())
+def have_changed(files: FileStates) -> bool:
+    """Return whether any of these files no longer has the recorded state."""
+    return any(_state_of(path) != recorded for path, recorded in files.items())
 
 
-def _state(path: str) -> tuple[int, int] | None:
+def _state_of(path: str) -> tuple[int, int] | None:
     try:
         status = os.stat(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""Signals processes that are not children of this one, and reads their state from Linux."""
+"""Sends signals to processes that are not children of this one."""
 
 from __future__ import annotations
 
@@ -8,118 +8,87 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from distributor._compat.cpython import RESOURCE_TRACKER
+from distributor.core.procfs import (
+    all_pids,
+    command_line_of,
+    environment_of,
+    is_in_signal_mask,
+)
 
 RESOURCE_TRACKER_SECONDS = 5.0
-"""Seconds to wait for Python's cleaner of shared memory once all whom it serves are dead.
+"""Seconds to wait for a multiprocessing resource tracker after all its clients have ended.
 
-It is never killed: then what it was to remove would stay until the machine restarts. On a machine
-that is short of processor time or memory, its start alone may take longer.
+A tracker is never killed, because the shared memory that it should remove would then stay until
+the machine restarts. On a machine that is short of CPU time or memory, its start alone may take
+longer.
 """
-EXECUTION_SECONDS = 5.0
-"""Seconds within which a process that was executed has a command line, unless it wants none."""
-TICK = 0.005
+POLL_SECONDS = 0.005
+"""Seconds between two looks at which processes are left."""
 
 
 def signal_group(leader: int, signum: int) -> None:
-    """Signal a process group, unless nobody is left in it."""
+    """Send a signal to a process group, if any of its processes is left."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         try:
             os.killpg(leader, signum)
         except ProcessLookupError:
-            os.kill(leader, signum)  # just forked, it may not lead its group yet
+            os.kill(leader, signum)  # just after its fork it may not lead a group yet
 
 
 def kill_group(leader: int) -> None:
-    """Kill a process group, less trackers; this process last, if it is of that group."""
+    """Kill a process group except for resource trackers; if this process is in it, kill it last."""
     if sys.platform != "linux":
         os.killpg(leader, signal.SIGKILL)
         return
-    doomed = [
-        pid for pid in all_processes() if group_of(pid) == leader and not is_resource_tracker(pid)
-    ]
+    members = [pid for pid in all_pids() if process_group_of(pid) == leader]
+    doomed = [pid for pid in members if not is_resource_tracker(pid)]
     for pid in sorted(doomed, key=lambda pid: pid == os.getpid()):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
 def kill_by_environment(variables: Mapping[str, str]) -> None:
-    """Kill every process of this user that was started with these variables."""
+    """Kill all processes of this user that were started with these variables.
+
+    Resource trackers are waited for instead.
+    """
     wanted = {f"{name}={value}".encode() for name, value in variables.items()}
-    assert wanted, "all processes have no variables at all"
-    until = time.monotonic() + RESOURCE_TRACKER_SECONDS
-    while found := [pid for pid in all_processes() if wanted <= _environment_of(pid)]:
+    assert wanted, "every process would match"
+    deadline = time.monotonic() + RESOURCE_TRACKER_SECONDS
+    while found := [pid for pid in all_pids() if wanted <= environment_of(pid)]:
         for pid in found:
             if not is_resource_tracker(pid):
-                with contextlib.suppress(OSError):  # another user's, or gone by now
+                with contextlib.suppress(OSError):  # another user's, or already gone
                     os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             return
-        time.sleep(TICK)
-
-
-def _environment_of(pid: int) -> set[bytes]:
-    try:
-        return set(_read(pid, "environ").split(b"\0"))
-    except OSError:
-        return set()
+        time.sleep(POLL_SECONDS)
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Tell Python's cleaner of shared memory, which ends by itself once all whom it serves have."""
+    """Return whether a process is multiprocessing's resource tracker.
+
+    It removes shared memory that its clients have left behind, and exits once all of them have.
+    """
     try:
-        return RESOURCE_TRACKER in _command_line(pid)
+        return RESOURCE_TRACKER in command_line_of(pid)
     except OSError:
         return False
 
 
-def _command_line(pid: int) -> bytes:
-    """Read what a process runs; while it is being executed, Linux does not tell that yet."""
-    until = time.monotonic() + EXECUTION_SECONDS
-    while not (line := _read(pid, "cmdline")) and time.monotonic() < until and not _has_ended(pid):
-        time.sleep(TICK / 10)
-    return line
-
-
-def _has_ended(pid: int) -> bool:
-    """Tell whether a process is a zombie, or about to be one."""
-    return _read(pid, "stat").rpartition(b")")[2].split()[0] in (b"Z", b"X")
-
-
-def ignores(pid: int, signum: int) -> bool:
-    """Tell whether a signal would be lost on a process; only Linux tells."""
+def ignores_signal(pid: int, signum: int) -> bool:
+    """Return whether a process ignores a signal; False on systems other than Linux."""
     try:
         return is_in_signal_mask(pid, "SigIgn", signum)
     except OSError:
         return False
 
 
-def is_in_signal_mask(pid: int, mask: str, signum: int) -> bool:
-    """Look for a signal in one of a process's masks, named as Linux does: SigIgn, SigCgt.
-
-    Raises
-    ------
-    OSError
-        Where the process has gone, or the system does not tell.
-    """
-    signals = _read(pid, "status").partition(f"{mask}:".encode())[2].split()[0]
-    return bool(int(signals, 16) >> (signum - 1) & 1)
-
-
-def group_of(pid: int) -> int:
-    """Give the process group of a process; 0 where it has gone."""
+def process_group_of(pid: int) -> int:
+    """Return the process group of a process; 0 if the process is gone."""
     try:
         return os.getpgid(pid)
     except OSError:
         return 0
-
-
-def _read(pid: int, what: str) -> bytes:
-    return Path(f"/proc/{pid}/{what}").read_bytes()
-
-
-def all_processes() -> list[int]:
-    """List the processes of this system; only Linux tells."""
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]

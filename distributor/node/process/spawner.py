@@ -12,20 +12,31 @@ from collections.abc import Callable, Mapping
 from typing import BinaryIO, Protocol
 
 from distributor.node.process.interpreter import Interpreter
-from distributor.node.process.signals import ignores, kill_by_environment, signal_group
+from distributor.node.process.signals import (
+    ignores_signal,
+    kill_by_environment,
+    signal_group,
+)
 from distributor.node.process.worker_spec import WorkerSpec
 
 RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "GROUP_RANK")
-"""Variables of ranks, and of all that they start, whose values no other node or run has."""
+"""Variables of ranks and of all that they start; together they identify a run and a node of it."""
 
 
 class Process:
-    """A rank's process, the leader of its own process group.
+    """A rank's process, which leads its own process group.
+
+    Parameters
+    ----------
+    pid : int
+        The process id.
+    on_end : callable
+        Called once when the process has ended, on any thread.
 
     Attributes
     ----------
     returncode : int or None
-        As `subprocess` has it: the exit code, or minus the signal; None while it runs.
+        The exit code, or minus the signal, as in `subprocess`; None while the process runs.
     """
 
     def __init__(self, pid: int, on_end: Callable[[], object]) -> None:
@@ -39,37 +50,37 @@ class Process:
         return self.returncode is None
 
     def terminate(self) -> None:
-        """Ask the process, and all that it started in its group, to end; kill it if it is deaf."""
+        """Send SIGTERM to the process group, and kill the process if it ignores SIGTERM."""
         if self.running:
             signal_group(self.pid, signal.SIGTERM)
-            if ignores(self.pid, signal.SIGTERM):
+            if ignores_signal(self.pid, signal.SIGTERM):
                 self.kill()
 
     def kill(self) -> None:
-        """Kill the process; who started it sees to what it started."""
+        """Kill the process. Its parent kills the rest of its process group."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
-    def end(self, returncode: int) -> None:
-        """Note how it ended."""
+    def record_end(self, returncode: int) -> None:
+        """Record how the process ended."""
         self.returncode = returncode
         self._on_end()
         self._ended.set()
 
     def join(self, seconds: float) -> bool:
-        """Wait until it has ended; tell whether it has."""
+        """Wait until the process has ended; return False if it has not ended in time."""
         return self._ended.wait(seconds)
 
 
 class Spawner(Protocol):
-    """Starts processes; a context manager, in which they run."""
+    """Starts processes; a context manager, within which they run."""
 
     def __enter__(self) -> Spawner:
-        """Begin."""
+        """Begin to watch processes."""
 
     def __exit__(self, *exc_info: object) -> None:
-        """Let go of what it needed to watch them; all have ended."""
+        """Release the resources; all processes must have ended."""
 
     def start(
         self,
@@ -84,38 +95,44 @@ class Spawner(Protocol):
         Parameters
         ----------
         worker_spec : WorkerSpec
-            What the rank is told, with descriptors of this process.
+            What the rank gets, with descriptors of this process.
         environment : mapping of str to str
-            Its whole environment.
+            The whole environment of the rank.
         stdout, stderr : BinaryIO
-            Where it prints.
+            The files that the rank prints to.
         on_end : callable
-            Called once when it has ended, on any thread.
+            Called once when the rank's process has ended, on any thread.
+
+        Raises
+        ------
+        DistributorError, OSError
+            If no process can be started.
         """
 
 
 class FreshSpawner:
-    """Starts each rank in a new interpreter, on systems without what a supervisor needs.
+    """Starts each rank in a new interpreter, on systems that lack what a supervisor needs.
 
-    What ranks have started in their process groups ends with them. On Linux, the rest ends with
-    the run, unless the agent is killed or such a process has cleared its environment.
+    The rest of a rank's process group is killed when the rank ends. On Linux, processes that have
+    left the group are killed at the end of the run, unless the agent is killed or such a process
+    has cleared its environment.
 
     Parameters
     ----------
     interpreter : Interpreter
-        The one.
+        The interpreter of the ranks.
     """
 
     def __init__(self, interpreter: Interpreter) -> None:
         self._interpreter = interpreter
-        self._common: dict[str, str] = {}
+        self._run_variables: dict[str, str] = {}
 
     def __enter__(self) -> FreshSpawner:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._common and sys.platform == "linux":
-            kill_by_environment(self._common)
+        if self._run_variables and sys.platform == "linux":
+            kill_by_environment(self._run_variables)
 
     def start(
         self,
@@ -125,7 +142,7 @@ class FreshSpawner:
         stderr: BinaryIO,
         on_end: Callable[[], object],
     ) -> Process:
-        self._common = {name: environment[name] for name in RUN_VARIABLES}
+        self._run_variables = {name: environment[name] for name in RUN_VARIABLES}
         child = subprocess.Popen(
             self._interpreter.command("rank", worker_spec.to_argument()),
             stdin=subprocess.DEVNULL,
@@ -136,13 +153,13 @@ class FreshSpawner:
             env=environment,
         )
         process = Process(child.pid, on_end)
-        threading.Thread(target=_watch, args=(child, process), daemon=True).start()
+        threading.Thread(target=_await_end, args=(child, process), daemon=True).start()
         return process
 
 
-def _watch(child: subprocess.Popen[bytes], process: Process) -> None:
-    with contextlib.suppress(AttributeError, OSError):  # macOS has it since Python 3.13
-        # Until it is reaped, its number cannot become another process group's.
+def _await_end(child: subprocess.Popen[bytes], process: Process) -> None:
+    with contextlib.suppress(AttributeError, OSError):  # macOS has waitid since Python 3.13
+        # Until the child is reaped, its id cannot become that of another process group.
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         signal_group(child.pid, signal.SIGKILL)
-    process.end(child.wait())
+    process.record_end(child.wait())

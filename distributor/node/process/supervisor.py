@@ -1,8 +1,20 @@
 """The parent of one run's ranks on one node, which ends everything that they start.
 
-Whatever a rank starts, in whatever session, is a descendant of its supervisor for as long as that
-lives, since the kernel hands orphans to their nearest such ancestor. The supervisor kills all of it
-when the agent closes its connection or has died.
+Whatever a rank starts, in whatever session, is a descendant of its supervisor for as long as the
+supervisor lives, because the kernel makes it the parent of orphans below it (a child subreaper).
+
+Life cycle:
+
+1. *Start*: a zygote forks the supervisor (warm ranks), or the agent starts it as a new interpreter
+   (fresh ranks). It becomes a subreaper and sends `Ready` to the agent.
+2. *Serve*: for each `StartRank` it forks or executes a rank and sends `RankStarted`, or `Refused`.
+   When a rank has ended, it kills the rest of the rank's process group, reaps the rank and sends
+   `RankEnded`.
+3. *Shut down*: when the agent has closed the connection, has sent anything else or has died, or the
+   zygote's owner has died, it kills all ranks and all other descendants, waits for resource
+   trackers, removes the ranks' scratch folders and exits.
+
+A rank that was forked leaves this module: `Supervisor.serve` returns in it.
 """
 
 from __future__ import annotations
@@ -16,39 +28,39 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 from distributor.core.kernel import set_subreaper
+from distributor.core.procfs import child_pids
 from distributor.node.process.interpreter import Interpreter
 from distributor.node.process.ipc import (
-    MAX_MESSAGE,
-    Ended,
-    Fork,
-    Forked,
+    MAX_MESSAGE_BYTES,
+    RankEnded,
+    RankStarted,
     Ready,
-    Trouble,
-    environment_in,
-    peer_of,
-    say,
+    Refused,
+    StartRank,
+    peer_credentials,
+    read_environment,
+    send,
 )
 from distributor.node.process.process_title import set_run_title
 from distributor.node.process.scratch import remove_scratch
 from distributor.node.process.signals import (
+    POLL_SECONDS,
     RESOURCE_TRACKER_SECONDS,
-    TICK,
-    all_processes,
-    group_of,
     is_resource_tracker,
+    process_group_of,
 )
 from distributor.node.process.worker_spec import WorkerSpec
 
-FORKS_DESCRIPTORS, MAX_DESCRIPTORS = 4, 16
-GIVE_UP_SECONDS = 10.0
-"""Seconds after which what cannot be killed, for it hangs in the kernel, is left alone."""
+PROCESS_DESCRIPTORS, MAX_DESCRIPTORS = 4, 16
+"""How many descriptors of a `StartRank` are not the spec's, and how many there may be in all."""
+KILL_SECONDS = 10.0
+"""Seconds after which descendants that cannot be killed, because they hang in the kernel, stay."""
 
-Start = Callable[[Fork, list[int]], "tuple[int, WorkerSpec | None]"]
-"""Starts what is asked for, with these descriptors; returns its process or, in a fork, its spec."""
+Start = Callable[[StartRank, list[int]], "tuple[int, WorkerSpec | None]"]
+"""Starts a rank with these descriptors; returns its process id or, in a forked rank, its spec."""
 
 
 class Supervisor:
@@ -61,110 +73,126 @@ class Supervisor:
     start : callable
         How a rank is started.
     owner : int or None
-        The pidfd of another process with which it ends.
+        The pidfd of another process with which the supervisor ends.
+
+    Raises
+    ------
+    OSError
+        If the agent has already died.
     """
 
     def __init__(self, agent: socket.socket, start: Start, owner: int | None = None) -> None:
         set_subreaper()
         self._agent = agent
         self._start = start
-        self._ranks: dict[int, int] = {}  # the process and its pidfd
-        self._scratches: dict[int, str] = {}
+        self._pidfds: dict[int, int] = {}  # of running ranks, by process id
+        self._scratches: dict[int, str] = {}  # of all ranks, by process id
         self._selector = selectors.DefaultSelector()
-        self._selector.register(agent, selectors.EVENT_READ, self._hear)
-        # Another process may hold the agent's end of the connection open by a fork of its own.
-        watched = [os.pidfd_open(peer_of(agent).pid), *([] if owner is None else [owner])]
+        self._selector.register(agent, selectors.EVENT_READ, self._handle_message)
+        # If the agent has forked, its child may keep the agent's end of the connection open.
+        watched = [os.pidfd_open(peer_credentials(agent).pid), *([] if owner is None else [owner])]
         for pidfd in watched:
-            self._selector.register(pidfd, selectors.EVENT_READ, self._leave)
+            self._selector.register(pidfd, selectors.EVENT_READ, self._shut_down)
 
     def serve(self) -> WorkerSpec:
-        """Start ranks. Returns in those that are forked from here, and nowhere else."""
-        say(self._agent, Ready(os.getpid()))
+        """Start ranks until the end of the run. Returns only in a forked rank, with its spec."""
+        send(self._agent, Ready(os.getpid()))
         while True:
             for key, _ in self._selector.select():
                 worker_spec: WorkerSpec | None = key.data()
                 if worker_spec is not None:
                     return worker_spec
 
-    def _hear(self) -> WorkerSpec | None:
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self._agent, MAX_MESSAGE, MAX_DESCRIPTORS)
-            message = pickle.loads(data)
-        except Exception:
-            self._leave()  # the connection has ended, or it is no sense that came over it
-        if not isinstance(message, Fork) or len(descriptors) < FORKS_DESCRIPTORS:
-            self._leave()
-        if not self._ranks:
-            set_run_title(
-                "supervisor", message.worker_spec.program_name, message.worker_spec.run_id
-            )
+    def _handle_message(self) -> WorkerSpec | None:
+        message, descriptors = self._receive()
+        if not self._scratches:
+            spec = message.worker_spec
+            set_run_title("supervisor", spec.program_name, spec.run_id)
         try:
             pid, worker_spec = self._start(message, descriptors)
         except OSError as error:
-            say(self._agent, Trouble(f"no process could be started: {error}"))
+            send(self._agent, Refused(f"no process could be started: {error}"))
             return None
         if worker_spec is not None:
-            forget(self._selector)
+            close_inherited(self._selector)
             return worker_spec
         for descriptor in descriptors:
             os.close(descriptor)
-        self._ranks[pid] = pidfd = os.pidfd_open(pid)
-        self._scratches[pid] = message.worker_spec.scratch
-        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._note_end(pid))
-        say(self._agent, Forked(pid))
+        self._watch(pid, message.worker_spec.scratch)
         return None
 
-    def _note_end(self, pid: int) -> None:
-        """Tell how a rank ended, once the rest of its process group has."""
-        pidfd = self._ranks.pop(pid)
+    def _receive(self) -> tuple[StartRank, list[int]]:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(
+                self._agent, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS
+            )
+            message = pickle.loads(data)
+        except Exception:
+            self._shut_down()  # the connection has ended, or its peer is no agent
+        if not isinstance(message, StartRank) or len(descriptors) < PROCESS_DESCRIPTORS:
+            self._shut_down()
+        return message, descriptors
+
+    def _watch(self, pid: int, scratch: str) -> None:
+        self._pidfds[pid] = pidfd = os.pidfd_open(pid)
+        self._scratches[pid] = scratch
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._handle_end(pid))
+        send(self._agent, RankStarted(pid))
+
+    def _handle_end(self, pid: int) -> None:
+        """Report how a rank ended, once the rest of its process group has ended too."""
+        pidfd = self._pidfds.pop(pid)
         self._selector.unregister(pidfd)
         os.close(pidfd)
-        # It is not reaped yet, so that its number cannot have become another process group's.
-        end_strays(
-            lambda stray: stray not in self._ranks and stray != pid and group_of(stray) == pid
+        # The rank is not reaped yet, so its id cannot have become that of another process group.
+        kill_children(
+            lambda child: (
+                child not in self._pidfds and child != pid and process_group_of(child) == pid
+            )
         )
         _, status = os.waitpid(pid, 0)
-        say(self._agent, Ended(pid, os.waitstatus_to_exitcode(status)))
+        send(self._agent, RankEnded(pid, os.waitstatus_to_exitcode(status)))
 
-    def _leave(self) -> NoReturn:
-        """End all that still runs."""
-        for pid in self._ranks:
+    def _shut_down(self) -> NoReturn:
+        """End all that still runs, and exit."""
+        for pid in self._pidfds:
             os.kill(pid, signal.SIGKILL)
-        self._ranks.clear()
-        end_strays(lambda stray: True)
+        self._pidfds.clear()
+        kill_children(lambda child: True)
         for scratch in self._scratches.values():
             remove_scratch(scratch)
-        self._agent.close()  # it need not wait until this process's memory is given back
+        # Closed explicitly, so that the agent need not wait until the kernel has freed our memory.
+        self._agent.close()
         os._exit(0)
 
 
 def serve_fresh(argument: str) -> NoReturn:
-    """Be the supervisor of ranks that each have an interpreter of their own."""
+    """Run as the supervisor of ranks that each have an interpreter of their own."""
     agent = socket.socket(fileno=int(argument))
     agent.set_inheritable(False)
-    Supervisor(agent, _execute).serve()
-    raise AssertionError("nothing is forked from it that could come back")
+    Supervisor(agent, _execute_rank).serve()
+    raise AssertionError("only forked ranks return, and none was forked")
 
 
-def _execute(wanted: Fork, descriptors: list[int]) -> tuple[int, None]:
-    environment, folder, stdout, stderr, *given = descriptors
-    worker_spec = wanted.worker_spec.with_descriptors(given, os.getpid())
+def _execute_rank(request: StartRank, descriptors: list[int]) -> tuple[int, None]:
+    environment, folder, stdout, stderr, *spec_descriptors = descriptors
+    worker_spec = request.worker_spec.with_descriptors(spec_descriptors, os.getpid())
     child = subprocess.Popen(
         Interpreter.current().command("rank", worker_spec.to_argument()),
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
         cwd=f"/proc/self/fd/{folder}",
-        pass_fds=given,
+        pass_fds=spec_descriptors,
         start_new_session=True,
-        env=environment_in(environment),
+        env=read_environment(environment),
     )
-    child.returncode = 0  # the supervisor reaps it
+    child.returncode = 0  # so that subprocess does not reap it: the supervisor does
     return child.pid, None
 
 
-def forget(selector: selectors.BaseSelector, keep: int | None = None) -> None:
-    """Close, in a fork, what its parent watches, less the descriptor that it is to keep."""
+def close_inherited(selector: selectors.BaseSelector, keep: int | None = None) -> None:
+    """Close, in a forked child, what its parent watches, except for one descriptor."""
     for key in list(selector.get_map().values()):
         if key.fd != keep:
             os.close(key.fd)
@@ -173,36 +201,20 @@ def forget(selector: selectors.BaseSelector, keep: int | None = None) -> None:
     selector.close()
 
 
-def end_strays(doomed: Callable[[int], bool]) -> None:
-    """Kill and reap children of this process, and what is orphaned by that, until none is left.
+def kill_children(is_doomed: Callable[[int], bool]) -> None:
+    """Kill and reap children of this process, and the orphans that this makes, until none is left.
 
-    Trackers end by themselves, and are waited for.
+    Resource trackers end by themselves, and are waited for.
     """
     began = time.monotonic()
-    while strays := [child for child in children() if doomed(child)]:
-        killed = [stray for stray in strays if not is_resource_tracker(stray)]
-        if time.monotonic() > began + (GIVE_UP_SECONDS if killed else RESOURCE_TRACKER_SECONDS):
+    while doomed := [child for child in child_pids() if is_doomed(child)]:
+        to_kill = [child for child in doomed if not is_resource_tracker(child)]
+        if time.monotonic() > began + (KILL_SECONDS if to_kill else RESOURCE_TRACKER_SECONDS):
             return
-        for stray in killed:
+        for child in to_kill:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(stray, signal.SIGKILL)
-        for stray in strays:
+                os.kill(child, signal.SIGKILL)
+        for child in doomed:
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(stray, os.WNOHANG)
-        time.sleep(TICK)
-
-
-def children() -> list[int]:
-    """List the children of this process, which has one thread."""
-    file = Path(f"/proc/self/task/{os.getpid()}/children")
-    if file.exists():
-        return [int(pid) for pid in file.read_text().split()]
-    return [pid for pid in all_processes() if _parent(pid) == os.getpid()]
-
-
-def _parent(pid: int) -> int:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(status.rpartition(")")[2].split()[1])
+                os.waitpid(child, os.WNOHANG)
+        time.sleep(POLL_SECONDS)

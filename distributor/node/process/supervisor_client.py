@@ -15,45 +15,58 @@ from typing import BinaryIO, NamedTuple
 from distributor.core.kernel import lacking_for_supervision
 from distributor.errors import DistributorError
 from distributor.node.process.interpreter import Interpreter
-from distributor.node.process.ipc import Ended, Fork, Forked, Ready, Trouble, receive
+from distributor.node.process.ipc import (
+    RankEnded,
+    RankStarted,
+    Ready,
+    Refused,
+    StartRank,
+    receive,
+)
 from distributor.node.process.process_attributes import ProcessAttributes
 from distributor.node.process.signals import kill_by_environment, kill_group
 from distributor.node.process.spawner import RUN_VARIABLES, Process
 from distributor.node.process.worker_spec import WorkerSpec
 from distributor.serialization.oob_pickle import anonymous_file
 
-BEGIN_SECONDS = 60.0
-"""Seconds that a fresh supervisor, which imports little, has to come up."""
-END_SECONDS = 10.0
-"""Seconds that a supervisor has to end all that descends from it."""
+READY_SECONDS = 60.0
+"""Seconds that a new interpreter has to become a supervisor, which imports little."""
+SHUTDOWN_SECONDS = 10.0
+"""Seconds that a supervisor has to end all its descendants before it is killed."""
 
 
 def is_supported() -> bool:
-    """Return whether this system has what supervisors and zygotes need; macOS has not."""
+    """Return whether this system has what supervisors and zygotes need, as macOS has not."""
     return not lacking_for_supervision()
 
 
 class SupervisorConnection(NamedTuple):
-    """The connection to a supervisor that is ready, and its process."""
+    """The connection to a supervisor that is ready, and the supervisor's process id."""
 
     connection: socket.socket
-    supervisor: int
+    pid: int
 
 
-def fresh_supervisor(interpreter: Interpreter) -> SupervisorConnection:
-    """Start a supervisor that starts each rank in a new interpreter of its own kind."""
+def start_supervisor(interpreter: Interpreter) -> SupervisorConnection:
+    """Start a supervisor whose ranks each get a new interpreter of the same kind.
+
+    Raises
+    ------
+    DistributorError
+        If the interpreter does not start or does not become a supervisor.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         environment = {**os.environ, **interpreter.variables}
         number = theirs.fileno()
-        supervisor = interpreter.start_detached("supervisor", str(number), number, environment)
-    ours.settimeout(BEGIN_SECONDS)
+        pid = interpreter.start_detached("supervisor", str(number), number, environment)
+    ours.settimeout(READY_SECONDS)
     if not isinstance(receive(ours), Ready):
         raise DistributorError(
             f"{interpreter.executable} could not be started as the supervisor of ranks."
         )
     ours.settimeout(None)
-    return SupervisorConnection(ours, supervisor)
+    return SupervisorConnection(ours, pid)
 
 
 class SupervisedSpawner:
@@ -61,17 +74,17 @@ class SupervisedSpawner:
 
     Parameters
     ----------
-    connection : SupervisorConnection
+    supervisor : SupervisorConnection
         The supervisor.
     """
 
-    def __init__(self, connection: SupervisorConnection) -> None:
-        self._connection, self._supervisor = connection
+    def __init__(self, supervisor: SupervisorConnection) -> None:
+        self._connection, self._supervisor_pid = supervisor
         self._attributes = ProcessAttributes.current()
         self._processes: dict[int, Process] = {}
-        self._answers: queue.SimpleQueue[Forked | Trouble] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[RankStarted | Refused] = queue.SimpleQueue()
         self._on_end: Callable[[], object] = lambda: None
-        self._common: dict[str, str] = {}
+        self._run_variables: dict[str, str] = {}
         self._reader = threading.Thread(target=self._read, name="supervisor-reader", daemon=True)
 
     def __enter__(self) -> SupervisedSpawner:
@@ -81,10 +94,10 @@ class SupervisedSpawner:
     def __exit__(self, *exc_info: object) -> None:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
-        self._reader.join(END_SECONDS)
-        if self._reader.is_alive():  # somebody has stopped it
+        self._reader.join(SHUTDOWN_SECONDS)
+        if self._reader.is_alive():  # the supervisor hangs or was stopped
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._supervisor, signal.SIGKILL)
+                os.kill(self._supervisor_pid, signal.SIGKILL)
             self._reader.join()
         self._connection.close()
 
@@ -97,38 +110,50 @@ class SupervisedSpawner:
         on_end: Callable[[], object],
     ) -> Process:
         self._on_end = on_end
-        self._common = {name: environment[name] for name in RUN_VARIABLES}
-        wanted = pickle.dumps(Fork(worker_spec, self._attributes))
+        self._run_variables = {name: environment[name] for name in RUN_VARIABLES}
+        self._send_request(worker_spec, environment, stdout, stderr)
+        reply = self._replies.get()
+        if isinstance(reply, Refused):
+            raise DistributorError(f"A rank could not be started: {reply.reason}")
+        return self._processes[reply.pid]
+
+    def _send_request(
+        self,
+        worker_spec: WorkerSpec,
+        environment: Mapping[str, str],
+        stdout: BinaryIO,
+        stderr: BinaryIO,
+    ) -> None:
+        request = pickle.dumps(StartRank(worker_spec, self._attributes))
         folder = os.open(".", os.O_PATH)
         with anonymous_file() as file:
             pickle.dump(dict(environment), file)
             file.flush()
             descriptors = [file.fileno(), folder, stdout.fileno(), stderr.fileno()]
-            with contextlib.suppress(OSError):  # the reader sees that it has gone
-                socket.send_fds(self._connection, [wanted], descriptors + worker_spec.descriptors())
+            with contextlib.suppress(OSError):  # the reader notices that the supervisor has gone
+                socket.send_fds(
+                    self._connection, [request], descriptors + worker_spec.descriptors()
+                )
         os.close(folder)
-        answer = self._answers.get()
-        if isinstance(answer, Trouble):
-            raise DistributorError(f"A rank could not be started: {answer.text}")
-        return self._processes[answer.pid]
 
     def _read(self) -> None:
+        """Receive the supervisor's messages until it has gone."""
         while message := receive(self._connection):
-            if isinstance(message, Forked):
+            if isinstance(message, RankStarted):
                 self._processes[message.pid] = Process(message.pid, self._on_end)
-                self._answers.put(message)
-            elif isinstance(message, Ended):
-                self._processes[message.pid].end(message.returncode)
-            elif isinstance(message, Trouble):
-                self._answers.put(message)
-        self._answers.put(Trouble("their supervisor has ended."))
+                self._replies.put(message)
+            elif isinstance(message, RankEnded):
+                self._processes[message.pid].record_end(message.returncode)
+            elif isinstance(message, Refused):
+                self._replies.put(message)
+        self._replies.put(Refused("its supervisor has ended."))
         if lost := [process for process in self._processes.values() if process.running]:
             self._end_lost(lost)
 
     def _end_lost(self, ranks: list[Process]) -> None:
-        """End what came of ranks that the kernel has killed with their supervisor."""
+        """End what is left of ranks that the kernel has killed with their supervisor."""
         for rank in ranks:
             kill_group(rank.pid)
-        kill_by_environment(self._common)
+        kill_by_environment(self._run_variables)
         for rank in ranks:
-            rank.end(-signal.SIGKILL)
+            rank.record_end(-signal.SIGKILL)

@@ -12,14 +12,14 @@ from distributor.serialization.outcome import Origin
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """What an agent tells a rank that it starts; file descriptors are the rank's own.
+    """What a rank gets from its agent; file descriptors are numbered as in the rank.
 
     Parameters
     ----------
     origin : Origin
-        Who this rank is.
+        Which rank this is.
     parent : int
-        The agent's process id.
+        The process id of the rank's parent: the agent or a supervisor.
     control : int
         A stream socket to the agent.
     program : int
@@ -27,19 +27,19 @@ class WorkerSpec:
     outcome : int
         An empty file for the value or failure.
     stacks : int
-        A file in which to answer where it stands.
+        A file for the rank's Python stacks.
     progress : int
-        A file in which to tell how far it is.
+        A file for the rank's telemetry.
     listener : int or None
         The bound socket for the rendezvous store; only rank 0 has it.
     scratch : str
-        The folder for multiprocessing's sockets; whoever ends the rank removes it.
+        The folder for multiprocessing's sockets; the process that ends the rank removes it.
     keep_value : bool
-        Whether anyone wants what this rank returns.
+        Whether the value that the rank returns is wanted.
     modules : str
-        Folders with the user's modules, as PYTHONPATH has them; empty if there are none.
+        Folders with the user's modules, separated as in PYTHONPATH; empty if there are none.
     program_name, run_id : str
-        What the rank runs, and in which run, for titles of processes.
+        What the rank runs, and in which run, for process titles.
     """
 
     origin: Origin
@@ -66,13 +66,13 @@ class WorkerSpec:
 
     def descriptors(self) -> list[int]:
         """List the descriptors that the rank inherits."""
-        return [getattr(self, name) for name in self._given()]
+        return [getattr(self, name) for name in self._descriptor_names()]
 
     def with_descriptors(self, descriptors: Sequence[int], parent: int) -> WorkerSpec:
         """Return the same spec with other numbers for its descriptors, and another parent."""
-        numbers: dict[str, Any] = dict(zip(self._given(), descriptors, strict=True))
+        numbers: dict[str, Any] = dict(zip(self._descriptor_names(), descriptors, strict=True))
         return replace(self, parent=parent, **numbers)
 
-    def _given(self) -> list[str]:
+    def _descriptor_names(self) -> list[str]:
         names = ("control", "program", "outcome", "stacks", "progress", "listener")
         return [name for name in names if getattr(self, name) is not None]

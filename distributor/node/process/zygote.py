@@ -1,8 +1,22 @@
 """A warm process: it has imported torch, and forks a supervisor for each run.
 
-It belongs to one owner (a driver, an executor), and ends with it, when nobody has asked it for a
-while, or when what it was made of has changed; the runs that came of it go on. It has one thread
-and never touches CUDA, so that what descends from it is as good as new.
+It belongs to one owner: a driver, or the parent of an executor's Python workers. It has one thread
+and never touches CUDA, so that its descendants are as good as new processes.
+
+Life cycle:
+
+1. *Load*: it imports what every rank needs and the user's preloaded modules. Clients can connect
+   already, and wait. It exits if the owner dies or the imports take more than ten minutes.
+2. *Serve*: for each `RequestSupervisor` that it fits, it forks a supervisor, which replies. To the
+   first other request it replies with `Refused` (a preloaded module cannot be imported) or `Stale`
+   (the caller needs something else, or an imported file has changed), and exits.
+3. *Idle*: two seconds without requests and supervisors after it has loaded, it also imports what
+   the first optimizer of a rank would otherwise spend a second on.
+4. *Exit*: when the owner has died, a client asks for it, it has been idle for half an hour, or its
+   reply was `Refused` or `Stale`. Its supervisors and their runs continue, except that they too end
+   with the owner.
+
+Supervisors and ranks are forked from here: `serve` returns in each rank, and nowhere else.
 """
 
 from __future__ import annotations
@@ -19,231 +33,258 @@ import socket
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from distributor._compat.cpython import disable_exit_finalizers
 from distributor._compat.torch import OPTIMIZER_IMPORTS
 from distributor.core.kernel import set_subreaper
+from distributor.core.procfs import child_pids
 from distributor.node.process.exit import flush_streams
-from distributor.node.process.fork_reset import become
+from distributor.node.process.fork_reset import reset_after_fork
 from distributor.node.process.ipc import (
-    MAX_MESSAGE,
-    Birth,
-    Fork,
-    Hello,
-    Retire,
+    MAX_MESSAGE_BYTES,
+    Refused,
+    RequestSupervisor,
+    ShutDown,
     Stale,
-    Trouble,
-    peer_of,
-    say,
+    StartRank,
+    ZygoteArguments,
+    peer_credentials,
+    send,
 )
-from distributor.node.process.preload_spec import changed, loaded_files
+from distributor.node.process.preload_spec import (
+    FileStates,
+    PreloadSpec,
+    have_changed,
+    loaded_files,
+)
 from distributor.node.process.process_attributes import ProcessAttributes
 from distributor.node.process.process_title import set_title
 from distributor.node.process.supervisor import (
-    FORKS_DESCRIPTORS,
+    PROCESS_DESCRIPTORS,
     Supervisor,
-    children,
-    end_strays,
-    forget,
+    close_inherited,
+    kill_children,
 )
 from distributor.node.process.worker_spec import WorkerSpec
 
-NEEDED = ("distributor.node.worker.main", "cloudpickle", "torch", "torch.distributed")
-MOMENT = 2.0
-IDLE_SECONDS = 1800.0
+RANK_IMPORTS = ("distributor.node.worker.main", "cloudpickle", "torch", "torch.distributed")
+"""What every rank needs; an environment may lack torch."""
+IDLE_IMPORT_SECONDS = 2.0
+"""Seconds without a request after which `OPTIMIZER_IMPORTS` are imported."""
+IDLE_EXIT_SECONDS = 1800.0
+"""Seconds without a request or a run after which the zygote exits."""
 LOAD_SECONDS = 600
-TEXT_ROOM = 4 * 1024
+"""Seconds that the first imports may take."""
+TRACEBACK_CHARS = 4 * 1024
+"""Characters that are kept at each end of a long traceback, which must fit into a packet."""
 
 
 def serve(argument: str) -> WorkerSpec:
-    """Be a zygote. Returns in each rank that it forks, and nowhere else."""
-    birth = Birth.from_argument(argument)
-    set_title(f"zygote for process {birth.owner}", "zygote")
-    before, since = dict(os.environ), time.time_ns()
-    with _watching(birth.owner):
-        trouble = _load((*NEEDED, *birth.preload_spec.preload), optional="torch")
-    return _Zygote(birth, trouble, before, since).serve()
+    """Run as a zygote. Returns in each rank that descends from it, and nowhere else."""
+    arguments = ZygoteArguments.from_argument(argument)
+    set_title(f"zygote for process {arguments.owner}", "zygote")
+    start_environment, since = dict(os.environ), time.time_ns()
+    with _exit_if_owner_dies(arguments.owner):
+        preload = arguments.preload_spec.preload
+        import_error = _import_modules((*RANK_IMPORTS, *preload), optional="torch")
+    return _Zygote(arguments, import_error, start_environment, since).serve()
 
 
 class _Zygote:
+    """A zygote that has loaded its modules, or failed to."""
+
     def __init__(
-        self, birth: Birth, trouble: str | None, before: Mapping[str, str], since: int
+        self,
+        arguments: ZygoteArguments,
+        import_error: str | None,
+        start_environment: Mapping[str, str],
+        since: int,
     ) -> None:
         set_subreaper()
-        self._preload_spec = birth.preload_spec
-        self._trouble = trouble
-        self._born_with = before
-        self._files: dict[str, tuple[int, int]] = {}
+        self._preload_spec = arguments.preload_spec
+        self._import_error = import_error
+        self._start_environment = start_environment
+        self._files: FileStates = {}
         self._since = since
         self._attributes = ProcessAttributes.current()
-        self._listener = socket.socket(fileno=birth.listener)
-        self._owner = os.pidfd_open(birth.owner)
-        self._callers: set[socket.socket] = set()
-        self._supervisors: dict[int, int] = {}  # the process and its pidfd
-        self._helpers: set[int] = set()
-        self._later = list(OPTIMIZER_IMPORTS)
+        self._listener = socket.socket(fileno=arguments.listener)
+        self._owner = os.pidfd_open(arguments.owner)
+        self._clients: set[socket.socket] = set()  # that have not sent their request yet
+        self._supervisors: dict[int, int] = {}  # pidfds, by process id
+        self._helpers: set[int] = set()  # children that an imported module has started
+        self._idle_imports = list(OPTIMIZER_IMPORTS)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._owner, selectors.EVENT_READ, self._leave)
+        self._selector.register(self._owner, selectors.EVENT_READ, self._exit)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._settle()
 
     def serve(self) -> WorkerSpec:
-        """Fork supervisors for whoever asks. Returns in the ranks that those fork, nowhere else."""
+        """Fork a supervisor for each fitting request. Returns only in the ranks of supervisors."""
         while True:
-            events = self._selector.select(self._patience())
+            events = self._selector.select(self._idle_seconds())
             if not events:
-                self._idle()
+                self._handle_idleness()
             for key, _ in events:
                 worker_spec: WorkerSpec | None = key.data()
                 if worker_spec is not None:
                     return worker_spec
 
-    def _patience(self) -> float | None:
+    def _idle_seconds(self) -> float | None:
         if self._supervisors:
             return None
-        return MOMENT if self._later else IDLE_SECONDS
+        return IDLE_IMPORT_SECONDS if self._idle_imports else IDLE_EXIT_SECONDS
 
-    def _idle(self) -> None:
-        if not self._later:
-            self._leave()
-        before = dict(os.environ)
-        _load(self._later)
-        self._later.clear()
-        os.environ.clear()  # of what it set there; ranks have not asked for it
-        os.environ.update(before)
+    def _handle_idleness(self) -> None:
+        if not self._idle_imports:
+            self._exit()
+        environment = dict(os.environ)
+        _import_modules(self._idle_imports)
+        self._idle_imports.clear()
+        # No rank has asked for these imports, so variables that they set must not reach the ranks.
+        os.environ.clear()
+        os.environ.update(environment)
         self._settle()
 
     def _settle(self) -> None:
-        """Take stock of what is loaded."""
-        self._helpers.update(children())  # which a module has started
-        # Files as they were when they were loaded, not as they are now.
+        """Record what has been imported, and make it cheap and safe to fork."""
+        self._helpers.update(child_pids())
+        # A file that was recorded before keeps the state that it had when it was imported.
         self._files = loaded_files(self._since) | self._files
         self._since = time.time_ns()
-        flush_streams()  # what a module printed is not the ranks'
+        flush_streams()  # or each rank would print what a module has printed
         gc.collect()
-        gc.freeze()  # or the collector of each rank would make it copy what all of them share
-        disable_exit_finalizers()  # of what is this process's own; torch has hundreds of them
+        gc.freeze()  # or each rank's garbage collector would copy the pages that all ranks share
+        disable_exit_finalizers()  # they belong to this process; torch has hundreds of them
 
-    def _leave(self) -> NoReturn:
+    def _exit(self) -> NoReturn:
         os._exit(0)
 
     def _accept(self) -> None:
-        caller, _ = self._listener.accept()
-        if peer_of(caller).uid != os.getuid():
-            caller.close()
+        client, _ = self._listener.accept()
+        if peer_credentials(client).uid != os.getuid():
+            client.close()
             return
-        self._callers.add(caller)
-        self._selector.register(caller, selectors.EVENT_READ, lambda: self._hear(caller))
+        self._clients.add(client)
+        self._selector.register(client, selectors.EVENT_READ, lambda: self._handle_message(client))
 
-    def _hear(self, caller: socket.socket) -> WorkerSpec | None:
+    def _handle_message(self, client: socket.socket) -> WorkerSpec | None:
         try:
-            message = pickle.loads(caller.recv(MAX_MESSAGE))
+            message = pickle.loads(client.recv(MAX_MESSAGE_BYTES))
         except Exception:
-            message = None  # the connection has ended, or it is no sense that came over it
-        self._callers.discard(caller)
-        self._selector.unregister(caller)
-        with caller:
-            if isinstance(message, Retire):
-                self._leave()
-            return self._answer(caller, message) if isinstance(message, Hello) else None
+            message = None  # the connection has ended, or its peer is no client of ours
+        self._clients.discard(client)
+        self._selector.unregister(client)
+        with client:
+            if isinstance(message, ShutDown):
+                self._exit()
+            if isinstance(message, RequestSupervisor):
+                return self._handle_request(client, message.preload_spec)
+        return None
 
-    def _answer(self, caller: socket.socket, hello: Hello) -> WorkerSpec | None:
-        if self._trouble is not None:
-            self._refuse(caller, Trouble(self._trouble))
-        if self._preload_spec.covers(hello.wanted) and not changed(self._files):
-            return self._keep_for(caller)
-        self._refuse(caller, Stale(self._preload_spec.left_to(hello.wanted)))
+    def _handle_request(self, client: socket.socket, wanted: PreloadSpec) -> WorkerSpec | None:
+        if self._import_error is not None:
+            self._reply_and_exit(client, Refused(self._import_error))
+        if not self._preload_spec.covers(wanted) or have_changed(self._files):
+            preload = self._preload_spec.preload_for_successor(wanted)
+            self._reply_and_exit(client, Stale(preload))
+        return self._fork_supervisor(client)
 
-    def _refuse(self, caller: socket.socket, answer: Trouble | Stale) -> NoReturn:
-        """End with an answer to all who wait; the one that started this process may be the last."""
+    def _reply_and_exit(self, client: socket.socket, reply: Refused | Stale) -> NoReturn:
+        """Send the reply to all who wait, and exit; the client that started us may come last."""
         self._listener.setblocking(False)
         with contextlib.suppress(OSError):
             while True:
                 self._accept()
-        self._listener.close()  # the name is free before anyone knows
-        for other in self._callers:
+        self._listener.close()  # the name must be free before any client learns of the reply
+        for other in self._clients:
             with contextlib.suppress(OSError):
-                other.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)  # unread, it would undo the answer
-            say(other, answer)
-        say(caller, answer)
-        self._leave()
+                # To close a connection with unread data would discard the reply.
+                other.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+            send(other, reply)
+        send(client, reply)
+        self._exit()
 
-    def _keep_for(self, agent: socket.socket) -> WorkerSpec | None:
-        """Fork a supervisor, which answers its agent itself."""
+    def _fork_supervisor(self, agent: socket.socket) -> WorkerSpec | None:
+        """Fork a supervisor, which replies to its agent itself."""
         try:
             pid = _fork()
         except OSError as error:
-            say(agent, Trouble(f"no process could be forked: {error}"))
+            send(agent, Refused(f"no process could be forked: {error}"))
             return None
         if pid:
             self._supervisors[pid] = pidfd = os.pidfd_open(pid)
-            self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._note_end(pid))
+            self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._handle_end(pid))
             return None
-        forget(self._selector, keep=self._owner)
+        close_inherited(self._selector, keep=self._owner)
         try:
             supervisor = Supervisor(agent, self._fork_rank, self._owner)
         except OSError:
             os._exit(1)  # the agent has died
         return supervisor.serve()
 
-    def _fork_rank(self, wanted: Fork, descriptors: list[int]) -> tuple[int, WorkerSpec | None]:
+    def _fork_rank(
+        self, request: StartRank, descriptors: list[int]
+    ) -> tuple[int, WorkerSpec | None]:
+        """Fork a rank; runs in a supervisor."""
         supervisor, pid = os.getpid(), _fork()
         if pid:
             return pid, None
-        become(
+        reset_after_fork(
             self._attributes,
-            wanted.attributes,
-            self._born_with,
-            descriptors[:FORKS_DESCRIPTORS],
+            request.attributes,
+            self._start_environment,
+            descriptors[:PROCESS_DESCRIPTORS],
         )
-        return 0, wanted.worker_spec.with_descriptors(descriptors[FORKS_DESCRIPTORS:], supervisor)
+        spec_descriptors = descriptors[PROCESS_DESCRIPTORS:]
+        return 0, request.worker_spec.with_descriptors(spec_descriptors, supervisor)
 
-    def _note_end(self, pid: int) -> None:
+    def _handle_end(self, pid: int) -> None:
+        """Reap a supervisor and, if it was killed, end its orphans, which are now our children."""
         pidfd = self._supervisors.pop(pid)
         self._selector.unregister(pidfd)
         os.close(pidfd)
         os.waitpid(pid, 0)
-        # Where the supervisor was killed there are some.
-        end_strays(lambda stray: stray not in self._supervisors and stray not in self._helpers)
+        kill_children(lambda child: child not in self._supervisors and child not in self._helpers)
 
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads: libraries stop theirs in time
+        # Python warns of a fork while threads run; libraries stop theirs before a fork.
+        warnings.simplefilter("ignore")
         return os.fork()
 
 
-def _load(modules: tuple[str, ...] | list[str], optional: str = "") -> str | None:
-    """Import modules; give the traceback of the first that cannot be, unless it is optional."""
+def _import_modules(modules: Sequence[str], optional: str = "") -> str | None:
+    """Import modules; return why the first that failed did. The optional package may fail."""
     for name in modules:
         try:
             importlib.import_module(name)
         except BaseException:  # a module may even exit
             if name.partition(".")[0] != optional:
                 text = traceback.format_exc()
-                if len(text) > 2 * TEXT_ROOM:
-                    text = f"{text[:TEXT_ROOM]}\n...\n{text[-TEXT_ROOM:]}"
+                if len(text) > 2 * TRACEBACK_CHARS:
+                    text = f"{text[:TRACEBACK_CHARS]}\n...\n{text[-TRACEBACK_CHARS:]}"
                 return f"{name} cannot be imported:\n{text}"
     return None
 
 
 @contextlib.contextmanager
-def _watching(owner: int) -> Iterator[None]:
-    """End with the owner even while a module loads, perhaps for ever, and nothing else happens."""
+def _exit_if_owner_dies(owner: int) -> Iterator[None]:
+    """Exit with the owner, or after `LOAD_SECONDS`, even while an import hangs."""
     pidfd = os.pidfd_open(owner)
-    give_up = time.monotonic() + LOAD_SECONDS
+    deadline = time.monotonic() + LOAD_SECONDS
 
-    def look(*_: object) -> None:
-        if select.select([pidfd], [], [], 0)[0] or time.monotonic() > give_up:
+    def check(*_: object) -> None:
+        if select.select([pidfd], [], [], 0)[0] or time.monotonic() > deadline:
             os._exit(1)
 
-    usual = signal.signal(signal.SIGALRM, look)
+    previous_handler = signal.signal(signal.SIGALRM, check)
     signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, usual)
+        signal.signal(signal.SIGALRM, previous_handler)
         os.close(pidfd)

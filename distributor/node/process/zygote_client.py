@@ -1,4 +1,4 @@
-"""Finds or starts this node's zygote, and requests supervisors from it."""
+"""Finds or starts a process's zygote, and requests supervisors from it."""
 
 from __future__ import annotations
 
@@ -12,55 +12,56 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from distributor.core.host import host_name
+from distributor.core.procfs import Stat, stat_field
 from distributor.errors import DistributorError, StartTimeout
 from distributor.node.process.interpreter import Interpreter
 from distributor.node.process.ipc import (
-    Birth,
-    Hello,
     Ready,
-    Retire,
+    Refused,
+    RequestSupervisor,
+    ShutDown,
     Stale,
-    Trouble,
-    peer_of,
+    ZygoteArguments,
+    peer_credentials,
     receive,
+    send,
 )
 from distributor.node.process.preload_spec import PreloadSpec
 from distributor.node.process.spawner import FreshSpawner, Spawner
 from distributor.node.process.supervisor_client import (
     SupervisedSpawner,
     SupervisorConnection,
-    fresh_supervisor,
     is_supported,
+    start_supervisor,
 )
 from distributor.source import own_digest
 
-ZYGOTE_SECONDS = 600.0
-"""Seconds that a zygote may take to import what it needs, where no run waits for it."""
-_prepared: list[PreloadSpec] = []
-"""What was prepared last: for the same again nobody need be asked."""
-ATTEMPTS = 5
-"""How often a zygote is looked for, while others start and replace it at the same time."""
-_SPARE_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""A module that asks CUDA itself whether there is a GPU would spoil it for all that is forked."""
+PREPARE_SECONDS = 600.0
+"""Seconds that a zygote may take to import what it needs while no run waits for it."""
+MAX_ATTEMPTS = 5
+"""How often a zygote is looked up while others start and replace it at the same time."""
+_CHECK_CUDA_THROUGH_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Keeps torch from initializing CUDA when a preloaded module asks whether there is a GPU, because
+CUDA cannot be used in forks of a process that has initialized it."""
+_last_prepared: PreloadSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZygoteSpec:
-    """Whose zygote is wanted, and what it must have loaded.
+    """Which zygote is wanted, and what it must have loaded.
 
     Parameters
     ----------
     owner : int
-        The process that it belongs to, and ends with.
+        The process that the zygote belongs to, and ends with.
     environment : mapping of str to str
-        What ranks find in theirs, whatever the run.
+        The variables that its ranks have in every run.
     preload : tuple of str
-        Modules of the user's that it imports beside torch.
+        Modules of the user's that it imports in addition to torch.
     interpreter : Interpreter
-        What it runs with; by default what this process does.
+        Its interpreter; by default that of this process.
     """
 
     owner: int
@@ -78,155 +79,177 @@ def open_spawner(
     deadline: float = math.inf,
     interpreter: Interpreter | None = None,
 ) -> Spawner:
-    """Give what starts ranks: a supervisor that forks them, or one that starts fresh interpreters.
+    """Return a spawner whose ranks are forked from a zygote or started in fresh interpreters.
+
+    If no zygote can be used, a message is printed and the ranks are started in fresh interpreters.
 
     Parameters
     ----------
     zygote_spec : ZygoteSpec or None
-        What a zygote is to have ready; None for fresh interpreters.
+        What a zygote must have loaded; None for fresh interpreters.
     deadline : float
-        When, by ``time.monotonic``, it must be ready.
+        When, by ``time.monotonic``, the zygote must be ready.
     interpreter : Interpreter, optional
-        What fresh ranks run with; by default what this process does.
+        The interpreter of fresh ranks; by default that of this process.
 
     Raises
     ------
     DistributorError
-        Where a module of the user's cannot be preloaded.
+        If one of the user's modules cannot be preloaded, or no supervisor can be started.
     StartTimeout
-        Where the deadline passed.
+        If the deadline has passed.
     """
     interpreter = interpreter or Interpreter.current()
     if not is_supported():
         return FreshSpawner(interpreter)
     if zygote_spec is None:
-        return SupervisedSpawner(fresh_supervisor(interpreter))
+        return SupervisedSpawner(start_supervisor(interpreter))
     try:
-        return SupervisedSpawner(_connect(zygote_spec, deadline))
+        return SupervisedSpawner(_request_supervisor(zygote_spec, deadline))
     except TimeoutError as error:
         modules = ", ".join(("torch", *zygote_spec.preload))
         raise StartTimeout(
-            f"After start_timeout, the warm process on {host_name()} still imports {modules}."
+            f"start_timeout has passed, and the warm process on {host_name()} is still importing "
+            f"{modules}."
         ) from error
     except OSError as error:
-        print(f"distributor: no warm process, ranks start fresh: {error}", file=sys.stderr)
-        return SupervisedSpawner(fresh_supervisor(interpreter))
+        print(
+            f"distributor: no warm process, so ranks start in new interpreters: {error}",
+            file=sys.stderr,
+        )
+        return SupervisedSpawner(start_supervisor(interpreter))
 
 
 def prepare(zygote_spec: ZygoteSpec | None) -> None:
-    """See to it that a zygote that fits, if one is wanted, is on its way; does not wait for it."""
+    """Start a fitting zygote in the background, if one is wanted and none is there."""
+    global _last_prepared
     if zygote_spec is None or not is_supported():
         return
     preload_spec = zygote_spec.preload_spec
-    with contextlib.suppress(OSError):  # whoever needs it later will hear of it
-        if found := _dial(zygote_spec.owner):
-            found.close()
-            if preload_spec not in _prepared:
-                threading.Thread(target=_refresh, args=(zygote_spec,), daemon=True).start()
-        elif born := _bear(zygote_spec):
-            born.close()
-        _prepared[:] = [preload_spec]
+    with contextlib.suppress(OSError):  # a run that needs the zygote will report the error
+        if running := _connect(zygote_spec.owner):
+            running.close()
+            if preload_spec != _last_prepared:
+                threading.Thread(target=_replace_if_stale, args=(zygote_spec,), daemon=True).start()
+        elif started := _start_zygote(zygote_spec):
+            started.close()
+        _last_prepared = preload_spec
 
 
-def _refresh(zygote_spec: ZygoteSpec) -> None:
+def _replace_if_stale(zygote_spec: ZygoteSpec) -> None:
     with contextlib.suppress(OSError, DistributorError):
-        _connect(zygote_spec, time.monotonic() + ZYGOTE_SECONDS).connection.close()
+        deadline = time.monotonic() + PREPARE_SECONDS
+        _request_supervisor(zygote_spec, deadline).connection.close()
 
 
 def is_warm(owner: int) -> bool:
-    """Return whether the owner has a warm process."""
+    """Return whether a process has a zygote."""
     with contextlib.suppress(OSError):
-        if is_supported() and (connection := _dial(owner)):
+        if is_supported() and (connection := _connect(owner)):
             connection.close()
             return True
     return False
 
 
 def shut_down(owner: int) -> None:
-    """Let the owner's zygote end, if there is one; runs that came of it go on."""
+    """End a process's zygote, if there is one. The runs of its supervisors continue."""
     with contextlib.suppress(OSError):
-        if is_supported() and (connection := _dial(owner)):
+        if is_supported() and (connection := _connect(owner)):
             with connection:
-                connection.sendall(pickle.dumps(Retire()))
+                send(connection, ShutDown())
 
 
-def _connect(zygote_spec: ZygoteSpec, deadline: float) -> SupervisorConnection:
-    """Connect to a supervisor that the zygote has forked."""
-    lost = False
-    for _ in range(ATTEMPTS):
-        found = _dial(zygote_spec.owner)
-        connection = found or _bear(zygote_spec)
+def _request_supervisor(zygote_spec: ZygoteSpec, deadline: float) -> SupervisorConnection:
+    """Have a zygote fork a supervisor, and return the connection to it.
+
+    A zygote that does not fit replies so and exits, and is replaced.
+
+    Raises
+    ------
+    DistributorError
+        If a zygote that was started here could not import a module or fork.
+    TimeoutError
+        If the deadline has passed.
+    OSError
+        If there is no zygote, and none can be started.
+    """
+    exited_at_start = False
+    for _ in range(MAX_ATTEMPTS):
+        running = _connect(zygote_spec.owner)
+        connection = running or _start_zygote(zygote_spec)
         if connection is None:
-            continue  # another has just started one
-        answer = _ask(connection, zygote_spec.preload_spec, deadline)
-        if isinstance(answer, Ready):
-            return SupervisorConnection(connection, answer.pid)
+            continue  # another thread or process has just started one
+        reply = _send_request(connection, zygote_spec.preload_spec, deadline)
+        if isinstance(reply, Ready):
+            return SupervisorConnection(connection, reply.pid)
         connection.close()
-        if isinstance(answer, Stale):  # others may still want what it had
-            preload = dict.fromkeys((*answer.preload, *zygote_spec.preload))
+        if isinstance(reply, Stale):
+            # Other runs may still need what this zygote had loaded.
+            preload = dict.fromkeys((*reply.preload, *zygote_spec.preload))
             zygote_spec = replace(zygote_spec, preload=tuple(preload))
-        elif found:
-            continue  # it was about to end, or was made of what cannot be loaded
-        elif isinstance(answer, Trouble):
-            raise DistributorError(f"On {host_name()} {answer.text}")
-        elif lost:
-            raise ConnectionError("it ended as it started")
+        elif running:
+            continue  # it was about to exit, or could not import what another run needs
+        elif isinstance(reply, Refused):
+            raise DistributorError(f"On {host_name()} {reply.reason}")
+        elif exited_at_start:
+            raise ConnectionError("it exited while it started")
         else:
-            lost = True  # perhaps only after it had told another of its trouble
-    raise ConnectionError(f"found and lost {ATTEMPTS} of them")
+            exited_at_start = True  # perhaps it had refused another request first: try once more
+    raise ConnectionError(f"found and lost {MAX_ATTEMPTS} of them")
 
 
-def _ask(connection: socket.socket, preload_spec: PreloadSpec, deadline: float) -> object:
-    """Ask a zygote whether it fits; None where it has gone."""
+def _send_request(connection: socket.socket, preload_spec: PreloadSpec, deadline: float) -> object:
+    """Request a supervisor, and return the reply; None if the zygote has gone."""
     try:
-        connection.sendall(pickle.dumps(Hello(preload_spec)))
-        left = deadline - time.monotonic()
-        connection.settimeout(max(0.001, left) if left < math.inf else None)
-        answer = receive(connection)
+        connection.sendall(pickle.dumps(RequestSupervisor(preload_spec)))
+        seconds_left = deadline - time.monotonic()
+        connection.settimeout(max(0.001, seconds_left) if seconds_left < math.inf else None)
+        reply = receive(connection)
         connection.settimeout(None)
     except TimeoutError:
         connection.close()
         raise
     except OSError:
         return None
-    return answer
+    return reply
 
 
-def _dial(owner: int) -> socket.socket | None:
-    """Connect to the owner's zygote; None where it has none."""
+def _connect(owner: int) -> socket.socket | None:
+    """Connect to the owner's zygote; return None if it has none."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        connection.connect(_name(owner))
+        connection.connect(_address(owner))
     except ConnectionRefusedError:
         connection.close()
         return None
-    if peer_of(connection).uid != os.getuid():
+    if peer_credentials(connection).uid != os.getuid():
         connection.close()
-        raise PermissionError("another user has taken its name")
+        raise PermissionError("another user has taken its address")
     return connection
 
 
-def _bear(zygote_spec: ZygoteSpec) -> socket.socket | None:
-    """Start a zygote and connect to it; None where one was started at the same time."""
+def _start_zygote(zygote_spec: ZygoteSpec) -> socket.socket | None:
+    """Start a zygote and connect to it; return None if another was started at the same time."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
-            listener.bind(_name(zygote_spec.owner))
+            listener.bind(_address(zygote_spec.owner))
         except OSError:
             return None
         listener.listen()
-        birth = Birth(zygote_spec.owner, listener.fileno(), zygote_spec.preload_spec)
-        environment = {**zygote_spec.environment, **_SPARE_CUDA}
+        arguments = ZygoteArguments(zygote_spec.owner, listener.fileno(), zygote_spec.preload_spec)
+        environment = {**zygote_spec.environment, **_CHECK_CUDA_THROUGH_NVML}
         zygote_spec.interpreter.start_detached(
-            "zygote", birth.to_argument(), listener.fileno(), environment
+            "zygote", arguments.to_argument(), listener.fileno(), environment
         )
-        return _dial(zygote_spec.owner)
+        return _connect(zygote_spec.owner)
 
 
-def _name(owner: int) -> str:
-    """Name the owner's zygote, in the abstract namespace, which leaves no file behind.
+def _address(owner: int) -> str:
+    """Return the address of the owner's zygote, in the abstract namespace, which leaves no file.
 
-    One of another source of this package has another name: it may not understand this one.
+    It contains the digest of this package's source, because a zygote of another source may not
+    understand our messages.
     """
-    status = Path(f"/proc/{owner}/stat").read_text().rpartition(")")[2].split()
-    started, namespace = status[19], os.stat("/proc/self/ns/pid").st_ino
+    started = stat_field(owner, Stat.START_TIME)
+    namespace = os.stat("/proc/self/ns/pid").st_ino
     return f"\0distributor-zygote-{os.getuid()}-{namespace}-{owner}-{started}-{own_digest()}"

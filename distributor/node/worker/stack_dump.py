@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from distributor._compat.cpython import split_stacks
+from distributor.core.procfs import is_in_signal_mask
 from distributor.core.text import listed
-from distributor.node.process.signals import is_in_signal_mask
 from distributor.node.worker import control_channel
 
 SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (3 if hasattr(signal, "SIGRTMAX") else 0)

@@ -1,0 +1,125 @@
+"""Reads what Linux reports about processes in ``/proc``.
+
+psutil can do this too, but its import would slow down the launch of every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from enum import IntEnum
+from pathlib import Path
+
+EXEC_SECONDS = 5.0
+"""Seconds to wait for the command line of a process that is just being executed."""
+_POLL_SECONDS = 0.0005
+
+
+class Stat(IntEnum):
+    """Fields of ``/proc/<pid>/stat``, numbered as in proc(5)."""
+
+    STATE = 3
+    PARENT_PID = 4
+    START_TIME = 22
+    ARG_START = 48
+    ARG_END = 49
+
+
+def all_pids() -> list[int]:
+    """List the processes of this system.
+
+    Raises
+    ------
+    OSError
+        If the system has no ``/proc``.
+    """
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def child_pids() -> list[int]:
+    """List the children of this process, which must have only one thread."""
+    file = Path(f"/proc/self/task/{os.getpid()}/children")
+    if file.exists():
+        return [int(pid) for pid in file.read_text().split()]
+    return [pid for pid in all_pids() if _parent_of(pid) == os.getpid()]
+
+
+def _parent_of(pid: int) -> int:
+    try:
+        return int(stat_field(pid, Stat.PARENT_PID))
+    except OSError:
+        return 0
+
+
+def stat_field(pid: int, field: Stat) -> str:
+    """Return one field of ``/proc/<pid>/stat``.
+
+    Raises
+    ------
+    OSError
+        If the process has ended and was reaped, or the system has no ``/proc``.
+    """
+    # The second field, the process's name, is in parentheses and may contain anything.
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    return fields[field - Stat.STATE].decode()
+
+
+def status_field(pid: int, name: str) -> str:
+    """Return one line of ``/proc/<pid>/status``; empty if the system does not report it.
+
+    Raises
+    ------
+    OSError
+        If the process has ended and was reaped, or the system has no ``/proc``.
+    """
+    for line in _read(pid, "status").decode(errors="replace").splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return value.strip()
+    return ""
+
+
+def is_in_signal_mask(pid: int, mask: str, signum: int) -> bool:
+    """Return whether a signal is in one of a process's masks, such as SigIgn or SigCgt.
+
+    Raises
+    ------
+    OSError
+        If the process has ended and was reaped, or the system has no ``/proc``.
+    """
+    signals = int(status_field(pid, mask) or "0", 16)
+    return bool(signals >> (signum - 1) & 1)
+
+
+def environment_of(pid: int) -> set[bytes]:
+    """Return the variables that a process was started with; none if they cannot be read."""
+    try:
+        return set(_read(pid, "environ").split(b"\0"))
+    except OSError:
+        return set()
+
+
+def command_line_of(pid: int) -> bytes:
+    """Return the command line of a process, which is empty if the process has ended.
+
+    It is also empty for a moment while a process is being executed; this waits until it is there.
+
+    Raises
+    ------
+    OSError
+        If the process was reaped, or the system has no ``/proc``.
+    """
+    deadline = time.monotonic() + EXEC_SECONDS
+    while not (line := _read(pid, "cmdline")):
+        if _has_ended(pid) or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    return line
+
+
+def _has_ended(pid: int) -> bool:
+    return stat_field(pid, Stat.STATE) in ("Z", "X")
+
+
+def _read(pid: int, name: str) -> bytes:
+    return Path(f"/proc/{pid}/{name}").read_bytes()
