@@ -302,7 +302,8 @@ RUNS: dict[str, dict[str, Any]] = {
 LOADS_NO_MORE = """
 import numpy.random
 from distributor.node.process import zygote
-zygote.OPTIMIZER_IMPORTS = ()  # this runs in the zygote, which is to have loaded the same whenever it is asked
+# This runs in the zygote, which must have loaded the same modules whenever it is asked.
+zygote.OPTIMIZER_IMPORTS = ()
 """
 
 Told = dict[str, list[dict[str, Any]]]
@@ -523,7 +524,7 @@ def test_a_change_is_seen_even_if_more_is_loaded_after_it(
     if when == "in a quiet moment":
         more = module(
             "from distributor.node.process import zygote\n"
-            f"zygote.OPTIMIZER_IMPORTS, zygote.IDLE_IMPORT_SECONDS = ({more!r},), 0.01  # this runs in the zygote",
+            f"zygote.OPTIMIZER_IMPORTS, zygote.IDLE_IMPORT_SECONDS = ({more!r},), 0.01",
             "setting",
         )
     distributor = local(preload=[name, more])
@@ -538,7 +539,7 @@ def test_what_is_loaded_in_a_quiet_moment_sets_no_variable(module: Write, tmp_pa
     more = module(f"import os; os.environ['OF_MORE'] = '1'; open({str(loaded)!r}, 'w').close()")
     setting = module(
         "from distributor.node.process import zygote\n"
-        f"zygote.OPTIMIZER_IMPORTS, zygote.IDLE_IMPORT_SECONDS = ({more!r},), 0.01  # this runs in the zygote",
+        f"zygote.OPTIMIZER_IMPORTS, zygote.IDLE_IMPORT_SECONDS = ({more!r},), 0.01",
         "setting",
     )
     distributor = local(preload=[setting])

@@ -55,7 +55,7 @@ def reset_after_fork(
 def _replace_environment(wanted: Mapping[str, str], start_environment: Mapping[str, str]) -> None:
     set_by_imports = dict(os.environ.items() - start_environment.items())
     os.environ.clear()
-    os.environ.update(set_by_imports | wanted)
+    os.environ.update({**set_by_imports, **wanted})
     time.tzset()
 
 
