@@ -1,6 +1,7 @@
-"""Run PyTorch on Spark: one function or script on N ranks, here or as a barrier job."""
+"""Run a PyTorch function or script on many ranks, on this machine or on a Spark cluster."""
 
 from distributor import runtime
+from distributor.core.telemetry import Progress, Reported
 from distributor.errors import (
     DistributorError,
     ExecutorNotReady,
@@ -27,7 +28,9 @@ __all__ = [
     "ExecutorNotReady",
     "Listener",
     "NodeLost",
+    "Progress",
     "RemoteError",
+    "Reported",
     "RunCancelled",
     "RunFuture",
     "RunTimeout",

@@ -1,4 +1,4 @@
-"""What cannot work is one clear error, raised before a process is started or Spark gets a job."""
+"""Bad input is one clear error, raised before a process is started or a Spark job submitted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent
 NAN, INFINITY = float("nan"), float("inf")
 
 _started: list[Any] = []
-"""The command lines of the processes that this one has started, short-lived ones included."""
+"""The command lines of the processes that this process has started, also of short-lived ones."""
 
 
 def _note_process(event: str, args: tuple[Any, ...]) -> None:
@@ -38,7 +38,7 @@ sys.addaudithook(_note_process)
 def nothing_launched(
     request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Assert of a block that it starts no process, submits no Spark job and says nothing."""
+    """Return a context that asserts that no process, Spark job or output comes of its block."""
     spark = request.getfixturevalue("spark") if "spark" in request.fixturenames else None
 
     @contextlib.contextmanager
@@ -58,7 +58,7 @@ def _children() -> set[int]:
 
 
 def _spark_jobs(spark: Any) -> int:
-    """Count the jobs that a session was ever given; each has a number of its own."""
+    """Return the number of all jobs that were submitted to a session."""
     if spark is None:
         return 0
     return int(spark.sparkContext._jsc.sc().dagScheduler().numTotalJobs())
@@ -69,7 +69,7 @@ def train(*args: object, **kwargs: object) -> str:
 
 
 def local(num_processes: Any = 1, **settings: Any) -> TorchDistributor:
-    """Make one that starts all it needs in its run: nothing is warm before it."""
+    """Return a local distributor without a zygote, so that its construction starts no process."""
     settings = {"local_mode": True, "warm": False, **settings}
     return TorchDistributor(num_processes, use_gpu=False, **settings)
 
@@ -167,7 +167,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "kind", "message"), BAD_SETTINGS)
-def test_a_setting_that_makes_no_sense(
+def test_an_invalid_setting(
     nothing_launched: Any, settings: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     with nothing_launched(), pytest.raises(kind, match=message):
@@ -188,7 +188,7 @@ ARCHIVES: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize(("names", "message"), ARCHIVES.values(), ids=list(ARCHIVES))
 @pytest.mark.parametrize("suffix", [".tar.gz", ".zip"])
-def test_an_archive_that_is_no_environment(
+def test_an_archive_that_is_not_an_environment(
     nothing_launched: Any, tmp_path: Path, names: list[str], message: str, suffix: str
 ) -> None:
     archive = tmp_path / f"environment{suffix}"
@@ -239,7 +239,7 @@ def test_an_archive_that_cannot_be_read(
         ("", IsADirectoryError, "is a folder"),
     ],
 )
-def test_a_train_object_that_cannot_run(
+def test_an_invalid_train_object(
     nothing_launched: Any, train_object: Any, kind: type[Exception], message: str
 ) -> None:
     with nothing_launched(), pytest.raises(kind, match=message):
@@ -292,7 +292,7 @@ def keyword_default(culprit: object) -> Callable[..., object]:
 
 
 class Trainer:
-    """Holds what cannot be sent, where no one looks."""
+    """Holds an object that cannot be pickled in a nested attribute."""
 
     def __init__(self, culprit: object) -> None:
         self.guarded = {"inside": [culprit]}
@@ -398,7 +398,7 @@ def test_a_data_frame_cannot_be_sent(spark: Any, nothing_launched: Any) -> None:
 
 @pytest.mark.spark
 @pytest.mark.parametrize(("settings", "kind", "message"), BAD_SETTINGS[::4])
-def test_a_setting_that_makes_no_sense_on_a_cluster(
+def test_an_invalid_setting_on_a_cluster(
     spark: Any,
     nothing_launched: Any,
     settings: dict[str, Any],
@@ -448,13 +448,13 @@ def test_distributed_mode_without_a_spark_session(run_driver: Any, before: str) 
     assert "Started" not in done.stdout + done.stderr
 
 
-def test_the_watch_sees_what_is_launched(nothing_launched: Any) -> None:
-    """So the other tests here can fail."""
+def test_a_launch_is_detected(nothing_launched: Any) -> None:
+    """Otherwise the other tests could not fail."""
     with pytest.raises(AssertionError, match="distributor"), nothing_launched():
         assert local().run(train) == "launched"
 
 
 @pytest.mark.spark
-def test_the_watch_sees_a_spark_job(spark: Any, nothing_launched: Any) -> None:
+def test_a_spark_job_is_detected(spark: Any, nothing_launched: Any) -> None:
     with pytest.raises(AssertionError), nothing_launched():
         spark.range(3).collect()

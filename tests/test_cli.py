@@ -1,4 +1,4 @@
-"""``python -m distributor``: exit codes, options and the demo, each in a process of its own."""
+"""The command line: exit codes, options and the demo, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distributor import TorchDistributor, __version__
 from distributor.cli_options import make_parser
 
 DEADLINE = 120
-"""Seconds for one command, on a machine that does much else."""
+"""Seconds for one command, on a loaded machine."""
 Done = subprocess.CompletedProcess
 Cli = Callable[..., "Done[str]"]
 
@@ -39,7 +39,7 @@ if how.isdigit() and os.environ["RANK"] == "1":
 
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
-    """Run the command line in ``tmp_path``."""
+    """Return a function that runs the command line in ``tmp_path``."""
 
     def run(
         *args: str, env: dict[str, str | None] | None = None, timeout: float = DEADLINE
@@ -59,7 +59,7 @@ def cli(tmp_path: Path) -> Cli:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[[str], str]:
-    """Write a script; give its path."""
+    """Return a function that writes a script and returns its path."""
 
     def write(source: str) -> str:
         path = tmp_path / "train.py"
@@ -75,7 +75,7 @@ def test_version(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "told"),
+    ("how", "code", "message"),
     [
         ("0", 0, "Finished local training with 2 processes"),
         ("3", 3, "rank 1 .* exited with code 3"),
@@ -83,17 +83,19 @@ def test_version(cli: Cli) -> None:
         ("SIGKILL", 137, "rank 1 .* was killed by SIGKILL"),
     ],
 )
-def test_exit_code_is_the_scripts(cli: Cli, script: Any, how: str, code: int, told: str) -> None:
+def test_the_exit_code_is_that_of_the_script(
+    cli: Cli, script: Any, how: str, code: int, message: str
+) -> None:
     done = cli("run", "--nproc", "2", "--cpu", script(EXITS), "--", how)
     assert done.returncode == code, done.stderr
-    assert re.search(told, done.stderr)
+    assert re.search(message, done.stderr)
     assert "[0] I am __main__" in done.stdout
     assert ("distributor: " in done.stderr) == (code != 0)
-    assert "/launch/" not in done.stderr, "the launcher's own frames help nobody"
+    assert "/launch/" not in done.stderr, "the launcher's own frames are not shown"
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["no-such-script.py"], "no script no-such-script.py"),
         (["--nproc", "0", "train.py"], "num_processes has to be a positive integer, but is 0"),
@@ -114,22 +116,22 @@ def test_exit_code_is_the_scripts(cli: Cli, script: Any, how: str, code: int, to
     ],
 )
 def test_bad_input_is_2_and_launches_nothing(
-    cli: Cli, script: Any, options: list[str], told: str
+    cli: Cli, script: Any, options: list[str], message: str
 ) -> None:
     script("print('launched')")
     done = cli("run", "--cpu", *options)
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.search(told, done.stderr), done.stderr
+    assert re.search(message, done.stderr), done.stderr
     assert "Started" not in done.stderr
     assert "Traceback" not in done.stderr
 
 
 NO_SPARK = {"JAVA_HOME": "/there/is/no/java"}
-"""With which Spark cannot even be tried."""
+"""With this Java, any attempt to start Spark fails."""
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "told"),
+    ("options", "code", "message"),
     [
         (["no-such-script.py"], 2, "no script no-such-script.py"),
         (["-m", "no_such.module"], 2, "no module no_such"),
@@ -148,17 +150,17 @@ NO_SPARK = {"JAVA_HOME": "/there/is/no/java"}
     ],
 )
 def test_input_is_checked_before_spark_starts(
-    cli: Cli, script: Any, options: list[str], code: int, told: str
+    cli: Cli, script: Any, options: list[str], code: int, message: str
 ) -> None:
     script("print('launched')")
     environment: dict[str, str | None] = {**NO_SPARK, "HADOOP_CONF_DIR": None}
     done = cli("run", "--cpu", "--cluster", *options, env=environment)
     assert (done.returncode, done.stdout) == (code, "")
-    assert re.search(told, done.stderr), done.stderr
+    assert re.search(message, done.stderr), done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_driver_may_be_of_the_python_that_is_there(cli: Cli, script: Any) -> None:
+def test_the_drivers_python_may_be_configured_to_be_this_one(cli: Cli, script: Any) -> None:
     option = f"spark.pyspark.driver.python={sys.executable}"
     script("")
     done = cli("run", "--cpu", "--cluster", "--conf", option, "--master", "no", "train.py")
@@ -176,7 +178,7 @@ if sys.argv[1:] == ["fail"]:
 
 @pytest.fixture
 def module(tmp_path: Path) -> str:
-    """Write a module in a package, and another one that it imports; give its name."""
+    """Write a module in a package and another module that it imports, and return its name."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "train.py").write_text(MODULE)
@@ -184,7 +186,7 @@ def module(tmp_path: Path) -> str:
     return "package.train"
 
 
-def test_a_module_on_a_pair_of_ranks(cli: Cli, module: str) -> None:
+def test_a_module_runs_on_a_range_of_ranks(cli: Cli, module: str) -> None:
     done = cli("run", "--cpu", "--nproc", "1,2", "-m", module, "--", "--lr", "0.1")
     assert done.returncode == 0, done.stderr
     expected = [f"[{rank}] __main__ package 7 ['--lr', '0.1']" for rank in range(2)]
@@ -206,10 +208,10 @@ def test_a_failure_is_shown_once(cli: Cli, module: str) -> None:
 
 
 @pytest.mark.spark
-def test_a_cluster_of_no_name_with_a_python_of_its_own(
+def test_a_cluster_without_a_master_and_with_its_own_python(
     cli: Cli, module: str, tmp_path: Path
 ) -> None:
-    """The master is Spark's default, which is said, and the interpreter that of --conf."""
+    """The default master is shown, and executors run the interpreter of --conf."""
     used, python = tmp_path / "used", tmp_path / "python"
     python.write_text(f'#!/bin/sh\ntouch {used}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -226,13 +228,13 @@ def test_a_cluster_of_no_name_with_a_python_of_its_own(
 
 
 @pytest.mark.spark
-def test_why_spark_cannot_start_is_one_line(cli: Cli, script: Any) -> None:
+def test_the_cause_of_a_failed_spark_start_is_one_line(cli: Cli, script: Any) -> None:
     options = ["--cluster", "--master", "local[2]", "--conf", "spark.driver.port=x"]
     done = cli("run", "--cpu", *options, script("print('launched')"))
     assert (done.returncode, done.stdout) == (1, "")
-    [told] = [line for line in done.stderr.splitlines() if line.startswith("distributor: ")]
-    assert "Spark could not start on local[2]" in told
-    assert '"spark.driver.port" is invalid' in told
+    [message] = [line for line in done.stderr.splitlines() if line.startswith("distributor: ")]
+    assert "Spark could not start on local[2]" in message
+    assert '"spark.driver.port" is invalid' in message
     assert "\tat " not in done.stderr
 
 
@@ -257,7 +259,7 @@ print("to stderr", file=sys.stderr)
     logs = tmp_path / "logs"
     options = ["--env", "COLOUR=blue", "--env", "EMPTY=", "--env", "EQUALS=a=b"]
     options += ["--show-output", "1", "--log-dir", str(logs), "--num-processes", "3", "--cpu"]
-    arguments = ["--lr", "0.1", "-x", "--", "--timeout", "word", "-"]
+    arguments = ["--lr", "0.1", "-x", "--", "--timeout", "text", "-"]
     done = cli("run", *options, script(source), "--", *arguments)
     assert done.returncode == 0, done.stderr
     line = f"{arguments} blue  a=b\n"
@@ -294,30 +296,50 @@ FLAGS: dict[str, tuple[list[str], object]] = {
     "max_failures": (["--max-failures", "2"], 2),
     "environment": (["--environment", "env.tar.gz"], "env.tar.gz"),
 }
-OF_THE_PROCESS = {"listeners"}
-"""What no word of a command line could give."""
+NOT_ON_COMMAND_LINE = {"listeners"}
+"""Settings that are Python objects."""
 
 
 @pytest.mark.parametrize(
-    "field", sorted({f.name for f in dataclasses.fields(TorchDistributor)} - OF_THE_PROCESS)
+    "field", sorted({f.name for f in dataclasses.fields(TorchDistributor)} - NOT_ON_COMMAND_LINE)
 )
 def test_every_field_has_a_flag(field: str) -> None:
     flags, value = FLAGS[field]
     options = vars(make_parser().parse_args(["run", *flags, "train.py", "--", "-x"]))
     assert options[field] == value
-    assert set(options) & set(FLAGS) == {field}, "what is not given is left to the class"
+    assert set(options) & set(FLAGS) == {field}, "options that were not passed have no value"
     assert (options["script"], options["args"][-1]) == ("train.py", "-x")
 
 
-def test_help_tells_of_every_flag(cli: Cli) -> None:
+def test_help_describes_every_flag(cli: Cli) -> None:
     done = cli("run", "--help")
     assert done.returncode == 0
     for flags, _ in FLAGS.values():
-        # The flag, and behind it or in the next line what it does.
+        # The flag, and on the same or the next line its description.
         assert re.search(rf"{flags[0]}[ ,\n].*?[a-z]{{3}}", done.stdout, re.DOTALL), flags[0]
     assert "Seconds that an attempt may take once its ranks have started" in " ".join(
         done.stdout.split()
     )
+
+
+@pytest.mark.parametrize("command", [["--help"], ["run", "--help"], ["clean", "--help"]])
+def test_it_works_without_docstrings_and_assertions(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-OO", "-m", "distributor", *command],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "usage: distributor" in done.stdout
+    if "run" in command:
+        assert "Seconds until all ranks must have started" in " ".join(done.stdout.split())
+
+
+def test_a_run_works_without_docstrings_and_assertions(script: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-OO", "-m", "distributor", "run", "--cpu", script("print('done')")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[0] done\n"), done.stderr
 
 
 @pytest.mark.spark
@@ -349,11 +371,11 @@ def test_ctrl_backslash_shows_stacks_and_ctrl_c_is_130(script: Any, tmp_path: Pa
         stderr=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
-        # Whatever started the tests may have ignored it for all that they start.
+        # The process that started the tests may have set it to be ignored, which is inherited.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    too_late = threading.Timer(DEADLINE, process.kill)
-    too_late.start()
+    watchdog = threading.Timer(DEADLINE, process.kill)
+    watchdog.start()
     try:
         assert process.stdout
         pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
@@ -363,13 +385,13 @@ def test_ctrl_backslash_shows_stacks_and_ctrl_c_is_130(script: Any, tmp_path: Pa
         assert any(line.startswith("Run ") and "continues" in line for line in shown)
         assert any(line == "ranks 0, 1:\n" for line in shown)
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=20)
+        _, message = process.communicate(timeout=20)
     finally:
-        too_late.cancel()
+        watchdog.cancel()
         process.kill()
         process.communicate()
     assert process.returncode == 130
-    assert "Traceback" not in told
+    assert "Traceback" not in message
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
@@ -378,7 +400,7 @@ def accuracies(done: Done[str]) -> list[float]:
     return [float(text) for text in re.findall(r"test accuracy of (\d\.\d+)", done.stdout)]
 
 
-def test_demo_without_java_says_what_to_install(cli: Cli, tmp_path: Path) -> None:
+def test_the_demo_without_java_names_the_package_to_install(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -400,7 +422,7 @@ def test_demo(cli: Cli) -> None:
     assert "Spark needs Java" not in done.stdout
 
 
-def test_clean_says_what_it_frees(cli: Cli, tmp_path: Path) -> None:
+def test_clean_lists_what_it_removes(cli: Cli, tmp_path: Path) -> None:
     environment = tmp_path / "cache" / "requirements-0123456789abcdef"
     environment.mkdir(parents=True)
     (environment / "content").write_bytes(bytes(2**20))

@@ -1,7 +1,8 @@
 """Runs through Spark Connect, runs whose nodes cannot reach the hub, executors without the package.
 
-Each is a driver of its own: a process has either a classic or a Connect session, never both. All
-that use Connect are in this file and so run in turn, for its local server has one fixed port.
+Each test runs a driver process, because a process has either a classic or a Connect session. All
+tests of Connect are in this file and run one after another, because its local server has a fixed
+port.
 """
 
 from __future__ import annotations
@@ -68,23 +69,23 @@ def die_beside_one_that_waits():
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Event().wait()
 
-def give(megabytes):
+def make_bytes(megabytes):
     return random.Random(rank()).randbytes(megabytes * 2**20)
 
 def digest(value):
     return len(value), hashlib.sha256(value).hexdigest()
 
 class Warnings(logging.Handler):
-    """Gathers what the package warns of."""
+    """Collects the warnings of the package."""
     def __init__(self):
         super().__init__(logging.WARNING)
-        self.told = []
+        self.messages = []
         logging.getLogger("distributor").addHandler(self)
     def emit(self, record):
-        self.told.append(record.getMessage())
+        self.messages.append(record.getMessage())
     def take(self):
-        told, self.told = self.told, []
-        return told
+        messages, self.messages = self.messages, []
+        return messages
 
 def error_of(call):
     try:
@@ -92,12 +93,12 @@ def error_of(call):
     except Exception as error:
         return error
 
-def how(error):
+def described(error):
     found = [type(error).__name__, isinstance(error, Broken), [str(a) for a in error.args]]
     return [*found, sorted(getattr(error, "rank_failures", {}))]
 
 def outlived(folder):
-    """Ranks that are still there 10 s after their run."""
+    """Return the number of ranks, and those that still run 10 s after their run."""
     deadline = time.monotonic() + 10
     left = pids = os.listdir(folder)
     while left and time.monotonic() < deadline:
@@ -105,7 +106,7 @@ def outlived(folder):
         time.sleep(0.05)
     return len(pids), left
 
-def tell(**facts):
+def print_facts(**facts):
     print("FACTS " + json.dumps(facts), flush=True)
 
 warnings = Warnings()
@@ -128,7 +129,7 @@ spark = open_session("connect")
 from distributor import TorchDistributor, WorkerDied
 
 distributor = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=60)
-value, large = distributor.run(lambda: (train(10), give(30)))
+value, large = distributor.run(lambda: (train(10), make_bytes(30)))
 values = distributor.run_all(train, 20)
 from importlib import metadata
 in_packed = TorchDistributor(2, local_mode=False, use_gpu=False, environment=sys.argv[2])
@@ -136,12 +137,12 @@ versions = [runs.run_all(metadata.version, "iniconfig") for runs in (distributor
 broken = error_of(lambda: distributor.run(fail_beside_one_that_waits, sys.argv[1]))
 died = error_of(lambda: distributor.run(die_beside_one_that_waits))
 spark.conf.set("spark.distributor.hub.port", "7391")
-tell(
+print_facts(
     hub_port=TorchDistributor(1, use_gpu=False, warm=False).hub_port,
     value=value,
     values=values,
     versions=versions,
-    broken=how(broken),
+    broken=described(broken),
     left=outlived(sys.argv[1]),
     died=[type(died).__name__, getattr(died, "signal", None)],
     large=digest(large) == digest(random.Random(0).randbytes(30 * 2**20)),
@@ -168,7 +169,7 @@ spark.stop()
 
 
 def a_python_without_torch() -> str | None:
-    """A folder whose ``python3`` cannot run ranks; None where there is none."""
+    """Return a folder whose ``python3`` cannot run ranks; None if there is none."""
     for folder in ("/usr/bin", "/bin"):
         python = shutil.which("python3", path=folder)
         probe = [python, "-c", "import pyarrow, torch"] if python else ["true"]
@@ -178,10 +179,10 @@ def a_python_without_torch() -> str | None:
 
 
 @needs_connect
-def test_the_systems_python_is_told_apart(run_driver: Driver) -> None:
+def test_a_python_that_cannot_run_ranks_is_reported(run_driver: Driver) -> None:
     folder = a_python_without_torch()
     if folder is None:
-        pytest.skip("this machine's python3 could run ranks, or there is none")
+        pytest.skip("this machine's python3 can run ranks")
     done = run_driver(
         PRELUDE
         + """
@@ -193,7 +194,7 @@ distributor = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=60)
 started = time.monotonic()
 error = error_of(lambda: distributor.run(train, 10))
 took = time.monotonic() - started
-tell(kind=type(error).__name__, text=str(error), took=took, warned=warnings.take())
+print_facts(kind=type(error).__name__, text=str(error), took=took, warned=warnings.take())
 spark.stop()
 """,
         env={"PATH": os.pathsep.join([folder, os.environ["PATH"]])},
@@ -206,7 +207,7 @@ spark.stop()
 
 
 @both_sessions
-def test_without_the_hub_all_comes_through_spark(
+def test_without_the_hub_everything_is_sent_through_spark(
     session: str, run_driver: Driver, tmp_path: Path
 ) -> None:
     pids, logs = tmp_path / "pids", tmp_path / "logs"
@@ -219,19 +220,19 @@ spark = open_session(kind)
 from distributor import TorchDistributor
 from distributor.launch.spark import launcher as launcher
 
-# The nodes look for the hub where nobody listens.
+# The nodes connect to an address at which nothing listens.
 launcher.hub_address = lambda *_: launcher.HubAddress(bound="127.0.0.1", told="127.0.0.2")
 
 distributor = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=60, log_dir=logs)
 value, warned = distributor.run(train, 10), warnings.take()
-found, warned_again = distributor.run_all(lambda: (train(20), give(20))), warnings.take()
+found, warned_again = distributor.run_all(lambda: (train(20), make_bytes(20))), warnings.take()
 broken = error_of(lambda: distributor.run(fail_beside_one_that_waits, pids))
-tell(
+print_facts(
     value=value,
     values=[value for value, _ in found],
     large=[digest(large) == digest(random.Random(r).randbytes(20 * 2**20))
            for r, (_, large) in enumerate(found)],
-    broken=how(broken),
+    broken=described(broken),
     left=outlived(pids),
     warned=[warned, warned_again],
 )
@@ -248,10 +249,10 @@ spark.stop()
     assert facts["large"] == [True, True]
     assert facts["broken"] == ["Broken", True, ["no", "3"], [1]]
     assert facts["left"] == [2, []]
-    for told in facts["warned"]:
-        assert len(told) == 1
-        assert "hub_address" in told[0]
-    assert "[0] training" not in done.stdout, "what is not connected cannot be shown"
+    for warnings in facts["warned"]:
+        assert len(warnings) == 1
+        assert "hub_address" in warnings[0]
+    assert "[0] training" not in done.stdout, "output of nodes without a link is not shown"
     printed = [path.read_text() for path in sorted(logs.glob("*/attempt_0/rank*.stdout"))]
     assert sorted(filter(None, printed)) == 2 * ["training on 0\n"] + 2 * ["training on 1\n"]
 
@@ -269,10 +270,10 @@ from distributor.launch.spark.monitor import rendezvous
 launcher.hub_address = lambda *_: launcher.HubAddress(bound="127.0.0.1", told="127.0.0.2")
 rendezvous.LINK_SECONDS = 4.0
 
-def wait_in_vain():
+def wait_forever():
     threading.Event().wait()
 
-class Noting(logging.Handler):
+class TimedMessages(logging.Handler):
     def __init__(self):
         super().__init__()
         logging.getLogger("distributor").addHandler(self)
@@ -281,15 +282,15 @@ class Noting(logging.Handler):
     def emit(self, record):
         self.notes.append([time.monotonic(), record.getMessage()])
 
-noting = Noting()
+timed = TimedMessages()
 distributor = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=10)
-error = error_of(lambda: distributor.run(wait_in_vain))
+error = error_of(lambda: distributor.run(wait_forever))
 ended = time.monotonic()
-tell(
+print_facts(
     kind=type(error).__name__,
     message=str(error),
     stacks=error.stacks,
-    notes=[[ended - at, text] for at, text in noting.notes],
+    notes=[[ended - at, text] for at, text in timed.notes],
     warned=warnings.take(),
     value=distributor.run(train, 10),
 )
@@ -301,13 +302,13 @@ spark.stop()
     facts = facts_in(done)
     assert facts["kind"] == "RunTimeout", facts
     assert set(facts["stacks"]) & {"0", "1"}
-    assert "in wait_in_vain" in facts["message"]
+    assert "in wait_forever" in facts["message"]
     [warning] = facts["warned"]
     assert "did not reach this process" in warning
-    told = {text.split()[0]: before for before, text in facts["notes"]}
-    assert told["Nodes"] > 5, "long before the end"
-    assert told["Started"] > 5
-    assert facts["value"] == [0, 2, 21], "Spark has nothing left of it"
+    before_end = {text.split()[0]: seconds for seconds, text in facts["notes"]}
+    assert before_end["Nodes"] > 5, "long before the end"
+    assert before_end["Started"] > 5
+    assert facts["value"] == [0, 2, 21], "the cancelled job holds no slots"
 
 
 @needs_connect
@@ -323,7 +324,7 @@ distributor = TorchDistributor(4, local_mode=False, use_gpu=False, start_timeout
 error = error_of(lambda: distributor.run(train, 10))
 took = time.monotonic() - began
 fitting = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=60)
-tell(kind=type(error).__name__, message=str(error), took=took, value=fitting.run(train, 10))
+print_facts(kind=type(error).__name__, message=str(error), took=took, value=fitting.run(train, 10))
 spark.stop()
 """,
         env=THIS_PYTHON,
@@ -332,8 +333,8 @@ spark.stop()
     assert facts["kind"] == "StartTimeout", facts
     assert "Spark has started none of the 4 tasks" in facts["message"]
     assert "Ask for fewer ranks" in facts["message"]
-    assert facts["took"] < 60, "and not until Spark gives up"
-    assert facts["value"] == [0, 2, 21], "nothing of it is left"
+    assert facts["took"] < 60, "before Spark itself gives up"
+    assert facts["value"] == [0, 2, 21], "the failed job holds no slots"
     assert "Waiting: Spark has started none of the 4 tasks" in done.stderr
     assert "training with 4" not in done.stderr
     assert "Started distributed training with 2" in done.stderr
@@ -359,7 +360,7 @@ sys.addaudithook(look)
 
 
 @pytest.mark.slow
-def test_a_node_that_is_cut_off_meets_the_others_through_spark(
+def test_a_node_without_a_link_joins_the_rendezvous_through_spark(
     run_driver: Driver, python_that_begins_with: Callable[[str], Path], tmp_path: Path
 ) -> None:
     python = python_that_begins_with(ALL_LINKS_BUT_ONE_FAIL.format(taken=str(tmp_path / "taken")))
@@ -370,8 +371,8 @@ spark = open_session("classic")
 from distributor import TorchDistributor
 
 distributor = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=60)
-found = distributor.run_all(lambda: (train(20), give(20)))
-tell(
+found = distributor.run_all(lambda: (train(20), make_bytes(20)))
+print_facts(
     values=[value for value, _ in found],
     large=[digest(large) == digest(random.Random(r).randbytes(20 * 2**20))
            for r, (_, large) in enumerate(found)],
@@ -384,10 +385,10 @@ spark.stop()
     facts = facts_in(done)
     assert facts["values"] == [[0, 2, 41], [1, 2, 41]]
     assert facts["large"] == [True, True]
-    (told,) = facts["warned"]
+    (warning,) = facts["warned"]
     shown = [f"[{rank}] training on {rank}" in done.stdout for rank in range(2)]
     assert sorted(shown) == [False, True]
-    assert f"[{shown.index(False)}] did not reach" in told
+    assert f"[{shown.index(False)}] did not reach" in warning
 
 
 ONLY_FROM_ARCHIVES = """
@@ -407,7 +408,7 @@ class OnlyFromArchives:
 
 sys.meta_path.insert(0, OnlyFromArchives)
 """
-"""Makes an interpreter blind to an installed package, however it was installed."""
+"""Hides an installed package from an interpreter, however it was installed."""
 
 
 @pytest.mark.parametrize(
@@ -452,7 +453,7 @@ from distributor import TorchDistributor
 class Broken(Exception):
     pass
 
-def tell_where():
+def package_files():
     import cloudpickle, distributor
     print("in", os.environ["RANK"])
     return distributor.__file__, cloudpickle.__file__
@@ -461,9 +462,9 @@ def fail():
     raise Broken("no")
 
 distributor = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=60)
-first, second = distributor.run_all(tell_where), distributor.run_all(tell_where)
+first, second = distributor.run_all(package_files), distributor.run_all(package_files)
 bare = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=60, environment=sys.argv[1])
-second += bare.run_all(tell_where)
+second += bare.run_all(package_files)
 try:
     distributor.run(fail)
 except Broken as error:
@@ -521,14 +522,14 @@ def test_ranks_do_not_outlive_a_connect_client_that_is_killed(tmp_path: Path) ->
         client.kill()
 
         assert_gone(int(rank.name) for rank in ranks.iterdir())
-        assert server.poll() is None, "it serves others"
+        assert server.poll() is None, "the server continues"
 
 
 @contextlib.contextmanager
 def program(
     source: str, script: Path, *args: str, after: subprocess.Popen[str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a program of its own, once another has said that it is ready."""
+    """Run a program, after another one has printed that it is ready."""
     if after is not None:
         assert after.stdout
         assert any(line == "serving\n" for line in after.stdout)

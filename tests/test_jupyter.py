@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import operator
-import os
 import re
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 from conftest import DEADLINE, needs_java
 from support.kernels import kernel_for
+from support.waiting import assert_gone, comes_true
 
 pytest.importorskip("ipykernel")
 nbformat = pytest.importorskip("nbformat")
@@ -43,7 +42,7 @@ two_ranks = TorchDistributor(2, use_gpu=False, timeout=120)
 
 
 class Notebook:
-    """A kernel and the notebook that grows with each cell that it runs."""
+    """A kernel and its notebook, to which each `run` adds a cell."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -57,7 +56,7 @@ class Notebook:
         client.process_message = noted
 
     def run(self, source: str) -> Cell:
-        """Run one more cell; an error in it is raised here."""
+        """Run one more cell, and raise its error."""
         cells = self._client.nb.cells
         cells.append(nbformat.v4.new_code_cell(source.strip()))
         self._messages.clear()
@@ -65,12 +64,12 @@ class Notebook:
         return Cell(cell, [*self._messages])
 
     def interrupt(self) -> None:
-        """Do as the stop button does; from any thread."""
+        """Do what the stop button does. Thread-safe."""
         asyncio.run(self._client.km.interrupt_kernel())
 
 
 class Cell:
-    """What a notebook shows below a cell that has run."""
+    """The outputs below a cell that has run."""
 
     def __init__(self, cell: Any, messages: Sequence[Any]) -> None:
         self._outputs = cell.outputs
@@ -78,7 +77,7 @@ class Cell:
 
     @property
     def blocks(self) -> list[tuple[str, str]]:
-        """The outputs as a front end shows them: it appends to the last if that is of the stream.
+        """The outputs as a front end shows them: it appends to the last one of the same stream.
 
         Each is a stream's name, or "display_data", and its text.
         """
@@ -111,7 +110,7 @@ class Cell:
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """A kernel of this interpreter, apart from whatever Jupyter knows on this machine."""
+    """A kernel of this interpreter, independent of this machine's Jupyter configuration."""
     with kernel_for(nbformat.v4.new_notebook(), tmp_path_factory.mktemp("jupyter")) as client:
         opened = Notebook(client)
         opened.run(DEFINITIONS)
@@ -150,20 +149,20 @@ except Broken as error:
 print(caught.args == ("no", str(next(iter(caught.rank_failures)))), shown.count("# this very line"))
     """)
     assert cell.lines("stdout") == ["True 1"]
-    assert "# this very line" not in "".join(cell.lines("stderr")), "it is in the error alone"
+    assert "# this very line" not in "".join(cell.lines("stderr")), "only the error shows it"
 
 
 def test_a_rank_reads_the_source_of_a_cell(notebook: Notebook) -> None:
     cell = notebook.run("""
-def tell_sources():
+def read_sources():
     import inspect
-    return inspect.getsource(tell_sources) + inspect.getsource(train)
+    return inspect.getsource(read_sources) + inspect.getsource(train)
 
-print(two_ranks.run(tell_sources))
+print(two_ranks.run(read_sources))
     """)
-    told = cell.lines("stdout")
-    assert told[:2] == ["def tell_sources():", "    import inspect"]
-    assert told[3:5] == ["def train(number):", '    print("training on", os.environ["RANK"])']
+    lines = cell.lines("stdout")
+    assert lines[:2] == ["def read_sources():", "    import inspect"]
+    assert lines[3:5] == ["def train(number):", '    print("training on", os.environ["RANK"])']
 
 
 def test_a_progress_bar_ends_as_one_line(notebook: Notebook) -> None:
@@ -186,9 +185,7 @@ TorchDistributor(1, use_gpu=False).run(with_bar)
 
 def test_the_stop_button_ends_the_ranks(notebook: Notebook, tmp_path: Path) -> None:
     def press_when_both_run() -> None:
-        deadline = time.monotonic() + DEADLINE
-        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        comes_true(lambda: len(list(tmp_path.iterdir())) == 2, DEADLINE)
         notebook.interrupt()
 
     threading.Thread(target=press_when_both_run, daemon=True).start()
@@ -208,37 +205,26 @@ ended
     assert cell.value == "'interrupted'"
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 10
-    while any(is_there(pid) for pid in pids):
-        assert time.monotonic() < deadline, "ranks outlived the stop button"
-        time.sleep(0.02)
+    assert_gone(pids)
     assert notebook.run("two_ranks.run(train, 1).score").value == "2"
 
 
-def is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_a_run_that_takes_a_while_makes_few_outputs(notebook: Notebook) -> None:
-    """Two ranks print once in a while, and the line with how far the run is moves meanwhile."""
+    """Two ranks print from time to time, while the status line is updated."""
     cell = notebook.run("""
-def print_now_and_then():
+def print_from_time_to_time():
     import time
     for step in range(10):
         print("step", step)
         time.sleep(0.4)
 
-two_ranks.run(print_now_and_then)
+two_ranks.run(print_from_time_to_time)
     """)
-    # How it began, steps, the line that moves, more steps, and how it ended.
+    # The first messages, steps, the status line, more steps, and the last message.
     assert len(cell.blocks) <= 5
     assert all(text.strip() for _, text in cell.blocks)
     [moving] = [text for kind, text in cell.blocks if kind == "display_data"]
-    assert moving.startswith("print_now_and_then on 2 ranks")
+    assert moving.startswith("print_from_time_to_time on 2 ranks")
     steps = cell.lines("stdout")
     assert [line for line in steps if line.startswith("[0]")] == [
         f"[0] step {n}" for n in range(10)
@@ -247,13 +233,18 @@ two_ranks.run(print_now_and_then)
 
 def test_two_runs_at_once_have_labels(notebook: Notebook) -> None:
     cell = notebook.run("""
-def one():
-    import time
-    time.sleep(2)
+import pathlib, tempfile, time
+folder = pathlib.Path(tempfile.mkdtemp())
+
+def one(name="one"):
+    (folder / f"{name}{os.environ['RANK']}").touch()
+    deadline = time.monotonic() + 60
+    while len(list(folder.iterdir())) < 4 and time.monotonic() < deadline:
+        time.sleep(0.02)  # until both runs are active
     print("done")
 
 def other():
-    return one()
+    return one("other")
 
 runs = [two_ranks.submit(one), two_ranks.submit(other)]
 [run.result() for run in runs]
@@ -263,7 +254,7 @@ runs = [two_ranks.submit(one), two_ranks.submit(other)]
     ]
 
 
-def test_a_run_says_its_id_and_its_log_folder(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_run_shows_its_id_and_log_folder(notebook: Notebook, tmp_path: Path) -> None:
     cell = notebook.run(f"""
 def run_id():
     return os.environ["TORCHELASTIC_RUN_ID"]

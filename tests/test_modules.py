@@ -1,4 +1,4 @@
-"""The user's own modules are on the ranks what they are beside the notebook."""
+"""Ranks import the user's own modules as they are on the driver."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def test_a_changed_module_is_the_changed_one_on_executors(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a folder that alone is searched for modules."""
-    user_modules._installed()  # imports from the standard library, and remembers
+    """Return a folder that is the whole of ``sys.path``."""
+    user_modules._installed()  # it imports from the standard library, and caches its result
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     return tmp_path
 
@@ -128,7 +128,7 @@ def write(path: Path, text: str = "") -> Path:
     return path
 
 
-def test_a_package_travels_whole_and_what_is_not_imported_stays(folder: Path) -> None:
+def test_imported_packages_are_sent_whole_and_others_are_not(folder: Path) -> None:
     expected = {
         "one.py": write(folder / "one.py"),
         "package/__init__.py": write(folder / "package" / "__init__.py"),
@@ -144,7 +144,7 @@ def test_a_package_travels_whole_and_what_is_not_imported_stays(folder: Path) ->
     assert own_modules(imports=["one", "package", "os", "no_such_module"]) == expected
 
 
-def test_what_modules_import_in_turn_travels(folder: Path) -> None:
+def test_modules_that_imported_modules_import_are_sent(folder: Path) -> None:
     write(folder / "one.py", "def late():\n    from two.deep import x")
     write(folder / "two" / "__init__.py")
     write(folder / "two" / "deep.py", "from . import near\ntry: import three.four as x\nexcept: 0")
@@ -157,7 +157,7 @@ def test_what_modules_import_in_turn_travels(folder: Path) -> None:
     assert sorted(own_modules(imports=["one", "broken"])) == names
 
 
-def test_what_functions_import_is_known_from_the_call() -> None:
+def test_the_imports_of_functions_are_found_in_the_pickled_call() -> None:
     class Model:
         def build(self) -> None:
             import three.four  # noqa: F401
@@ -174,7 +174,9 @@ def test_what_functions_import_is_known_from_the_call() -> None:
     assert {"one", "two", "three"} <= call.imports
 
 
-def test_what_is_imported_here_travels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_imported_on_the_driver_are_sent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     used = write(folder / "used_here.py")
     write(folder / "unused.py")
     module: Any = type(sys)("used_here")
@@ -184,7 +186,7 @@ def test_what_is_imported_here_travels(folder: Path, monkeypatch: pytest.MonkeyP
     assert own_modules() == {"used_here.py": used}
 
 
-def test_what_is_found_first_by_an_import_counts(
+def test_the_first_match_on_the_path_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = write(tmp_path / "site-packages" / "one.py").parent
@@ -195,7 +197,7 @@ def test_what_is_found_first_by_an_import_counts(
     assert own_modules(imports=["one"]) == {"one.py": mine / "one.py"}
 
 
-def test_what_is_asked_for_travels_whole(folder: Path, tmp_path: Path) -> None:
+def test_requested_modules_are_sent_whole(folder: Path, tmp_path: Path) -> None:
     write(folder / "named" / "__init__.py", "import one")
     large = write(tmp_path / "aside" / "named" / "large.bin", "a" * user_modules.LARGE_FILE)
     file = write(tmp_path / "aside" / "config.yaml")
@@ -217,26 +219,28 @@ def test_what_is_asked_for_travels_whole(folder: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_sent_is_named(asked: Any, kind: type[Exception], message: str) -> None:
+def test_the_error_names_a_module_that_cannot_be_sent(
+    asked: Any, kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind, match=message):
         TorchDistributor(1, use_gpu=False, warm=False, py_modules=asked)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_what_cannot_be_read_stays(folder: Path) -> None:
+def test_unreadable_modules_are_not_sent(folder: Path) -> None:
     write(folder / "secret.py").chmod(0)
 
     assert own_modules(imports=["secret"]) == {}
 
 
-def test_of_two_in_one_place_the_first_counts(folder: Path, tmp_path: Path) -> None:
+def test_the_first_of_two_modules_with_one_path_is_sent(folder: Path, tmp_path: Path) -> None:
     mine = write(tmp_path / "other" / "one.py")
     write(folder / "one.py")
 
     assert own_modules([tmp_path / "other"], ["one"]) == {"one.py": mine}
 
 
-def test_what_is_installed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_packages_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = [path for path in sys.path if user_modules._is_installed(Path(path))]
     assert installed
     monkeypatch.setattr(sys, "path", installed)
@@ -244,7 +248,7 @@ def test_what_is_installed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own_modules(imports=["torch", "cloudpickle"]) == {}
 
 
-def test_of_a_large_package_only_what_is_imported_travels(
+def test_only_the_imported_modules_of_a_large_package_are_sent(
     folder: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
 ) -> None:
     used = write(folder / "large" / "used_here.py")

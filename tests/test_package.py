@@ -1,10 +1,12 @@
-"""The package as such: what an import costs and needs, how the parts depend, what types say."""
+"""The package: cost of its import, dependencies of its parts, docstrings and types."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import graphlib
+import inspect
 import re
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from typing import Any
 import pytest
 
 import distributor
+from distributor import RunFuture, TorchDistributor, distributed, runtime
+from distributor.serverless import DistributedFunction
 
 PACKAGE = Path(distributor.__file__).resolve().parent
 HEAVY = ("torch", "pyspark", "py4j", "mlflow", "ray", "pandas", "numpy", "pyarrow")
@@ -36,18 +40,18 @@ LAYERS = [
     {"", "cli", "demo"},
     {"__main__"},
 ]
-"""The package's parts from the lowest; "" is ``distributor`` itself. Each may import the lower."""
+"""The package's parts, lowest first; "" is ``distributor`` itself. Each may import lower parts."""
 
 EXECUTOR_SIDE = {"_compat", "core", "serialization", "wire", "node"}
 """The parts that a node imports."""
 
-MOST_MODULES = 15
-"""Modules directly in a package, beyond which it is more than one idea."""
+MAX_MODULES = 15
+"""Maximum number of modules directly in a package."""
 
 
 def python(source: str, *args: str) -> str:
-    """Run a program in a fresh interpreter; give what it prints."""
-    # Without PYTHON* variables, site hooks and the like, but with this very package.
+    """Run a program in a new interpreter, and return what it prints."""
+    # Without PYTHON* variables and site hooks, but with this package.
     start = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n"
     done = subprocess.run(
         [sys.executable, "-c", start + textwrap.dedent(source), *args],
@@ -69,7 +73,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported(module: str, path: Path) -> Iterator[str]:
-    """List the modules of this package that one imports anywhere, be it only for its types."""
+    """Yield the modules of this package that a module imports, in functions and for types too."""
     known = modules()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -77,7 +81,7 @@ def imported(module: str, path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: a relative import"
             inside = [f"{node.module}.{alias.name}" for alias in node.names]
-            # ``from package import module`` needs the module, and else what defines the name.
+            # ``from package import name`` imports a module, or a name that the package defines.
             names = [name if name in known else str(node.module) for name in inside]
         else:
             continue
@@ -87,7 +91,7 @@ def imported(module: str, path: Path) -> Iterator[str]:
 def layer(module: str) -> int:
     part = module.partition(".")[2].partition(".")[0]
     found = [index for index, parts in enumerate(LAYERS) if part in parts]
-    assert found, f"{module} has no place among the layers: give it one"
+    assert found, f"{module} is in none of the LAYERS: add it"
     return found[0]
 
 
@@ -96,8 +100,8 @@ def graph() -> dict[str, set[str]]:
     return {module: set(imported(module, path)) for module, path in modules().items()}
 
 
-def test_the_graph_is_read() -> None:
-    """So the next two tests can fail."""
+def test_the_graph_has_known_imports() -> None:
+    """Otherwise the next two tests could not fail."""
     known = graph()
     assert len(known) > 20
     assert "distributor.node.agent.agent" in known["distributor.launch.local"]
@@ -129,21 +133,21 @@ def test_no_package_is_crowded() -> None:
             folder = str(path.parent.relative_to(PACKAGE.parent))
             counts[folder] = counts.get(folder, 0) + 1
     assert counts["distributor/node/process"] > 10
-    assert {folder for folder, count in counts.items() if count > MOST_MODULES} == set()
+    assert {folder for folder, count in counts.items() if count > MAX_MODULES} == set()
 
 
 def test_an_import_is_light() -> None:
-    told = python(
+    output = python(
         f"""
         import distributor
         print(sorted(set({HEAVY!r}) & set(sys.modules)), distributor.__version__)
         """
     )
-    assert told == f"[] {distributor.__version__}\n"
+    assert output == f"[] {distributor.__version__}\n"
 
 
 def test_an_import_leaves_the_environment_as_it_was() -> None:
-    told = python(
+    output = python(
         """
         import os
         before = dict(os.environ)
@@ -151,7 +155,7 @@ def test_an_import_leaves_the_environment_as_it_was() -> None:
         print(dict(os.environ) == before)
         """
     )
-    assert told == "True\n"
+    assert output == "True\n"
 
 
 BLOCK = """
@@ -171,10 +175,10 @@ for name in BLOCKED:
 """
 
 
-def test_it_works_where_torch_cannot_be_imported(tmp_path: Path) -> None:
-    """Neither a driver nor a rank needs torch for itself."""
+def test_runs_without_torch(tmp_path: Path) -> None:
+    """Neither the driver's nor a rank's part of this package needs torch."""
     (tmp_path / "torch.py").write_text("raise ImportError('torch is blocked in the ranks too')")
-    told = python(
+    output = python(
         f"""
         BLOCKED = ["torch"]
         {textwrap.indent(BLOCK, " " * 8).strip()}
@@ -187,18 +191,18 @@ def test_it_works_where_torch_cannot_be_imported(tmp_path: Path) -> None:
             except ImportError as error:
                 return x + int(os.environ["WORLD_SIZE"]), str(error)
 
-        sys.path.insert(0, sys.argv[1])  # the ranks look where the driver does
+        sys.path.insert(0, sys.argv[1])  # ranks have the driver's sys.path
         print(*TorchDistributor(2, local_mode=True, use_gpu=False, timeout=50).run(train, 40))
         """,
         str(tmp_path),
     )
-    assert told == "42 torch is blocked in the ranks too\n"
+    assert output == "42 torch is blocked in the ranks too\n"
 
 
-def test_executor_side_modules_need_neither_pyspark_nor_torch() -> None:
+def test_modules_on_executors_need_neither_pyspark_nor_torch() -> None:
     names = [name for name in modules() if name.count(".") and name.split(".")[1] in EXECUTOR_SIDE]
     assert {"distributor.node.spark_task.task", "distributor.wire.link"} < set(names)
-    told = python(
+    output = python(
         f"""
         BLOCKED = {HEAVY!r}
         {textwrap.indent(BLOCK, " " * 8).strip()}
@@ -209,13 +213,91 @@ def test_executor_side_modules_need_neither_pyspark_nor_torch() -> None:
         """,
         *names,
     )
-    assert told == "all imported\n"
+    assert output == "all imported\n"
 
 
-def test_public_names_are_there_and_documented() -> None:
-    for name in distributor.__all__:
-        thing = getattr(distributor, name)
-        assert isinstance(thing, str) or thing.__doc__, name
+OBJECTS = {name: getattr(distributor, name) for name in distributor.__all__}
+CALLABLES = {
+    **{name: thing for name, thing in OBJECTS.items() if callable(thing)},
+    **{
+        f"{name}.{method}": function
+        for name, thing in OBJECTS.items()
+        if isinstance(thing, type)
+        for method, function in vars(thing).items()
+        if not method.startswith("_") and inspect.isfunction(function)
+    },
+    **{
+        f"runtime.{name}": function
+        for name, function in inspect.getmembers(runtime, inspect.isfunction)
+        if function.__module__ == runtime.__name__
+    },
+    "DistributedFunction.distributed": DistributedFunction.distributed,
+    "DistributedFunction.distributed_async": DistributedFunction.distributed_async,
+}
+INTERNAL = {"Progress.to_line", "Reported.to_line"}
+
+
+@pytest.mark.parametrize("name", sorted(CALLABLES.keys() - INTERNAL))
+def test_public_names_document_their_parameters_and_values(name: str) -> None:
+    function = CALLABLES[name]
+    documented = documented_sections(function)
+    parameters = parameters_of(function)
+    entries = documented.get("Parameters", "") + documented.get("Other Parameters", "")
+    found = {
+        parameter.strip().lstrip("*")
+        for names in re.findall(r"^(\*{0,2}\w[\w, *]*?)(?: :.*)?$", entries, re.MULTILINE)
+        for parameter in names.split(",")
+    }
+    assert parameters - found == set(), "parameters without a description"
+    if "Other Parameters" not in documented:
+        assert found - parameters == set(), "descriptions of parameters that do not exist"
+    returns = getattr(function, "__annotations__", {}).get("return", "None")
+    if inspect.isfunction(function) and returns not in ("None", None):
+        assert "Returns" in documented
+
+
+def documented_sections(thing: Any) -> dict[str, str]:
+    """Return the sections of a numpydoc docstring, by their titles."""
+    text = inspect.cleandoc(thing.__doc__ or "")
+    assert text, "it has no docstring"
+    parts = re.split(r"^(\w[\w ]*)\n-{3,}\n", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def parameters_of(thing: Any) -> set[str]:
+    """Return the names of a function's parameters, or of a class's constructor."""
+    inherited = isinstance(thing, type) and "__init__" not in vars(thing)
+    if inherited and issubclass(thing, Exception) and not issubclass(thing, TimeoutError):
+        return set()  # the message alone
+    return set(inspect.signature(thing).parameters) - {"self"}
+
+
+def test_public_docstrings_name_the_apis_that_they_follow() -> None:
+    pages = {
+        TorchDistributor: "https://spark.apache.org/docs/latest/api/python/reference/api/",
+        distributed: "https://docs.databricks.com/aws/en/machine-learning/ai-runtime/",
+        RunFuture: "https://docs.python.org/3/library/concurrent.futures.html",
+    }
+    for thing, page in pages.items():
+        assert page in (thing.__doc__ or "")
+
+
+def test_each_setting_is_documented_once() -> None:
+    """The docstrings and the command line take the descriptions from the fields."""
+    for field in dataclasses.fields(TorchDistributor):
+        line = field.metadata["text"].splitlines()[0]
+        assert line in (TorchDistributor.__doc__ or "")
+        source = "".join(path.read_text() for path in PACKAGE.glob("*.py"))
+        source += (PACKAGE / "launch" / "settings.py").read_text()
+        assert source.count(line) == 1, line
+
+
+def test_the_signature_has_all_settings_with_their_types() -> None:
+    """For editors and type checkers, which do not run the code that builds the docstring."""
+    parameters = inspect.signature(TorchDistributor).parameters
+    assert list(parameters)[:4] == ["num_processes", "local_mode", "use_gpu", "env"]
+    assert parameters["timeout"].annotation == "float | None"
+    assert parameters["timeout"].default is None
 
 
 def test_types_ship() -> None:

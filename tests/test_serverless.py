@@ -1,4 +1,4 @@
-"""``@distributed``: how many ranks there are, where, what they give, and how a run is cancelled."""
+"""``@distributed``: number and place of the ranks, their values, and cancellation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POOLS_FILE = Path(__file__).parents[1] / "conf" / "fairscheduler.xml"
 
 @pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.spark)])
 def remote(request: pytest.FixtureRequest) -> bool:
-    """Say where the ranks are: here, or on executors."""
+    """Return whether the ranks run on executors, instead of on this machine."""
     if request.param:
         request.getfixturevalue("spark")
     return bool(request.param)
@@ -61,10 +61,10 @@ def test_every_ranks_result_comes_in_the_order_of_ranks(remote: bool) -> None:
     if not remote:
         assert [each[1:3] for each in found] == places
     else:
-        assert sorted(each[2] for each in found) == [0, 1, 2], "a task is a node"
+        assert sorted(each[2] for each in found) == [0, 1, 2], "each task is a node"
 
 
-def test_the_decorated_function_keeps_its_name_and_reaches_ranks_by_name_too() -> None:
+def test_the_decorated_function_keeps_its_name_and_can_be_pickled_by_name() -> None:
     @distributed(gpus=2, use_gpu=False, timeout=120)
     def countdown(number: int) -> list[int]:
         """Count down."""
@@ -104,23 +104,26 @@ def test_sparks_ui_describes_the_job(spark: Any) -> None:
     assert spark.sparkContext.getLocalProperty("spark.job.description") is None
 
 
-def test_several_go_at_once(remote: bool, tmp_path: Path) -> None:
+def test_several_runs_are_active_at_once(remote: bool, tmp_path: Path) -> None:
     """Each run waits until the other is there."""
 
     @distributed(gpus=1, use_gpu=False, remote=remote, timeout=120)
-    def meet(me: str, other: str) -> str:
+    def wait_for_other(me: str, other: str) -> str:
         (tmp_path / me).touch()
-        until(lambda: (tmp_path / other).exists(), "the other run is there", 60)
+        until(lambda: (tmp_path / other).exists(), "the other run has started", 60)
         return me
 
-    futures = [meet.distributed_async("a", "b"), meet.distributed_async("b", "a")]
+    futures = [
+        wait_for_other.distributed_async("a", "b"),
+        wait_for_other.distributed_async("b", "a"),
+    ]
     done, _ = concurrent.futures.wait(futures, timeout=120)
 
     assert done == set(futures)
     assert [future.result() for future in futures] == [["a"], ["b"]]
 
 
-def test_a_future_raises_what_the_run_raised(remote: bool) -> None:
+def test_a_future_raises_the_error_of_the_run(remote: bool) -> None:
     def fail() -> None:
         raise KeyError("on purpose")
 
@@ -151,7 +154,7 @@ def test_a_cancelled_run_leaves_no_rank(remote: bool, tmp_path: Path) -> None:
     assert_gone(int(path.stem) for path in tmp_path.iterdir())
 
 
-def test_a_run_can_be_cancelled_before_it_has_begun(remote: bool) -> None:
+def test_a_run_can_be_cancelled_before_it_has_started(remote: bool) -> None:
     fn = distributed(gpus=2, use_gpu=False, remote=remote)(lambda: threading.Event().wait())
 
     assert fn.distributed_async().cancel()
@@ -161,7 +164,7 @@ def test_a_run_can_be_cancelled_before_it_has_begun(remote: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.spark
 def test_cancelling_at_any_moment_leaves_the_executors(spark: Any) -> None:
-    """A worker that waits for the others in Spark takes its executor along when it is cancelled."""
+    """A Python worker that waits in a Spark barrier would end its executor when it is cancelled."""
     executors = executors_of(spark)
     stay = distributed(gpus=2, use_gpu=False, remote=True)(lambda: threading.Event().wait())
     begin = distributed(gpus=2, use_gpu=False, remote=True, timeout=120)(who)
@@ -176,7 +179,7 @@ def test_cancelling_at_any_moment_leaves_the_executors(spark: Any) -> None:
 
 
 def executors_of(spark: Any) -> set[str]:
-    """Name Spark's executors, each by the port of its block manager."""
+    """Return Spark's executors, each as the address of its block manager."""
     status = spark.sparkContext._jsc.sc().getExecutorMemoryStatus()
     return set(spark._jvm.scala.jdk.javaapi.CollectionConverters.asJava(status).keySet())
 
@@ -197,7 +200,7 @@ def test_the_names_of_the_other_package() -> None:
         (None, (None, None)),
     ],
 )
-def test_an_accelerator_may_say_how_many(wanted: object, found: object) -> None:
+def test_an_accelerator_type_may_include_a_number(wanted: object, found: object) -> None:
     assert serverless._split(wanted) == found
 
 
@@ -235,7 +238,7 @@ def test_gpus_are_described() -> None:
         ({"gpus": 1, "use_gpu": False, "pool": ""}, ValueError, "pool must be the name"),
     ],
 )
-def test_bad_input_is_told_before_anything_is_launched(
+def test_bad_input_is_an_error_before_anything_is_launched(
     arguments: dict[str, Any], kind: type[Exception], says: str
 ) -> None:
     with pytest.raises(kind, match=says):
@@ -253,9 +256,7 @@ def test_bad_input_is_told_before_anything_is_launched(
         ),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_at_once(
-    arguments: dict[str, Any], says: str
-) -> None:
+def test_contradicting_arguments_are_an_error_at_once(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(TypeError, match=says):
         distributed(**arguments)
 
@@ -290,7 +291,7 @@ print("FACTS " + json.dumps({
 """
 
 
-def test_gpus_that_are_not_here_are_told_with_what_is(
+def test_the_error_for_missing_gpus_names_those_that_exist(
     run_driver: RunDriver, nvml: Callable[..., str]
 ) -> None:
     without_mask = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
@@ -375,7 +376,7 @@ def test_the_reserved_pool_goes_first(run_driver: RunDriver, tmp_path: Path) -> 
     [({}, False), ({"DATABRICKS_USE_RESERVED_GPU_POOL": "False"}, True)],
     ids=["unset", "set"],
 )
-def test_a_reserved_pool_where_spark_has_none_is_passed_over(
+def test_a_reserved_pool_is_ignored_if_spark_has_no_pools(
     spark: Any,
     warned: Callable[[], list[str]],
     monkeypatch: pytest.MonkeyPatch,
@@ -392,7 +393,7 @@ def test_a_reserved_pool_where_spark_has_none_is_passed_over(
 
 
 @pytest.mark.spark
-def test_a_pool_asked_for_where_spark_has_none_is_an_error(spark: Any) -> None:
+def test_a_requested_pool_is_an_error_if_spark_has_no_pools(spark: Any) -> None:
     fn = distributed(gpus=1, use_gpu=False, remote=True, pool="reserved")(who)
 
     with pytest.raises(RuntimeError, match=r"pool is 'reserved', but 'spark\.scheduler\.mode'"):

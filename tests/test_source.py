@@ -1,4 +1,4 @@
-"""Two copies of this package, on the driver and on executors: the driver's runs in both places."""
+"""Different copies of this package on driver and executors: both run the driver's."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def copy_to(folder: Path) -> Path:
-    """Copy this package into a folder, which is returned."""
+    """Copy this package into a folder, and return the folder."""
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(PACKAGE, folder / "distributor", ignore=ignored)
     return folder
 
 
 def older_in(folder: Path) -> Path:
-    """Make a copy of the same version number that sends messages of another form."""
+    """Make a copy with the same version number whose messages have other fields."""
     copy_to(folder)
     messages, channel = (
         folder / "distributor" / name for name in ("wire/messages.py", "node/spark_task/channel.py")
@@ -61,7 +61,7 @@ def compiled_only(folder: Path) -> Path:
 
 
 def editable(folder: Path) -> Path:
-    """Install as setuptools does it where no folder can be put on the path: by a finder."""
+    """Install as setuptools does for some editable installs: by a finder instead of a path."""
     finder = folder.with_name("finder")
     init = folder / "distributor" / "__init__.py"
     finder.mkdir()
@@ -107,7 +107,7 @@ print("FACTS " + json.dumps([*check(), check()[0], sys.path.count(archive)]))
 
 
 def checked(tmp_path: Path, entry: Path, *, already: bool = False) -> list[Any]:
-    """Import the driver's source where another copy may be installed; describe what came of it."""
+    """Import the driver's source in a process that may have another copy; return the facts."""
     own = _own_source()
     archive = tmp_path / "distributor-source-0.zip"
     archive.write_bytes(own.archive)
@@ -151,7 +151,7 @@ FORMS: dict[str, Callable[[Path], Path]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_another_source_is_left_alone(form: str, tmp_path: Path) -> None:
+def test_a_copy_with_another_source_is_not_imported(form: str, tmp_path: Path) -> None:
     entry = FORMS[form](older_in(tmp_path / "older"))
 
     archive, replaced, used, works, again, archives = checked(tmp_path, entry)
@@ -164,7 +164,7 @@ def test_another_source_is_left_alone(form: str, tmp_path: Path) -> None:
     assert archives == 1
 
 
-def test_another_source_that_was_imported_already_is_imported_no_more(tmp_path: Path) -> None:
+def test_an_imported_copy_with_another_source_is_replaced(tmp_path: Path) -> None:
     archive, replaced, used, works, *_ = checked(
         tmp_path, older_in(tmp_path / "older"), already=True
     )
@@ -174,7 +174,7 @@ def test_another_source_that_was_imported_already_is_imported_no_more(tmp_path: 
     assert works
 
 
-def test_where_no_copy_is_installed_there_is_nothing_to_say(tmp_path: Path) -> None:
+def test_without_an_installed_copy_nothing_is_replaced(tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
 
@@ -263,7 +263,7 @@ def test_executors_with_an_older_copy_run_the_drivers(
 def test_source_that_changes_in_a_session_does_not_reach_its_executors(
     run_driver: RunDriver, tmp_path: Path
 ) -> None:
-    """They share the disk with the driver, which goes on with what it has imported."""
+    """They share the disk with the driver, which continues with its imported modules."""
     ours = copy_to(tmp_path / "ours")
     changed = [
         str(ours / "distributor" / name) for name in ("node/worker/main.py", "node/agent/agent.py")
@@ -294,7 +294,7 @@ print("FACTS " + json.dumps({"values": values}))
 """
 
 
-def test_source_that_changes_under_a_local_driver_is_said_once(
+def test_changed_source_of_a_local_driver_is_warned_of_once(
     run_driver: RunDriver, tmp_path: Path
 ) -> None:
     ours = copy_to(tmp_path / "ours")

@@ -11,18 +11,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank is, and what it measured there.
+    """The progress of a rank, with the metrics that it measured, as a `Listener` receives it.
 
     Parameters
     ----------
     done : float
-        How much is done: steps, samples, whatever the rank counts.
+        How much is done, in any unit: steps, samples, epochs.
     total : float or None
-        How much there is to do; None where that is not known.
+        How much there is to do, in the same unit; None if it is unknown.
     metrics : mapping of str to float
-        What was measured.
+        The metrics.
     at : float
-        When, in seconds since the epoch.
+        The time of the report, in seconds since the epoch.
     """
 
     done: float
@@ -36,16 +36,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class Reported:
-    """What all ranks have reported together, as rank 0 tells it.
+    """A report of all ranks by ``distributor.train.report``, as a `Listener` receives it.
 
     Parameters
     ----------
     metrics : sequence of mappings of str to object
-        Each rank's, as JSON holds them.
+        The metrics of each rank, in rank order, as JSON values.
     checkpoint : str or None
-        The address of a checkpoint that exists; None where none was reported.
+        The path or URI of the committed checkpoint; None if none was reported.
     preempted : bool
-        Whether it was reported after the ranks were told that the run is about to lose a process.
+        Whether the ranks had received a preemption notice before the report.
     """
 
     metrics: Sequence[Mapping[str, Any]]

@@ -73,12 +73,28 @@ class Value:
 
 
 def load_value(path: str | os.PathLike[str]) -> Any:
-    """Load a value that could not be brought to the driver, from where it is kept.
+    """Load a value that could not be sent to the driver.
 
     Parameters
     ----------
     path : str or path
-        The file that the error names. It is trusted as a pickle is.
+        The file that `ValueTooLarge` names. It is unpickled, so it must come from a trusted run.
+
+    Returns
+    -------
+    object
+        The rank's value. CUDA tensors become CPU tensors if this process has no GPU.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read.
+    Exception
+        If the value cannot be unpickled in this process.
+
+    Examples
+    --------
+    >>> value = distributor.load_value("/mnt/values/rank0.value")  # doctest: +SKIP
     """
     with open(path, "rb") as file:
         return pickling.load_value(file)

@@ -66,14 +66,14 @@ def test_the_ui_names_the_users_line(run_driver: RunDriver) -> None:
     assert first[1].startswith("<module> at driver.py:")
 
 
-def test_a_line_is_that_of_the_caller_outside_this_package() -> None:
+def test_the_call_site_is_the_callers_line_outside_this_package() -> None:
     line = sys._getframe().f_lineno + 1
     found = CallSite.of_caller("train")
     assert found.short == f"test_call_site.py:{line}"
     assert found.long.startswith(f"{sys._getframe().f_code.co_name} at {found.short}\n")
 
 
-def test_the_command_line_is_named_by_its_program() -> None:
+def test_runs_of_the_command_line_have_the_name_of_their_program() -> None:
     namespace: dict[str, Any] = {"__name__": "distributor.cli", "CallSite": CallSite}
     found = eval("CallSite.of_caller('train.py')", namespace)
     assert found == CallSite("train.py", "distributor run train.py")

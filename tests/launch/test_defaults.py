@@ -1,4 +1,4 @@
-"""Defaults of an administrator: which one counts, and what is said of one that is malformed."""
+"""Administrators' defaults: their order of precedence, and errors for malformed values."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from distributor.launch.settings import Settings
 from distributor.launch.spark.session import Session
 
 README = Path(__file__).parents[2] / "README.md"
-OF_SETTINGS = [each for each in ADMIN_DEFAULTS if each is not CACHE_DIR]
-VALUES = {  # as a variable or Spark's conf has them, and what comes of it; three of each
+SETTING_DEFAULTS = [each for each in ADMIN_DEFAULTS if each is not CACHE_DIR]
+VALUES = {  # three texts of a variable or Spark property for each, with the setting's value
     "warm": [("0", False), ("TRUE", True), ("false", False)],
     "hub_port": [("7078", 7078), ("7079", 7079), ("7080", 7080)],
     "rank_ports": [("1-2", "1-2"), ("3-4", "3-4"), ("29500", "29500")],
     "log_dir": [("{0}/a", "{0}/a"), ("{0}/b", "{0}/b"), ("{0}/c", "{0}/c")],
 }
-each_setting = pytest.mark.parametrize("default", OF_SETTINGS, ids=lambda each: each.name)
+each_setting = pytest.mark.parametrize("default", SETTING_DEFAULTS, ids=lambda each: each.name)
 
 
 @pytest.fixture(autouse=True)
@@ -49,13 +49,13 @@ def values(name: str, folder: Path) -> list[tuple[str, Any]]:
 
 
 @each_setting
-def test_a_variable_counts_and_an_argument_counts_more(
+def test_an_argument_takes_precedence_over_a_variable(
     default: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (text, value), (_, other), _ = values(default.name, tmp_path)
     assert getattr(Settings(), default.name) == default.value
     monkeypatch.setenv(default.variable, "")
-    assert getattr(Settings(), default.name) == default.value, "as if it were not set"
+    assert getattr(Settings(), default.name) == default.value, "an empty variable is not set"
     monkeypatch.setenv(default.variable, text)
     assert getattr(Settings(), default.name) == value
     assert getattr(Settings(**{default.name: other}), default.name) == other
@@ -64,7 +64,7 @@ def test_a_variable_counts_and_an_argument_counts_more(
 
 @pytest.mark.spark
 @each_setting
-def test_sparks_conf_counts_less_than_a_variable(
+def test_a_variable_takes_precedence_over_sparks_conf(
     default: Any, conf: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (text, value), (other_text, other), (_, argument) = values(default.name, tmp_path)
@@ -82,7 +82,7 @@ def test_sparks_conf_counts_less_than_a_variable(
 
 @pytest.mark.spark
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "message"),
     [
         ("warm", "maybe", "must be one of 1, true, 0, false, but is 'maybe'"),
         ("hub_port", "http", "must be a port, .* but is 'http'"),
@@ -91,16 +91,16 @@ def test_sparks_conf_counts_less_than_a_variable(
         ("log_dir", __file__, f"must be the path of a folder, but '{re.escape(__file__)}'"),
     ],
 )
-def test_a_malformed_default_is_refused_by_the_name_of_its_source(
-    name: str, text: str, told: str, conf: Any, monkeypatch: pytest.MonkeyPatch
+def test_the_error_for_a_malformed_default_names_its_source(
+    name: str, text: str, message: str, conf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     default = next(each for each in ADMIN_DEFAULTS if each.name == name)
     conf.set(default.key, text)
-    with pytest.raises((ValueError, OSError), match=f"^{default.key} in Spark's conf {told}"):
+    with pytest.raises((ValueError, OSError), match=f"^{default.key} in Spark's conf {message}"):
         TorchDistributor(1, local_mode=True, use_gpu=False)
     monkeypatch.setenv(default.variable, text)
     with pytest.raises(
-        (ValueError, OSError), match=f"^the environment variable {default.variable} {told}"
+        (ValueError, OSError), match=f"^the environment variable {default.variable} {message}"
     ):
         TorchDistributor(1, local_mode=True, use_gpu=False)
 
