@@ -26,7 +26,7 @@ def ending_of(distributor):
     except BaseException as error:
         return {"error": type(error).__name__, "message": str(error)}
 
-tell(ending=ending_of(TorchDistributor(2, local_mode=False, use_gpu=False)))
+send(ending=ending_of(TorchDistributor(2, local_mode=False, use_gpu=False)))
 """
 
 
@@ -39,7 +39,7 @@ def test_nodes_with_other_versions_are_named(tmp_path: Path) -> None:
         *_, one, other = machines
         other.environment["PYTHONPATH"] = str(tmp_path)
         with cluster_on(machines, tmp_path) as cluster, cluster.driver(PROGRAM) as driver:
-            ending = driver.hear("ending")["ending"]
+            ending = driver.receive("ending")["ending"]
 
     assert ending["error"] == "ExecutorNotReady", ending
     assert "differ in torch" in ending["message"]
@@ -55,7 +55,7 @@ def test_an_executor_that_cannot_reach_the_first_is_named(tmp_path: Path) -> Non
         one.lose(other)
         other.lose(one)
         with cluster.driver(PROGRAM) as driver:
-            ending = driver.hear("ending", REACH_SECONDS + 180)["ending"]
+            ending = driver.receive("ending", REACH_SECONDS + 180)["ending"]
 
     assert ending["error"] == "ExecutorNotReady", ending
     ways = [(one.address, other.address), (other.address, one.address)]
@@ -88,7 +88,7 @@ at = time.monotonic()
 spark.sparkContext.parallelize([0, 1], 2).foreach(task)
 seconds = 2 * (time.monotonic() - at)
 TorchDistributor(2, local_mode=False, use_gpu=False).run(rank, seconds)
-tell(tasks=begun("task1"), ranks=begun("rank"))
+send(tasks=begun("task1"), ranks=begun("rank"))
 """
 EAGERLY = {
     "spark.speculation": "true",
@@ -108,6 +108,6 @@ def test_speculation_starts_no_rank_twice(tmp_path: Path) -> None:
         cluster_on(machines, tmp_path, cores=2) as cluster,
         cluster.driver(source, **EAGERLY) as driver,
     ):
-        told = driver.hear("ranks")
+        told = driver.receive("ranks")
 
     assert (told["tasks"], told["ranks"]) == (2, 2)

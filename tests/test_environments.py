@@ -336,7 +336,7 @@ def ending_of(**settings):
         return f"{type(error).__name__}: {error}"
 
 rows = spark.range(0, 1, 1, 1).mapInArrow(version, "version string").collect()
-tell(
+send(
     of_spark=[row.version for row in rows],
     packed=ending_of(environment=ARCHIVE),
     own=ending_of(),
@@ -365,7 +365,7 @@ def test_ranks_have_other_versions_than_sparks_own_python(tmp_path: Path) -> Non
             }
         source = TELLING.replace("ARCHIVE", repr(str(archive)))
         with cluster_on(machines, tmp_path) as cluster, cluster.driver(source) as driver:
-            told = driver.hear("packed")
+            told = driver.receive("packed")
 
     assert told["of_spark"] == ["1.0"]
     assert told["packed"] == [THEIRS] * 2

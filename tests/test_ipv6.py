@@ -59,7 +59,7 @@ CLUSTER = (
     TRAIN
     + """
 told = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).run(train)
-tell(found=told)
+send(found=told)
 """
 )
 
@@ -82,7 +82,7 @@ def test_hosts_that_have_ipv6_alone(tmp_path: Path) -> None:
         cluster_on(machines, tmp_path) as cluster,
         cluster.driver(CLUSTER) as driver,
     ):
-        found = driver.hear("found")["found"]
+        found = driver.receive("found")["found"]
         shown = driver.log.read_text()
     workers = [machine.address for machine in cluster.on_workers]
     assert found[0] == 2.0

@@ -148,8 +148,8 @@ runner = TorchDistributor(
     hub_port={HUB},
     rank_ports="{RANKS[0]}-{RANKS[-1]}",
 )
-_told.recv(100)
-tell(total=runner.run(train, {{folder!r}}))
+_channel.recv(100)
+send(total=runner.run(train, {{folder!r}}))
 """
 
 
@@ -180,15 +180,15 @@ def test_between_hosts_a_run_listens_at_the_documented_ports_alone(tmp_path: Pat
             bound_the_systems_ports(machine)
         cluster.start()
         with cluster.driver(TRAIN.format(folder=str(tmp_path))) as driver:
-            driver.hear("ready")
+            driver.receive("ready")
             before = [listening(machine) for machine in machines]
             ranks = [tmp_path / f"rank{rank}" for rank in range(2)]
-            driver.say("begin")
+            driver.send("begin")
             until(lambda: all(rank.exists() for rank in ranks), "the ranks meet", 120)
             new = [listening(each) - ports for each, ports in zip(machines, before, strict=True)]
             for rank in ranks:
                 rank.with_suffix(".seen").touch()
-            assert driver.hear("total")["total"] == 2.0
+            assert driver.receive("total")["total"] == 2.0
     _, of_driver, *of_workers = new
     assert of_driver == {HUB}
     stores = [port for ports in of_workers for port in ports if port in RANKS]

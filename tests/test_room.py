@@ -31,9 +31,9 @@ def give(megabytes):
 # To the nodes, which have addresses of their own, this is one of theirs.
 runner = TorchDistributor(2, local_mode=False, use_gpu=False, hub_address="127.0.0.1"{settings})
 try:
-    tell(ending="value", size=len(runner.run(give, {megabytes})))
+    send(ending="value", size=len(runner.run(give, {megabytes})))
 except BaseException as error:
-    tell(ending=type(error).__name__, message=str(error))
+    send(ending=type(error).__name__, message=str(error))
 """
 
 
@@ -47,7 +47,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def ending_of(cluster: Cluster, megabytes: int, settings: str = "", **conf: str) -> dict[str, Any]:
     source = WITHOUT_A_LINK.format(megabytes=megabytes, settings=settings)
     with cluster.driver(source, **conf) as driver:
-        return driver.hear("ending")
+        return driver.receive("ending")
 
 
 @pytest.mark.slow
@@ -92,9 +92,9 @@ def give(megabytes):
 runner = TorchDistributor(2, local_mode=False, use_gpu=False, log_dir={log_dir!r})
 try:
     runner.run(give, 80)
-    tell(ending="value")
+    send(ending="value")
 except BaseException as error:
-    tell(ending=type(error).__name__, message=str(error))
+    send(ending=type(error).__name__, message=str(error))
 """
 
 
@@ -102,7 +102,7 @@ except BaseException as error:
 @needs_namespaces
 def test_a_value_beyond_the_drivers_memory_is_kept(cluster: Cluster, tmp_path: Path) -> None:
     with cluster.driver(WITH_LITTLE_MEMORY.format(log_dir=str(tmp_path))) as driver:
-        told = driver.hear("ending")
+        told = driver.receive("ending")
 
     assert told["ending"] == "ValueTooLarge", told
     assert "the driver has 52.4 MB of memory left" in told["message"]

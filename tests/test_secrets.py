@@ -120,8 +120,8 @@ def test_a_secret_does_not_leave_the_ranks_of_a_cluster(tmp_path: Path) -> None:
 import hashlib, secrets
 random_bytes, of_the_run = secrets.token_bytes, hashlib.sha256(b"of the run").digest()
 secrets.token_bytes = lambda count: of_the_run if count == 32 else random_bytes(count)
-secret = json.loads(_told.makefile().readline())
-tell(ui=spark.sparkContext.uiWebUrl)
+secret = json.loads(_channel.makefile().readline())
+send(ui=spark.sparkContext.uiWebUrl)
 runner = TorchDistributor(
     2, local_mode=False, use_gpu=False, timeout=120, log_dir={str(tmp_path / "logs")!r},
     env={{"MY_TOKEN": secret, "TORCH_OWN_TOKEN": secret}},
@@ -130,10 +130,10 @@ print(runner)
 try:
     runner.run(train, {str(notes)!r}, bytes(900_000))
 except ValueError as error:
-    tell(error=list(error.args))
-_told.makefile().readline()
+    send(error=list(error.args))
+_channel.makefile().readline()
 spark.stop()
-tell(stopped=True)
+send(stopped=True)
 """
     with machines_on_loopback(3) as machines, cluster_on(machines, tmp_path, cores=2) as cluster:
         conf = {
@@ -145,17 +145,17 @@ tell(stopped=True)
             "spark.eventLog.dir": events.as_uri(),
         }
         with cluster.driver(source, **conf) as driver:
-            driver.say(SECRET)
-            ui = driver.hear("ui")["ui"]
+            driver.send(SECRET)
+            ui = driver.receive("ui")["ui"]
             comes_true(lambda: len(list(notes.iterdir())) == 2, 120)
             pages = list(pages_of(ui))
             held = holders_of(SECRET, tmp_path)
             (notes / "enough").touch()
-            error = driver.hear("error")["error"]
+            error = driver.receive("error")["error"]
             assert error == [f"{SECRET} is wrong"], "the exception itself is not redacted"
             pages += pages_of(ui)  # with the task's error
-            driver.say("stop")
-            driver.hear("stopped")
+            driver.send("stop")
+            driver.receive("stopped")
             log = driver.log.read_text()
 
         assert [(notes / rank).read_text() for rank in "01"] == ["0", "0"], "command lines"

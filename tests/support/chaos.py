@@ -77,11 +77,11 @@ def work(folder, activity):
         else:
             time.sleep(0.01)
 
-for line in _told.makefile():
+for line in _channel.makefile():
     try:
         {distributor}.run(work, *json.loads(line))
     except BaseException as error:
-        tell(error=type(error).__name__, message=str(error)[:4000])
+        send(error=type(error).__name__, message=str(error)[:4000])
 time.sleep(1000)
 """
 OURS = "TorchDistributor(2, local_mode={local}, use_gpu=False, warm={warm})"
@@ -202,13 +202,13 @@ class Series:
         driver = self._driver = self._driver or self._start_driver()
         files = self._temporary_files()
         folder = Path(tempfile.mkdtemp(dir=self._cluster.folder))
-        driver.say([str(folder), activity])
+        driver.send([str(folder), activity])
         ranks = self._await_ranks(driver, folder)
         at = self._strike(driver, folder, [rank.family[0] for rank in ranks])
         told = None
         if self._case.fault not in TOLD_BY_NONE:
             with contextlib.suppress(AssertionError, TimeoutError):
-                told = driver.hear("error", TELLS_IN)
+                told = driver.receive("error", TELLS_IN)
         left = self._await_end(ranks, files)
         self._mend()
         result = Result(None if told is None else told["at"] - at, self._is_right(told), *left)

@@ -32,7 +32,10 @@ def _named(*parts: str) -> Role:
 
 
 def _is_agent(process: psutil.Process) -> bool:
-    """Tell a Python worker below Spark's daemon, of which it has the command, or a run's title."""
+    """Return True for a Python worker below Spark's daemon.
+
+    It has the daemon's command line or, during a run, a title of the run.
+    """
     parent = process.parent()
     is_daemon, in_a_run = _named("pyspark.daemon"), _named("distributor: node ")
     is_worker = is_daemon(process) or in_a_run(process)
@@ -45,7 +48,7 @@ ROLES: dict[str, Role] = {
     "executor": _named("CoarseGrainedExecutorBackend"),
     "zygote": _named(" zygote "),
 }
-"""Processes that can be told by their command line alone."""
+"""The processes that their command lines identify."""
 
 
 class Cluster:
@@ -72,7 +75,7 @@ class Cluster:
         self.address = f"spark://{self._on_master.host}:7077"
 
     def start(self) -> None:
-        """Start master and workers, and wait until they have met."""
+        """Start the master and the workers, and wait until the workers are registered."""
         wanted = ["--host", self._on_master.host, "--port", "7077", "--webui-port", "8080"]
         master = self._start_daemon(self._on_master, "master.Master", *wanted)
         for number, machine in enumerate(self.on_workers):
@@ -89,17 +92,17 @@ class Cluster:
         assert master.poll() is None
 
     def driver(self, source: str, *, with_spark: bool = True, **conf: str) -> Driver:
-        """Start a driver program; it finds a session in ``spark`` and talks by ``tell``."""
-        script = self.folder / f"{uuid.uuid4().hex}-bed_driver.py"
-        script.write_text(TELLING + (SESSION if with_spark else "") + textwrap.dedent(source))
+        """Start a driver program; it finds a session in ``spark``, and reports with ``send``."""
+        script = self.folder / f"{uuid.uuid4().hex}-driver.py"
+        script.write_text(CHANNEL + (SESSION if with_spark else "") + textwrap.dedent(source))
         return Driver(self, script, self.properties | conf)
 
     def processes(self) -> list[psutil.Process]:
-        """List all processes of this bed that live."""
+        """List all living processes of this cluster and its drivers."""
         return marked(self.mark)
 
     def listens(self, port: int) -> bool:
-        """Tell whether anything listens at a port on any machine."""
+        """Return True if a process listens on a port of any machine."""
         alike = {machine.namespace: machine for machine in self._machines}
         return any(machine.listens(port) for machine in alike.values())
 
@@ -127,7 +130,7 @@ class Cluster:
 
     @property
     def properties(self) -> dict[str, str]:
-        """What a driver's session needs to be told."""
+        """The properties that a driver's Spark session needs."""
         return {
             "spark.master": self.address,
             "spark.driver.host": self.on_driver.host,
@@ -140,7 +143,7 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What all processes of the bed have in their environment."""
+        """The variables in the environment of all processes of the cluster."""
         return {
             MARK: self.mark,
             "PYSPARK_PYTHON": sys.executable,
@@ -148,27 +151,27 @@ class Cluster:
         }
 
 
-TELLING = """
+CHANNEL = """
 import json, os, signal, socket, sys, threading, time
 from distributor import TorchDistributor
 
-_told = socket.socket(fileno=int(sys.argv[1]))
+_channel = socket.socket(fileno=int(sys.argv[1]))
 _lock = threading.Lock()
 
-def tell(**facts):
+def send(**facts):
     with _lock:
-        _told.sendall(json.dumps({"at": time.time(), **facts}).encode() + b"\\n")
+        _channel.sendall(json.dumps({"at": time.time(), **facts}).encode() + b"\\n")
 
 """
 SESSION = """
 from pyspark.sql import SparkSession
 
-builder = SparkSession.builder.appName("bed")
+builder = SparkSession.builder.appName("tests")
 for key, value in json.loads(sys.argv[2]).items():
     builder = builder.config(key, value)
 spark = builder.getOrCreate()
 spark.sparkContext.setLogLevel("OFF")
-tell(ready=True)
+send(ready=True)
 """
 
 
@@ -204,23 +207,23 @@ class Driver:
         self.process.wait()
         self._ours.close()
 
-    def say(self, words: object) -> None:
+    def send(self, message: object) -> None:
         """Send the program a line of JSON."""
         self._ours.settimeout(DEADLINE)
-        self._ours.sendall(json.dumps(words).encode() + b"\n")
+        self._ours.sendall(json.dumps(message).encode() + b"\n")
 
-    def hear(self, key: str, timeout: float = DEADLINE) -> dict[str, Any]:
-        """Wait until the program tells of something."""
+    def receive(self, key: str, timeout: float = DEADLINE) -> dict[str, Any]:
+        """Wait for the program's message that has a key, and return it."""
         self._ours.settimeout(timeout)
         for line in self._reader:
-            told: dict[str, Any] = json.loads(line)
-            if key in told:
-                return told
-        raise AssertionError(f"the driver told nothing of {key}:\n{self.log.read_text()[-8000:]}")
+            message: dict[str, Any] = json.loads(line)
+            if key in message:
+                return message
+        raise AssertionError(f"the driver sent no {key!r}:\n{self.log.read_text()[-8000:]}")
 
 
 def kill(process: psutil.Process) -> float:
-    """Kill a process; give the time by the clock."""
+    """Kill a process, and return the time by the clock."""
     at = time.time()
     process.send_signal(signal.SIGKILL)
     return at

@@ -154,9 +154,9 @@ cloudpickle.register_pickle_by_value(training)
 fate = training.{fate!r}
 options = dict(workers={workers}, failures={failures}, local_mode=False, fate=fate)
 try:
-    tell(value=training.trainer({folder!r}, **options).fit().return_value)
+    send(value=training.trainer({folder!r}, **options).fit().return_value)
 except Exception as error:
-    tell(value=repr(error), notes=getattr(error, "__notes__", []))
+    send(value=repr(error), notes=getattr(error, "__notes__", []))
 """
 ON_CLUSTER_TOO = ["while training", "in upload", "in commit", "in pruning"]
 
@@ -204,7 +204,7 @@ def test_an_executor_is_killed(tmp_path: Path, whole: Result, moment: str) -> No
     with struck_on_cluster(tmp_path, machines_on_loopback(4), fate, 2) as struck:
         cluster, driver, machine = struck
         kill(cluster.find("executor", machine)[0])
-        assert driver.hear("value")["value"] == whole.return_value
+        assert driver.receive("value")["value"] == whole.return_value
 
     result = check_kept(tmp_path / "runs", whole)
     assert [each.attempt for each in result.reports] == left * [0] + (STEPS - left) * [1]
@@ -221,7 +221,7 @@ def test_a_host_is_killed(tmp_path: Path, moment: str) -> None:
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("SPARK_LOCAL_IP") == machine.address:
                     process.kill()
-        told = driver.hear("value")
+        told = driver.receive("value")
 
     assert isinstance(told["value"], list), told
     result = Result.from_path(tmp_path / "runs" / "line")
@@ -238,7 +238,7 @@ def test_a_host_is_cut_off(tmp_path: Path) -> None:
     with struck_on_cluster(tmp_path, machines_apart(4), fate, (1, 2)) as struck:
         _, driver, machine = struck
         machine.cut()
-        told = driver.hear("value", 300)
+        told = driver.receive("value", 300)
 
     assert isinstance(told["value"], list), told
     result = Result.from_path(tmp_path / "runs" / "line")
