@@ -5,17 +5,17 @@ PYTHON ?= python3
 ARGS ?=
 # More processes than cores: tests mostly wait. tests/support/scheduling.py groups and orders them.
 JOBS ?= 6
-PYTEST = python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+PYTEST = python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 VENV := .venv
 VENV35 := .venv-spark35
 SPARK35 := conf/constraints-spark35.txt
 
-# A machine without a GPU gets the CPU's torch. Asked when pip runs, not when make reads this.
+# A machine without a GPU gets the CPU's torch. Evaluated when pip runs, not when make reads this.
 TORCH = $$(nvidia-smi -L >/dev/null 2>&1 || echo "-c conf/constraints-cpu.txt")
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-spark35 bench chaos notebooks lint clean
+.PHONY: help venv venv-spark35 demo test test-all test-spark35 bench chaos notebooks lint clean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
@@ -23,6 +23,8 @@ help: ## List the targets
 		while IFS='|' read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
 
 venv: $(VENV)/.installed ## Create .venv, with the package and everything that its tests need
+
+venv-spark35: $(VENV35)/.installed ## Make .venv-spark35, with PySpark 3.5 and all that the tests need
 
 demo: venv ## Train on real digits, on this machine
 	$(VENV)/bin/distributor demo
@@ -36,7 +38,7 @@ test: venv ## Run the tests, less the slow ones
 test-all: venv ## Run all the tests
 	$(VENV)/bin/$(PYTEST) $(ARGS)
 
-test-spark35: $(VENV35)/.installed ## Run the tests, less the slow ones, on PySpark 3.5
+test-spark35: venv-spark35 ## Run the tests, less the slow ones, on PySpark 3.5
 	$(VENV35)/bin/$(PYTEST) -m "not slow" $(ARGS)
 
 bench: $(VENV)/.bench ## Compare speed with other launchers; ARGS=--quick for a first look

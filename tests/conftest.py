@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scheduling import distribute_tests
 from support.tracking_server import experiment, server  # noqa: F401  (fixtures)
 
 from distributor import TorchDistributor
@@ -42,10 +41,20 @@ def _has_connect() -> bool:
 needs_connect = pytest.mark.skipif(not _has_connect(), reason="no Connect server is installed")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("loadgroup", False):
-        distribute_tests(items)
+    if hasattr(config, "workerinput"):
+        from support.scheduling import place_of
+
+        items.sort(key=lambda item: place_of(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from support.scheduling import Scheduler
+
+    return Scheduler(config, log)
 
 
 def facts_in(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is found out before ranks run, on a cluster whose machines do not fit together."""
+"""Errors before ranks run, on a cluster whose machines do not match."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_executor_that_cannot_reach_the_first_is_named(tmp_path: Path) -> Non
     assert ending["error"] == "ExecutorNotReady", ending
     ways = [(one.address, other.address), (other.address, one.address)]
     found = [f"on {here} cannot reach rank 0's at {there}" for here, there in ways]
-    assert any(words in ending["message"] for words in found), ending
+    assert any(text in ending["message"] for text in found), ending
 
 
 SPECULATING = """
@@ -101,13 +101,13 @@ EAGERLY = {
 
 @pytest.mark.slow
 def test_speculation_starts_no_rank_twice(tmp_path: Path) -> None:
-    """Spark itself leaves barrier stages out, so nothing need be refused."""
+    """Spark itself does not speculate in barrier stages, so nothing need be refused."""
     source = SPECULATING.format(folder=str(tmp_path))
     with (
         machines_on_loopback(4) as machines,
         cluster_on(machines, tmp_path, cores=2) as cluster,
         cluster.driver(source, **EAGERLY) as driver,
     ):
-        told = driver.receive("ranks")
+        report = driver.receive("ranks")
 
-    assert (told["tasks"], told["ranks"]) == (2, 2)
+    assert (report["tasks"], report["ranks"]) == (2, 2)

@@ -1,4 +1,4 @@
-"""A part of ``make chaos``: each way to hurt a local run, and some on a cluster, once."""
+"""A part of ``make chaos``: each fault in a local run, and some on a cluster, once."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def machine() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Give a cluster for which nobody needs to be root."""
+    """Start a cluster that works without root."""
     with bed("cluster", apart=False) as cluster:
         yield cluster
 
 
-def test_the_readme_shows_what_was_found() -> None:
+def test_the_readme_shows_the_results() -> None:
     found = (ROOT / "benchmarks" / "results" / "chaos.txt").read_text()
 
     assert side_by_side(found.splitlines()) in (ROOT / "README.md").read_text()
@@ -40,7 +40,7 @@ def test_the_readme_shows_what_was_found() -> None:
 
 @pytest.mark.parametrize("start", ["warm", "fresh"])
 @pytest.mark.parametrize(("fault", "activity"), [*zip(FAULTS["local"], ACTIVITIES, strict=True)])
-def test_a_hurt_run_tells_why_and_leaves_nothing(
+def test_a_faulty_run_reports_its_cause_and_leaves_nothing(
     machine: Cluster, start: str, fault: str, activity: str
 ) -> None:
     [result] = hurt(machine, Case("local", start, fault), [activity], times=1)
@@ -50,7 +50,7 @@ def test_a_hurt_run_tells_why_and_leaves_nothing(
 
 @pytest.mark.spark
 @pytest.mark.parametrize("fault", ON_A_CLUSTER)
-def test_so_does_one_on_a_cluster(cluster: Cluster, fault: str) -> None:
+def test_a_faulty_run_on_a_cluster_does_so_too(cluster: Cluster, fault: str) -> None:
     results = hurt(cluster, Case("cluster", "warm", fault), ["ignores SIGTERM", "reduces"], times=2)
 
     assert all(result.spotless for result in results), results

@@ -1,4 +1,7 @@
-"""The notebooks: from top to bottom, some on a cluster, and as they are saved."""
+"""The notebooks run from top to bottom, some on a cluster, and are saved as they ran.
+
+The walkthrough is the everyday test: it runs alone, on local ranks and on a cluster.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,19 @@ class Ran:
         self.code = [cell for cell in notebook.cells if cell.cell_type == "code"]
 
     def value(self, source: str) -> Any:
-        """Give the value shown below the cell that has this line."""
+        """Return the value shown below the cell that has a line."""
         [output] = self._outputs(source, "execute_result")
         return ast.literal_eval(output.data["text/plain"])
 
     def table(self, source: str) -> dict[str, dict[str, float]]:
-        """Give the numbers of the table shown below the cell that has this line, by row."""
+        """Return the numbers, by row, of the table shown below the cell that has a line."""
         [output] = self._outputs(source, "execute_result")
         lines = output.data["text/plain"].splitlines()
         columns, *rows = (re.split(r"\s{2,}", line.strip()) for line in lines)
         return {row[0]: dict(zip(columns, map(float, row[1:]), strict=True)) for row in rows}
 
     def lines(self, source: str) -> list[str]:
-        """Give the lines printed below the cell that has this line."""
+        """Return the lines printed below the cell that has a line."""
         streams = self._outputs(source, "stream")
         return [line for output in streams for line in output.text.splitlines()]
 
@@ -85,7 +88,7 @@ def losses_of(place: Place, run: Any) -> list[float]:
 @pytest.mark.spark
 @needs_java
 def test_the_walkthrough(place: Place) -> None:
-    """Alone, on two local ranks, and on two executors of a standalone cluster."""
+    """Train alone, on two local ranks, and on two executors of a standalone cluster."""
     ran = Ran(place.run("walkthrough"))
 
     runs = runs_of(place, "walkthrough")
@@ -101,13 +104,15 @@ def test_the_walkthrough(place: Place) -> None:
         assert run.data.metrics["accuracy"] > 0.85
     assert ran.value("accuracy(Net().to(DEVICE))") < 0.3
 
-    # Each rank has its share of the 4,000 digits, and says so.
+    # Each rank has its share of the 4,000 digits, and prints its size.
     alone = ran.lines('with mlflow.start_run(run_name="alone") as run:')
     assert sum("63 steps" in line for line in alone) == 3
     for mode in ("local", "cluster"):
         cell = f'with mlflow.start_run(run_name="{mode} mode") as run:'
-        told = [line.partition(": ")[0] for line in ran.lines(cell) if "63 steps" in line]
-        assert sorted(told) == [f"[{rank}] epoch {epoch}" for rank in (0, 1) for epoch in (1, 2, 3)]
+        shown = [line.partition(": ")[0] for line in ran.lines(cell) if "63 steps" in line]
+        assert sorted(shown) == [
+            f"[{rank}] epoch {epoch}" for rank in (0, 1) for epoch in (1, 2, 3)
+        ]
         assert 0 < ran.value(cell) < 0.5, "what rank 0 returned"
     for folder in ("alone", "local", "cluster"):
         saved = (place.folder / "walkthrough" / "checkpoints" / folder).iterdir()
@@ -118,10 +123,11 @@ def test_the_walkthrough(place: Place) -> None:
     assert ran.plots() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 @needs_java
 def test_the_serverless_quick_start(place: Place) -> None:
-    """Its Spark is one of this machine, which starts sooner: the walkthrough has the cluster."""
+    """Run on a local Spark, which starts sooner; the walkthrough runs on the cluster."""
     ran = Ran(place.run("serverless", **{"spark.master": "local[2]"}))
 
     nodes = [{"rank": rank, "local": rank, "node": 0} for rank in (0, 1)]
@@ -150,20 +156,21 @@ def test_the_serverless_quick_start(place: Place) -> None:
 
 
 def run_here_or_skip(name: str, folder: Path) -> Ran:
-    """Run a notebook that needs no cluster, where what it imports is installed."""
+    """Run a notebook that needs no cluster, or skip the test if an import is missing."""
     for module in ("ipykernel", "matplotlib", "mlxtend", "nbclient"):
         pytest.importorskip(module)
     return Ran(run_here(name, folder))
 
 
+@pytest.mark.slow
 def test_sharded_training(tmp_path: Path) -> None:
-    """FSDP2 loses a rank and goes on; then one rank alone goes on with the shards of two."""
+    """Resume FSDP2 after a rank is lost; then resume on one rank from the shards of two."""
     folder = tmp_path / "fsdp2"
     ran = run_here_or_skip("fsdp2", folder)
 
-    told = ran.lines('result = trainer("digits", train_func, config=config).fit()')
+    shown = ran.lines('result = trainer("digits", train_func, config=config).fit()')
     goes_on = ["[0] killed", "[0] goes on from checkpoint_000000 with epoch 1"]
-    assert [line for line in told if line.startswith("[0]")] == goes_on
+    assert [line for line in shown if line.startswith("[0]")] == goes_on
     digits = Result.from_path(folder / "results" / "digits")
     assert [report.attempt for report in digits.reports] == [0, 1, 1, 1, 1, 1, 1]
     assert {report.world_size for report in digits.reports} == {2}
@@ -200,8 +207,9 @@ def test_sharded_training(tmp_path: Path) -> None:
     assert ran.plots() == 2
 
 
+@pytest.mark.slow
 def test_ways_to_train(tmp_path: Path) -> None:
-    """DDP and FSDP find the same, and need less and less memory."""
+    """Compare DDP and FSDP: equal accuracy, less and less memory."""
     ran = run_here_or_skip("fsdp", tmp_path / "fsdp")
 
     rows = ran.table("table = pandas.DataFrame(rows).T")
@@ -231,7 +239,7 @@ def test_a_saved_notebook_is_of_one_run(name: str) -> None:
 
 
 def texts_of(output: Any) -> list[str]:
-    """List the texts of a cell's output, escapes for colours left out."""
+    """Return the texts of a cell's output, without the escapes for colours."""
     data = output.get("data", {})
     texts = [output.get("text", ""), *output.get("traceback", []), output.get("evalue", "")]
     texts += [text for kind, text in data.items() if kind.startswith("text/")]

@@ -26,7 +26,7 @@ PROGRAM = """
 try:
     TorchDistributor(2, local_mode=False, use_gpu={use_gpu}, start_timeout=7).run(print)
 except BaseException as error:
-    tell(error=type(error).__name__, message=str(error))
+    send(error=type(error).__name__, message=str(error))
 """
 GPUS = "spark.executor.resource.gpu.amount"
 
@@ -42,7 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def message_of(cluster: Cluster, use_gpu: bool = False, **conf: str) -> str:
     """Return the error of a run that waits in vain, which says what was said meanwhile."""
     with cluster.driver(PROGRAM.format(use_gpu=use_gpu), **conf) as driver:
-        told = driver.hear("error")
+        told = driver.receive("error")
         shown = driver.log.read_text()
     assert told["error"] == "StartTimeout", told
     message: str = told["message"]
@@ -91,7 +91,7 @@ def test_another_application_that_holds_the_cores_is_named(cluster: Cluster) -> 
     holding = """
         while spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos().__len__() < 3:
             time.sleep(0.1)
-        tell(holds=spark.sparkContext.applicationId)
+        send(holds=spark.sparkContext.applicationId)
         time.sleep(1000)
     """
     with cluster.driver(holding) as other:

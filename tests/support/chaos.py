@@ -1,6 +1,6 @@
-"""``make chaos``: each way to hurt a run, on each launcher, and a table of what came of it.
+"""``make chaos``: inject each fault into runs of each launcher, and print a table of the results.
 
-PySpark's own class goes through the same, where it can, so that the table shows both.
+PySpark's own class is tested the same way, as far as possible, so that the table compares both.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from support.machines import Machine, machines_apart, machines_on_loopback, why_
 from support.waiting import alive, comes_true
 
 RANKS = 2
-STARTS_IN, TELLS_IN, ENDS_IN = 90.0, 60.0, 10.0
-"""Seconds until the ranks have met, the driver tells of the fault, and nothing is left."""
+STARTS_IN, REPORTS_IN, ENDS_IN = 90.0, 60.0, 10.0
+"""Seconds until the ranks are connected, the driver reports the fault, and nothing is left."""
 OTHERS = "spark|torchinductor"
-"""What the names of temporary files have that are Spark's, or torch's cache for this user."""
+"""Matches the temporary files of Spark, and torch's cache for this user."""
 SHARED_MEMORY = Path("/dev/shm")
 
 SOURCE = """
@@ -92,7 +92,7 @@ PYSPARKS = (
 
 
 class Case(NamedTuple):
-    """A way to hurt a run.
+    """A fault that is injected into a run.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ class Case(NamedTuple):
     start : str
         "warm" or "fresh", or "pyspark" for PySpark's class.
     fault : str
-        What happens to whom.
+        What happens to which process.
     """
 
     launcher: str
@@ -110,7 +110,7 @@ class Case(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What a rank tells of itself: its processes, itself first, its store's port, its segment."""
+    """What a rank reports: its processes, itself first, its store's port, its segment."""
 
     family: list[int]
     port: int
@@ -118,16 +118,16 @@ class Note(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What came of one run.
+    """The result of one run.
 
     Parameters
     ----------
     seconds : float or None
-        From the fault until the driver told of it; None where it told nothing.
+        From the fault until the driver reported it; None if it reported nothing.
     right : bool
-        Whether it told the cause.
+        Whether it reported the cause.
     processes, files, ports, segments : int
-        What was left.
+        How many were left.
     """
 
     seconds: float | None
@@ -151,10 +151,10 @@ CAUSES = {
     "an executor is killed": ("NodeLost", "ExecutorLostFailure"),
     "a host is cut off": ("NodeLost", "no sign of life"),
 }
-"""What a driver should tell; of other faults, anything."""
+"""The errors that a driver should report; for other faults, any error."""
 DRIVERS_END = ("the driver is killed", "the driver's JVM is killed", "a host is cut off")
-"""Faults after which a driver cannot be used for the next run."""
-TOLD_BY_NONE = ("the driver is killed",)
+"""Faults after which a driver cannot start the next run."""
+UNREPORTED = ("the driver is killed",)
 FAULTS = {
     "local": (
         "a rank raises",
@@ -182,7 +182,7 @@ ACTIVITIES = ("waits", "computes", "reduces", "holds the GIL", "ignores SIGTERM"
 
 
 class Series:
-    """Runs that are hurt in one way, one after another; a context manager that ends the driver."""
+    """Runs with one fault each, one after another; a context manager that ends the driver."""
 
     def __init__(self, cluster: Cluster, case: Case) -> None:
         self._cluster = cluster
@@ -198,20 +198,22 @@ class Series:
             self._driver = None
 
     def hurt(self, activity: str) -> Result:
-        """Let a run start, hurt it, and see what comes of it."""
+        """Start a run, inject the fault, and return the result."""
         driver = self._driver = self._driver or self._start_driver()
         files = self._temporary_files()
         folder = Path(tempfile.mkdtemp(dir=self._cluster.folder))
         driver.send([str(folder), activity])
         ranks = self._await_ranks(driver, folder)
         at = self._strike(driver, folder, [rank.family[0] for rank in ranks])
-        told = None
-        if self._case.fault not in TOLD_BY_NONE:
+        report = None
+        if self._case.fault not in UNREPORTED:
             with contextlib.suppress(AssertionError, TimeoutError):
-                told = driver.receive("error", TELLS_IN)
+                report = driver.receive("error", REPORTS_IN)
         left = self._await_end(ranks, files)
         self._mend()
-        result = Result(None if told is None else told["at"] - at, self._is_right(told), *left)
+        result = Result(
+            None if report is None else report["at"] - at, self._is_right(report), *left
+        )
         if not result.spotless or self._case.fault in DRIVERS_END:
             self.__exit__()
         return result
@@ -226,7 +228,7 @@ class Series:
         )
 
     def _await_ranks(self, driver: Driver, folder: Path) -> list[Note]:
-        """Give what the ranks have noted, once they have met."""
+        """Return the notes of the ranks, once they are connected."""
 
         def notes() -> list[Path]:
             return sorted(folder.glob("*.json"))
@@ -249,14 +251,14 @@ class Series:
             os.kill(VICTIMS[fault](self._cluster, driver, ranks[1]), sign)
         return at
 
-    def _is_right(self, told: dict[str, Any] | None) -> bool:
-        if told is None:
-            return self._case.fault in TOLD_BY_NONE
-        kind, words = CAUSES.get(self._case.fault, ("", ""))
-        return kind in ("", told["error"]) and words in told["message"]
+    def _is_right(self, report: dict[str, Any] | None) -> bool:
+        if report is None:
+            return self._case.fault in UNREPORTED
+        kind, text = CAUSES.get(self._case.fault, ("", ""))
+        return kind in ("", report["error"]) and text in report["message"]
 
     def _await_end(self, ranks: list[Note], files: set[str]) -> tuple[int, int, int, int]:
-        """Wait until nothing is left, and count what is; processes that are left are killed."""
+        """Wait until nothing is left, count what is, and kill the processes that are left."""
         pids = [pid for rank in ranks for pid in rank.family]
 
         def left() -> tuple[int, int, int, int]:
@@ -306,7 +308,7 @@ VICTIMS: dict[str, Callable[[Cluster, Driver, int], int]] = {
 
 @contextlib.contextmanager
 def bed(launcher: str, *, apart: bool = True) -> Iterator[Cluster]:
-    """Make a cluster to be hurt; for local runs, a mere driver's machine."""
+    """Make a cluster for fault injection; for local runs, only the driver's machine."""
     apart = apart and launcher == "cluster" and not why_not_apart()
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
@@ -317,7 +319,7 @@ def bed(launcher: str, *, apart: bool = True) -> Iterator[Cluster]:
 
 
 def hurt(cluster: Cluster, case: Case, activities: Sequence[str], times: int) -> list[Result]:
-    """Hurt runs in one way, whose ranks do this and that in turn."""
+    """Inject a fault into runs whose ranks perform the activities in turn."""
     with Series(cluster, case) as series:
         return [series.hurt(activities[turn % len(activities)]) for turn in range(times)]
 
@@ -343,7 +345,7 @@ def side_by_side(lines: Iterable[str]) -> str:
     Parameters
     ----------
     lines : iterable of str
-        As `line_of` makes them; others are passed over.
+        The lines that `line_of` returns; others are skipped.
     """
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for line in lines:
@@ -358,25 +360,27 @@ def side_by_side(lines: Iterable[str]) -> str:
 def _cell(runs: str, processes: str, *found: str) -> str:
     *others, wrong, median, worst = found
     left = f"{processes} + {sum(map(int, others))} left"
-    told = f"reported after {median}, {worst} at most" if median != "-" else "nothing reported"
-    return f"{runs} runs: {left}, {wrong} wrong, {told}"
+    report = f"reported after {median}, {worst} at most" if median != "-" else "nothing reported"
+    return f"{runs} runs: {left}, {wrong} wrong, {report}"
 
 
 def main() -> int:
-    """Try what the command line asks for; 1 where anything was left, or told wrong, of ours."""
+    """Run the faults that the command line selects; return 1 if one of our runs left anything or
+    reported a wrong cause.
+    """
     parser = argparse.ArgumentParser("chaos", description=__doc__)
     parser.add_argument("--times", type=int, default=10, help="runs for each line of the table")
     parser.add_argument("--launchers", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=STARTS)
     parser.add_argument(
-        "--activities", nargs="+", choices=ACTIVITIES, default=ACTIVITIES, help="taking turns"
+        "--activities", nargs="+", choices=ACTIVITIES, default=ACTIVITIES, help="in turn"
     )
-    parser.add_argument("--faults", nargs="+", default=[], help="these alone: 'a rank is killed'")
+    parser.add_argument("--faults", nargs="+", default=[], help="only these: 'a rank is killed'")
     wanted = parser.parse_args()
     spotless, lines = True, []
     print(HEAD, flush=True)
     for launcher, start in itertools.product(wanted.launchers, wanted.starts):
-        # PySpark's class needs names for its hosts, which namespaces have not.
+        # PySpark's class needs host names, which the namespaces do not have.
         apart = start != "pyspark"
         with bed(launcher, apart=apart) as cluster:
             for fault in FAULTS[launcher]:
@@ -387,7 +391,7 @@ def main() -> int:
                     continue
                 try:
                     results = hurt(cluster, case, wanted.activities, wanted.times)
-                except RuntimeError as error:  # its ranks did not come up
+                except RuntimeError as error:  # its ranks did not start
                     print(f"{' | '.join(case)} | {error}", flush=True)
                     spotless &= start == "pyspark"
                     continue

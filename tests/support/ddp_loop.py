@@ -71,7 +71,7 @@ def launched(warm: bool) -> Callable[[], bool]:
 
 
 def forked() -> bool:
-    """Run the program in two forks of this process; tell whether both ended in time."""
+    """Run the program in two forks of this process; return True if both ended in time."""
     ranks = []
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

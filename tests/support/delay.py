@@ -1,7 +1,7 @@
-"""Passes frames from one network device to another, each after a while; a program of its own.
+"""A program that passes frames from one network device to another, each after a delay.
 
 Netem would do this, but the kernels of small machines lack it. Both devices are taps, and frames
-are led to one and from the other by rules of the kernel's.
+are directed to one and from the other by rules of the kernel.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ LARGEST = 2**16
 
 
 def open_tap(name: str) -> int:
-    """Open a device of this process's network namespace; it is made where there is none."""
+    """Open a device of this process's network namespace; create it if it does not exist."""
     tap = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TAP | IFF_NO_PI))
     return tap
 
 
 def pass_on(source: int, target: int, seconds: float) -> None:
-    """Pass frames on for ever."""
+    """Pass frames on until the process ends."""
     frames: collections.deque[tuple[float, bytes]] = collections.deque()
     while True:
         left = max(0.0, frames[0][0] - time.monotonic()) if frames else None

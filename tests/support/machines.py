@@ -1,4 +1,4 @@
-"""Machines of one's own: network namespaces on a bridge, or mere addresses of the loopback."""
+"""Machines for tests: network namespaces on a bridge, or addresses of the loopback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distributor.core.addresses import joined
 from support import delay
 from support.delay import open_tap
 
-_numbers, _beds = itertools.count(), itertools.count()
+_numbers, _networks = itertools.count(), itertools.count()
 LISTENING = "0A"
 """The state of a socket, as the kernel's table has it."""
 
@@ -57,11 +57,11 @@ class Machine:
 
     @property
     def host(self) -> str:
-        """Its address as a part of an URL."""
+        """Its address as part of a URL."""
         return joined(self.address, 0).removesuffix(":0")
 
     def cut(self) -> None:
-        """Take its link down: packets are lost, and nobody is told."""
+        """Take its link down: packets are lost without an error."""
         _ip("link", "set", self.namespace, "down")
 
     def mend(self) -> None:
@@ -69,12 +69,12 @@ class Machine:
         _ip("link", "set", self.namespace, "up")
 
     def lose(self, other: Machine) -> None:
-        """Lose what is sent from here to another machine, and to no other."""
+        """Drop what this machine sends to one other machine."""
         nobody = ["lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "eth0"]
         _ip("-n", self.namespace, "neigh", "replace", other.address, *nobody)
 
     def also_elsewhere(self) -> Machine:
-        """Give it one more address."""
+        """Add one more address to it."""
         network, _, number = self.address.rpartition(".")
         other = Machine(f"{network}.{100 + int(number)}", self.namespace)
         _ip("-n", self.namespace, "address", "add", f"{other.address}/24", "dev", "eth0")
@@ -85,7 +85,7 @@ class Machine:
         name, come = self.namespace, f"{self.namespace}s"
         address = _ip("-n", name, "-br", "link", "show", "eth0").split()[2]
         _ip("-n", name, "tuntap", "add", "slow", "mode", "tap")
-        # With another's address, all that comes out of it would be taken for a stranger's.
+        # With another address, the machine would drop all frames that come out of it.
         _ip("-n", name, "link", "set", "slow", "address", address, "up")
         tap = open_tap(come)
         _ip("link", "set", come, "up")
@@ -96,15 +96,15 @@ class Machine:
         _redirect(name, "egress", come)
 
     def listens(self, port: int) -> bool:
-        """Tell whether anything listens at a port here."""
+        """Return True if a process listens on a port here."""
         inside = ["ip", "netns", "exec", self.namespace] if self.namespace else []
-        tables = ["/proc/net/tcp", "/proc/net/tcp6"]
-        told = subprocess.run([*inside, "cat", *tables], check=True, capture_output=True, text=True)
-        rows = [line.split() for line in told.stdout.splitlines()]
+        command = [*inside, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
+        tables = subprocess.run(command, check=True, capture_output=True, text=True)
+        rows = [line.split() for line in tables.stdout.splitlines()]
         return any(row[3] == LISTENING and row[1].endswith(f":{port:04X}") for row in rows)
 
     def end(self) -> None:
-        """Kill what was started here."""
+        """Kill the processes that were started here."""
         for process in self._started:
             process.kill()
         for process in self._started:
@@ -112,7 +112,7 @@ class Machine:
 
 
 def why_not_apart() -> str:
-    """Say why there can be no namespaces here; nothing where there can."""
+    """Return why no namespaces can be made here; empty if they can."""
     if not shutil.which("ip"):
         return "iproute2 is not installed"
     probe = f"dp{os.getpid()}"
@@ -127,14 +127,14 @@ def why_not_apart() -> str:
 def machines_apart(count: int, *, ipv6: bool = False) -> Iterator[list[Machine]]:
     """Make machines with a network namespace each, which a bridge joins.
 
-    The host's end of each machine's link is named as its namespace. With ``ipv6`` they have
-    addresses of no other kind, but for the loopback's.
+    The host's end of each machine's link has the name of its namespace. With ``ipv6`` they have
+    only IPv6 addresses, except on the loopback.
     """
     pid = os.getpid()
     bridge, network = f"db{pid}", f"10.{200 + pid % 50}.{pid // 50 % 250}."
     if ipv6:
         network = f"fd00:{pid % 0xFFFF:x}::"
-    # Of an earlier bed's machines the kernel may still be taking leave.
+    # The kernel may not have removed an earlier machines yet.
     names = [f"d{pid}n{next(_numbers)}" for _ in range(count)]
     made = [Machine(f"{network}{number}", name) for number, name in enumerate(names, 1)]
     try:
@@ -154,10 +154,10 @@ def machines_apart(count: int, *, ipv6: bool = False) -> Iterator[list[Machine]]
 
 @contextlib.contextmanager
 def machines_on_loopback(count: int) -> Iterator[list[Machine]]:
-    """Make machines that are addresses of the loopback; their links cannot be touched."""
+    """Make machines that are addresses of the loopback; their links cannot be changed."""
     pid = os.getpid()
-    # Another process's bed has another network, and so has another bed of this process.
-    network = f"127.{100 + pid % 100}.{(pid // 100 + 83 * next(_beds)) % 250}"
+    # Each process, and each set of machines in this process, has a network of its own.
+    network = f"127.{100 + pid % 100}.{(pid // 100 + 83 * next(_networks)) % 250}"
     made = [Machine(f"{network}.{number}") for number in range(1, count + 1)]
     try:
         yield made
@@ -178,7 +178,7 @@ def _join(machine: Machine, bridge: str) -> None:
 
 
 def _redirect(device: str, way: str, target: str, namespace: str = "") -> None:
-    """Have what one device takes in, or puts out, done by another."""
+    """Redirect the frames that a device receives, or sends, to another device."""
     tc = ["tc", *(["-n", namespace] if namespace else [])]
     anything = ["protocol", "all", "u32", "match", "u32", "0", "0"]
     to_target = ["action", "mirred", way, "redirect", "dev", target]
@@ -192,7 +192,7 @@ def _ip(*arguments: str) -> str:
 
 
 def why_not_mounted() -> str:
-    """Say why no file system can be mounted here; nothing where one can."""
+    """Return why no file system can be mounted here; empty if one can."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             with small_disk(Path(folder), 1):

@@ -1,4 +1,4 @@
-"""The notebooks, run from top to bottom; ``make notebooks`` saves them as they then are."""
+"""The notebooks, run from top to bottom; ``make notebooks`` saves them with their outputs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ON_CLUSTER = ("walkthrough", "serverless")
 """Those that need Spark and a tracking server."""
 NAMES = (*ON_CLUSTER, "fsdp", "fsdp2")
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
-"""Variables without which MLflow would tell its makers of its use."""
+"""Variables that switch off MLflow's usage reports."""
 PLAIN = {
-    "OMP_NUM_THREADS": "1",  # as ranks have it; on busy cores more threads only wait
-    "PYTHONWARNINGS": "ignore",  # they tell of the versions that happen to be installed
+    "OMP_NUM_THREADS": "1",  # as on ranks: on busy cores more threads only wait
+    "PYTHONWARNINGS": "ignore",  # they depend on the installed versions
 }
 """Variables that any notebook is run with."""
 OF_THIS_MACHINE = {
@@ -38,12 +38,12 @@ OF_THIS_MACHINE = {
     r"[^\s\"]*/ipykernel_\d+/\d+\.py": "<cell>",
     rf"\b{re.escape(socket.gethostname())}\b": "localhost",
 }
-"""What saved outputs are without (also what Java says of its own start), and have instead."""
+"""Patterns of this machine, and of Java's start, with their replacements in saved outputs."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where notebooks are run: what they have to be told is in their kernels' environment.
+    """Where notebooks run: their kernels' environment has the cluster and the server.
 
     Parameters
     ----------
@@ -60,14 +60,14 @@ class Place:
     uri: str
 
     def run(self, name: str, **properties: str) -> Any:
-        """Run a notebook; give it with its outputs. Errors that are not on purpose are raised.
+        """Run a notebook, and return it with its outputs. An unexpected error is raised.
 
         Parameters
         ----------
         name : str
             The file's, without its ending.
         **properties
-            Of Spark, for other than a session on the cluster.
+            Spark properties, for a session that is not on the cluster.
         """
         return run_here(name, self.folder / name, self._environment(name, properties))
 
@@ -86,19 +86,19 @@ class Place:
         folder = self.folder / f"{name}-conf"
         folder.mkdir()
         shutil.copy(ROOT / "conf" / "log4j2.properties", folder)
-        told = {
+        settings = {
             **self.cluster.properties,
             **{f"spark.executorEnv.{variable}": value for variable, value in QUIET.items()},
             "spark.ui.showConsoleProgress": "false",
             **properties,
         }
-        lines = [f"{key} {value}\n" for key, value in told.items()]
+        lines = [f"{key} {value}\n" for key, value in settings.items()]
         (folder / "spark-defaults.conf").write_text("".join(lines))
         return folder
 
 
 def run_here(name: str, folder: Path, environment: Mapping[str, str] | None = None) -> Any:
-    """Run a notebook in a new folder; give it with its outputs.
+    """Run a notebook in a new folder, and return it with its outputs.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def run_here(name: str, folder: Path, environment: Mapping[str, str] | None = No
     folder : Path
         Where it works.
     environment : mapping of str to str, optional
-        What it has to be told.
+        More variables for its kernel.
     """
     import nbformat
 
@@ -120,7 +120,7 @@ def run_here(name: str, folder: Path, environment: Mapping[str, str] | None = No
 
 @contextlib.contextmanager
 def place_for_notebooks(folder: Path, port: int | None = None) -> Iterator[Place]:
-    """Start a cluster of two executors and, meanwhile, a tracking server; on the loopback."""
+    """Start, on the loopback, a cluster of two executors and a tracking server."""
     with (
         contextlib.ExitStack() as stack,
         ThreadPoolExecutor() as pool,
@@ -146,7 +146,7 @@ def main() -> int:
 
 
 def run_all(names: Sequence[str], folder: Path) -> Iterator[tuple[str, Any]]:
-    """Run notebooks, those that need no cluster first; give each with its outputs."""
+    """Run notebooks, the ones without a cluster first, and yield each with its outputs."""
     for name in names:
         if name not in ON_CLUSTER:
             yield name, run_here(name, folder / name)
@@ -157,7 +157,7 @@ def run_all(names: Sequence[str], folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def neutral(notebook: Any) -> Any:
-    """Take from a notebook that has run what only tells of this machine."""
+    """Remove this machine's details from a notebook that has run."""
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},

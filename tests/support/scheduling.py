@@ -1,61 +1,90 @@
-"""Which tests share a process when pytest-xdist distributes them, and which come first.
+"""Which tests run in the same process when pytest-xdist distributes them, and which start first.
 
-Starting Spark costs 20 CPU seconds, so the tests of the shared session are in two groups, of one
-process each. A file's other tests are a group, too, for the sake of its fixtures. Tests that run a
-driver program of their own are distributed one by one.
+Starting Spark costs 15 CPU seconds, so the tests of the shared session run in two processes, not
+in all. A file's other tests run in one process, which sets up their fixtures once. Tests
+that start a driver program, and share nothing else, are distributed one by one.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import re
+from pathlib import Path
 
-import pytest
+from xdist.scheduler import LoadScopeScheduling
 
+ROOT = Path(__file__).parents[2]
+USES_SPARK = re.compile(r"\bspark: Any|\bdistribute: |getfixturevalue\(\"spark\"\)")
+SHARES_FIXTURES = re.compile(r'scope="module"|\b(server|experiment): str')
+STARTS_DRIVERS = re.compile(r"\brun_driver\b")
 ONE_PROCESS = ("test_connect.py",)
 """Files whose tests use a fixed port."""
 LONGEST = (
-    "test_gpus.py",
     "test_zygote.py",
+    "test_notebooks.py",
+    "test_connect.py",
+    "test_chaos.py",
+    "test_lost_processes.py",
+    "test_preemption.py",
     "test_job_run.py",
     "test_server_failures.py",
     "test_without_server.py",
-    "test_connect.py",
-    "test_notebooks.py",
-    "test_chaos.py",
-    "test_preemption.py",
-    "test_memory.py",
+    "test_gpus.py",
 )
-"""Files that start right after the groups of the shared session, the longest first."""
+    "test_notebooks.py",
+    "test_connect.py",
+    "test_chaos.py",
+    "test_lost_processes.py",
+    "test_preemption.py",
+    "test_tracking.py",
+    "test_gpus.py",
+)
+"""Files that start right after the groups of the shared session."""
 
 
-def distribute_tests(items: list[Any]) -> None:
-    """Give each test its group, and order the groups by the time that they take."""
-    for item in items:
-        if group := _group_of(item):
-            item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=_place)
+class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
+    """Distribute groups of tests; a process receives the next group when it has finished one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
 
 
-def _group_of(item: Any) -> str:
-    if _shares_spark(item):
-        return "spark-files" if item.path.parent.name == "tests" else "spark-folders"
-    definitions = item._fixtureinfo.name2fixturedefs.values()
-    shares_fixtures = any(each[-1].scope == "module" for each in definitions)
-    if "run_driver" in item.fixturenames and not shares_fixtures:
-        return "" if item.path.name not in ONE_PROCESS else item.path.name
-    return str(item.path.name)
+def group_of(nodeid: str) -> str:
+    """Return the name of the group of a test."""
+    path, _, test = nodeid.partition("::")
+    if _shares_spark(nodeid):
+        return "spark: files" if path.count("/") == 1 else "spark: folders"
+    text = _text_of(path)
+    if Path(path).name in ONE_PROCESS or SHARES_FIXTURES.search(text):
+        return path
+    name, _, _ = test.partition("[")
+    body = text.partition(f"def {name}(")[2].partition("\ndef ")[0]
+    return nodeid if STARTS_DRIVERS.search(body) or "ask: Ask" in body else path
 
 
-def _shares_spark(item: Any) -> bool:
-    if "spark" in item.fixturenames:
-        return True
-    callspec = getattr(item, "callspec", None)
-    uses_launchers = callspec is not None and "cluster" in callspec.params.values()
-    return uses_launchers and item.get_closest_marker("spark") is not None
-
-
-def _place(item: Any) -> int:
-    if _shares_spark(item):
+def place_of(nodeid: str) -> int:
+    """Return the place of a test in the order of all tests: long groups start first."""
+    if _shares_spark(nodeid):
         return 0
-    name = item.path.name
+    name = Path(nodeid.partition("::")[0]).name
     return 1 + (LONGEST.index(name) if name in LONGEST else len(LONGEST))
+
+
+def _shares_spark(nodeid: str) -> bool:
+    path, _, test = nodeid.partition("::")
+    if not USES_SPARK.search(_text_of(path)):
+        return False
+    name, _, parameters = test.partition("[")
+    if parameters:
+        return bool(re.search(r"\bcluster\b", parameters)) or _asks_for_spark(path, name)
+    return _asks_for_spark(path, name)
+
+
+def _asks_for_spark(path: str, name: str) -> bool:
+    signature = _text_of(path).partition(f"def {name}(")[2].partition(") -> ")[0]
+    return bool(re.search(r"\b(spark|conf|encrypted): ", signature))
+
+
+@functools.cache
+def _text_of(path: str) -> str:
+    return (ROOT / path).read_text()

@@ -18,7 +18,7 @@ def refuse(names, error):
         steps += [(equal, 0, 1, numbers[name]), (give_back, 0, 0, fail | getattr(errno, error))]
     steps.append((give_back, 0, 0, allow))
     program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-    # struct sock_fprog: how many steps, and where they are
+    # struct sock_fprog: the number of steps, and their address
     filtered = ctypes.create_string_buffer(struct.pack("HP", len(steps), ctypes.addressof(program)))
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     no_new_privileges, set_seccomp, mode_filter = 38, 22, 2

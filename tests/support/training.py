@@ -1,8 +1,7 @@
-"""A training to be hurt: when, where and on which rank is said beforehand, by event and count.
+"""A training for fault injection: an event, a count and a rank select when it is killed.
 
-It is a line fitted with float64, so that losses can be compared to the last bit. Each batch is
-reported with the samples that it consists of; every second report is a checkpoint to which each
-rank gives a file.
+It fits a line with float64, so that losses can be compared to the last bit. Each report has the
+batch's samples; every second report has a checkpoint to which each rank adds a file.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ class Fate:
     rank : int
         On which rank.
     marker : str
-        A file that is made then; where it is there already, nothing happens.
+        A file that is created then; if it exists already, nothing happens.
     killed : bool
-        Whether the rank kills itself; otherwise it waits for somebody to end it.
+        Whether the rank kills itself; otherwise it waits until it is killed.
     """
 
     event: str
@@ -64,7 +63,7 @@ class Fate:
     killed: bool = True
 
     def strike(self) -> None:
-        """Let it happen."""
+        """Kill this rank, or wait to be killed."""
         Path(self.marker).write_text(str(os.getpid()))
         if self.killed:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -79,7 +78,7 @@ class Events:
         self._counts: dict[str, int] = {}
 
     def due(self, event: str) -> bool:
-        """Count an event; tell whether fate is to strike."""
+        """Count an event, and return True if fate is to strike."""
         fate = self._fate
         if fate is None or fate.event != event or os.environ.get("RANK") != str(fate.rank):
             return False
@@ -145,7 +144,7 @@ class DoomedFiles(pafs.FSSpecHandler):  # type: ignore[misc]
 
 
 def fit_line(config: dict[str, Any]) -> list[float]:
-    """Train, from the latest checkpoint on."""
+    """Train from the latest checkpoint."""
     events = Events(config.get("fate"))
     torch.manual_seed(7)
     x = torch.arange(SAMPLES, dtype=torch.float64).reshape(-1, 1) / SAMPLES
@@ -164,8 +163,8 @@ def fit_line(config: dict[str, Any]) -> list[float]:
             loss.backward()
             optimizer.step()
             step += 1
-            told = {"loss": loss.item(), "step": step, "epoch": current, "samples": _all(which)}
-            _report(told, plain, optimizer)
+            metrics = {"loss": loss.item(), "step": step, "epoch": current, "samples": _all(which)}
+            _report(metrics, plain, optimizer)
             if step == config.get("stop_at"):
                 return [step]
     return [parameter.item() for parameter in plain.parameters()]
@@ -183,22 +182,24 @@ def _load(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int
 
 
 def _all(which: torch.Tensor) -> list[int]:
-    """List what all ranks have in hand."""
+    """Return the samples of all ranks."""
     shares = [torch.empty_like(which) for _ in range(dist.get_world_size())]
     dist.all_gather(shares, which)
     samples: list[int] = torch.cat(shares).tolist()
     return samples
 
 
-def _report(told: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if told["step"] % SAVE_EVERY:
-        train.report(told)
+def _report(
+    metrics: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    if metrics["step"] % SAVE_EVERY:
+        train.report(metrics)
         return
     rank = train.get_context().get_world_rank()
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **told}
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **metrics}
     with tempfile.TemporaryDirectory() as folder:
         torch.save(state, f"{folder}/rank{rank}.pt")
-        train.report(told, checkpoint=Checkpoint.from_directory(folder))
+        train.report(metrics, checkpoint=Checkpoint.from_directory(folder))
 
 
 def trainer(
@@ -209,7 +210,7 @@ def trainer(
     local_mode: bool = True,
     **config: Any,
 ) -> TorchTrainer:
-    """Make the trainer, whose storage fate may strike too."""
+    """Make the trainer, whose storage is subject to the fate, too."""
     filesystem = pafs.PyFileSystem(DoomedFiles(config.get("fate")))
     return TorchTrainer(
         fit_line,
@@ -227,11 +228,11 @@ def trainer(
 
 
 def curve(result: Result) -> list[float]:
-    """Give the losses in the order of the reports."""
+    """Return the losses in the order of the reports."""
     return [report.metrics["loss"] for report in result.reports]
 
 
 def samples(result: Result, epoch: int) -> list[int]:
-    """List what was trained in an epoch."""
+    """Return the samples that were trained in an epoch."""
     reports = [each.metrics for each in result.reports if each.metrics["epoch"] == epoch]
     return [sample for metrics in reports for sample in metrics["samples"]]

@@ -1,4 +1,4 @@
-"""Waiting for what must come, and telling which processes have ended."""
+"""Waiting for conditions with a deadline, and for processes to end."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import psutil
 
 Some = TypeVar("Some", int, psutil.Process)
 MARK = "DISTRIBUTOR_TEST_MARK"
-"""A variable by which a test knows all that it has started."""
+"""An environment variable that marks all processes that a test has started."""
 SOON = 10.0
 """Seconds within which all processes of a run that was cut short must have ended."""
 TICK = 0.02
 
 
 def comes_true(condition: Callable[[], object], seconds: float) -> bool:
-    """Wait until something holds; False where it does not in time."""
+    """Wait until a condition holds; return False if it does not in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -28,12 +28,12 @@ def comes_true(condition: Callable[[], object], seconds: float) -> bool:
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = SOON) -> None:
-    """Wait until something holds, or fail."""
+    """Wait until a condition holds, or fail."""
     assert comes_true(condition, seconds), f"{what}: waited {seconds:g} s in vain"
 
 
 def runs(process: int | psutil.Process) -> bool:
-    """Tell whether a process still runs; one that nobody has reaped yet has ended."""
+    """Return True if a process still runs; a zombie does not."""
     with contextlib.suppress(psutil.NoSuchProcess):
         found = psutil.Process(process) if isinstance(process, int) else process
         return bool(found.is_running()) and found.status() != psutil.STATUS_ZOMBIE
@@ -41,7 +41,7 @@ def runs(process: int | psutil.Process) -> bool:
 
 
 def alive(processes: Iterable[Some]) -> list[Some]:
-    """Tell which of these processes still run."""
+    """Return the processes that still run."""
     return [process for process in processes if runs(process)]
 
 
@@ -53,7 +53,7 @@ def assert_gone(processes: Iterable[Some], seconds: float = SOON) -> None:
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """List the processes that were started, at any remove, with this mark in their environment."""
+    """Return the processes that have a mark in their environment, descendants included."""
 
     def has_mark(process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error, OSError):

@@ -76,10 +76,10 @@ def train():
 
 runner = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120)
 before = runner.run_all(lambda: sorted(os.listdir()))
-tell(unset=runner.run_all(train), before=before, created=os.path.exists("mlflow.db"))
+send(unset=runner.run_all(train), before=before, created=os.path.exists("mlflow.db"))
 mlflow.set_tracking_uri("sqlite:///mine.db")
 with mlflow.start_run():
-    tell(in_a_file=runner.run_all(train))
+    send(in_a_file=runner.run_all(train))
 spark.stop()
 """
 
@@ -91,8 +91,8 @@ def test_on_a_cluster_without_a_server_mlflow_is_off(tmp_path: Path) -> None:
         cluster_on(machines, tmp_path, cores=2) as cluster,
         cluster.driver(ON_A_CLUSTER) as driver,
     ):
-        unset = driver.hear("unset")
-        in_a_file = driver.hear("in_a_file")["in_a_file"]
+        unset = driver.receive("unset")
+        in_a_file = driver.receive("in_a_file")["in_a_file"]
         log = driver.log.read_text()
 
     for before, (scheme, run_id, after) in zip(unset["before"], unset["unset"], strict=True):
