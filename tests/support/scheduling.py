@@ -31,14 +31,6 @@ LONGEST = (
     "test_without_server.py",
     "test_gpus.py",
 )
-    "test_notebooks.py",
-    "test_connect.py",
-    "test_chaos.py",
-    "test_lost_processes.py",
-    "test_preemption.py",
-    "test_tracking.py",
-    "test_gpus.py",
-)
 """Files that start right after the groups of the shared session."""
 
 
