@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,8 @@ from support.machines import Machine
 from support.waiting import MARK, marked, until
 
 DEADLINE = 120.0
+REGISTERED = re.compile(r"Registering worker (\S+)")
+"""A line of the master's log; on a busy machine a worker may register more than once."""
 
 Role = Callable[[psutil.Process], bool]
 
@@ -85,7 +88,7 @@ class Cluster:
             self._start_daemon(machine, "worker.Worker", *wanted)
         log = self.folder / "master.Master.log"
         until(
-            lambda: log.read_text().count("Registering worker") == len(self.on_workers),
+            lambda: len(set(REGISTERED.findall(log.read_text()))) == len(self.on_workers),
             "the workers register",
             DEADLINE,
         )
