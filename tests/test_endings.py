@@ -1,4 +1,4 @@
-"""Whatever ends a run, what its ranks started ends with it; deadlines tell where they stood."""
+"""Processes that ranks started end with the run, however it ends; deadlines report stacks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from test_repeated import driver
 
 import distributor
 from distributor import RunTimeout, TorchDistributor, WorkerDied
-from distributor.node.agent import agent
+from distributor.node.agent import termination
 from distributor.node.process.signals import RESOURCE_TRACKER_SECONDS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
 RANKS = 2
-linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no supervisors")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no supervisors")
 
 
 def leave_behind(folder: str) -> None:
-    """Start what is hard to catch: sessions of their own, orphans, a segment of shared memory."""
+    """Start what is hard to clean up: new sessions, orphans, and a segment of shared memory."""
     import subprocess
     from multiprocessing.shared_memory import SharedMemory
 
@@ -40,7 +40,7 @@ def leave_behind(folder: str) -> None:
         signal.pause()
     pids.append(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
     reader, writer = os.pipe()
-    if os.fork() == 0:  # a daemon as of old
+    if os.fork() == 0:  # a classic daemon
         os.setsid()
         daemon = os.fork()
         if daemon == 0:
@@ -54,18 +54,18 @@ def leave_behind(folder: str) -> None:
     note.with_suffix(".part").rename(note.with_suffix(".json"))
 
 
-def work(folder: str, way: str) -> str:
+def work(folder: str, ending: str) -> str:
     leave_behind(folder)
-    if way == "raise":
+    if ending == "raise":
         raise ValueError("on purpose")
-    if way == "kill":
+    if ending == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if way == "hang":
+    if ending == "hang":
         signal.pause()
     return "done"
 
 
-ENDS: dict[str, type[Exception] | None] = {
+ENDINGS: dict[str, type[Exception] | None] = {
     "return": None,
     "raise": ValueError,
     "kill": WorkerDied,
@@ -74,22 +74,22 @@ ENDS: dict[str, type[Exception] | None] = {
 
 
 @linux
-@pytest.mark.parametrize("way", ENDS)
+@pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "fresh"])
-def test_what_ranks_have_started_ends_with_the_run(
-    distribute: Distribute, tmp_path: Path, warm: bool, way: str
+def test_processes_that_ranks_started_end_with_the_run(
+    distribute: Distribute, tmp_path: Path, warm: bool, ending: str
 ) -> None:
-    runner = distribute(RANKS, warm=warm, timeout=3 if way == "hang" else 120)
-    if (error := ENDS[way]) is None:
-        assert runner.run(work, str(tmp_path), way) == "done"
+    runner = distribute(RANKS, warm=warm, timeout=3 if ending == "hang" else 120)
+    if (error := ENDINGS[ending]) is None:
+        assert runner.run(work, str(tmp_path), ending) == "done"
     else:
         with pytest.raises(error):
-            runner.run(work, str(tmp_path), way)
+            runner.run(work, str(tmp_path), ending)
     assert_nothing_left(tmp_path)
 
 
 def assert_nothing_left(folder: Path, processes: int | None = None) -> None:
-    """Check that all of the ranks has ended, or so many processes of each."""
+    """Check that all processes of the ranks have ended, or the first so many of each rank."""
     notes = [json.loads(note.read_text()) for note in folder.glob("*.json")]
     assert len(notes) == RANKS
     assert_gone(pid for _, pids in notes for pid in pids[:processes])
@@ -107,7 +107,7 @@ os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 
 
 @linux
-def test_shared_memory_is_removed_though_its_cleaner_starts_late(
+def test_shared_memory_is_removed_if_its_resource_tracker_starts_late(
     distribute: Distribute, tmp_path: Path
 ) -> None:
     slow = tmp_path / "python"
@@ -129,9 +129,9 @@ def test_shared_memory_is_removed_though_its_cleaner_starts_late(
     notes.mkdir()
     assert distribute(RANKS, warm=False, timeout=120).run(program, str(notes)) == "done"
     assert_nothing_left(notes)
-    cleaners = [int(file.name) for file in begun.iterdir()]
-    assert len(cleaners) == RANKS
-    assert_gone(cleaners)
+    trackers = [int(file.name) for file in begun.iterdir()]
+    assert len(trackers) == RANKS
+    assert_gone(trackers)
 
 
 DRIVER = """
@@ -149,7 +149,7 @@ DRIVER = """
 @linux
 @pytest.mark.parametrize("warm", ["warm", "fresh"])
 @pytest.mark.parametrize("victim", ["driver", "supervisor", "zygote and supervisor"])
-def test_what_ranks_have_started_ends_with_whoever_is_killed(
+def test_processes_that_ranks_started_end_with_a_killed_ancestor(
     tmp_path: Path, victim: str, warm: str
 ) -> None:
     notes = tmp_path / "notes"
@@ -168,14 +168,14 @@ def test_what_ranks_have_started_ends_with_whoever_is_killed(
             pytest.skip("fresh ranks have no zygote")
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
-        # With nobody above it, a forked daemon, which lacks the variables of the run, is lost.
+        # A forked daemon has no variables of the run, so without any ancestor it is not found.
         assert_nothing_left(notes, processes=3 if victim == "zygote and supervisor" else None)
         if victim == "driver":
             until(lambda: not marked(mark), "processes of the driver are left")
 
 
-def stand(folder: str) -> None:
-    """Stand somewhere, each rank in a way of its own."""
+def block() -> None:
+    """Block, each rank in another way."""
     import ctypes
 
     def waits() -> None:
@@ -190,50 +190,48 @@ def stand(folder: str) -> None:
     [waits, holds_the_lock, is_stopped, waits][int(os.environ["RANK"])]()
 
 
-def wait_for(word: str) -> str:
-    """Work until a file is there."""
+def wait_for(path: str) -> str:
+    """Wait until a file exists."""
     import time
 
-    print("at work", flush=True)
-    while not Path(word).exists():
+    print("waiting", flush=True)
+    while not Path(path).exists():
         time.sleep(0.01)
     return "done"
 
 
-def test_a_run_that_goes_on_tells_where_its_ranks_stand(
-    distribute: Distribute, tmp_path: Path
-) -> None:
-    word = tmp_path / "word"
+def test_the_stacks_of_an_active_run_are_reported(distribute: Distribute, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
     with ThreadPoolExecutor(1) as other:
-        run = other.submit(distribute(RANKS, timeout=120).run, wait_for, str(word))
+        run = other.submit(distribute(RANKS, timeout=120).run, wait_for, str(marker))
         try:
-            until(lambda: all_stand("in wait_for"), "the ranks tell", 60)
+            until(lambda: all_are("in wait_for"), "the ranks report their stacks", 60)
             assert not run.done()
         finally:
-            word.touch()
+            marker.touch()
         assert run.result() == "done"
     assert distributor.stacks() == {}
 
 
-def all_stand(where: str) -> bool:
-    """Tell whether all ranks of the one run say that they stand there."""
+def all_are(place: str) -> bool:
+    """Return whether the stacks of all ranks of the only run have this place."""
     [stacks] = distributor.stacks().values() or [{}]
-    return sorted(stacks) == list(range(RANKS)) and all(where in s for s in stacks.values())
+    return sorted(stacks) == list(range(RANKS)) and all(place in s for s in stacks.values())
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "fresh"])
-def test_a_deadline_tells_where_the_ranks_stood(
+def test_a_deadline_reports_the_stacks_of_ranks(
     distribute: Distribute, tmp_path: Path, warm: bool
 ) -> None:
     runner: Any = distribute(4, warm=warm, timeout=2)
     with pytest.raises(RunTimeout) as caught:
-        runner.run(stand, str(tmp_path))
+        runner.run(block)
     stacks = caught.value.stacks
     assert sorted(stacks) == [0, 1, 2, 3]
     assert "in waits" in stacks[0]
     assert "in holds_the_lock" in stacks[1]
     assert "no answer" in stacks[2]
-    assert stacks[0] == stacks[3], "and so it is told once"
+    assert stacks[0] == stacks[3], "equal stacks are shown once"
     assert "ranks 0, 3:\n" in str(caught.value)
     assert "control_channel" not in str(caught.value)
 
@@ -242,7 +240,7 @@ def never_end() -> None:
     threading.Event().wait()
 
 
-def test_an_exit_is_told_though_its_handlers_never_end(distribute: Distribute) -> None:
+def test_an_exit_is_reported_if_its_exit_handlers_never_end(distribute: Distribute) -> None:
     def program() -> None:
         if os.environ["RANK"] == "0":
             atexit.register(never_end)
@@ -255,11 +253,11 @@ def test_an_exit_is_told_though_its_handlers_never_end(distribute: Distribute) -
     assert caught.value.exit_code == 3
 
 
-def test_a_value_comes_though_its_rank_never_ends(
+def test_a_value_is_returned_if_its_rank_never_ends(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(agent, "TELL_SECONDS", 0.5)
-    monkeypatch.setattr(agent, "LEAVE_SECONDS", 1.5)
+    monkeypatch.setattr(termination, "LINGERING_WARNING_SECONDS", 0.5)
+    monkeypatch.setattr(termination, "LINGERING_KILL_SECONDS", 1.5)
 
     def program() -> str:
         threading.Thread(target=never_end).start()
@@ -267,8 +265,8 @@ def test_a_value_comes_though_its_rank_never_ends(
 
     distributor = TorchDistributor(RANKS, local_mode=True, use_gpu=False, timeout=60)
     assert distributor.run_all(program) == ["done"] * RANKS
-    told = capfd.readouterr().err
+    shown = capfd.readouterr().err
     for rank in range(RANKS):
-        assert f"rank {rank} (local rank {rank})" in told
-    assert "has done its work, but its process goes on" in told
-    assert "in never_end" in told
+        assert f"rank {rank} (local rank {rank})" in shown
+    assert "has done its work, but its process is still running" in shown
+    assert "in never_end" in shown

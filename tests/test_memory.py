@@ -1,4 +1,4 @@
-"""What ranks need of memory, what their container has, and the warning if that is too little."""
+"""The memory that ranks need and their container has, and the warning if it is too little."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distributor.core import resources
 from distributor.core.resources import ContainerMemory, container_memory
 from distributor.launch.spark.memory import container_shortage
 from distributor.node.agent import memory
-from distributor.node.agent.memory import MIB, least_memory, memory_warnings
+from distributor.node.agent.memory import MIB, memory_warnings, min_memory
 
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 YARN, KUBERNETES = {"spark.master": "yarn"}, {"spark.master": "k8s://https://host:6443"}
@@ -28,7 +28,7 @@ def shortage(conf: Mapping[str, str], tasks: int = 2, ranks: int = 1, warm: bool
 
 
 @pytest.mark.parametrize(
-    ("conf", "told"),
+    ("conf", "expected"),
     [
         (YARN, "has 403 MB beside its Java heap"),
         (YARN | {"spark.executor.memory": "4g"}, "has 429 MB"),
@@ -39,14 +39,16 @@ def shortage(conf: Mapping[str, str], tasks: int = 2, ranks: int = 1, warm: bool
         (KUBERNETES | {"spark.kubernetes.memoryOverheadFactor": "0.45"}, "has 483 MB"),
         (YARN | {"spark.kubernetes.memoryOverheadFactor": "0.45"}, "has 403 MB"),
         (YARN | {"spark.executor.memoryOverheadFactor": "0.45"}, "has 483 MB"),
-        # Spark's alone
+        # off-heap memory is Spark's alone
         (YARN | {"spark.memory.offHeap.enabled": "true", "spark.memory.offHeap.size": "9g"}, "403"),
     ],
 )
-def test_containers_without_room_are_named_with_figures(conf: dict[str, str], told: str) -> None:
+def test_containers_that_are_too_small_are_reported_with_figures(
+    conf: dict[str, str], expected: str
+) -> None:
     text = shortage(conf)
 
-    assert told in text
+    assert expected in text
     assert "1 rank in it, with Spark's own processes, need at least 545 MB" in text
     assert "Make the session with spark.executor.memoryOverhead=520m, and" in text
     assert not shortage(conf | {"spark.executor.memoryOverhead": "520m"})
@@ -66,11 +68,13 @@ def test_containers_without_room_are_named_with_figures(conf: dict[str, str], to
         KUBERNETES | {"spark.kubernetes.memoryOverheadFactor": "0.6"},
     ],
 )
-def test_containers_with_room_and_clusters_without_bounds_are_not(conf: dict[str, str]) -> None:
+def test_sufficient_containers_and_clusters_without_limits_are_not_reported(
+    conf: dict[str, str],
+) -> None:
     assert shortage(conf) == ""
 
 
-def test_ranks_of_one_executor_count_together() -> None:
+def test_all_ranks_of_one_executor_are_counted() -> None:
     enough = YARN | {"spark.executor.memoryOverhead": "800m"}
     assert not shortage(enough, tasks=2)
     assert "4 ranks" in shortage(enough, tasks=2, ranks=4)
@@ -82,7 +86,7 @@ def test_ranks_of_one_executor_count_together() -> None:
 
 @pytest.fixture
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cgroup of version 2, two levels down, in a folder that stands for the kernel's."""
+    """A cgroup of version 2, two levels deep, in a folder that replaces the kernel's."""
     (tmp_path / "own").write_text("1:name=systemd:/elsewhere\n0::/outer/inner\n")
     folder = tmp_path / "cgroup" / "outer" / "inner"
     folder.mkdir(parents=True)
@@ -91,42 +95,42 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def bound(folder: Path, most: int | str, used: int, cached: int = 0) -> None:
+def set_limit(folder: Path, most: int | str, used: int, cached: int = 0) -> None:
     (folder / "memory.max").write_text(f"{most}\n")
     (folder / "memory.current").write_text(f"{used}\n")
     (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\n")
 
 
-def test_the_tightest_bound_of_the_groups_above_counts(group: Path) -> None:
+def test_the_tightest_limit_of_the_group_and_its_parents_counts(group: Path) -> None:
     assert container_memory() is None
-    bound(group, "max", 5)
+    set_limit(group, "max", 5)
     assert container_memory() is None
-    bound(group, 1000, 900, 50)
+    set_limit(group, 1000, 900, 50)
     assert container_memory() == ContainerMemory(left=150, most=1000)
-    bound(group.parent, 2000, 1990)
+    set_limit(group.parent, 2000, 1990)
     assert container_memory() == ContainerMemory(left=10, most=2000)
-    bound(group.parent, 2000, 2100)
+    set_limit(group.parent, 2000, 2100)
     assert container_memory() == ContainerMemory(left=0, most=2000)
 
 
-def test_what_is_left_is_compared_with_what_ranks_need(group: Path) -> None:
-    needed = least_memory(2, 1, warm=True)
+def test_free_memory_is_compared_with_what_ranks_need(group: Path) -> None:
+    needed = min_memory(2, 1, warm=True)
 
     def warnings(left: int, is_warm: bool = False) -> list[str]:
-        bound(group, 2**30, 2**30 - left)
+        set_limit(group, 2**30, 2**30 - left)
         found = memory_warnings(2, 1, warm=True, is_warm=lambda: is_warm)
         return [f"{warning.text} ({warning.detail})" for warning in found]
 
     assert warnings(needed) == []
-    [told] = warnings(needed - 1)
-    assert "2 ranks in this container need at least 388 MB" in told
-    assert "spark.executor.memoryOverhead" in told
-    assert "388 MB left of 1.07 GB" in told
-    assert warnings(needed - memory.WARM_PROCESS, is_warm=True) == []
-    assert warnings(needed - memory.WARM_PROCESS - 1, is_warm=True)
+    [warning] = warnings(needed - 1)
+    assert "2 ranks in this container need at least 388 MB" in warning
+    assert "spark.executor.memoryOverhead" in warning
+    assert "388 MB left of 1.07 GB" in warning
+    assert warnings(needed - memory.ZYGOTE, is_warm=True) == []
+    assert warnings(needed - memory.ZYGOTE - 1, is_warm=True)
 
 
-BOUNDED = """
+LIMITED = """
 import json, logging, os, sys
 {limit}
 logging.basicConfig(format="WARNED %(message)s", level=logging.WARNING)
@@ -134,7 +138,7 @@ logging.basicConfig(format="WARNED %(message)s", level=logging.WARNING)
 from distributor import TorchDistributor
 
 def run():
-    # Ranks that start fresh and need no torch stay below the bound.
+    # Ranks that start fresh and need no torch stay below the limit.
     runner = TorchDistributor(2, local_mode=True, use_gpu=False, warm=False, timeout=60)
     return runner.run(int, "7")
 
@@ -144,7 +148,7 @@ print("FACTS " + json.dumps({{"values": [run(), run()]}}))
 
 @pytest.fixture
 def limited() -> Iterator[str]:
-    """A cgroup of the kernel's with a bound on memory, below this process's own."""
+    """A cgroup with a memory limit, below the group of this process; yields code that joins it."""
     name = f"distributor-test-{uuid.uuid4().hex[:8]}"
     groups = {
         line.split(":", 2)[1]: line.strip().split(":", 2)[2]
@@ -158,12 +162,12 @@ def limited() -> Iterator[str]:
     try:
         folder.mkdir()
     except OSError as error:
-        pytest.skip(f"no cgroup can be made here: {error}")
+        pytest.skip(f"a cgroup cannot be created here: {error}")
     try:
         try:
             (folder / file).write_text(str(400 * MIB))
         except OSError as error:
-            pytest.skip(f"the memory of a cgroup cannot be bounded here: {error}")
+            pytest.skip(f"the memory of a cgroup cannot be limited here: {error}")
         yield f"open({str(folder / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))"
     finally:
         members = folder / "cgroup.procs"
@@ -172,8 +176,8 @@ def limited() -> Iterator[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has cgroups")
-def test_a_bound_of_the_kernel_is_warned_of_once(limited: str, run_driver: RunDriver) -> None:
-    done = run_driver(BOUNDED.format(limit=limited))
+def test_a_memory_limit_is_warned_about_once(limited: str, run_driver: RunDriver) -> None:
+    done = run_driver(LIMITED.format(limit=limited))
 
     assert facts_in(done)["values"] == [7, 7]
     warned = [line for line in done.stderr.splitlines() if line.startswith("WARNED On ")]
@@ -214,22 +218,22 @@ def warnings_on_executors(run_driver: RunDriver, conf: dict[str, str], **env: st
 @pytest.mark.slow
 @pytest.mark.spark
 @needs_java
-def test_a_bound_on_executors_is_warned_of_once(
+def test_a_memory_limit_of_executors_is_warned_about_once(
     limited: str, run_driver: RunDriver, python_that_begins_with: Callable[[str], Path]
 ) -> None:
     python = python_that_begins_with(f"import os\n{limited}\n")
 
-    [told] = warnings_on_executors(run_driver, {}, PYSPARK_PYTHON=str(python))
+    [warning] = warnings_on_executors(run_driver, {}, PYSPARK_PYTHON=str(python))
 
-    assert "2 ranks in this container need at least 514 MB" in told
-    assert "left of 419 MB)" in told
+    assert "2 ranks in this container need at least 514 MB" in warning
+    assert "left of 419 MB)" in warning
 
 
 @pytest.mark.slow
 @pytest.mark.spark
 @needs_java
-def test_a_bound_of_pysparks_on_addresses_is_warned_of_once(run_driver: RunDriver) -> None:
-    [told] = warnings_on_executors(run_driver, {"spark.executor.pyspark.memory": "800m"})
+def test_a_limit_of_the_address_space_is_warned_about_once(run_driver: RunDriver) -> None:
+    [warning] = warnings_on_executors(run_driver, {"spark.executor.pyspark.memory": "800m"})
 
-    assert "a process may use 839 MB of addresses (RLIMIT_AS), and a rank needs 1.15 GB" in told
-    assert "spark.executor.pyspark.memory" in told
+    assert "is limited to 839 MB (RLIMIT_AS), and a rank needs at least 1.15 GB" in warning
+    assert "spark.executor.pyspark.memory" in warning

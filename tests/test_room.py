@@ -1,4 +1,4 @@
-"""Where room is lacking: for values without a link, for arguments, for shared memory."""
+"""Too little room for values without a link, for arguments, and in shared memory."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ needs_mounts = pytest.mark.skipif(bool(NOT_MOUNTED), reason=NOT_MOUNTED)
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 
 WITHOUT_A_LINK = """
-def give(megabytes):
+def make(megabytes):
     import torch
     return torch.ones(megabytes * 2**20, dtype=torch.uint8)
 
-# To the nodes, which have addresses of their own, this is one of theirs.
+# The nodes have addresses of their own, and take this one for theirs.
 runner = TorchDistributor(2, local_mode=False, use_gpu=False, hub_address="127.0.0.1"{settings})
 try:
-    send(ending="value", size=len(runner.run(give, {megabytes})))
+    send(ending="value", size=len(runner.run(make, {megabytes})))
 except BaseException as error:
     send(ending=type(error).__name__, message=str(error))
 """
@@ -44,7 +44,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def ending_of(cluster: Cluster, megabytes: int, settings: str = "", **conf: str) -> dict[str, Any]:
+def run_without_link(
+    cluster: Cluster, megabytes: int, settings: str = "", **conf: str
+) -> dict[str, Any]:
     source = WITHOUT_A_LINK.format(megabytes=megabytes, settings=settings)
     with cluster.driver(source, **conf) as driver:
         return driver.receive("ending")
@@ -53,18 +55,18 @@ def ending_of(cluster: Cluster, megabytes: int, settings: str = "", **conf: str)
 @pytest.mark.slow
 @pytest.mark.spark
 @needs_namespaces
-def test_a_value_beyond_what_spark_carries_is_kept(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_value_that_spark_cannot_carry_is_saved(cluster: Cluster, tmp_path: Path) -> None:
     limit = {"spark.driver.maxResultSize": "16m"}
 
-    told = ending_of(cluster, 40, f", log_dir={str(tmp_path)!r}", **limit)
+    ending = run_without_link(cluster, 40, f", log_dir={str(tmp_path)!r}", **limit)
 
-    assert told["ending"] == "ValueTooLarge", told
-    assert "takes 41.9 MB" in told["message"]
-    assert "room for 16.8 MB" in told["message"]
-    assert "spark.driver.maxResultSize" in told["message"]
-    [kept] = tmp_path.glob("*/*-value-of-rank-0")
-    assert f"distributor.load_value('{kept}')" in told["message"]
-    value = load_value(kept)
+    assert ending["ending"] == "ValueTooLarge", ending
+    assert "takes 41.9 MB" in ending["message"]
+    assert "room for 16.8 MB" in ending["message"]
+    assert "spark.driver.maxResultSize" in ending["message"]
+    [path] = tmp_path.glob("*/*-value-of-rank-0")
+    assert f"distributor.load_value('{path}')" in ending["message"]
+    value = load_value(path)
     assert len(value) == 40 * 2**20
     assert bool((value == 1).all())
 
@@ -72,12 +74,12 @@ def test_a_value_beyond_what_spark_carries_is_kept(cluster: Cluster, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.spark
 @needs_namespaces
-def test_a_value_that_spark_carries_comes_and_is_kept_too(cluster: Cluster, tmp_path: Path) -> None:
-    told = ending_of(cluster, 80, f", log_dir={str(tmp_path)!r}")
+def test_a_large_value_that_spark_carries_is_saved_too(cluster: Cluster, tmp_path: Path) -> None:
+    ending = run_without_link(cluster, 80, f", log_dir={str(tmp_path)!r}")
 
-    assert told == {**told, "ending": "value", "size": 80 * 2**20}
-    [kept] = tmp_path.glob("*/*-value-of-rank-0")
-    assert len(load_value(kept)) == 80 * 2**20
+    assert ending == {**ending, "ending": "value", "size": 80 * 2**20}
+    [path] = tmp_path.glob("*/*-value-of-rank-0")
+    assert len(load_value(path)) == 80 * 2**20
 
 
 WITH_LITTLE_MEMORY = """
@@ -85,13 +87,13 @@ from distributor.launch.spark.monitor import value_receiver
 
 value_receiver.free_memory = lambda: 50 * 2**20
 
-def give(megabytes):
+def make(megabytes):
     import torch
     return torch.ones(megabytes * 2**20, dtype=torch.uint8)
 
 runner = TorchDistributor(2, local_mode=False, use_gpu=False, log_dir={log_dir!r})
 try:
-    runner.run(give, 80)
+    runner.run(make, 80)
     send(ending="value")
 except BaseException as error:
     send(ending=type(error).__name__, message=str(error))
@@ -100,15 +102,15 @@ except BaseException as error:
 
 @pytest.mark.spark
 @needs_namespaces
-def test_a_value_beyond_the_drivers_memory_is_kept(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_value_larger_than_the_drivers_memory_is_saved(cluster: Cluster, tmp_path: Path) -> None:
     with cluster.driver(WITH_LITTLE_MEMORY.format(log_dir=str(tmp_path))) as driver:
-        told = driver.receive("ending")
+        ending = driver.receive("ending")
 
-    assert told["ending"] == "ValueTooLarge", told
-    assert "the driver has 52.4 MB of memory left" in told["message"]
-    [kept] = tmp_path.glob("*/*-value-of-rank-0")
-    assert f"distributor.load_value('{kept}')" in told["message"]
-    assert len(load_value(kept)) == 80 * 2**20
+    assert ending["ending"] == "ValueTooLarge", ending
+    assert "the driver has 52.4 MB of memory left" in ending["message"]
+    [path] = tmp_path.glob("*/*-value-of-rank-0")
+    assert f"distributor.load_value('{path}')" in ending["message"]
+    assert len(load_value(path)) == 80 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -123,16 +125,16 @@ def test_a_value_beyond_the_drivers_memory_is_kept(cluster: Cluster, tmp_path: P
     ],
     ids=["v2", "v1"],
 )
-def test_a_containers_bound_counts(
+def test_the_limit_of_the_container_counts(
     files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resources, "CGROUPS", str(tmp_path))
-    unbound = resources.free_memory()
+    without_limit = resources.free_memory()
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
 
-    assert unbound > 2**20
+    assert without_limit > 2**20
     assert resources.free_memory() == 150
 
 
@@ -160,7 +162,7 @@ print("FACTS " + json.dumps(facts))
 @pytest.mark.spark
 @needs_java
 @needs_mounts
-def test_arguments_beyond_the_drivers_disk_are_refused(
+def test_arguments_larger_than_the_drivers_disk_are_refused(
     run_driver: RunDriver, tmp_path: Path
 ) -> None:
     with small_disk(tmp_path / "disk", 8) as disk:
@@ -191,7 +193,7 @@ except Exception as error:
 
 
 @needs_mounts
-def test_exhausted_shared_memory_is_named_with_what_there_is(tmp_path: Path) -> None:
+def test_exhausted_shared_memory_is_reported_with_its_size(tmp_path: Path) -> None:
     script = tmp_path / "driver.py"
     script.write_text(LOADING)
     commands = f"mount -t tmpfs -o size=8m tmpfs /dev/shm && exec {sys.executable} {script}"
@@ -217,7 +219,7 @@ def test_a_bus_error_is_explained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "lacks"),
+    ("error", "expected"),
     [
         (OSError(28, "No space left on device"), True),
         (RuntimeError("unable to mmap 67108864 bytes from file </torch_1>"), True),
@@ -226,13 +228,13 @@ def test_a_bus_error_is_explained() -> None:
         (RuntimeError("shapes do not match"), False),
     ],
 )
-def test_what_lacks_room(error: Exception, lacks: bool) -> None:
-    assert lacks_room(error) == lacks
+def test_errors_for_lack_of_room_are_recognized(error: Exception, expected: bool) -> None:
+    assert lacks_room(error) == expected
 
 
 @pytest.mark.parametrize(
     ("count", "text"),
     [(0, "0 bytes"), (999, "999 bytes"), (41_943_040, "41.9 MB"), (3.2e12, "3.2 TB")],
 )
-def test_bytes_are_written_for_people(count: float, text: str) -> None:
+def test_sizes_are_formatted_with_units(count: float, text: str) -> None:
     assert format_bytes(count) == text

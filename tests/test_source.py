@@ -36,7 +36,8 @@ def older_in(folder: Path) -> Path:
     """Make a copy with the same version number whose messages have other fields."""
     copy_to(folder)
     messages, channel = (
-        folder / "distributor" / name for name in ("wire/messages.py", "node/spark_task/channel.py")
+        folder / "distributor" / name
+        for name in ("wire/messages.py", "node/spark_task/hub_channel.py")
     )
     messages.write_text(re.sub(r"\n    (software|warnings): .*", "", messages.read_text()))
     channel.write_text(

@@ -17,7 +17,7 @@ from distributor.launch.output.run_progress import RunProgress
 from distributor.launch.run_listener import Listener
 from distributor.launch.settings import Settings
 from distributor.launch.stack_requests import StackRequests
-from distributor.node.agent.sink import Sink
+from distributor.node.agent.output.sink import Sink
 from distributor.serialization.outcome import Failure, Outcome
 from distributor.serialization.program import Program
 

@@ -18,17 +18,18 @@ from distributor.launch.settings import Settings, forwarded_env
 from distributor.launch.spark.environments import prepared_here
 from distributor.launch.spark.user_modules import folders_of
 from distributor.node.agent.agent import Agent
+from distributor.node.agent.listener import BaseAgentListener
 from distributor.node.agent.memory import memory_warnings
 from distributor.node.agent.network import listen_for_ranks
 from distributor.node.agent.node_spec import NodeSpec
 from distributor.node.agent.node_warnings import node_warnings
-from distributor.node.agent.sink import Sink
+from distributor.node.agent.output.sink import Sink
 from distributor.node.agent.worker_env import common_environment
 from distributor.node.process import zygote_client
 from distributor.node.process.interpreter import Interpreter
 from distributor.node.process.supervisor_client import is_supported
 from distributor.node.process.zygote_client import ZygoteSpec
-from distributor.serialization.outcome import Outcome
+from distributor.serialization.outcome import Failure, Outcome
 from distributor.serialization.program import in_file
 from distributor.wire.messages import NodeWarning
 
@@ -93,27 +94,23 @@ class LocalLauncher:
         zygote_spec = _zygote_spec(settings, job.num_processes, env, interpreter)
         ports = port_range("rank_ports", settings.rank_ports)
         with (
-            listen_for_ranks(LOOPBACK, ports) as listener,
+            listen_for_ranks(LOOPBACK, ports) as store_socket,
             in_file(job.program) as program,
             zygote_client.open_spawner(zygote_spec, start_deadline, interpreter) as spawner,
         ):
+            listener = _LocalListener(job, sink, f"Started {self.training(job.num_processes)}")
             agent = Agent(
-                self._node(job, listener, env),
+                self._node(job, store_socket, env),
                 program,
-                sink,
                 spawner,
-                listener=listener,
+                listener,
+                store_socket=store_socket,
                 keep_all=job.keep_all,
-                on_started=lambda: self._on_started(job),
-                on_failure=job.failures.append,
-                on_stacks=job.stack_requests.answer,
-                on_done=lambda: agent.release(),
-                on_subscribed=job.graceful_shutdown.subscribe,
-                on_sigterm=lambda: agent.give_notice(),
             )
-            job.stack_requests.send = agent.ask_for_stacks
+            listener.attach(agent)
+            job.stack_requests.send = agent.request_stacks
             job.cancellation.set_action(agent.stop)
-            job.graceful_shutdown.start_attempt(agent.give_notice)
+            job.graceful_shutdown.start_attempt(agent.notify_preemption)
             notify(job.heading)
             with agent:
                 outcomes = agent.run(start_deadline, settings.timeout or math.inf)
@@ -128,11 +125,7 @@ class LocalLauncher:
         """Return a thread that can launch a run on behalf of the calling one."""
         return threading.Thread(target=target, name="run", daemon=True)
 
-    def _on_started(self, job: Job) -> None:
-        job.progress.add_started(job.num_processes)
-        notify(f"Started {self.training(job.num_processes)}")
-
-    def _node(self, job: Job, listener: socket.socket, env: Mapping[str, str]) -> NodeSpec:
+    def _node(self, job: Job, store_socket: socket.socket, env: Mapping[str, str]) -> NodeSpec:
         return NodeSpec(
             run_id=job.run_id,
             attempt=job.attempt,
@@ -140,12 +133,48 @@ class LocalLauncher:
             address=LOOPBACK,
             ranks_per_node=job.num_processes,
             master_addr=LOOPBACK,
-            master_port=listener.getsockname()[1],
+            master_port=store_socket.getsockname()[1],
             gpus=self.gpus,
             env=env,
             program_name=job.program.name,
             modules=os.pathsep.join(folders_of(job.settings.py_modules)),
         )
+
+
+class _LocalListener(BaseAgentListener):
+    """Passes an agent's events to the job, and its output to the job's sink.
+
+    Its node is the whole run, so the agent is answered at once, as the driver would answer nodes.
+    """
+
+    def __init__(self, job: Job, sink: Sink, start_message: str) -> None:
+        self._job = job
+        self._start_message = start_message
+        self._agent: Agent
+        self.write = sink.write
+        self.has_room = sink.has_room
+
+    def attach(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def on_ranks_started(self) -> None:
+        self._job.progress.add_started(self._job.num_processes)
+        notify(self._start_message)
+
+    def on_rank_failed(self, failure: Failure) -> None:
+        self._job.failures.append(failure)
+
+    def on_stacks(self, stacks: dict[int, str]) -> None:
+        self._job.stack_requests.answer(stacks)
+
+    def on_work_done(self) -> None:
+        self._agent.release()
+
+    def on_preemption_subscribed(self) -> None:
+        self._job.graceful_shutdown.subscribe()
+
+    def on_sigterm(self) -> None:
+        self._agent.notify_preemption()
 
 
 def _memory_warnings(job: Job) -> Iterator[NodeWarning]:

@@ -21,8 +21,8 @@ from distributor.launch.spark.monitor import rendezvous, task_starts
 from distributor.launch.spark.monitor.run_monitor import RunMonitor
 from distributor.launch.spark.monitor.task_starts import TaskStarts
 from distributor.launch.spark.plan import ClusterPlan
-from distributor.node.agent.failure_grace import START_SECONDS
-from distributor.node.agent.sink import Sink
+from distributor.node.agent.failure_grace import LATE_START_SECONDS
+from distributor.node.agent.output.sink import Sink
 from distributor.serialization.outcome import Failure, Origin, Outcome
 from distributor.wire.hub import Hub
 from distributor.wire.link import Link
@@ -181,7 +181,7 @@ def test_a_failure_ends_the_run_without_waiting_for_nodes_that_cannot_tell(
     failed = time.monotonic()
     node.tell(Failed(failure_of(0)))
     assert isinstance(node.hears(), Stop)
-    assert time.monotonic() - failed < START_SECONDS
+    assert time.monotonic() - failed < LATE_START_SECONDS
     node.close()
     assert run.end() == [failure_of(0)]
     (warning,) = warned()

@@ -18,7 +18,7 @@ from distributor.errors import StartTimeout
 from distributor.launch.call_site import CallSite
 from distributor.launch.spark.error_translation import explain
 from distributor.launch.spark.session import BarrierJob, Session
-from distributor.node.spark_task.task import ROWS
+from distributor.node.spark_task.result_rows import ROW_SCHEMA
 
 pytestmark = pytest.mark.spark
 
@@ -153,7 +153,7 @@ def test_a_jobs_own_tasks_are_not_among_those_of_others(spark: Any, tmp_path: Pa
     ends: list[Any] = []
     with BarrierJob(
         session,
-        session.barrier_frame(hold, 2, ROWS),
+        session.barrier_frame(hold, 2, ROW_SCHEMA),
         "a-tag-of-its-own",
         ends.append,
         description="two tasks",

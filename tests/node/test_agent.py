@@ -1,4 +1,4 @@
-"""An agent and real ranks, at moments to which no run comes reliably."""
+"""An agent and real ranks, in situations that no whole run reaches reliably."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from support.waiting import until
 
 from distributor.launch.programs import program_of
 from distributor.node.agent.agent import Agent
+from distributor.node.agent.listener import BaseAgentListener
 from distributor.node.agent.node_spec import NodeSpec
 from distributor.node.process import zygote_client
 from distributor.node.process.interpreter import Interpreter
@@ -25,8 +26,13 @@ from distributor.serialization.program import in_file
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-class Silence:
-    """Takes what ranks print."""
+class Recorder(BaseAgentListener):
+    """Records the ranks that fail; at the first failure it kills rank 0."""
+
+    def __init__(self, rank_0_is_active: Path) -> None:
+        self._rank_0_is_active = rank_0_is_active
+        self.processes: list[Process] = []
+        self.failed_ranks: list[int] = []
 
     def write(self, rank: int, source: object, data: bytes) -> None:
         pass
@@ -34,58 +40,57 @@ class Silence:
     def has_room(self) -> bool:
         return True
 
+    def on_rank_failed(self, failure: Failure) -> None:
+        self.failed_ranks.append(failure.origin.rank)
+        if self.failed_ranks == [1]:
+            until(self._rank_0_is_active.exists, "rank 0 is active")
+            rank_0 = self.processes[0]
+            rank_0.kill()
+            assert rank_0.join(10), "rank 0 has ended"
 
-class Remembering:
-    """A spawner that remembers what it has started."""
 
-    def __init__(self, spawner: Spawner) -> None:
+class RecordingSpawner:
+    """A spawner that keeps the processes that it has started in a list."""
+
+    def __init__(self, spawner: Spawner, processes: list[Process]) -> None:
         self._spawner = spawner
-        self.processes: list[Process] = []
+        self._processes = processes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._spawner, name)
 
-    def start(self, *args: Any) -> Process:
-        self.processes.append(self._spawner.start(*args))
-        return self.processes[-1]
+    def start(self, *args: Any, **kwargs: Any) -> Process:
+        self._processes.append(self._spawner.start(*args, **kwargs))
+        return self._processes[-1]
 
 
-def wait_or_die(there: Path) -> None:
+def wait_or_exit(marker: Path) -> None:
     if os.environ["RANK"] == "0":
-        there.touch()
+        marker.touch()
         signal.pause()
     os._exit(3)
 
 
-def test_who_dies_while_another_is_looked_at_is_told_of_too(tmp_path: Path) -> None:
-    """The agent then has no process left to wait for, and one that it has not looked at."""
-    there, heard = tmp_path / "there", []
+def test_a_rank_that_dies_while_another_failure_is_handled_is_reported_too(tmp_path: Path) -> None:
+    """No process runs any longer then, and the agent has yet to look at one of them."""
+    recorder = Recorder(tmp_path / "marker")
 
-    def hear(failure: Failure) -> None:
-        heard.append(failure.origin.rank)
-        if heard == [1]:
-            until(there.exists, "rank 0 is at work")
-            rank_0 = spawner.processes[0]
-            rank_0.kill()
-            assert rank_0.join(10), "it has ended"
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as store_socket:
         node = NodeSpec(
             run_id="of-a-test",
             host="here",
             address="127.0.0.1",
             ranks_per_node=2,
             master_addr="127.0.0.1",
-            master_port=listener.getsockname()[1],
+            master_port=store_socket.getsockname()[1],
         )
         with (
-            in_file(program_of(wait_or_die, (there,), {})) as program,
-            zygote_client.open_spawner(None, math.inf, Interpreter.current()) as begin,
+            in_file(program_of(wait_or_exit, (tmp_path / "marker",), {})) as program,
+            zygote_client.open_spawner(None, math.inf, Interpreter.current()) as spawner,
         ):
-            spawner: Any = Remembering(begin)
-            with Agent(
-                node, program, Silence(), spawner, listener=listener, on_failure=hear
-            ) as agent:
+            recording: Any = RecordingSpawner(spawner, recorder.processes)
+            with Agent(node, program, recording, recorder, store_socket=store_socket) as agent:
                 outcomes = agent.run()
-    assert heard == [1, 0]
+
+    assert recorder.failed_ranks == [1, 0]
     assert [each.origin.rank for each in outcomes if isinstance(each, Failure)] == [1, 0]

@@ -1,4 +1,4 @@
-"""A node goes on for as long as somebody listens at the driver's address, and no longer."""
+"""A node goes on for as long as something listens at the driver's address, and no longer."""
 
 from __future__ import annotations
 
@@ -12,70 +12,74 @@ from distributor.node.spark_task.driver_lease import DriverLease
 from distributor.wire import protocol
 
 SOON = 10.0
-LOOKS = 3
+NUM_CHECKS = 3
 
 
 @pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEARTBEAT_SECONDS", 0.02)
     monkeypatch.setattr(protocol, "LEASE_SECONDS", 0.2)
 
 
 @pytest.fixture
 def driver() -> Iterator[socket.socket]:
+    """A socket that listens where the hub would."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(SOON)
         yield listener
 
 
-Begin = Callable[[tuple[str, int]], "tuple[DriverLease, queue.SimpleQueue[str]]"]
+StartLease = Callable[[tuple[str, int]], "tuple[DriverLease, queue.SimpleQueue[str]]"]
 
 
 @pytest.fixture
-def begin() -> Iterator[Begin]:
-    begun: list[DriverLease] = []
+def start_lease() -> Iterator[StartLease]:
+    """Start a lease on a hub; return it with a queue of the reasons for which it expires."""
+    leases: list[DriverLease] = []
 
-    def make(hub: tuple[str, int]) -> tuple[DriverLease, queue.SimpleQueue[str]]:
+    def start(hub: tuple[str, int]) -> tuple[DriverLease, queue.SimpleQueue[str]]:
         expired: queue.SimpleQueue[str] = queue.SimpleQueue()
         lease = DriverLease(hub, expired.put)
-        begun.append(lease)
+        leases.append(lease)
         lease.start()
         return lease, expired
 
-    yield make
-    for lease in begun:
+    yield start
+    for lease in leases:
         lease.close()
 
 
 @pytest.mark.parametrize("link_lost", [False, True])
-def test_who_listens_need_not_speak(driver: socket.socket, begin: Begin, link_lost: bool) -> None:
-    lease, expired = begin(driver.getsockname())
+def test_a_silent_driver_that_listens_is_alive(
+    driver: socket.socket, start_lease: StartLease, link_lost: bool
+) -> None:
+    lease, expired = start_lease(driver.getsockname())
     if link_lost:
         lease.link_lost()
-    for _ in range(LOOKS):  # each of them is one that asks whether somebody is there
+    for _ in range(NUM_CHECKS):  # each check connects
         driver.accept()[0].close()
     assert expired.empty()
     driver.close()
-    assert expired.get(timeout=SOON) == "The driver has gone"
+    assert expired.get(timeout=SOON) == "The driver is gone"
 
 
-def test_a_driver_that_has_gone_is_noticed_as_the_link_is_lost(
-    driver: socket.socket, begin: Begin, monkeypatch: pytest.MonkeyPatch
+def test_a_driver_that_is_gone_is_noticed_at_once_if_the_link_is_lost(
+    driver: socket.socket, start_lease: StartLease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "HEARTBEAT_SECONDS", 2 * SOON)
-    lease, expired = begin(driver.getsockname())
+    lease, expired = start_lease(driver.getsockname())
     driver.close()
     lease.link_lost()
-    assert expired.get(timeout=SOON) == "The driver has gone"
+    assert expired.get(timeout=SOON) == "The driver is gone"
 
 
-def test_a_driver_that_cannot_be_reached_is_given_up(begin: Begin) -> None:
-    _, expired = begin(("127.255.255.255", 9))  # which is no host's
+def test_the_lease_on_an_unreachable_driver_expires(start_lease: StartLease) -> None:
+    _, expired = start_lease(("127.255.255.255", 9))  # no host has this address
     assert "could not be reached" in expired.get(timeout=SOON)
 
 
-def test_what_is_closed_never_expires(driver: socket.socket, begin: Begin) -> None:
-    lease, expired = begin(driver.getsockname())
+def test_a_closed_lease_never_expires(driver: socket.socket, start_lease: StartLease) -> None:
+    lease, expired = start_lease(driver.getsockname())
     driver.accept()[0].close()
     lease.close()
     lease._thread.join(SOON)

@@ -1,4 +1,4 @@
-"""When the ranks that still run are stopped after a failure: timelines on a clock of our own."""
+"""When the ranks that still run are stopped after a failure: timelines on a fake clock."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from distributor.node.agent import failure_grace
 from distributor.node.agent.failure_grace import (
-    CAUSE_SECONDS,
-    ECHO_SECONDS,
-    START_SECONDS,
+    AFTER_CAUSE_SECONDS,
+    AFTER_COLLATERAL_SECONDS,
+    LATE_START_SECONDS,
     FailureGracePeriod,
 )
 from distributor.serialization.outcome import Failure, Origin
@@ -25,95 +25,100 @@ def failure(*, collateral: bool) -> Failure:
 
 
 class Timeline:
-    """A judge of two ranks, and the time that it sees."""
+    """A grace period of two ranks, and the clock that it reads."""
 
-    def __init__(self, patience: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, head_start: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(failure_grace, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.judge = FailureGracePeriod(2, patience)
+        self.period = FailureGracePeriod(2, head_start)
 
     def play(self, event: str) -> None:
         what, _, number = event.partition(" ")
         if what == "start":
-            self.judge.started(int(number))
+            self.period.note_start(int(number))
         else:
-            self.judge.failed(failure(collateral=what == "echo"))
+            self.period.note_failure(failure(collateral=what == "collateral"))
 
     def over_at(self, seconds: float) -> bool:
         self.now = seconds
-        return self.judge.over()
+        return self.period.is_over()
 
 
 @pytest.mark.parametrize(
-    ("events", "patience", "over"),
+    ("events", "head_start", "over"),
     [
         pytest.param([], 0.0, NEVER, id="nothing happens"),
         pytest.param(ALL_STARTED, 0.0, NEVER, id="all is well"),
-        pytest.param([*ALL_STARTED, (7.0, "cause")], 0.0, 7.0 + CAUSE_SECONDS, id="a cause"),
-        pytest.param([*ALL_STARTED, (7.0, "echo")], 0.0, 7.0 + ECHO_SECONDS, id="an echo"),
+        pytest.param([*ALL_STARTED, (7.0, "cause")], 0.0, 7.0 + AFTER_CAUSE_SECONDS, id="a cause"),
         pytest.param(
-            [*ALL_STARTED, (7.0, "echo"), (8.0, "cause")],
+            [*ALL_STARTED, (7.0, "collateral")],
             0.0,
-            8.0 + CAUSE_SECONDS,
-            id="the cause comes after its echo",
+            7.0 + AFTER_COLLATERAL_SECONDS,
+            id="a collateral failure",
         ),
         pytest.param(
-            [*ALL_STARTED, (7.0, "cause"), (7.1, "echo")],
+            [*ALL_STARTED, (7.0, "collateral"), (8.0, "cause")],
             0.0,
-            7.0 + CAUSE_SECONDS,
-            id="an echo after the cause delays nothing",
+            8.0 + AFTER_CAUSE_SECONDS,
+            id="the cause comes after its consequence",
         ),
         pytest.param(
-            [*ALL_STARTED, (7.0, "echo"), (11.9, "echo")],
+            [*ALL_STARTED, (7.0, "cause"), (7.1, "collateral")],
             0.0,
-            7.0 + ECHO_SECONDS,
-            id="echoes one after another delay nothing",
+            7.0 + AFTER_CAUSE_SECONDS,
+            id="a consequence after the cause delays nothing",
+        ),
+        pytest.param(
+            [*ALL_STARTED, (7.0, "collateral"), (11.9, "collateral")],
+            0.0,
+            7.0 + AFTER_COLLATERAL_SECONDS,
+            id="consequences one after another delay nothing",
         ),
         pytest.param(
             [(0.0, "start 0"), (7.0, "cause")],
             0.0,
-            7.0 + CAUSE_SECONDS + START_SECONDS,
+            7.0 + AFTER_CAUSE_SECONDS + LATE_START_SECONDS,
             id="one never starts",
         ),
         pytest.param(
             [(0.0, "start 0"), (1.0, "start 0"), (7.0, "cause")],
             0.0,
-            7.0 + CAUSE_SECONDS + START_SECONDS,
-            id="one that tells twice is still one",
+            7.0 + AFTER_CAUSE_SECONDS + LATE_START_SECONDS,
+            id="one that reports twice is still one",
         ),
         pytest.param(
             [(0.0, "start 0"), (7.0, "cause"), (9.0, "start 1")],
             0.0,
-            9.0 + CAUSE_SECONDS,
+            9.0 + AFTER_CAUSE_SECONDS,
             id="one starts late, and may fail alike",
         ),
         pytest.param(
-            [(0.0, "start 0"), (7.0, "echo"), (7.1, "start 1")],
+            [(0.0, "start 0"), (7.0, "collateral"), (7.1, "start 1")],
             0.0,
-            7.0 + ECHO_SECONDS,
+            7.0 + AFTER_COLLATERAL_SECONDS,
             id="a late start does not shorten the wait for a cause",
         ),
         pytest.param(
             [*ALL_STARTED, (7.0, "cause")],
             20.0,
-            27.0 + CAUSE_SECONDS,
-            id="another judge comes first",
+            27.0 + AFTER_CAUSE_SECONDS,
+            id="the driver decides first",
         ),
         pytest.param(
             [(0.0, "start 0"), (7.0, "cause"), (9.0, "start 1")],
             20.0,
-            29.0 + CAUSE_SECONDS,
-            id="another judge comes first, and a late start",
+            29.0 + AFTER_CAUSE_SECONDS,
+            id="the driver decides first, and a rank starts late",
         ),
     ],
 )
-def test_it_is_over_at_that_time_and_not_before(
+def test_the_period_ends_at_the_expected_time_and_not_before(
     monkeypatch: pytest.MonkeyPatch,
     events: list[tuple[float, str]],
-    patience: float,
+    head_start: float,
     over: float,
 ) -> None:
-    timeline = Timeline(patience, monkeypatch)
+    timeline = Timeline(head_start, monkeypatch)
     for at, event in events:
         assert not timeline.over_at(at)
         timeline.play(event)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from conftest import facts_in
 
-from distributor.node.agent import host_usage
+from distributor.node.agent.output import host_usage
 
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -57,7 +57,7 @@ def test_a_container_without_network_interfaces_has_no_traffic(
 RECORDED = """
 import json, sys, mlflow
 from distributor import TorchDistributor
-from distributor.node.agent import system_metrics
+from distributor.node.agent.output import system_metrics
 
 def train(run_id):
     import mlflow, time

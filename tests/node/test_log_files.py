@@ -1,4 +1,4 @@
-"""Output that is kept as files, on disks that have room and on one that has none."""
+"""Output in ``log_dir``, on disks that have room and on one that has none."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import pytest
 from support.machines import small_disk, why_not_mounted
 
 from distributor import TorchDistributor
-from distributor.node.agent.log_files import LEFT_OUT, LogFiles
+from distributor.node.agent.output.log_files import GAP_MARKER, LogFiles
 
 WHY_NOT = why_not_mounted()
-on_a_small_disk = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+needs_mounts = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 MEGABYTE = 2**20
 
 
-@on_a_small_disk
-def test_a_full_disk_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@needs_mounts
+def test_a_full_disk_does_not_end_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def flood() -> str:
         for _ in range(3 * 1024):
             print("x" * 1023)
@@ -27,11 +29,11 @@ def test_a_full_disk_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[st
             2, local_mode=True, use_gpu=False, log_dir=str(disk), show_output="none", timeout=120
         )
         assert distributor.run(flood) == "done"
-        told = capfd.readouterr().err
-        assert told.count("cannot be kept") == 1
-        assert "No space left" in told
-        kept = sum(file.stat().st_size for file in disk.rglob("rank*"))
-        assert MEGABYTE / 2 < kept <= MEGABYTE
+        shown = capfd.readouterr().err
+        assert shown.count("cannot be written to") == 1
+        assert "No space left" in shown
+        size = sum(file.stat().st_size for file in disk.rglob("rank*"))
+        assert MEGABYTE / 2 < size <= MEGABYTE
 
 
 def fill(path: Path) -> None:
@@ -40,8 +42,8 @@ def fill(path: Path) -> None:
             file.write(bytes(4096))
 
 
-@on_a_small_disk
-def test_where_there_is_room_again_the_gap_is_told(
+@needs_mounts
+def test_a_marker_shows_how_much_is_missing_once_there_is_room_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with small_disk(tmp_path / "disk", 1) as disk:
@@ -53,18 +55,18 @@ def test_where_there_is_room_again_the_gap_is_told(
             fill(filler)
         files.write(0, "stdout", bytes(2 * MEGABYTE))
         files.write(0, "stdout", bytes(100))
-        begun = (folder / "rank0.stdout").stat().st_size
+        size_when_full = (folder / "rank0.stdout").stat().st_size
         filler.unlink()
         files.write(0, "stdout", b"after\n")
         files.close()
-        missing = 2 * MEGABYTE + 100 - (begun - len(b"before\n"))
-        kept = (folder / "rank0.stdout").read_bytes()
-    assert kept.startswith(b"before\n")
-    assert kept.endswith(f"{LEFT_OUT.format(missing)}after\n".encode())
-    assert capfd.readouterr().err.count("cannot be kept") == 1
+        missing = 2 * MEGABYTE + 100 - (size_when_full - len(b"before\n"))
+        content = (folder / "rank0.stdout").read_bytes()
+    assert content.startswith(b"before\n")
+    assert content.endswith(f"{GAP_MARKER.format(missing)}after\n".encode())
+    assert capfd.readouterr().err.count("cannot be written to") == 1
 
 
-def test_all_is_kept_byte_for_byte(tmp_path: Path) -> None:
+def test_output_is_written_byte_for_byte(tmp_path: Path) -> None:
     files = LogFiles(tmp_path, "run", 0)
     files.write(0, "stdout", b"a\xff")
     files.write(1, "stderr", b"b")

@@ -1,4 +1,4 @@
-"""What a node of the run finds out before its ranks start."""
+"""What a node checks before its ranks start."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ import time
 import pytest
 
 from distributor.errors import ExecutorNotReady
-from distributor.node.spark_task import task
+from distributor.node.spark_task import rendezvous
+from distributor.node.spark_task.rendezvous import check_reachable
 from distributor.wire.messages import Rendezvous
 
 
-def test_the_way_to_a_store_that_listens_is_open() -> None:
+def test_a_store_that_listens_is_reachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as store:
-        task._check_way(Rendezvous("127.0.0.1", store.getsockname()[1]))
+        check_reachable(Rendezvous("127.0.0.1", store.getsockname()[1]))
         connection, _ = store.accept()
         with connection:
-            assert connection.recv(1) == b"", "it says nothing"
+            assert connection.recv(1) == b"", "the node sends nothing"
 
 
-def test_a_refusal_is_told_only_after_rank_0_had_time_to_tell(
+def test_a_refused_connection_is_reported_after_rank_0_had_time_to_report_its_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(task, "REACH_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "REACH_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as store:
         port = store.getsockname()[1]
     began = time.monotonic()
 
     with pytest.raises(ExecutorNotReady, match=f"cannot reach rank 0's at 127.0.0.1:{port}"):
-        task._check_way(Rendezvous("127.0.0.1", port))
+        check_reachable(Rendezvous("127.0.0.1", port))
 
     assert time.monotonic() - began >= 0.3

@@ -1,4 +1,4 @@
-"""What a rank finds in its environment, against torchrun itself and against tables."""
+"""The environment variables of a rank, compared with torchrun's and with tables."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ TORCHRUN = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "OMP_NUM_THREADS",
 }
-"""What torch's documentation and its ``LocalElasticAgent`` promise to every worker."""
+"""The variables that torch's documentation and ``LocalElasticAgent`` promise to every worker."""
 
-ITS_AGENTS_OWN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
-"""Between torchrun and its own processes: where to leave an error, which signals to pass on."""
+TORCHRUN_INTERNAL = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+"""Variables between torchrun and its own processes, for its error file and its signals."""
 
-NOT_TORCHRUNS = {
+OURS_ALONE = {
     "NODE_RANK",  # PySpark's class sets it
     "CUDA_VISIBLE_DEVICES",
     "GLOO_SOCKET_IFNAME",
@@ -85,7 +85,7 @@ NODE = NodeSpec(
 
 
 class Dumps(NamedTuple):
-    """Each rank's whole environment, and the one that its launcher had."""
+    """The environment of each rank, and the environment that the launcher had."""
 
     inherited: dict[str, str]
     torchrun: list[dict[str, str]]
@@ -99,20 +99,20 @@ def read_dumps(folder: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def dumps(tmp_path_factory: pytest.TempPathFactory) -> Dumps:
-    """One script's environment on two ranks, once under torchrun and once under ours."""
+    """One script's environment on two ranks, under torchrun and under TorchDistributor."""
     folder = tmp_path_factory.mktemp("dumps")
     script = folder / "dump.py"
     script.write_text(DUMP)
     for name in ("torchrun", "ours"):
         (folder / name).mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        for name in TORCHRUN | ITS_AGENTS_OWN | NOT_TORCHRUNS:
+        for name in TORCHRUN | TORCHRUN_INTERNAL | OURS_ALONE:
             patch.delenv(name, raising=False)
         inherited = dict(os.environ)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         subprocess.run(
             [*torchrun, "--nproc-per-node=2", str(script), str(folder / "torchrun")],
-            env=inherited,  # and not what C code, readline's say, has put beside it
+            env=inherited,  # without variables that C code, such as readline's, has set
             check=True,
             timeout=120,
         )
@@ -122,35 +122,35 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Dumps:
 
 
 def added(ranks: list[dict[str, str]], inherited: Mapping[str, str]) -> list[dict[str, str]]:
-    """What a launcher added to the environment that it had, for each rank."""
+    """Return the variables that a launcher has added or changed, for each rank."""
     return [
         {name: value for name, value in rank.items() if inherited.get(name) != value}
         for rank in ranks
     ]
 
 
-def test_ranks_have_torchruns_variables_and_no_other_than_are_named(dumps: Dumps) -> None:
+def test_ranks_have_the_variables_of_torchrun_and_four_more(dumps: Dumps) -> None:
     torchrun = added(dumps.torchrun, dumps.inherited)
     ours = added(dumps.ours, dumps.inherited)
     assert len(torchrun) == len(ours) == 2
     for theirs, rank in zip(torchrun, ours, strict=True):
-        assert set(theirs) - ITS_AGENTS_OWN == TORCHRUN
-        assert set(rank) - NOT_TORCHRUNS == TORCHRUN
+        assert set(theirs) - TORCHRUN_INTERNAL == TORCHRUN
+        assert set(rank) - OURS_ALONE == TORCHRUN
 
 
-def test_torchruns_variables_have_torchruns_values(dumps: Dumps) -> None:
+def test_variables_of_torchrun_have_the_same_values(dumps: Dumps) -> None:
     for theirs, rank in zip(dumps.torchrun, dumps.ours, strict=True):
         for name in sorted(TORCHRUN - DIFFERS_BY_RUN):
             assert rank[name] == theirs[name], name
 
 
-def test_a_launcher_takes_nothing_away(dumps: Dumps) -> None:
+def test_inherited_variables_are_unchanged(dumps: Dumps) -> None:
     for rank in dumps.ours:
         assert dumps.inherited.keys() <= rank.keys()
         assert {name: rank[name] for name in dumps.inherited} == dumps.inherited
 
 
-def test_ranks_agree_on_the_run_and_where_they_meet(dumps: Dumps) -> None:
+def test_all_ranks_have_the_same_run_and_rendezvous(dumps: Dumps) -> None:
     for ranks in (dumps.torchrun, dumps.ours):
         for name in DIFFERS_BY_RUN:
             assert len({rank[name] for rank in ranks}) == 1, name
@@ -158,7 +158,7 @@ def test_ranks_agree_on_the_run_and_where_they_meet(dumps: Dumps) -> None:
         assert int(ranks[0]["MASTER_PORT"]) > 0
 
 
-def test_the_second_node_of_several_counts_on() -> None:
+def test_ranks_of_a_later_node_are_numbered_after_those_of_earlier_nodes() -> None:
     ranks = [rank_environment(NODE, local_rank, {}) for local_rank in range(2)]
     expected = {
         "GROUP_RANK": "2",
@@ -183,13 +183,13 @@ def test_the_second_node_of_several_counts_on() -> None:
     assert ranks[1] == {**expected, "RANK": "5", "ROLE_RANK": "5", "LOCAL_RANK": "1"}
 
 
-def test_one_rank_on_a_node_keeps_all_its_threads() -> None:
+def test_the_only_rank_of_a_node_may_use_all_threads() -> None:
     alone = replace(NODE, ranks_per_node=1)
     assert "OMP_NUM_THREADS" not in rank_environment(alone, 0, {})
     assert rank_environment(alone, 0, {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
 
 
-def test_an_address_of_no_interface_sets_none() -> None:
+def test_an_address_without_an_interface_sets_no_interface() -> None:
     elsewhere = rank_environment(replace(NODE, address="203.0.113.9"), 0, {})
     assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & elsewhere.keys()
 
@@ -203,7 +203,9 @@ def test_an_address_of_no_interface_sets_none() -> None:
         pytest.param("NCCL_SOCKET_IFNAME", marks=pytest.mark.skipif("sys.platform != 'linux'")),
     ],
 )
-def test_the_users_word_counts_more_than_the_machines_and_that_more_than_ours(name: str) -> None:
+def test_the_users_variable_overrides_the_inherited_one_and_that_overrides_the_default(
+    name: str,
+) -> None:
     users = replace(NODE, env={name: "user"})
     assert rank_environment(NODE, 0, {})[name] not in ("user", "machine")
     assert rank_environment(NODE, 0, {name: "machine"})[name] == "machine"
@@ -212,14 +214,14 @@ def test_the_users_word_counts_more_than_the_machines_and_that_more_than_ours(na
 
 
 @pytest.mark.parametrize("name", sorted(RANK_VARIABLES))
-def test_who_a_rank_is_comes_from_no_one_else(name: str) -> None:
+def test_variables_that_identify_a_rank_cannot_be_overridden(name: str) -> None:
     stale = replace(NODE, env={name: "stale"})
     right = rank_environment(NODE, 1, {})
     assert rank_environment(NODE, 1, {name: "stale"}) == right
     assert rank_environment(stale, 1, {}) == right
 
 
-def test_what_is_inherited_stays() -> None:
+def test_other_inherited_variables_are_kept() -> None:
     assert rank_environment(NODE, 0, {"HOME": "/home/me"})["HOME"] == "/home/me"
 
 
@@ -233,9 +235,9 @@ def test_what_is_inherited_stays() -> None:
         (("5", "4"), {"CUDA_VISIBLE_DEVICES": "4,5,6"}, {}, "5,4"),
         (("5", "4"), {}, {"CUDA_VISIBLE_DEVICES": "7"}, "7"),
     ],
-    ids=["as it is", "inherited", "none", "hidden", "assigned", "the user's"],
+    ids=["unset", "inherited", "none", "hidden", "assigned", "the user's"],
 )
-def test_the_nodes_gpus_are_what_its_ranks_see(
+def test_ranks_see_the_gpus_of_their_node(
     gpus: tuple[str, ...] | None,
     inherited: dict[str, str],
     users: dict[str, str],
@@ -276,10 +278,12 @@ def test_spark_addresses_are_positions_in_the_mask(
 @pytest.mark.parametrize(
     "address", ["01", "00", "abc", "GPU-uuid", "", "-1", " 1", "1.0", "\N{ARABIC-INDIC DIGIT ONE}"]
 )
-def test_an_address_that_is_no_plain_number_is_refused(address: str, mask: str | None) -> None:
+def test_an_address_that_is_not_a_plain_number_is_refused(address: str, mask: str | None) -> None:
     addresses = ["0", address]
-    words = f"Found GPU addresses {addresses} which are not all in the correct format for CUDA_VIS"
-    with pytest.raises(ValueError, match=re.escape(words)) as raised:
+    message = (
+        f"Found GPU addresses {addresses} which are not all in the correct format for CUDA_VIS"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
         visible_devices(addresses, mask)
     assert "requires integers with no zero padding" in str(raised.value)
 
@@ -288,7 +292,7 @@ def test_an_address_that_is_no_plain_number_is_refused(address: str, mask: str |
     ("addresses", "mask"),
     [
         (["2"], "4,5"),
-        (["4", "0"], "4,5"),  # an entry and a position: it cannot be told which is meant
+        (["4", "0"], "4,5"),  # ambiguous: an entry and a position
         (["0"], ""),
         (["1"], "GPU-11"),
         (["0"], "-1"),
@@ -298,8 +302,8 @@ def test_an_address_that_is_no_plain_number_is_refused(address: str, mask: str |
     ],
 )
 def test_an_address_outside_the_mask_is_refused(addresses: list[str], mask: str) -> None:
-    words = f"Spark assigned the GPU addresses {addresses}, but CUDA_VISIBLE_DEVICES={mask!r} on"
-    with pytest.raises(ValueError, match=re.escape(words)):
+    message = f"Spark assigned the GPU addresses {addresses}, but CUDA_VISIBLE_DEVICES={mask!r} on"
+    with pytest.raises(ValueError, match=re.escape(message)):
         visible_devices(addresses, mask)
 
 
@@ -315,10 +319,10 @@ def test_an_address_outside_the_mask_is_refused(addresses: list[str], mask: str)
         ("3,-1,5", ("3",)),
     ],
 )
-def test_without_spark_the_mask_lists_the_drivers_gpus(
+def test_without_spark_the_variable_lists_the_drivers_gpus(
     mask: str, gpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As CUDA reads it, where -1 ends the list."""
+    """-1 ends the list, as in CUDA."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
     assert driver_gpus(None) == gpus
 
@@ -336,11 +340,11 @@ def test_without_spark_the_mask_lists_the_drivers_gpus(
         (["c", "b", "a", "a", "b", "c"], [0, 5, 1, 4, 2, 3]),
     ],
 )
-def test_nodes_of_one_host_stand_side_by_side(hosts: list[str], order: list[int]) -> None:
+def test_nodes_of_one_host_are_adjacent(hosts: list[str], order: list[int]) -> None:
     assert node_order(hosts) == order
 
 
-def test_every_task_of_a_run_finds_the_same_order() -> None:
+def test_a_host_occurs_in_one_place_of_the_order() -> None:
     hosts = [f"host-{(7 * partition) % 5}" for partition in range(40)]
     order = node_order(hosts)
     assert sorted(order) == list(range(40))
@@ -350,18 +354,18 @@ def test_every_task_of_a_run_finds_the_same_order() -> None:
     assert len(runs) == len(set(hosts))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are told on Linux alone")
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are known on Linux only")
 def test_loopback_has_an_interface() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.9") is None
 
 
-needs_ipv6 = pytest.mark.skipif(interface_of("::1") is None, reason="there is no IPv6 here")
+needs_ipv6 = pytest.mark.skipif(interface_of("::1") is None, reason="this machine has no IPv6")
 
 
 @pytest.fixture
 def resolver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names as a Debian machine has them: its own is loopback, its peers' are not."""
+    """Resolve names as Debian does: a machine's own name is loopback, and its peers' are not."""
     known = {
         "here": ["127.0.1.1"],
         "named": ["10.1.2.3"],
@@ -400,7 +404,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> None:
         ("[fd00::3]", ["[fd00::3]", "[fd00::4]"], "fd00::3"),
     ],
 )
-def test_a_loopback_name_is_an_address_only_among_ourselves(
+def test_a_loopback_address_is_used_only_if_all_peers_are_on_this_machine(
     name: str, peers: list[str], address: str
 ) -> None:
     assert routable_address(name, peers) == address
@@ -421,7 +425,7 @@ def test_the_real_ipv6_loopback() -> None:
         assert listener.getsockname()[0] == "::1"
 
 
-def test_rank_0_listens_at_the_first_free_port_of_its_range() -> None:
+def test_rank_0_listens_on_the_first_free_port_of_the_range() -> None:
     with listen_for_ranks("127.0.0.1", None) as some:
         port = some.getsockname()[1]
         with listen_for_ranks("127.0.0.1", range(port, port + 50)) as other:

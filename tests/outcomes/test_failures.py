@@ -76,7 +76,7 @@ def test_failure_is_raised_here_as_it_was_there(
 ) -> None:
     fail, failing = case.fail, RANKS[ranks]
     if ranks == "all":  # on a busy machine the second may fail well after the first
-        monkeypatch.setattr(failure_grace, "CAUSE_SECONDS", 20.0)
+        monkeypatch.setattr(failure_grace, "AFTER_CAUSE_SECONDS", 20.0)
 
     def program() -> object:
         if my_rank() in failing:

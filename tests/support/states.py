@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import distributor
 from distributor.core.states import Table, render
 from distributor.launch.spark.monitor import run_state
+from distributor.node.spark_task import node_state
 
 DOCUMENT = Path(distributor.__file__).resolve().parent.parent / "ARCHITECTURE.md"
 
@@ -25,6 +26,7 @@ class Documented(NamedTuple):
 
 MACHINES: dict[str, Documented] = {
     "run": Documented(run_state.TRANSITIONS, run_state.RunState.WAITING),
+    "node": Documented(node_state.TRANSITIONS, node_state.NodeState.STARTING),
 }
 """By the name in the marker before the table: ``<!-- states: NAME -->``, up to ``<!-- end -->``."""
 

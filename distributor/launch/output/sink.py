@@ -13,7 +13,7 @@ from distributor.launch.output.console import Console
 from distributor.launch.output.labels import RunLabel
 from distributor.launch.run_listener import Listener
 from distributor.launch.settings import is_shown
-from distributor.node.agent.log_files import LogFiles
+from distributor.node.agent.output.log_files import LogFiles
 from distributor.serialization.outcome import Failure
 from distributor.wire.messages import Source, Stream
 

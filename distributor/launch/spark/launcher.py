@@ -35,8 +35,8 @@ from distributor.launch.spark.session import BarrierJob, Session
 from distributor.launch.spark.slot_shortage import why_few_slots, why_not_started
 from distributor.launch.spark.user_modules import shipped_modules
 from distributor.node.agent.network import source_address
-from distributor.node.agent.sink import Sink
-from distributor.node.spark_task.task import ROWS
+from distributor.node.agent.output.sink import Sink
+from distributor.node.spark_task.result_rows import ROW_SCHEMA
 from distributor.node.spark_task.task_spec import TaskSpec
 from distributor.serialization.outcome import Outcome
 from distributor.serialization.pickling import heaviest
@@ -123,7 +123,9 @@ class SparkLauncher:
             shortage = self._warn_of_memory(job.settings.warm)
             spec = self._spec(job, (address.told, hub.port), secret, check_memory=not shortage)
             task = portable_task(self.session, pickle.dumps(spec, protocol=5))
-            frame = self.session.barrier_frame(task, self.plan.num_tasks, ROWS, self._profile())
+            frame = self.session.barrier_frame(
+                task, self.plan.num_tasks, ROW_SCHEMA, self._profile()
+            )
             with (
                 quiet(self.session),
                 RunMonitor(
@@ -216,6 +218,7 @@ class SparkLauncher:
         self, job: Job, hub: tuple[str, int], secret: bytes, *, check_memory: bool
     ) -> TaskSpec:
         log_dir, tasks = job.settings.log_dir, self.plan.num_tasks
+        max_bytes = self.session.most_result_bytes()
         return TaskSpec(
             run_id=job.run_id,
             attempt=job.attempt,
@@ -229,8 +232,8 @@ class SparkLauncher:
             hub=hub,
             secret=secret,
             log_dir=None if log_dir is None else os.fspath(log_dir),
-            most_through_spark=self.session.most_result_bytes() // (tasks if job.keep_all else 1),
-            meet_timeout=job.settings.start_timeout,
+            max_spark_result_bytes=max_bytes // (tasks if job.keep_all else 1),
+            rendezvous_timeout=job.settings.start_timeout,
             timeout=job.settings.timeout,
             warm=job.settings.warm,
             preload=tuple(job.settings.preload),

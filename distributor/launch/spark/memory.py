@@ -12,7 +12,7 @@ from collections.abc import Callable
 from distributor.core.resources import format_bytes
 from distributor.core.text import counted
 from distributor.launch.spark.session import size_in_bytes
-from distributor.node.agent.memory import JVM, MIB, PYTHON_DAEMON, PYTHON_WORKER, least_memory
+from distributor.node.agent.memory import JVM, MIB, PYTHON_DAEMON, PYTHON_WORKER, min_memory
 
 HEAP, OVERHEAD = "spark.executor.memory", "spark.executor.memoryOverhead"
 FACTOR, LEAST = "spark.executor.memoryOverheadFactor", "spark.executor.minMemoryOverhead"
@@ -47,7 +47,7 @@ def container_shortage(
     # At least one executor has as many, however Spark places them.
     here = math.ceil(tasks / int(conf(EXECUTORS) or 2))
     ranks = here * ranks_per_task
-    needed = JVM + PYTHON_DAEMON + here * PYTHON_WORKER + least_memory(ranks, here, warm=warm)
+    needed = JVM + PYTHON_DAEMON + here * PYTHON_WORKER + min_memory(ranks, here, warm=warm)
     if needed <= room:
         return None
     wanted = math.ceil((needed - room + overhead) / MIB)

@@ -1,4 +1,4 @@
-"""When to stop the ranks that still run after one of them failed."""
+"""When to stop the ranks that still run after one of them has failed."""
 
 from __future__ import annotations
 
@@ -6,55 +6,56 @@ import time
 
 from distributor.serialization.outcome import Failure
 
-CAUSE_SECONDS = 0.5
-"""Seconds that others have to fail by themselves after a failure that looks like a cause."""
-ECHO_SECONDS = 5.0
-"""The same after one that looks like the echo of another rank's, whose cause must be found."""
-START_SECONDS = 10.0
-"""Seconds that those who are still starting have beyond that: they may have the same fault."""
+AFTER_CAUSE_SECONDS = 0.5
+"""Seconds in which other ranks may fail on their own, after a failure that looks like a cause."""
+AFTER_COLLATERAL_SECONDS = 5.0
+"""The same after a failure that looks like a consequence of another one, which is still unknown."""
+LATE_START_SECONDS = 10.0
+"""Additional seconds while some ranks are still starting: they may have the same fault."""
 
 
 class FailureGracePeriod:
-    """Decides when enough is known of a failure to stop what still runs.
+    """The time between the first failure of a run and the stop of the ranks that still run.
 
-    Whoever failed at the same time for the same reason should be heard too, and a lost connection
-    is often noticed before the death that caused it.
+    All ranks that fail at the same time for the same reason should be reported, and a lost
+    connection is often noticed before the death that caused it.
 
     Parameters
     ----------
     expected : int
-        How many have to start.
-    patience : float
-        Seconds that another judge, with a wider view, has to decide first.
+        Number of participants (ranks or nodes) that have to start.
+    head_start : float
+        Seconds that another observer, which sees more of the run, has to decide first.
     """
 
-    def __init__(self, expected: int, patience: float = 0.0) -> None:
+    def __init__(self, expected: int, head_start: float = 0.0) -> None:
         self._expected = expected
-        self._patience = patience
+        self._head_start = head_start
         self._started: set[int] = set()
         self._due_at: float | None = None
 
     def expect(self, count: int) -> None:
-        """Correct how many have to start: only so many can tell."""
+        """Correct the number of participants: only so many can report their start."""
         self._expected = count
 
-    def started(self, number: int) -> None:
-        """Note that one of those expected has started."""
+    def note_start(self, number: int) -> None:
+        """Note that a participant has started."""
         self._started.add(number)
         if self._due_at is not None:
-            self._due_at = max(self._due_at, self._in(CAUSE_SECONDS))
+            self._due_at = max(self._due_at, self._in(AFTER_CAUSE_SECONDS))
 
-    def failed(self, failure: Failure) -> None:
+    def note_failure(self, failure: Failure) -> None:
         """Note a failure."""
-        due_at = self._in(ECHO_SECONDS if failure.collateral else CAUSE_SECONDS)
+        seconds = AFTER_COLLATERAL_SECONDS if failure.collateral else AFTER_CAUSE_SECONDS
+        due_at = self._in(seconds)
         self._due_at = due_at if self._due_at is None else min(self._due_at, due_at)
 
-    def over(self) -> bool:
-        """Tell whether the time has come to stop the others."""
+    def is_over(self) -> bool:
+        """Return whether the other ranks have to be stopped now."""
         if self._due_at is None:
             return False
         all_started = len(self._started) >= self._expected
-        return time.monotonic() >= self._due_at + (0.0 if all_started else START_SECONDS)
+        return time.monotonic() >= self._due_at + (0.0 if all_started else LATE_START_SECONDS)
 
     def _in(self, seconds: float) -> float:
-        return time.monotonic() + self._patience + seconds
+        return time.monotonic() + self._head_start + seconds

@@ -1,8 +1,8 @@
-"""The memory that ranks need at least, and whether this container has it.
+"""The minimum memory that ranks need, and whether this container has it.
 
-The figures were measured with torch 2.13 for CPUs, Python 3.11 and PySpark 4.3, as memory of a
-process's own, for ranks that train the smallest model by DDP over gloo. They are lower bounds:
-models, data, loaders' workers and all that CUDA takes of the host's memory come on top.
+The figures were measured with torch 2.13 for CPUs, Python 3.11 and PySpark 4.3, as the private
+memory of a process, for ranks that train the smallest model by DDP over gloo. They are lower
+bounds: models, data, the workers of data loaders, and the host memory that CUDA uses come on top.
 """
 
 from __future__ import annotations
@@ -16,70 +16,75 @@ from distributor.wire.messages import NodeWarning
 
 MIB = 2**20
 FORKED_RANK = 110 * MIB
-"""A rank that was forked from the warm process."""
+"""A rank that was forked from the zygote."""
 FRESH_RANK = 225 * MIB
 """A rank that has imported torch itself."""
-WARM_PROCESS = 150 * MIB
-"""The warm process, with torch imported."""
-FRESH_PARENT = 20 * MIB
-"""The parent of a task's fresh ranks."""
+ZYGOTE = 150 * MIB
+"""The zygote, with torch imported."""
+SUPERVISOR = 20 * MIB
+"""The parent of the fresh ranks of a task."""
 PYTHON_WORKER = 60 * MIB
 """A Spark task's Python process, with pyarrow imported."""
 PYTHON_DAEMON = 30 * MIB
 """The parent of an executor's Python processes."""
 JVM = 170 * MIB
-"""An executor's JVM beside its heap: classes, code, stacks and buffers."""
+"""An executor's JVM without its heap: classes, code, stacks and buffers."""
 ADDRESS_SPACE = 1100 * MIB
-"""Addresses of a rank, which are many more than its memory."""
+"""The address space of a rank, which is much larger than its memory."""
 MORE_MEMORY = (
     "on YARN and Kubernetes raise spark.executor.memoryOverhead, elsewhere the container's limit"
 )
 
 
-def least_memory(ranks: int, tasks: int, *, warm: bool) -> int:
-    """Return what an executor's Python processes will need at least for a run (bytes).
+def min_memory(ranks: int, tasks: int, *, warm: bool) -> int:
+    """Return the minimum memory of an executor's Python processes for a run (bytes).
 
     Parameters
     ----------
     ranks : int
-        How many ranks run in the executor.
+        Number of ranks in the executor.
     tasks : int
-        How many tasks they belong to.
+        Number of tasks that the ranks belong to.
     warm : bool
-        Whether they are forked from a warm process.
+        Whether the ranks are forked from a zygote.
     """
     if warm:
-        return WARM_PROCESS + ranks * FORKED_RANK
-    return tasks * FRESH_PARENT + ranks * FRESH_RANK
+        return ZYGOTE + ranks * FORKED_RANK
+    return tasks * SUPERVISOR + ranks * FRESH_RANK
 
 
 def memory_warnings(
     ranks: int, tasks: int, *, warm: bool, is_warm: Callable[[], bool]
 ) -> Iterator[NodeWarning]:
-    """Compare what ranks will need with what is left here.
+    """Compare the memory that ranks will need with the memory that this container has left.
 
     Parameters
     ----------
     ranks, tasks, warm
-        As `least_memory` has them, of all that shares this container.
+        As for `min_memory`, for all tasks in this container.
     is_warm : callable
-        Returns whether the warm process is there already; called only if it matters.
+        Returns whether the zygote runs already; called only if that matters.
+
+    Yields
+    ------
+    NodeWarning
+        One if the memory is too small, and one if the address space is.
     """
-    needed, bound = least_memory(ranks, tasks, warm=warm), container_memory()
-    if bound and bound.left < needed and warm and is_warm():
-        needed -= WARM_PROCESS
-    if bound and bound.left < needed:
+    needed, limit = min_memory(ranks, tasks, warm=warm), container_memory()
+    if limit and limit.left < needed and warm and is_warm():
+        needed -= ZYGOTE
+    if limit and limit.left < needed:
         yield NodeWarning(
             f"{counted(ranks, 'rank')} in this container need at least {format_bytes(needed)} of "
-            "memory, for Python and torch alone, without model, data or CUDA. It has less left, "
-            f"and the kernel kills a process when it is full: {MORE_MEMORY}.",
-            f"{format_bytes(bound.left)} left of {format_bytes(bound.most)}",
+            "memory, for Python and torch alone, without model, data or CUDA. Less is left, and "
+            f"the kernel kills a process when the memory is full: {MORE_MEMORY}.",
+            f"{format_bytes(limit.left)} left of {format_bytes(limit.most)}",
         )
-    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if addresses != resource.RLIM_INFINITY and addresses < ADDRESS_SPACE:
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY and address_space < ADDRESS_SPACE:
         yield NodeWarning(
-            f"a process may use {format_bytes(addresses)} of addresses (RLIMIT_AS), and a rank "
-            f"needs {format_bytes(ADDRESS_SPACE)} at least. If spark.executor.pyspark.memory is "
-            "what limits it, leave that unset and set spark.executor.memoryOverhead instead; Spark "
-            "divides it by the executor's cores."
+            f"the address space of a process is limited to {format_bytes(address_space)} "
+            f"(RLIMIT_AS), and a rank needs at least {format_bytes(ADDRESS_SPACE)}. If the limit "
+            "comes from spark.executor.pyspark.memory, which Spark divides by the executor's "
+            "cores, leave that unset and set spark.executor.memoryOverhead instead."
         )

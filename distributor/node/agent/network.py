@@ -1,4 +1,4 @@
-"""A node's addresses and interfaces, and the socket of rank 0's store."""
+"""The addresses and network interfaces of a node, and the socket of rank 0's store."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from distributor.core.host import host_name
 from distributor.errors import ExecutorNotReady
 
 BACKLOG = 4096
-"""Connections that may wait until rank 0 serves the store: one from each rank, and each node."""
+"""Connections that can wait until rank 0 serves the store: one of each rank and each node."""
 IPV6_INTERFACES = "/proc/net/if_inet6"
 
 
 def routable_address(name: str, peers: Sequence[str]) -> str:
-    """Find the address under which this machine, called `name`, is reached by its peers.
+    """Return the address at which this machine, which has the host name `name`, is reachable.
 
-    It is an IPv4 address if the name has one, or else IPv6. A host name that resolves to loopback
-    (Debian's 127.0.1.1) is right only if all peers are this machine; otherwise it is the address
-    from which a packet to a peer leaves.
+    That is an IPv4 address if the name has one, and otherwise an IPv6 address. If the name resolves
+    to loopback (Debian's 127.0.1.1), the peers can use that address only if all of them are on this
+    machine. Otherwise the result is the local address from which packets to a peer are sent.
     """
     _, address = resolve(name)
-    strangers = [peer for peer in peers if peer != name]
-    if is_loopback(address) and strangers:
-        return source_address(strangers[0])
+    other_hosts = [peer for peer in peers if peer != name]
+    if is_loopback(address) and other_hosts:
+        return source_address(other_hosts[0])
     return address
 
 
 def source_address(destination: str) -> str:
-    """Find the local address from which `destination` is reached; no packet is sent."""
+    """Return the local address that the kernel uses for `destination`; no packet is sent."""
     family, address = resolve(destination)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
@@ -42,14 +42,14 @@ def source_address(destination: str) -> str:
 
 
 def listen_for_ranks(address: str, ports: range | None) -> socket.socket:
-    """Bind the socket on which rank 0 serves the store.
+    """Return a bound socket on which rank 0 can serve the store.
 
     Parameters
     ----------
     address : str
-        Of this machine.
+        An address of this machine.
     ports : range, optional
-        The ports it may have; the first that is free is taken. By default any.
+        The ports to try; the first free one is used. By default the kernel chooses.
 
     Raises
     ------
@@ -67,14 +67,17 @@ def listen_for_ranks(address: str, ports: range | None) -> socket.socket:
                 raise
             refusal = error
     raise ExecutorNotReady(
-        f"rank_ports is '{ports.start}-{ports.stop - 1}', and on {host_name()} none of "
-        f"these can be had at {address} for rank 0's store ({refusal.strerror}). Each run whose "
-        "rank 0 is on that host takes one: give a wider range."
+        f"rank_ports is '{ports.start}-{ports.stop - 1}', and on {host_name()} none of these "
+        f"ports can be bound at {address} for rank 0's store ({refusal.strerror}). Each run whose "
+        "rank 0 is on that host uses one: set a wider range."
     )
 
 
 def interface_of(address: str) -> str | None:
-    """Name the network interface that has an address; None if that cannot be told (no Linux)."""
+    """Return the name of the network interface with an address; None if it is unknown.
+
+    It is unknown on systems other than Linux.
+    """
     if sys.platform != "linux":
         return None
     if ":" in address:

@@ -10,34 +10,34 @@ from distributor.serialization.outcome import Origin
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSpec:
-    """One node's share of a run: which ranks it holds, and where they meet the others.
+    """One node's share of a run: its ranks, and the address of the rendezvous store.
 
     Parameters
     ----------
     run_id : str
-        The run's name; ``TORCHELASTIC_RUN_ID`` of its ranks.
+        The run's id; ``TORCHELASTIC_RUN_ID`` of its ranks.
     attempt : int
-        0 for the first launch of the run.
+        Number of the attempt, counted from 0.
     host : str
         This machine's name or address, for messages.
     address : str
-        This machine's address among the nodes; decides the network interface.
+        This machine's address among the nodes, which determines the network interface.
     node_rank, num_nodes : int
-        This node's place among the run's nodes.
+        This node's number among the run's nodes, and how many there are.
     ranks_per_node : int
-        Ranks on this and on every node.
+        Number of ranks on this and every other node.
     master_addr, master_port : str, int
-        Where rank 0's store listens.
+        The address of rank 0's store.
     gpus : tuple of str, optional
-        GPUs of this node's ranks, as ``CUDA_VISIBLE_DEVICES`` wants them; empty hides all of
-        them and None leaves the variable as it is.
+        GPUs of this node's ranks, as entries of ``CUDA_VISIBLE_DEVICES``. An empty tuple hides
+        all GPUs, and None leaves the variable unchanged.
     env : mapping of str to str
-        The user's own variables; they win over the environment that is here already.
+        The user's environment variables, which override those of the agent's environment.
     modules : str
-        Folders with the user's modules, to be searched first, as PYTHONPATH has them; empty if
-        there are none.
+        Folders with the user's modules, which are searched first, in the format of PYTHONPATH;
+        empty if there are none.
     program_name : str
-        The function's or script's name, for titles of processes.
+        The function's or script's name, for process titles.
     """
 
     run_id: str
@@ -60,11 +60,11 @@ class NodeSpec:
 
     @property
     def name(self) -> str:
-        """What the node is called among the run's; two may be on one host."""
+        """A name that is unique in the run, even if several nodes are on one host."""
         return f"node{self.node_rank}-{self.host}"
 
     def origin(self, local_rank: int) -> Origin:
-        """Say who the node's rank number `local_rank` is."""
+        """Return the origin of the node's rank number `local_rank`."""
         return Origin(
             rank=self.node_rank * self.ranks_per_node + local_rank,
             local_rank=local_rank,

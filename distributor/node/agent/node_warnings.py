@@ -1,4 +1,4 @@
-"""What the user should know about this node, although the run can go on."""
+"""Warnings about a node, which the driver shows to the user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distributor.wire.messages import NodeWarning
 
 
 def node_warnings(replaced: str = "") -> Iterator[NodeWarning]:
-    """Yield the warnings about this node.
+    """Yield warnings about the package, the kernel and the sandbox of this node.
 
     Parameters
     ----------
@@ -21,8 +21,8 @@ def node_warnings(replaced: str = "") -> Iterator[NodeWarning]:
     if replaced:
         yield NodeWarning(
             f"distributor {replaced} differs from the driver's source ({__version__}). Ranks there "
-            "run the driver's, which Spark brings to the executors. To avoid that, install the "
-            "same version in both places."
+            "run the driver's source, which Spark ships to the executors. To avoid that, install "
+            "the same version in both places."
         )
     if lacking := lacking_for_supervision():
         yield NodeWarning(

@@ -34,22 +34,22 @@ _IDENTITY: dict[str, Callable[[NodeSpec, int], object]] = {
 }
 
 RANK_VARIABLES = frozenset(_IDENTITY)
-"""The variables that say who a rank is; a user's ``env`` cannot set them."""
+"""The variables that identify a rank; a user's ``env`` cannot set them."""
 
 
 def rank_environment(
     node: NodeSpec, local_rank: int, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """Build a rank's whole environment, as torchrun would, from the one its agent has.
+    """Return all environment variables of a rank, as torchrun would set them.
 
     Parameters
     ----------
     node : NodeSpec
         The rank's node.
     local_rank : int
-        The rank's place on its node.
+        The rank's number on its node.
     inherited : mapping of str to str
-        The agent's own environment.
+        The environment variables of the agent.
 
     Returns
     -------
@@ -65,7 +65,7 @@ def rank_environment(
         **node.env,
         **identity,
     }
-    # For the programs that ranks start; they themselves learn it from their spec.
+    # For processes that ranks start. The ranks themselves have the folders from their spec.
     paths = [path for path in (node.modules, environment.get(PATH, "")) if path]
     return environment | ({PATH: os.pathsep.join(paths)} if node.modules else {})
 
@@ -73,21 +73,21 @@ def rank_environment(
 def common_environment(
     ranks_per_node: int, env: Mapping[str, str], inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """Build what the ranks of a node have in common from run to run.
+    """Return the environment variables that the ranks of a node share in all runs.
 
     Parameters
     ----------
     ranks_per_node : int
-        How many there are.
+        Number of ranks.
     env : mapping of str to str
-        The user's own variables.
+        The user's environment variables.
     inherited : mapping of str to str
-        The agent's own environment.
+        The environment variables of the agent.
     """
     return {**_process_defaults(ranks_per_node), **inherited, **env}
 
 
-# Defaults hold only where neither the user nor the machine says otherwise.
+# Neither the user's variables nor the agent's environment are overridden by these defaults.
 
 
 def _process_defaults(ranks_per_node: int) -> dict[str, str]:
@@ -103,20 +103,21 @@ def _network_defaults(node: NodeSpec) -> dict[str, str]:
 def visible_devices(addresses: Sequence[str], mask: str | None) -> tuple[str, ...]:
     """Translate Spark's GPU addresses into entries for ``CUDA_VISIBLE_DEVICES``.
 
-    Spark's addresses are positions, so where a mask is inherited they index into it. A discovery
-    script that ignores the mask lists the entries themselves; those are taken as they are.
+    Spark's addresses are positions, so they index into an inherited ``CUDA_VISIBLE_DEVICES``, if
+    there is one. A discovery script that ignores this variable lists its entries, which are
+    returned unchanged.
 
     Raises
     ------
     ValueError
-        Where an address is no number, or neither a position in the mask nor an entry of it.
+        If an address is not a number, or neither a position in the variable nor an entry of it.
     """
     for address in addresses:
         if not address.isdecimal() or str(int(address)) != address:
             raise ValueError(
                 f"Found GPU addresses {list(addresses)} which are not all in the correct format "
                 "for CUDA_VISIBLE_DEVICES, which requires integers with no zero padding. "
-                "Correct the GPU discovery script (conf/get_gpus.sh is one that works)."
+                "Correct the GPU discovery script (conf/get_gpus.sh is an example that works)."
             )
     if mask is None:
         return tuple(addresses)
@@ -127,20 +128,20 @@ def visible_devices(addresses: Sequence[str], mask: str | None) -> tuple[str, ..
         return tuple(addresses)
     raise ValueError(
         f"Spark assigned the GPU addresses {list(addresses)}, but CUDA_VISIBLE_DEVICES={mask!r} "
-        f"on {host_name()} has only {counted(len(entries), 'entry', 'entries')}. Let the "
+        f"on {host_name()} has only {counted(len(entries), 'entry', 'entries')}. Have the "
         "discovery script list positions within CUDA_VISIBLE_DEVICES, or unset that variable for "
         "the executors."
     )
 
 
 def mask_entries(mask: str) -> tuple[str, ...]:
-    """List the GPUs that ``CUDA_VISIBLE_DEVICES`` shows; like CUDA, read no further than a -1."""
+    """Return the entries of ``CUDA_VISIBLE_DEVICES`` that CUDA uses: those before the first -1."""
     entries = (entry.strip() for entry in mask.split(",") if entry.strip())
     return tuple(takewhile(lambda entry: entry[0] != "-" and entry != "NoDevFiles", entries))
 
 
 def node_order(hosts: Sequence[str]) -> list[int]:
-    """Number the nodes so that those of one host stand side by side.
+    """Order the nodes so that the nodes of one host are adjacent.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A node's lease: it stops its ranks once the driver has gone."""
+"""A node's lease: the node stops its ranks once the driver is gone."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from distributor.wire import protocol
 
 
 class DriverLease:
-    """Expires when the driver cannot be reached for a while, or is known to have gone.
+    """Expires when the driver cannot be reached for a while, or is known to be gone.
 
-    Neither a lost link nor silence ends it: as long as somebody listens at the hub's address the
-    driver lives, and the run goes on, through Spark where the link is lost.
+    Neither a lost link nor silence makes it expire. As long as a process listens at the hub's
+    address, the driver lives, and the run goes on (through Spark if the link is lost).
 
     Parameters
     ----------
     hub : tuple of str and int
-        Where the driver's hub listens.
+        The address and port of the driver's hub.
     on_expired : callable
         Called once, on the lease's own thread, with the reason.
     """
@@ -27,39 +27,39 @@ class DriverLease:
     def __init__(self, hub: tuple[str, int], on_expired: Callable[[str], object]) -> None:
         self._hub = hub
         self._on_expired = on_expired
-        self._renewed = time.monotonic()
+        self._renewed_at = time.monotonic()
         self._link_lost = False
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._watch, name="distributor-lease", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
-        self._renewed = time.monotonic()
+        """Start to watch the driver."""
+        self._renewed_at = time.monotonic()
         self._thread.start()
 
     def renew(self) -> None:
-        """Note that the driver was heard."""
-        self._renewed = time.monotonic()
+        """Note that the driver has just sent a message."""
+        self._renewed_at = time.monotonic()
 
     def link_lost(self) -> None:
-        """Look for the driver from now on, who will not be heard any more."""
+        """Note that the link is lost: from now on, connect to the hub's address to check it."""
         with self._changed:
             self._link_lost = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let it never expire."""
+        """Stop to watch: the lease never expires after this."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _watch(self) -> None:
         while not self._closed:
-            silent = time.monotonic() > self._renewed + 2 * protocol.HEARTBEAT_SECONDS
-            if (self._link_lost or silent) and self._has_gone():
-                self._expire("The driver has gone")
-            elif time.monotonic() > self._renewed + protocol.LEASE_SECONDS:
+            silent = time.monotonic() > self._renewed_at + 2 * protocol.HEARTBEAT_SECONDS
+            if (self._link_lost or silent) and self._is_driver_gone():
+                self._expire("The driver is gone")
+            elif time.monotonic() > self._renewed_at + protocol.LEASE_SECONDS:
                 self._expire(f"The driver could not be reached for {protocol.LEASE_SECONDS:g} s")
             self._wait(self._link_lost)
 
@@ -75,14 +75,14 @@ class DriverLease:
         if expired:
             self._on_expired(reason)
 
-    def _has_gone(self) -> bool:
-        """Tell whether nobody listens there any more; where somebody does, renew."""
+    def _is_driver_gone(self) -> bool:
+        """Return whether nothing listens at the hub's address; otherwise renew the lease."""
         try:
-            # Its kernel takes the connection even where the driver itself is too busy to greet.
+            # The driver's kernel accepts the connection even if the driver is too busy to answer.
             socket.create_connection(self._hub, protocol.HEARTBEAT_SECONDS).close()
         except ConnectionRefusedError:
             return True
         except OSError:
-            return False  # cut off; it may come back
+            return False  # the network is partitioned; it may recover
         self.renew()
         return False

@@ -9,53 +9,54 @@ from distributor.serialization.program import Program
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """What the driver tells every task of a run, pickled with the task.
+    """What the driver passes to every task of a run, pickled with the task.
 
     Parameters
     ----------
     run_id, attempt : str, int
-        The run.
+        The run, and the number of its attempt, counted from 0.
     program : Program or str
-        What each rank runs, or the name of the file that Spark has brought with it.
+        What each rank runs, or the name of the file that Spark ships with the program.
     program_name : str
         The function's or script's name.
     ranks_per_node : int
-        Ranks that each task starts.
+        Number of ranks that each task starts.
     keep_all : bool
         Whether every rank's value is wanted, or rank 0's alone.
     env : dict of str to str
-        The user's variables for the ranks.
+        The user's environment variables for the ranks.
     use_gpu : bool
-        Whether the ranks have the GPUs that Spark assigned to their task.
+        Whether the ranks use the GPUs that Spark assigns to their task.
     driver_gpus : tuple of str
         In ``local[n]``: the driver's GPUs, one for each rank.
     hub : tuple of str and int
-        Where the driver listens.
+        The address and port of the driver's hub.
     secret : bytes
-        What proves a node to the hub, and the hub to a node.
+        The run's secret, with which nodes and the hub authenticate each other.
     log_dir : str or None
-        Folder for the ranks' output where the hub cannot be reached.
-    most_through_spark : int
+        Folder for the ranks' output if the hub cannot be reached.
+    max_spark_result_bytes : int
         Bytes of values that Spark can carry from one task to the driver.
-    meet_timeout : float
+    rendezvous_timeout : float
         Seconds to wait for the other nodes, and then for the ranks to start.
     timeout : float or None
-        Seconds that the ranks may take once they have started. The driver enforces it; a node
-        without a link to the driver has to do so itself.
+        Seconds that the ranks may take once they have started. The driver enforces it, or the node
+        itself if it has no link to the driver.
     warm, preload : bool, tuple of str
-        Whether ranks are forked from a warm process, and what it imports beside torch.
+        Whether ranks are forked from a warm process, and what it imports in addition to torch.
     gpu_type : str or None
-        What the GPUs have to be.
+        The required type of GPU.
     modules : str or None
-        The name of the archive with the user's modules that Spark has brought.
+        The name of the archive with the user's modules that Spark ships.
     environment : str, tuple of str or None
-        What the ranks run in: the name of the folder that Spark has brought, or requirements.
+        What the ranks run in: the name of the folder that Spark ships, requirements, or None for
+        the executors' own interpreter.
     rank_ports : range or None
-        The ports that rank 0's store may have.
+        The ports that rank 0's store may use; None for any.
     cache_dir : str or None
-        Where environments are kept on a node whose own environment names no folder.
+        The cache of environments on a node whose own environment variables name none.
     check_memory : bool
-        Whether nodes are to compare what ranks need of memory with what they have.
+        Whether nodes compare the memory that ranks need with the memory that they have.
     """
 
     run_id: str
@@ -70,8 +71,8 @@ class TaskSpec:
     hub: tuple[str, int]
     secret: bytes = field(repr=False)
     log_dir: str | None
-    most_through_spark: int
-    meet_timeout: float
+    max_spark_result_bytes: int
+    rendezvous_timeout: float
     timeout: float | None
     warm: bool
     preload: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Saves a value that cannot reach the driver, because the work that made it is done."""
+"""Saves values that cannot reach the driver, so that the work that made them is not lost."""
 
 from __future__ import annotations
 
@@ -15,67 +15,73 @@ from distributor.errors import ValueTooLarge
 from distributor.node.spark_task.task_spec import TaskSpec
 from distributor.serialization.outcome import Value
 
-WORTH_KEEPING = 64 * 1024 * 1024
-"""Bytes from which a value on its way through Spark is kept in ``log_dir``, should it be lost."""
+LARGE_VALUE_BYTES = 64 * 1024 * 1024
+"""Size above which a value that goes through Spark is also saved in ``log_dir``."""
 
 
-def keep_large(values: Sequence[Value], spec: TaskSpec) -> None:
-    """Keep values that Spark may not be able to carry.
+def save_large_values(values: Sequence[Value], spec: TaskSpec) -> None:
+    """Save values that Spark may be unable to carry.
 
     Raises
     ------
     ValueTooLarge
-        Where it surely is not; says where they are kept.
+        If Spark cannot carry them. The message names the files in which they are saved.
     """
     size = sum(value.size for value in values)
-    if size > spec.most_through_spark:
+    if size > spec.max_spark_result_bytes:
         raise ValueTooLarge(
-            f"{_sizes(values)}. It did not reach the driver at {spec.hub[0]}:{spec.hub[1]}, and "
-            f"Spark has room for {format_bytes(spec.most_through_spark)} of it "
-            "(spark.driver.maxResultSize, and a quarter of spark.driver.memory and "
-            f"spark.executor.memory). {_keep_all(values, spec)} Open the way to the driver "
-            "(hub_address), or give Spark more."
+            f"{_describe_sizes(values)}. It did not reach the driver at {spec.hub[0]}:"
+            f"{spec.hub[1]}, and Spark has room for {format_bytes(spec.max_spark_result_bytes)} "
+            "of it (spark.driver.maxResultSize, and a quarter of spark.driver.memory and "
+            f"spark.executor.memory). {_save_all(values, spec)} Make the driver reachable from the "
+            "executors (hub_address), or raise these limits."
         )
     if spec.log_dir is not None:
         for value in values:
-            if value.size > WORTH_KEEPING:
-                _keep(value, spec)
+            if value.size > LARGE_VALUE_BYTES:
+                _save(value, spec)
 
 
-def keep_refused(values: Sequence[Value], room: Mapping[int, int], spec: TaskSpec) -> None:
-    """Keep values for which the driver has no memory.
+def save_refused_values(
+    values: Sequence[Value], free_memory: Mapping[int, int], spec: TaskSpec
+) -> None:
+    """Save values for which the driver has too little memory.
 
     Parameters
     ----------
     values : sequence of Value
-        All of the node's.
-    room : mapping of int to int
-        How much memory the driver has (bytes), by rank whose value takes more.
+        All values of the node.
+    free_memory : mapping of int to int
+        The driver's free memory (bytes), by rank whose value is larger than that.
+    spec : TaskSpec
+        What the driver passed to the task.
 
     Raises
     ------
     ValueTooLarge
-        Where there are any; says where they are kept.
+        If there are such values. The message names the files in which they are saved.
     """
-    refused = [value for value in values if value.rank in room]
+    refused = [value for value in values if value.rank in free_memory]
     if refused:
         raise ValueTooLarge(
-            f"{_sizes(refused)}, and the driver has {format_bytes(min(room.values()))} of memory "
-            f"left. {_keep_all(refused, spec)} Give the driver more memory, or write what is large "
-            "to storage and return where it is."
+            f"{_describe_sizes(refused)}, and the driver has "
+            f"{format_bytes(min(free_memory.values()))} of memory left. {_save_all(refused, spec)} "
+            "Run the driver with more memory, or write large results to storage and return their "
+            "path."
         )
 
 
-def _sizes(values: Sequence[Value]) -> str:
+def _describe_sizes(values: Sequence[Value]) -> str:
     ranks = listed("rank", [value.rank for value in values])
     return f"What {ranks} returned takes {format_bytes(sum(value.size for value in values))}"
 
 
-def _keep_all(values: Sequence[Value], spec: TaskSpec) -> str:
-    return " ".join(_keep(value, spec) for value in values)
+def _save_all(values: Sequence[Value], spec: TaskSpec) -> str:
+    return " ".join(_save(value, spec) for value in values)
 
 
-def _keep(value: Value, spec: TaskSpec) -> str:
+def _save(value: Value, spec: TaskSpec) -> str:
+    """Save a value, and return a sentence for the user that says where it is."""
     folder = Path(spec.log_dir) / spec.run_id if spec.log_dir else Path(tempfile.gettempdir())
     path = folder / f"{spec.run_id}-value-of-rank-{value.rank}"
     try:
@@ -86,5 +92,5 @@ def _keep(value: Value, spec: TaskSpec) -> str:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return f"It could not be kept in {path} on {host_name()}: {error}."
-    return f"It is kept on {host_name()}: distributor.load_value('{path}') loads it."
+        return f"It could not be saved in {path} on {host_name()}: {error}."
+    return f"It is saved on {host_name()}: distributor.load_value('{path}') loads it."

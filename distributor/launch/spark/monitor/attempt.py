@@ -14,7 +14,7 @@ from distributor.launch.spark.monitor.rendezvous import RendezvousDecision
 from distributor.launch.spark.monitor.run_state import run_state_machine
 from distributor.launch.spark.plan import ClusterPlan
 from distributor.node.agent.failure_grace import FailureGracePeriod
-from distributor.node.agent.sink import Sink
+from distributor.node.agent.output.sink import Sink
 from distributor.wire.hub import Hub
 
 

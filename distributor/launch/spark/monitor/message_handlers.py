@@ -55,7 +55,7 @@ def _rendezvous(attempt: Attempt, node: int, message: messages.Rendezvous) -> No
 
 
 def _ranks_started(attempt: Attempt, node: int, message: messages.RanksStarted) -> None:
-    attempt.grace_period.started(node)
+    attempt.grace_period.note_start(node)
     attempt.nodes.started.add(node)
     attempt.job.progress.add_started(attempt.plan.ranks_per_task)
     if attempt.rendezvous.late_nodes():
@@ -84,7 +84,7 @@ def _value_part(attempt: Attempt, node: int, message: messages.ValuePart) -> Non
 def _failed(attempt: Attempt, node: int, message: messages.Failed) -> None:
     attempt.outcomes.add_failure(message.failure)
     attempt.job.failures.append(message.failure)
-    attempt.grace_period.failed(message.failure)
+    attempt.grace_period.note_failure(message.failure)
 
 
 def _stack_request(attempt: Attempt, node: int, message: messages.StackRequest) -> None:

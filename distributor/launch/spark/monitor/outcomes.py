@@ -8,7 +8,7 @@ from typing import Any
 from distributor.errors import NodeLost
 from distributor.launch.spark.error_translation import explain
 from distributor.launch.spark.monitor.value_receiver import ValueReceiver
-from distributor.node.spark_task.task import LATE
+from distributor.node.spark_task.result_rows import REPORTS_PART
 from distributor.serialization.oob_pickle import anonymous_file
 from distributor.serialization.outcome import Failure, Outcome, Value
 from distributor.wire.messages import Output
@@ -94,14 +94,14 @@ class Outcomes:
 
 def late_output_in(rows: list[Any]) -> list[Output]:
     """Return what ranks printed and reported that no link could carry."""
-    late = [pickle.loads(row.data) for row in rows if row.part == LATE]
+    late = [pickle.loads(row.data) for row in rows if row.part == REPORTS_PART]
     return [message for messages in late for message in messages]
 
 
 def _values_in(rows: list[Any]) -> dict[int, Value]:
     """Return the values that came as rows, by rank, each put together from its parts."""
     values: dict[int, Value] = {}
-    parts = (row for row in rows if row.part != LATE)
+    parts = (row for row in rows if row.part != REPORTS_PART)
     for row in sorted(parts, key=lambda row: (row.rank, row.part)):
         if row.rank not in values:
             values[row.rank] = Value(row.rank, anonymous_file())

@@ -20,7 +20,7 @@ from distributor.launch.spark.monitor.outcomes import late_output_in
 from distributor.launch.spark.monitor.run_state import RunEvent, RunState
 from distributor.launch.spark.monitor.task_starts import TaskStarts
 from distributor.launch.spark.plan import ClusterPlan
-from distributor.node.agent.sink import Sink
+from distributor.node.agent.output.sink import Sink
 from distributor.node.worker.stack_dump import append_stacks
 from distributor.serialization.outcome import Outcome
 from distributor.wire import messages
@@ -156,7 +156,7 @@ class RunMonitor:
             self._raise_with_stacks(error)
         if self.state is not RunState.STOPPING:
             self._check_nodes()
-        settled = attempt.grace_period.over() or attempt.outcomes.all_failed
+        settled = attempt.grace_period.is_over() or attempt.outcomes.all_failed
         if settled and attempt.machine.fire(RunEvent.FAILURE_SETTLED):
             attempt.nodes.stop()
             attempt.hub.broadcast(messages.Stop("a rank failed"))

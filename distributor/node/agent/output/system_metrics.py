@@ -7,40 +7,41 @@ from collections.abc import Iterator
 
 from distributor.core.gpus import gpu_usage
 from distributor.core.telemetry import Progress
-from distributor.node.agent.host_usage import read_host_usage
+from distributor.node.agent.output.host_usage import read_host_usage
 
 SAMPLE_INTERVAL = 10.0
+"""Seconds between two samples, as in MLflow's own system metrics."""
 MEGABYTE = 1e6
 
 
 class SystemMetrics:
-    """Looks now and then at what this machine does.
+    """Samples the utilization of this machine at an interval.
 
     Parameters
     ----------
     node : str
-        The node's name, which sets its figures apart from those of others.
+        The node's name, which distinguishes its figures from those of other nodes.
     """
 
     def __init__(self, node: str) -> None:
         self._node = node
-        self._looks = 0
+        self._num_samples = 0
         self._next = time.monotonic() + SAMPLE_INTERVAL
         self._before = read_host_usage()
 
-    def due(self) -> bool:
-        """Tell whether it is time for the next look."""
+    def is_due(self) -> bool:
+        """Return whether it is time for the next sample."""
         return time.monotonic() >= self._next
 
-    def look(self) -> Progress:
-        """Give the figures, under names such as ``system/node0-host/cpu_utilization_percentage``.
+    def sample(self) -> Progress:
+        """Return the figures, named like ``system/node0-host/cpu_utilization_percentage``.
 
-        What `done` counts is the looks.
+        `Progress.done` is the number of samples so far.
         """
         self._next = time.monotonic() + SAMPLE_INTERVAL
-        self._looks += 1
+        self._num_samples += 1
         named = {f"system/{self._node}/{name}": figure for name, figure in self._figures()}
-        return Progress(done=self._looks, metrics=named)
+        return Progress(done=self._num_samples, metrics=named)
 
     def _figures(self) -> Iterator[tuple[str, float]]:
         before, now = self._before, read_host_usage()
@@ -50,7 +51,7 @@ class SystemMetrics:
         yield "cpu_utilization_percentage", 100 * busy / total if total > 0 else 0.0
         yield "system_memory_usage_megabytes", now.memory_used / MEGABYTE
         yield "system_memory_usage_percentage", now.memory_percent
-        if before.network and now.network:  # a container may have none
+        if before.network and now.network:  # a container may have no network
             received, sent = now.network[0] - before.network[0], now.network[1] - before.network[1]
             yield "network_receive_megabytes", received / MEGABYTE
             yield "network_transmit_megabytes", sent / MEGABYTE

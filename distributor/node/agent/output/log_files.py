@@ -9,22 +9,23 @@ from typing import BinaryIO
 
 from distributor.wire.messages import Stream
 
-LEFT_OUT = "\n... {} bytes could not be kept here ...\n"
+GAP_MARKER = "\n... {} bytes could not be written here ...\n"
 
 
 class LogFiles:
     """Appends each rank's output, byte for byte, to files of its attempt.
 
-    They are ``<log_dir>/<run id>/attempt_0/rank3.stdout`` and ``.stderr``, whether the driver or
-    a node without a link to it writes them. If the disk is full or gone, the run goes on: that is
-    said once, and when writing works again, a line in the file says how much is missing.
+    They are ``<log_dir>/<run id>/attempt_0/rank3.stdout`` and ``.stderr``. Either the driver writes
+    them, or a node that has no link to the driver. If the disk is full or no longer mounted, the
+    run goes on: the user is warned once, and when writing works again, a line in the file says how
+    many bytes are missing.
 
     Parameters
     ----------
     log_dir : str or path
-        As the user named it; what is missing of the path is created.
+        The user's ``log_dir``. Missing folders are created.
     run_id, attempt : str, int
-        The run, and which attempt of it, counted from 0.
+        The run, and the number of its attempt, counted from 0.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], run_id: str, attempt: int) -> None:
@@ -32,20 +33,22 @@ class LogFiles:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._files: dict[tuple[int, Stream], BinaryIO] = {}
-        self._missing: dict[tuple[int, Stream], int] = {}
-        self._told = False
+        self._num_missing: dict[tuple[int, Stream], int] = {}
+        self._has_warned = False
 
     def write(self, rank: int, stream: Stream, data: bytes) -> None:
-        missing = self._missing.pop((rank, stream), 0)
-        told = LEFT_OUT.format(missing).encode() if missing else b""
+        """Append bytes to the file of a rank's stream."""
+        missing = self._num_missing.pop((rank, stream), 0)
+        marker = GAP_MARKER.format(missing).encode() if missing else b""
         written = 0
         try:
             file = self._file(rank, stream)
-            while written < len(told) + len(data):
-                written += file.write((told + data)[written:])
+            while written < len(marker) + len(data):
+                written += file.write((marker + data)[written:])
         except OSError as error:
-            self._missing[rank, stream] = missing + len(data) - max(0, written - len(told))
-            self._tell(error)
+            unwritten = len(data) - max(0, written - len(marker))
+            self._num_missing[rank, stream] = missing + unwritten
+            self._warn(error)
 
     def _file(self, rank: int, stream: Stream) -> BinaryIO:
         if (rank, stream) not in self._files:
@@ -53,15 +56,16 @@ class LogFiles:
             self._files[rank, stream] = path.open("ab", buffering=0)
         return self._files[rank, stream]
 
-    def _tell(self, error: OSError) -> None:
-        if not self._told:
-            self._told = True
-            text = f"distributor: output cannot be kept in {self._folder}, and the run goes on"
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            text = f"distributor: output cannot be written to {self._folder}, but the run goes on"
             print(f"{text}: {error}", file=sys.stderr)
 
     def has_room(self) -> bool:
         return True
 
     def close(self) -> None:
+        """Close the files."""
         for file in self._files.values():
             file.close()

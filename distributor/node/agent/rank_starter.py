@@ -1,0 +1,87 @@
+"""Starts the ranks of one node: their files, their control channels and their processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from typing import BinaryIO
+
+from distributor.node.agent.node_spec import NodeSpec
+from distributor.node.agent.worker_env import rank_environment
+from distributor.node.agent.worker_handle import WorkerHandle
+from distributor.node.process.scratch import new_scratch_path
+from distributor.node.process.spawner import Spawner
+from distributor.node.process.worker_spec import WorkerSpec
+from distributor.serialization.oob_pickle import anonymous_file
+from distributor.wire.messages import Source
+
+
+class RankStarter:
+    """Starts the ranks of one node.
+
+    Parameters
+    ----------
+    node : NodeSpec
+        The node's share of the run.
+    program : BinaryIO
+        A file with the `Program` that each rank runs.
+    spawner : Spawner
+        Starts the processes.
+    store_socket : socket or None
+        The bound socket for the rendezvous store, on the node that has rank 0.
+    keep_all : bool
+        Whether every rank's value is wanted, or rank 0's alone.
+    on_exit : callable
+        Called once for each process that has ended, on any thread.
+    """
+
+    def __init__(
+        self,
+        node: NodeSpec,
+        program: BinaryIO,
+        spawner: Spawner,
+        store_socket: socket.socket | None,
+        keep_all: bool,
+        on_exit: Callable[[], object],
+    ) -> None:
+        self._node = node
+        self._program = program
+        self._spawner = spawner
+        self._store_socket = store_socket
+        self._keep_all = keep_all
+        self._on_exit = on_exit
+
+    def start(self, local_rank: int) -> WorkerHandle:
+        """Start the node's rank number `local_rank`."""
+        origin = self._node.origin(local_rank)
+        ours, theirs = socket.socketpair()
+        outcome, answers, progress = anonymous_file(), anonymous_file(), anonymous_file()
+        stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        is_first = origin.rank == 0
+        scratch = new_scratch_path()
+        worker_spec = WorkerSpec(
+            origin=origin,
+            parent=os.getpid(),
+            control=theirs.fileno(),
+            program=self._program.fileno(),
+            outcome=outcome.fileno(),
+            stacks=answers.fileno(),
+            progress=progress.fileno(),
+            listener=self._store_socket.fileno() if self._store_socket and is_first else None,
+            scratch=scratch,
+            keep_value=self._keep_all or is_first,
+            modules=self._node.modules,
+            program_name=self._node.program_name,
+            run_id=self._node.run_id,
+        )
+        environment = rank_environment(self._node, local_rank, os.environ)
+        with theirs:
+            process = self._spawner.start(worker_spec, environment, stdout, stderr, self._on_exit)
+        output_files: dict[Source, BinaryIO] = {
+            "stdout": stdout,
+            "stderr": stderr,
+            "progress": progress,
+        }
+        return WorkerHandle(origin, process, ours, outcome, answers, output_files, scratch)

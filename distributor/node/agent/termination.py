@@ -1,0 +1,89 @@
+"""The end of workers: their release after the work, a limit for lingering, and a forced stop."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from distributor.node.agent.output.sink import Sink
+from distributor.node.agent.worker_handle import WorkerHandle
+from distributor.node.worker.stack_dump import append_stacks, dump_stacks
+from distributor.serialization.outcome import Value
+
+TERMINATION_GRACE_SECONDS = 5.0
+"""Seconds between SIGTERM and SIGKILL."""
+LINGERING_WARNING_SECONDS, LINGERING_KILL_SECONDS = 30.0, 600.0
+"""Seconds after its work at which a rank that has not ended is reported, and is killed."""
+KILL_SECONDS = 30.0
+"""Seconds from SIGKILL after which a process is left alone, because it hangs in the kernel."""
+
+
+def release_finished(workers: Sequence[WorkerHandle], run_is_done: bool) -> None:
+    """Let workers end whose outcome is known.
+
+    Parameters
+    ----------
+    workers : sequence of WorkerHandle
+        The node's workers.
+    run_is_done : bool
+        Whether all ranks of all nodes have done their work. Until then rank 0, if it has
+        succeeded, serves the rendezvous store.
+    """
+    for worker in workers:
+        serves_store = worker.origin.rank == 0 and isinstance(worker.outcome, Value)
+        if worker.outcome is not None and (run_is_done or not serves_store):
+            worker.release()
+
+
+def limit_lingering(workers: Sequence[WorkerHandle], sink: Sink) -> None:
+    """Report workers that have done their work and do not end; after a while, kill them."""
+    now = time.monotonic()
+    for worker in workers:
+        if worker.running and now > worker.released_at + LINGERING_KILL_SECONDS:
+            worker.process.kill()
+        elif (
+            worker.running
+            and not worker.has_lingering_warning
+            and now > worker.released_at + LINGERING_WARNING_SECONDS
+        ):
+            worker.has_lingering_warning = True
+            rank = worker.origin.rank
+            warning = (
+                f"distributor: {worker.origin} has done its work, but its process is still "
+                "running, because of a non-daemon thread or an exit handler. It is killed "
+                f"{LINGERING_KILL_SECONDS:.0f} s after the end of its work."
+            )
+            text = append_stacks(warning, dump_stacks({rank: worker}))
+            sink.write(rank, "stderr", f"{text}\n".encode())
+
+
+def terminate(workers: Sequence[WorkerHandle], wait: Callable[[], object]) -> None:
+    """Stop the workers that still run: SIGTERM to their process groups, a grace period, SIGKILL.
+
+    A worker whose outcome is known is ending: it has the grace period for its exit handlers.
+
+    Parameters
+    ----------
+    workers : sequence of WorkerHandle
+        The node's workers.
+    wait : callable
+        Called again and again during the grace period; waits a short time for events.
+    """
+    for worker in workers:
+        if worker.outcome is None:
+            worker.process.terminate()
+            if worker.ignores_sigterm:
+                worker.process.kill()
+        else:
+            worker.release()
+    deadline = time.monotonic() + TERMINATION_GRACE_SECONDS
+    try:
+        while any(worker.running for worker in workers) and time.monotonic() < deadline:
+            wait()
+    finally:
+        for worker in workers:
+            worker.process.kill()
+        for worker in workers:
+            if not worker.process.join(KILL_SECONDS):
+                print(f"distributor: {worker.origin} cannot be killed.", file=sys.stderr)

@@ -1,0 +1,76 @@
+"""Files that Spark ships with a run: its program, and the modules of the user."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+from distributor.core.atomic_files import atomic_path, write_atomically
+from distributor.serialization.program import Module, Program, Script, in_file
+
+
+def spark_files_folder() -> Path:
+    """Return the folder of Spark's files, which Spark names relative to its working folder."""
+    from pyspark import SparkFiles
+
+    return Path(SparkFiles.getRootDirectory()).absolute()
+
+
+def unpack_modules(archive: str) -> str:
+    """Unpack the user's modules, once on each node, and return their folder.
+
+    Parameters
+    ----------
+    archive : str
+        The name of the archive among Spark's files.
+    """
+    from pyspark import SparkFiles
+
+    folder = spark_files_folder() / archive.removesuffix(".zip")
+    if not folder.exists():
+        with atomic_path(folder) as partial:  # other tasks of this node may be doing the same
+            shutil.unpack_archive(SparkFiles.get(archive), partial, "zip")
+    return str(folder)
+
+
+def program_file(program: Program | str) -> BinaryIO:
+    """Return a file with the program that ranks run.
+
+    Parameters
+    ----------
+    program : Program or str
+        The program, or the name of its file among Spark's files.
+    """
+    from pyspark import SparkFiles
+
+    if isinstance(program, str):
+        return Path(SparkFiles.get(program)).open("rb")
+    return in_file(_on_this_node(program))
+
+
+def _on_this_node(program: Program) -> Program:
+    """Return the program with paths of this node; a script has the text that the driver read."""
+    if isinstance(program, Module):
+        return replace(program, folder="")
+    if not isinstance(program, Script):
+        return program
+    try:
+        if Path(program.path).read_bytes() == program.source:
+            return program
+    except OSError:
+        pass  # not on this node: the nodes need not share the driver's disk
+    return replace(program, path=str(_write_script(program)))
+
+
+def _write_script(script: Script) -> Path:
+    from pyspark import SparkFiles
+
+    digest = hashlib.sha256(script.source).hexdigest()[:12]
+    path = Path(SparkFiles.getRootDirectory(), f"distributor-{digest}", script.name)
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, script.source)
+    return path

@@ -1,0 +1,86 @@
+"""The states of a node inside a Spark task."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from distributor.node.spark_task.node_state import NodeEvent, NodeLifecycle, NodeState
+
+SUCCESS = (
+    NodeEvent.CHANNEL_OPENED,
+    NodeEvent.ENVIRONMENT_READY,
+    NodeEvent.RENDEZVOUS_KNOWN,
+    NodeEvent.WORK_DONE,
+    NodeEvent.RANKS_ENDED,
+    NodeEvent.VALUES_DELIVERED,
+)
+STATES = (
+    NodeState.STARTING,
+    NodeState.PREPARING,
+    NodeState.RENDEZVOUS,
+    NodeState.RUNNING,
+    NodeState.SERVING,
+    NodeState.DELIVERING,
+    NodeState.DONE,
+)
+
+
+def after(num_events: int) -> NodeLifecycle:
+    """Return a node after so many events of a successful run."""
+    lifecycle = NodeLifecycle()
+    for event in SUCCESS[:num_events]:
+        assert lifecycle.fire(event)
+    return lifecycle
+
+
+def test_a_successful_node_passes_through_all_states() -> None:
+    assert tuple(after(count).state for count in range(len(STATES))) == STATES
+
+
+@pytest.mark.parametrize(
+    ("event", "state"),
+    [
+        (NodeEvent.STOP_RECEIVED, NodeState.STOPPED),
+        (NodeEvent.LEASE_EXPIRED, NodeState.LOST_DRIVER),
+    ],
+)
+@pytest.mark.parametrize("num_events", range(len(STATES)))
+def test_the_driver_ends_a_node_until_its_ranks_have_ended(
+    num_events: int, event: NodeEvent, state: NodeState
+) -> None:
+    lifecycle = after(num_events)
+    has_ended = num_events >= STATES.index(NodeState.DELIVERING)
+
+    assert lifecycle.fire(event) == (not has_ended)
+
+    assert lifecycle.is_ended_by_driver == (not has_ended)
+    assert lifecycle.state is (STATES[num_events] if has_ended else state)
+
+
+@pytest.mark.parametrize("num_events", range(len(STATES)))
+def test_an_exception_fails_a_node_that_is_not_done(num_events: int) -> None:
+    lifecycle = after(num_events)
+    with pytest.raises(ValueError, match="reason"), lifecycle:
+        raise ValueError("reason")
+    is_done = STATES[num_events] is NodeState.DONE
+    assert lifecycle.state is (NodeState.DONE if is_done else NodeState.FAILED)
+
+
+@pytest.mark.parametrize("event", [NodeEvent.RANK_FAILED, NodeEvent.STOP_RECEIVED])
+def test_a_node_whose_run_has_failed_delivers_nothing(event: NodeEvent) -> None:
+    lifecycle = after(STATES.index(NodeState.RUNNING))
+    assert lifecycle.fire(event)
+    for late_event in (NodeEvent.WORK_DONE, NodeEvent.RANKS_ENDED, NodeEvent.VALUES_DELIVERED):
+        assert not lifecycle.fire(late_event)
+    assert lifecycle.state in (NodeState.FAILED, NodeState.STOPPED)
+
+
+def test_a_change_of_state_ends_a_wait() -> None:
+    lifecycle = after(STATES.index(NodeState.RUNNING))
+    thread = threading.Thread(target=lifecycle.fire, args=(NodeEvent.STOP_RECEIVED,))
+    thread.start()
+    lifecycle.wait_for(lambda: lifecycle.is_ended_by_driver, 60.0)
+    thread.join()
+    assert lifecycle.is_ended_by_driver
