@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,27 @@ ENDINGS: dict[str, type[Exception] | None] = {
 }
 
 
+EVERY_DAY = [
+    *(("local", warm, ending) for warm in ("warm", "fresh") for ending in ENDINGS),
+    ("cluster", "warm", "kill"),
+    ("cluster", "fresh", "return"),
+]
+
+
+def endings() -> Iterator[Any]:
+    """Yield all endings to end with all starts; on a cluster, two of them run every day."""
+    for launcher, warm, ending in itertools.product(
+        ("local", "cluster"), ("warm", "fresh"), ENDINGS
+    ):
+        marks = [pytest.mark.spark] if launcher == "cluster" else []
+        marks += [] if (launcher, warm, ending) in EVERY_DAY else [pytest.mark.slow]
+        yield pytest.param(
+            launcher, warm == "warm", ending, id=f"{launcher}-{warm}-{ending}", marks=marks
+        )
+
+
 @linux
-@pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("warm", [True, False], ids=["warm", "fresh"])
+@pytest.mark.parametrize(("distribute", "warm", "ending"), [*endings()], indirect=["distribute"])
 def test_processes_that_ranks_started_end_with_the_run(
     distribute: Distribute, tmp_path: Path, warm: bool, ending: str
 ) -> None:

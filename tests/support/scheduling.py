@@ -1,8 +1,9 @@
 """Which tests run in the same process when pytest-xdist distributes them, and which start first.
 
 Starting Spark costs 15 CPU seconds, so the tests of the shared session run in two processes, not
-in all. A file's other tests run in one process, which sets up their fixtures once. Tests
-that start a driver program, and share nothing else, are distributed one by one.
+in all. The tests of the shared MLflow server run in one. The other tests of a file run in one
+process, which sets up their fixtures once. Tests that start a driver program, and share nothing
+else, are distributed one by one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[2]
 USES_SPARK = re.compile(r"\bspark: Any|\bdistribute: |getfixturevalue\(\"spark\"\)")
-SHARES_FIXTURES = re.compile(r'scope="module"|\b(server|experiment): str')
+USES_MLFLOW = re.compile(r"\b(server|experiment): str")
+SHARES_FIXTURES = re.compile(r'scope="module"')
 STARTS_DRIVERS = re.compile(r"\brun_driver\b")
 ONE_PROCESS = ("test_connect.py",)
 """Files whose tests use a fixed port."""
@@ -26,9 +28,6 @@ LONGEST = (
     "test_chaos.py",
     "test_lost_processes.py",
     "test_preemption.py",
-    "test_job_run.py",
-    "test_server_failures.py",
-    "test_without_server.py",
     "test_gpus.py",
 )
 """Files that start right after the groups of the shared session."""
@@ -47,6 +46,8 @@ def group_of(nodeid: str) -> str:
     if _shares_spark(nodeid):
         return "spark: files" if path.count("/") == 1 else "spark: folders"
     text = _text_of(path)
+    if USES_MLFLOW.search(text) and "/tracking/" in path:
+        return "mlflow"
     if Path(path).name in ONE_PROCESS or SHARES_FIXTURES.search(text):
         return path
     name, _, _ = test.partition("[")
@@ -58,8 +59,10 @@ def place_of(nodeid: str) -> int:
     """Return the place of a test in the order of all tests: long groups start first."""
     if _shares_spark(nodeid):
         return 0
+    if group_of(nodeid) == "mlflow":
+        return 1
     name = Path(nodeid.partition("::")[0]).name
-    return 1 + (LONGEST.index(name) if name in LONGEST else len(LONGEST))
+    return 2 + (LONGEST.index(name) if name in LONGEST else len(LONGEST))
 
 
 def _shares_spark(nodeid: str) -> bool:

@@ -61,9 +61,9 @@ def tracking_server(folder: Path, port: int | None = None) -> Iterator[str]:
         process.wait()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start a server for the tests of a file, and yield its address."""
+    """Start the session's one server, and yield its address."""
     pytest.importorskip("mlflow")
     with tracking_server(tmp_path_factory.mktemp("server")) as uri:
         yield uri
