@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -125,6 +126,11 @@ assert not {"pyspark", "torch", "mlflow"} & set(sys.modules)
 """
     env = {**os.environ, "DISTRIBUTOR_WARM": "0"}
     subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=60)
+
+
+def test_the_readme_lists_every_setting() -> None:
+    listed = set(re.findall(r"^\| `(\w+)` \|", README.read_text(), re.MULTILINE))
+    assert {field.name for field in dataclasses.fields(Settings)} <= listed
 
 
 def test_the_readme_has_the_table() -> None:

@@ -17,6 +17,12 @@ from distributor.launch.output.messages import notify, warn
 from distributor.launch.output.run_progress import RunProgress
 from distributor.launch.retry import FailedAttempt
 
+
+@pytest.fixture
+def driver() -> DriverOutput:
+    return DriverOutput()
+
+
 NOUNS = [
     (counted(1, "rank"), "1 rank"),
     (counted(0, "rank"), "0 ranks"),

@@ -14,6 +14,11 @@ from support.driver_output import DriverOutput, Notebook, on_screen
 from distributor.wire.messages import Stream
 
 
+@pytest.fixture
+def driver() -> DriverOutput:
+    return DriverOutput()
+
+
 def blocks(puts: list[Stream]) -> list[Stream]:
     """Return a cell's outputs: a new one for each change of stream."""
     return [stream for stream, _ in itertools.groupby(puts)]

@@ -13,6 +13,12 @@ from support.driver_output import Chunk, DriverOutput, Notebook, Terminal, on_sc
 from distributor.launch.output.console import Console
 from distributor.launch.output.messages import notify
 
+
+@pytest.fixture
+def driver() -> DriverOutput:
+    return DriverOutput()
+
+
 MIB = 2**20
 
 

@@ -13,6 +13,11 @@ import pytest
 from support.driver_output import Chunk, DriverOutput, Notebook, Terminal, on_screen
 
 
+@pytest.fixture
+def driver() -> DriverOutput:
+    return DriverOutput()
+
+
 def test_a_file_gets_two_states_a_second_and_the_last(driver: DriverOutput) -> None:
     driver.bar(*(f"{i}%" for i in range(100)), every=0.0625)
     driver.write((0, "stderr", b"\r100%\n"))

@@ -13,6 +13,11 @@ from distributor.launch.output.labels import RunLabel
 from distributor.launch.output.messages import notify, warn
 
 
+@pytest.fixture
+def driver() -> DriverOutput:
+    return DriverOutput()
+
+
 def test_the_status_line_stays_below_the_output(driver: DriverOutput) -> None:
     screen = driver.screen(Terminal)
     driver.status = "train on 2 ranks, 00:01"
