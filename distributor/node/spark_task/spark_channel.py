@@ -24,8 +24,8 @@ CANCELLATION_SECONDS = 5.0
 """Seconds within which Spark ends the Python worker of a task that it has cancelled.
 
 A worker that is ended while it waits in ``allGather`` takes its whole executor along (exit code 50,
-seen in PySpark 4.3), and with it whatever else runs there. If the driver has ended the run, its
-hub cannot be reached, so a node that finds no hub first waits whether its task is ended.
+seen in PySpark 4.3), with everything else that runs there. If the driver has ended the run, its hub
+cannot be reached, so a node that finds no hub first waits to see whether Spark ends its task.
 """
 DRIVER_FIRST_SECONDS = 4.0
 """Seconds past a deadline that a node without a link leaves to the driver, if others have a link.
