@@ -1,4 +1,4 @@
-"""Runs that begin again: how often, after what, and what is told of it."""
+"""Further attempts of a run: how many, after which failures, and what is reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Distribute = Callable[..., TorchDistributor]
 
 
 def begin(folder: Path) -> int:
-    """Note that a rank begins; give in which attempt."""
+    """Record that a rank begins; return the number of its attempt."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     (folder / f"{attempt}-{os.environ['RANK']}").touch()
     return attempt
@@ -36,14 +36,14 @@ def die(folder: Path, attempts: int) -> int:
     return attempt
 
 
-def test_a_run_goes_on_until_it_succeeds(
+def test_a_run_is_attempted_until_it_succeeds(
     distribute: Distribute, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert distribute(2, max_failures=2).run(die, tmp_path, 2) == 2
 
     assert begun(tmp_path) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
-    told = capsys.readouterr().err
-    assert "Failed: attempt 1 on 2 ranks: WorkerDied: rank 1 " in told
+    shown = capsys.readouterr().err
+    assert "Failed: attempt 1 on 2 ranks: WorkerDied: rank 1 " in shown
 
 
 def test_failures_are_counted_exactly(distribute: Distribute, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_the_same_exception_twice_ends_the_run(distribute: Distribute, tmp_path:
 
 
 def fail_one_step_later(folder: Path) -> int:
-    """Fail in each attempt with the same words, but each time one report later."""
+    """Fail in each attempt with the same message, but each time one report later."""
     attempt = begin(folder)
     for _ in range(attempt + 1):
         train.report({"loss": 1.0})
@@ -113,29 +113,29 @@ def test_an_exception_at_a_later_step_is_another(tmp_path: Path) -> None:
     assert ranks.run(fail_one_step_later, folder) == 3
 
 
-def give_a_lock(folder: Path) -> Any:
+def return_a_lock(folder: Path) -> Any:
     import threading
 
     begin(folder)
     return threading.Lock()
 
 
-def test_what_another_attempt_would_not_mend_ends_the_run(tmp_path: Path) -> None:
+def test_a_failure_that_would_repeat_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(UnpicklableError):
-        TorchDistributor(1, use_gpu=False, max_failures=5).run(give_a_lock, tmp_path)
+        TorchDistributor(1, use_gpu=False, max_failures=5).run(return_a_lock, tmp_path)
     assert begun(tmp_path) == ["0-0"]
 
 
-def test_a_number_of_ranks_between_two(tmp_path: Path) -> None:
+def test_a_range_of_ranks(tmp_path: Path) -> None:
     ranks = TorchDistributor((1, 2), use_gpu=False, timeout=120)
     assert ranks.num_processes == (1, 2)
     assert ranks.run_all(lambda: os.environ["WORLD_SIZE"]) == ["2", "2"]
 
 
 @pytest.mark.spark
-def test_as_many_ranks_as_there_is_room_for(spark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_many_ranks_as_there_are_slots(spark: Any, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = TorchDistributor((2, 99), local_mode=False, use_gpu=False, timeout=120)
     assert ranks.run_all(lambda: os.environ["WORLD_SIZE"]) == ["4"] * 4
-    told = capsys.readouterr().err
-    assert "Started distributed training with 4 executor processes" in told
-    assert "Finished distributed training with 4 executor processes" in told
+    shown = capsys.readouterr().err
+    assert "Started distributed training with 4 executor processes" in shown
+    assert "Finished distributed training with 4 executor processes" in shown

@@ -178,10 +178,11 @@ THIS, OTHER = f"{sys.version_info[0]}.{sys.version_info[1]}", "3.2"
 ARCHIVES: dict[str, tuple[list[str], str]] = {
     "of another Python": (
         ["pyvenv.cfg", f"lib/python{OTHER}/os.py"],
-        f"with Python {OTHER}, and this process runs Python {THIS}: .* Make it with Python {THIS}",
+        f"with Python {OTHER}, and this process runs Python {THIS}: .* Pack an environment with "
+        f"Python {THIS}",
     ),
     "of something else": (["a", "b/c", f"d/e/lib/python{THIS}/f"], "there is no lib/pythonX.Y"),
-    "of a folder above": ([f"venv/lib/python{THIS}/os.py"], "all in a folder 'venv/' where lib"),
+    "of a folder above": ([f"venv/lib/python{THIS}/os.py"], "has lib and bin in a folder 'venv/'"),
     "empty": ([], "there is no lib/pythonX.Y"),
 }
 

@@ -218,10 +218,11 @@ def test_without_the_hub_everything_is_sent_through_spark(
 kind, pids, logs = sys.argv[1:]
 spark = open_session(kind)
 from distributor import TorchDistributor
-from distributor.launch.spark import launcher as launcher
+from distributor.launch.spark import launcher
+from distributor.launch.spark.hub_address import HubAddress
 
 # The nodes connect to an address at which nothing listens.
-launcher.hub_address = lambda *_: launcher.HubAddress(bound="127.0.0.1", told="127.0.0.2")
+launcher.choose_hub_address = lambda *_: HubAddress(bound="127.0.0.1", advertised="127.0.0.2")
 
 distributor = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=60, log_dir=logs)
 value, warned = distributor.run(train, 10), warnings.take()
@@ -264,10 +265,11 @@ def test_a_timeout_holds_without_the_hub(session: str, run_driver: Driver) -> No
         + """
 spark = open_session(sys.argv[1])
 from distributor import TorchDistributor
-from distributor.launch.spark import launcher as launcher
+from distributor.launch.spark import launcher
+from distributor.launch.spark.hub_address import HubAddress
 from distributor.launch.spark.monitor import rendezvous
 
-launcher.hub_address = lambda *_: launcher.HubAddress(bound="127.0.0.1", told="127.0.0.2")
+launcher.choose_hub_address = lambda *_: HubAddress(bound="127.0.0.1", advertised="127.0.0.2")
 rendezvous.LINK_SECONDS = 4.0
 
 def wait_forever():
@@ -388,7 +390,7 @@ spark.stop()
     (warning,) = facts["warned"]
     shown = [f"[{rank}] training on {rank}" in done.stdout for rank in range(2)]
     assert sorted(shown) == [False, True]
-    assert f"[{shown.index(False)}] did not reach" in warning
+    assert f"Node {shown.index(False)} did not reach" in warning
 
 
 ONLY_FROM_ARCHIVES = """

@@ -203,7 +203,7 @@ def test_requested_modules_are_sent_whole(folder: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "aside" / "config.yaml")
     write(folder / "one.py")
 
-    found = own_modules(asked=["named", large.parent, str(file)])
+    found = own_modules(requested=["named", large.parent, str(file)])
     assert sorted(found) == ["config.yaml", "named/__init__.py", "named/large.bin", "one.py"]
 
 
@@ -254,7 +254,7 @@ def test_only_the_imported_modules_of_a_large_package_are_sent(
     used = write(folder / "large" / "used_here.py")
     write(folder / "large" / "__init__.py")
     write(folder / "large" / "unused.py", "a" * 1000)
-    monkeypatch.setattr(user_modules, "MOST_BYTES", 999)
+    monkeypatch.setattr(user_modules, "MAX_PACKAGE_BYTES", 999)
     module: Any = type(sys)("large.used_here")
     module.__file__ = str(used)
     monkeypatch.setitem(sys.modules, "large.used_here", module)

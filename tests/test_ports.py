@@ -24,13 +24,13 @@ def free_port() -> int:
         return port
 
 
-def meets_the_other(address: str, port: int) -> str:
-    """Return once the rank of another run has come too, so that both runs go on at once."""
+def wait_for_the_other_run(address: str, port: int) -> str:
+    """Return once the rank of another run has started too, so that both runs are active."""
     import socket
 
-    with socket.create_connection((address, port), 60) as meeting:
+    with socket.create_connection((address, port), 60) as connection:
         print("here", flush=True)
-        return meeting.recv(10).decode()
+        return connection.recv(10).decode()
 
 
 @pytest.mark.spark
@@ -41,10 +41,12 @@ def test_two_runs_at_once_share_a_fixed_hub_port(
     runner = TorchDistributor(
         1, local_mode=False, use_gpu=False, hub_address=f"{host}:{port}", timeout=120
     )
-    with socket.create_server((host, 0)) as meeting:
-        meeting.settimeout(120)
-        runs = [runner.submit(meets_the_other, host, meeting.getsockname()[1]) for _ in range(2)]
-        ranks = [meeting.accept()[0] for _ in runs]
+    with socket.create_server((host, 0)) as server:
+        server.settimeout(120)
+        runs = [
+            runner.submit(wait_for_the_other_run, host, server.getsockname()[1]) for _ in range(2)
+        ]
+        ranks = [server.accept()[0] for _ in runs]
         for number, rank in enumerate(ranks):
             with rank:
                 rank.sendall(f"run {number}".encode())
@@ -55,22 +57,22 @@ def test_two_runs_at_once_share_a_fixed_hub_port(
 
 
 def two_runs_at_once(runner: TorchDistributor) -> list[Any]:
-    """Give what the ranks of two runs find in a variable, while both go on."""
-    with socket.create_server(("127.0.0.1", 0)) as meeting:
-        meeting.settimeout(120)
-        runs = [runner.submit(master_port, meeting.getsockname()[1]) for _ in range(2)]
-        ranks = [meeting.accept()[0] for _ in runs]
+    """Return the MASTER_PORT of the ranks of two runs that are active at the same time."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(120)
+        runs = [runner.submit(master_port, server.getsockname()[1]) for _ in range(2)]
+        ranks = [server.accept()[0] for _ in runs]
         for rank in ranks:
             rank.close()
         return [run.result(120) for run in runs]
 
 
-def master_port(meeting: int) -> int:
+def master_port(port: int) -> int:
     import os
     import socket
 
-    with socket.create_connection(("127.0.0.1", meeting), 60) as waiting:
-        waiting.recv(1)
+    with socket.create_connection(("127.0.0.1", port), 60) as connection:
+        connection.recv(1)
     return int(os.environ["MASTER_PORT"])
 
 
@@ -92,7 +94,7 @@ def test_a_range_without_a_free_port_is_named(distribute: Any) -> None:
 
 
 @pytest.mark.spark
-def test_the_nodes_have_what_sparks_conf_says(
+def test_the_nodes_use_the_settings_of_sparks_configuration(
     spark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     host, ports, hub_port = spark.conf.get("spark.driver.host"), free_port(), free_port()
@@ -101,10 +103,10 @@ def test_the_nodes_have_what_sparks_conf_says(
         spark.conf.set(f"spark.distributor.{key}", str(value))
     try:
         runner = TorchDistributor(1, local_mode=False, use_gpu=False, timeout=120)
-        with socket.create_server((host, 0)) as meeting:
-            meeting.settimeout(120)
-            run = runner.submit(meets_the_other, host, meeting.getsockname()[1])
-            with meeting.accept()[0] as rank:
+        with socket.create_server((host, 0)) as server:
+            server.settimeout(120)
+            run = runner.submit(wait_for_the_other_run, host, server.getsockname()[1])
+            with server.accept()[0] as rank:
                 with socket.create_connection((host, hub_port), 10) as hub:
                     assert hub.recv(11) == b"distributor"
                 rank.sendall(b"seen")
@@ -154,15 +156,15 @@ send(total=runner.run(train, {{folder!r}}))
 
 
 def listening(machine: Machine) -> set[int]:
-    """List the ports at which a machine listens for others."""
+    """Return the ports at which a machine listens for other machines."""
     tables = ["ip", "netns", "exec", machine.namespace, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
-    told = subprocess.run(tables, check=True, capture_output=True, text=True).stdout
-    rows = [line.split() for line in told.splitlines()]
+    shown = subprocess.run(tables, check=True, capture_output=True, text=True).stdout
+    rows = [line.split() for line in shown.splitlines()]
     places = [row[1].rpartition(":") for row in rows if row[3] == LISTENING]
     return {int(port, 16) for address, _, port in places if not address.endswith("0100007F")}
 
 
-def bound_the_systems_ports(machine: Machine) -> None:
+def restrict_system_ports(machine: Machine) -> None:
     setting = f"echo {SYSTEM[0]} {SYSTEM[-1]} > /proc/sys/net/ipv4/ip_local_port_range"
     subprocess.run(["ip", "netns", "exec", machine.namespace, "sh", "-c", setting], check=True)
 
@@ -174,17 +176,21 @@ def bound_the_systems_ports(machine: Machine) -> None:
     os.getuid() != 0 or bool(why_not_apart()), reason="no network namespaces can be made here"
 )
 def test_between_hosts_a_run_listens_at_the_documented_ports_alone(tmp_path: Path) -> None:
-    """The hub's and rank_ports; gloo's are of the system's range, which bounds them."""
+    """These are hub_port and rank_ports; gloo uses the system's range of ports."""
     with machines_apart(4) as machines, cluster_on(machines, tmp_path, start=False) as cluster:
         for machine in machines:
-            bound_the_systems_ports(machine)
+            restrict_system_ports(machine)
         cluster.start()
         with cluster.driver(TRAIN.format(folder=str(tmp_path))) as driver:
             driver.receive("ready")
             before = [listening(machine) for machine in machines]
             ranks = [tmp_path / f"rank{rank}" for rank in range(2)]
             driver.send("begin")
-            until(lambda: all(rank.exists() for rank in ranks), "the ranks meet", 120)
+            until(
+                lambda: all(rank.exists() for rank in ranks),
+                "both ranks are in the collective",
+                120,
+            )
             new = [listening(each) - ports for each, ports in zip(machines, before, strict=True)]
             for rank in ranks:
                 rank.with_suffix(".seen").touch()

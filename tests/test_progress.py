@@ -13,7 +13,7 @@ import torch
 from distributor import TorchDistributor, runtime
 from distributor.core.telemetry import Progress, Reader
 from distributor.launch.output.run_progress import RunProgress
-from distributor.launch.spark.launcher import HubAddress
+from distributor.launch.spark.hub_address import HubAddress
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
@@ -41,8 +41,10 @@ def test_the_live_line_shows_rank_0(
 def test_without_a_link_progress_arrives_at_the_end(
     spark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    elsewhere = HubAddress(bound="127.0.0.1", told="127.0.0.2")
-    monkeypatch.setattr("distributor.launch.spark.launcher.hub_address", lambda *_: elsewhere)
+    elsewhere = HubAddress(bound="127.0.0.1", advertised="127.0.0.2")
+    monkeypatch.setattr(
+        "distributor.launch.spark.launcher.choose_hub_address", lambda *_: elsewhere
+    )
     ranks = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120)
 
     assert ranks.run(count_to, 4) == "counted"

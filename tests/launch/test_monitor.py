@@ -1,4 +1,4 @@
-"""The driver's view of a run where only some nodes have a link to it, over real links."""
+"""The run monitor, with nodes that a test drives over real links: states, deadlines, outcomes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHORT = 0.2
 NODES = 3
 
 
-class Silent:
+class NoOutput:
     """A sink for ranks that print nothing."""
 
     def write(self, rank: int, stream: Stream, data: bytes) -> None:
@@ -67,28 +67,28 @@ class FakeNode:
         *,
         prepares: bool = False,
     ) -> None:
-        self.heard: queue.Queue[object] = queue.Queue()
+        self.received: queue.Queue[object] = queue.Queue()
         self._link = Link.connect(
-            "127.0.0.1", hub.port, SECRET, number, timeout=SOON, on_message=self.heard.put
+            "127.0.0.1", hub.port, SECRET, number, timeout=SOON, on_message=self.received.put
         )
         self._up = NodeUp(f"host{number}", versions or {})
-        self.tell(Preparing(self._up.host) if prepares else self._up)
+        self.send(Preparing(self._up.host) if prepares else self._up)
 
     def come_up(self) -> None:
-        self.tell(self._up)
+        self.send(self._up)
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         self._link.send(message)
 
-    def hears(self) -> object:
-        return self.heard.get(timeout=SOON)
+    def receive(self) -> object:
+        return self.received.get(timeout=SOON)
 
     def close(self) -> None:
         self._link.close()
 
 
-class Followed:
-    """A run of three nodes that a thread follows to its end."""
+class FollowedRun:
+    """A run of three nodes that a monitor follows on a thread."""
 
     def __init__(self, hub: Hub, monitor: RunMonitor, tasks: TaskStarts | None = None) -> None:
         self.hub = hub
@@ -109,11 +109,11 @@ class Followed:
     def _cancel(self) -> None:
         self.cancelled = True
 
-    def raised(self) -> Exception:
+    def error(self) -> Exception:
         self._thread.join(SOON)
         return self._raised[0]
 
-    def end_by(self, error: Exception) -> None:
+    def end_with(self, error: Exception) -> None:
         self._monitor.job_ended(error)
 
     def end(self) -> list[Outcome]:
@@ -124,7 +124,7 @@ class Followed:
 
 
 class Start(Protocol):
-    """Starts to follow a run, with what Spark says of its tasks."""
+    """Starts a monitor, with what Spark reports of the tasks."""
 
     def __call__(
         self,
@@ -132,7 +132,7 @@ class Start(Protocol):
         tasks: TaskStarts | None = None,
         seconds: float,
         settings: Mapping[str, Any] | None = None,
-    ) -> Followed: ...
+    ) -> FollowedRun: ...
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(rendezvous, "LINK_SECONDS", SHORT)
     monkeypatch.setattr(task_starts, "POLL_SECONDS", 0.0)
     plan = ClusterPlan(num_tasks=NODES, ranks_per_task=1, use_gpu=False)
-    sink: Sink = Silent()
+    sink: Sink = NoOutput()
     with contextlib.ExitStack() as stack:
 
         def started(
@@ -149,20 +149,20 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             tasks: TaskStarts | None = None,
             seconds: float,
             settings: Mapping[str, Any] | None = None,
-        ) -> Followed:
+        ) -> FollowedRun:
             given = TorchDistributor(NODES, use_gpu=False, **(settings or {}))
             program = program_of(print, (), {})
             job = Job(program=program, num_processes=NODES, min_processes=NODES, settings=given)
             hub = stack.enter_context(Hub("127.0.0.1", SECRET))
             deadline = time.monotonic() + seconds
             monitor = stack.enter_context(RunMonitor(job, plan, hub, sink, deadline))
-            return Followed(hub, monitor, tasks)
+            return FollowedRun(hub, monitor, tasks)
 
         yield started
 
 
 @pytest.fixture
-def run(start: Start) -> Followed:
+def run(start: Start) -> FollowedRun:
     return start(seconds=60)
 
 
@@ -171,16 +171,16 @@ def failure_of(rank: int) -> Failure:
     return Failure(origin=origin, summary="KeyError: 'x'", text="", pickled=None)
 
 
-def test_a_failure_ends_the_run_without_waiting_for_nodes_that_cannot_tell(
-    run: Followed, warned: Callable[[], list[str]]
+def test_a_failure_stops_the_run_without_waiting_for_nodes_without_a_link(
+    run: FollowedRun, warned: Callable[[], list[str]]
 ) -> None:
     node = FakeNode(run.hub, 0)
-    node.tell(Rendezvous("127.0.0.1", 1))
-    assert node.hears() == RendezvousThroughSpark()
-    node.tell(RanksStarted())
+    node.send(Rendezvous("127.0.0.1", 1))
+    assert node.receive() == RendezvousThroughSpark()
+    node.send(RanksStarted())
     failed = time.monotonic()
-    node.tell(Failed(failure_of(0)))
-    assert isinstance(node.hears(), Stop)
+    node.send(Failed(failure_of(0)))
+    assert isinstance(node.receive(), Stop)
     assert time.monotonic() - failed < LATE_START_SECONDS
     node.close()
     assert run.end() == [failure_of(0)]
@@ -188,65 +188,65 @@ def test_a_failure_ends_the_run_without_waiting_for_nodes_that_cannot_tell(
     assert "Nodes 1, 2 did not reach this process" in warning
 
 
-def test_a_node_that_is_late_learns_how_the_others_meet(
-    run: Followed, warned: Callable[[], list[str]]
+def test_a_late_node_is_asked_to_rendezvous_through_spark(
+    run: FollowedRun, warned: Callable[[], list[str]]
 ) -> None:
     first, second = FakeNode(run.hub, 0), FakeNode(run.hub, 1)
-    assert first.hears() == second.hears() == RendezvousThroughSpark()
+    assert first.receive() == second.receive() == RendezvousThroughSpark()
     late = FakeNode(run.hub, 2)
-    assert late.hears() == RendezvousThroughSpark()
+    assert late.receive() == RendezvousThroughSpark()
     for node in (first, second, late):
-        node.tell(RanksStarted())
+        node.send(RanksStarted())
         node.close()
     assert run.end() == []
     assert warned() == [], "all of them have a link"
 
 
-def test_nodes_that_prepare_their_environment_are_waited_for(
-    run: Followed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_rendezvous_waits_for_nodes_that_prepare_their_environment(
+    run: FollowedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(polling, "TELL_SECONDS", SHORT)
+    monkeypatch.setattr(polling, "REMINDER_SECONDS", SHORT)
     slow = [FakeNode(run.hub, number, prepares=True) for number in (1, 2)]
     first = FakeNode(run.hub, 0)
-    first.tell(Rendezvous("127.0.0.1", 1))
+    first.send(Rendezvous("127.0.0.1", 1))
     with pytest.raises(queue.Empty):
-        first.heard.get(timeout=3 * SHORT)
+        first.received.get(timeout=3 * SHORT)
     assert "Waiting: the environment is not ready on host1, host2." in capsys.readouterr().err
     for node in slow:
         node.come_up()
-    assert [node.hears() for node in (first, *slow)] == [Rendezvous("127.0.0.1", 1)] * NODES
+    assert [node.receive() for node in (first, *slow)] == [Rendezvous("127.0.0.1", 1)] * NODES
     for node in (first, *slow):
         node.close()
     assert run.end() == []
 
 
-def test_nodes_that_differ_are_told_before_they_meet(run: Followed) -> None:
+def test_nodes_with_different_versions_fail_before_the_rendezvous(run: FollowedRun) -> None:
     versions = [{"torch": "2.12.0"}, {"torch": "2.13.0"}, {"torch": "2.13.0"}]
     nodes = [FakeNode(run.hub, number, versions[number]) for number in range(NODES)]
-    nodes[0].tell(Rendezvous("127.0.0.1", 1))
+    nodes[0].send(Rendezvous("127.0.0.1", 1))
 
-    heard = nodes[1].hears()
+    received = nodes[1].receive()
 
-    assert isinstance(heard, Stop), "and no rendezvous"
+    assert isinstance(received, Stop), "and no rendezvous"
     for node in nodes:
         node.close()
-    error = run.raised()
+    error = run.error()
     assert isinstance(error, ExecutorNotReady)
     assert "2.12.0 on host0 (node 0); 2.13.0 on host1 (node 1), host2 (node 2)" in str(error)
 
 
-def seen(begun: bool) -> TaskStarts:
-    """Spark's word that it has started the tasks, or not."""
-    return TaskStarts(NODES, lambda: begun, lambda: "All slots are taken.")
+def spark_reports(has_begun: bool) -> TaskStarts:
+    """Return what Spark would report if it has started the tasks, or has not."""
+    return TaskStarts(NODES, lambda: has_begun, lambda: "All slots are taken.")
 
 
-def test_tasks_that_spark_does_not_start_are_waited_for_until_the_deadline(
+def test_tasks_that_spark_does_not_start_end_the_run_at_the_deadline(
     start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(polling, "TELL_SECONDS", SHORT)
-    run = start(tasks=seen(False), seconds=3 * SHORT)
+    monkeypatch.setattr(polling, "REMINDER_SECONDS", SHORT)
+    run = start(tasks=spark_reports(False), seconds=3 * SHORT)
 
-    error = run.raised()
+    error = run.error()
 
     assert isinstance(error, StartTimeout)
     assert str(error) == (
@@ -254,63 +254,63 @@ def test_tasks_that_spark_does_not_start_are_waited_for_until_the_deadline(
         "All slots are taken."
     )
     assert run.cancelled
-    told = capsys.readouterr().err
-    assert "Waiting: Spark has started none of the 3 tasks of this run. All slots are" in told
-    assert "Started" not in told
+    shown = capsys.readouterr().err
+    assert "Waiting: Spark has started none of the 3 tasks of this run. All slots are" in shown
+    assert "Started" not in shown
 
 
-def test_tasks_that_run_without_a_link_are_warned_of_at_once(
+def test_tasks_without_a_link_are_reported_once_spark_has_started_them(
     start: Start, warned: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = start(tasks=seen(True), seconds=60)
+    run = start(tasks=spark_reports(True), seconds=60)
     until(lambda: bool(warned()), "the driver warns", SOON)
-    until(lambda: "Started distributed" in capsys.readouterr().err, "it says so", SOON)
+    until(lambda: "Started distributed" in capsys.readouterr().err, "the start is shown", SOON)
     assert run.end() == []
     (warning,) = warned()
     assert "Nodes 0, 1, 2 did not reach this process" in warning
 
 
-def test_where_spark_does_not_tell_a_run_without_a_link_goes_on(
+def test_a_run_without_a_link_continues_if_spark_does_not_report_its_tasks(
     start: Start, warned: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = start(tasks=TaskStarts(NODES), seconds=SHORT)
     until(lambda: bool(warned()), "the driver warns", SOON)
-    assert "Started" not in capsys.readouterr().err, "nobody has said so"
+    assert "Started" not in capsys.readouterr().err, "the start is not known"
     assert run.end() == []
     assert not run.cancelled
 
 
 def test_a_run_has_started_when_its_ranks_have(
-    run: Followed, capsys: pytest.CaptureFixture[str]
+    run: FollowedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nodes = [FakeNode(run.hub, number) for number in range(NODES)]
-    nodes[0].tell(Rendezvous("127.0.0.1", 1))
+    nodes[0].send(Rendezvous("127.0.0.1", 1))
     for node in nodes:
-        assert node.hears() == Rendezvous("127.0.0.1", 1)
-    nodes[0].tell(RanksStarted())
-    nodes[1].tell(RanksStarted())
+        assert node.receive() == Rendezvous("127.0.0.1", 1)
+    nodes[0].send(RanksStarted())
+    nodes[1].send(RanksStarted())
     assert "Started" not in capsys.readouterr().err
-    nodes[2].tell(RanksStarted())
-    until(lambda: "Started distributed" in capsys.readouterr().err, "it says so", SOON)
+    nodes[2].send(RanksStarted())
+    until(lambda: "Started distributed" in capsys.readouterr().err, "the start is shown", SOON)
     for node in nodes:
         node.close()
     assert run.end() == []
 
 
-def test_at_the_deadline_nodes_with_and_without_a_link_say_where_their_ranks_stand(
+def test_a_timeout_has_the_stacks_of_nodes_with_and_without_a_link(
     start: Start,
 ) -> None:
     run = start(settings={"timeout": SHORT}, seconds=60)
     node = FakeNode(run.hub, 0)
-    assert node.hears() == RendezvousThroughSpark()
-    node.tell(RanksStarted())
-    assert node.hears() == StackRequest()
-    node.tell(Stacks({0: "in step"}))
+    assert node.receive() == RendezvousThroughSpark()
+    node.send(RanksStarted())
+    assert node.receive() == StackRequest()
+    node.send(Stacks({0: "in step"}))
     others = RunTimeout("The run was stopped at its timeout.", stacks={1: "in wait"})
-    run.end_by(RuntimeError(f"Job aborted: {TaskFailed.timed_out(others, SECRET)}"))
+    run.end_with(RuntimeError(f"Job aborted: {TaskFailed.timed_out(others, SECRET)}"))
     node.close()
 
-    error = run.raised()
+    error = run.error()
 
     assert isinstance(error, RunTimeout)
     assert error.stacks == {0: "in step", 1: "in wait"}

@@ -1,4 +1,4 @@
-"""Waiting for what Spark has no event for: what is told, and when it ends."""
+"""Polling: what is shown while it waits, and when it ends."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from distributor.launch.spark.polling import Reminder, poll_until
 
 
 @pytest.fixture(autouse=True)
-def told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(polling, "TELL_SECONDS", 0.0)
-    monkeypatch.setattr(polling, "LOOK_SECONDS", 0.001)
+def without_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(polling, "REMINDER_SECONDS", 0.0)
+    monkeypatch.setattr(polling, "POLL_SECONDS", 0.001)
 
 
-def in_the_way(count: int) -> Iterator[int | None]:
+def obstacles(count: int) -> Iterator[int | None]:
     yield from range(count, 0, -1)
     yield None
 
@@ -29,33 +29,33 @@ def soon() -> float:
     return time.monotonic() + SOON
 
 
-def test_it_ends_when_nothing_is_in_the_way(capsys: pytest.CaptureFixture[str]) -> None:
-    assert poll_until(in_the_way(3).__next__, soon(), Cancellation()) is None
+def test_it_ends_when_nothing_is_obstacles(capsys: pytest.CaptureFixture[str]) -> None:
+    assert poll_until(obstacles(3).__next__, soon(), Cancellation()) is None
     assert capsys.readouterr().err == ""
 
 
-def test_the_user_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    looks = in_the_way(3).__next__
-    poll_until(looks, soon(), Cancellation(), lambda left: f"{left} are here.")
+def test_the_obstacle_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    next_obstacle = obstacles(3).__next__
+    poll_until(next_obstacle, soon(), Cancellation(), lambda left: f"{left} are here.")
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition("Waiting: ")[2] for line in lines] == [
         f"{n} are here." for n in (3, 2, 1)
     ]
 
 
-def test_messages_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(polling, "TELL_SECONDS", 5.0)
+def test_the_intervals_between_messages_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(polling, "REMINDER_SECONDS", 5.0)
     now = 0
-    reminder, told_at = Reminder(lambda: now), []
+    reminder, shown_at = Reminder(lambda: now), []
     for now in range(300):
         if reminder.due():
-            told_at.append(now)
-    assert told_at == [5, 15, 35, 75, 135, 195, 255]
+            shown_at.append(now)
+    assert shown_at == [5, 15, 35, 75, 135, 195, 255]
 
 
 @pytest.mark.parametrize("left", [0, 3])
-def test_at_the_deadline_it_tells_what_is_left(left: int) -> None:
-    """So also that there is room for none."""
+def test_it_returns_the_obstacle_at_the_deadline(left: int) -> None:
+    """An obstacle may be 0: there are no slots."""
     assert poll_until(lambda: left, time.monotonic(), Cancellation()) == left
 
 

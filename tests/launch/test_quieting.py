@@ -1,4 +1,4 @@
-"""A run's failure is told by its error alone, and Spark's own session is left as it was."""
+"""A failure is shown once, by its error, and the Spark session is left as it was."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyspark.sql import SparkSession
 spark = (
     SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
 )
-# Loaded with its warning, which is of the user's own import.
+# PySpark's warning about pandas belongs to the user's own import.
 from distributor import TorchDistributor
 
 NAMES = ["org.apache.spark.executor.Executor", "org.apache.spark.scheduler.TaskSetManager"]
@@ -29,7 +29,7 @@ def fail():
     time.sleep(1.5)  # until Spark shows its progress bar
     raise KeyError("lost")
 
-def mine(batches):
+def users_function(batches):
     raise ValueError("of the user's own job")
 
 warnings.simplefilter("always")
@@ -48,7 +48,7 @@ while loggers() != before and time.monotonic() < deadline:
 restored = loggers() == before
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    job = spark.range(1).mapInArrow(mine, "id long")
+    job = spark.range(1).mapInArrow(users_function, "id long")
 try:
     job.collect()
 except Exception:
@@ -71,13 +71,13 @@ def test_a_failure_is_shown_once_and_the_session_left_as_it_was(
 
     done = run_driver(A_FAILURE)
     facts = facts_in(done)
-    ours, _, users = done.stderr.partition("BEGIN\n")[2].partition("END\n")
+    of_run, _, users = done.stderr.partition("BEGIN\n")[2].partition("END\n")
 
-    assert ours.count('raise KeyError("lost")') == 1
+    assert of_run.count('raise KeyError("lost")') == 1
     for noise in ("Lost task", "Exception in task", "distributor-report", "[Stage", "Warning"):
-        assert noise not in ours
-    assert all(line == line.lstrip("\r") for line in ours.split("\n"))
+        assert noise not in of_run
+    assert all(line == line.lstrip("\r") for line in of_run.split("\n"))
     assert facts["restored"]
     assert facts["before"]["org.apache.spark.scheduler.TaskSetManager"] == "ERROR"
-    assert "ERROR Executor" in users, "which Spark logs of the user's own job"
+    assert "ERROR Executor" in users, "Spark logs the error of the user's own job"
     assert bool(facts["own warnings"]) == (int(pandas.__version__.split(".")[0]) >= 3)

@@ -1,4 +1,4 @@
-"""What is said while a run waits for slots that a cluster does not have, on real clusters."""
+"""Messages while a run waits for slots that a real cluster does not have."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from support.waiting import until
 from distributor import TorchDistributor
 from distributor.errors import StartTimeout
 from distributor.launch.call_site import CallSite
+from distributor.launch.spark.barrier_job import BarrierJob
 from distributor.launch.spark.error_translation import explain
-from distributor.launch.spark.session import BarrierJob, Session
+from distributor.launch.spark.session import Session
 from distributor.node.spark_task.result_rows import ROW_SCHEMA
 
 pytestmark = pytest.mark.spark
@@ -33,20 +34,20 @@ GPUS = "spark.executor.resource.gpu.amount"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Give a cluster of two workers of one core and 600 MiB, without GPUs."""
+    """Start a cluster of two workers, each of one core and 600 MiB, without GPUs."""
     folder = tmp_path_factory.mktemp("cluster")
     with machines_on_loopback(4) as machines, cluster_on(machines, folder) as cluster:
         yield cluster
 
 
 def message_of(cluster: Cluster, use_gpu: bool = False, **conf: str) -> str:
-    """Return the error of a run that waits in vain, which says what was said meanwhile."""
+    """Return the error of a run that waits in vain, and check that it was also shown before."""
     with cluster.driver(PROGRAM.format(use_gpu=use_gpu), **conf) as driver:
-        told = driver.receive("error")
+        facts = driver.receive("error")
         shown = driver.log.read_text()
-    assert told["error"] == "StartTimeout", told
-    message: str = told["message"]
-    assert shown.count("Waiting: ") == 1, "after 5 s, and then more and more rarely"
+    assert facts["error"] == "StartTimeout", facts
+    message: str = facts["message"]
+    assert shown.count("Waiting: ") == 1, "after 5 s; the next one comes later than this run ends"
     assert f"Waiting: {message}" in shown
     assert "Started" not in shown
     return message
@@ -95,14 +96,14 @@ def test_another_application_that_holds_the_cores_is_named(cluster: Cluster) -> 
         time.sleep(1000)
     """
     with cluster.driver(holding) as other:
-        application = other.hear("holds")["holds"]
+        application = other.receive("holds")["holds"]
         message = message_of(cluster)
     assert f"other applications hold cores: 'bed' ({application}, 2 cores)" in message
     assert "Wait for them to end" in message
 
 
 @pytest.mark.slow
-def test_without_the_masters_word_the_size_is_named(cluster: Cluster) -> None:
+def test_without_an_answer_of_the_master_the_size_is_named(cluster: Cluster) -> None:
     message = message_of(cluster, **{"spark.executor.memory": "64g", "spark.master.ui.port": "1"})
     assert "No executor has started. Each asks for 1 core, 64g of memory." in message
     assert "No worker may have that much free, or another application holds it" in message
@@ -136,9 +137,9 @@ def test_slots_that_other_jobs_of_the_application_hold_are_named(
 
     assert "Spark has started none of the 2 tasks of this run" in str(raised.value)
     assert "Other jobs of this application run 4 tasks" in str(raised.value)
-    told = capsys.readouterr().err
-    assert "Waiting: Spark has started none of the 2 tasks" in told
-    assert "Started" not in told
+    shown = capsys.readouterr().err
+    assert "Waiting: Spark has started none of the 2 tasks" in shown
+    assert "Started" not in shown
 
 
 def test_a_jobs_own_tasks_are_not_among_those_of_others(spark: Any, tmp_path: Path) -> None:
@@ -164,10 +165,11 @@ def test_a_jobs_own_tasks_are_not_among_those_of_others(spark: Any, tmp_path: Pa
             assert job.other_running_tasks() == 0
         finally:
             enough.touch()
+        until(lambda: ends, "the job ends", 60)  # a job that has not is cancelled
     assert ends == [[]]
 
 
-def test_sparks_own_word_of_too_few_slots_is_explained() -> None:
+def test_sparks_error_about_too_few_slots_is_explained() -> None:
     error = RuntimeError("[SPARK-24819]: Barrier execution mode does not allow run a barrier stage")
     explained = explain(error, 4)
     assert isinstance(explained, StartTimeout)

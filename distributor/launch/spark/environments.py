@@ -1,4 +1,4 @@
-"""The environment that the user asks for: checked here, and shipped to the executors."""
+"""The environment that ranks run in: checks it, sends it to executors, or prepares it here."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from distributor.launch.defaults import conf_cache_dir
 from distributor.launch.output.messages import notify
+from distributor.launch.spark.executor_files import send_archive
 from distributor.launch.spark.session import Session
 from distributor.launch.spark.user_modules import own_folders
 from distributor.node.environment.archive import READ_ERRORS, SUFFIXES, find_python_library, unpack
@@ -21,28 +22,29 @@ from distributor.node.environment.build_once import build_once, cache_folder, wi
 from distributor.node.environment.resolve import PreparedEnvironment, use_packed, use_requirements
 
 Environment: TypeAlias = str | os.PathLike[str] | Sequence[str] | None
-"""A packed environment's path, or requirements; None for the interpreter that is there."""
-TELL_SECONDS = 5.0
+"""A packed environment's path, or requirements; None for the installed interpreter."""
+NOTICE_SECONDS = 5.0
+"""Seconds after which the user is notified that the environment is not ready."""
 PACK = "Pack a virtual environment with venv-pack or conda-pack (-o environment.tar.gz)."
 
 
 def check_environment(environment: object) -> None:
-    """Check what can be known before anything is launched.
+    """Check the environment before anything is launched.
 
     Raises
     ------
     TypeError
-        For what is neither a path nor a list of requirements.
+        If it is neither a path nor a list of requirements.
     FileNotFoundError, IsADirectoryError
-        For a path that is no file.
+        If the path is not a file.
     ValueError
-        For an archive without this Python, and what is no requirement.
+        If the archive does not have this Python, or a requirement is not one.
     """
     if isinstance(environment, (str, os.PathLike)):
         _check_archive(Path(environment))
-    elif isinstance(environment, Sequence) and all(isinstance(word, str) for word in environment):
-        for word in environment:
-            _check_requirement(word)
+    elif isinstance(environment, Sequence) and all(isinstance(entry, str) for entry in environment):
+        for requirement in environment:
+            _check_requirement(requirement)
     elif environment is not None:
         raise TypeError(
             "environment is the path of a packed environment, or a list of requirements such as "
@@ -50,13 +52,14 @@ def check_environment(environment: object) -> None:
         )
 
 
-def shipped_environment(session: Session, environment: Environment) -> str | tuple[str, ...] | None:
-    """Bring a packed environment to every executor, unpacked, once as long as it is the same.
+def ship_environment(session: Session, environment: Environment) -> str | tuple[str, ...] | None:
+    """Send a packed environment to every executor, which unpacks it, once while it is unchanged.
 
     Returns
     -------
     str, tuple of str or None
-        Its folder's name there; requirements, which each node installs for itself; or nothing.
+        The folder's name on the executors; requirements, which each node installs for itself; or
+        None if there is no environment.
     """
     if not environment:
         return None
@@ -64,7 +67,7 @@ def shipped_environment(session: Session, environment: Environment) -> str | tup
         return tuple(environment)
     archive = Path(environment).absolute()
     name = f"distributor-environment-{_digest(archive)}"
-    session.ship_archive(name, archive)
+    send_archive(session, name, archive)
     return name
 
 
@@ -72,29 +75,31 @@ def shipped_environment(session: Session, environment: Environment) -> str | tup
 def prepared_here(
     environment: Environment, env: Mapping[str, str], deadline: float
 ) -> Iterator[PreparedEnvironment | None]:
-    """Make an environment ready on this machine, and use it as long as the context lasts.
+    """Prepare an environment on this machine, which is in use within this context.
 
     Parameters
     ----------
     environment : path, sequence of str or None
-        As the user gave it.
+        The environment, as the user set it.
     env : mapping of str to str
-        Variables that the ranks have beyond this process's.
+        Variables that the ranks have in addition to this process's.
     deadline : float
-        When, by ``time.monotonic``, it must be ready.
+        When, by ``time.monotonic``, the environment must be ready.
     """
     if not environment:
         yield None
         return
     variables = with_default_cache({**os.environ, **env}, conf_cache_dir(Session.active()))
-    told = threading.Timer(TELL_SECONDS, notify, ["Waiting: the environment is not ready here."])
-    told.daemon = True
-    told.start()
+    notice = threading.Timer(
+        NOTICE_SECONDS, notify, ["Waiting: the environment is not ready here."]
+    )
+    notice.daemon = True
+    notice.start()
     with contextlib.ExitStack() as stack:
         try:
             prepared = stack.enter_context(_prepared(environment, variables, deadline))
         finally:
-            told.cancel()
+            notice.cancel()
         yield prepared
 
 
@@ -135,25 +140,25 @@ def _check_archive(archive: Path) -> None:
     found, above = _python_in(archive, _digest(archive))
     if found is None:
         raise ValueError(
-            f"environment is '{archive}', in which there is no lib/pythonX.Y: it is no packed "
-            f"environment for this system. {PACK}"
+            f"environment is '{archive}', in which there is no lib/pythonX.Y: it is not a "
+            f"packed environment for this system. {PACK}"
         )
     if above:
         raise ValueError(
-            f"environment is '{archive}', which has all in a folder '{above}' where lib and bin "
-            f"are to be at the top. {PACK}"
+            f"environment is '{archive}', which has lib and bin in a folder '{above}'. They "
+            f"must be at the top. {PACK}"
         )
     ours = "{}.{}".format(*sys.version_info)
     if found != ours:
         raise ValueError(
             f"environment is '{archive}' with Python {found}, and this process runs Python {ours}: "
-            f"what is pickled by one is not understood by the other. Make it with Python {ours}."
+            f"they cannot read each other's pickles. Pack an environment with Python {ours}."
         )
 
 
 @functools.cache
 def _python_in(archive: Path, digest: str) -> tuple[str | None, str | None]:
-    """Find the Python in an archive, and the folder in it above that."""
+    """Return the version of the Python in an archive, and the folder in the archive above it."""
     try:
         found = find_python_library(archive)
     except READ_ERRORS as error:
@@ -163,16 +168,16 @@ def _python_in(archive: Path, digest: str) -> tuple[str | None, str | None]:
     return (found["version"], found["above"]) if found else (None, None)
 
 
-def _check_requirement(word: str) -> None:
-    if not word.strip() or word.lstrip().startswith(("-", "#")):
+def _check_requirement(requirement: str) -> None:
+    if not requirement.strip() or requirement.lstrip().startswith(("-", "#")):
         raise ValueError(
-            f"environment lists requirements such as 'einops==0.8.1', but has {word!r}. pip's "
-            "options are variables: env={'PIP_INDEX_URL': ...}."
+            f"environment lists requirements such as 'einops==0.8.1', but has {requirement!r}. "
+            "Options of pip are variables: env={'PIP_INDEX_URL': ...}."
         )
 
 
 def _digest(archive: Path) -> str:
-    """Tell one state of an archive from any other, without reading it."""
+    """Return a digest of the archive's path, size and time, without reading it."""
     status = archive.stat()
     state = f"{archive.absolute()}\0{status.st_size}\0{status.st_mtime_ns}"
     return hashlib.sha256(state.encode()).hexdigest()[:16]

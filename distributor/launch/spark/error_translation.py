@@ -1,4 +1,4 @@
-"""Translates Spark's errors into errors of this package."""
+"""Translates Spark's errors to errors of this package."""
 
 from __future__ import annotations
 
@@ -20,32 +20,28 @@ SET_PYTHON = (
     "before the Spark session is made."
 )
 MORE_SLOTS = (
-    "Ask for fewer ranks, or give the application more executors or cores "
+    "Ask for fewer ranks, or add executors or cores to the application "
     "(spark.executor.instances, spark.executor.cores, spark.cores.max, spark.task.cpus)."
 )
 
 
-def explain(error: BaseException, num_tasks: int, vanished: str = "") -> DistributorError:
-    """Turn the exception of a Spark job whose ranks told nothing into one that helps.
+def explain(error: BaseException, num_tasks: int, first_lost: str = "") -> DistributorError:
+    """Return an error of this package for a Spark job whose ranks reported no failure.
 
     Parameters
     ----------
     error : BaseException
-        What ``collect`` raised.
+        The exception that ``collect`` raised.
     num_tasks : int
         How many tasks the job had.
-    vanished : str, optional
-        The ranks, and their host, of the node whose link was lost first.
-
-    Returns
-    -------
-    DistributorError
+    first_lost : str, optional
+        The ranks and the host of the first node whose link was lost.
     """
     text = str(error)
     where = _where(text)
     for pattern, make in _MEANINGS:
         if found := re.search(pattern, text, re.DOTALL):
-            return make(found, where or (f" of {vanished}" if vanished else ""))
+            return make(found, where or (f" of {first_lost}" if first_lost else ""))
     return DistributorError(
         f"Spark ended the job of {counted(num_tasks, 'task')} before any rank reported a failure"
         f"{where}:\n{text[:4000]}"
@@ -53,7 +49,7 @@ def explain(error: BaseException, num_tasks: int, vanished: str = "") -> Distrib
 
 
 def _where(text: str) -> str:
-    """Name the host of the task that Spark's message tells of."""
+    """Return " on" and the host of the task in Spark's message; empty if it names none."""
     found = re.search(r"Lost task \S+ in stage \S+ \(TID \d+\) \(([^\s)]+)", text)
     return f" on {found.group(1)}" if found else ""
 
@@ -71,7 +67,7 @@ def _too_large(found: re.Match[str], where: str) -> DistributorError:
 
 def _full_disk(found: re.Match[str], where: str) -> DistributorError:
     return DistributorError(
-        f"A disk{where} is full: Spark keeps what it brings to executors below spark.local.dir.\n"
+        f"A disk{where} is full: Spark keeps files for executors below spark.local.dir.\n"
         f"{found.group(1)}"
     )
 
@@ -96,9 +92,9 @@ def _no_interpreter(found: re.Match[str], where: str) -> DistributorError:
 
 def _lost(found: re.Match[str], where: str) -> DistributorError:
     return NodeLost(
-        f"The node{where} ended without a word: {found.group(1).strip()}. Most often its host or "
-        "its container ran out of memory, or the cluster manager took it back; the logs of the "
-        "executor, and of the kernel of its host, tell more."
+        f"The node{where} ended without reporting a failure: {found.group(1).strip()}. Most often "
+        "its host or its container ran out of memory, or the cluster manager took it back. "
+        "The logs of the executor, and of its host's kernel, show more."
     )
 
 

@@ -1,8 +1,8 @@
-"""Keeps Spark's own log of a run off the driver's streams while the run lasts.
+"""Silences what Spark logs and shows about a run while it lasts.
 
-The run reports its failure with the rank's own traceback. Spark's log would show it four more
-times, as Java stacks around our encoded report, and its progress bar would stand where our
-messages begin.
+The run's error has the rank's own traceback. Spark's log would show it four more times, as Java
+stacks around the encoded failures, and its progress bar would overwrite the line on which messages
+begin.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from distributor._compat.pyspark import (
     switch_loggers_off,
 )
 
-LATE_SECONDS = 3.0
-"""Seconds after a failure until the last of its tasks has ended."""
+FAILED_TASKS_SECONDS = 3.0
+"""Seconds after a failure until the last task of the run has ended."""
 BAR_SECONDS = 0.2
-"""Seconds between two removals of Spark's progress bar, which stays away for half a second."""
+"""Seconds between two removals of Spark's progress bar, which returns after half a second."""
 
 _lock = threading.Lock()
 _runs = 0
 _levels: dict[str, Any] = {}
-"""What the loggers had before the first of the runs; None for a logger without its own level."""
+"""The loggers' levels before the first of the runs; None for a logger without its own level."""
 
 
 @contextmanager
 def quiet(session: Any) -> Iterator[None]:
-    """Silence Spark's account of a run, and restore what was changed.
+    """Silence Spark's log and progress bar within this context.
 
     Parameters
     ----------
     session : Session
-        Where the run takes place. Through Connect nothing is done: its server's log is not ours.
+        The session. Through Connect nothing is done, because the server has its own log.
     """
     if session.is_connect:
         yield
@@ -63,8 +63,8 @@ def _log_levels(context: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # Spark tells of the other tasks, which it kills then, when they have ended.
-        later = threading.Timer(LATE_SECONDS, _release, [context])
+        # Spark then kills the other tasks, and logs each when it has ended.
+        later = threading.Timer(FAILED_TASKS_SECONDS, _release, [context])
         later.daemon = True
         later.start()
         raise
@@ -77,13 +77,13 @@ def _release(context: Any) -> None:
     with _lock:
         _runs -= 1
         if _runs == 0:
-            with suppress(Exception):  # the JVM may have gone
+            with suppress(Exception):  # the JVM may have ended
                 restore_loggers(context, _levels)
 
 
 @contextmanager
 def _no_progress_bar(context: Any) -> Iterator[None]:
-    """Remove Spark's progress bar again and again: it has no switch while Spark runs."""
+    """Remove Spark's progress bar repeatedly: it cannot be switched off while Spark runs."""
     bar = progress_bar(context)
     if bar is None:
         yield
@@ -108,5 +108,5 @@ def _no_progress_bar(context: Any) -> Iterator[None]:
 
 
 def no_warning() -> AbstractContextManager[None]:
-    """Ignore the warning that PySpark issues for a call of ours, on this thread alone."""
+    """Ignore the warning that PySpark issues for a call in this context, on this thread alone."""
     return future_warning_ignored(PANDAS_WARNING)

@@ -1,4 +1,4 @@
-"""Ships this package to executors that lack it, or have other source, once per session."""
+"""Sends this package and large programs to the executors, once per session."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ from distributor import source
 from distributor.core.resources import format_bytes
 from distributor.errors import DistributorError
 from distributor.launch.one_time_warnings import warn_if_source_changed
+from distributor.launch.spark.executor_files import send_file
 from distributor.launch.spark.session import Session
 from distributor.serialization import oob_pickle
 from distributor.serialization.program import Program
 
 
 def portable_task(session: Session, spec: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """Make the function that Spark runs in each task, and see to it that it can run there.
+    """Return the function that Spark runs in each task, and send the source that it needs.
 
     Parameters
     ----------
     session : Session
-        Where it will run.
+        The session.
     spec : bytes
         The pickled `TaskSpec`.
 
     Returns
     -------
     callable
-        For ``mapInArrow``. It is pickled by value, for it must load where this package is not.
+        For ``mapInArrow``. It is pickled by value, because it must also load on executors that do
+        not have this package.
     """
     own = _own_source()
     archive = f"{source.ARCHIVE}{hashlib.sha256(own.archive).hexdigest()[:16]}.zip"
-    session.ship(archive, lambda path: path.write_bytes(own.archive))
+    send_file(session, archive, lambda path: path.write_bytes(own.archive))
     return _bootstrap(spec, archive, own.digest, own.importing)
 
 
@@ -65,8 +67,8 @@ def _bootstrap(
     return task
 
 
-def shipped_program(session: Session, program: Program) -> str:
-    """Bring a large program to every executor, once, and name the file there that holds it."""
+def ship_program(session: Session, program: Program) -> str:
+    """Send a large program to every executor, once; return its file's name in ``SparkFiles``."""
     pickled = io.BytesIO()
     pickler = oob_pickle.Pickler(pickled)
     pickler.dump(program)
@@ -74,7 +76,7 @@ def shipped_program(session: Session, program: Program) -> str:
     for buffer in pickler.buffers:
         digest.update(buffer.raw())
 
-    size = pickled.tell() + sum(buffer.raw().nbytes for buffer in pickler.buffers)
+    size = pickled.getbuffer().nbytes + sum(buffer.raw().nbytes for buffer in pickler.buffers)
 
     def write(path: Path) -> None:
         _check_room(program.name, path.parent, size)
@@ -83,7 +85,7 @@ def shipped_program(session: Session, program: Program) -> str:
             oob_pickle.write_buffers(file, pickler.buffers)
 
     name = f"distributor-program-{digest.hexdigest()[:16]}"
-    session.ship(name, write)
+    send_file(session, name, write)
     return name
 
 
@@ -92,8 +94,8 @@ def _check_room(name: str, folder: Path, size: int) -> None:
     if free < size:
         raise DistributorError(
             f"'{name}' takes {format_bytes(size)} to the ranks, and the driver has "
-            f"{format_bytes(free)} free in {folder}, from where Spark brings it to the executors. "
-            "Make room there, name another folder (spark.local.dir), or let the ranks load the "
+            f"{format_bytes(free)} free in {folder}, from which Spark sends it to the executors. "
+            "Free space there, set another folder (spark.local.dir), or let the ranks load the "
             "data themselves."
         )
 
@@ -108,9 +110,10 @@ class _Own(NamedTuple):
 
 @functools.cache
 def _own_source() -> _Own:
-    """Read this package, and pack it with what it needs of the versions that the driver has.
+    """Pack this package with the packages that it needs, in the driver's versions.
 
-    Once in a process: if the files change later, it still runs what it has imported.
+    This is done once in a process: if the files change later, the process still runs what it has
+    imported.
     """
     warn_if_source_changed()
     ours = source.files_of(source.own_spec())

@@ -1,4 +1,4 @@
-"""Plans a run from what this machine and Spark offer: how many tasks, on which GPUs."""
+"""Plans a run by the resources of this machine or of Spark: how many tasks, and which GPUs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class LocalPlan:
     Parameters
     ----------
     num_processes : int
-        How many ranks, after the cut to the GPUs that there are.
+        How many ranks, at most as many as there are GPUs if GPUs are used.
     gpus : tuple of str
-        Entries for ``CUDA_VISIBLE_DEVICES``; empty hides every GPU.
+        Entries for ``CUDA_VISIBLE_DEVICES``; if there are none, every GPU is hidden.
     """
 
     num_processes: int
@@ -40,15 +40,16 @@ class ClusterPlan:
     Parameters
     ----------
     num_tasks : int
-        Spark tasks.
+        The number of Spark tasks.
     ranks_per_task : int
-        Ranks that each task starts.
+        The number of ranks that each task starts.
     use_gpu : bool
-        Whether each task takes the GPUs that Spark assigned to it.
+        Whether ranks use the GPUs that Spark assigned to their task.
     profile_gpus : int
-        GPUs that a resource profile asks for each task, where the configuration asks for none.
+        The GPUs of each task in a resource profile, if the configuration requests none; else 0.
     driver_gpus : tuple of str
-        In ``local[n]``, where tasks have no GPUs of their own: one of the driver's for each rank.
+        With ``local[n]``, one of the driver's GPUs for each rank, because tasks have no GPUs of
+        their own there.
     """
 
     num_tasks: int
@@ -61,8 +62,8 @@ class ClusterPlan:
         """Return how messages name a run of this size, as PySpark's class names it."""
         return f"distributed training with {num_processes} executor processes"
 
-    def of(self, tasks: int) -> ClusterPlan:
-        """Give the plan of fewer tasks."""
+    def with_tasks(self, tasks: int) -> ClusterPlan:
+        """Return the plan with so many tasks."""
         gpus = self.driver_gpus[: tasks * self.ranks_per_task]
         return replace(self, num_tasks=tasks, driver_gpus=gpus)
 
@@ -70,12 +71,12 @@ class ClusterPlan:
 def plan_local(
     min_processes: int, max_processes: int, use_gpu: bool, gpu_type: str | None
 ) -> LocalPlan:
-    """Plan a run on this machine, of as many ranks as there can be.
+    """Plan a run on this machine, with as many ranks as possible.
 
     Raises
     ------
     RuntimeError
-        Where GPUs are asked for and there are too few, or none of this type.
+        If GPUs are requested and there are too few, or others than of this type.
     """
     if not use_gpu:
         return LocalPlan(max_processes, ())
@@ -109,7 +110,8 @@ def plan_cluster(
     Raises
     ------
     RuntimeError
-        Where encryption is asked for, or GPUs or pools that the configuration does not offer.
+        If the configuration has encryption or dynamic allocation, or lacks the requested GPUs or
+        pool.
     """
     if pool is not None and (why := session.why_no_pools()):
         raise RuntimeError(f"pool is {pool!r}, but {why}.")
@@ -128,7 +130,7 @@ def plan_cluster(
 
 
 def driver_gpus(session: Session | None) -> tuple[str, ...]:
-    """List the driver's GPUs: Spark's, else those of the mask, else all of the machine."""
+    """Return the driver's GPUs: Spark's, or those of CUDA_VISIBLE_DEVICES, or the machine's."""
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     if session is not None and (addresses := session.driver_gpu_addresses()):
         return visible_devices(addresses, mask)
@@ -181,8 +183,8 @@ def _check_multiple(num_processes: int, ranks_per_task: int) -> None:
 def _check_allocation(session: Session) -> None:
     if session.allocates_dynamically and not session.is_local_master:
         raise RuntimeError(
-            "'spark.dynamicAllocation.enabled' is 'true', and Spark runs no barrier job then. Make "
-            "the session with it set to 'false' and with spark.executor.instances executors."
+            "'spark.dynamicAllocation.enabled' is 'true', and Spark then runs no barrier jobs. "
+            "Create the session with it set to 'false' and with spark.executor.instances executors."
         )
 
 

@@ -1,4 +1,4 @@
-"""Waiting for changes that Spark has no event for, such as executors that come or go."""
+"""Polls for changes that Spark has no event for, such as executors that come or go."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import TypeVar
 from distributor.launch.cancellation import Cancellation
 from distributor.launch.output.messages import notify
 
-TELL_SECONDS = 5.0
+REMINDER_SECONDS = 5.0
 """Seconds until the first message about a wait; each further interval is twice as long."""
-MAX_TELL_SECONDS = 60.0
+MAX_REMINDER_SECONDS = 60.0
 """The longest interval between two messages about one wait."""
-LOOK_SECONDS = 0.05
-"""Seconds between two looks."""
+POLL_SECONDS = 0.05
+"""Seconds between two polls."""
 
 Obstacle = TypeVar("Obstacle")
 
 
 class Reminder:
-    """Says when a message about a wait is due: after 5 s, 10 s later, then 20, 40 and 60 s.
+    """Decides when a message about a wait is due: after 5 s, then 10, 20, 40 and 60 s later.
 
     Parameters
     ----------
     clock : callable
-        Seconds that only grow.
+        Returns seconds on a monotonic clock.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._interval = TELL_SECONDS
+        self._interval = REMINDER_SECONDS
         self._due_at = clock() + self._interval
 
     def due(self) -> bool:
@@ -38,7 +38,7 @@ class Reminder:
         now = self._clock()
         if now < self._due_at:
             return False
-        self._interval = min(2 * self._interval, MAX_TELL_SECONDS)
+        self._interval = min(2 * self._interval, MAX_REMINDER_SECONDS)
         self._due_at = now + self._interval
         return True
 
@@ -47,29 +47,29 @@ def poll_until(
     obstacle: Callable[[], Obstacle | None],
     deadline: float,
     cancellation: Cancellation,
-    words: Callable[[Obstacle], str] | None = None,
+    describe: Callable[[Obstacle], str] | None = None,
     reminder: Reminder | None = None,
 ) -> Obstacle | None:
-    """Wait until nothing is in the way any more.
+    """Wait until there is no obstacle.
 
     Parameters
     ----------
     obstacle : callable
-        Looks at what is in the way; returns None once nothing is.
+        Returns the obstacle, or None if there is none.
     deadline : float
-        Until when to wait, by ``time.monotonic``.
+        When, by ``time.monotonic``, to stop waiting.
     cancellation : Cancellation
-        Of the run that waits.
-    words : callable, optional
-        Says what is in the way, in a sentence for the user, who is told at the intervals of
-        `Reminder`; without it nothing is said.
+        The cancellation of the run that waits.
+    describe : callable, optional
+        Returns a sentence about the obstacle, which is shown at the intervals of `Reminder`. By
+        default nothing is shown.
     reminder : Reminder, optional
-        Of a wait that this is a part of; by default a new one.
+        The reminder of a wait that this is a part of; by default a new one.
 
     Returns
     -------
     object
-        What is still in the way at the deadline, or None.
+        The obstacle that remains at the deadline, or None.
 
     Raises
     ------
@@ -78,8 +78,8 @@ def poll_until(
     """
     reminder = reminder or Reminder()
     while (left := obstacle()) is not None and time.monotonic() <= deadline:
-        if words is not None and reminder.due():
-            notify(f"Waiting: {words(left)}")
+        if describe is not None and reminder.due():
+            notify(f"Waiting: {describe(left)}")
         cancellation.check()
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
     return left

@@ -1,9 +1,9 @@
-"""The user's own modules: what this process can import and the executors perhaps cannot.
+"""The user's own modules, which this process can import and the executors may not have.
 
 They are Python files beside the notebook or script, and in other folders of ``sys.path`` that
-belong to no installation. Of these, what the program imports is sent, what that imports in turn,
-what is already imported in this process, and what the user asked for. A changed file is another
-archive, so ranks have what lies here now.
+belong to no installation. Those are sent that the program imports, that these import in turn, that
+this process has imported, and that the user requested. A changed file makes another archive, so
+ranks always have the current files.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from pathlib import Path
 
 from distributor.core.resources import format_bytes
 from distributor.launch.output.messages import warn
+from distributor.launch.spark.executor_files import send_file
 from distributor.launch.spark.session import Session
 from distributor.serialization.code_imports import imports_in_source
 from distributor.serialization.program import Module, Program, Script
 
-MOST_BYTES = 64 * 1024 * 1024
-"""Bytes of a package beyond which only those of its modules travel that are imported here."""
+MAX_PACKAGE_BYTES = 64 * 1024 * 1024
+"""Bytes of a package above which only the modules are sent that this process has imported."""
 LARGE_FILE = 1024 * 1024
-"""Bytes from which a file that is no Python in a package is data, and stays."""
+"""Bytes from which a file of a package that is not Python is data, and is not sent."""
 SKIPPED = ("__pycache__", ".git", ".venv", "node_modules")
 OURS = "distributor"
 _LOADERS = (
@@ -37,92 +38,92 @@ _LOADERS = (
     (machinery.SourceFileLoader, machinery.SOURCE_SUFFIXES),
 )
 
-Asked = Sequence[str | os.PathLike[str]]
+Requested = Sequence[str | os.PathLike[str]]
 """Modules by name, and files and folders by path."""
 
 
-def check_py_modules(asked: object) -> None:
-    """Check that what the user asks for is there.
+def check_py_modules(requested: object) -> None:
+    """Check ``py_modules``: each entry must exist.
 
     Raises
     ------
     TypeError
-        For what does not list names or paths.
+        If it is not a list of names and paths.
     FileNotFoundError
-        For what is neither a file, a folder nor a module.
+        If an entry is neither a file, a folder nor a module.
     """
     if (
-        isinstance(asked, (str, os.PathLike))
-        or not isinstance(asked, Sequence)
-        or not all(isinstance(entry, (str, os.PathLike)) for entry in asked)
+        isinstance(requested, (str, os.PathLike))
+        or not isinstance(requested, Sequence)
+        or not all(isinstance(entry, (str, os.PathLike)) for entry in requested)
     ):
         raise TypeError(
             "py_modules lists modules by name and files and folders by path, such as "
-            f"['helpers', '../shared/models'], but is {asked!r}."
+            f"['helpers', '../shared/models'], but is {requested!r}."
         )
-    for entry in asked:
-        if not _asked_files(entry):
+    for entry in requested:
+        if not _requested_files(entry):
             raise FileNotFoundError(
                 f"py_modules has '{os.fspath(entry)}', which is neither a file or a folder with "
                 f"files (looked from {Path.cwd()}) nor a module in the folders of sys.path."
             )
 
 
-def folders_of(asked: Asked) -> list[str]:
-    """List the folders that must be searched here for what was asked for by its path."""
-    paths = [Path(entry).absolute() for entry in asked if Path(entry).exists()]
+def folders_of(requested: Requested) -> list[str]:
+    """Return the folders that local ranks must search for what was requested by its path."""
+    paths = [Path(entry).absolute() for entry in requested if Path(entry).exists()]
     return list(dict.fromkeys(str(path.parent) for path in paths))
 
 
-def shipped_modules(session: Session, program: Program, asked: Asked = ()) -> str | None:
-    """Bring the user's modules to every executor, once as long as they are the same.
+def ship_modules(session: Session, program: Program, requested: Requested = ()) -> str | None:
+    """Send the user's modules to every executor, once while they are unchanged.
 
     Parameters
     ----------
     session : Session
-        Where the ranks will run.
+        The session.
     program : Program
-        What they run.
-    asked : sequence of str or path
-        What the user wants to be sent in any case.
+        What the ranks run.
+    requested : sequence of str or path
+        ``py_modules``, which are sent in any case.
 
     Returns
     -------
     str or None
-        The name of the archive there; None if there are no such modules.
+        The name of the archive in ``SparkFiles``; None if there are no such modules.
     """
-    files = own_modules(_beside(program), program.imports, asked)
+    files = own_modules(_folders_of_program(program), program.imports, requested)
     if not files:
         return None
     name = f"distributor-modules-{_digest(files)}.zip"
-    session.ship(name, lambda path: _pack(files, path))
+    send_file(session, name, lambda path: _pack(files, path))
     return name
 
 
 def own_modules(
-    beside: Sequence[Path] = (), imports: Collection[str] = (), asked: Asked = ()
+    first: Sequence[Path] = (), imports: Collection[str] = (), requested: Requested = ()
 ) -> dict[str, Path]:
-    """List the files of the user's modules that ranks need.
+    """Return the files of the user's modules that ranks need.
 
     Parameters
     ----------
-    beside : sequence of Path
+    first : sequence of Path
         Folders that are searched before those of ``sys.path``.
     imports : collection of str
         The modules that the program imports.
-    asked : sequence of str or path
-        What is listed in any case.
+    requested : sequence of str or path
+        ``py_modules``, which are returned in any case.
 
     Returns
     -------
     dict of str to Path
-        By their place below a folder of ``sys.path``.
+        The files, by their path below a folder of ``sys.path``.
     """
-    folders = set(map(os.path.abspath, [*beside, *own_folders()]))
-    search = _Search([*map(str, beside), *sys.path])
+    folders = set(map(os.path.abspath, [*first, *own_folders()]))
+    search = _Search([*map(str, first), *sys.path])
     files: dict[str, Path] = {}
-    for entry in asked:
-        files = _asked_files(entry) | files
+    for entry in requested:
+        files = _requested_files(entry) | files
     wanted = [*imports, *_imported_from(folders), *_imports_of(files)]
     seen = {OURS, *sys.builtin_module_names}
     while wanted:
@@ -132,27 +133,27 @@ def own_modules(
         seen.add(name)
         place = search.find(name)
         if place is not None and str(place.parent) in folders:
-            found = _within_bound(dict(_files_of_package(place)))
+            found = _without_unused(dict(_files_of_package(place)))
             wanted += _imports_of(found)
             files = files | found
     return files
 
 
 def how_to_send(error: ModuleNotFoundError, program: Program) -> str | None:
-    """Say how a module that a rank lacks is sent; None if it is not one of the user's here."""
+    """Return how to send a module that a rank lacks; None if the driver does not have it either."""
     name = error.name or ""
-    beside = _beside(program)
-    place = _Search([*map(str, beside), *sys.path]).find(name) if name.isidentifier() else None
-    if place is None or str(place.parent) not in map(os.path.abspath, [*beside, *own_folders()]):
+    first = _folders_of_program(program)
+    place = _Search([*map(str, first), *sys.path]).find(name) if name.isidentifier() else None
+    if place is None or str(place.parent) not in map(os.path.abspath, [*first, *own_folders()]):
         return None
     return (
-        f"On the driver '{name}' is at {place}. It was not sent, since nothing that runs on the "
-        f"ranks has an import statement for it: ask for it with py_modules=['{name}']."
+        f"On the driver '{name}' is at {place}. It was not sent, because nothing that runs on "
+        f"the ranks has an import statement for it: send it with py_modules=['{name}']."
     )
 
 
 def own_folders() -> Iterator[Path]:
-    """List the folders of ``sys.path`` that belong to no installation: the user's."""
+    """Return the user's folders: those of ``sys.path`` that belong to no installation."""
     for entry in sys.path:
         folder = Path(entry or os.getcwd()).absolute()
         if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) and not _is_installed(folder):
@@ -167,7 +168,7 @@ def _is_installed(folder: Path) -> bool:
 
 @functools.cache
 def _installed() -> tuple[Path, ...]:
-    """List where Python and its packages are installed, Spark's own among them."""
+    """Return the folders where Python and its packages are installed, including Spark's."""
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = [sysconfig.get_path(kind) for kind in kinds]
     folders += [*site.getsitepackages(), site.getusersitepackages()]
@@ -176,7 +177,7 @@ def _installed() -> tuple[Path, ...]:
 
 
 class _Search:
-    """Finds modules as an import would, in files as they are now."""
+    """Finds modules as an import statement would, in the files as they are now."""
 
     def __init__(self, path: Sequence[str]) -> None:
         folders = dict.fromkeys(os.path.abspath(entry or os.getcwd()) for entry in path)
@@ -196,15 +197,15 @@ class _Search:
         return None if namespace is None else Path(namespace)
 
 
-def _beside(program: Program) -> list[Path]:
-    """Return the folder that a script's own modules, or a module that is run, lie in."""
+def _folders_of_program(program: Program) -> list[Path]:
+    """Return the folder with a script's own modules, or with the module that is run."""
     if isinstance(program, Script):
         return [Path(program.path).parent]
     return [Path(program.folder)] if isinstance(program, Module) else []
 
 
-def _asked_files(entry: str | os.PathLike[str]) -> dict[str, Path]:
-    """List the files of what the user asked for, whatever they are."""
+def _requested_files(entry: str | os.PathLike[str]) -> dict[str, Path]:
+    """Return all files of a module, file or folder that the user requested."""
     path: Path | None = Path(entry).absolute()
     if not Path(entry).exists():
         path = _Search(sys.path).find(os.fspath(entry).partition(".")[0])
@@ -212,7 +213,7 @@ def _asked_files(entry: str | os.PathLike[str]) -> dict[str, Path]:
 
 
 def _imported_from(folders: Collection[str]) -> Iterator[str]:
-    """List the top-level modules that this process has imported from these folders."""
+    """Return the top-level modules that this process has imported from these folders."""
     for name, module in list(sys.modules.items()):
         if "." not in name and name != "__main__":
             origin = getattr(module, "__file__", None)
@@ -236,21 +237,21 @@ def _imports_in(path: Path, size: int, changed_at: int) -> frozenset[str]:
     return imports_in_source(path.read_bytes())
 
 
-def _within_bound(files: dict[str, Path]) -> dict[str, Path]:
+def _without_unused(files: dict[str, Path]) -> dict[str, Path]:
     size = sum(path.stat().st_size for path in files.values())
-    if size <= MOST_BYTES:
+    if size <= MAX_PACKAGE_BYTES:
         return files
     package = next(iter(files)).partition("/")[0]
     warn(
-        f"The package {package} takes {format_bytes(size)}: only those of its modules that are "
-        f"imported here now are brought to the executors. py_modules=['{package}'] sends all."
+        f"The package {package} takes {format_bytes(size)}: only the modules that this "
+        f"process has imported are sent to the executors. py_modules=['{package}'] sends all."
     )
     imported = _imported()
     return {name: path for name, path in files.items() if path in imported}
 
 
 def _files_of_package(place: Path, largest: float = LARGE_FILE) -> Iterator[tuple[str, Path]]:
-    """List the files of a module or package that can be read, by their names below its folder."""
+    """Return the readable files of a module or package, by their path below its folder."""
     if place.is_file() and os.access(place, os.R_OK):
         yield place.name, place
     for folder, subfolders, names in os.walk(place):
@@ -269,7 +270,7 @@ def _imported() -> set[Path]:
 
 
 def _digest(files: Mapping[str, Path]) -> str:
-    """Tell one state of the files from any other, without reading them."""
+    """Return a digest of the files' names, sizes and times, without reading them."""
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
         status = path.stat()
@@ -280,5 +281,5 @@ def _digest(files: Mapping[str, Path]) -> str:
 def _pack(files: Mapping[str, Path], archive: Path) -> None:
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
         for name, path in files.items():
-            # With a fixed date: zip knows none before 1980.
+            # With a fixed date, because zip has no dates before 1980.
             packed.writestr(zipfile.ZipInfo(name), path.read_bytes(), zipfile.ZIP_DEFLATED)

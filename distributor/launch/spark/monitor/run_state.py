@@ -108,7 +108,7 @@ TRANSITIONS: Table[RunState] = {
     **{
         (state, RunEvent.ERROR_RAISED): (
             RunState.ABORTING,
-            "Ask the nodes to stop their ranks, receive what is on its way, and cancel the job.",
+            "Ask the nodes to stop their ranks, receive the messages on their way, cancel the job.",
         )
         for state in (*_BEFORE_ITS_END, RunState.COLLECTING_STACKS, RunState.DRAINING)
     },
@@ -120,7 +120,7 @@ TRANSITIONS: Table[RunState] = {
 """The next state, and what `RunMonitor` does, for each event that a state allows.
 
 `StateMachine.fire` ignores all other events. They come too late: a rank starts while the others
-are stopped, or the job ends while the driver gives the run up.
+are stopped, or the job ends while the driver raises an error.
 """
 
 

@@ -11,14 +11,10 @@ from distributor.serialization.outcome import Value
 from distributor.wire.messages import ValuePart, ValueReceived, ValueRefused, ValueStart
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Transfer:
     file: BinaryIO
-    size: int
-
-    @property
-    def missing(self) -> int:
-        return self.size - self.file.tell()
+    missing: int
 
 
 class ValueReceiver:
@@ -48,6 +44,7 @@ class ValueReceiver:
         if transfer is None:
             return None  # sent before its node had read the refusal
         transfer.file.write(part.data)
+        transfer.missing -= len(part.data)
         if transfer.missing:
             return None
         self.values[part.rank] = Value(part.rank, self._transfers.pop(part.rank).file)

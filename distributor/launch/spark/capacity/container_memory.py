@@ -1,4 +1,4 @@
-"""Whether executor containers have room for ranks, according to Spark's configuration.
+"""Whether executor containers have memory for ranks, according to Spark's configuration.
 
 Ranks live outside the executor's Java heap. On YARN and Kubernetes the container's bound is heap,
 overhead, off-heap memory and PySpark's memory; the standalone cluster sets no bound.
@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 from distributor.core.resources import format_bytes
 from distributor.core.text import counted
-from distributor.launch.spark.session import size_in_bytes
+from distributor.launch.spark.capacity.sizes import size_in_bytes
 from distributor.node.agent.memory import JVM, MIB, PYTHON_DAEMON, PYTHON_WORKER, min_memory
 
 HEAP, OVERHEAD = "spark.executor.memory", "spark.executor.memoryOverhead"
-FACTOR, LEAST = "spark.executor.memoryOverheadFactor", "spark.executor.minMemoryOverhead"
+FACTOR, MINIMUM = "spark.executor.memoryOverheadFactor", "spark.executor.minMemoryOverhead"
 KUBERNETES_FACTOR = "spark.kubernetes.memoryOverheadFactor"
 PYSPARK = "spark.executor.pyspark.memory"
 EXECUTORS = "spark.executor.instances"
@@ -24,7 +24,7 @@ EXECUTORS = "spark.executor.instances"
 def container_shortage(
     conf: Callable[[str], str | None], tasks: int, ranks_per_task: int, *, warm: bool
 ) -> str | None:
-    """Say why the executors' containers are too small for a run, and what to set.
+    """Return why the executors' containers are too small for a run, and what to set.
 
     Parameters
     ----------
@@ -42,17 +42,18 @@ def container_shortage(
     """
     if not (conf("spark.master") or "").startswith(("yarn", "k8s://")):
         return None
-    overhead, told = _overhead(conf)
+    overhead, source = _overhead(conf)
     room = overhead + size_in_bytes(conf(PYSPARK) or "0", "m")
-    # At least one executor has as many, however Spark places them.
-    here = math.ceil(tasks / int(conf(EXECUTORS) or 2))
-    ranks = here * ranks_per_task
-    needed = JVM + PYTHON_DAEMON + here * PYTHON_WORKER + min_memory(ranks, here, warm=warm)
+    # However Spark places the tasks, at least one executor has this many.
+    tasks_here = math.ceil(tasks / int(conf(EXECUTORS) or 2))
+    ranks = tasks_here * ranks_per_task
+    of_spark = JVM + PYTHON_DAEMON + tasks_here * PYTHON_WORKER
+    needed = of_spark + min_memory(ranks, tasks_here, warm=warm)
     if needed <= room:
         return None
     wanted = math.ceil((needed - room + overhead) / MIB)
     return (
-        f"An executor's container has {format_bytes(room)} beside its Java heap ({told}), and "
+        f"An executor's container has {format_bytes(room)} beside its Java heap ({source}), and "
         f"{counted(ranks, 'rank')} in it, with Spark's own processes, need at least "
         f"{format_bytes(needed)}: Python and torch alone, without model, data or CUDA. The cluster "
         "manager may kill the executor (exit codes 137 and 143). Make the session with "
@@ -61,13 +62,13 @@ def container_shortage(
 
 
 def _overhead(conf: Callable[[str], str | None]) -> tuple[int, str]:
-    """Return the overhead of executors (bytes), and where that comes from."""
+    """Return the overhead of executors (bytes), and the property that sets it."""
     if value := conf(OVERHEAD):
         return size_in_bytes(value, "m"), f"{OVERHEAD}={value}"
     heap = conf(HEAP) or "1g"
     on_kubernetes = (conf("spark.master") or "").startswith("k8s://")
     general = conf(FACTOR)
     factor = general or (on_kubernetes and conf(KUBERNETES_FACTOR)) or "0.1"
-    least = conf(LEAST) or "384m"
-    size = max(int(float(factor) * size_in_bytes(heap, "m")), size_in_bytes(least, "m"))
-    return size, f"{OVERHEAD} is unset: {factor} of {HEAP}={heap}, at least {least}"
+    minimum = conf(MINIMUM) or "384m"
+    size = max(int(float(factor) * size_in_bytes(heap, "m")), size_in_bytes(minimum, "m"))
+    return size, f"{OVERHEAD} is unset: {factor} of {HEAP}={heap}, at least {minimum}"

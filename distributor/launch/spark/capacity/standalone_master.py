@@ -1,4 +1,4 @@
-"""What the master of a standalone cluster reports on its workers and applications."""
+"""What the master of a standalone cluster reports about its workers and applications."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ MASTER = "spark://"
 UI_PORT = 8080
 """The port of the master's web page, unless ``spark.master.ui.port`` sets another."""
 ANSWER_SECONDS = 2.0
+"""Seconds for the master to answer."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Cores, memory (MiB) and GPUs: what a worker has, has free, or an executor asks for."""
+    """Cores, memory (MiB) and GPUs of a worker, or those that an executor asks for."""
 
     cores: int
     memory: int
@@ -34,16 +35,16 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Master:
-    """What a master says of its cluster.
+    """What a master reports about its cluster.
 
     Parameters
     ----------
     workers : tuple of Capacity
-        What each worker that is alive has in all.
+        The capacity of each worker that is alive.
     free : tuple of Capacity
-        What each of them has free.
+        The free capacity of each of these workers.
     others : tuple of str
-        The other applications that hold cores, by name and id.
+        The other applications that hold cores, with name and id.
     """
 
     workers: tuple[Capacity, ...]
@@ -57,50 +58,51 @@ def ask_master(url: str, ui_port: int, application: str | None) -> Master | None
     Parameters
     ----------
     url : str
-        The master's URL, ``spark://host:port``; of several, the first that answers is asked.
+        The master's URL, ``spark://host:port``. If it names several masters, the first one that
+        answers is asked.
     ui_port : int
-        The port of its web page.
+        The port of the master's web page.
     application : str or None
-        The id of the application that asks.
+        The id of this application.
 
     Returns
     -------
     Master or None
-        None if there is no answer: the page may be elsewhere, behind a firewall or protected.
+        None if there is no answer: the page may have another address, a firewall or a password.
     """
     for address in url.removeprefix(MASTER).split(","):
         host = address.rpartition(":")[0]
         with contextlib.suppress(Exception):
-            said = _json_of(f"http://{host}:{ui_port}/json/")
-            if said["status"] == "ALIVE" and said["url"] in (f"{MASTER}{address}", url):
-                return _master_in(said, application)
+            report = _json_of(f"http://{host}:{ui_port}/json/")
+            if report["status"] == "ALIVE" and report["url"] in (f"{MASTER}{address}", url):
+                return _master_in(report, application)
     return None
 
 
 def counted(count: int, noun: str) -> str:
-    """Write a number of things: ``1 core``, ``2 cores``."""
+    """Return a number and its noun, such as ``1 core`` or ``2 cores``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def in_mebibytes(count: int) -> str:
-    """Write an amount of memory as Spark's settings do: ``512m``, ``64g``."""
+    """Return an amount of memory (MiB) as Spark writes it, such as ``512m`` or ``64g``."""
     return f"{count // 1024}g" if count and count % 1024 == 0 else f"{count}m"
 
 
 def _json_of(address: str) -> Any:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(address, timeout=ANSWER_SECONDS) as answer:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(address, timeout=ANSWER_SECONDS) as answer:
         return json.load(answer)
 
 
-def _master_in(said: Mapping[str, Any], application: str | None) -> Master:
-    alive = [worker for worker in said["workers"] if worker["state"] == "ALIVE"]
+def _master_in(report: Mapping[str, Any], application: str | None) -> Master:
+    alive = [worker for worker in report["workers"] if worker["state"] == "ALIVE"]
     return Master(
         workers=tuple(_capacity(worker, "") for worker in alive),
         free=tuple(_capacity(worker, "free") for worker in alive),
         others=tuple(
             f"'{app['name']}' ({app['id']}, {counted(app['cores'], 'core')})"
-            for app in said["activeapps"]
+            for app in report["activeapps"]
             if app["id"] != application and app["cores"]
         ),
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from distributor.launch.spark.error_translation import MORE_SLOTS
-from distributor.launch.spark.plan import EXECUTOR_GPUS, TASK_GPUS, ClusterPlan
-from distributor.launch.spark.session import Session, size_in_bytes
-from distributor.launch.spark.standalone_master import (
+from distributor.launch.spark.capacity.executors import Executors
+from distributor.launch.spark.capacity.sizes import size_in_bytes
+from distributor.launch.spark.capacity.standalone_master import (
     MASTER,
     UI_PORT,
     Capacity,
@@ -17,9 +16,12 @@ from distributor.launch.spark.standalone_master import (
     counted,
     in_mebibytes,
 )
+from distributor.launch.spark.error_translation import MORE_SLOTS
+from distributor.launch.spark.plan import EXECUTOR_GPUS, TASK_GPUS, ClusterPlan
+from distributor.launch.spark.session import Session
 
 MIN_OVERHEAD = 384
-"""MiB that Spark adds to an executor's memory at least, on YARN and Kubernetes."""
+"""The minimum that Spark adds to an executor's heap on YARN and Kubernetes (MiB)."""
 SMALLER = (
     "Ask for smaller executors (spark.executor.cores, spark.executor.memory, "
     f"{EXECUTOR_GPUS}), or add workers that have room for one"
@@ -28,16 +30,16 @@ SMALLER = (
 
 @dataclass(frozen=True)
 class ExecutorSize:
-    """What one executor asks for, by the session's configuration.
+    """What each executor asks for, by the session's configuration.
 
     Parameters
     ----------
     cores : int or None
-        Its cores; None for all that a worker has.
+        The number of cores; None for all that a worker has.
     memory, overhead : int
-        MiB of its heap, and of what Spark adds to that.
+        The heap and what Spark adds to it (MiB).
     gpus : int
-        Its GPUs.
+        The number of GPUs.
     """
 
     cores: int | None
@@ -47,7 +49,7 @@ class ExecutorSize:
 
     @classmethod
     def of(cls, session: Session) -> ExecutorSize:
-        """Read it from the session's configuration, with Spark's defaults."""
+        """Return the size by the session's configuration, with Spark's defaults."""
         contained = session.master.startswith(("yarn", "k8s://"))
         cores = session.conf("spark.executor.cores") or ("1" if contained else None)
         memory = _mebibytes(session, "spark.executor.memory") or 1024
@@ -59,8 +61,8 @@ class ExecutorSize:
         )
 
     @property
-    def least(self) -> Capacity:
-        """What a worker must have for it."""
+    def minimum(self) -> Capacity:
+        """What a worker must have for one executor."""
         return Capacity(self.cores or 1, self.memory + self.overhead, self.gpus)
 
     def __str__(self) -> str:
@@ -71,7 +73,7 @@ class ExecutorSize:
 
 
 def why_few_slots(session: Session, plan: ClusterPlan, slots: int) -> str:
-    """Say why there are fewer slots than a run has tasks, and what to do.
+    """Return why there are fewer slots than a run has tasks, and what to do.
 
     Parameters
     ----------
@@ -80,25 +82,24 @@ def why_few_slots(session: Session, plan: ClusterPlan, slots: int) -> str:
     plan : ClusterPlan
         What the run needs.
     slots : int
-        How many tasks the executors that are there have room for.
+        How many tasks the registered executors have room for.
     """
     demand = (
         f"{plan.num_tasks} barrier tasks are wanted at once, and the executors of "
         f"{session.master} have room for {slots}."
     )
-    count, size = session.executors(), ExecutorSize.of(session)
+    count, size = Executors(session).count(), ExecutorSize.of(session)
     if count == 0:
         found = f"No executor has started. Each asks for {size}."
     elif slots == 0:
-        there = counted(count, "executor")
-        found = f"Of {there} none has room for {_task(session, plan)}."
+        found = f"None of {counted(count, 'executor')} has room for {_task(session, plan)}."
     else:
         found = f"There is room on {counted(count, 'executor')}, each of {size}."
-    return " ".join([demand, found, _why_no_more(session, size, none_there=count == 0)])
+    return " ".join([demand, found, _why_no_more(session, size, none_started=count == 0)])
 
 
 def why_not_started(other_tasks: int, *, has_room: bool) -> str:
-    """Say what may keep Spark from starting the tasks of a job that was submitted, and what to do.
+    """Return what may keep Spark from starting the tasks of a submitted job, and what to do.
 
     Parameters
     ----------
@@ -110,7 +111,7 @@ def why_not_started(other_tasks: int, *, has_room: bool) -> str:
     if other_tasks:
         return (
             f"Other jobs of this application run {counted(other_tasks, 'task')}: wait for them to "
-            "end, or give the application more executors or cores."
+            "end, or add executors or cores to the application."
         )
     if has_room:
         return "The executors have room for them: Spark may still be preparing the job."
@@ -120,10 +121,10 @@ def why_not_started(other_tasks: int, *, has_room: bool) -> str:
     )
 
 
-def _why_no_more(session: Session, size: ExecutorSize, *, none_there: bool) -> str:
-    """Say why no further executor starts."""
+def _why_no_more(session: Session, size: ExecutorSize, *, none_started: bool) -> str:
+    """Return why no further executor starts."""
     if not session.master.startswith(MASTER):
-        if none_there:
+        if none_started:
             return f"No node may have that much free, or others hold it. {SMALLER}."
         return f"The cluster may have no more, or others hold it. {MORE_SLOTS}"
     port = int(session.conf("spark.master.ui.port") or UI_PORT)
@@ -131,13 +132,13 @@ def _why_no_more(session: Session, size: ExecutorSize, *, none_there: bool) -> s
     if master is None:
         return (
             "No worker may have that much free, or another application holds it: the master's web "
-            f"page says so. {SMALLER if none_there else MORE_SLOTS}".rstrip(".")
+            f"page says so. {SMALLER if none_started else MORE_SLOTS}".rstrip(".")
             + "."
         )
-    return _by_master(master, size, none_there=none_there)
+    return _why_by_master(master, size, none_started=none_started)
 
 
-def _by_master(master: Master, size: ExecutorSize, *, none_there: bool) -> str:
+def _why_by_master(master: Master, size: ExecutorSize, *, none_started: bool) -> str:
     workers = counted(len(master.workers), "worker")
     if not master.workers:
         return "The master has no worker: start one, and see that it reaches the master."
@@ -147,12 +148,12 @@ def _by_master(master: Master, size: ExecutorSize, *, none_there: bool) -> str:
             "spark.worker.resource.gpu.discoveryScript where they are started, or run on CPUs "
             f"(use_gpu=False) in a session without {EXECUTOR_GPUS}."
         )
-    if not any(worker.holds(size.least) for worker in master.workers):
+    if not any(worker.holds(size.minimum) for worker in master.workers):
         largest = max(master.workers, key=lambda w: (w.gpus, w.cores, w.memory))
         return f"None of {workers} is that large; the largest has {largest}. {SMALLER}."
-    if any(worker.holds(size.least) for worker in master.free):
+    if any(worker.holds(size.minimum) for worker in master.free):
         return "A worker has room for one more: it may still be starting." + (
-            "" if none_there else f" {MORE_SLOTS}"
+            "" if none_started else f" {MORE_SLOTS}"
         )
     if master.others:
         held = ", ".join(master.others)
@@ -161,7 +162,7 @@ def _by_master(master: Master, size: ExecutorSize, *, none_there: bool) -> str:
             "to end, or ask for fewer ranks or smaller executors."
         )
     return (
-        f"No worker has that much free. {SMALLER if none_there else MORE_SLOTS}".rstrip(".") + "."
+        f"No worker has that much free. {SMALLER if none_started else MORE_SLOTS}".rstrip(".") + "."
     )
 
 
@@ -172,11 +173,11 @@ def _task(session: Session, plan: ClusterPlan) -> str:
 
 
 def _overhead(session: Session, memory: int) -> int:
-    if (told := _mebibytes(session, "spark.executor.memoryOverhead")) is not None:
-        return told
+    if (overhead := _mebibytes(session, "spark.executor.memoryOverhead")) is not None:
+        return overhead
     factor = float(session.conf("spark.executor.memoryOverheadFactor") or 0.1)
-    least = _mebibytes(session, "spark.executor.minMemoryOverhead") or MIN_OVERHEAD
-    return max(least, math.ceil(factor * memory))
+    minimum = _mebibytes(session, "spark.executor.minMemoryOverhead") or MIN_OVERHEAD
+    return max(minimum, math.ceil(factor * memory))
 
 
 def _mebibytes(session: Session, key: str) -> int | None:
