@@ -172,7 +172,7 @@ def _check_requirement(requirement: str) -> None:
     if not requirement.strip() or requirement.lstrip().startswith(("-", "#")):
         raise ValueError(
             f"environment lists requirements such as 'einops==0.8.1', but has {requirement!r}. "
-            "Options of pip are variables: env={'PIP_INDEX_URL': ...}."
+            "pip's options are variables: env={'PIP_INDEX_URL': ...}."
         )
 
 
