@@ -16,7 +16,7 @@ from distributor.node.environment.cache import (
     saved_values,
     select_excess,
 )
-from distributor.train.storage.shared_download import copies
+from distributor.train.storage.shared_download import leftover_copies
 
 
 def clean(days: float | None = None, *, dry_run: bool = False) -> Iterator[str]:
@@ -58,4 +58,4 @@ def _unused(limits: CacheLimits) -> Iterator[CacheEntry]:
     for cache in cache_folders(os.environ):
         yield from select_excess(cached_environments(cache), limits)
     yield from select_excess(saved_values(), CacheLimits(limits.days))
-    yield from copies()  # left only by processes that were killed
+    yield from leftover_copies()  # left only by processes that were killed

@@ -149,7 +149,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"name": "a/b", "storage_path": "x"},
         ValueError,
-        "name is the name of a folder, but is 'a/b'",
+        "name must be the name of a folder, but is 'a/b'",
     ),
     ({"name": "a"}, ValueError, "name is 'a', but storage_path is not set"),
     ({"hub_address": 80}, TypeError, "hub_address must be .* but is 80"),

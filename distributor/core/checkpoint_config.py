@@ -1,4 +1,4 @@
-"""What a training run keeps and where, passed from the driver to its ranks in a variable."""
+"""The settings of a run's checkpoints, which the driver passes to the ranks in a variable."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from pathlib import Path
 from typing import Literal
 
 VARIABLE = "DISTRIBUTOR_TRAIN"
-"""The variable in which a rank finds what its training keeps where."""
+"""The environment variable of ranks that contains the settings."""
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Give a path of this machine from its root on; an address, which has a scheme, as it is."""
+    """Return a path of this machine as an absolute one; an address with a scheme unchanged."""
     text = os.fspath(path)
     return text if "://" in text else str(Path(text).expanduser().absolute())
 
 
-def check_name(what: str, name: object) -> None:
-    """Refuse what is no name of a folder in another.
+def check_name(parameter: str, name: object) -> None:
+    """Check that a parameter is a valid name of a folder, without slashes.
 
     Raises
     ------
     ValueError
-        Says what was found.
+        If it is not; says what was passed.
     """
-    named = isinstance(name, str) and name not in ("", ".", "..")
-    if not named or not {"/", "\0"}.isdisjoint(str(name)):
-        raise ValueError(f"{what} is the name of a folder, but is {name!r}.")
+    is_name = isinstance(name, str) and name not in ("", ".", "..")
+    if not is_name or not {"/", "\0"}.isdisjoint(str(name)):
+        raise ValueError(f"{parameter} must be the name of a folder, but is {name!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """What a training keeps, and where.
+    """The storage of a training run, and which checkpoints it keeps.
 
     Parameters
     ----------
     storage_path, name : str
-        The folder of all trainings, and this one's in it.
+        The folder of all runs, and the name of this run's folder in it.
     num_to_keep : int or None
-        How many checkpoints are kept; None for all.
+        How many of the best checkpoints are kept; None for all.
     score_attribute : str or None
-        The metric that makes a checkpoint worth keeping; None for its age.
+        The metric that checkpoints are ranked by; None for their age.
     score_order : "max" or "min"
-        Which end of that metric is the better.
+        Whether a high or a low value of that metric is better.
     """
 
     storage_path: str
@@ -54,11 +54,11 @@ class CheckpointSettings:
     score_order: Literal["max", "min"] = "max"
 
     def to_variable(self) -> dict[str, str]:
-        """Give the variable for ranks."""
+        """Return the environment variable for the ranks."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
-    def here(cls) -> CheckpointSettings | None:
-        """Read what this rank's training keeps; None where nobody said."""
+    def from_env(cls) -> CheckpointSettings | None:
+        """Read the settings of this rank's run; return None if it has no storage."""
         text = os.environ.get(VARIABLE)
         return cls(**json.loads(text)) if text else None

@@ -1,23 +1,25 @@
-"""Training with reports and checkpoints that a later run resumes from, in Ray Train's names."""
+"""Training with reports, and with checkpoints that a later run resumes from, as in Ray Train.
+
+This package has what users import, under Ray Train's names. A rank's part is in
+`distributor.train.runtime`, and checkpoints in storage are in `distributor.train.storage`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from distributor.train.checkpoint import Checkpoint
+from distributor.train.callbacks import TrainRunContext, UserCallback
+from distributor.train.checkpoint import Checkpoint, CheckpointUploadMode, ReportedCheckpoint
 from distributor.train.config import (
     CheckpointConfig,
     FailureConfig,
     RunConfig,
     ScalingConfig,
-    TrainRunContext,
-    UserCallback,
 )
 from distributor.train.context import TrainContext, get_context
 from distributor.train.result import Result
-from distributor.train.runtime import preemption
-from distributor.train.runtime.reporter import CheckpointUploadMode, ReportedCheckpoint, current
+from distributor.train.runtime.session import session
 
 __all__ = [
     "Checkpoint",
@@ -46,59 +48,90 @@ def report(
     checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
     delete_local_checkpoint_after_upload: bool | None = None,
 ) -> None:
-    """Report metrics, and perhaps a checkpoint, together with all other ranks.
+    """Report metrics and, optionally, a checkpoint, together with all other ranks.
 
-    A checkpoint is all that the ranks save in theirs, and exists once all of it is in storage.
-    Every rank calls this as often as the others. Where several have saved into one folder, each
-    reports it, and its files are brought to storage once.
+    Every rank must call this equally often. A checkpoint consists of the files that all ranks have
+    saved, and exists once all of them are in storage. If several ranks have saved into one folder,
+    each of them reports that folder, and each of its files is uploaded once.
+
+    Follows ``ray.train.report``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.report.html
 
     Parameters
     ----------
     metrics : mapping of str to object
-        What was measured, as JSON can hold it; rank 0's is recorded.
+        This rank's metrics. They must be JSON-serializable, or tensors with one element. Those of
+        rank 0 are recorded.
     checkpoint : Checkpoint, optional
-        What this rank has saved. Ranks that have saved nothing give none.
+        What this rank has saved. Ranks that have saved nothing pass None, the default.
     checkpoint_dir_name : str, optional
-        The checkpoint's folder; by default ``checkpoint_000003`` and so on. The same on all ranks.
-    checkpoint_upload_mode : CheckpointUploadMode
-        SYNC: it exists when this returns. ASYNC: this returns at once, and it exists some time
-        later, in the order of the reports. NO_UPLOAD: it lies in storage already, in the folder
-        `checkpoint_dir_name` of the run's folder.
+        The name of the checkpoint's folder, the same on all ranks; by default
+        ``checkpoint_000000`` and so on.
+    checkpoint_upload_mode : CheckpointUploadMode, default CheckpointUploadMode.SYNC
+        SYNC: the checkpoint exists when this returns. ASYNC: this returns at once, and the files
+        are uploaded in the background, in the order of the reports. NO_UPLOAD: the files are
+        already in the folder `checkpoint_dir_name` of the run's folder in storage.
     delete_local_checkpoint_after_upload : bool, optional
-        Whether this rank's own folder is removed then; by default where the mode is ASYNC. Its
-        files are not copied where storage is on the same disk.
+        Whether to remove this rank's folder once the checkpoint exists; by default only if the mode
+        is ASYNC. If storage is on the same disk, its files are then not copied.
 
     Raises
     ------
     DistributorError
-        Where a rank could not bring its files to storage, where there are none, where ranks differ
-        in the checkpoint's name, or where one does not report. With ASYNC the next report raises
-        it, or the run's end.
+        If a rank could not upload its files, no rank has saved any, the ranks pass different names
+        or different files of one name, a checkpoint of that name exists, its metric
+        ``checkpoint_score_attribute`` is missing, or a rank does not report. With ASYNC, the next
+        report raises it, or the end of the run.
+    ConnectionError
+        If rank 0 has ended.
     RuntimeError
-        Outside a run, or in one without storage.
+        If this process is not a rank of a run, or the run has no storage.
     TypeError
-        For metrics that JSON cannot hold, numbers of tensors excepted, and what is no checkpoint.
+        If the metrics cannot be serialized, or `checkpoint` is not a `Checkpoint`.
+    ValueError
+        If `checkpoint_dir_name` is not a valid name, or the mode is NO_UPLOAD and the checkpoint is
+        not in that folder.
+
+    Examples
+    --------
+    >>> def train_func():
+    ...     for step in range(10):
+    ...         ...  # train
+    ...         with tempfile.TemporaryDirectory() as folder:
+    ...             torch.save(model.state_dict(), f"{folder}/model.pt")
+    ...             report({"loss": loss}, checkpoint=Checkpoint.from_directory(folder))
     """
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
-        raise TypeError(f"checkpoint is made by Checkpoint.from_directory, but is {checkpoint!r}.")
+        raise TypeError(
+            "checkpoint must be a Checkpoint, such as Checkpoint.from_directory(folder), but is "
+            f"{checkpoint!r}."
+        )
     mode = CheckpointUploadMode(checkpoint_upload_mode)
     delete = delete_local_checkpoint_after_upload
     if delete is None:
         delete = mode is CheckpointUploadMode.ASYNC
-    current().report(metrics, checkpoint, checkpoint_dir_name, mode, delete)
+    session.reporter.report(metrics, checkpoint, checkpoint_dir_name, mode, delete)
 
 
 def is_preempted() -> bool:
-    """Tell whether this run is about to lose a process: a chance to report a checkpoint.
+    """Return whether this run is about to lose a process, so that it can save a checkpoint.
 
-    True once, at the same call in all ranks, after Spark has begun to decommission an executor on
-    one of their hosts, a rank has had a SIGTERM, or the driver has had one while ``run`` waits on
-    its main thread; it then ends with the next checkpoint that is reported. So report, and go on.
+    Returns True once for each notice, at the same call in all ranks. A notice comes when Spark
+    begins to decommission an executor on a host of the ranks, when a rank receives SIGTERM, or when
+    the driver receives SIGTERM while ``run`` waits on its main thread; the driver then ends after
+    the next checkpoint that is reported. Report a checkpoint when this returns True, and continue.
 
-    Every rank calls this as often as the others, once in each step: that costs next to nothing
-    until a notice comes. A rank that calls it on its main thread, where SIGTERM has no handler,
-    outlives its first one. It needs no storage, and outside a run it is False. Nodes without a
-    link to the driver hear of nothing, and through Connect decommissioning is not known of.
+    Every rank must call this equally often, usually once per step. Until a notice comes, a call
+    costs next to nothing. A rank that calls it on its main thread survives its first SIGTERM,
+    unless the program handles SIGTERM itself. No storage is needed. Nodes without a network link to
+    the driver receive no notices, and Spark Connect does not report decommissioning.
+
+    Follows no API of Ray Train, which has no equivalent.
+
+    Returns
+    -------
+    bool
+        Whether a notice is due at this call; False in a process that is not a rank.
 
     Examples
     --------
@@ -106,14 +139,59 @@ def is_preempted() -> bool:
     ...     if is_preempted() or step % 100 == 99:
     ...         ...  # save, and report
     """
-    return preemption.is_preempted()
+    return session.is_preempted()
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """Give the latest checkpoint that exists, of an earlier run of this name too; or None."""
-    return current().latest()
+    """Return the latest checkpoint that exists, also of an earlier run of the same name.
+
+    Follows ``ray.train.get_checkpoint``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.get_checkpoint.html
+
+    Returns
+    -------
+    Checkpoint or None
+        The checkpoint; if there is none, ``resume_from_checkpoint`` of `TorchTrainer`, or None.
+
+    Raises
+    ------
+    RuntimeError
+        If this process is not a rank of a run, or the run has no storage.
+    DistributorError
+        At the first use in a rank, if the ranks do not share the storage.
+
+    Examples
+    --------
+    >>> def train_func():
+    ...     checkpoint = get_checkpoint()
+    ...     if checkpoint is not None:
+    ...         with checkpoint.as_directory() as folder:
+    ...             model.load_state_dict(torch.load(f"{folder}/model.pt"))
+    """
+    return session.reporter.latest()
 
 
 def get_all_reported_checkpoints() -> list[ReportedCheckpoint]:
-    """List the checkpoints that exist, with what was reported, the oldest first."""
-    return current().all()
+    """Return the checkpoints that exist, with their metrics, the oldest first.
+
+    Follows ``ray.train.get_all_reported_checkpoints``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.get_all_reported_checkpoints.html
+
+    Returns
+    -------
+    list of ReportedCheckpoint
+        The checkpoints, without those that have been removed.
+
+    Raises
+    ------
+    RuntimeError
+        If this process is not a rank of a run, or the run has no storage.
+    DistributorError
+        At the first use in a rank, if the ranks do not share the storage.
+
+    Examples
+    --------
+    >>> def train_func():
+    ...     losses = [each.metrics["loss"] for each in get_all_reported_checkpoints()]
+    """
+    return session.reporter.all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import os
@@ -9,36 +10,77 @@ import pickle
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow.fs as pafs
 
-from distributor.train.storage.filesystems import files_in, is_local, resolve
-from distributor.train.storage.shared_download import borrowed
+from distributor.train.storage.filesystems import is_local, list_files, resolve
+from distributor.train.storage.shared_download import shared_download
 
 METADATA = ".metadata.json"
-"""The file that holds a checkpoint's metadata, as Ray Train calls it."""
+"""The file with a checkpoint's metadata, which Ray Train names alike."""
+
+
+class CheckpointUploadMode(enum.Enum):
+    """Whether and when `distributor.train.report` uploads a checkpoint.
+
+    Follows ``ray.train.CheckpointUploadMode``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.CheckpointUploadMode.html
+
+    Attributes
+    ----------
+    SYNC
+        The checkpoint is uploaded before ``report`` returns.
+    ASYNC
+        The checkpoint is uploaded in the background.
+    NO_UPLOAD
+        The ranks have saved the checkpoint in storage themselves.
+
+    Examples
+    --------
+    >>> CheckpointUploadMode("ASYNC")
+    <CheckpointUploadMode.ASYNC: 'ASYNC'>
+    """
+
+    SYNC = "SYNC"
+    ASYNC = "ASYNC"
+    NO_UPLOAD = "NO_UPLOAD"
 
 
 class Checkpoint:
-    """A folder of files; what is in them is up to the training function.
+    """A folder of files; their format is up to the training function.
 
-    The names are those of ``ray.train.Checkpoint``.
+    Follows ``ray.train.Checkpoint``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.Checkpoint.html
 
     Parameters
     ----------
     path : str or path
         The folder, or its address, such as ``s3://bucket/run/checkpoint_000003``.
     filesystem : pyarrow.fs.FileSystem or fsspec file system, optional
-        Where it is; by default `path` says so.
+        The file system of `path`; by default the one that the path names.
 
     Attributes
     ----------
     path : str
         The folder in `filesystem`.
     filesystem : pyarrow.fs.FileSystem
-        Where it is.
+        The file system.
+
+    Raises
+    ------
+    TypeError
+        If `filesystem` is not a file system of pyarrow or fsspec.
+    ValueError
+        If no file system is known for the address.
+
+    Examples
+    --------
+    >>> checkpoint = Checkpoint("s3://bucket/runs/mnist/checkpoint_000003")
+    >>> with checkpoint.as_directory() as folder:
+    ...     state = torch.load(f"{folder}/model.pt")
     """
 
     def __init__(self, path: str | os.PathLike[str], filesystem: Any = None) -> None:
@@ -46,34 +88,47 @@ class Checkpoint:
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
-        """Make one of a folder of this machine; nothing is copied."""
+        """Return a checkpoint that is a folder of this machine; nothing is copied.
+
+        Parameters
+        ----------
+        path : str or path
+            The folder.
+        """
         return cls(path, pafs.LocalFileSystem())
 
     @contextmanager
     def as_directory(self) -> Iterator[str]:
-        """Have it as a folder of this machine: itself where it is one, else a copy for a while.
+        """Provide the checkpoint as a folder of this machine, for the duration of the context.
 
-        Processes of one node that have it at the same time share the copy, so do not change it.
+        A remote checkpoint is copied to a temporary folder. Processes of one node that load it at
+        the same time share the copy, so do not modify it.
+
+        Yields
+        ------
+        str
+            The folder.
 
         Raises
         ------
         FileNotFoundError
-            Where the checkpoint is gone.
+            If the checkpoint does not exist.
         """
-        self.check_there()
+        self.check_exists()
         if is_local(self.filesystem):
             yield self.path
         else:
-            with borrowed(f"checkpoint-{self._identity()}", self.to_directory) as folder:
+            name = f"checkpoint-{self._identity()}"
+            with shared_download(name, self.to_directory) as folder:
                 yield str(folder)
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Copy it into a folder of this machine.
+        """Copy the checkpoint into a folder of this machine.
 
         Parameters
         ----------
         path : str or path, optional
-            The folder; by default a new temporary one.
+            The folder, which is made if necessary; by default a new temporary one.
 
         Returns
         -------
@@ -83,16 +138,16 @@ class Checkpoint:
         Raises
         ------
         FileNotFoundError
-            Where the checkpoint is gone.
+            If the checkpoint does not exist.
         """
         folder = Path(tempfile.mkdtemp(prefix="checkpoint-") if path is None else path)
         folder.mkdir(parents=True, exist_ok=True)
-        self.check_there()
+        self.check_exists()
         pafs.copy_files(self.path, str(folder), self.filesystem, pafs.LocalFileSystem())
         return str(folder)
 
     def get_metadata(self) -> dict[str, Any]:
-        """Read what `set_metadata` wrote; empty where it wrote nothing."""
+        """Return the metadata that `set_metadata` wrote; empty if there is none."""
         file = f"{self.path}/{METADATA}"
         if self.filesystem.get_file_info(file).type != pafs.FileType.File:
             return {}
@@ -101,27 +156,38 @@ class Checkpoint:
         return metadata
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Keep metadata, which JSON must be able to hold, in the checkpoint."""
+        """Write metadata into the checkpoint, replacing what is there.
+
+        Parameters
+        ----------
+        metadata : mapping of str to object
+            The metadata.
+
+        Raises
+        ------
+        TypeError
+            If it is not JSON-serializable.
+        """
         with self.filesystem.open_output_stream(f"{self.path}/{METADATA}") as stream:
             stream.write(json.dumps(dict(metadata)).encode())
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Add to the metadata."""
+        """Add to the metadata, replacing values of the same names; raises as `set_metadata`."""
         self.set_metadata({**self.get_metadata(), **metadata})
 
-    def check_there(self) -> None:
-        """Raise FileNotFoundError where it is gone."""
+    def check_exists(self) -> None:
+        """Raise FileNotFoundError if the checkpoint does not exist."""
         if self.filesystem.get_file_info(self.path).type != pafs.FileType.Directory:
             raise FileNotFoundError(f"There is no checkpoint at {self.path}.")
 
     def _identity(self) -> str:
-        """Tell it, and what is in it by now, from any other, in all processes alike."""
-        infos = files_in(self.filesystem, self.path)
+        """Return a digest of the location and the files, the same in all processes."""
+        infos = list_files(self.filesystem, self.path)
         files = [(info.path, info.size, info.mtime_ns) for info in infos]
         try:
             filesystem = pickle.dumps(self.filesystem)
         except Exception:
-            filesystem = os.urandom(16)  # nobody else has this one
+            filesystem = os.urandom(16)  # it cannot be compared with those of other processes
         return hashlib.sha256(filesystem + repr((self.path, sorted(files))).encode()).hexdigest()
 
     def __repr__(self) -> str:
@@ -134,3 +200,26 @@ class Checkpoint:
 
     def __hash__(self) -> int:
         return hash(self.path)
+
+
+@dataclass(frozen=True)
+class ReportedCheckpoint:
+    """A checkpoint that exists, and the metrics that were reported with it.
+
+    Follows ``ray.train.ReportedCheckpoint``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.ReportedCheckpoint.html
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        The checkpoint.
+    metrics : mapping of str to object
+        The metrics of rank 0.
+
+    Examples
+    --------
+    >>> best = min(get_all_reported_checkpoints(), key=lambda each: each.metrics["loss"])
+    """
+
+    checkpoint: Checkpoint
+    metrics: Mapping[str, Any]

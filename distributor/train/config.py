@@ -1,7 +1,4 @@
-"""Configuration of a training run, in Ray Train's names.
-
-What the user gives is checked when it is built.
-"""
+"""Configuration of a training run, under Ray Train's names; checked when it is created."""
 
 from __future__ import annotations
 
@@ -11,48 +8,62 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from distributor.launch.setting_checks import check_max_failures, check_num_processes
-from distributor.train.checkpoint import Checkpoint
+from distributor.train.callbacks import UserCallback
 
 
-class _Refusing:
-    """Refuses by name what means something in Ray alone."""
+class _ChecksUnsupported:
+    """Rejects parameters of Ray's class that have no meaning on Spark."""
 
-    refused: ClassVar[Mapping[str, str]] = {}
+    unsupported: ClassVar[Mapping[str, str]] = {}
+    """By parameter, what to do instead."""
 
-    def _refuse(self) -> None:
-        for name, instead in self.refused.items():
+    def _check_unsupported(self) -> None:
+        for name, instead in self.unsupported.items():
             if (value := getattr(self, name)) not in (None, False):
                 raise ValueError(
-                    f"{type(self).__name__}: {name} is {value!r}, which means nothing on Spark. "
+                    f"{type(self).__name__}: {name} is {value!r}, which is not supported on Spark. "
                     f"{instead}"
                 )
 
 
-SLOTS = "What a task has is set for the cluster: spark.task.cpus, spark.task.resource.gpu.amount."
+_TASK_RESOURCES = (
+    "Set the resources of a task for the cluster: spark.task.cpus, spark.task.resource.gpu.amount."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingConfig(_Refusing):
-    """How many ranks there are, and where.
+class ScalingConfig(_ChecksUnsupported):
+    """The number of ranks, and the machines that they run on.
+
+    Follows ``ray.train.ScalingConfig``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.ScalingConfig.html
 
     Parameters
     ----------
-    num_workers : int or (int, int)
-        How many ranks; a pair is (minimum, maximum).
-    use_gpu : bool
-        Whether each has a GPU.
+    num_workers : int or (int, int), default 1
+        The number of ranks; a pair is the minimum and the maximum.
+    use_gpu : bool, default False
+        Whether each rank has a GPU.
     accelerator_type : str, optional
-        What the GPUs have to be, such as "H100".
-    local_mode : bool
-        True: on this machine. False: on the executors of the active Spark session.
+        The type that the GPUs must have, such as ``"H100"``; by default any.
+    local_mode : bool, default True
+        True: the ranks run on this machine. False: they run on the executors of the active Spark
+        session.
     resources_per_worker, placement_strategy, trainer_resources, use_tpu, topology, \
 bundle_label_selector
-        Refused: they mean nothing on Spark.
+        Not supported on Spark; any value raises ValueError.
 
     Raises
     ------
-    TypeError, ValueError
-        For what makes no sense, here or at all.
+    TypeError
+        If `num_workers` is not an int or a pair of them.
+    ValueError
+        If `num_workers` is less than 1, a minimum exceeds its maximum, or a parameter is not
+        supported.
+
+    Examples
+    --------
+    >>> scaling_config = ScalingConfig(num_workers=(4, 8), use_gpu=True, local_mode=False)
     """
 
     num_workers: int | tuple[int, int] = 1
@@ -66,61 +77,94 @@ bundle_label_selector
     topology: Any = None
     bundle_label_selector: Any = None
 
-    refused: ClassVar[Mapping[str, str]] = {
-        "resources_per_worker": SLOTS,
-        "placement_strategy": "Spark places tasks.",
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "resources_per_worker": _TASK_RESOURCES,
+        "placement_strategy": "Spark places the tasks.",
         "trainer_resources": "The driver is this process.",
-        "use_tpu": "Ranks have GPUs or none.",
-        "topology": "Ranks have GPUs or none.",
-        "bundle_label_selector": "Spark places tasks.",
+        "use_tpu": "Use GPUs or CPUs.",
+        "topology": "Use GPUs or CPUs.",
+        "bundle_label_selector": "Spark places the tasks.",
     }
 
     def __post_init__(self) -> None:
-        self._refuse()
+        self._check_unsupported()
         check_num_processes(self.num_workers)
 
 
 @dataclass(frozen=True)
-class FailureConfig(_Refusing):
-    """How often a training is begun again.
+class FailureConfig(_ChecksUnsupported):
+    """How often a failed training run is restarted.
+
+    Follows ``ray.train.FailureConfig``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.FailureConfig.html
 
     Parameters
     ----------
-    max_failures : int
-        How many attempts may fail; -1 for any number.
+    max_failures : int, default 0
+        The number of attempts that may fail before the run fails; -1 for any number.
     controller_failure_limit, fail_fast
-        Refused: they mean nothing on Spark.
+        Not supported; any value raises ValueError.
+
+    Raises
+    ------
+    TypeError
+        If `max_failures` is not an int.
+    ValueError
+        If `max_failures` is less than -1, or a parameter is not supported.
+
+    Examples
+    --------
+    >>> run_config = RunConfig(failure_config=FailureConfig(max_failures=3))
     """
 
     max_failures: int = 0
     controller_failure_limit: Any = None
     fail_fast: Any = None
 
-    refused: ClassVar[Mapping[str, str]] = {
+    unsupported: ClassVar[Mapping[str, str]] = {
         "controller_failure_limit": "The driver is this process.",
-        "fail_fast": "Give max_failures=0.",
+        "fail_fast": "Pass max_failures=0.",
     }
 
     def __post_init__(self) -> None:
-        self._refuse()
+        self._check_unsupported()
         check_max_failures("max_failures", self.max_failures)
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(_Refusing):
+class CheckpointConfig(_ChecksUnsupported):
     """Which checkpoints are kept: the latest, and the best.
+
+    Follows ``ray.train.CheckpointConfig``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.CheckpointConfig.html
 
     Parameters
     ----------
     num_to_keep : int, optional
-        How many of the best; by default all.
+        The number of the best checkpoints to keep; by default all are kept.
     checkpoint_score_attribute : str, optional
-        The metric that tells how good one is; by default the latest are the best. One that has a
-        name of its own may lack it, and is then the worst.
-    checkpoint_score_order : "max" or "min"
-        Which end of it is better.
+        The metric that checkpoints are ranked by; by default their age, the latest first. A
+        checkpoint without the metric ranks last; only one that is reported with a
+        ``checkpoint_dir_name`` may lack it.
+    checkpoint_score_order : "max" or "min", default "max"
+        Whether a high or a low value of the metric is better.
     checkpoint_frequency, checkpoint_at_end
-        Refused: the training function reports checkpoints when it likes.
+        Not supported, because the training function decides when it reports a checkpoint; any value
+        raises ValueError.
+
+    Raises
+    ------
+    TypeError
+        If `num_to_keep` is not an int.
+    ValueError
+        If `num_to_keep` is less than 1, `checkpoint_score_order` is neither "max" nor "min", or a
+        parameter is not supported.
+
+    Examples
+    --------
+    >>> checkpoint_config = CheckpointConfig(
+    ...     num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min"
+    ... )
     """
 
     num_to_keep: int | None = None
@@ -129,51 +173,66 @@ class CheckpointConfig(_Refusing):
     checkpoint_frequency: Any = None
     checkpoint_at_end: Any = None
 
-    refused: ClassVar[Mapping[str, str]] = {
-        "checkpoint_frequency": "The training function reports checkpoints when it likes.",
-        "checkpoint_at_end": "The training function reports checkpoints when it likes.",
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "checkpoint_frequency": "Call report with a checkpoint in the training function.",
+        "checkpoint_at_end": "Call report with a checkpoint in the training function.",
     }
 
     def __post_init__(self) -> None:
-        self._refuse()
+        self._check_unsupported()
         count = self.num_to_keep
         if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
-            raise TypeError(f"num_to_keep is a number of checkpoints, but is {count!r}.")
+            raise TypeError(f"num_to_keep must be a number of checkpoints, but is {count!r}.")
         if count is not None and count < 1:
             raise ValueError(
-                f"num_to_keep is {count}, but the latest checkpoint is always kept: give 1 or "
+                f"num_to_keep is {count}, but the latest checkpoint is always kept: pass 1 or "
                 "more, or None for all."
             )
         if self.checkpoint_score_order not in ("max", "min"):
             raise ValueError(
-                f"checkpoint_score_order is 'max' or 'min', but is {self.checkpoint_score_order!r}."
+                "checkpoint_score_order must be 'max' or 'min', but is "
+                f"{self.checkpoint_score_order!r}."
             )
 
 
 @dataclass(frozen=True)
-class RunConfig(_Refusing):
-    """Where a training keeps what, and how it goes on after failures.
+class RunConfig(_ChecksUnsupported):
+    """The storage of a training run, and its handling of failures.
+
+    Follows ``ray.train.RunConfig``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.RunConfig.html
 
     Parameters
     ----------
     name : str, optional
-        The training's folder in `storage_path`. A name that is used again goes on from the latest
-        checkpoint there; by default it is new each time.
+        The run's name, which is its folder in `storage_path`; by default a new one. A run with the
+        name of an earlier run resumes from its latest checkpoint.
     storage_path : str or path, optional
-        A path that all nodes see, or an address such as ``s3://bucket/runs``; by default
-        ``~/distributor_results`` where all ranks run on this machine.
+        A folder that all nodes mount, or an address such as ``s3://bucket/runs``; by default
+        ``~/distributor_results`` if all ranks are on this machine.
     storage_filesystem : pyarrow.fs.FileSystem or fsspec file system, optional
-        Where `storage_path` is; by default the path says so.
+        The file system of `storage_path`; by default the one that the path names.
     failure_config : FailureConfig, optional
-        How often it is begun again; by default never.
+        How often the run is restarted; by default never.
     checkpoint_config : CheckpointConfig, optional
         Which checkpoints are kept; by default all.
-    settings : mapping of str to object
-        What else `TorchDistributor` takes: timeout, log_dir, env, environment and so on.
+    settings : mapping of str to object, optional
+        Further parameters of `TorchDistributor`: timeout, log_dir, env, environment and so on.
     callbacks : sequence of UserCallback, optional
-        What is called in this process after each report and each failed attempt.
+        Objects that are called on the driver after each report and each failed attempt.
     worker_runtime_env, stop, verbose, progress_reporter, sync_config, log_to_file
-        Refused: they mean nothing here.
+        Not supported; any value raises ValueError.
+
+    Raises
+    ------
+    TypeError
+        If `failure_config`, `checkpoint_config` or a callback is of another class.
+    ValueError
+        If a parameter is not supported.
+
+    Examples
+    --------
+    >>> run_config = RunConfig(name="mnist", storage_path="s3://bucket/runs")
     """
 
     name: str | None = None
@@ -190,87 +249,24 @@ class RunConfig(_Refusing):
     sync_config: Any = None
     log_to_file: Any = None
 
-    refused: ClassVar[Mapping[str, str]] = {
-        "worker_runtime_env": "Give settings={'env': ..., 'environment': ...}.",
-        "stop": "The training function stops when it likes.",
-        "verbose": "Give settings={'show_output': ...}.",
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "worker_runtime_env": "Pass settings={'env': ..., 'environment': ...}.",
+        "stop": "Return from the training function.",
+        "verbose": "Pass settings={'show_output': ...}.",
         "progress_reporter": "Call distributor.runtime.progress in the training function.",
-        "sync_config": "Reports bring checkpoints to storage.",
-        "log_to_file": "Give settings={'log_dir': ...}.",
+        "sync_config": "Each report uploads its checkpoint to storage.",
+        "log_to_file": "Pass settings={'log_dir': ...}.",
     }
 
     def __post_init__(self) -> None:
-        self._refuse()
+        self._check_unsupported()
         kinds = {"failure_config": FailureConfig, "checkpoint_config": CheckpointConfig}
         for name, kind in kinds.items():
-            given = getattr(self, name)
-            if given is None:
+            value = getattr(self, name)
+            if value is None:
                 object.__setattr__(self, name, kind())
-            elif not isinstance(given, kind):
-                raise TypeError(f"{name} is a {kind.__name__}, but is {given!r}.")
+            elif not isinstance(value, kind):
+                raise TypeError(f"{name} must be a {kind.__name__}, but is {value!r}.")
         callbacks = self.callbacks or ()
         if not all(isinstance(callback, UserCallback) for callback in callbacks):
-            raise TypeError(f"callbacks are objects of class UserCallback, but are {callbacks!r}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainRunContext:
-    """Which training it is.
-
-    Parameters
-    ----------
-    run_config : RunConfig
-        As `TorchTrainer` was given it.
-    scaling_config : ScalingConfig
-        Likewise.
-    train_loop_config : mapping of str to object
-        Likewise.
-    """
-
-    run_config: RunConfig
-    scaling_config: ScalingConfig
-    train_loop_config: Mapping[str, Any] = field(default_factory=dict)
-
-    def get_run_config(self) -> RunConfig:
-        """Give ``run_config``."""
-        return self.run_config
-
-
-class UserCallback:
-    """What is called in the driver's process; a base class, whose methods do nothing.
-
-    Its methods are called one at a time, by the thread that waits for the training, which goes on
-    meanwhile. What one of them raises ends the training, and is raised.
-    """
-
-    def after_report(
-        self,
-        run_context: TrainRunContext,
-        metrics: list[dict[str, Any]],
-        checkpoint: Checkpoint | None,
-    ) -> None:
-        """Hear what all ranks have reported.
-
-        Parameters
-        ----------
-        run_context : TrainRunContext
-            Which training it is.
-        metrics : list of dict of str to object
-            Each rank's, in the order of ranks.
-        checkpoint : Checkpoint or None
-            The one that exists now, where one was reported.
-        """
-
-    def after_exception(
-        self, run_context: TrainRunContext, worker_exceptions: dict[int, Exception]
-    ) -> None:
-        """Hear that an attempt failed; perhaps another follows.
-
-        Parameters
-        ----------
-        run_context : TrainRunContext
-            Which training it is.
-        worker_exceptions : dict of int to Exception
-            By rank, the cause first. Where no rank told of a failure of its own, as when a node
-            was lost or a deadline passed, rank 0 stands for all.
-        """
+            raise TypeError(f"callbacks must be UserCallback objects, but are {callbacks!r}.")

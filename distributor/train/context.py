@@ -1,4 +1,4 @@
-"""Who a rank is, in Ray Train's names."""
+"""The rank of this process, as Ray Train's ``get_context`` describes it."""
 
 from __future__ import annotations
 
@@ -6,47 +6,77 @@ import os
 
 from distributor import runtime
 from distributor.core.checkpoint_config import CheckpointSettings
-from distributor.train.runtime.reporter import current
+from distributor.train.runtime.session import session
 from distributor.train.storage.checkpoint_store import Storage
 
 
 class TrainContext:
-    """Who this rank is; right in any rank, and that of a world of one elsewhere."""
+    """The rank of this process, and the run that it belongs to.
+
+    In a process that is not a rank, it describes the only rank of a world of size 1.
+
+    Follows ``ray.train.TrainContext``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.TrainContext.html
+
+    Examples
+    --------
+    >>> context = get_context()
+    >>> context.get_world_rank(), context.get_world_size()
+    (0, 1)
+    """
 
     def get_world_rank(self) -> int:
-        """Give this rank's number among all."""
+        """Return this rank's number among all ranks."""
         return runtime.get_global_rank()
 
     def get_world_size(self) -> int:
-        """Give the number of ranks."""
+        """Return the number of ranks."""
         return runtime.get_world_size()
 
     def get_local_rank(self) -> int:
-        """Give this rank's number on its node."""
+        """Return this rank's number on its node."""
         return runtime.get_local_rank()
 
     def get_local_world_size(self) -> int:
-        """Give the number of ranks on this node."""
+        """Return the number of ranks on this node."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def get_node_rank(self) -> int:
-        """Give the number of this rank's node."""
+        """Return the number of this rank's node."""
         return runtime.get_node_rank()
 
     def get_experiment_name(self) -> str:
-        """Give the training's name; the run's where nobody named it."""
-        checkpoint_settings = CheckpointSettings.here()
-        return (
-            checkpoint_settings.name
-            if checkpoint_settings
-            else os.environ.get("TORCHELASTIC_RUN_ID", "")
-        )
+        """Return the name of the training run; the run's id if it has none."""
+        settings = CheckpointSettings.from_env()
+        return settings.name if settings else os.environ.get("TORCHELASTIC_RUN_ID", "")
 
     def get_storage(self) -> Storage:
-        """Give where the training is kept: its ``path`` and ``filesystem``."""
-        return current().storage
+        """Return the run's folder in storage, with attributes ``path`` and ``filesystem``.
+
+        Raises
+        ------
+        RuntimeError
+            If this process is not a rank of a run, or the run has no storage.
+        DistributorError
+            At the first use in a rank, if the ranks do not share the storage.
+        """
+        return session.reporter.storage
 
 
 def get_context() -> TrainContext:
-    """Tell who this rank is."""
+    """Return the rank of this process.
+
+    Follows ``ray.train.get_context``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.get_context.html
+
+    Returns
+    -------
+    TrainContext
+        The context. It can be used in any process.
+
+    Examples
+    --------
+    >>> get_context().get_local_rank()
+    0
+    """
     return TrainContext()

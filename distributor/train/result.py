@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.filesystems import resolve
-from distributor.train.storage.report_log import Report, recorded
+from distributor.train.storage.report_log import Report, read_reports
 
 if TYPE_CHECKING:
     import pandas
@@ -18,24 +18,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of a training, in Ray Train's names.
+    """The reports, checkpoints and return value of a training run.
+
+    Follows ``ray.train.Result``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.Result.html
 
     Parameters
     ----------
     metrics : dict of str to object or None
-        What rank 0 reported last.
+        The metrics that rank 0 reported last; None if it reported none.
     checkpoint : Checkpoint or None
-        The latest that exists.
+        The latest checkpoint that exists.
     error : Exception or None
-        None: what fails is raised.
+        Always None: `TorchTrainer.fit` raises the error of a run that fails.
     path : str
-        The training's folder.
+        The run's folder.
     filesystem : pyarrow.fs.FileSystem
-        Where that is.
+        The file system of that folder.
     best_checkpoints : list of pairs of Checkpoint and dict
-        All that are kept, with what was reported with each, the oldest first.
-    return_value : object
-        What rank 0's function returned.
+        All checkpoints that are kept, with the metrics of their reports, the oldest first.
+    return_value : object, default None
+        The value that rank 0's training function returned.
+    reports : list of Report
+        All reports, in order.
+
+    Examples
+    --------
+    >>> result = trainer.fit()
+    >>> result.metrics["loss"], result.checkpoint.path
+    (0.25, '/home/me/distributor_results/mnist/checkpoint_000004')
     """
 
     metrics: dict[str, Any] | None
@@ -55,38 +66,49 @@ class Result:
         *,
         return_value: Any = None,
     ) -> Result:
-        """Read what a training has reported and kept, of one that failed or goes on too.
+        """Read the reports and checkpoints of a run, which may have failed or be running.
 
         Parameters
         ----------
         path : str or path
-            Its folder.
+            The run's folder, or its address.
         storage_filesystem : pyarrow.fs.FileSystem or fsspec file system, optional
-            Where that is; by default the path says so.
+            The file system of `path`; by default the one that the path names.
         return_value : object, optional
-            What it returned, which is not kept.
+            The value for `Result.return_value`, which is not in storage.
+
+        Raises
+        ------
+        TypeError
+            If `storage_filesystem` is not a file system of pyarrow or fsspec.
+        ValueError
+            If no file system is known for the address.
+
+        Examples
+        --------
+        >>> result = Result.from_path("s3://bucket/runs/mnist")
         """
         filesystem, inside = resolve(path, storage_filesystem)
         storage = Storage.at(filesystem, inside)
-        reports = recorded(storage)
-        kept = [
+        reports = read_reports(storage)
+        checkpoints = [
             (storage.checkpoint(name), dict(manifest.metrics))
             for name, manifest in storage.committed()
         ]
         return cls(
             metrics=dict(reports[-1].metrics) if reports else None,
-            checkpoint=kept[-1][0] if kept else None,
+            checkpoint=checkpoints[-1][0] if checkpoints else None,
             error=None,
             path=inside,
             filesystem=filesystem,
-            best_checkpoints=kept,
+            best_checkpoints=checkpoints,
             return_value=return_value,
             reports=reports,
         )
 
     @property
     def metrics_dataframe(self) -> pandas.DataFrame:
-        """Give all that was reported, a row each."""
+        """The metrics of all reports, one row each; needs pandas."""
         import pandas
 
         return pandas.DataFrame([dict(report.metrics) for report in self.reports])
@@ -94,9 +116,22 @@ class Result:
     def get_best_checkpoint(
         self, metric: str, mode: Literal["max", "min"] = "max"
     ) -> Checkpoint | None:
-        """Give the kept checkpoint with the best value of a metric; None where none has it."""
-        having = [pair for pair in self.best_checkpoints if metric in pair[1]]
-        if not having:
+        """Return the checkpoint with the best value of a metric, among those that are kept.
+
+        Parameters
+        ----------
+        metric : str
+            The metric.
+        mode : "max" or "min", default "max"
+            Whether a high or a low value is better.
+
+        Returns
+        -------
+        Checkpoint or None
+            The checkpoint; None if none was reported with the metric.
+        """
+        candidates = [pair for pair in self.best_checkpoints if metric in pair[1]]
+        if not candidates:
             return None
         best = max if mode == "max" else min
-        return best(having, key=lambda pair: pair[1][metric])[0]
+        return best(candidates, key=lambda pair: pair[1][metric])[0]

@@ -1,4 +1,4 @@
-"""Training with PyTorch, in the names of ``ray.train.torch``."""
+"""Training with PyTorch, under the names of ``ray.train.torch``."""
 
 from __future__ import annotations
 
@@ -24,12 +24,38 @@ __all__ = [
 
 
 def get_device() -> torch.device:
-    """Give this rank's device: its GPU where it has one, else the CPU."""
+    """Return this rank's device: its GPU if it has one, else the CPU.
+
+    Follows ``ray.train.torch.get_device``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.torch.get_device.html
+
+    Returns
+    -------
+    torch.device
+        The device.
+
+    Examples
+    --------
+    >>> batch = batch.to(get_device())
+    """
     return device()
 
 
 def get_devices() -> list[torch.device]:
-    """Give this rank's devices; there is one."""
+    """Return a list with this rank's only device.
+
+    Follows ``ray.train.torch.get_devices``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.torch.get_devices.html
+
+    Returns
+    -------
+    list of torch.device
+        The device that `get_device` returns.
+
+    Examples
+    --------
+    >>> [device] = get_devices()
+    """
     return [device()]
 
 
@@ -39,46 +65,61 @@ def prepare_model(
     parallel_strategy: Literal["ddp", "fsdp"] | None = "ddp",
     parallel_strategy_kwargs: Mapping[str, Any] | None = None,
 ) -> torch.nn.Module:
-    """Move a model to this rank's device, and train it together with the other ranks.
+    """Move a model to this rank's device, and wrap it for training together with other ranks.
+
+    Follows ``ray.train.torch.prepare_model``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.torch.prepare_model.html
 
     Parameters
     ----------
-    model : Module
+    model : torch.nn.Module
         The model.
-    move_to_device : bool or device
-        Whether it is moved, or where to.
-    parallel_strategy : "ddp", "fsdp" or None
-        DistributedDataParallel, FullyShardedDataParallel, or neither. One rank needs neither.
+    move_to_device : bool or torch.device, default True
+        Whether to move the model to this rank's device, or the device to move it to.
+    parallel_strategy : "ddp", "fsdp" or None, default "ddp"
+        Wrap the model in DistributedDataParallel, in FullyShardedDataParallel, or not. A single
+        rank needs no wrapper, and gets none.
     parallel_strategy_kwargs : mapping of str to object, optional
-        What else the strategy's class takes.
+        Further arguments of the wrapper's class; by default none.
+
+    Returns
+    -------
+    torch.nn.Module
+        The model, wrapped or not.
 
     Raises
     ------
     ValueError
-        For a strategy of another name.
+        If `parallel_strategy` is another one.
+
+    Examples
+    --------
+    >>> model = prepare_model(torch.nn.Linear(8, 1), parallel_strategy_kwargs={"bucket_cap_mb": 50})
     """
     if parallel_strategy not in ("ddp", "fsdp", None):
-        raise ValueError(f"parallel_strategy is 'ddp', 'fsdp' or None, not {parallel_strategy!r}.")
-    where = device() if isinstance(move_to_device, bool) else move_to_device
+        raise ValueError(
+            f"parallel_strategy must be 'ddp', 'fsdp' or None, but is {parallel_strategy!r}."
+        )
+    target = device() if isinstance(move_to_device, bool) else move_to_device
     if move_to_device:
-        model = model.to(where)
+        model = model.to(target)
     if parallel_strategy is None or runtime.get_world_size() == 1:
         return model
     ensure_group()
-    return _parallel(model, parallel_strategy, where, dict(parallel_strategy_kwargs or {}))
+    return _wrap(model, parallel_strategy, target, dict(parallel_strategy_kwargs or {}))
 
 
-def _parallel(
-    model: torch.nn.Module, strategy: str, where: torch.device, options: dict[str, Any]
+def _wrap(
+    model: torch.nn.Module, strategy: str, target: torch.device, options: dict[str, Any]
 ) -> torch.nn.Module:
     if strategy == "ddp":
         from torch.nn.parallel import DistributedDataParallel
 
-        devices = {"device_ids": [where]} if where.type == "cuda" else {}
+        devices = {"device_ids": [target]} if target.type == "cuda" else {}
         return DistributedDataParallel(model, **{**devices, **options})
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    return FullyShardedDataParallel(model, **{"device_id": where, **options})
+    return FullyShardedDataParallel(model, **{"device_id": target, **options})
 
 
 def prepare_data_loader(
@@ -87,35 +128,48 @@ def prepare_data_loader(
     move_to_device: bool = True,
     auto_transfer: bool = True,
 ) -> Any:
-    """Have a loader give this rank's share, on this rank's device.
+    """Return a data loader that yields this rank's share of the dataset, on this rank's device.
 
-    A checkpoint that is reported keeps how far the loader is. After a restart, on however many
-    ranks, the first pass of the same epoch goes on from there: no sample is trained twice, none
-    left out. (Where an epoch does not divide by the ranks some samples are repeated at its end, as
-    torch's DistributedSampler does.) The batch in hand when `report` is called counts as trained.
+    Each checkpoint that is reported contains the loader's position in the epoch. After a restart,
+    on any number of ranks, the first pass of the same epoch resumes there: no sample is trained
+    twice, and none is left out. (If the size of an epoch is not divisible by the number of ranks,
+    some samples are repeated at its end, as in torch's DistributedSampler.) The batch that is being
+    processed when ``report`` is called counts as trained.
+
+    Follows ``ray.train.torch.prepare_data_loader``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.torch.prepare_data_loader.html
 
     Parameters
     ----------
-    data_loader : DataLoader
-        A loader over a dataset whose length is known, in order or shuffled.
-    add_dist_sampler : bool
-        Whether each rank gets its share; otherwise the loader's own sampler sees to that.
-    move_to_device : bool
-        Whether batches are moved.
-    auto_transfer : bool
-        Whether that overlaps with training, by way of pinned memory.
+    data_loader : torch.utils.data.DataLoader
+        A loader of a dataset with a known length, sequential or shuffled.
+    add_dist_sampler : bool, default True
+        Whether to shard the dataset. If False, the loader's own sampler is kept.
+    move_to_device : bool, default True
+        Whether to move batches to this rank's device.
+    auto_transfer : bool, default True
+        Whether to overlap that with training, through pinned memory.
 
     Returns
     -------
     iterable
-        With the loader's attributes. Call ``sampler.set_epoch`` to shuffle each epoch differently.
+        The prepared loader, with the attributes of a DataLoader. Call its ``sampler.set_epoch`` to
+        set the epoch of the next pass, which determines the order; by default it is the epoch after
+        that of the last pass.
 
     Raises
     ------
     ValueError
-        For a sampler of another kind, which would be lost.
-    """
-    from distributor.train.runtime.resumable_loader import prepared
+        If the loader has a sampler or batch sampler of another kind, which would be discarded.
 
-    where = device() if move_to_device else None
-    return prepared(data_loader, share=add_dist_sampler, device=where, pinned=auto_transfer)
+    Examples
+    --------
+    >>> loader = prepare_data_loader(DataLoader(dataset, batch_size=32, shuffle=True))
+    >>> for epoch in range(2):
+    ...     for batch in loader:
+    ...         ...
+    """
+    from distributor.train.runtime.resumable_loader import prepare
+
+    target = device() if move_to_device else None
+    return prepare(data_loader, shard=add_dist_sampler, device=target, pin_memory=auto_transfer)

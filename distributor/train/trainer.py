@@ -1,4 +1,4 @@
-"""TorchTrainer: Ray Train's class, on Spark or on this machine."""
+"""`TorchTrainer`: Ray Train's class, on Spark or on this machine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from distributor.launch.job import new_run_id
 from distributor.launch.run_listener import Listener
 from distributor.launch.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
-from distributor.train.callbacks import CallbackListener
+from distributor.train.callbacks import CallbackListener, TrainRunContext
 from distributor.train.checkpoint import Checkpoint
-from distributor.train.config import RunConfig, ScalingConfig, TrainRunContext
+from distributor.train.config import RunConfig, ScalingConfig
 from distributor.train.result import Result
 from distributor.train.runtime.process_group import TorchConfig
-from distributor.train.runtime.worker_loop import Loop
+from distributor.train.runtime.worker_loop import WorkerLoop
 from distributor.train.storage.checkpoint_store import Storage
 
-RESULTS = "~/distributor_results"
-"""Where results are kept by default, when all ranks are on this machine."""
-OURS = {
+DEFAULT_STORAGE_PATH = "~/distributor_results"
+"""The default storage path if all ranks are on this machine."""
+_SET_ELSEWHERE = {
     "gpu_type",
     "local_mode",
     "max_failures",
@@ -31,45 +31,54 @@ OURS = {
     "storage_path",
     "use_gpu",
 }
-"""Settings of the distributor that other options give."""
-_DATA = "Read the data in train_loop_per_worker, which knows its rank."
-_REFUSED = {
-    "datasets": _DATA,
-    "dataset_config": _DATA,
-    "metadata": "Give it to the checkpoints: Checkpoint.set_metadata.",
+"""Parameters of `TorchDistributor` that other parameters than ``RunConfig.settings`` determine."""
+_READ_DATA = "Read the data in train_loop_per_worker, depending on the rank."
+_UNSUPPORTED = {
+    "datasets": _READ_DATA,
+    "dataset_config": _READ_DATA,
+    "metadata": "Add it to the checkpoints: Checkpoint.set_metadata.",
 }
 
 
 class TorchTrainer:
-    """Runs a training function on several ranks, and goes on from its checkpoints.
+    """Runs a training function on several ranks, and resumes from its checkpoints.
 
-    A drop-in for ``ray.train.torch.TorchTrainer``. What it takes is checked where it is built.
+    All parameters are checked when the trainer is created.
+
+    Follows ``ray.train.torch.TorchTrainer``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.torch.TorchTrainer.html
 
     Parameters
     ----------
     train_loop_per_worker : callable
-        What each rank runs, inside a process group: of `train_loop_config`, or of nothing.
+        The function that each rank runs, inside a process group. It takes `train_loop_config`, or
+        nothing.
     train_loop_config : mapping of str to object, optional
-        What the function is given.
+        The argument of the function; by default empty.
     torch_config : TorchConfig, optional
-        The process group.
+        The process group; by default gloo for CPUs and NCCL for GPUs.
     scaling_config : ScalingConfig, optional
-        How many ranks, and where; by default one on this machine.
+        The number of ranks, and their machines; by default one rank on this machine.
     run_config : RunConfig, optional
-        What is kept where, and what follows a failure.
+        The storage, and the handling of failures; by default ``~/distributor_results``, without
+        restarts.
     resume_from_checkpoint : Checkpoint, optional
-        Where the training begins, as long as it has no checkpoint of its own.
+        The checkpoint to start from as long as the run has none of its own.
     datasets, dataset_config, metadata
-        Refused: they mean nothing here.
+        Not supported; any value but None raises ValueError.
 
     Raises
     ------
-    TypeError, ValueError
-        For what makes no sense.
+    TypeError
+        If a parameter is of another type, or the function takes other arguments.
+    ValueError
+        If a parameter is not supported, the run's name is not a valid name of a folder,
+        ``RunConfig.settings`` has an unknown parameter, ``storage_path`` is missing on a cluster of
+        several hosts, or no file system is known for it.
     FileNotFoundError
-        Where `resume_from_checkpoint` is gone.
+        If `resume_from_checkpoint` does not exist.
     RuntimeError
-        As `TorchDistributor` does.
+        If ``local_mode`` is False and there is no active Spark session.
 
     Examples
     --------
@@ -98,68 +107,76 @@ class TorchTrainer:
         dataset_config: Any = None,
         metadata: Any = None,
     ) -> None:
-        refused = {"datasets": datasets, "dataset_config": dataset_config, "metadata": metadata}
-        for name, value in refused.items():
+        unsupported = {
+            "datasets": datasets,
+            "dataset_config": dataset_config,
+            "metadata": metadata,
+        }
+        for name, value in unsupported.items():
             if value is not None:
-                raise ValueError(f"TorchTrainer: {name} means nothing here. {_REFUSED[name]}")
-        if resume_from_checkpoint is not None:
-            if not isinstance(resume_from_checkpoint, Checkpoint):
-                raise TypeError(
-                    "resume_from_checkpoint is a Checkpoint, such as Checkpoint(path), but is "
-                    f"{resume_from_checkpoint!r}."
-                )
-            resume_from_checkpoint.check_there()
-        for name, value, kind in (
-            ("train_loop_config", train_loop_config, Mapping),
-            ("torch_config", torch_config, TorchConfig),
-            ("scaling_config", scaling_config, ScalingConfig),
-            ("run_config", run_config, RunConfig),
-        ):
-            if value is not None and not isinstance(value, kind):
-                raise TypeError(f"{name} is a {kind.__name__}, but is {value!r}.")
+                raise ValueError(f"TorchTrainer: {name} is not supported. {_UNSUPPORTED[name]}")
+        _check_resume_from(resume_from_checkpoint)
+        _check_type("train_loop_config", train_loop_config, Mapping)
+        _check_type("torch_config", torch_config, TorchConfig)
+        _check_type("scaling_config", scaling_config, ScalingConfig)
+        _check_type("run_config", run_config, RunConfig)
         scaling, run = scaling_config or ScalingConfig(), run_config or RunConfig()
-        self._loop = Loop(
+        self._loop = WorkerLoop(
             func=train_loop_per_worker,
             config=dict(train_loop_config or {}),
             torch_config=torch_config or TorchConfig(),
             filesystem=run.storage_filesystem,
             resume_from=resume_from_checkpoint,
         )
-        checkpoint_settings = _keeping_of(run, scaling)
-        self._storage = Storage(
-            checkpoint_settings.storage_path, checkpoint_settings.name, run.storage_filesystem
-        )
-        self._storage.next_index()  # what cannot be read is told now, and not after the training
+        settings = _checkpoint_settings(run, scaling)
+        self._storage = Storage(settings.storage_path, settings.name, run.storage_filesystem)
+        self._storage.next_index()  # raises now, not after the training, if storage is unreadable
         context = TrainRunContext(
             run_config=run, scaling_config=scaling, train_loop_config=self._loop.config
         )
-        called = CallbackListener(tuple(run.callbacks or ()), context, self._storage.filesystem)
-        self._distributor = _distributor_of(run, scaling, checkpoint_settings, called)
+        listener = CallbackListener(tuple(run.callbacks or ()), context, self._storage.filesystem)
+        self._distributor = _create_distributor(run, scaling, settings, listener)
 
     def fit(self) -> Result:
-        """Train, again from the latest checkpoint where that fails and may.
+        """Run the training; after a failure, restart it from the latest checkpoint if configured.
 
         Returns
         -------
         Result
-            What was reported and kept, and what rank 0 returned.
+            The reports, the checkpoints, and the value that rank 0 returned.
 
         Raises
         ------
         Exception
-            What `TorchDistributor.run` raises: the failing rank's own, of the last attempt.
-            `Result.from_path` reads what was kept until then.
+            The exception that `TorchDistributor.run` raises: that of the failing rank in the last
+            attempt. `Result.from_path` reads the reports and checkpoints up to then.
         """
         value = self._distributor.run(self._loop)
         storage = self._storage
         return Result.from_path(storage.path, storage.filesystem, return_value=value)
 
 
-def _keeping_of(run: RunConfig, scaling: ScalingConfig) -> CheckpointSettings:
+def _check_type(name: str, value: object, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, but is {value!r}.")
+
+
+def _check_resume_from(checkpoint: object) -> None:
+    if checkpoint is None:
+        return
+    if not isinstance(checkpoint, Checkpoint):
+        raise TypeError(
+            "resume_from_checkpoint must be a Checkpoint, such as Checkpoint(path), but is "
+            f"{checkpoint!r}."
+        )
+    checkpoint.check_exists()
+
+
+def _checkpoint_settings(run: RunConfig, scaling: ScalingConfig) -> CheckpointSettings:
     checkpoints = run.checkpoint_config
     path = os.fspath(run.storage_path or _default_path(scaling))
     if run.storage_filesystem is None:
-        path = absolute(path)  # ranks may have another working folder
+        path = absolute(path)  # ranks may have another working directory
     if run.name is not None:
         check_name("RunConfig.name", run.name)
     return CheckpointSettings(
@@ -175,26 +192,29 @@ def _default_path(scaling: ScalingConfig) -> str:
     session = None if scaling.local_mode else Session.require_active()
     if session is not None and not session.is_one_machine:
         raise ValueError(
-            "On a cluster of several hosts RunConfig needs a storage_path that all of them see: a "
+            "On a cluster of several hosts, RunConfig needs a storage_path that all of them see: a "
             "mounted folder, or an address such as s3://bucket/runs."
         )
-    return RESULTS
+    return DEFAULT_STORAGE_PATH
 
 
-def _distributor_of(
+def _create_distributor(
     run: RunConfig,
     scaling: ScalingConfig,
     checkpoint_settings: CheckpointSettings,
-    called: Listener,
+    listener: Listener,
 ) -> TorchDistributor:
     settings = dict(run.settings)
-    if ours := OURS & settings.keys():
-        raise ValueError(f"RunConfig.settings has {sorted(ours)}, which other options give.")
-    known = {field.name for field in fields(TorchDistributor)} - OURS
+    if misplaced := _SET_ELSEWHERE & settings.keys():
+        raise ValueError(
+            f"RunConfig.settings has {sorted(misplaced)}, which other parameters of TorchTrainer "
+            "and its configuration determine."
+        )
+    known = {field.name for field in fields(TorchDistributor)} - _SET_ELSEWHERE
     if unknown := sorted(settings.keys() - known):
         raise ValueError(f"RunConfig.settings has {unknown}; it takes {', '.join(sorted(known))}.")
     env = {**settings.pop("env", {}), **checkpoint_settings.to_variable()}
-    listeners = (*settings.pop("listeners", ()), called)
+    listeners = (*settings.pop("listeners", ()), listener)
     return TorchDistributor(
         scaling.num_workers,
         local_mode=scaling.local_mode,

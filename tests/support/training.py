@@ -30,8 +30,8 @@ from distributor.train import (
     RunConfig,
     ScalingConfig,
 )
-from distributor.train.storage.checkpoint_store import MANIFEST
-from distributor.train.storage.report_log import FILE
+from distributor.train.storage.manifest import MANIFEST
+from distributor.train.storage.report_log import RUN_LOG
 from distributor.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 
 SAMPLES, BATCH, EPOCHS, SAVE_EVERY = 48, 3, 2, 2
@@ -117,7 +117,7 @@ class DoomedFiles(pafs.FSSpecHandler):  # type: ignore[misc]
 
     def open_output_stream(self, path: str, metadata: Any) -> Any:
         self._events.note("any")
-        names = {MANIFEST: "commit", FILE: "record"}
+        names = {MANIFEST: "commit", RUN_LOG: "record"}
         event = names.get(os.path.basename(path), "upload")
         stream = super().open_output_stream(path, metadata)
         doomed = ".proof" not in path and self._events.due(event)

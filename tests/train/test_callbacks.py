@@ -171,5 +171,5 @@ def test_listeners_hear_what_a_plain_run_tells(tmp_path: Path) -> None:
 def test_what_is_no_listener_is_refused() -> None:
     with pytest.raises(TypeError, match="listeners must be a list of Listener objects"):
         TorchDistributor(1, use_gpu=False, listeners=[print])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="callbacks are objects of class UserCallback"):
+    with pytest.raises(TypeError, match="callbacks must be UserCallback objects"):
         RunConfig(callbacks=[print])  # type: ignore[list-item]

@@ -53,7 +53,7 @@ def check_kept(folder: Path, whole: Result) -> Result:
     storage = Storage(folder, "line")
     found = storage.committed()
     assert [name for name, _ in found], "something is committed"
-    assert [storage.damage_of(name, manifest.files) for name, manifest in found] == [None] * 2
+    assert [storage.find_damage(name, manifest.files) for name, manifest in found] == [None] * 2
     result = Result.from_path(folder / "line")
     assert curve(result) == curve(whole), "to the last bit"
     assert len(curve(whole)) == STEPS

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from distributor import TorchDistributor, train
 from distributor.train import Checkpoint, RunConfig, ScalingConfig
-from distributor.train.runtime.resumable_loader import Share
+from distributor.train.runtime.resumable_loader import ShardSampler
 from distributor.train.torch import TorchTrainer, prepare_data_loader
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -123,7 +123,7 @@ def test_another_trainings_checkpoint_brings_the_position_along(tmp_path: Path) 
 
 
 def test_a_pass_that_is_said_again_is_the_same() -> None:
-    share = Share(SAMPLES, shuffle=True, rank=0, size=1)
+    share = ShardSampler(SAMPLES, shuffle=True, rank=0, size=1)
     share.set_epoch(3)
     assert share.is_set
     assert list(share) == list(share)
@@ -141,5 +141,5 @@ def test_a_pass_that_is_said_again_is_the_same() -> None:
 )
 def test_samplers_that_would_be_lost_are_refused(how: Any) -> None:
     data = TensorDataset(torch.arange(SAMPLES))
-    with pytest.raises(ValueError, match="Sampler would be lost"):
+    with pytest.raises(ValueError, match="would discard its .*Sampler"):
         prepare_data_loader(DataLoader(data, **how(data)))

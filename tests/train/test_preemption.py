@@ -21,7 +21,7 @@ from distributor import TorchDistributor, train
 from distributor.node.worker.worker_context import worker_context
 from distributor.train import Result
 from distributor.train.runtime import preemption
-from distributor.train.runtime.preemption import Notices
+from distributor.train.runtime.preemption import NoticeTracker
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -310,7 +310,7 @@ def test_a_rank_that_hears_too_late_is_told_no_more_than_the_others(
     waited = tmp_path / "waited"
 
     def subscribe() -> list[bool]:
-        preemption.AGREE_SECONDS = 1.0
+        preemption.AGREEMENT_TIMEOUT_SECONDS = 1.0
         rank = train.get_context().get_world_rank()
         told = [train.is_preempted()]
         if rank == late:
@@ -362,13 +362,13 @@ def test_a_notice_is_told_at_one_call_however_far_each_rank_is() -> None:
     heard: list[list[int]] = [[], [], []]
 
     def be(rank: int) -> None:
-        notices = Notices(agree)
-        done = [notices.due() for _ in range(calls[rank])]
-        notices.hear()
-        done += [notices.due() for _ in range(10 - calls[rank] + 1)]
+        notices = NoticeTracker(agree)
+        done = [notices.is_due() for _ in range(calls[rank])]
+        notices.receive()
+        done += [notices.is_due() for _ in range(10 - calls[rank] + 1)]
         met.wait()
-        notices.hear()
-        done += [notices.due() for _ in range(5)]
+        notices.receive()
+        done += [notices.is_due() for _ in range(5)]
         heard[rank] = [number for number, due in enumerate(done, 1) if due]
 
     threads = [threading.Thread(target=be, args=(rank,)) for rank in range(3)]

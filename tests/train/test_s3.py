@@ -21,7 +21,8 @@ from distributor.train import (
     RunConfig,
     ScalingConfig,
 )
-from distributor.train.storage.checkpoint_store import MANIFEST, RECORD, Manifest, Storage
+from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.manifest import CHECKPOINT_LOG, MANIFEST, Manifest
 from distributor.train.torch import TorchTrainer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -114,8 +115,8 @@ def test_what_ranks_report_is_there_for_the_next_run(
     storage = Storage(runs, "mine")
     found = storage.committed()
     assert [manifest.metrics["step"] for _, manifest in found] == [0, 1, 2]
-    assert [storage.damage_of(name, each.files) for name, each in found] == [None] * 3
-    assert {file.name: file.size for file in found[0][1].files if file.name != RECORD} == {
+    assert [storage.find_damage(name, each.files) for name, each in found] == [None] * 3
+    assert {file.name: file.size for file in found[0][1].files if file.name != CHECKPOINT_LOG} == {
         "0.txt": 1,
         "1.txt": 1,
         "deep/0.empty": 0,
@@ -153,7 +154,9 @@ def test_what_was_never_committed_is_not_loaded(runs: str, tmp_path: Path) -> No
 
     assert on_two(runs).run(go_on, tmp_path, 1)["from"] is None
     assert [name for name, _ in storage.committed()] == ["checkpoint_000005"]
-    assert storage.leftovers("checkpoint_000009") == [], "it is removed once there is a whole one"
+    assert storage.find_uncommitted("checkpoint_000009") == [], (
+        "it is removed once there is a whole one"
+    )
 
 
 def test_what_is_damaged_is_passed_over(
@@ -165,7 +168,7 @@ def test_what_is_damaged_is_passed_over(
         file.write(b"9")
 
     assert on_two(runs).run(go_on, tmp_path, 2)["begin"] == 1
-    assert "checkpoint_000001/1.txt has been changed." in capsys.readouterr().out
+    assert "checkpoint_000001/1.txt has been modified." in capsys.readouterr().out
 
 
 def test_a_manifest_that_was_cut_short_is_none(runs: str, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from support.plain import plain
 
 from distributor import DistributorError
 from distributor.train.checkpoint import Checkpoint
-from distributor.train.storage.checkpoint_store import MANIFEST, Manifest, Storage
+from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.manifest import MANIFEST, Manifest
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -83,7 +84,7 @@ def test_what_is_committed_is_found_in_order(storage: Storage, tmp_path: Path) -
         {"loss": 0.5},
         {"loss": 1 / 3},
     ]
-    assert [storage.damage_of(name, manifest.files) for name, manifest in found] == [None] * 3
+    assert [storage.find_damage(name, manifest.files) for name, manifest in found] == [None] * 3
     with storage.checkpoint(names[0]).as_directory() as folder:
         assert Path(folder, "__1_0.distcp").read_bytes() == bytes([1]) * 1000
         assert Path(folder, "deep", "1.pt").read_bytes() == b"x"
@@ -92,19 +93,19 @@ def test_what_is_committed_is_found_in_order(storage: Storage, tmp_path: Path) -
 def test_the_life_of_a_run(storage: Storage, tmp_path: Path) -> None:
     """All that a run asks of its storage, in the order in which it does."""
     storage.write(".proof-1", b"\n")
-    assert storage.take_away([".proof-1", ".proof-2"]) == {".proof-1"}
+    assert storage.remove_files([".proof-1", ".proof-2"]) == {".proof-1"}
     assert (storage.committed(), storage.next_index()) == ([], 0)
 
     begun = "checkpoint_000000"
     storage.upload(written_by(0, tmp_path / "killed"), begun)
     assert storage.next_index() == 1
     names = [save(storage, index, tmp_path) for index in (1, 2)]
-    assert storage.leftovers(names[-1]) == [begun]
+    assert storage.find_uncommitted(names[-1]) == [begun]
 
     storage.remove(begun)
     storage.remove(names[0])
     assert [name for name, _ in storage.committed()] == names[1:]
-    assert (storage.leftovers(names[-1]), storage.next_index()) == ([], 3)
+    assert (storage.find_uncommitted(names[-1]), storage.next_index()) == ([], 3)
 
 
 def test_without_a_manifest_there_is_no_checkpoint(storage: Storage, tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_a_manifest_that_was_cut_short_is_none(tmp_path: Path, length: int) -> N
 
 def test_nothing_committed_is_written_over(storage: Storage, tmp_path: Path) -> None:
     name = save(storage, 0, tmp_path)
-    with pytest.raises(DistributorError, match=f"{name} is already in .*run, and is not written"):
+    with pytest.raises(DistributorError, match=f"{name} already exists in .*run, and is not"):
         storage.upload(written_by(0, tmp_path), name)
 
 
@@ -131,28 +132,30 @@ def test_a_file_that_others_cannot_see_stops_the_commit(tmp_path: Path) -> None:
     storage = Storage(tmp_path / "storage", "run")
     files = storage.upload(written_by(0, tmp_path), "a")
     (tmp_path / "storage" / "run" / "a" / "deep" / "0.pt").write_bytes(b"more")
-    with pytest.raises(DistributorError, match=r"not whole: 0 bytes were written to .*0\.pt, and"):
+    with pytest.raises(
+        DistributorError, match=r"incomplete: 0 bytes were written to .*0\.pt, which has 4"
+    ):
         storage.commit("a", Manifest(index=0, world_size=1, files=tuple(files)))
     assert storage.committed() == []
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "message"),
     [
-        (lambda file: file.unlink(), "is gone"),
-        (lambda file: file.write_bytes(b"short"), "has 5 bytes, and had 1,000"),
-        (lambda file: file.write_bytes(bytes(1000)), "has been changed"),
+        (lambda file: file.unlink(), "is missing"),
+        (lambda file: file.write_bytes(b"short"), "has 5 bytes instead of 1,000"),
+        (lambda file: file.write_bytes(bytes(1000)), "has been modified"),
     ],
 )
-def test_damage_is_named(tmp_path: Path, harm: Any, told: str) -> None:
+def test_damage_is_named(tmp_path: Path, harm: Any, message: str) -> None:
     storage = Storage(tmp_path / "storage", "run")
     name = save(storage, 0, tmp_path)
     harm(tmp_path / "storage" / "run" / name / "__1_0.distcp")
 
     [(_, manifest)] = storage.committed()
-    damage = storage.damage_of(name, manifest.files)
+    damage = storage.find_damage(name, manifest.files)
     assert damage is not None
-    assert damage.endswith(told)
+    assert damage.endswith(message)
     assert "__1_0.distcp" in damage
 
 
@@ -168,7 +171,8 @@ KILLED = """
 import os, signal, sys
 import pyarrow.fs as pafs
 from distributor.train.storage import checkpoint_store as subject
-from distributor.train.storage.checkpoint_store import Manifest, Storage
+from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.manifest import Manifest
 
 folder, deadly = sys.argv[1], int(sys.argv[2])
 calls = [0]
@@ -204,7 +208,7 @@ def test_whoever_is_killed_while_saving_leaves_what_was_there(tmp_path: Path, de
     committed = "committed" in done.stdout
     assert committed == (deadly == 4), done.stderr
     assert [name for name, _ in found] == [before, "checkpoint_000001"][: 1 + committed]
-    assert [storage.damage_of(name, each.files) for name, each in found] == [None] * len(found)
+    assert [storage.find_damage(name, each.files) for name, each in found] == [None] * len(found)
 
 
 def test_a_checkpoint_travels_and_keeps_its_metadata(tmp_path: Path) -> None:
@@ -227,5 +231,5 @@ def test_addresses_of_pyarrow_and_of_fsspec_are_known(tmp_path: Path) -> None:
     assert memory.path.endswith("bucket/checkpoint")
     with pytest.raises(ValueError, match="No file system is known for nowhere://x"):
         Checkpoint("nowhere://x")
-    with pytest.raises(TypeError, match="storage_filesystem is a file system of pyarrow's"):
+    with pytest.raises(TypeError, match="storage_filesystem must be a file system of pyarrow"):
         Checkpoint("x", filesystem="s3")

@@ -26,7 +26,7 @@ from distributor.train import (
     RunConfig,
     ScalingConfig,
 )
-from distributor.train.runtime.resumable_loader import Share, prepared
+from distributor.train.runtime.resumable_loader import ShardSampler, prepare
 from distributor.train.torch import (
     TorchConfig,
     TorchTrainer,
@@ -115,7 +115,7 @@ def test_a_score_that_is_not_reported_is_told(tmp_path: Path) -> None:
 
     kept = CheckpointConfig(checkpoint_score_attribute="accuracy")
     run = RunConfig(storage_path=tmp_path, checkpoint_config=kept, settings=TIMEOUT)
-    with pytest.raises(DistributorError, match=r"is 'accuracy', but what was reported .*'loss'"):
+    with pytest.raises(DistributorError, match=r"is 'accuracy', but the metrics .*'loss'"):
         TorchTrainer(loop, run_config=run).fit()
 
 
@@ -174,17 +174,17 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: ScalingConfig(resources_per_worker={"CPU": 2}),
         ValueError,
-        r"ScalingConfig: resources_per_worker is .* means nothing on Spark.*spark\.task\.cpus",
+        r"ScalingConfig: resources_per_worker is .* not supported on Spark.*spark\.task\.cpus",
     ),
     (lambda: CheckpointConfig(num_to_keep=0), ValueError, "num_to_keep is 0, but the latest"),
     (lambda: CheckpointConfig(checkpoint_score_order="up"), ValueError, "'max' or 'min'"),
     (lambda: FailureConfig(max_failures=-2), ValueError, "-1 for any, but is -2"),
     (lambda: RunConfig(stop=3), ValueError, "RunConfig: stop is 3"),
-    (lambda: RunConfig(failure_config=3), TypeError, "failure_config is a FailureConfig"),
-    (lambda: TorchConfig(init_method="tcp"), ValueError, "init_method is 'tcp'"),
+    (lambda: RunConfig(failure_config=3), TypeError, "failure_config must be a FailureConfig"),
+    (lambda: TorchConfig(init_method="tcp"), ValueError, "init_method must be 'env', but is 'tcp'"),
     (lambda: TorchTrainer(lambda a, b: None), TypeError, r"but is <lambda>\(a, b\)"),
-    (lambda: TorchTrainer(3), TypeError, "train_loop_per_worker is a function, but is 3"),
-    (lambda: TorchTrainer(print, datasets={}), ValueError, "datasets means nothing here"),
+    (lambda: TorchTrainer(3), TypeError, "train_loop_per_worker must be a function, but is 3"),
+    (lambda: TorchTrainer(print, datasets={}), ValueError, "datasets is not supported"),
     (
         lambda: TorchTrainer(print, run_config=RunConfig(storage_path="nobody://knows")),
         ValueError,
@@ -193,11 +193,15 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: TorchTrainer(print, scaling_config=4),
         TypeError,
-        "scaling_config is a ScalingConfig, but is 4",
+        "scaling_config must be a ScalingConfig, but is 4",
     ),
-    (lambda: TorchTrainer(print, run_config={}), TypeError, "run_config is a RunConfig"),
-    (lambda: TorchTrainer(print, torch_config="nccl"), TypeError, "is a TorchConfig, but is 'nccl"),
-    (lambda: TorchTrainer(print, train_loop_config=5), TypeError, "is a Mapping, but is 5"),
+    (lambda: TorchTrainer(print, run_config={}), TypeError, "run_config must be a RunConfig"),
+    (
+        lambda: TorchTrainer(print, torch_config="nccl"),
+        TypeError,
+        "must be a TorchConfig, but is",
+    ),
+    (lambda: TorchTrainer(print, train_loop_config=5), TypeError, "must be a Mapping, but is 5"),
     (
         lambda: TorchTrainer(print, resume_from_checkpoint="runs/x"),
         TypeError,
@@ -206,7 +210,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: TorchTrainer(print, run_config=RunConfig("..")),
         ValueError,
-        "RunConfig.name is the name of a folder, but is '..'",
+        "RunConfig.name must be the name of a folder, but is '..'",
     ),
     (
         lambda: TorchTrainer(print, run_config=RunConfig(settings={"use_gpu": True})),
@@ -240,7 +244,7 @@ def test_bad_input_is_told_before_anything_starts(
 def test_a_sampler_of_ones_own_is_not_lost() -> None:
     data = TensorDataset(torch.arange(4))
     weighted = DataLoader(data, sampler=WeightedRandomSampler([1.0] * 4, 4))
-    with pytest.raises(ValueError, match="WeightedRandomSampler would be lost"):
+    with pytest.raises(ValueError, match="discard its WeightedRandomSampler"):
         prepare_data_loader(weighted)
     assert len(prepare_data_loader(weighted, add_dist_sampler=False)) == 4
 
@@ -250,7 +254,7 @@ def test_batches_of_any_kind_are_moved() -> None:
     told = [{"x": torch.ones(2), "names": ["a"]}, (torch.ones(1), 3)]
     loader = DataLoader(told, batch_size=None)  # type: ignore[arg-type]
 
-    named, pair = prepared(loader, share=True, device=device, pinned=False)
+    named, pair = prepare(loader, share=True, device=device, pinned=False)
 
     assert (named["x"].device, named["names"]) == (device, ["a"])
     assert pair[0].device == device
@@ -261,7 +265,9 @@ def test_batches_of_any_kind_are_moved() -> None:
 def test_all_ranks_get_as_many_samples(length: int) -> None:
     for size in (1, 2, 5):
         for start in range(length + 1):
-            shares = [Share(length, shuffle=True, rank=rank, size=size) for rank in range(size)]
+            shares = [
+                ShardSampler(length, shuffle=True, rank=rank, size=size) for rank in range(size)
+            ]
             for share in shares:
                 share.start = start
             given = [list(share) for share in shares]

@@ -12,7 +12,7 @@ import pytest
 from support.plain import plain
 
 from distributor.train.storage import upload
-from distributor.train.storage.upload import brought, size_and_checksum
+from distributor.train.storage.upload import size_and_checksum, upload_file
 
 CONTENT = os.urandom(3 * upload.CHUNK + 7)
 SUMS = (len(CONTENT), zlib.crc32(CONTENT))
@@ -35,7 +35,7 @@ def refuse(*args: Any, **options: Any) -> NoReturn:
 def test_what_is_brought_is_whole(file: Path, filesystem: Any, keep: bool) -> None:
     target = file.parent / "there"
 
-    assert brought(file, filesystem, str(target), keep=keep) == SUMS
+    assert upload_file(file, filesystem, str(target), keep=keep) == SUMS
 
     assert target.read_bytes() == CONTENT
     assert size_and_checksum(filesystem, str(target)) == SUMS
@@ -44,7 +44,7 @@ def test_what_is_brought_is_whole(file: Path, filesystem: Any, keep: bool) -> No
 
 
 def test_a_file_that_is_kept_may_be_written_over(file: Path) -> None:
-    brought(file, HERE, str(file.parent / "there"), keep=True)
+    upload_file(file, HERE, str(file.parent / "there"), keep=True)
     file.write_bytes(b"of the next step")
     assert (file.parent / "there").read_bytes() == CONTENT
 
@@ -53,7 +53,7 @@ def test_where_there_are_no_links_files_are_copied(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "link", refuse)
-    assert brought(file, HERE, str(file.parent / "there"), keep=False) == SUMS
+    assert upload_file(file, HERE, str(file.parent / "there"), keep=False) == SUMS
     assert not file.samefile(file.parent / "there")
 
 
@@ -69,7 +69,7 @@ def test_where_the_kernel_does_not_copy_it_is_done_here(
         return copy(source, target, left.pop()) if left else refuse()
 
     monkeypatch.setattr(os, "copy_file_range", stop_soon)
-    assert brought(file, HERE, str(file.parent / "there"), keep=True) == SUMS
+    assert upload_file(file, HERE, str(file.parent / "there"), keep=True) == SUMS
     assert (file.parent / "there").read_bytes() == CONTENT
 
 
@@ -80,7 +80,7 @@ def test_a_file_of_several_names_is_copied(file: Path) -> None:
     hard.hardlink_to(file)
     for name in (soft, hard):
         there = file.parent / f"{name.name} there"
-        assert brought(name, HERE, str(there), keep=False) == SUMS
+        assert upload_file(name, HERE, str(there), keep=False) == SUMS
         assert not there.is_symlink()
         assert not there.samefile(file)
 
@@ -89,6 +89,6 @@ def test_what_a_killed_rank_had_linked_is_no_longer_the_same_file(file: Path) ->
     target = file.parent / "there"
     target.hardlink_to(file)
     for keep in (False, True):
-        assert brought(file, HERE, str(target), keep=keep) == SUMS
+        assert upload_file(file, HERE, str(target), keep=keep) == SUMS
         assert target.read_bytes() == file.read_bytes() == CONTENT
     assert not target.samefile(file)

@@ -1,4 +1,4 @@
-"""``is_preempted``: True at the same call in all ranks, before a process of the run ends."""
+"""Preemption notices: each is reported at the same call in all ranks, before a process ends."""
 
 from __future__ import annotations
 
@@ -7,110 +7,98 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from distributor.errors import DistributorError
-from distributor.node.worker.worker_context import worker_context
 from distributor.train.runtime.store_channel import StoreChannel
 
-AGREE_SECONDS = 30.0
-"""Seconds for all ranks to agree; where one does not, the notice is passed over."""
+AGREEMENT_TIMEOUT_SECONDS = 30.0
+"""Seconds for all ranks to agree on a call; if they do not, the notice is ignored."""
 
 
-class Notices:
-    """Tells of each notice at one call, the same in all ranks.
+class NoticeTracker:
+    """Determines the call at which each notice is due, the same in all ranks.
 
-    Calls cost nothing until a notice comes. Then every rank says, on a thread of its own, how many
-    calls it has begun, and waits at the next for what the others say: the notice is told at the
-    first call that none had begun. No rank that is ahead waits for one that waits for it.
+    Until a notice comes, a call costs a lock and an addition. Then each rank publishes, on a thread
+    of its own, how many calls it has begun, and waits at its next call for the numbers of the
+    others. The notice is due at the first call that no rank had begun, so that a rank that is ahead
+    never waits for a rank that waits for it.
 
     Parameters
     ----------
     agree : callable
-        Of a notice's number and the calls that this rank has begun: the call at which it is told.
+        Takes a notice's number, and the number of calls that this rank has begun. Returns the call
+        at which the notice is due, or 0 for none.
 
     Attributes
     ----------
-    told : bool
-        Whether one has been told by now.
+    was_due : bool
+        Whether a notice has been due at a call by now.
     """
 
     def __init__(self, agree: Callable[[int, int], int]) -> None:
         self._agree = agree
         self._lock = threading.Lock()
         self._calls = 0
-        self.told = False
-        self._told_at: list[Future[int]] = []
+        self._due_at: list[Future[int]] = []
+        self.was_due = False
 
-    def hear(self) -> None:
-        """Take a notice. From any thread."""
-        told_at: Future[int] = Future()
+    def receive(self) -> None:
+        """Receive a notice. Can be called by any thread."""
+        due_at: Future[int] = Future()
         with self._lock:
-            number, calls = len(self._told_at), self._calls
+            number, calls = len(self._due_at), self._calls
 
             def settle() -> None:
-                told_at.set_result(self._agree(number, calls))
+                due_at.set_result(self._agree(number, calls))
 
             threading.Thread(target=settle, name="notice", daemon=True).start()
-            self._told_at.append(told_at)
+            self._due_at.append(due_at)
 
-    def due(self) -> bool:
-        """Tell whether a notice is told at this call."""
+    def is_due(self) -> bool:
+        """Count a call, and return whether a notice is due at it."""
         with self._lock:
             self._calls += 1
-            call, told_at = self._calls, list(self._told_at)
-        due = call in [each.result() for each in told_at]
-        self.told = self.told or due
-        return due
+            call, due_at = self._calls, list(self._due_at)
+        is_due = call in [each.result() for each in due_at]
+        self.was_due = self.was_due or is_due
+        return is_due
 
 
 def agree(number: int, calls: int) -> int:
-    """Agree with all ranks on the call at which a notice is told; 0, which is none, if they cannot.
+    """Agree with all ranks on the call at which a notice is due.
 
-    What one rank has found out first is what all take: one that waited in vain, for a rank that
-    was late, has not gone beyond the call at which the others would be told.
+    All ranks adopt the first recorded decision. A rank that has waited in vain for a late one
+    records 0, and has not gone beyond the call at which the notice would otherwise be due.
 
     Parameters
     ----------
     number : int
-        Which notice it is.
+        The notice's number.
     calls : int
-        How many calls this rank has begun.
+        The number of calls that this rank has begun.
+
+    Returns
+    -------
+    int
+        The call, from 1; 0 for none, if the ranks cannot agree.
     """
-    about = f"notice/{number}"
+    key = f"notice/{number}"
     try:
-        channel = StoreChannel.here(AGREE_SECONDS)
-        channel.set_own(about, calls)
-        return int(channel.set_first(f"{about}/told at", str(_told_at(channel, about))))
+        channel = StoreChannel.connect(AGREEMENT_TIMEOUT_SECONDS)
+        channel.set_own(key, calls)
+        return int(channel.set_first(f"{key}/due at", str(_first_free_call(channel, key))))
     except Exception as error:
-        _pass_over(error)
+        _warn(error)
         return 0
 
 
-def _told_at(channel: StoreChannel, about: str) -> int:
+def _first_free_call(channel: StoreChannel, key: str) -> int:
     try:
-        calls: list[int] = channel.gather(about, AGREE_SECONDS)
+        calls: list[int] = channel.gather(key, AGREEMENT_TIMEOUT_SECONDS)
         return max(calls) + 1
     except DistributorError as error:
-        _pass_over(error)
+        _warn(error)
         return 0
 
 
-def _pass_over(error: Exception) -> None:
-    why = "this run is about to lose a process, but its ranks cannot be told of it together"
-    print(f"distributor: {why}: {error}", flush=True)
-
-
-_notices: list[Notices] = []
-
-
-def is_preempted() -> bool:
-    """Tell, in all ranks at one call, that the run is about to lose a process."""
-    if not worker_context().is_rank:
-        return False
-    if not _notices:
-        _notices.append(Notices(agree))
-        worker_context().preemption_notices.subscribe(_notices[0].hear)
-    return _notices[0].due()
-
-
-def was_told() -> bool:
-    """Tell whether `is_preempted` has told of a notice by now."""
-    return bool(_notices) and _notices[0].told
+def _warn(error: Exception) -> None:
+    problem = "this run is about to lose a process, but is_preempted cannot return True"
+    print(f"distributor: {problem} at the same call in all ranks: {error}", flush=True)

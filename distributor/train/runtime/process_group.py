@@ -17,16 +17,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TorchConfig:
-    """The process group of a training, in Ray Train's names.
+    """Configuration of the process group that `TorchTrainer` creates.
+
+    Follows ``ray.train.torch.TorchConfig``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.torch.TorchConfig.html
 
     Parameters
     ----------
     backend : str, optional
-        By default gloo for tensors of the CPU and, where ranks have GPUs, NCCL for theirs.
-    init_method : "env"
-        The way to rank 0; there is one.
-    timeout_s : int
-        Seconds that a collective may take.
+        The backend of ``torch.distributed``, such as ``"gloo"`` or ``"nccl"``. By default gloo for
+        CPU tensors and, if the ranks have GPUs, NCCL for GPU tensors.
+    init_method : str, default "env"
+        How ranks find rank 0; only ``"env"`` is supported.
+    timeout_s : int, default 1800
+        The time that a collective may take, in seconds.
+
+    Raises
+    ------
+    ValueError
+        If `init_method` is not ``"env"``, or `timeout_s` is not a positive number.
+    TypeError
+        If `backend` is not a string.
+
+    Examples
+    --------
+    >>> TorchConfig(backend="gloo", timeout_s=60)
+    TorchConfig(backend='gloo', init_method='env', timeout_s=60)
     """
 
     backend: str | None = None
@@ -35,28 +51,32 @@ class TorchConfig:
 
     def __post_init__(self) -> None:
         if self.init_method != "env":
-            raise ValueError(
-                f"init_method is {self.init_method!r}, but ranks find each other by 'env' alone."
-            )
+            raise ValueError(f"init_method must be 'env', but is {self.init_method!r}.")
         if self.backend is not None and not isinstance(self.backend, str):
-            raise TypeError(f"backend is 'gloo', 'nccl' and so on, but is {self.backend!r}.")
-        number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
-        if not number or not self.timeout_s > 0:
-            raise ValueError(f"timeout_s is a positive number of seconds, but is {self.timeout_s}.")
+            raise TypeError(
+                f"backend must be a string such as 'gloo' or 'nccl', but is {self.backend!r}."
+            )
+        is_number = isinstance(self.timeout_s, (int, float)) and not isinstance(
+            self.timeout_s, bool
+        )
+        if not is_number or not self.timeout_s > 0:
+            raise ValueError(
+                f"timeout_s must be a positive number of seconds, but is {self.timeout_s}."
+            )
 
 
 def device() -> torch.device:
-    """Give this rank's device: its GPU where it has one."""
+    """Return this rank's GPU if it has one, else the CPU."""
     import torch
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    # Each rank sees its own GPU alone, unless somebody set the mask otherwise.
+    # Each rank sees only its own GPU, unless CUDA_VISIBLE_DEVICES has been set otherwise.
     return torch.device("cuda", runtime.get_local_rank() % torch.cuda.device_count())
 
 
 def ensure_group(config: TorchConfig | None = None) -> None:
-    """Make the process group, where there is none."""
+    """Create the default process group, unless there is one."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -69,16 +89,16 @@ def ensure_group(config: TorchConfig | None = None) -> None:
     config = config or TorchConfig()
     backend = config.backend or ("cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo")
     dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
-    dist.barrier()  # a rank that ends sooner than another has connected would fail that one
+    dist.barrier()  # if a rank ended before another has connected, that one would fail
 
 
 @contextmanager
 def process_group(config: TorchConfig) -> Iterator[None]:
-    """Have a process group for a while; a rank that fails leaves it as it is, and ends."""
+    """Provide a process group; a rank that fails does not destroy it, and ends."""
     import torch.distributed as dist
 
     ensure_group(config)
     yield
-    gc.collect()  # a model in a cycle would outlive its group, and gloo may then wait for ever
+    gc.collect()  # a model in a reference cycle would outlive its group, and gloo could hang
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A rank's share of a dataset, on its device, resumed from a checkpoint's position."""
+"""Data loaders that yield a rank's share of an epoch, and resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from torch.utils.data import (
 )
 
 from distributor import runtime
-from distributor.train.runtime import reporter
+from distributor.train.runtime.session import has_storage, session
 
 
-class Share(Sampler[int]):
-    """A rank's share of an epoch, whose order does not depend on the number of ranks.
+class ShardSampler(Sampler[int]):
+    """Samples a rank's share of an epoch, whose order does not depend on the number of ranks.
 
     Parameters
     ----------
     length : int
-        How many samples there are.
+        The number of samples in the dataset.
     shuffle : bool
-        Whether each epoch has an order of its own.
+        Whether each epoch has its own random order.
     rank, size : int
-        Whose share, among how many.
+        The rank, and the number of ranks.
     seed : int
-        With the epoch, what the order follows from.
+        Determines the order, together with the epoch.
 
     Attributes
     ----------
     epoch : int
-        Which epoch the next pass is of.
+        The epoch of the next pass.
     start : int
-        How many of its samples have been trained.
+        The number of its samples that all ranks together have already consumed.
     is_set : bool
-        Whether somebody has said which epoch that is.
+        Whether `set_epoch` has been called since the last pass began.
     """
 
     def __init__(self, length: int, shuffle: bool, rank: int, size: int, seed: int = 0) -> None:
@@ -51,7 +51,7 @@ class Share(Sampler[int]):
         self._shuffle, self._rank, self._seed = shuffle, rank, seed
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next pass is of; without, it is the one after the last pass's."""
+        """Set the epoch of the next pass; by default it is the one after that of the last pass."""
         self.epoch, self.is_set = epoch, True
 
     def __len__(self) -> int:
@@ -59,10 +59,10 @@ class Share(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         rest = self._order()[self.start :]
-        lacking = -len(rest) % self.size
-        while lacking and rest:  # all ranks need as many, or a collective waits for ever
-            rest += rest[:lacking]
-            lacking = -len(rest) % self.size
+        missing = -len(rest) % self.size
+        while missing and rest:  # all ranks need equally many, or a collective would hang
+            rest += rest[:missing]
+            missing = -len(rest) % self.size
         return iter(rest[self._rank :: self.size])
 
     def _order(self) -> list[int]:
@@ -74,15 +74,15 @@ class Share(Sampler[int]):
         return order
 
 
-class Loader:
-    """Gives batches on a device; has the attributes of the loader that it gets them from.
+class DeviceLoader:
+    """Yields a loader's batches on a device, and has the loader's attributes.
 
     Parameters
     ----------
     loader : DataLoader
-        Where the batches come from.
+        The loader of the batches.
     device : device or None
-        Where to; None leaves them where they are.
+        The device to move them to; None leaves them on theirs.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
@@ -97,75 +97,75 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
-            yield batch if self._device is None else _moved(batch, self._device)
+            yield batch if self._device is None else _move(batch, self._device)
 
 
-class ShareLoader(Loader):
-    """One that knows how far it is.
+class ResumableLoader(DeviceLoader):
+    """A loader that knows its position in the epoch, and can resume from one.
 
     Parameters
     ----------
     loader : DataLoader
-        Where the batches come from, with a `Share` as its sampler.
+        The loader of the batches; its sampler is a `ShardSampler`.
     device : device or None
-        Where to.
+        The device to move the batches to.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
         super().__init__(loader, device)
-        self._share: Share = loader.sampler  # type: ignore[assignment]
+        self._sampler: ShardSampler = loader.sampler  # type: ignore[assignment]
         self._at: tuple[int, int] = (0, 0)
-        self._has_passed = False
-        self._go_on_from: Mapping[str, int] | None = None
+        self._has_begun = False
+        self._resume_position: Mapping[str, int] | None = None
 
     def position(self) -> dict[str, int]:
-        """Say how much of which epoch has been given, by all ranks together."""
+        """Return the epoch, and the number of its samples that all ranks together have yielded."""
         epoch, seen = self._at
-        return {"epoch": epoch, "seen": seen, "length": self._share.length}
+        return {"epoch": epoch, "seen": seen, "length": self._sampler.length}
 
-    def go_on(self, position: Mapping[str, int]) -> None:
-        """Have the first pass begin at a position, if it is of that epoch and dataset."""
-        if position["length"] == self._share.length:
-            self._go_on_from = position
-            self._share.epoch = position["epoch"]
+    def resume_from(self, position: Mapping[str, int]) -> None:
+        """Begin the first pass at a position, if that is in the same epoch and dataset."""
+        if position["length"] == self._sampler.length:
+            self._resume_position = position
+            self._sampler.epoch = position["epoch"]
             self._at = position["epoch"], position["seen"]
 
     def __iter__(self) -> Iterator[Any]:
-        share, first = self._share, self._go_on_from
-        if self._has_passed and not share.is_set:
-            share.epoch += 1
-        self._has_passed, share.is_set = True, False
-        goes_on = first is not None and first["epoch"] == share.epoch
-        share.start = first["seen"] if first and goes_on else 0
-        self._go_on_from = None
-        epoch, seen = share.epoch, share.start
+        sampler, position = self._sampler, self._resume_position
+        if self._has_begun and not sampler.is_set:
+            sampler.epoch += 1
+        self._has_begun, sampler.is_set = True, False
+        resumes = position is not None and position["epoch"] == sampler.epoch
+        sampler.start = position["seen"] if position and resumes else 0
+        self._resume_position = None
+        epoch, seen = sampler.epoch, sampler.start
         for batch in super().__iter__():
-            seen = min(seen + (self._loader.batch_size or 1) * share.size, share.length)
+            seen = min(seen + (self._loader.batch_size or 1) * sampler.size, sampler.length)
             self._at = epoch, seen
             yield batch
         self._at = epoch + 1, 0
 
 
-def prepared(
-    loader: DataLoader[Any], share: bool, device: torch.device | None, pinned: bool
-) -> Loader:
-    """Do what `distributor.train.torch.prepare_data_loader` says."""
-    pin = pinned and device is not None and device.type == "cuda"
-    if not share or isinstance(loader.dataset, IterableDataset):
-        return Loader(loader, device)
+def prepare(
+    loader: DataLoader[Any], shard: bool, device: torch.device | None, pin_memory: bool
+) -> DeviceLoader:
+    """Prepare a loader as `distributor.train.torch.prepare_data_loader` documents."""
+    pin = pin_memory and device is not None and device.type == "cuda"
+    if not shard or isinstance(loader.dataset, IterableDataset):
+        return DeviceLoader(loader, device)
     if isinstance(loader.sampler, DistributedSampler):
-        return Loader(loader, device)
-    found = ShareLoader(_with_share(loader, pin), device)
-    if reporter.is_kept():
-        position = reporter.current().follow(found.position)
+        return DeviceLoader(loader, device)
+    prepared = ResumableLoader(_with_shard_sampler(loader, pin), device)
+    if has_storage():
+        position = session.reporter.register_loader(prepared.position)
         if position is not None:
-            found.go_on(position)
-    return found
+            prepared.resume_from(position)
+    return prepared
 
 
-def _with_share(loader: DataLoader[Any], pin: bool) -> DataLoader[Any]:
+def _with_shard_sampler(loader: DataLoader[Any], pin: bool) -> DataLoader[Any]:
     _check_samplers(loader)
-    share = Share(
+    sampler = ShardSampler(
         len(loader.dataset),  # type: ignore[arg-type]
         shuffle=isinstance(loader.sampler, RandomSampler),
         rank=runtime.get_global_rank(),
@@ -174,7 +174,7 @@ def _with_share(loader: DataLoader[Any], pin: bool) -> DataLoader[Any]:
     return DataLoader(
         loader.dataset,
         batch_size=loader.batch_size,
-        sampler=share,
+        sampler=sampler,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory or pin,
@@ -192,31 +192,31 @@ def _with_share(loader: DataLoader[Any], pin: bool) -> DataLoader[Any]:
 def _check_samplers(loader: DataLoader[Any]) -> None:
     batches = loader.batch_sampler
     sampler = loader.sampler
-    known = type(sampler) in (SequentialSampler, RandomSampler) and not _draws(sampler)
-    ours = batches is None or (type(batches) is BatchSampler and loader.batch_size is not None)
-    if not known or not ours:
-        unknown = batches if known else sampler
+    is_known = type(sampler) in (SequentialSampler, RandomSampler) and not _resamples(sampler)
+    is_plain = batches is None or (type(batches) is BatchSampler and loader.batch_size is not None)
+    if not is_known or not is_plain:
+        unsupported = batches if is_known else sampler
         raise ValueError(
-            f"prepare_data_loader gives each rank its share by a sampler of its own, and the "
-            f"loader's {type(unknown).__name__} would be lost. Let that one give shares, and "
-            "pass add_dist_sampler=False."
+            "prepare_data_loader replaces the loader's sampler to shard the dataset, which would "
+            f"discard its {type(unsupported).__name__}. If that one shards the dataset, pass "
+            "add_dist_sampler=False."
         )
 
 
-def _draws(sampler: Any) -> bool:
-    """Tell whether a sampler takes other samples than each one once."""
+def _resamples(sampler: Any) -> bool:
+    """Return whether a sampler yields anything but each sample once."""
     if not isinstance(sampler, RandomSampler):
         return False
     return sampler.replacement or sampler.num_samples != len(sampler.data_source)
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
+def _move(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
-        return type(batch)({key: _moved(part, device) for key, part in batch.items()})  # type: ignore[call-arg]
+        return type(batch)({key: _move(part, device) for key, part in batch.items()})  # type: ignore[call-arg]
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_moved(part, device) for part in batch))
+        return type(batch)(*(_move(part, device) for part in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_moved(part, device) for part in batch)
+        return type(batch)(_move(part, device) for part in batch)
     return batch

@@ -1,4 +1,4 @@
-"""What ranks exchange beside their collectives: values in the rendezvous store."""
+"""JSON values that ranks exchange through the rendezvous store, beside their collectives."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from distributor import runtime
 from distributor.core.text import listed
 from distributor.errors import DistributorError
 
-WAIT_SECONDS = 1800.0
-"""Seconds that a report waits for the other ranks, as torch's collectives do."""
-UPLOAD_SECONDS = 6 * 3600.0
-"""Seconds that a report waits for the files of other ranks, all of which have begun to write."""
-LATE_SECONDS = 60.0
-"""Seconds after which rank 0 prints which ranks it waits for."""
+RANK_TIMEOUT_SECONDS = 1800.0
+"""Seconds that a rank waits for the other ranks to report, as in torch's collectives."""
+UPLOAD_TIMEOUT_SECONDS = 6 * 3600.0
+"""Seconds that a rank waits for the uploads of other ranks, all of which have begun."""
+LATE_WARNING_SECONDS = 60.0
+"""Seconds after which rank 0 prints which ranks it is waiting for."""
 
 
 class StoreChannel:
@@ -39,13 +39,13 @@ class StoreChannel:
         self._last_round_keys: list[str] = []
 
     @classmethod
-    def here(cls, seconds: float = WAIT_SECONDS) -> StoreChannel:
-        """Return this rank's channel, over a connection of its own to the run's store.
+    def connect(cls, timeout: float = RANK_TIMEOUT_SECONDS) -> StoreChannel:
+        """Return this rank's channel, with its own connection to the run's store.
 
         Parameters
         ----------
-        seconds : float
-            How long the store may take to answer.
+        timeout : float
+            The time that the store may take to answer, in seconds.
         """
         import torch.distributed as dist
 
@@ -54,18 +54,18 @@ class StoreChannel:
             int(os.environ["MASTER_PORT"]),
             is_master=False,
             wait_for_workers=False,
-            timeout=timedelta(seconds=seconds),
+            timeout=timedelta(seconds=timeout),
         )
         store = dist.PrefixStore("distributor/train", client)  # type: ignore[attr-defined]
         return cls(runtime.get_global_rank(), runtime.get_world_size(), store)
 
     def set(self, key: str, value: Any) -> None:
-        """Set a value for all ranks, as rank 0 does with what it has decided.
+        """Set a value for all ranks; used by rank 0 for its decisions.
 
         Raises
         ------
         ConnectionError
-            If rank 0, which holds the store, has gone.
+            If rank 0, which holds the store, has ended.
         """
         self._round_keys.append(key)
         self._set(key, value)
@@ -78,29 +78,28 @@ class StoreChannel:
         key : str
             Its key.
         timeout : float, optional
-            Seconds to wait for it; by default `WAIT_SECONDS`.
+            Seconds to wait for it; by default `RANK_TIMEOUT_SECONDS`.
 
         Raises
         ------
         DistributorError
-            If it is not set in time; names the ranks that are waited for.
+            If it is not set in time; names the missing ranks.
         ConnectionError
-            If rank 0, which holds the store, has gone.
+            If rank 0, which holds the store, has ended.
         """
         return self._wait_and_get({0: key}, timeout)[0]
 
     def _wait_and_get(self, keys: dict[int, str], timeout: float | None) -> list[Any]:
         """Wait for one key of each rank; rank 0 meanwhile prints which ranks are late."""
-        began = time.monotonic()
-        timeout = WAIT_SECONDS if timeout is None else timeout
-        prints = self.rank == 0 and timeout > LATE_SECONDS
-        if prints and (missing := self._missing(keys, began + LATE_SECONDS)):
-            waits = self._waits_for(missing, LATE_SECONDS)
-            print(f"distributor: {waits} to report, or to bring files to storage.", flush=True)
-        if missing := self._missing(keys, began + timeout):
+        start = time.monotonic()
+        timeout = RANK_TIMEOUT_SECONDS if timeout is None else timeout
+        prints = self.rank == 0 and timeout > LATE_WARNING_SECONDS
+        if prints and (missing := self._missing(keys, start + LATE_WARNING_SECONDS)):
+            waits = self._waits_for(missing, LATE_WARNING_SECONDS)
+            print(f"distributor: {waits} to report, or to upload files.", flush=True)
+        if missing := self._missing(keys, start + timeout):
             raise DistributorError(
-                f"{self._waits_for(missing, timeout)}. Every rank has to call report as often as "
-                "the others."
+                f"{self._waits_for(missing, timeout)}. Every rank must call report equally often."
             )
         return [json.loads(self._get(key)) for key in keys.values()]
 
@@ -108,9 +107,9 @@ class StoreChannel:
         return f"After {seconds:g} s, rank {self.rank} still waits for {listed('rank', missing)}"
 
     def _missing(self, keys: dict[int, str], deadline: float) -> list[int]:
-        """Wait until all keys are set; return the ranks whose keys are not by the deadline."""
+        """Wait until all keys are set; return the ranks whose keys are missing at the deadline."""
         left = max(0.001, deadline - time.monotonic())
-        with contextlib.suppress(Exception):  # it took too long, or rank 0 has gone
+        with contextlib.suppress(Exception):  # timeout, or rank 0 has ended
             self._store.wait(list(keys.values()), timedelta(seconds=left))
             return []
         return [rank for rank, key in keys.items() if not self._is_set(key)]
@@ -137,12 +136,12 @@ class StoreChannel:
         return ConnectionError(f"Rank {self.rank} has lost rank 0, through which ranks report.")
 
     def set_own(self, key: str, value: Any) -> None:
-        """Set this rank's value under a key that every rank has a value for."""
+        """Set this rank's value for a key for which every rank sets a value."""
         self._own_keys.append(f"{key}/{self.rank}")
         self._set(self._own_keys[-1], value)
 
     def gather(self, key: str, timeout: float | None = None) -> list[Any]:
-        """Wait for every rank's value, and return them in rank order; raises as `get` does."""
+        """Wait for every rank's value, and return all in rank order; raises the same as `get`."""
         return self._wait_and_get({rank: f"{key}/{rank}" for rank in range(self.size)}, timeout)
 
     def set_first(self, key: str, value: str) -> str:
@@ -156,22 +155,23 @@ class StoreChannel:
         return first
 
     def delete_keys(self) -> None:
-        """Delete this round's keys, once this rank has seen its end: long trainings have many.
+        """Delete the keys of the round that ends, so that they do not accumulate in the store.
 
-        What rank 0 set for all stays for one more round: others may not have read it yet.
+        The values that rank 0 has set for all ranks stay for one more round, because other ranks
+        may not have read them yet.
         """
         for key in (*self._own_keys, *self._last_round_keys):
-            with contextlib.suppress(Exception):  # if rank 0 has gone, the next call notices
+            with contextlib.suppress(Exception):  # if rank 0 has ended, the next call raises
                 self._store.delete_key(key)
         self._own_keys, self._last_round_keys, self._round_keys = [], self._round_keys, []
 
     def barrier(self, key: str) -> None:
-        """Wait until all ranks have come to this call.
+        """Wait until all ranks have reached this call.
 
         Raises
         ------
         DistributorError
-            If one does not; names the ranks that are waited for.
+            If one does not in time; names the missing ranks.
         """
         self.set_own(key, None)
         if self.rank == 0:

@@ -1,4 +1,4 @@
-"""What a rank of a `TorchTrainer` runs: the user's function, inside a process group."""
+"""The program of each rank of a `TorchTrainer`: the user's function, inside a process group."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ from typing import Any
 
 from distributor.serialization.pickling import name_of
 from distributor.train.checkpoint import Checkpoint
-from distributor.train.runtime import reporter
 from distributor.train.runtime.process_group import TorchConfig, process_group
+from distributor.train.runtime.session import session
 
 
 @dataclass(frozen=True)
-class Loop:
-    """The user's function and what it is given; called in each rank.
+class WorkerLoop:
+    """Calls the user's training function in a rank.
 
     Parameters
     ----------
     func : callable
-        The function, of the configuration or of nothing.
+        The function. It takes the configuration, or nothing.
     config : mapping of str to object
         The configuration.
     torch_config : TorchConfig
         The process group.
     filesystem : FileSystem or None
-        Where checkpoints are kept, where the address does not say so.
+        The file system of the storage path; None for the one that the path names.
     resume_from : Checkpoint or None
-        Where the training begins if it has no checkpoint of its own.
+        The checkpoint to start from if the run has none of its own.
+
+    Raises
+    ------
+    TypeError
+        If `func` is not a function of one argument or of none.
     """
 
     func: Callable[..., Any]
@@ -45,23 +50,23 @@ class Loop:
         return name_of(self.func)
 
     def __call__(self) -> Any:
-        """Be a rank: storage is looked at before the training, which may take days."""
-        reporter.begin(self.filesystem, self.resume_from)
+        """Run the function; storage is checked first, not at the first report."""
+        session.start_reporter(self.filesystem, self.resume_from)
         with process_group(self.torch_config):
             args = [dict(self.config)] if _takes_config(self.func) else []
             return self.func(*args)
 
 
 def _takes_config(function: Callable[..., Any]) -> bool:
-    """Tell whether a training function takes its configuration.
+    """Return whether a training function takes its configuration.
 
     Raises
     ------
     TypeError
-        For what is no function of one argument or of none.
+        If it is not a function of one argument or of none.
     """
     if not callable(function):
-        raise TypeError(f"train_loop_per_worker is a function, but is {function!r}.")
+        raise TypeError(f"train_loop_per_worker must be a function, but is {function!r}.")
     signature = inspect.signature(function)
     for takes_config in (True, False):
         try:
@@ -70,6 +75,6 @@ def _takes_config(function: Callable[..., Any]) -> bool:
             continue
         return takes_config
     raise TypeError(
-        "train_loop_per_worker takes train_loop_config or nothing, but is "
+        "train_loop_per_worker must take train_loop_config or no argument, but is "
         f"{name_of(function)}{signature}."
     )

@@ -1,4 +1,4 @@
-"""Rank 0's part: it tracks reports, commits checkpoints and removes old ones."""
+"""Rank 0's part of a report: it appends to the log, commits checkpoints and removes old ones."""
 
 from __future__ import annotations
 
@@ -8,139 +8,142 @@ from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.errors import DistributorError
-from distributor.train.storage.checkpoint_store import NUMBERED, RECORD, Manifest, Storage, Stored
-from distributor.train.storage.report_log import FILE, Report, from_lines, to_lines
-from distributor.train.storage.retention import check_score, superfluous
+from distributor.train.storage.checkpoint_store import NUMBERED, Storage
+from distributor.train.storage.manifest import CHECKPOINT_LOG, Manifest, StoredFile
+from distributor.train.storage.report_log import RUN_LOG, Report, from_lines, to_lines
+from distributor.train.storage.retention import check_score, select_removable
 
-RECORD_SECONDS = 10.0
-"""Seconds after which reports without a checkpoint are recorded."""
+LOG_INTERVAL = 10.0
+"""Seconds after which reports without a checkpoint are written to the run's log."""
 
 
-class History:
-    """What a training has reported, and what it keeps of that.
+class CheckpointManager:
+    """The reports of a training run, and the checkpoints that it keeps.
 
     Parameters
     ----------
     storage : Storage
-        Where it is kept.
-    checkpoint_settings : CheckpointSettings
-        How much is.
+        The run's folder.
+    settings : CheckpointSettings
+        Which checkpoints are kept.
     """
 
-    def __init__(self, storage: Storage, checkpoint_settings: CheckpointSettings) -> None:
+    def __init__(self, storage: Storage, settings: CheckpointSettings) -> None:
         self._storage = storage
-        self._checkpoint_settings = checkpoint_settings
+        self._settings = settings
         self._reports: list[Report] = []
-        self._recorded = 0
-        self._told = False
-        self._recorded_at = time.monotonic()
+        self._logged = 0
+        self._logged_at = time.monotonic()
+        self._has_warned = False
 
-    def go_on_from(self, checkpoint: str | None) -> int:
-        """Forget what was reported after a checkpoint; give how many reports are left."""
+    def resume_from(self, checkpoint: str | None) -> int:
+        """Forget the reports after a checkpoint, and return the number of those up to it."""
         if checkpoint is not None:
-            text = self._storage.read(f"{checkpoint}/{RECORD}")
+            text = self._storage.read(f"{checkpoint}/{CHECKPOINT_LOG}")
             self._reports = from_lines(text or b"")
-        there = from_lines(self._storage.read(FILE) or b"")[: len(self._reports)]
-        # Whoever was killed may have been about to; of one that has ended there may be more.
-        self._recorded = len(there) if there == self._reports else 0
+        logged = from_lines(self._storage.read(RUN_LOG) or b"")[: len(self._reports)]
+        # An attempt that was killed may not have logged its last reports. The log of a run that has
+        # ended may have more of them than the checkpoint, and stays as it is.
+        self._logged = len(logged) if logged == self._reports else 0
         return len(self._reports)
 
-    def take(self, report: Report, index: int, told: Sequence[dict[str, Any]]) -> None:
-        """Take what all ranks report together.
+    def add(self, report: Report, index: int, parts: Sequence[dict[str, Any]]) -> None:
+        """Add a report of all ranks, and commit its checkpoint if it has one.
 
         Parameters
         ----------
         report : Report
-            Rank 0's, with the name of the checkpoint, where some rank has one.
+            The report, with the name of the checkpoint if any rank has reported one.
         index : int
-            The checkpoint's, if there is one.
-        told : sequence of dict
-            What each rank told of its part.
+            The checkpoint's number.
+        parts : sequence of dict
+            Each rank's part of the report, in rank order.
 
         Raises
         ------
         DistributorError
-            Where the ranks do not agree, or a rank could not do its part.
+            If the parts do not agree, or a rank could not upload its files.
         """
-        if error := _disagreement(told):
-            raise DistributorError(error)
-        given = [files for each in told if (files := each["files"]) is not None]
-        if not given:
+        _check_parts(parts)
+        files = [part["files"] for part in parts if part["files"] is not None]
+        if not files:
             self._reports.append(report)
-        elif not any(given):
+        elif not any(files):
             raise DistributorError(
                 "The checkpoint is empty: no rank has saved anything in the folder that it "
-                "reports. Report without a checkpoint where there is nothing to keep."
+                "reports. Report without a checkpoint if there is nothing to save."
             )
         else:
             assert report.checkpoint is not None
             if NUMBERED.fullmatch(report.checkpoint):
-                check_score(report.metrics, self._checkpoint_settings)
+                check_score(report.metrics, self._settings)
             self._reports.append(report)
-            self._commit(report, index, _joined(given), told[0]["positions"])
-        if given or time.monotonic() > self._recorded_at + RECORD_SECONDS:
-            self.record()
+            self._commit(report, index, _merge_files(files), parts[0]["positions"])
+        if files or time.monotonic() > self._logged_at + LOG_INTERVAL:
+            self.write_log()
 
-    def record(self) -> None:
-        """Bring the run's record up to date; where it cannot be, checkpoints still have theirs."""
-        if self._recorded == len(self._reports):
+    def write_log(self) -> None:
+        """Update the run's log; if that fails, each checkpoint still has its own."""
+        if self._logged == len(self._reports):
             return
         try:
-            self._storage.write(FILE, to_lines(self._reports))
-        except OSError as error:  # mounted object stores write no file twice
-            if not self._told:
-                self._told = True
-                print(f"distributor: {FILE} cannot be kept up to date: {error}.", flush=True)
-        self._recorded, self._recorded_at = len(self._reports), time.monotonic()
+            self._storage.write(RUN_LOG, to_lines(self._reports))
+        except OSError as error:  # mounted object stores cannot overwrite a file
+            if not self._has_warned:
+                self._has_warned = True
+                print(f"distributor: {RUN_LOG} cannot be updated: {error}.", flush=True)
+        self._logged, self._logged_at = len(self._reports), time.monotonic()
 
     def _commit(
-        self, report: Report, index: int, files: tuple[Stored, ...], positions: dict[str, Any]
+        self, report: Report, index: int, files: tuple[StoredFile, ...], positions: dict[str, Any]
     ) -> None:
-        """Make the checkpoint exist; only then are others superfluous."""
-        target = report.checkpoint
-        assert target is not None
-        record = self._storage.write(f"{target}/{RECORD}", to_lines(self._reports))
+        """Commit a checkpoint, and only then remove others."""
+        name = report.checkpoint
+        assert name is not None
+        log = self._storage.write(f"{name}/{CHECKPOINT_LOG}", to_lines(self._reports))
         manifest = Manifest(
             index=index,
             metrics=report.metrics,
             world_size=report.world_size,
             positions=positions,
-            files=(*files, record),
+            files=(*files, log),
         )
-        self._storage.commit(target, manifest)
-        for old in self._superfluous(target):
+        self._storage.commit(name, manifest)
+        for old in self._removable(name):
             try:
                 self._storage.remove(old)
-            except Exception as error:  # what has been committed is, all the same
+            except Exception as error:  # the new checkpoint is committed nevertheless
                 print(f"distributor: {old} could not be removed: {error}.", flush=True)
 
-    def _superfluous(self, latest: str) -> list[str]:
-        begun = self._storage.leftovers(latest)
-        if self._checkpoint_settings.num_to_keep is None:
-            return begun
-        return [*superfluous(self._storage.committed(), self._checkpoint_settings), *begun]
+    def _removable(self, latest: str) -> list[str]:
+        uncommitted = self._storage.find_uncommitted(before=latest)
+        if self._settings.num_to_keep is None:
+            return uncommitted
+        return [*select_removable(self._storage.committed(), self._settings), *uncommitted]
 
 
-def _disagreement(told: Sequence[dict[str, Any]]) -> str | None:
-    """Say what keeps the ranks' reports from being one."""
-    for rank, each in enumerate(told):
-        if "error" in each:
-            return f"Rank {rank} could not bring its checkpoint to storage: {each['error']}"
-    ranked = list(enumerate(told))
-    names = {each["name"]: rank for rank, each in reversed(ranked) if each["name"] is not None}
+def _check_parts(parts: Sequence[dict[str, Any]]) -> None:
+    """Check that no rank has failed, and that ranks name the checkpoint alike."""
+    for rank, part in enumerate(parts):
+        if "error" in part:
+            raise DistributorError(f"Rank {rank} could not upload its checkpoint: {part['error']}")
+    ranked = list(enumerate(parts))
+    names = {part["name"]: rank for rank, part in reversed(ranked) if part["name"] is not None}
     if len(names) > 1:
-        listed = ", ".join(f"{name!r} on rank {rank}" for name, rank in names.items())
-        return f"Ranks report a checkpoint under different names: {listed}."
-    return None
+        found = ", ".join(f"{name!r} on rank {rank}" for name, rank in names.items())
+        raise DistributorError(
+            f"Ranks report a checkpoint under different names: {found}. Pass the same "
+            "checkpoint_dir_name on all ranks."
+        )
 
 
-def _joined(given: list[list[dict[str, Any]]]) -> tuple[Stored, ...]:
-    """Put together what ranks have written; what several wrote alike is one file."""
-    files: dict[str, Stored] = {}
-    for file in (Stored(**file) for files in given for file in files):
+def _merge_files(parts: list[list[dict[str, Any]]]) -> tuple[StoredFile, ...]:
+    """Merge the files of all ranks; several ranks may report the same file."""
+    files: dict[str, StoredFile] = {}
+    for file in (StoredFile(**fields) for part in parts for fields in part):
         if files.setdefault(file.name, file) != file:
             raise DistributorError(
-                f"Several ranks report a file {file.name}, and not the same. Name what each rank "
-                "saves after its rank, or let one rank report it."
+                f"Several ranks report a file {file.name} with different content. Include the "
+                "rank in the name of each file, or let one rank report it."
             )
     return tuple(files.values())

@@ -1,99 +1,35 @@
-"""The storage of a run's checkpoints: a checkpoint counts once its manifest is written.
+"""The storage of a run's checkpoints: a checkpoint exists once its manifest is written.
 
-A checkpoint is a folder with the files of all ranks. They are written first, each in one go; then
-their sizes are looked at; then the manifest, which lists them. Nothing is appended to, renamed or
-written twice, for mounted object stores can do none of that; the record of the whole run alone is
-written anew where that can be done. Whoever reads takes a folder without a manifest, or one whose
-manifest is cut short, for none.
+A checkpoint is a folder with the files of all ranks. First the files are written, each in one
+pass. Then their sizes are checked. Then the manifest is written, which lists them. Nothing is
+appended to, renamed or written twice, because mounted object stores support none of that; only the
+log of the whole run is rewritten, if that is possible. Readers ignore a folder without a manifest,
+and one whose manifest is incomplete.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow.fs as pafs
 
 from distributor.errors import DistributorError
-from distributor.train.checkpoint import METADATA, Checkpoint
-from distributor.train.storage.filesystems import files_in, is_local, make_folder, resolve
-from distributor.train.storage.upload import break_hardlink, brought, size_and_checksum
-from distributor.train.storage.upload_shares import Share, everything, identity_of
+from distributor.train.checkpoint import Checkpoint
+from distributor.train.storage.filesystems import is_local, list_files, make_folder, resolve
+from distributor.train.storage.integrity import check_sizes, find_damage
+from distributor.train.storage.manifest import MANIFEST, RESERVED, Manifest, StoredFile
+from distributor.train.storage.upload import break_hardlink, size_and_checksum, upload_file
+from distributor.train.storage.upload_assignment import Assignment, assign_all, file_identity
 
-MANIFEST = ".manifest.json"
-RECORD = ".reports.jsonl"
-"""What had been reported when a checkpoint was; from here a new attempt goes on."""
-OWN = (MANIFEST, RECORD)
-"""The files of a checkpoint that no rank saves."""
 PREFIX = "checkpoint_"
 NUMBERED = re.compile(rf"{PREFIX}(\d+)")
+"""The names of checkpoints that the user has not named."""
 DAMAGED: Literal["damaged"] = "damaged"
-READERS = 8
-"""Files that are read at the same time: of one alone, an object store gives too little."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A file of a checkpoint.
-
-    Parameters
-    ----------
-    name : str
-        Its path below the checkpoint's folder.
-    size : int
-        Its bytes.
-    checksum : int
-        Their CRC-32.
-    """
-
-    name: str
-    size: int
-    checksum: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What a committed checkpoint consists of.
-
-    Parameters
-    ----------
-    index : int
-        The number of the report that it came with, from 0.
-    metrics : mapping of str to object
-        What was reported with it.
-    world_size : int
-        How many ranks wrote it.
-    positions : mapping of str to object
-        How far each of the ranks' loaders was, by its number.
-    files : tuple of Stored
-        All its files.
-    """
-
-    index: int
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    world_size: int
-    positions: Mapping[str, Any] = field(default_factory=dict)
-    files: tuple[Stored, ...]
-
-    def to_json(self) -> bytes:
-        fields = json.dumps(asdict(self))
-        return json.dumps({"checksum": zlib.crc32(fields.encode()), "of": fields}).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Manifest:
-        """Read one; raises ValueError, TypeError or KeyError where it is damaged."""
-        told = json.loads(text)
-        if zlib.crc32(told["of"].encode()) != told["checksum"]:
-            raise ValueError("its checksum is another")
-        fields = json.loads(told["of"])
-        return cls(**{**fields, "files": tuple(Stored(**file) for file in fields["files"])})
 
 
 class Storage:
@@ -102,11 +38,19 @@ class Storage:
     Parameters
     ----------
     storage_path : str or path
-        Where runs are kept: a path, a mounted share, or an address such as ``s3://bucket/runs``.
+        The folder of all runs: a path, a mounted share, or an address such as
+        ``s3://bucket/runs``.
     name : str
-        The run's name, and its folder's.
+        The run's name, which is its folder's name.
     filesystem : pyarrow.fs.FileSystem or fsspec file system, optional
-        Where `storage_path` is.
+        The file system of `storage_path`; by default the one that the path names.
+
+    Attributes
+    ----------
+    filesystem : pyarrow.fs.FileSystem
+        The file system.
+    path : str
+        The run's folder in it.
     """
 
     def __init__(
@@ -117,20 +61,22 @@ class Storage:
 
     @classmethod
     def at(cls, filesystem: pafs.FileSystem, path: str) -> Storage:
-        """Give that of a run's folder in a file system."""
+        """Return the storage in a run's folder."""
         root, _, name = path.rpartition("/")
         return cls(root, name, filesystem)
 
-    def write(self, name: str, data: bytes) -> Stored:
-        """Write a file of the run's folder, whole."""
+    # Single files
+
+    def write(self, name: str, data: bytes) -> StoredFile:
+        """Write a file in the run's folder, in one pass."""
         path = f"{self.path}/{name}"
         make_folder(self.filesystem, path.rpartition("/")[0])
         with self.filesystem.open_output_stream(path) as stream:
             stream.write(data)
-        return Stored(name.rpartition("/")[2], len(data), zlib.crc32(data))
+        return StoredFile(name.rpartition("/")[2], len(data), zlib.crc32(data))
 
     def read(self, name: str) -> bytes | None:
-        """Read a file of the run's folder; None where there is none."""
+        """Read a file in the run's folder; return None if it does not exist."""
         try:
             with self.filesystem.open_input_stream(f"{self.path}/{name}") as stream:
                 data: bytes = stream.read()
@@ -138,23 +84,25 @@ class Storage:
             return None
         return data
 
-    def take_away(self, names: Sequence[str]) -> set[str]:
-        """Remove such files; give the names of those that were there."""
+    def remove_files(self, names: Sequence[str]) -> set[str]:
+        """Remove files in the run's folder, and return the names of those that existed."""
         infos = self.filesystem.get_file_info([f"{self.path}/{name}" for name in names])
-        there = {info.base_name for info in infos if info.type == pafs.FileType.File}
-        for name in there:
+        existing = {info.base_name for info in infos if info.type == pafs.FileType.File}
+        for name in existing:
             self.filesystem.delete_file(f"{self.path}/{name}")
-        return there
+        return existing
+
+    # The files of a checkpoint that is being reported
 
     def upload(
         self,
         folder: str | os.PathLike[str],
         checkpoint: str,
-        share: Share = everything,
+        assignment: Assignment = assign_all,
         *,
         keep: bool = True,
-    ) -> list[Stored]:
-        """Write a rank's files into a checkpoint, which exists only once it is committed.
+    ) -> list[StoredFile]:
+        """Upload a rank's files into a checkpoint, which does not exist until it is committed.
 
         Parameters
         ----------
@@ -162,177 +110,155 @@ class Storage:
             A folder of this machine.
         checkpoint : str
             The checkpoint's name.
-        share : callable
-            Chooses which of them this rank writes.
+        assignment : callable
+            Selects the files that this rank uploads; by default all.
         keep : bool
-            Whether the folder's files may be used after this, and not only removed.
+            Whether the folder's files may still be used afterwards, and not only removed.
 
         Raises
         ------
         DistributorError
-            Where the checkpoint is committed already: nothing that is saved is written over.
+            If the checkpoint is already committed: checkpoints are never overwritten.
         """
-        self._check_new(checkpoint)
+        self._check_uncommitted(checkpoint)
         root = Path(folder)
-        found = sorted(path for path in root.rglob("*") if path.is_file())
-        files = {str(path.relative_to(root)): path for path in found}
-        for name in OWN:  # of the checkpoint that this folder was before
+        paths = sorted(path for path in root.rglob("*") if path.is_file())
+        files = {str(path.relative_to(root)): path for path in paths}
+        for name in RESERVED:  # the folder may be an earlier checkpoint
             files.pop(name, None)
-        for target in {self._inside(checkpoint, name).rpartition("/")[0] for name in files}:
+        for target in {self._path(checkpoint, name).rpartition("/")[0] for name in files}:
             make_folder(self.filesystem, target)
         stored = []
-        for name, mine in share({name: identity_of(file) for name, file in files.items()}):
-            target = self._inside(checkpoint, name)
-            if mine:
-                sums = brought(files[name], self.filesystem, target, keep=keep)
+        identities = {name: file_identity(file) for name, file in files.items()}
+        for name, uploads in assignment(identities):
+            if uploads:
+                target = self._path(checkpoint, name)
+                sums = upload_file(files[name], self.filesystem, target, keep=keep)
             else:
                 sums = size_and_checksum(pafs.LocalFileSystem(), str(files[name]))
-            stored.append(Stored(name, *sums))
+            stored.append(StoredFile(name, *sums))
         return stored
 
-    def holds(self, checkpoint: Checkpoint, name: str | None = None) -> bool:
-        """Tell whether a checkpoint lies in the run's folder, and by this name."""
-        if is_local(self.filesystem) and is_local(checkpoint.filesystem):
-            mine, its = os.path.realpath(self.path), os.path.realpath(checkpoint.path)
-        elif self.filesystem.equals(checkpoint.filesystem):
-            mine, its = self.path, checkpoint.path
-        else:
-            return False
-        return its.startswith(f"{mine}/") if name is None else its == f"{mine}/{name}"
-
-    def described(self, checkpoint: str, share: Share = everything) -> list[Stored]:
-        """Describe the files that lie in a checkpoint's folder already; reads all of them.
+    def describe(self, checkpoint: str, assignment: Assignment = assign_all) -> list[StoredFile]:
+        """Read the files that ranks have saved in a checkpoint's folder, and describe them.
 
         Parameters
         ----------
         checkpoint : str
             The checkpoint's name.
-        share : callable
-            Chooses which of them this rank reads.
+        assignment : callable
+            Selects the files that this rank reads; by default all.
 
         Raises
         ------
         DistributorError
-            Where the checkpoint is committed already.
+            If the checkpoint is already committed.
         """
-        self._check_new(checkpoint)
+        self._check_uncommitted(checkpoint)
         root = f"{self.path}/{checkpoint}"
-        found = [info.path[len(root) + 1 :] for info in files_in(self.filesystem, root)]
-        names = sorted(set(found).difference(OWN))
+        existing = [info.path[len(root) + 1 :] for info in list_files(self.filesystem, root)]
+        names = sorted(set(existing).difference(RESERVED))
         return [
-            Stored(name, *size_and_checksum(self.filesystem, f"{root}/{name}"))
-            for name, _ in share(dict.fromkeys(names, ""))
+            StoredFile(name, *size_and_checksum(self.filesystem, f"{root}/{name}"))
+            for name, _ in assignment(dict.fromkeys(names, ""))
         ]
 
+    def contains(self, checkpoint: Checkpoint, name: str | None = None) -> bool:
+        """Return whether a checkpoint is in the run's folder, and has this name if one is given."""
+        if is_local(self.filesystem) and is_local(checkpoint.filesystem):
+            run, path = os.path.realpath(self.path), os.path.realpath(checkpoint.path)
+        elif self.filesystem.equals(checkpoint.filesystem):
+            run, path = self.path, checkpoint.path
+        else:
+            return False
+        return path.startswith(f"{run}/") if name is None else path == f"{run}/{name}"
+
     def commit(self, checkpoint: str, manifest: Manifest) -> None:
-        """Make a checkpoint exist, all of whose files are there.
+        """Check that all files of a checkpoint are in storage, and write its manifest.
 
         Raises
         ------
         DistributorError
-            Where one is not there, or not whole.
+            If a file is missing, or has another size.
         """
-        self._check_whole(checkpoint, manifest.files)
-        self._remove_others(checkpoint, manifest.files)
+        check_sizes(self.filesystem, f"{self.path}/{checkpoint}", manifest.files)
+        self._remove_other_files(checkpoint, manifest.files)
         self.write(f"{checkpoint}/{MANIFEST}", manifest.to_json())
 
+    def _check_uncommitted(self, checkpoint: str) -> None:
+        if self.manifest_of(checkpoint) is not None:
+            raise DistributorError(
+                f"The checkpoint {checkpoint} already exists in {self.path}, and is not "
+                "overwritten. Report the new one under another checkpoint_dir_name."
+            )
+
+    def _remove_other_files(self, checkpoint: str, files: Iterable[StoredFile]) -> None:
+        """Remove files that a killed attempt has left in a checkpoint's folder."""
+        listed = {self._path(checkpoint, file.name) for file in files}
+        existing = {info.path for info in list_files(self.filesystem, self._path(checkpoint))}
+        if listed <= existing:  # else the file system lists other paths than were written
+            for path in existing - listed:
+                self.filesystem.delete_file(path)
+
+    # Checkpoints
+
+    def checkpoint(self, name: str) -> Checkpoint:
+        """Return a checkpoint by its name."""
+        return Checkpoint(f"{self.path}/{name}", self.filesystem)
+
     def committed(self) -> list[tuple[str, Manifest]]:
-        """List the checkpoints that exist, and their manifests, in the order of their reports."""
+        """List the names and manifests of the checkpoints that exist, in the order of reports."""
         return self.survey()[0]
 
     def survey(self) -> tuple[list[tuple[str, Manifest]], list[str]]:
-        """List what `committed` does, and name the checkpoints whose manifest is damaged."""
-        found = [(name, self._told_in(name)) for name in self._folders()]
-        manifests = [(name, told) for name, told in found if isinstance(told, Manifest)]
-        damaged = [name for name, told in found if told == DAMAGED]
+        """Return the same as `committed`, and the names of checkpoints with a damaged manifest."""
+        found = [(name, self._read_manifest(name)) for name in self._folders()]
+        manifests = [(name, each) for name, each in found if isinstance(each, Manifest)]
+        damaged = [name for name, each in found if each == DAMAGED]
         return sorted(manifests, key=lambda pair: pair[1].index), damaged
 
     def next_index(self) -> int:
-        """Give the number after that of any checkpoint, whole or not: folders are used once."""
+        """Return the next checkpoint number; a folder's number is never used twice."""
         return 1 + max(map(_index_of, self._numbered()), default=-1)
 
-    def leftovers(self, before: str) -> list[str]:
-        """Name the checkpoints before another that were begun and never committed.
+    def find_uncommitted(self, before: str) -> list[str]:
+        """Return the names of checkpoints before another that were begun and never committed.
 
-        One whose manifest is there and damaged is not among them: it is for people to look at.
+        A checkpoint with a damaged manifest is not included: a person may be able to repair it.
         """
         old = [name for name in self._numbered() if _index_of(name) < _index_of(before)]
-        files = [self._inside(name, MANIFEST) for name in old]
-        infos = self.filesystem.get_file_info(files)
+        infos = self.filesystem.get_file_info([self._path(name, MANIFEST) for name in old])
         missing = pafs.FileType.NotFound
         return [name for name, info in zip(old, infos, strict=True) if info.type == missing]
 
     def manifest_of(self, checkpoint: str) -> Manifest | None:
-        """Read a checkpoint's manifest; None where it is not committed."""
-        told = self._told_in(checkpoint)
-        return told if isinstance(told, Manifest) else None
+        """Read a checkpoint's manifest; return None if it is not committed or is damaged."""
+        manifest = self._read_manifest(checkpoint)
+        return manifest if isinstance(manifest, Manifest) else None
 
-    def _told_in(self, checkpoint: str) -> Manifest | Literal["damaged"] | None:
+    def _read_manifest(self, checkpoint: str) -> Manifest | Literal["damaged"] | None:
         text = self.read(f"{checkpoint}/{MANIFEST}")
         try:
             return Manifest.from_json(text) if text is not None else None
         except (ValueError, TypeError, KeyError):
-            return DAMAGED  # it was not written to its end, or has been changed
+            return DAMAGED  # incomplete, or modified
 
-    def damage_of(self, checkpoint: str, files: Sequence[Stored]) -> str | None:
-        """Say what is wrong with files of a committed checkpoint; reads all of them."""
-        files = [file for file in files if file.name != METADATA]  # users may add to that
-        paths = [self._inside(checkpoint, file.name) for file in files]
-        with ThreadPoolExecutor(READERS, "readers") as readers:
-            return next(filter(None, readers.map(self._damage_of, paths, files)), None)
+    def find_damage(self, checkpoint: str, files: Sequence[StoredFile]) -> str | None:
+        """Read files of a checkpoint completely, and describe the first that is damaged."""
+        return find_damage(self.filesystem, self._path(checkpoint), files)
 
-    def break_hardlink(self, checkpoint: str, files: Sequence[Stored]) -> None:
-        """See to it that nobody can write to files of a checkpoint by another name of theirs."""
+    def break_hardlinks(self, checkpoint: str, files: Sequence[StoredFile]) -> None:
+        """Ensure that files of a checkpoint cannot be modified through other names of theirs."""
         if is_local(self.filesystem):
             for file in files:
-                break_hardlink(self._inside(checkpoint, file.name))
-
-    def checkpoint(self, name: str) -> Checkpoint:
-        """Give a checkpoint by its name."""
-        return Checkpoint(f"{self.path}/{name}", self.filesystem)
+                break_hardlink(self._path(checkpoint, file.name))
 
     def remove(self, checkpoint: str) -> None:
-        """Remove a checkpoint; first its manifest, so that nobody takes half of it for all."""
-        manifest = self._inside(checkpoint, MANIFEST)
+        """Remove a checkpoint: its manifest first, so that no reader sees half of it."""
+        manifest = self._path(checkpoint, MANIFEST)
         if self.filesystem.get_file_info(manifest).type == pafs.FileType.File:
             self.filesystem.delete_file(manifest)
-        self.filesystem.delete_dir(f"{self.path}/{checkpoint}")
-
-    def _check_new(self, checkpoint: str) -> None:
-        if self.manifest_of(checkpoint) is not None:
-            raise DistributorError(
-                f"The checkpoint {checkpoint} is already in {self.path}, and is not written over. "
-                "Report it under another checkpoint_dir_name."
-            )
-
-    def _damage_of(self, path: str, file: Stored) -> str | None:
-        info = self.filesystem.get_file_info(path)
-        if info.type != pafs.FileType.File:
-            return f"{path} is gone"
-        if info.size != file.size:
-            return f"{path} has {info.size:,} bytes, and had {file.size:,}"
-        if size_and_checksum(self.filesystem, path) != (file.size, file.checksum):
-            return f"{path} has been changed"
-        return None
-
-    def _check_whole(self, checkpoint: str, files: Iterable[Stored]) -> None:
-        wanted = {self._inside(checkpoint, file.name): file.size for file in files}
-        for info in self.filesystem.get_file_info(list(wanted)):
-            if info.type != pafs.FileType.File or info.size != wanted[info.path]:
-                found = f"{info.size:,} bytes" if info.type == pafs.FileType.File else "nothing"
-                raise DistributorError(
-                    f"The checkpoint {checkpoint} is not whole: {wanted[info.path]:,} bytes were "
-                    f"written to {info.path}, and there is {found}. Do all nodes see the same "
-                    f"storage at {self.path}?"
-                )
-
-    def _remove_others(self, checkpoint: str, files: Iterable[Stored]) -> None:
-        """Remove what an attempt that was killed has left in a checkpoint's folder."""
-        wanted = {self._inside(checkpoint, file.name) for file in files}
-        found = {info.path for info in files_in(self.filesystem, f"{self.path}/{checkpoint}")}
-        if wanted <= found:  # or they are listed by other paths than they were written by
-            for path in found - wanted:
-                self.filesystem.delete_file(path)
+        self.filesystem.delete_dir(self._path(checkpoint))
 
     def _folders(self) -> list[str]:
         selector = pafs.FileSelector(self.path, allow_not_found=True)
@@ -342,11 +268,11 @@ class Storage:
     def _numbered(self) -> list[str]:
         return sorted(name for name in self._folders() if NUMBERED.fullmatch(name))
 
-    def _inside(self, checkpoint: str, name: str) -> str:
-        return f"{self.path}/{checkpoint}/{name}"
+    def _path(self, checkpoint: str, *names: str) -> str:
+        return "/".join((self.path, checkpoint, *names))
 
 
 def _index_of(checkpoint: str) -> int:
-    """Give a checkpoint's number; one that is named otherwise comes before all."""
-    found = NUMBERED.fullmatch(checkpoint)
-    return int(found[1]) if found else -1
+    """Return the number in a checkpoint's name; -1 if the user has named it."""
+    match = NUMBERED.fullmatch(checkpoint)
+    return int(match[1]) if match else -1

@@ -11,56 +11,56 @@ import pyarrow.fs as pafs
 from distributor.core.checkpoint_config import absolute
 
 OBJECT_STORES = ("s3", "gcs")
-"""The types of file systems in which a file needs no folder."""
+"""The types of file systems in which a file can be written without a folder."""
+
+
+class UnknownScheme(ValueError):
+    """No file system is registered for the scheme of an address; a program may register one."""
 
 
 def resolve(path: str | os.PathLike[str], filesystem: Any = None) -> tuple[pafs.FileSystem, str]:
-    """Find the file system of a path.
+    """Return the file system of a path, and the path in it.
 
     Parameters
     ----------
     path : str or path
-        A path, or an address such as ``s3://bucket/folder``; with `filesystem` a path in it.
+        A path, or an address such as ``s3://bucket/folder``; with `filesystem`, a path in it.
     filesystem : pyarrow.fs.FileSystem or fsspec file system, optional
-        Where the path is.
+        The file system; by default the one that the path names.
 
     Returns
     -------
     FileSystem
-        Pyarrow's, or what makes one of fsspec's.
+        One of pyarrow, or an adapter for one of fsspec.
     str
-        The path in it; absolute where it is this machine's.
+        The path in it; absolute if it is on this machine.
 
     Raises
     ------
     TypeError
-        For a `filesystem` of neither kind.
+        If `filesystem` is of neither kind.
     UnknownScheme
-        For an address whose scheme nobody knows.
+        If neither pyarrow nor fsspec knows the address's scheme.
     """
     text = os.fspath(path)
     if filesystem is not None:
-        return _adapted(filesystem), text.rstrip("/")
+        return _adapt(filesystem), text.rstrip("/")
     if "://" not in text:
         return pafs.LocalFileSystem(), absolute(text)
     try:
         found, inside = pafs.FileSystem.from_uri(text)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as unknown:
-        return _by_fsspec(text, unknown)
+        return _resolve_with_fsspec(text, unknown)
     return found, str(inside).rstrip("/")
 
 
-class UnknownScheme(ValueError):
-    """Nobody knows the scheme of an address, though a program may yet make it known."""
-
-
 def is_local(filesystem: pafs.FileSystem) -> bool:
-    """Tell whether it is that of this machine, mounted shares among it."""
+    """Return whether it is this machine's file system, which includes mounted shares."""
     return isinstance(filesystem, pafs.LocalFileSystem)
 
 
-def files_in(filesystem: pafs.FileSystem, folder: str) -> list[pafs.FileInfo]:
-    """List the files of a folder, at any depth."""
+def list_files(filesystem: pafs.FileSystem, folder: str) -> list[pafs.FileInfo]:
+    """List the files in a folder, recursively."""
     infos = filesystem.get_file_info(pafs.FileSelector(folder, recursive=True))
     return [info for info in infos if info.type == pafs.FileType.File]
 
@@ -68,25 +68,25 @@ def files_in(filesystem: pafs.FileSystem, folder: str) -> list[pafs.FileInfo]:
 def make_folder(filesystem: pafs.FileSystem, path: str) -> None:
     """Make a folder that files can be written to.
 
-    An object store needs none: to make one it asks for the whole bucket, for which rights to some
-    part of it are too few.
+    Object stores are skipped. They need no folders, and to make one pyarrow asks about the whole
+    bucket, which fails with permissions for a part of it.
     """
     if filesystem.type_name not in OBJECT_STORES:
         filesystem.create_dir(path, recursive=True)
 
 
-def _adapted(filesystem: Any) -> pafs.FileSystem:
+def _adapt(filesystem: Any) -> pafs.FileSystem:
     if isinstance(filesystem, pafs.FileSystem):
         return filesystem
     if hasattr(filesystem, "ls") and hasattr(filesystem, "open"):
         return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem))
     raise TypeError(
-        "storage_filesystem is a file system of pyarrow's (pyarrow.fs) or fsspec's, but is "
+        "storage_filesystem must be a file system of pyarrow (pyarrow.fs) or fsspec, but is "
         f"{filesystem!r}."
     )
 
 
-def _by_fsspec(address: str, unknown: Exception) -> tuple[pafs.FileSystem, str]:
+def _resolve_with_fsspec(address: str, unknown: Exception) -> tuple[pafs.FileSystem, str]:
     try:
         from fsspec.core import url_to_fs
 
@@ -94,6 +94,6 @@ def _by_fsspec(address: str, unknown: Exception) -> tuple[pafs.FileSystem, str]:
     except (ImportError, ValueError) as error:
         raise UnknownScheme(
             f"No file system is known for {address}: pyarrow says {str(unknown)!r}, and fsspec "
-            f"{str(error)!r}. Install the package that has it, or give storage_filesystem."
+            f"{str(error)!r}. Install the package that provides it, or pass storage_filesystem."
         ) from error
-    return _adapted(found), str(inside).rstrip("/")
+    return _adapt(found), str(inside).rstrip("/")

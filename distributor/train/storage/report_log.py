@@ -1,4 +1,4 @@
-"""The log of what a training run has reported: JSON lines, rewritten whole each time."""
+"""The log of a training run's reports: JSON lines in a file that is rewritten each time."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from distributor.train.storage.checkpoint_store import RECORD, Storage
+from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.manifest import CHECKPOINT_LOG
 
-FILE = "reports.jsonl"
-"""The run's record, for people and for `Result`."""
+RUN_LOG = "reports.jsonl"
+"""The log in the run's folder, for people and for `Result`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What all ranks reported once.
+    """One report of all ranks.
 
     Parameters
     ----------
     number : int
-        Which report it was, from 0, those of earlier attempts counted that it goes on from.
+        Its number, from 0; reports of the earlier attempts that it continues count too.
     metrics : mapping of str to object
-        Rank 0's.
+        Rank 0's metrics.
     checkpoint : str or None
-        The name of the checkpoint that came with it.
+        The name of the checkpoint that was reported with it.
     world_size, attempt : int
-        On how many ranks, and in which attempt of its run.
+        The number of ranks, and the attempt of the run in which they reported.
     at : float
         When, in seconds since the epoch.
     """
@@ -41,12 +42,12 @@ class Report:
 
 
 def to_lines(reports: Sequence[Report]) -> bytes:
-    """Write reports as lines of JSON."""
+    """Serialize reports as lines of JSON."""
     return b"".join(json.dumps(asdict(report)).encode() + b"\n" for report in reports)
 
 
 def from_lines(text: bytes) -> list[Report]:
-    """Read such lines, up to one that was cut short."""
+    """Parse lines of JSON; stop at one that is incomplete."""
     reports = []
     for line in text.splitlines():
         try:
@@ -56,8 +57,8 @@ def from_lines(text: bytes) -> list[Report]:
     return reports
 
 
-def recorded(storage: Storage) -> list[Report]:
-    """Read all that a run has reported, as the run's record or its latest checkpoint has it."""
-    records = [FILE, *(f"{name}/{RECORD}" for name, _ in storage.committed()[-1:])]
-    found = [from_lines(storage.read(record) or b"") for record in records]
-    return max(found, key=lambda reports: reports[-1].at if reports else 0.0)
+def read_reports(storage: Storage) -> list[Report]:
+    """Return all reports of a run, from the run's log or the latest checkpoint's, if newer."""
+    files = [RUN_LOG, *(f"{name}/{CHECKPOINT_LOG}" for name, _ in storage.committed()[-1:])]
+    logs = [from_lines(storage.read(file) or b"") for file in files]
+    return max(logs, key=lambda reports: reports[-1].at if reports else 0.0)

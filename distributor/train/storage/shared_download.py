@@ -1,8 +1,8 @@
 """One local copy of a remote folder for all processes of a node that load it at once.
 
-Each holds a lock of the kernel's on it, which ends with the process however that ends: alone while
-it makes the copy, together with the others while it uses it. Who can have it alone when it leaves
-is the last, and removes the copy.
+Each process holds a file lock (``flock``) on the copy, which the kernel releases when the process
+ends: an exclusive lock while it makes the copy, a shared lock while it uses the copy. A process
+that gets the exclusive lock when it is done is the last user, and removes the copy.
 """
 
 from __future__ import annotations
@@ -20,106 +20,112 @@ from distributor.core.atomic_files import atomic_path
 from distributor.node.environment.build_once import open_lock, tree_size, try_lock_exclusively
 from distributor.node.environment.cache import CacheEntry
 
-Fill = Callable[[Path], object]
-"""Copies into a folder."""
+Download = Callable[[Path], object]
+"""Copies the remote folder into a folder of this machine, which it makes."""
 
 
 @contextlib.contextmanager
-def borrowed(name: str, fill: Fill) -> Iterator[Path]:
-    """Have a copy for a while, together with all of this user's processes that want the same.
+def shared_download(name: str, download: Download) -> Iterator[Path]:
+    """Provide a copy of a remote folder, shared with this user's other processes that need it.
 
     Parameters
     ----------
     name : str
-        Tells what is copied from anything else; part of a file's name.
-    fill : callable
-        Makes the copy. What it raises is raised here, and each of the others tries for itself.
+        Identifies what is copied; a part of the local folder's name.
+    download : callable
+        Makes the copy. Its exceptions are raised here, and each of the other processes tries
+        itself.
+
+    Yields
+    ------
+    Path
+        The local folder, which exists until the last process has left the context.
     """
-    place = _place()
-    if place is None:
+    root = _root_folder()
+    if root is None:
         with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
-            fill(Path(folder))
+            download(Path(folder))
             yield Path(folder)
         return
-    _sweep(place)
+    _remove_unused(root)
     while True:
-        with _Copy(place, name) as copy:
-            if copy.join(fill):
+        with _LocalCopy(root, name) as copy:
+            if copy.acquire(download):
                 yield copy.folder
                 return
 
 
-def _place() -> Path | None:
-    """Give the folder of this user's copies; None where there can be none, or no locks."""
+def leftover_copies() -> list[CacheEntry]:
+    """List the copies on this machine that are left because their processes were killed."""
+    root = _root_folder()
+    if root is None:
+        return []
+    entries = [_LeftoverCopy.from_lock(root, lock) for lock in sorted(root.glob("*.lock"))]
+    return [entry for entry in entries if not entry.in_use()]
+
+
+def _root_folder() -> Path | None:
+    """Return the folder of this user's copies; None if it or locks in it cannot be had."""
     folder = Path(tempfile.gettempdir(), f"distributor-checkpoints-{os.getuid()}")
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            fcntl.flock(found, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return folder if os.fstat(found).st_uid == os.getuid() else None
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return folder if os.fstat(descriptor).st_uid == os.getuid() else None
         finally:
-            os.close(found)
+            os.close(descriptor)
     except OSError:
         return None
 
 
-def _sweep(place: Path) -> None:
-    """Remove the copies that nobody uses any more: of processes that were killed."""
-    for lock in place.glob("*.lock"):
-        with _Copy(place, lock.stem):
-            pass  # whoever leaves is perhaps the last
-
-
-def copies() -> list[CacheEntry]:
-    """List the copies on this machine that nobody removes: their processes were killed."""
-    place = _place()
-    if place is None:
-        return []
-    found = [_Left.of(place, lock) for lock in sorted(place.glob("*.lock"))]
-    return [each for each in found if not each.in_use()]
+def _remove_unused(root: Path) -> None:
+    """Remove the copies whose processes have all been killed."""
+    for lock in root.glob("*.lock"):
+        with _LocalCopy(root, lock.stem):
+            pass  # its exit removes a copy that nobody uses
 
 
 @dataclass(frozen=True)
-class _Left:
-    """A copy, as `distributor.cleaning` knows what is left."""
+class _LeftoverCopy:
+    """A copy as a cache entry, which `distributor.cleaning` can remove."""
 
     path: Path
     used_at: float
     size: int
 
     @classmethod
-    def of(cls, place: Path, lock: Path) -> _Left:
-        return cls(place / lock.stem, lock.stat().st_mtime, tree_size(place / lock.stem))
+    def from_lock(cls, root: Path, lock: Path) -> _LeftoverCopy:
+        return cls(root / lock.stem, lock.stat().st_mtime, tree_size(root / lock.stem))
 
     def in_use(self) -> bool:
         with open_lock(self.path.with_name(f"{self.path.name}.lock")) as lock:
             return not try_lock_exclusively(lock)
 
     def remove(self) -> bool:
-        with _Copy(self.path.parent, self.path.name):
-            pass  # whoever leaves is perhaps the last
+        with _LocalCopy(self.path.parent, self.path.name):
+            pass  # its exit removes a copy that nobody uses
         return not self.path.exists()
 
 
-class _Copy:
-    """A copy's folder and lock; the last who leaves removes both.
+class _LocalCopy:
+    """A copy's folder and lock file; the last process to leave the context removes both.
 
     Parameters
     ----------
-    place : Path
-        The folder they are in.
+    root : Path
+        The folder that contains both.
     name : str
-        The folder's name, which it has only while it is whole.
+        The folder's name. The folder has it only while it is complete.
     """
 
-    def __init__(self, place: Path, name: str) -> None:
-        self.folder = place / name
-        self._half = place / f"{name}.half"
-        self._file = place / f"{name}.lock"
-        self._lock = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def __init__(self, root: Path, name: str) -> None:
+        self.folder = root / name
+        self._partial = root / f"{name}.partial"
+        self._lock_file = root / f"{name}.lock"
+        self._lock = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
-    def __enter__(self) -> _Copy:
+    def __enter__(self) -> _LocalCopy:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -128,34 +134,35 @@ class _Copy:
         except BlockingIOError:
             pass  # others use it
         else:
-            if self._current():
+            if self._is_current():
                 self._remove()
         finally:
             os.close(self._lock)
 
-    def join(self, fill: Fill) -> bool:
-        """Share it once it is whole; False where it was removed before this one had the lock."""
-        fcntl.flock(self._lock, fcntl.LOCK_SH)  # waits for whoever makes it
-        while self._current() and not self.folder.exists():
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if self._current() and not self.folder.exists():
-                self._make(fill)
-            fcntl.flock(self._lock, fcntl.LOCK_SH)  # not at once: others may come in between
-        return self._current()
+    def acquire(self, download: Download) -> bool:
+        """Wait for the copy or make it, and hold a shared lock on it.
 
-    def _current(self) -> bool:
-        """Tell whether the lock is the one that others find."""
+        Returns False if another process has removed the copy before this one got the lock.
+        """
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # waits for a process that makes it
+        while self._is_current() and not self.folder.exists():
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if self._is_current() and not self.folder.exists():
+                with atomic_path(self.folder, self._partial) as partial:
+                    download(partial)
+            # flock does not downgrade the lock atomically: another process may get it in between.
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+        return self._is_current()
+
+    def _is_current(self) -> bool:
+        """Return whether the lock file is still the one that other processes open."""
         try:
-            return os.path.samestat(os.fstat(self._lock), self._file.stat())
+            return os.path.samestat(os.fstat(self._lock), self._lock_file.stat())
         except FileNotFoundError:
             return False
 
-    def _make(self, fill: Fill) -> None:
-        with atomic_path(self.folder, self._half) as partial:
-            fill(partial)
-
     def _remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self.folder.rename(self._half)  # at once: whoever is killed leaves no half of it
-        shutil.rmtree(self._half, ignore_errors=True)
-        self._file.unlink(missing_ok=True)
+            self.folder.rename(self._partial)  # a killed process leaves no incomplete folder
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._lock_file.unlink(missing_ok=True)

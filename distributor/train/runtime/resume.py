@@ -1,0 +1,157 @@
+"""The round before the first report: ranks check their storage and agree where to resume."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distributor.core.host import host_name
+from distributor.errors import DistributorError
+from distributor.train.checkpoint import Checkpoint
+from distributor.train.runtime.store_channel import StoreChannel
+from distributor.train.storage.checkpoint_manager import CheckpointManager
+from distributor.train.storage.checkpoint_store import Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumePoint:
+    """The state that a training starts from; the same on all ranks.
+
+    Parameters
+    ----------
+    latest : str or None
+        The name of the latest checkpoint that is not damaged.
+    next_index : int
+        The number of the next checkpoint.
+    num_reports : int
+        The number of reports up to that checkpoint.
+    positions : mapping of str to object
+        The positions of the data loaders in that checkpoint.
+    damaged : frozenset of str
+        The names of later checkpoints, which are damaged.
+    """
+
+    latest: str | None
+    next_index: int
+    num_reports: int
+    positions: Mapping[str, Any]
+    damaged: frozenset[str]
+
+
+def find_resume_point(
+    channel: StoreChannel,
+    storage: Storage,
+    manager: CheckpointManager,
+    resume_from: Checkpoint | None,
+) -> ResumePoint:
+    """Check that all ranks share the storage, and find the checkpoint to resume from.
+
+    All ranks call this together. Each reads its share of the files of the latest checkpoint. If one
+    is damaged, the checkpoint before is used.
+
+    Parameters
+    ----------
+    channel : StoreChannel
+        How the ranks communicate.
+    storage : Storage
+        The run's folder.
+    manager : CheckpointManager
+        The run's reports; rank 0's forgets those after the checkpoint.
+    resume_from : Checkpoint or None
+        The checkpoint to start from if the run has none of its own.
+
+    Raises
+    ------
+    DistributorError
+        If the ranks do not share the storage.
+    """
+    channel.set_own("proof", {"host": host_name(), **_write_proof(storage)})
+    if channel.rank == 0:
+        error = _check_shared(channel, storage)
+        channel.set("begin", {"error": error} if error else _survey(storage))
+    begin = channel.get("begin")
+    if "error" in begin:
+        raise DistributorError(begin["error"])
+    damaged: set[str] = set()
+    latest = None
+    for name in begin["committed"]:
+        if _is_intact(channel, storage, name):
+            latest = name
+            break
+        damaged.add(name)
+    if channel.rank == 0:
+        positions = _stored_positions(storage.checkpoint(latest) if latest else resume_from)
+        channel.set("resume", {"reports": manager.resume_from(latest), "positions": positions})
+    resume = channel.get("resume")
+    return ResumePoint(
+        latest=latest,
+        next_index=begin["next"],
+        num_reports=resume["reports"],
+        positions=resume["positions"],
+        damaged=frozenset(damaged),
+    )
+
+
+def _write_proof(storage: Storage) -> dict[str, str]:
+    """Write a file that rank 0 must see if it has the same storage."""
+    file = f".proof-{secrets.token_hex(8)}"
+    try:
+        storage.write(file, b"\n")
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"file": file}
+
+
+def _check_shared(channel: StoreChannel, storage: Storage) -> str | None:
+    """Return an error that names the ranks whose proofs rank 0 does not see."""
+    proofs = channel.gather("proof")
+    seen = storage.remove_files([proof["file"] for proof in proofs if "file" in proof])
+    failures = [
+        f"rank {rank} on {proof['host']}: {proof.get('error', 'its files do not appear there')}"
+        for rank, proof in enumerate(proofs)
+        if proof.get("file") not in seen
+    ]
+    if not failures:
+        return None
+    return (
+        f"The ranks do not share the storage that rank 0 on {proofs[0]['host']} sees at "
+        f"{storage.path}: {'; '.join(failures)}. storage_path must be a folder that all nodes "
+        "mount and can write to, or an address such as s3://bucket/runs."
+    )
+
+
+def _survey(storage: Storage) -> dict[str, Any]:
+    """Return the names of the checkpoints that exist, the latest first, and the next number."""
+    committed, damaged = storage.survey()
+    for name in damaged:
+        print(f"distributor: {name} is skipped: its manifest is damaged.", flush=True)
+    numbers = [storage.next_index(), *(1 + manifest.index for _, manifest in committed)]
+    return {"committed": [name for name, _ in reversed(committed)], "next": max(numbers)}
+
+
+def _is_intact(channel: StoreChannel, storage: Storage, name: str) -> bool:
+    """Return whether a checkpoint is undamaged: each rank reads its share of the files."""
+    manifest = storage.manifest_of(name)
+    if manifest is None:
+        damage: str | None = f"rank {channel.rank} cannot read its manifest"
+    else:
+        files = manifest.files[channel.rank :: channel.size]
+        damage = storage.find_damage(name, files)
+        if damage is None:
+            storage.break_hardlinks(name, files)
+    channel.set_own(f"check/{name}", damage)
+    damages = [damage for damage in channel.gather(f"check/{name}") if damage]
+    if damages and channel.rank == 0:
+        print(f"distributor: {name} is skipped: {'; '.join(damages)}.", flush=True)
+    return not damages
+
+
+def _stored_positions(checkpoint: Checkpoint | None) -> Mapping[str, Any]:
+    """Read the positions of data loaders from a checkpoint's manifest."""
+    if checkpoint is None:
+        return {}
+    root, _, name = checkpoint.path.rpartition("/")
+    manifest = Storage.at(checkpoint.filesystem, root).manifest_of(name)
+    return manifest.positions if manifest else {}

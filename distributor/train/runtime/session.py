@@ -1,0 +1,98 @@
+"""The training state of this process, if it is a rank: one object, which owns all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.node.worker.worker_context import worker_context
+from distributor.train.checkpoint import Checkpoint
+from distributor.train.runtime.preemption import NoticeTracker, agree
+from distributor.train.runtime.reporter import Reporter
+from distributor.train.storage.filesystems import UnknownScheme
+
+
+class RankSession:
+    """The reporter and the preemption notices of this process.
+
+    Each process has one, `session`, which is empty at first. Both parts are created when they are
+    first needed, and live until the process ends: a rank is one process of one attempt, so that
+    nothing is ever reset. Creating the reporter is collective: it waits until all ranks do it. It
+    is finished when the rank's program has returned (`Reporter.finish`).
+    """
+
+    def __init__(self) -> None:
+        self._reporter: Reporter | None = None
+        self._notices: NoticeTracker | None = None
+
+    @property
+    def reporter(self) -> Reporter:
+        """The reporter; started first if necessary, see `start_reporter` for what that raises."""
+        return self._reporter or self.start_reporter()
+
+    def start_reporter(
+        self, filesystem: Any = None, resume_from: Checkpoint | None = None
+    ) -> Reporter:
+        """Start this rank's reporter, together with all other ranks.
+
+        Parameters
+        ----------
+        filesystem : FileSystem, optional
+            The file system of the storage path; by default the one that the path names.
+        resume_from : Checkpoint, optional
+            The checkpoint to start from as long as the run has none of its own.
+
+        Raises
+        ------
+        RuntimeError
+            If this process is not a rank of a run, or the run has no storage.
+        DistributorError
+            If the ranks do not share the storage, or one of them does not call this.
+        """
+        if not _is_rank():
+            raise RuntimeError(
+                "report and get_checkpoint can only be called by the ranks of a run: call them in "
+                "the function that TorchTrainer or TorchDistributor runs."
+            )
+        settings = CheckpointSettings.from_env()
+        if settings is None:
+            raise RuntimeError(
+                "This run has no storage: pass a storage_path to TorchDistributor, or a "
+                "RunConfig(storage_path=...) to TorchTrainer."
+            )
+        self._reporter = Reporter(settings, filesystem, resume_from, self.was_preempted)
+        return self._reporter
+
+    def is_preempted(self) -> bool:
+        """Return, at the same call in all ranks, whether the run is about to lose a process."""
+        if not worker_context().is_rank:
+            return False
+        if self._notices is None:
+            self._notices = NoticeTracker(agree)
+            worker_context().preemption_notices.subscribe(self._notices.receive)
+        return self._notices.is_due()
+
+    def was_preempted(self) -> bool:
+        """Return whether `is_preempted` has been True."""
+        return self._notices is not None and self._notices.was_due
+
+
+session = RankSession()
+"""The session of this process."""
+
+
+def has_storage() -> bool:
+    """Return whether this process is a rank of a run with storage."""
+    return _is_rank() and CheckpointSettings.from_env() is not None
+
+
+def check_storage() -> None:
+    """Start the reporter before the rank's program, which may run for days before it reports."""
+    with contextlib.suppress(UnknownScheme):  # the program may register the scheme
+        session.start_reporter()
+
+
+def _is_rank() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ

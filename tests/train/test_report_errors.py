@@ -1,0 +1,203 @@
+"""Reports that cannot be made: every rank gets an error that names the cause."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from support.reports import TouchWhenPrinted, save
+from support.waiting import until
+
+from distributor import DistributorError, TorchDistributor, WorkerDied, train
+from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.train import Checkpoint, CheckpointUploadMode
+from distributor.train.runtime import store_channel
+from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.manifest import MANIFEST
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def test_ranks_that_pass_different_names_get_an_error(tmp_path: Path) -> None:
+    def report() -> None:
+        name = f"of {train.get_context().get_world_rank()}"
+        train.report({}, checkpoint=save(tmp_path, "x"), checkpoint_dir_name=name)
+
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs")
+    with pytest.raises(DistributorError, match="names: 'of 1' on rank 1, 'of 0' on rank 0"):
+        ranks.run(report)
+
+
+def test_ranks_that_do_not_report_are_named_in_the_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def report() -> None:
+        train.report({"loss": 2.0})
+        store_channel.RANK_TIMEOUT_SECONDS, store_channel.LATE_WARNING_SECONDS = 6.0, 2.0
+        if train.get_context().get_world_rank() in (0, 2):
+            train.report({"loss": 1.0})
+        else:
+            train.get_checkpoint()
+
+    env = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # waits time out sooner if torch prints nothing
+    ranks = TorchDistributor(4, use_gpu=False, storage_path=tmp_path, env=env, timeout=120)
+    waits = r"rank 0 still waits for ranks 1, 3"
+    with pytest.raises(DistributorError, match=f"After 6 s, {waits}. Every rank must call"):
+        ranks.run(report)
+    assert re.search(f"After 2 s, {waits} to report", capfd.readouterr().out)
+
+
+def test_a_late_rank_is_waited_for(tmp_path: Path) -> None:
+    warned = tmp_path / "warned"
+
+    def report() -> int:
+        train.report({"step": 0})
+        store_channel.LATE_WARNING_SECONDS = 0.5
+        if train.get_context().get_world_rank() == 1:
+            until(warned.exists, "rank 0 has named rank 1", 60)
+        train.report({"step": 1})
+        return 1
+
+    listener = TouchWhenPrinted(b"rank 0 still waits for rank 1 to report", warned)
+    env = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    ranks = TorchDistributor(
+        3, use_gpu=False, storage_path=tmp_path, env=env, timeout=120, listeners=[listener]
+    )
+    assert ranks.run_all(report) == [1, 1, 1]
+
+
+def test_the_cause_is_the_rank_that_dies_not_the_rank_that_waits(tmp_path: Path) -> None:
+    def report() -> None:
+        train.get_checkpoint()
+        if train.get_context().get_world_rank() == 0:
+            until((tmp_path / "waits").exists, "rank 1 waits", 60)
+            os._exit(5)
+        (tmp_path / "waits").touch()
+        train.report({"loss": 1.0})
+
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
+    with pytest.raises(WorkerDied, match=r"rank 0 .* exited with code 5"):
+        ranks.run(report)
+
+
+def test_ranks_that_do_not_share_the_storage_are_named(tmp_path: Path) -> None:
+    """As on hosts on which the path is a folder of each host's own disk."""
+
+    def report() -> None:
+        rank = train.get_context().get_world_rank()
+        os.environ["DISTRIBUTOR_TRAIN"] = CheckpointSettings(
+            storage_path=str(tmp_path / f"of {min(rank, 1)}"), name="mine"
+        ).to_variable()["DISTRIBUTOR_TRAIN"]
+        train.report({"loss": 1.0})
+
+    ranks = TorchDistributor(3, use_gpu=False, timeout=120)
+    error = (
+        rf"sees at {tmp_path}/of 0/mine: rank 1 on .*: its files do not appear there; rank 2 on "
+    )
+    with pytest.raises(DistributorError, match=error):
+        ranks.run(report)
+
+
+@pytest.mark.spark
+def test_storage_is_checked_before_the_function_runs(spark: Any, tmp_path: Path) -> None:
+    """The path is another folder on each executor, and the function could run for days."""
+    ranks = TorchDistributor(
+        4, local_mode=False, use_gpu=False, storage_path="/proc/self/cwd/runs", timeout=120
+    )
+    with pytest.raises(DistributorError, match="The ranks do not share the storage") as caught:
+        ranks.run((tmp_path / "ran").touch)
+    assert not (tmp_path / "ran").exists()
+    assert hasattr(caught.value, "rank_failures")
+
+
+def test_unwritable_storage_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
+    with pytest.raises(DistributorError, match=r"rank 0 on .*: NotADirectoryError"):
+        ranks.run(lambda: train.report({"loss": 1.0}))
+
+
+def test_invalid_and_empty_checkpoints_are_errors(tmp_path: Path) -> None:
+    def report(case: str) -> None:
+        folder = tmp_path / "folder"
+        if case == "empty":
+            folder.mkdir(exist_ok=True)
+        checkpoint: Any = str(folder) if case == "path" else Checkpoint.from_directory(folder)
+        train.report({"loss": 1.0}, checkpoint=checkpoint)
+
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
+    with pytest.raises(TypeError, match=r"must be a Checkpoint, such as .*, but is '/"):
+        ranks.run(report, "path")
+    with pytest.raises(DistributorError, match=r"Rank 0 could not .*There is no checkpoint at /"):
+        ranks.run(report, "missing")
+    with pytest.raises(DistributorError, match="The checkpoint is empty: no rank has saved"):
+        ranks.run(report, "empty")
+    assert not any((tmp_path / "runs").rglob(MANIFEST))
+
+
+def test_metrics_can_be_tensors_with_one_element(tmp_path: Path) -> None:
+    def report() -> None:
+        import torch
+
+        train.report({"loss": torch.tensor(0.5), "names": ["a"]}, checkpoint=save(tmp_path, "x"))
+        train.report({"weights": torch.ones(2)})
+
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path / "runs", name="mine")
+    with pytest.raises(TypeError, match=r"Metrics must be JSON-serializable.* one is tensor\(\[1"):
+        ranks.run(report)
+    [(_, manifest)] = Storage(tmp_path / "runs", "mine").committed()
+    assert manifest.metrics == {"loss": 0.5, "names": ["a"]}
+
+
+def test_different_files_of_one_name_are_an_error(tmp_path: Path) -> None:
+    def report() -> None:
+        mine = tmp_path / str(train.get_context().get_world_rank())
+        mine.mkdir()
+        (mine / "model.pt").write_text(mine.name)
+        train.report({}, checkpoint=Checkpoint.from_directory(mine))
+
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs")
+    with pytest.raises(DistributorError, match="Several ranks report a file model"):
+        ranks.run(report)
+
+
+def test_report_outside_a_run_is_an_error() -> None:
+    with pytest.raises(
+        RuntimeError, match="report and get_checkpoint can only be called by the ranks"
+    ):
+        train.report({"loss": 1.0})
+    assert train.get_context().get_world_size() == 1
+
+
+def test_report_without_storage_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="This run has no storage: pass a storage_path"):
+        TorchDistributor(1, use_gpu=False).run(lambda: train.report({}))
+
+
+@pytest.mark.parametrize("name", ["epochs/3", ".", "..", "../elsewhere", "", 3])
+def test_an_invalid_checkpoint_name_is_an_error(tmp_path: Path, name: Any) -> None:
+    def report() -> None:
+        train.report({}, checkpoint=save(tmp_path / "local", "x"), checkpoint_dir_name=name)
+
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path / "runs")
+    with pytest.raises(
+        ValueError, match="checkpoint_dir_name must be the name of a folder, but is"
+    ):
+        ranks.run(report)
+
+
+def test_a_failed_asynchronous_report_raises_from_a_later_one(tmp_path: Path) -> None:
+    def report() -> None:
+        missing = Checkpoint.from_directory(tmp_path / "missing")
+        for checkpoint in itertools.chain([missing], itertools.repeat(None)):
+            train.report({}, checkpoint, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
+
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
+    with pytest.raises(DistributorError, match="There is no checkpoint at"):
+        ranks.run(report)

@@ -1,0 +1,55 @@
+"""Files that several ranks report: each is uploaded once; different ones of a name are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from distributor.train.runtime.store_channel import StoreChannel
+from distributor.train.storage.upload_assignment import (
+    Assignment,
+    assign_all,
+    assign_among_ranks,
+    file_identity,
+)
+
+FILES = {f"{number}.distcp": f"file {number}" for number in range(4)}
+
+
+@pytest.fixture
+def assignment_of() -> Callable[[int], Assignment]:
+    """Return the assignment of one of two ranks, over a store in this process."""
+    store = dist.HashStore()
+    return lambda rank: assign_among_ranks(StoreChannel(rank, 2, store), "report/0/files")
+
+
+def test_a_single_rank_uploads_all_files() -> None:
+    assert list(assign_all(FILES)) == [(name, True) for name in FILES]
+
+
+def test_each_file_is_uploaded_once(assignment_of: Callable[[int], Assignment]) -> None:
+    first, second = assignment_of(0)(FILES), assignment_of(1)(FILES)
+    turns = [next(first), next(second), next(first)]
+    rest = [*second, *first]
+    assert turns == [("0.distcp", True), ("2.distcp", True), ("1.distcp", True)]
+    assert rest == [("3.distcp", True)]
+
+
+def test_another_file_of_the_same_name_is_compared(
+    assignment_of: Callable[[int], Assignment],
+) -> None:
+    other = {**FILES, "1.distcp": "of another node"}
+    assert dict(assignment_of(0)(FILES)) == dict.fromkeys(FILES, True)
+    assert list(assignment_of(1)(other)) == [("1.distcp", False)]
+
+
+def test_a_file_is_identified_by_any_of_its_paths(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a").write_text("x")
+    (tmp_path / "b").write_text("x")
+    (tmp_path / "again").symlink_to(tmp_path / "folder")
+    assert file_identity(tmp_path / "again" / "a") == file_identity(tmp_path / "folder" / "a")
+    assert file_identity(tmp_path / "b") != file_identity(tmp_path / "folder" / "a")
