@@ -24,7 +24,7 @@ from distributor.serialization.program import Program, Script
 from distributor.tracking.recorder import Recorder
 from distributor.tracking.run import TrackedRun, describe_job, open_run, rank_environment
 
-CHECK_STORAGE = "distributor.train.runtime.reporter:look_at_storage"
+CHECK_STORAGE = "distributor.train.runtime.session:check_storage"
 """What ranks call first if they store checkpoints, so that bad storage fails before training."""
 
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from distributor.train.callbacks import TrainRunContext, UserCallback
 from distributor.train.checkpoint import Checkpoint, CheckpointUploadMode, ReportedCheckpoint
 from distributor.train.config import (
     CheckpointConfig,
     FailureConfig,
-    RunConfig,
     ScalingConfig,
 )
 from distributor.train.context import TrainContext, get_context
 from distributor.train.result import Result
+from distributor.train.run_config import RunConfig, TrainRunContext, UserCallback
 from distributor.train.runtime.session import session
 
 __all__ = [

@@ -1,17 +1,18 @@
-"""Configuration of a training run, under Ray Train's names; checked when it is created."""
+"""Configuration of ranks, restarts and checkpoints, under Ray Train's names.
+
+The parameters are checked when an object is created.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from distributor.launch.setting_checks import check_max_failures, check_num_processes
-from distributor.train.callbacks import UserCallback
 
 
-class _ChecksUnsupported:
+class ChecksUnsupported:
     """Rejects parameters of Ray's class that have no meaning on Spark."""
 
     unsupported: ClassVar[Mapping[str, str]] = {}
@@ -32,7 +33,7 @@ _TASK_RESOURCES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingConfig(_ChecksUnsupported):
+class ScalingConfig(ChecksUnsupported):
     """The number of ranks, and the machines that they run on.
 
     Follows ``ray.train.ScalingConfig``:
@@ -92,7 +93,7 @@ bundle_label_selector
 
 
 @dataclass(frozen=True)
-class FailureConfig(_ChecksUnsupported):
+class FailureConfig(ChecksUnsupported):
     """How often a failed training run is restarted.
 
     Follows ``ray.train.FailureConfig``:
@@ -132,7 +133,7 @@ class FailureConfig(_ChecksUnsupported):
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(_ChecksUnsupported):
+class CheckpointConfig(ChecksUnsupported):
     """Which checkpoints are kept: the latest, and the best.
 
     Follows ``ray.train.CheckpointConfig``:
@@ -193,80 +194,3 @@ class CheckpointConfig(_ChecksUnsupported):
                 "checkpoint_score_order must be 'max' or 'min', but is "
                 f"{self.checkpoint_score_order!r}."
             )
-
-
-@dataclass(frozen=True)
-class RunConfig(_ChecksUnsupported):
-    """The storage of a training run, and its handling of failures.
-
-    Follows ``ray.train.RunConfig``:
-    https://docs.ray.io/en/latest/train/api/doc/ray.train.RunConfig.html
-
-    Parameters
-    ----------
-    name : str, optional
-        The run's name, which is its folder in `storage_path`; by default a new one. A run with the
-        name of an earlier run resumes from its latest checkpoint.
-    storage_path : str or path, optional
-        A folder that all nodes mount, or an address such as ``s3://bucket/runs``; by default
-        ``~/distributor_results`` if all ranks are on this machine.
-    storage_filesystem : pyarrow.fs.FileSystem or fsspec file system, optional
-        The file system of `storage_path`; by default the one that the path names.
-    failure_config : FailureConfig, optional
-        How often the run is restarted; by default never.
-    checkpoint_config : CheckpointConfig, optional
-        Which checkpoints are kept; by default all.
-    settings : mapping of str to object, optional
-        Further parameters of `TorchDistributor`: timeout, log_dir, env, environment and so on.
-    callbacks : sequence of UserCallback, optional
-        Objects that are called on the driver after each report and each failed attempt.
-    worker_runtime_env, stop, verbose, progress_reporter, sync_config, log_to_file
-        Not supported; any value raises ValueError.
-
-    Raises
-    ------
-    TypeError
-        If `failure_config`, `checkpoint_config` or a callback is of another class.
-    ValueError
-        If a parameter is not supported.
-
-    Examples
-    --------
-    >>> run_config = RunConfig(name="mnist", storage_path="s3://bucket/runs")
-    """
-
-    name: str | None = None
-    storage_path: str | os.PathLike[str] | None = None
-    storage_filesystem: Any = None
-    failure_config: FailureConfig = field(default_factory=FailureConfig)
-    checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    callbacks: Sequence[UserCallback] | None = None
-    worker_runtime_env: Any = None
-    stop: Any = None
-    verbose: Any = None
-    progress_reporter: Any = None
-    sync_config: Any = None
-    log_to_file: Any = None
-
-    unsupported: ClassVar[Mapping[str, str]] = {
-        "worker_runtime_env": "Pass settings={'env': ..., 'environment': ...}.",
-        "stop": "Return from the training function.",
-        "verbose": "Pass settings={'show_output': ...}.",
-        "progress_reporter": "Call distributor.runtime.progress in the training function.",
-        "sync_config": "Each report uploads its checkpoint to storage.",
-        "log_to_file": "Pass settings={'log_dir': ...}.",
-    }
-
-    def __post_init__(self) -> None:
-        self._check_unsupported()
-        kinds = {"failure_config": FailureConfig, "checkpoint_config": CheckpointConfig}
-        for name, kind in kinds.items():
-            value = getattr(self, name)
-            if value is None:
-                object.__setattr__(self, name, kind())
-            elif not isinstance(value, kind):
-                raise TypeError(f"{name} must be a {kind.__name__}, but is {value!r}.")
-        callbacks = self.callbacks or ()
-        if not all(isinstance(callback, UserCallback) for callback in callbacks):
-            raise TypeError(f"callbacks must be UserCallback objects, but are {callbacks!r}.")

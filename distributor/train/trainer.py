@@ -12,10 +12,11 @@ from distributor.launch.job import new_run_id
 from distributor.launch.run_listener import Listener
 from distributor.launch.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
-from distributor.train.callbacks import CallbackListener, TrainRunContext
+from distributor.train.callbacks import CallbackListener
 from distributor.train.checkpoint import Checkpoint
-from distributor.train.config import RunConfig, ScalingConfig
+from distributor.train.config import ScalingConfig
 from distributor.train.result import Result
+from distributor.train.run_config import RunConfig, TrainRunContext
 from distributor.train.runtime.process_group import TorchConfig
 from distributor.train.runtime.worker_loop import WorkerLoop
 from distributor.train.storage.checkpoint_store import Storage

@@ -141,5 +141,5 @@ def test_a_pass_that_is_said_again_is_the_same() -> None:
 )
 def test_samplers_that_would_be_lost_are_refused(how: Any) -> None:
     data = TensorDataset(torch.arange(SAMPLES))
-    with pytest.raises(ValueError, match="would discard its .*Sampler"):
+    with pytest.raises(ValueError, match=r"would discard its .*Sampler"):
         prepare_data_loader(DataLoader(data, **how(data)))

@@ -158,7 +158,7 @@ def test_running_a_finished_training_again_loses_no_report(tmp_path: Path) -> No
         assert train.Result.from_path(tmp_path / "mine").metrics == {"step": 1}
 
 
-def test_a_checkpoint_sharded_on_four_ranks_loads_on_other_numbers(tmp_path: Path) -> None:
+def test_a_checkpoint_sharded_on_four_ranks_loads_on_others(tmp_path: Path) -> None:
     """With torch.distributed.checkpoint; parameters and optimizer state are bitwise equal."""
 
     def train_some(steps: int) -> Any:

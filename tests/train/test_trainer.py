@@ -254,7 +254,7 @@ def test_batches_of_any_kind_are_moved() -> None:
     told = [{"x": torch.ones(2), "names": ["a"]}, (torch.ones(1), 3)]
     loader = DataLoader(told, batch_size=None)  # type: ignore[arg-type]
 
-    named, pair = prepare(loader, share=True, device=device, pinned=False)
+    named, pair = prepare(loader, shard=True, device=device, pin_memory=False)
 
     assert (named["x"].device, named["names"]) == (device, ["a"])
     assert pair[0].device == device
