@@ -108,10 +108,8 @@ class FailureConfig(ChecksUnsupported):
 
     Raises
     ------
-    TypeError
-        If `max_failures` is not an int.
     ValueError
-        If `max_failures` is less than -1, or a parameter is not supported.
+        If `max_failures` is not an int of at least -1, or a parameter is not supported.
 
     Examples
     --------

@@ -178,7 +178,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     ),
     (lambda: CheckpointConfig(num_to_keep=0), ValueError, "num_to_keep is 0, but the latest"),
     (lambda: CheckpointConfig(checkpoint_score_order="up"), ValueError, "'max' or 'min'"),
-    (lambda: FailureConfig(max_failures=-2), ValueError, "-1 for any, but is -2"),
+    (lambda: FailureConfig(max_failures=-2), ValueError, "-1 for no limit, but is -2"),
     (lambda: RunConfig(stop=3), ValueError, "RunConfig: stop is 3"),
     (lambda: RunConfig(failure_config=3), TypeError, "failure_config must be a FailureConfig"),
     (lambda: TorchConfig(init_method="tcp"), ValueError, "init_method must be 'env', but is 'tcp'"),
