@@ -10,6 +10,7 @@ from support.states import DOCUMENT, MACHINES, documented_tables, with_tables
 
 from distributor.core import states
 from distributor.core.states import StateMachine, Table, render, unreachable
+from distributor.launch.spark.monitor.run_state import RunEvent, RunState
 
 
 class Light(enum.Enum):
@@ -71,3 +72,13 @@ def test_the_document_shows_the_tables_of_the_code() -> None:
     text = DOCUMENT.read_text()
     assert documented_tables(text).keys() == MACHINES.keys()
     assert text == with_tables(text), "PYTHONPATH=tests python -m support.states rewrites them"
+
+
+def test_an_attempt_can_end_in_each_state() -> None:
+    """An error is raised, or the messages are received: no state is left without a way out."""
+    for state in RunState:
+        events = {event for of, event in MACHINES["run"].table if of is state}
+        if state is RunState.ENDED:
+            assert events == set()
+        else:
+            assert events & {RunEvent.ERROR_RAISED, RunEvent.DRAINED}, state
