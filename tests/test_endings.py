@@ -82,7 +82,7 @@ EVERY_DAY = [
 
 
 def endings() -> Iterator[Any]:
-    """Yield all endings to end with all starts; on a cluster, two of them run every day."""
+    """Yield each ending with each start; on a cluster, two of them run every day."""
     for launcher, warm, ending in itertools.product(
         ("local", "cluster"), ("warm", "fresh"), ENDINGS
     ):
