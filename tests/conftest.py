@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from support.tracking_server import experiment, server  # noqa: F401  (fixtures)
+from support.waiting import until
 
 from distributor import TorchDistributor
 
@@ -92,6 +93,8 @@ def spark() -> Iterator[Any]:
         .getOrCreate()
     )
     session.sparkContext.setLogLevel("OFF")
+    status = session.sparkContext._jsc.sc()  # a barrier stage fails if an executor is missing
+    until(lambda: status.getExecutorMemoryStatus().size() == 3, "both executors start", DEADLINE)
     yield session
     session.stop()
 

@@ -28,7 +28,7 @@ def wait_for_the_other_run(address: str, port: int) -> str:
     """Return once the rank of another run has started too, so that both runs are active."""
     import socket
 
-    with socket.create_connection((address, port), 60) as connection:
+    with socket.create_connection((address, port), 120) as connection:
         print("here", flush=True)
         return connection.recv(10).decode()
 
@@ -71,7 +71,7 @@ def master_port(port: int) -> int:
     import os
     import socket
 
-    with socket.create_connection(("127.0.0.1", port), 60) as connection:
+    with socket.create_connection(("127.0.0.1", port), 120) as connection:
         connection.recv(1)
     return int(os.environ["MASTER_PORT"])
 
