@@ -164,7 +164,7 @@ def python_that_begins_with(tmp_path: Path) -> Callable[[str], Path]:
 
 NVML = """
 #include <string.h>
-int nvmlInit_v2(void) { return INIT; }
+int nvmlInitWithFlags(unsigned int flags) { return INIT; }
 int nvmlDeviceGetCount_v2(unsigned int *count) { *count = COUNT; return COUNTED; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **device) { return 0; }
 int nvmlDeviceGetName(void *device, char *name, unsigned int room) {

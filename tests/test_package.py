@@ -42,6 +42,10 @@ LAYERS = [
 ]
 """The package's parts, lowest first; "" is ``distributor`` itself. Each may import lower parts."""
 
+COMPAT = "distributor._compat"
+DOCUMENTED = {"_exit", "_fields"}
+"""Names of the standard library that begin with an underscore and are documented."""
+
 EXECUTOR_SIDE = {"_compat", "core", "serialization", "wire", "node"}
 """The parts that a node imports."""
 
@@ -124,6 +128,56 @@ def test_nothing_imports_upward() -> None:
 
 def test_nothing_imports_in_a_circle() -> None:
     tuple(graphlib.TopologicalSorter(graph()).static_order())
+
+
+def foreign_private_names(module: str, path: Path, own: set[str]) -> Iterator[str]:
+    """List the private names of other packages that a module refers to."""
+
+    def is_private(name: str) -> bool:
+        return any(re.match(r"_[a-zA-Z]", part) for part in name.split("."))
+
+    for node in ast.walk(ast.parse(path.read_text())):
+        found: list[str] = []
+        if isinstance(node, ast.Attribute) and node.attr not in own:
+            found = [node.attr]
+        elif isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            strings = (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+            if node.func.id in ("getattr", "setattr", "hasattr"):
+                found = [name for name in strings if isinstance(name, str) and name not in own]
+        for name in found:
+            if is_private(name) and not name.startswith("distributor.") and name not in DOCUMENTED:
+                yield f"{module}:{node.lineno} uses {name}"
+
+
+def names_defined_in(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                yield node.attr
+
+
+def test_private_names_of_other_packages_are_in_compat_only() -> None:
+    ours = {name: path for name, path in modules().items() if not name.startswith(COMPAT)}
+    own = {name for path in ours.values() for name in names_defined_in(path)}
+    used = [use for name, path in ours.items() for use in foreign_private_names(name, path, own)]
+    assert [use for use in used if not use.startswith(STILL_PRIVATE)] == []
+
+
+def test_compat_imports_nothing_of_this_package() -> None:
+    assert {
+        (module, other)
+        for module, others in graph().items()
+        for other in others
+        if module.startswith(COMPAT) and not other.startswith(COMPAT)
+    } == set()
 
 
 def test_no_package_is_crowded() -> None:

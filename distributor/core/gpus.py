@@ -1,22 +1,22 @@
-"""The GPUs of this machine, as the NVIDIA driver's library reports them.
+"""The GPUs of this machine, as NVIDIA's management library (NVML) reports them.
 
-Unlike CUDA's own calls it leaves no state in the process that asks.
+Unlike CUDA's own calls, NVML leaves no state in the process that calls it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 from distributor.core.text import counted
 
 
 class GPUType(str, enum.Enum):
-    """Kinds of GPUs that can be asked for."""
+    """Types of GPUs that a run can require."""
 
     T4 = "T4"
     V100 = "V100"
@@ -29,86 +29,112 @@ class GPUType(str, enum.Enum):
     B200 = "B200"
 
 
-LIBRARY = "libnvidia-ml.so.1"
-MAX_NAME = 96
+class GPUUsage(NamedTuple):
+    """How busy a GPU is.
+
+    Parameters
+    ----------
+    utilization : float
+        Percentage of time in which a kernel ran.
+    memory_used, memory_total : float
+        Bytes.
+    """
+
+    utilization: float
+    memory_used: float
+    memory_total: float
 
 
 def gpu_names() -> list[str]:
-    """List what the GPUs of this machine are called, such as "NVIDIA H100 80GB HBM3"."""
-    with _library() as nvml:
-        count = ctypes.c_uint()
-        if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-            return []
-        return [_name_of(nvml, index) for index in range(count.value)]
+    """Return the product names of this machine's GPUs, such as "NVIDIA H100 80GB HBM3".
+
+    The list is empty if there is no NVIDIA driver or no ``nvidia-ml-py``.
+    """
+    with _nvml() as nvml:
+        return [] if nvml is None else [_name_of(nvml, index) for index in range(_count(nvml))]
 
 
-def gpu_usage() -> list[tuple[float, float, float]]:
-    """List of each GPU how busy it is (percent), and its memory: used, and whole (bytes)."""
-    with _library() as nvml:
-        count = ctypes.c_uint()
-        if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+def gpu_usage() -> list[GPUUsage]:
+    """Return the usage of each GPU of this machine that answers, empty as in `gpu_names`."""
+    with _nvml() as nvml:
+        if nvml is None:
             return []
-        return [usage for index in range(count.value) if (usage := _usage_of(nvml, index))]
+        return [usage for index in range(_count(nvml)) if (usage := _usage_of(nvml, index))]
 
 
 def describe(names: Sequence[str]) -> str:
-    """Write a list of GPUs for people."""
+    """Return GPUs as text, such as "2 x NVIDIA A10G"."""
     counts = {name: list(names).count(name) for name in names}
     return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "no GPU"
 
 
 def is_of_type(name: str, gpu_type: str) -> bool:
-    """Tell whether a GPU with this name is of a type such as "A10", as an A10G is."""
+    """Return whether a GPU of this name is of a type; an A10G is an "A10"."""
     return re.search(rf"(?<![A-Z0-9]){re.escape(gpu_type)}G?(?![A-Z0-9])", name.upper()) is not None
 
 
 def missing_gpus(gpu_type: str, wanted: int) -> str | None:
-    """Say what this machine has instead, where it lacks so many GPUs of a type."""
+    """Say what is missing if this machine has fewer GPUs of a type than wanted."""
+    gpus = counted(wanted, f"GPU of type {gpu_type}", f"GPUs of type {gpu_type}")
+    if not has_nvml():
+        return (
+            f"the run needs {gpus}, and without the package nvidia-ml-py nobody can say whether "
+            f"there are any: install it there ('pip install nvidia-ml-py')"
+        )
     names = gpu_names()
     if sum(is_of_type(name, gpu_type) for name in names) >= wanted:
         return None
-    gpus = counted(wanted, f"GPU of type {gpu_type}", f"GPUs of type {gpu_type}")
     return f"the run needs {gpus}, and there is {describe(names)}"
 
 
+def has_nvml() -> bool:
+    """Return whether ``nvidia-ml-py`` is installed, without which no GPU is found."""
+    return find_spec("pynvml") is not None
+
+
 @contextlib.contextmanager
-def _library() -> Iterator[Any]:
+def _nvml() -> Iterator[Any]:
+    """Initialize NVML; None without its Python package or the driver's library."""
     try:
-        nvml = ctypes.CDLL(LIBRARY)
-    except OSError:
-        nvml = None
-    if nvml is None or nvml.nvmlInit_v2() != 0:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except ImportError:
+        yield None
+        return
+    except pynvml.NVMLError:
         yield None
         return
     try:
-        yield nvml
+        yield pynvml
     finally:
-        nvml.nvmlShutdown()
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
 
 
-class _Rates(ctypes.Structure):
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+def _count(nvml: Any) -> int:
+    try:
+        return int(nvml.nvmlDeviceGetCount())
+    except nvml.NVMLError:
+        return 0
 
 
-class _Memory(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
-
-
-def _usage_of(nvml: Any, index: int) -> tuple[float, float, float] | None:
-    device, rates, memory = ctypes.c_void_p(), _Rates(), _Memory()
-    if (
-        nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) != 0
-        or nvml.nvmlDeviceGetUtilizationRates(device, ctypes.byref(rates)) != 0
-        or nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) != 0
-    ):
+def _usage_of(nvml: Any, index: int) -> GPUUsage | None:
+    try:
+        device = nvml.nvmlDeviceGetHandleByIndex(index)
+        memory = nvml.nvmlDeviceGetMemoryInfo(device)
+        utilization = nvml.nvmlDeviceGetUtilizationRates(device).gpu
+    except nvml.NVMLError:
         return None
-    return rates.gpu, memory.used, memory.total
+    return GPUUsage(utilization, memory.used, memory.total)
 
 
 def _name_of(nvml: Any, index: int) -> str:
-    device, name = ctypes.c_void_p(), ctypes.create_string_buffer(MAX_NAME)
-    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) != 0:
+    try:
+        device = nvml.nvmlDeviceGetHandleByIndex(index)
+    except nvml.NVMLError:
         return "a GPU that does not answer"
-    if nvml.nvmlDeviceGetName(device, name, MAX_NAME) != 0:
+    try:
+        return str(nvml.nvmlDeviceGetName(device))
+    except nvml.NVMLError:
         return "a GPU without a name"
-    return name.value.decode(errors="replace")

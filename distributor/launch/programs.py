@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distributor.serialization import pickling
+from distributor.serialization.pickle_diagnostics import name_of
 from distributor.serialization.program import Call, Module, Program, Script
 
 
@@ -40,7 +41,7 @@ def program_of(
             f"but got {train_object!r} of type {type(train_object).__name__}."
         )
     call = pickling.dump_call(train_object, args, kwargs)
-    return Call(pickling.name_of(train_object), call)
+    return Call(name_of(train_object), call)
 
 
 def module_of(name: str) -> Module:

@@ -9,25 +9,31 @@ from collections.abc import Iterator
 
 
 def imports_in_source(source: str | bytes) -> frozenset[str]:
-    """List the top-level modules that a file imports anywhere; none if it is no valid Python."""
+    """Return the top-level modules that a file imports anywhere; none if it is invalid Python."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return frozenset()
-    return frozenset(name.partition(".")[0] for name in _statements(tree))
+    return frozenset(name.partition(".")[0] for name in _imported_names(tree))
 
 
 def imports_in_code(code: types.CodeType) -> Iterator[str]:
-    """List the top-level modules that a function imports, with those of functions inside it."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "IMPORT_NAME" and instruction.argval:
-            yield str(instruction.argval).partition(".")[0]
+    """Yield the top-level modules that a function and functions inside it import."""
+    for part in nested_code(code):
+        for instruction in dis.get_instructions(part):
+            if instruction.opname == "IMPORT_NAME" and instruction.argval:
+                yield str(instruction.argval).partition(".")[0]
+
+
+def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a function's code and that of functions and classes inside it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from imports_in_code(constant)
+            yield from nested_code(constant)
 
 
-def _statements(tree: ast.AST) -> Iterator[str]:
+def _imported_names(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

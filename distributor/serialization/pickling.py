@@ -1,16 +1,14 @@
-"""Pickling of functions, values and exceptions, and the name of what cannot be pickled."""
+"""Pickling of functions, values and exceptions."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import io
 import linecache
 import os
 import pickle
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -22,6 +20,7 @@ from distributor.errors import UnpicklableError
 from distributor.serialization import oob_pickle
 from distributor.serialization.code_imports import imports_in_code
 from distributor.serialization.oob_pickle import PROTOCOL
+from distributor.serialization.pickle_diagnostics import explain_call, find_unpicklable
 
 MAX_EXCEPTION = 16 * 1024 * 1024
 """Bytes of a pickled exception, beyond which only its text travels."""
@@ -29,19 +28,19 @@ MAX_EXCEPTION = 16 * 1024 * 1024
 
 @dataclass(frozen=True)
 class PickledCall:
-    """A call, pickled on the driver.
+    """A call that was pickled on the driver.
 
     Parameters
     ----------
     payload : bytes
         The function with its arguments.
     buffers : tuple of buffers
-        What of their tensors and arrays is large, which is not in `payload`.
+        The large buffers of their tensors and arrays, which are not in `payload`.
     sources : dict of str to list of str
         Source lines of files that exist only in this process (notebook cells), so that a
         rank's tracebacks and ``inspect.getsource`` work there.
     imports : frozenset of str
-        The top-level modules that its functions import, those that travel with it included.
+        The top-level modules that its functions import, and those pickled with them.
     """
 
     payload: bytes
@@ -51,11 +50,11 @@ class PickledCall:
 
     @property
     def size(self) -> int:
-        """The bytes that travel."""
+        """The bytes that are sent to the ranks."""
         return len(self.payload) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
     def load(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Unpickle the function, its arguments, and those by name."""
+        """Return the function, its positional and its keyword arguments."""
         function, args, kwargs = pickle.loads(self.payload, buffers=self.buffers)
         return function, args, kwargs
 
@@ -68,14 +67,14 @@ def dump_call(
     Raises
     ------
     UnpicklableError
-        Where something cannot be pickled; it names the variable or argument.
+        If something cannot be pickled; the message names the variable or argument.
     """
     buffer = io.BytesIO()
     pickler = _SourceCollector(buffer)
     try:
         pickler.dump((function, args, dict(kwargs)))
     except Exception as error:
-        raise UnpicklableError(_explain_call(function, args, kwargs, error)) from error
+        raise UnpicklableError(explain_call(function, args, kwargs, error)) from error
     return PickledCall(
         buffer.getvalue(), tuple(pickler.buffers), pickler.sources, frozenset(pickler.imports)
     )
@@ -87,7 +86,7 @@ def dump_value(value: object, file: BinaryIO, what: str) -> None:
     Raises
     ------
     UnpicklableError
-        Where part of it cannot be pickled; it names that part.
+        If part of it cannot be pickled; the message names that part.
     """
     try:
         oob_pickle.pack(value, file)
@@ -100,42 +99,42 @@ def dump_value(value: object, file: BinaryIO, what: str) -> None:
 
 
 def load_value(file: BinaryIO) -> Any:
-    """Unpickle a value; CUDA tensors become CPU tensors where this process has no GPU."""
+    """Return a value; its CUDA tensors become CPU tensors if this process has no GPU."""
     return oob_pickle.unpack(file.fileno(), _ValueUnpickler)
 
 
 def dump_exception(error: BaseException) -> bytes | None:
-    """Pickle an exception so that it loads with its own type and arguments, or give None."""
+    """Pickle an exception, or return None if it would not load with its type and arguments."""
     if not isinstance(error, Exception):
-        return None  # a KeyboardInterrupt of a rank must not look like one of the driver's
+        return None  # a rank's KeyboardInterrupt must not look like the driver's
     for form in (error, _Rebuilt.of(error)):
         try:
             pickled = cloudpickle.dumps(form, protocol=PROTOCOL)
-            loaded = _opened(pickle.loads(pickled))
-            same = type(loaded) is type(error) and _look(loaded.args) == _look(error.args)
+            loaded = _exception_in(pickle.loads(pickled))
+            same = type(loaded) is type(error) and _text_of(loaded.args) == _text_of(error.args)
             if same and len(pickled) <= MAX_EXCEPTION:
                 return bytes(pickled)
-        except Exception:  # any error here only means that this form does not travel
+        except Exception:  # any error only means that this form cannot be pickled
             continue
     return None
 
 
-def _look(args: tuple[Any, ...]) -> str:
-    """Show arguments; where a copy lies in memory is no difference."""
+def _text_of(args: tuple[Any, ...]) -> str:
+    """Return arguments as text without addresses, which differ between copies."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(args))
 
 
 def load_exception(pickled: bytes) -> BaseException | None:
-    """Load what `dump_exception` gave; None where this process cannot (a missing module)."""
+    """Load an exception; None if this process cannot, for example without its module."""
     try:
-        return _opened(pickle.loads(pickled))
+        return _exception_in(pickle.loads(pickled))
     except Exception:
         return None
 
 
 @dataclass(frozen=True)
 class _Rebuilt:
-    """An exception whose own pickling fails: its type, arguments and what else can travel."""
+    """An exception whose own pickling fails: its type, arguments and picklable attributes."""
 
     kind: type[BaseException]
     args: tuple[Any, ...]
@@ -148,26 +147,19 @@ class _Rebuilt:
 
     def build(self) -> BaseException:
         error = self.kind.__new__(self.kind, *self.args)
-        BaseException.__setattr__(error, "args", self.args)  # the user's own may forbid it
+        BaseException.__setattr__(error, "args", self.args)  # the user's class may forbid it
         error.__dict__.update(self.state)
         return error
 
 
-def _opened(loaded: Any) -> BaseException:
+def _exception_in(loaded: Any) -> BaseException:
     error = loaded.build() if isinstance(loaded, _Rebuilt) else loaded
     assert isinstance(error, BaseException)
     return error
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """Name a callable as its user would: a partial by its function, an instance by its class."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
 class _SourceCollector(oob_pickle.Pickler):
-    """Pickles, and gathers what functions import and the source that only this process knows."""
+    """A pickler that collects functions' imports, and source that only this process has."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -184,7 +176,7 @@ class _SourceCollector(oob_pickle.Pickler):
 
 
 def install_sources(sources: Mapping[str, list[str]]) -> None:
-    """Make source lines that came with a call visible to `traceback` and `inspect`."""
+    """Make source lines that were sent with a call visible to `traceback` and `inspect`."""
     for filename, lines in sources.items():
         add_source_lines(filename, lines)
 
@@ -204,166 +196,3 @@ def _load_storage(data: bytes) -> Any:
         return storage if wants_gpu and not torch.cuda.is_available() else None
 
     return torch.load(io.BytesIO(data), map_location=place, weights_only=False)
-
-
-@dataclass(frozen=True)
-class Culprit:
-    """The innermost part of an object that cannot be pickled."""
-
-    path: str
-    type_name: str
-    error: str
-    advice: str
-
-    def __str__(self) -> str:
-        return f"{self.path} is a {self.type_name} ({self.error})"
-
-
-def find_unpicklable(path: str, obj: object) -> Culprit | None:
-    """Find the innermost part of `obj` that cannot be pickled; None where all of it can."""
-    why = _refusal(obj)
-    if why is None:
-        return None
-    return _innermost(path, obj, why, {}) or Culprit(path, type(obj).__name__, why, _ADVICE)
-
-
-def _innermost(
-    path: str, obj: object, why: str, seen: dict[int, object], depth: int = 0
-) -> Culprit | None:
-    """Look into what cannot be pickled; None where only a cycle through `seen` is to blame."""
-    if _is_sparks(obj):
-        return Culprit(path, type(obj).__name__, "which only the driver has", _ADVICE_ON_SPARK)
-    seen[id(obj)] = obj
-    goes_round = False
-    for part_path, part in _parts(path, obj) if depth < _MAX_DEPTH else ():
-        if id(part) in seen:
-            goes_round = True
-        elif part_why := _refusal(part):
-            if found := _innermost(part_path, part, part_why, seen, depth + 1):
-                return found
-            goes_round = True
-    return None if goes_round else Culprit(path, type(obj).__name__, why, _ADVICE)
-
-
-def _refusal(obj: object) -> str | None:
-    """Tell in a line why an object cannot be pickled; None where it can."""
-    try:
-        cloudpickle.dumps(obj, protocol=PROTOCOL)
-    except Exception as error:
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
-    return None
-
-
-_MAX_DEPTH = 6
-_ADVICE = "Create it inside the function, or pass what it is made from as an argument."
-_ADVICE_ON_SPARK = (
-    "Ranks have no Spark: pass them collected data, or the path of files that Spark has written."
-)
-
-
-def heaviest(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[str, int]:
-    """Name the variable or argument that makes a call large, with its size in bytes."""
-    path, weight = name_of(function), 0
-    parts = iter(_inputs(function, args, kwargs).items())
-    for _ in range(1 + _MAX_DEPTH):
-        weighed = [(_weigh(part), part_path, part) for part_path, part in parts]
-        heavy, heavy_path, part = max(weighed, default=(0, "", None), key=lambda found: found[0])
-        if not heavy or heavy < weight / 2:
-            break
-        weight, path, parts = heavy, heavy_path, _parts(heavy_path, part)
-    return path, weight
-
-
-def _weigh(obj: object) -> int:
-    """Count the bytes that an object takes; 0 where it cannot be pickled alone."""
-    counter = _Counter()
-    pickler = oob_pickle.Pickler(counter)
-    try:
-        pickler.dump(obj)
-    except Exception:
-        return 0
-    return counter.tell() + sum(buffer.raw().nbytes for buffer in pickler.buffers)
-
-
-class _Counter(io.BytesIO):
-    """A file that only counts what is written to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._count = 0
-
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        self._count += size
-        return size
-
-    def tell(self) -> int:
-        return self._count
-
-
-def _inputs(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, object]:
-    inputs: dict[str, object] = {name_of(function): function}
-    inputs |= {f"argument {i}": arg for i, arg in enumerate(args)}
-    return inputs | {f"argument '{key}'": value for key, value in kwargs.items()}
-
-
-def _explain_call(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    error: Exception,
-) -> str:
-    name = name_of(function)
-    for path, obj in _inputs(function, args, kwargs).items():
-        if culprit := find_unpicklable(path, obj):
-            return f"'{name}' cannot be sent to the ranks: {culprit}. {culprit.advice}"
-    return f"'{name}' cannot be sent to the ranks: {error}"
-
-
-def _parts(path: str, obj: object) -> Iterator[tuple[str, object]]:
-    """List what an object is made of, each part with a name that a user recognises."""
-    if isinstance(obj, types.FunctionType):
-        for name, value in _captured(obj):
-            yield f"the variable '{name}' used by {path}", value
-    elif isinstance(obj, types.MethodType):
-        yield f"{path}.__self__", obj.__self__
-        yield path, obj.__func__
-    elif isinstance(obj, functools.partial):
-        yield path, obj.func
-        yield from _parts(f"{path}'s arguments", obj.args)
-        yield from _parts(f"{path}'s arguments", obj.keywords)
-    elif isinstance(obj, Mapping):
-        yield from ((f"{path}[{key!r}]", value) for key, value in obj.items())
-    elif isinstance(obj, (list, tuple, set, frozenset)):
-        yield from ((f"{path}[{i}]", value) for i, value in enumerate(obj))
-    else:
-        yield from ((f"{path}.{key}", value) for key, value in getattr(obj, "__dict__", {}).items())
-
-
-def _captured(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # a variable that is not set yet
-            yield name, cell.cell_contents
-    for name in _names(function.__code__):
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
-    yield from (function.__kwdefaults__ or {}).items()
-    defaults = function.__defaults__ or ()
-    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
-    yield from zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
-
-
-def _is_sparks(obj: object) -> bool:
-    """Spark's session is the culprit itself; the locks inside it would tell the user nothing."""
-    return type(obj).__module__.split(".")[0] in ("pyspark", "py4j")

@@ -1,9 +1,9 @@
-"""The driver's end of one run's links: messages of all nodes arrive in one queue.
+"""The driver's end of one run's links: the messages of all nodes arrive in one queue.
 
 The socket and its thread are a `Listener`, which several runs may share; each run has its own
-secret, queue and flow control. Messages are unpickled in `Hub.get`, in the consumer's thread: in
-another, a class from the module that the consumer is just importing would wait for an import that
-waits for the message.
+secret, queue and flow control. Messages are unpickled in `Hub.get`, in the consumer's thread. In
+another thread that could deadlock: it may need a module that the consumer is importing, while that
+import waits for the message.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import time
 from typing import Final, NamedTuple
 
 from distributor.wire import protocol
-from distributor.wire.listener import NO_NODE, Peer, listen
+from distributor.wire.listener import listen
 from distributor.wire.messages import Heartbeat
+from distributor.wire.peer import NO_NODE, Peer
 
 HERE: Final = NO_NODE  # the node index of messages that the driver posts to itself
 
-FRAME_OVERHEAD = 256  # what a waiting frame costs beyond its bytes: tiny ones add up, too
+FRAME_OVERHEAD = 256  # bytes that a queued frame costs beside its payload: tiny ones add up
 MAX_OUTGOING = 64 * 2**20
 MAX_WAITING = 32 * 2**20
 
@@ -29,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Lost(enum.Enum):
-    """What follows a node's last message; an Enum so that ``message is LOST`` narrows its type."""
+    """Follows a node's last message; an Enum so that ``message is LOST`` narrows its type."""
 
     LOST = "lost"
     SILENT = "silent"
@@ -37,7 +38,7 @@ class Lost(enum.Enum):
 
 LOST: Final = Lost.LOST
 SILENT: Final = Lost.SILENT
-"""Comes before `LOST` where the connection stands, but the node has not been heard for a while."""
+"""Comes before `LOST` if the connection is open, but the node has been silent for too long."""
 
 
 class Hub:
@@ -46,9 +47,9 @@ class Hub:
     Parameters
     ----------
     bind_address : str
-        Where to listen. Another hub of this process that listens there shares its socket.
+        The address to listen at. Hubs of this process at one address share a socket.
     secret : bytes
-        What proves a node to the hub, and the hub to a node; no other run may have the same.
+        Authenticates a node to the hub, and the hub to a node; each run needs its own.
     port : int
         0 for any.
 
@@ -62,7 +63,7 @@ class Hub:
 
     def __init__(self, bind_address: str, secret: bytes, *, port: int = 0) -> None:
         if not secret:
-            raise ValueError("a hub without a secret would believe anyone")
+            raise ValueError("a hub without a secret would accept any connection")
         self.secret = secret
         self.peers: dict[int, Peer] = {}
         self._events: queue.SimpleQueue[_Frame | tuple[int, object]] = queue.SimpleQueue()
@@ -84,9 +85,9 @@ class Hub:
         Returns
         -------
         tuple of int and object, or None
-            A node and its message, in the order in which that node sent them, or ``(node, LOST)``
-            after its last, with ``(node, SILENT)`` before it where the node was given up;
-            ``(HERE, message)`` for what was posted; None when the time is up.
+            ``(node, message)``, in the order in which that node sent its messages;
+            ``(node, LOST)`` after its last message, preceded by ``(node, SILENT)`` if the hub gave
+            the node up; ``(HERE, message)`` for a message of `post`; None after a timeout.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -102,16 +103,16 @@ class Hub:
             try:
                 message = protocol.decode(event.payload)
             except Exception:
-                # What that peer sent after it is passed over: a gap would be worse than an end.
+                # Later messages of that peer are discarded: a gap would be worse than an end.
                 event.peer.garbled = True
-                _log.warning("cannot read what node %d sent", event.peer.node, exc_info=True)
+                _log.warning("cannot unpickle a message of node %d", event.peer.node, exc_info=True)
                 self._listener.call(event.peer.transport.abort)
                 continue
-            if not isinstance(message, Heartbeat):  # that it came is all that it says
+            if not isinstance(message, Heartbeat):  # its arrival has been noted already
                 return event.peer.node, message
 
     def post(self, message: object) -> None:
-        """Put a message of the driver's own into the queue, from any thread."""
+        """Put a message of the driver itself into the queue, from any thread."""
         self._events.put((HERE, message))
 
     def send(self, node: int, message: object) -> None:
@@ -120,7 +121,7 @@ class Hub:
         Raises
         ------
         FrameTooLarge
-            Where the pickled message is larger than `protocol.MAX_FRAME`.
+            If the pickled message is larger than `protocol.MAX_FRAME`.
         """
         self._listener.call(self._write, protocol.encode(message), node)
 
@@ -129,8 +130,8 @@ class Hub:
         self._listener.call(self._write, protocol.encode(message), None)
 
     def nodes(self) -> set[int]:
-        """Return the nodes that are connected and have proved themselves."""
-        return set(self.peers)  # one step under the interpreter's lock, so none of ours
+        """Return the nodes that are connected and authenticated."""
+        return set(self.peers)  # atomic in CPython, so no lock is needed
 
     def close(self) -> None:
         """Close this run's connections, and with the last run of the address the listener.
@@ -140,14 +141,14 @@ class Hub:
         self._listener.remove(self)
 
     def _consumed(self, size: int) -> None:
-        # At half of the limit, so that a consumer just keeping up does not switch at every message.
+        # At half of the limit, so that a consumer that just keeps up does not switch each time.
         with self._waiting_lock:
             before, self._waiting = self._waiting, self._waiting - size
             crossed = before > MAX_WAITING // 2 >= self._waiting
         if crossed:
-            self._listener.call(self._go_on)
+            self._listener.call(self._resume_reading)
 
-    # From here on everything runs in the listener's thread.
+    # Everything below runs in the listener's thread.
 
     def admit(self, peer: Peer) -> None:
         if peer.node in self.peers:
@@ -168,9 +169,9 @@ class Hub:
 
     def beat(self, frame: bytes, now: float, delayed: bool) -> None:
         for peer in list(self.peers.values()):
-            if delayed or self._held_back:  # whoever was not heard may well have spoken
-                peer.heard = now
-            elif now > peer.heard + protocol.LEASE_SECONDS:
+            if delayed or self._held_back:  # what they sent may not have been read
+                peer.last_received = now
+            elif now > peer.last_received + protocol.LEASE_SECONDS:
                 self._events.put((peer.node, SILENT))
                 peer.transport.abort()
         self._write(frame, None)
@@ -186,7 +187,7 @@ class Hub:
                 if peer.transport.get_write_buffer_size() > MAX_OUTGOING:
                     peer.transport.abort()
 
-    def _go_on(self) -> None:
+    def _resume_reading(self) -> None:
         if self._held_back and self._waiting <= MAX_WAITING:
             self._held_back = False
             for peer in self.peers.values():

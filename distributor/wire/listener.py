@@ -1,7 +1,7 @@
-"""The listening socket of a process at one address, shared by all runs whose hub is there.
+"""The listening socket of a process at one address, which all runs with a hub there share.
 
 One asyncio loop in one daemon thread serves the socket and its connections. A connection belongs to
-no run until its hello has named one and proved that run's secret.
+no run until its hello has named a run and proved that it holds the run's secret.
 """
 
 from __future__ import annotations
@@ -13,46 +13,15 @@ import resource
 import socket
 import threading
 from collections.abc import Callable
-from typing import Final, Protocol
 
 from distributor.wire import protocol
 from distributor.wire.messages import Heartbeat
+from distributor.wire.peer import Peer, Run
 
-ACCEPTED_AT_ONCE = 16  # what is accepted and not yet counted is a few times that at most
+ACCEPTED_AT_ONCE = 16  # at most a few times as many are accepted and not yet counted
 BACKLOG = 1024
 FLUSH_SECONDS = 1.0
-HANDSHAKE_SECONDS = 10.0
 MAX_UNPROVED = 4096  # fewer where this process may open few descriptors
-NO_NODE: Final = -1
-
-
-class Run(Protocol):
-    """One run at a listener; its methods are called in the listener's thread."""
-
-    secret: bytes
-    peers: dict[int, Peer]
-    """The proven connections, by node index."""
-
-    def admit(self, peer: Peer) -> None:
-        """Add a peer that has proved the secret and named its node.
-
-        Raises
-        ------
-        HandshakeRefused
-            If that node is connected already.
-        """
-
-    def received(self, peer: Peer, payload: bytearray) -> None:
-        """Take a frame's payload."""
-
-    def beat(self, frame: bytes, now: float, delayed: bool) -> None:
-        """Send a heartbeat to all peers, and drop those that have been silent for too long.
-
-        ``delayed`` says that this process was held up, so that peers may have spoken unheard.
-        """
-
-    def gone(self, peer: Peer) -> None:
-        """Forget a peer whose connection has ended."""
 
 
 class Listener:
@@ -62,7 +31,7 @@ class Listener:
         self.address = address
         self._runs: dict[bytes, Run] = {}
         self._open: set[Peer] = set()
-        self._unproved: dict[Peer, None] = {}  # a set in the order in which they came
+        self._unproved: dict[Peer, None] = {}  # an ordered set, oldest first
         self._closing: dict[bytes, threading.Event] = {}
         self._stop = asyncio.Event()
         self._all_gone = asyncio.Event()
@@ -70,9 +39,9 @@ class Listener:
         self._forked = False
         self._socket = socket.create_server((address, port), family=family, backlog=BACKLOG)
         try:
-            protocol.tune(self._socket)  # what it accepts inherits that
+            protocol.tune(self._socket)  # accepted sockets inherit the options
             self.port: int = self._socket.getsockname()[1]
-            # Not new_event_loop(): whatever loop policy the user has installed is theirs.
+            # Not new_event_loop(), which would use a loop policy that the user has installed.
             self.loop = asyncio.SelectorEventLoop()
             self._thread = threading.Thread(target=self._run, name="distributor-hub", daemon=True)
             self._thread.start()
@@ -81,11 +50,11 @@ class Listener:
             raise
 
     def serves(self, address: str, port: int) -> bool:
-        """Return whether this is the address, and the port unless any port (0) will do."""
+        """Return whether this listens at the address, and at the port unless that is 0 (any)."""
         return self.address == address and port in (0, self.port)
 
     def add(self, run: Run) -> None:
-        """Admit connections that prove the run's secret from now on.
+        """Admit connections that prove that they hold the run's secret.
 
         Raises
         ------
@@ -106,7 +75,7 @@ class Listener:
         closed = threading.Event()
         with _lock:
             if self._runs.pop(key, None) is None:
-                return  # closed before
+                return  # closed already
             last = not self._runs
             if last:
                 _listeners.remove(self)
@@ -126,17 +95,17 @@ class Listener:
                 self.loop.call_soon_threadsafe(function, *args)
 
     def forget(self) -> None:
-        """Let go of the sockets in a forked child: the parent alone serves and closes them."""
+        """Release the sockets in a forked child: only the parent serves and closes them."""
         self._forked = True
         sockets = [self._socket, *(peer.transport.get_extra_info("socket") for peer in self._open)]
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (each.fileno() for each in sockets):
             if descriptor >= 0:
-                # Replaced rather than closed: the socket object would later close it again.
+                # Replaced and not closed, because the socket object would later close it again.
                 os.dup2(null, descriptor, inheritable=False)
         os.close(null)
 
-    # From here on everything runs in the loop's thread.
+    # Everything below runs in the loop's thread.
 
     def _run(self) -> None:
         try:
@@ -149,11 +118,11 @@ class Listener:
         server = await self.loop.create_server(
             lambda: Peer(self), sock=self._socket, backlog=ACCEPTED_AT_ONCE
         )
-        self._socket.listen(BACKLOG)  # what asyncio calls so is also how many it accepts at once
+        self._socket.listen(BACKLOG)  # asyncio's backlog is also how many it accepts at once
         beating = self.loop.create_task(self._beat())
         await self._stop.wait()
         beating.cancel()
-        # What asyncio is just accepting becomes a peer first: a closed server would trip over it.
+        # Connections that asyncio is accepting become peers first: a closed server would raise.
         self.loop.remove_reader(self._socket)
         if accepting := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(accepting)
@@ -165,7 +134,7 @@ class Listener:
             await self._all_gone.wait()
 
     async def _beat(self) -> None:
-        """Let the nodes know that the driver lives, and find those that do not answer."""
+        """Show the nodes that the driver lives, and find the nodes that do not answer."""
         frame = protocol.encode(Heartbeat())
         while True:
             before = self.loop.time()
@@ -188,17 +157,17 @@ class Listener:
         self.loop.call_later(FLUSH_SECONDS, peer.transport.abort)
 
     def connected(self, peer: Peer) -> None:
-        """Count a new connection, and hang up on the oldest stranger if there are too many."""
+        """Count a new connection; abort the oldest one without a proof if there are too many."""
         self._open.add(peer)
         self._unproved[peer] = None
         if len(self._unproved) > _most_unproved():
-            # Not the newcomer, or silent strangers would keep out whoever can prove the secret.
+            # Not the newest: silent strangers would keep out nodes that hold the secret.
             oldest = next(iter(self._unproved))
             del self._unproved[oldest]
             oldest.transport.abort()
 
     def admit(self, peer: Peer, hello: bytearray) -> bytes:
-        """Add a peer to its run; return the welcome it is owed.
+        """Add a peer to the run that its hello names; return the welcome to send.
 
         Raises
         ------
@@ -215,7 +184,7 @@ class Listener:
         return welcome
 
     def gone(self, peer: Peer) -> None:
-        """Forget a connection that has ended."""
+        """Remove a connection that has ended."""
         self._open.discard(peer)
         self._unproved.pop(peer, None)
         if run := peer.run:
@@ -226,72 +195,15 @@ class Listener:
             self._all_gone.set()
 
 
-class Peer(asyncio.BufferedProtocol):
-    """One connection; never reads a byte beyond what its next step needs: a hello, then frames."""
-
-    transport: asyncio.Transport
-    run: Run | None = None
-    node = NO_NODE
-    heard = 0.0
-    garbled = False
-
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
-        self.nonce = os.urandom(protocol.NONCE_SIZE)
-        self._expect(protocol.HELLO.size, self._on_hello)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self._timer = self._listener.loop.call_later(HANDSHAKE_SECONDS, transport.abort)
-        transport.write(protocol.GREETING.pack(protocol.MAGIC, self.nonce))
-        self._listener.connected(self)
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return memoryview(self._buffer)[self._filled :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._filled += nbytes
-        self.heard = self._listener.loop.time()
-        if self._filled == len(self._buffer):
-            try:
-                self._then(self._buffer)
-            except ConnectionError:
-                self.transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._timer.cancel()
-        self._listener.gone(self)
-
-    def _expect(self, size: int, then: Callable[[bytearray], None]) -> None:
-        self._buffer = bytearray(size)
-        self._filled = 0
-        self._then = then
-
-    def _on_hello(self, hello: bytearray) -> None:
-        self.transport.write(self._listener.admit(self, hello))
-        self._timer.cancel()
-        self._expect(protocol.HEADER.size, self._on_header)
-
-    def _on_header(self, header: bytearray) -> None:
-        (length,) = protocol.HEADER.unpack(header)
-        self._expect(protocol.check_length(length), self._on_payload)
-
-    def _on_payload(self, payload: bytearray) -> None:
-        assert self.run is not None
-        self._expect(protocol.HEADER.size, self._on_header)
-        self.run.received(self, payload)
-
-
 def listen(bind_address: str, port: int, run: Run) -> Listener:
-    """Add a run to this process's listener at an address; bind it first if there is none.
+    """Add a run to this process's listener at an address, which is created if there is none.
 
     Parameters
     ----------
     bind_address : str
         A host name or an address.
     port : int
-        0 for any: that of a listener which is there, or else one that the system chooses.
+        0 for any: the port of an existing listener, or one that the system chooses.
     run : Run
         Removed by `Listener.remove`.
 
@@ -314,7 +226,7 @@ def listen(bind_address: str, port: int, run: Run) -> Listener:
 
 
 def _most_unproved() -> int:
-    """Leave half of the descriptors of this process to the run and to the user."""
+    """Return a limit that leaves half of this process's descriptors to the run and the user."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_UNPROVED if most == resource.RLIM_INFINITY else min(MAX_UNPROVED, most // 2)
 
@@ -324,7 +236,7 @@ _listeners: list[Listener] = []
 
 
 def _forget_all() -> None:
-    """In a forked child: a fork copies no thread, so that nothing would serve these."""
+    """Release all listeners in a forked child, which has no thread that would serve them."""
     global _lock
     _lock = threading.Lock()
     for listener in _listeners:

@@ -19,16 +19,14 @@ import pytest
 from distributor.errors import UnpicklableError
 from distributor.serialization import pickling
 from distributor.serialization.oob_pickle import anonymous_file
+from distributor.serialization.pickle_diagnostics import find_unpicklable, heaviest, name_of
 from distributor.serialization.pickling import (
     dump_call,
     dump_exception,
     dump_value,
-    find_unpicklable,
-    heaviest,
     install_sources,
     load_exception,
     load_value,
-    name_of,
 )
 
 LOCK = threading.Lock()

@@ -146,12 +146,11 @@ def test_what_was_recorded_of_a_hub_deceives_no_link(hub: Hub) -> None:
 
 DRIVER = f"""
 import logging, os, resource, sys
-from distributor.wire import hub as hub_module, listener
-from distributor.wire import protocol
+from distributor.wire import hub as hub_module, peer, protocol
 from distributor.wire.messages import Heartbeat
 
 logging.basicConfig(level=logging.INFO)  # whatever is logged is printed
-listener.HANDSHAKE_SECONDS = float(sys.argv[1])
+peer.HANDSHAKE_SECONDS = float(sys.argv[1])
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), hard))
 genuine_decode, unpickled = protocol.decode, 0

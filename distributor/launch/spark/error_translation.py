@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from distributor._compat import spark_texts
 from distributor.core.text import counted
 from distributor.errors import (
     DistributorError,
@@ -50,7 +51,7 @@ def explain(error: BaseException, num_tasks: int, first_lost: str = "") -> Distr
 
 def _where(text: str) -> str:
     """Return " on" and the host of the task in Spark's message; empty if it names none."""
-    found = re.search(r"Lost task \S+ in stage \S+ \(TID \d+\) \(([^\s)]+)", text)
+    found = re.search(spark_texts.LOST_TASK, text)
     return f" on {found.group(1)}" if found else ""
 
 
@@ -112,13 +113,13 @@ def _python_error(found: re.Match[str], where: str) -> DistributorError:
 _MEANINGS: list[tuple[str, Meaning]] = [
     (r"ExecutorNotReady: ([^\n]*(?:\n {4}[^\n]*)*)", _not_ready),  # indented lines belong to it
     (r"ValueTooLarge: (.*?)(?:\n|$)", _too_large),
-    (r"SPARK-24819|BARRIER_STAGE_NOT_ENOUGH_SLOTS", _no_slots),
-    (r"([^\n]*No space left on device[^\n]*)", _full_disk),
-    (r"worker has different version:? \(?(.*?)\)? than that in driver:? (\S+?),", _other_python),
-    (r"No module named '?([\w.]+)", _no_module),
-    (r"(?:PACKAGE_NOT_INSTALLED\] |ImportError: )(\w+) >= \S+ must be installed", _no_module),
-    (r'Cannot run program "([^"]+)"', _no_interpreter),
-    (r"(ExecutorLostFailure [^\n]*)", _lost),
-    (r"(Python worker exited unexpectedly \(crashed\))", _lost),
-    (r"spark_task/task\.py.*\n(\w[\w.]*: .*?)\n(?:\s*SQLSTATE|\s*\n|\s+at )", _python_error),
+    (spark_texts.TOO_FEW_SLOTS, _no_slots),
+    (spark_texts.FULL_DISK, _full_disk),
+    (spark_texts.OTHER_PYTHON, _other_python),
+    (spark_texts.NO_MODULE, _no_module),
+    (spark_texts.NO_PACKAGE, _no_module),
+    (spark_texts.NO_INTERPRETER, _no_interpreter),
+    (spark_texts.LOST_EXECUTOR, _lost),
+    (spark_texts.CRASHED_WORKER, _lost),
+    (r"spark_task/task\.py.*\n(\w[\w.]*: .*?)" + spark_texts.END_OF_ERROR, _python_error),
 ]

@@ -36,7 +36,7 @@ from distributor.node.agent.output.sink import Sink
 from distributor.node.spark_task.result_rows import ROW_SCHEMA
 from distributor.node.spark_task.task_spec import TaskSpec
 from distributor.serialization.outcome import Outcome
-from distributor.serialization.pickling import heaviest
+from distributor.serialization.pickle_diagnostics import heaviest
 from distributor.serialization.program import Call, Program
 
 

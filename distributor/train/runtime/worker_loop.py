@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distributor.serialization.pickling import name_of
+from distributor.serialization.pickle_diagnostics import name_of
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.runtime.process_group import TorchConfig, process_group
 from distributor.train.runtime.session import session

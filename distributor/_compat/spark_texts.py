@@ -1,0 +1,36 @@
+"""How Spark's errors read: patterns for causes that Spark reports by no class or code.
+
+The text of a failed job's exception contains the errors of its tasks, with Java and Python stacks.
+"""
+
+from __future__ import annotations
+
+LOST_TASK = r"Lost task \S+ in stage \S+ \(TID \d+\) \(([^\s)]+)"
+"""The host of the task that failed."""
+
+TOO_FEW_SLOTS = r"SPARK-24819|BARRIER_STAGE_NOT_ENOUGH_SLOTS"
+"""A barrier job has more tasks than the cluster has slots."""
+
+FULL_DISK = r"([^\n]*No space left on device[^\n]*)"
+"""The line of an error about a full disk."""
+
+OTHER_PYTHON = r"worker has different version:? \(?(.*?)\)? than that in driver:? (\S+?),"
+"""The Python versions of a worker and the driver, which differ."""
+
+NO_MODULE = r"No module named '?([\w.]+)"
+"""A module that a Python worker does not have."""
+
+NO_PACKAGE = r"(?:PACKAGE_NOT_INSTALLED\] |ImportError: )(\w+) >= \S+ must be installed"
+"""A package that PySpark needs in its Python workers and does not find."""
+
+NO_INTERPRETER = r'Cannot run program "([^"]+)"'
+"""The path at which there is no Python interpreter."""
+
+LOST_EXECUTOR = r"(ExecutorLostFailure [^\n]*)"
+"""Why an executor was lost, in Spark's words."""
+
+CRASHED_WORKER = r"(Python worker exited unexpectedly \(crashed\))"
+"""A Python worker ended without an exception."""
+
+END_OF_ERROR = r"\n(?:\s*SQLSTATE|\s*\n|\s+at )"
+"""What follows a Python exception's message: an SQL state, an empty line or Java's stack."""

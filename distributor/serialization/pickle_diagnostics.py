@@ -1,0 +1,181 @@
+"""Which variable of a call cannot be pickled, and which is large."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from distributor.serialization import oob_pickle
+from distributor.serialization.code_imports import nested_code
+from distributor.serialization.oob_pickle import PROTOCOL
+
+_MAX_DEPTH = 6
+_ADVICE = "Create it inside the function, or pass what it is made from as an argument."
+_SPARK_ADVICE = (
+    "Ranks have no Spark session: pass collected data, or the path of files written by Spark."
+)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return a callable's name; a partial has its function's, an instance its class's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The innermost part of an object that cannot be pickled."""
+
+    path: str
+    type_name: str
+    error: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is a {self.type_name} ({self.error})"
+
+
+def explain_call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    error: Exception,
+) -> str:
+    """Return why a call cannot be pickled; the message names the variable or argument."""
+    name = name_of(function)
+    for path, obj in _inputs(function, args, kwargs).items():
+        if culprit := find_unpicklable(path, obj):
+            return f"'{name}' cannot be sent to the ranks: {culprit}. {culprit.advice}"
+    return f"'{name}' cannot be sent to the ranks: {error}"
+
+
+def find_unpicklable(path: str, obj: object) -> Culprit | None:
+    """Return the innermost part of an object that cannot be pickled; None if there is none."""
+    why = _refusal(obj)
+    if why is None:
+        return None
+    return _innermost(path, obj, why, {}) or Culprit(path, type(obj).__name__, why, _ADVICE)
+
+
+def _innermost(
+    path: str, obj: object, why: str, seen: dict[int, object], depth: int = 0
+) -> Culprit | None:
+    """Search an object that cannot be pickled; None if only a cycle through `seen` prevents it."""
+    if _is_from_spark(obj):
+        return Culprit(path, type(obj).__name__, "which only the driver has", _SPARK_ADVICE)
+    seen[id(obj)] = obj
+    has_cycle = False
+    for part_path, part in _parts(path, obj) if depth < _MAX_DEPTH else ():
+        if id(part) in seen:
+            has_cycle = True
+        elif part_why := _refusal(part):
+            if found := _innermost(part_path, part, part_why, seen, depth + 1):
+                return found
+            has_cycle = True
+    return None if has_cycle else Culprit(path, type(obj).__name__, why, _ADVICE)
+
+
+def _refusal(obj: object) -> str | None:
+    """Return in one line why an object cannot be pickled; None if it can be."""
+    try:
+        cloudpickle.dumps(obj, protocol=PROTOCOL)
+    except Exception as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return None
+
+
+def heaviest(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[str, int]:
+    """Return the name and size (bytes) of the variable or argument that makes a call large."""
+    path, weight = name_of(function), 0
+    parts = iter(_inputs(function, args, kwargs).items())
+    for _ in range(1 + _MAX_DEPTH):
+        weighed = [(_weigh(part), part_path, part) for part_path, part in parts]
+        heavy, heavy_path, part = max(weighed, default=(0, "", None), key=lambda found: found[0])
+        if not heavy or heavy < weight / 2:
+            break
+        weight, path, parts = heavy, heavy_path, _parts(heavy_path, part)
+    return path, weight
+
+
+def _weigh(obj: object) -> int:
+    """Return the bytes that an object takes; 0 if it cannot be pickled alone."""
+    counter = _Counter()
+    pickler = oob_pickle.Pickler(counter)
+    try:
+        pickler.dump(obj)
+    except Exception:
+        return 0
+    return counter.tell() + sum(buffer.raw().nbytes for buffer in pickler.buffers)
+
+
+class _Counter(io.BytesIO):
+    """A file that only counts the bytes written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self._count += size
+        return size
+
+    def tell(self) -> int:
+        return self._count
+
+
+def _inputs(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, object]:
+    inputs: dict[str, object] = {name_of(function): function}
+    inputs |= {f"argument {i}": arg for i, arg in enumerate(args)}
+    return inputs | {f"argument '{key}'": value for key, value in kwargs.items()}
+
+
+def _parts(path: str, obj: object) -> Iterator[tuple[str, object]]:
+    """Yield the parts of an object, each with a name that the user recognizes."""
+    if isinstance(obj, types.FunctionType):
+        for name, value in _captured(obj):
+            yield f"the variable '{name}' used by {path}", value
+    elif isinstance(obj, types.MethodType):
+        yield f"{path}.__self__", obj.__self__
+        yield path, obj.__func__
+    elif isinstance(obj, functools.partial):
+        yield path, obj.func
+        yield from _parts(f"{path}'s arguments", obj.args)
+        yield from _parts(f"{path}'s arguments", obj.keywords)
+    elif isinstance(obj, Mapping):
+        yield from ((f"{path}[{key!r}]", value) for key, value in obj.items())
+    elif isinstance(obj, (list, tuple, set, frozenset)):
+        yield from ((f"{path}[{i}]", value) for i, value in enumerate(obj))
+    else:
+        yield from ((f"{path}.{key}", value) for key, value in getattr(obj, "__dict__", {}).items())
+
+
+def _captured(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a variable that is not set yet
+            yield name, cell.cell_contents
+    for code in nested_code(function.__code__):
+        for name in code.co_names:
+            if name in function.__globals__:
+                yield name, function.__globals__[name]
+    yield from (function.__kwdefaults__ or {}).items()
+    defaults = function.__defaults__ or ()
+    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+    yield from zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
+
+
+def _is_from_spark(obj: object) -> bool:
+    """Return whether this is an object of Spark's, whose parts would mean nothing to the user."""
+    return type(obj).__module__.split(".")[0] in ("pyspark", "py4j")

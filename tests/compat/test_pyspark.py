@@ -1,0 +1,191 @@
+"""Canaries for what `distributor._compat.pyspark` uses of PySpark and Spark."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import facts_in, needs_java
+from support.canary import relies_on
+from support.waiting import until
+
+from distributor._compat import pyspark as private
+
+pytestmark = [pytest.mark.spark, needs_java]
+
+EXECUTORS, CORES = 2, 2
+"""Of the cluster that the fixture ``spark`` starts."""
+
+
+@pytest.fixture
+def context(spark: Any) -> Any:
+    """Return the application's context once all of its executors have registered."""
+    until(
+        lambda: spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size() > EXECUTORS,
+        "all executors register",
+        seconds=120,
+    )
+    return spark.sparkContext
+
+
+def unchanged_rows(spark: Any) -> Any:
+    """Plan a job that returns its rows; its function is local, so that it is pickled by value."""
+
+    def same(batches: Iterator[Any]) -> Iterator[Any]:
+        yield from batches
+
+    with private.python_executable(spark.sparkContext, sys.executable):
+        return spark.range(1).mapInArrow(same, "id long")
+
+
+def test_the_jvm_has_the_context(context: Any) -> None:
+    with relies_on("pyspark", "SparkContext._jsc", "pyspark.java_context"):
+        assert private.java_context(context).applicationId() == context.applicationId
+
+
+def test_slots_are_counted(context: Any) -> None:
+    what = "the JVM's maxNumConcurrentTasks or resourceProfileManager"
+    with relies_on("pyspark", what, "pyspark.max_concurrent_tasks"):
+        assert private.max_concurrent_tasks(context) == EXECUTORS * CORES
+
+
+def test_slots_of_a_resource_profile_are_counted(context: Any) -> None:
+    from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+
+    profile = ResourceProfileBuilder().require(TaskResourceRequests().cpus(CORES)).build
+    what = "ResourceProfile._java_resource_profile"
+    with relies_on("pyspark", what, "pyspark.max_concurrent_tasks"):
+        assert private.max_concurrent_tasks(context, profile) == EXECUTORS
+
+
+def test_executors_are_listed(context: Any) -> None:
+    with relies_on("pyspark", "the JVM's getExecutorInfos", "pyspark.executor_hosts"):
+        assert len(private.executor_hosts(context)) == EXECUTORS + 1
+    with relies_on("pyspark", "the scheduler backend's getExecutorIds", "pyspark.executor_ids"):
+        ids = private.executor_ids(context)
+        assert len(ids) == EXECUTORS
+    with relies_on("pyspark", "the JVM's status store", "pyspark.executor_host"):
+        assert {private.executor_host(context, each) for each in ids} <= set(
+            private.executor_hosts(context)
+        )
+    what = "the scheduler backend's isExecutorActive"
+    with relies_on("pyspark", what, "pyspark.is_executor_active"):
+        assert all(private.is_executor_active(context, each) for each in ids)
+        assert not private.is_executor_active(context, "no such executor")
+
+
+def test_jobs_are_found_by_their_tag(spark: Any, context: Any) -> None:
+    context.addJobTag("a-canarys-tag")
+    try:
+        spark.range(1).collect()
+    finally:
+        context.removeJobTag("a-canarys-tag")
+    with relies_on("pyspark", "the JVM's getJobIdsForTag", "pyspark.jobs_with_tag"):
+        assert private.jobs_with_tag(context, "a-canarys-tag")
+        assert private.jobs_with_tag(context, "no such tag") == []
+
+
+def test_the_temporary_folder_exists(context: Any) -> None:
+    with relies_on("pyspark", "SparkContext._temp_dir", "pyspark.temporary_folder"):
+        assert Path(private.temporary_folder(context)).is_dir()
+
+
+def test_a_function_runs_with_another_interpreter(spark: Any, context: Any) -> None:
+    usual = context.pythonExec
+    with private.python_executable(context, "/no/such/python"):
+        frame = spark.range(1).mapInArrow(lambda batches: batches, "id long")
+    with relies_on("pyspark", "SparkContext.pythonExec", "pyspark.python_executable"):
+        assert context.pythonExec == usual
+        with pytest.raises(Exception, match="/no/such/python"):
+            frame.collect()
+
+
+def test_a_job_keeps_its_call_site(spark: Any, context: Any) -> None:
+    names: list[str] = []
+    tracker = context.statusTracker()
+
+    def collect() -> None:
+        context.addJobTag("call site")
+        context.setLocalProperty(private.CALL_SITE, "train.py:42")
+        context.setLocalProperty(private.CALL_SITE_DETAILS, "train at train.py:42")
+        frame = unchanged_rows(spark)
+        private.keep_call_site(frame)
+        frame.collect()
+        jobs = map(tracker.getJobInfo, private.jobs_with_tag(context, "call site"))
+        names.extend(tracker.getStageInfo(stage).name for job in jobs for stage in job.stageIds)
+
+    thread = threading.Thread(target=collect)  # local properties are the thread's
+    thread.start()
+    thread.join()
+    what = "DataFrame._sc, SparkContext._jsc.setCallSite or the local properties of call sites"
+    with relies_on("pyspark", what, "pyspark.keep_call_site"):
+        assert set(names) == {"train.py:42"}
+
+
+def test_loggers_are_switched_off_and_restored(context: Any) -> None:
+    def level(name: str) -> str:
+        return str(log4j.LogManager.getLogger(name).getLevel())
+
+    name, without = "distributor.canary", "distributor.canary.without.a.level"
+    with relies_on("pyspark", "the JVM's Log4j 2", "pyspark.switch_loggers_off"):
+        log4j = context._jvm.org.apache.logging.log4j
+        log4j.core.config.Configurator.setLevel(name, log4j.Level.WARN)
+        levels = private.switch_loggers_off(context, [name, without])
+        assert [level(name), level(without)] == ["OFF", "OFF"]
+        private.restore_loggers(context, levels)
+        assert [level(name), level(without)] == ["WARN", "WARN"]
+    with relies_on("pyspark", "the classes that log errors", "pyspark.TASK_ERROR_LOGGERS"):
+        for logger in private.TASK_ERROR_LOGGERS:
+            context._jvm.java.lang.Class.forName(logger)
+
+
+def test_the_progress_bar_can_be_removed(
+    context: Any, run_driver: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    with relies_on("pyspark", "SparkContext.progressBar of the JVM", "pyspark.progress_bar"):
+        assert private.progress_bar(context) is None
+        facts = facts_in(
+            run_driver(
+                """
+                import json
+                from pyspark.sql import SparkSession
+                from distributor._compat.pyspark import progress_bar
+
+                builder = SparkSession.builder.master("local[1]").config("spark.ui.port", "0")
+                spark = builder.config("spark.ui.showConsoleProgress", "true").getOrCreate()
+                bar = progress_bar(spark.sparkContext)
+                bar.finishAll()
+                print("FACTS " + json.dumps({"bar": str(bar)}))
+                """
+            )
+        )
+        assert "ConsoleProgressBar" in facts["bar"]
+
+
+def test_pandas_3_makes_pyspark_warn(spark: Any) -> None:
+    pandas = pytest.importorskip("pandas")
+    if int(pandas.__version__.partition(".")[0]) < 3:
+        pytest.skip("PySpark warns of pandas 3")
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        unchanged_rows(spark)
+    with relies_on("pyspark", "its warning of pandas 3", "pyspark.PANDAS_WARNING"):
+        (message,) = {str(each.message) for each in shown if each.category is FutureWarning}
+        assert re.match(private.PANDAS_WARNING, message)
+
+
+@pytest.mark.skipif(find_spec("grpc") is None, reason="Spark Connect is not installed")
+def test_a_connect_session_is_recognized(spark: Any) -> None:
+    from pyspark.sql.connect.session import SparkSession
+
+    with relies_on("pyspark", "the module of Connect's session", "pyspark.is_connect_session"):
+        assert private.is_connect_session(SparkSession.__new__(SparkSession))
+        assert not private.is_connect_session(spark)

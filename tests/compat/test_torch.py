@@ -1,0 +1,89 @@
+"""Canaries for what `distributor._compat.torch` uses of torch."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import socket
+import subprocess
+import sys
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from support.canary import relies_on
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+from distributor._compat import torch as private  # noqa: E402
+
+
+def test_typed_storages_are_taken_apart_and_made_again() -> None:
+    tensor = torch.arange(4, dtype=torch.int32)
+    with relies_on("torch", "TypedStorage", "torch.typed_storage"):
+        # What a pickle of a tensor refers to.
+        _, (typed, *_) = tensor.__reduce_ex__(5)
+        assert private.is_typed_storage(typed)
+        untyped = private.untyped_storage(typed)
+        assert untyped.data_ptr() == tensor.data_ptr()
+        assert not private.is_typed_storage(untyped)
+        again = private.typed_storage(untyped, torch.int32)
+        assert again.dtype == torch.int32
+        assert private.untyped_storage(again).data_ptr() == tensor.data_ptr()
+
+
+def test_pickled_storages_are_loaded_by_a_known_function() -> None:
+    named = []
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            named.append((module, name))
+            return super().find_class(module, name)
+
+    with relies_on("torch", "torch.storage._load_from_bytes", "torch.LOAD_STORAGE"):
+        Unpickler(io.BytesIO(pickle.dumps(torch.ones(2)))).load()
+        assert private.LOAD_STORAGE in named, named
+
+
+def test_an_optimizer_imports_what_is_preloaded() -> None:
+    program = (
+        "import sys, torch\n"
+        "parameter = torch.nn.Parameter(torch.ones(1))\n"
+        "before = set(sys.modules)\n"
+        "torch.optim.SGD([parameter], lr=1.0)\n"
+        "print(*set(sys.modules) - before)\n"
+    )
+    with relies_on("torch", "what the first optimizer imports", "torch.OPTIMIZER_IMPORTS"):
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        assert set(private.OPTIMIZER_IMPORTS) <= set(done.stdout.split())
+
+
+def test_a_store_is_served_on_a_socket_that_exists() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    with relies_on("torch", "TCPStore's master_listen_fd", "torch.serve_store"):
+        store = private.serve_store("127.0.0.1", port, listener.detach())
+        client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+        client.set("key", "value")
+        assert store.get("key") == b"value"
+    with relies_on("torch", "the error of a store whose server has gone", "torch.LOST_CONNECTION"):
+        del store
+        with pytest.raises(RuntimeError) as lost:
+            client.get("key")
+        assert any(sign in str(lost.value).lower() for sign in private.LOST_CONNECTION), lost.value
+
+
+def test_a_ddp_model_refers_to_what_frees_its_group() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        what = "DistributedDataParallel's reducer, logger and process_group"
+        with relies_on("torch", what, "torch.keep_groups_of_models"):
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+            assert weakref.ref(model.reducer)() is model.reducer
+            assert weakref.ref(model.logger)() is model.logger
+            assert model.process_group is not None
+    finally:
+        dist.destroy_process_group()
