@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 CALL_SITE, CALL_SITE_DETAILS = "callSite.short", "callSite.long"
-"""Local properties that name a job and its stages in Spark's UI, and give the details."""
+"""Local properties that name a job and its stages in Spark's UI, and hold the details."""
 
 TASK_ERROR_LOGGERS = (
     "org.apache.spark.executor.Executor",

@@ -1,6 +1,6 @@
-"""Which system calls this kernel offers: tried, since a sandbox may refuse what Python has.
+"""Which system calls this kernel supports, by trial: a sandbox may refuse what Python offers.
 
-Linux 5.3 and later offer all of it. Older kernels, gVisor and strict seccomp filters do not.
+Linux 5.3 and later support them all. Older kernels, gVisor and strict seccomp filters do not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 
 REFUSED = {errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL}
-"""How a kernel, or a filter before it, says that it does not have a system call."""
+"""The errors by which a kernel or a filter refuses a system call."""
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 
@@ -48,7 +48,7 @@ def set_subreaper(wanted: bool = True) -> None:
 def _try_subreaper() -> None:
     now = ctypes.c_int()
     _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(now))
-    set_subreaper(bool(now.value))  # as it is already
+    set_subreaper(bool(now.value))  # unchanged
 
 
 def _prctl(option: int, argument: object) -> None:
@@ -60,7 +60,7 @@ def _prctl(option: int, argument: object) -> None:
 def _refused(name: str, call: Callable[[], object]) -> tuple[str, ...]:
     try:
         call()
-    except AttributeError:  # Python was built where there was none
+    except AttributeError:  # Python was built without it
         return (f"{name} (unknown to this Python)",)
     except OSError as error:
         if error.errno in REFUSED:

@@ -10,13 +10,13 @@ NAMES = re.compile(
 )
 """Variables that hold secrets, by name; Spark's own ``spark.redaction.regex`` is much the same."""
 LEAST = 6
-"""Characters from which a value is looked for: shorter ones are everywhere."""
+"""Characters that a value needs to be replaced: shorter values occur everywhere."""
 MASK = "*********(redacted)"
-"""What stands in its place, as Spark writes it."""
+"""The replacement, as in Spark."""
 
 
 class Redaction:
-    """Takes the secrets of a run out of what its ranks print.
+    """Replaces the secrets of a run in the output of its ranks.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ class Redaction:
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        # Of two the longer first: one may be the other's beginning.
+        # Longer ones first: one may be a prefix of another.
         self._secrets = sorted(set(_secrets_in(env)), key=len, reverse=True)
         pattern = "|".join(map(re.escape, self._secrets))
         self._in_text = re.compile(pattern) if pattern else None
@@ -33,25 +33,25 @@ class Redaction:
         self._in_bytes = re.compile(pattern.encode()) if pattern else None
 
     def of_text(self, text: str) -> str:
-        """Give the text without them."""
+        """Return a text without secrets."""
         return self._in_text.sub(MASK, text) if self._in_text else text
 
     def of_stream(self, data: bytes, last: bool) -> tuple[bytes, int]:
-        """Give the next part of a stream without them.
+        """Return the next part of a stream without secrets.
 
         Parameters
         ----------
         data : bytes
-            What is there of the stream.
+            The bytes that have arrived.
         last : bool
-            Whether nothing follows.
+            Whether the stream ends here.
 
         Returns
         -------
         bytes
-            What may be shown.
+            The bytes to show.
         int
-            How many bytes of `data` it stands for: a secret may have begun in the rest.
+            How many bytes of `data` these replace: the rest may be the beginning of a secret.
         """
         if self._in_bytes is None:
             return data, len(data)
@@ -59,7 +59,7 @@ class Redaction:
         return self._in_bytes.sub(MASK.encode(), data[:length]), length
 
     def _settled(self, secrets: re.Pattern[bytes], data: bytes) -> int:
-        """Tell up to where it is known what is secret, whatever follows."""
+        """Return how many bytes can be shown whatever follows."""
         begun = len(data) - max(_overlap(data, secret) for secret in self._encoded)
         whole = (found.span() for found in secrets.finditer(data))
         # One that is there whole may be the end of one, or the beginning of a longer.

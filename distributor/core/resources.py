@@ -32,7 +32,7 @@ _SIGNS = ("no space left on device", "shared memory", "bus error", "unable to mm
 
 
 def lacks_room(error: BaseException) -> bool:
-    """Tell whether an exception looks like one of a full disk or of exhausted shared memory."""
+    """Return whether an exception looks like a full disk or exhausted shared memory."""
     if isinstance(error, OSError) and error.errno in _ERRORS:
         return True
     is_its_kind = isinstance(error, (OSError, RuntimeError))
@@ -40,7 +40,7 @@ def lacks_room(error: BaseException) -> bool:
 
 
 def describe_free_space() -> str:
-    """Say what is free where ranks and their loaders write, and what to do where it is little."""
+    """Return the free space of the folders that ranks and loaders write to, and what to do."""
     folders = [SHARED_MEMORY, tempfile.gettempdir(), os.getcwd()]
     usages = {f: shutil.disk_usage(f) for f in dict.fromkeys(folders) if os.path.isdir(f)}
     free = ", ".join(
@@ -54,14 +54,14 @@ def describe_free_space() -> str:
 
 
 class ContainerMemory(NamedTuple):
-    """What a bound leaves (bytes), and the bound."""
+    """The memory that a limit leaves, and the limit (bytes)."""
 
     left: int
     most: int
 
 
 def free_memory() -> int:
-    """Tell how many bytes this process may still take of its host, or its container."""
+    """Return how many bytes this process can still allocate on its host or in its container."""
     import psutil
 
     container = container_memory()
@@ -105,7 +105,7 @@ def _bound_of(folder: Path, files: tuple[str, str], cached: str) -> ContainerMem
 
 
 def format_bytes(count: float) -> str:
-    """Write a number of bytes for people."""
+    """Return a number of bytes as text, such as "1.5 GB"."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

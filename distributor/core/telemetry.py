@@ -60,35 +60,35 @@ Told = Progress | Reported
 
 
 class Reader:
-    """Puts together what comes cut anywhere."""
+    """Assembles messages from a stream of bytes."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def take(self, data: bytes) -> list[Told]:
-        """Give what these bytes complete."""
+        """Return the messages that these bytes complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         return list(filter(None, map(_read, lines)))
 
 
 def _read(line: bytes) -> Told | None:
     try:
-        told = json.loads(line)
-        if isinstance(told, dict):
-            return Reported(**told)
-        done, total, metrics, at = told
+        message = json.loads(line)
+        if isinstance(message, dict):
+            return Reported(**message)
+        done, total, metrics, at = message
         return Progress(done, total, metrics, at)
     except (TypeError, ValueError):
         return None  # a rank's own code has written into the file
 
 
 def checked(done: Any, total: Any, metrics: Mapping[str, Any]) -> Progress:
-    """Make plain numbers of what a user's code gives: tensors and numpy's numbers too.
+    """Return progress with plain numbers, converted from tensors or numpy's types.
 
     Raises
     ------
     TypeError
-        For what is no number; says which it is.
+        If a value is not a number; the message names it.
     """
     return Progress(
         done=_number("done", done),

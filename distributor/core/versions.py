@@ -36,7 +36,7 @@ def check_interpreter() -> None:
     Raises
     ------
     ExecutorNotReady
-        Where it has no torch.
+        If it has no torch.
     """
     if find_spec("torch") is None:
         raise ExecutorNotReady(
@@ -46,15 +46,15 @@ def check_interpreter() -> None:
 
 
 def pickling_software() -> Software:
-    """Give the versions of what driver and nodes must have in common."""
+    """Return the versions that must be equal on the driver and the nodes."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"Python": python, "cloudpickle": cloudpickle.__version__}
 
 
 @functools.cache
 def software() -> Software:
-    """Give the versions of what all nodes must have in common."""
-    from importlib import metadata  # here, for it is slow to import, and the driver needs it not
+    """Return the versions that must be equal on all nodes."""
+    from importlib import metadata  # slow to import, and not needed on the driver
 
     try:
         torch = {"torch": metadata.version("torch")}
@@ -64,17 +64,17 @@ def software() -> Software:
 
 
 def check_alike(found: Mapping[str, Software]) -> None:
-    """Compare what several hosts have.
+    """Check that several hosts have the same versions.
 
     Parameters
     ----------
     found : mapping of str to Software
-        By host; what one lacks is not compared.
+        By host; software that a host lacks is not compared.
 
     Raises
     ------
     ExecutorNotReady
-        Where they differ; names versions and hosts.
+        If they differ; the message names versions and hosts.
     """
     others = {name for versions in found.values() for name in versions}.difference(SHARED)
     for name in (*SHARED, *sorted(others)):
@@ -83,13 +83,17 @@ def check_alike(found: Mapping[str, Software]) -> None:
             if name in versions:
                 hosts.setdefault(versions[name], []).append(host)
         if len(hosts) > 1:
-            told = "; ".join(f"{version} on {listed(hosts[version])}" for version in sorted(hosts))
+            versions_found = "; ".join(
+                f"{version} on {listed(hosts[version])}" for version in sorted(hosts)
+            )
             remedy = INSTALL if name in SHARED else f"Name one in environment=: '{name}==...'."
-            raise ExecutorNotReady(f"The nodes of this run differ in {name}: {told}. {remedy}")
+            raise ExecutorNotReady(
+                f"The nodes of this run differ in {name}: {versions_found}. {remedy}"
+            )
 
 
 def listed(hosts: Collection[str]) -> str:
-    """Name the first of some hosts, and say how many more there are."""
+    """Return the first hosts as text, with the number of the others."""
     named = ", ".join(sorted(hosts)[:MOST_HOSTS])
     more = len(hosts) - MOST_HOSTS
     return f"{named} and {more} more" if more > 0 else named

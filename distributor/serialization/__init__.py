@@ -1,1 +1,1 @@
-"""Programs on their way to ranks, and what comes back of them: values and failures."""
+"""Pickled programs for ranks, and their outcomes: values and failures."""

@@ -1,8 +1,8 @@
-"""Pickles whose large buffers lie beside them in one file, written once and mapped to be read.
+"""Pickles with their large buffers beside them in one file, which is mapped to be read.
 
-A file holds, one after another: the pickle; each buffer, aligned; the offset and size of each; and
-a trailer that says how many there are. Tensors and arrays that were large are, when loaded, views
-of the mapped file: nothing is copied until someone writes to them, and then only that page.
+A file contains the pickle, each buffer (aligned), the offset and size of each buffer, and a trailer
+with their number. Large tensors and arrays are loaded as views of the mapped file:
+nothing is copied until a page is written to, and then only that page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from distributor.core.kernel import lacking_for_memory_files
 
 PROTOCOL = 5
 LARGE_BUFFER = 64 * 1024
-"""Bytes from which a buffer lies beside the pickle; what is smaller is copied with it."""
+"""Bytes from which a buffer is stored beside the pickle; smaller ones are part of the pickle."""
 ALIGNMENT = 64
 _PLACE = struct.Struct("<QQ")
 _TRAILER = struct.Struct("<Q8s")
@@ -32,14 +32,14 @@ _MAGIC = b"parcel 1"
 
 
 def anonymous_file() -> BinaryIO:
-    """Open a file that has no name, in memory if the system has such files."""
+    """Open a file without a name, in memory if the system supports that."""
     if not lacking_for_memory_files():
         return os.fdopen(os.memfd_create("distributor"), "w+b")
     return tempfile.TemporaryFile()
 
 
 def give_back(file: BinaryIO, length: int) -> None:
-    """Give back what the first bytes of an anonymous file take; it stays as long as it is."""
+    """Free the space of the first bytes of an anonymous file, whose length does not change."""
     keep_size_and_punch_hole = 0x01 | 0x02
     if sys.platform == "linux":
         offset, size = ctypes.c_int64(0), ctypes.c_int64(length)
@@ -47,12 +47,12 @@ def give_back(file: BinaryIO, length: int) -> None:
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles tensors as arrays are: with the storage as a buffer, once for all that share it.
+    """Pickles tensors like arrays: a storage is a buffer, once for all tensors that share it.
 
     Parameters
     ----------
     file : BinaryIO
-        Where the pickle goes.
+        The file for the pickle.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
     def _reduce_storage(self, obj: Any) -> tuple[Any, ...] | None:
-        """Take over from torch for what lies in the memory of this process."""
+        """Reduce a storage in CPU memory to a buffer; None leaves other storages to torch."""
         is_typed = is_typed_storage(obj)
         storage = untyped_storage(obj) if is_typed else obj
         if storage.device.type != "cpu" or not storage.data_ptr():
@@ -87,7 +87,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             memory_range = storage.data_ptr(), storage.nbytes()
             return typed_storage, (self._storages.setdefault(memory_range, storage), obj.dtype)
         memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-        memory.owner = storage  # so that it lives as long as the view does
+        memory.owner = storage  # which must live as long as the view
         return _untyped_storage, (pickle.PickleBuffer(memory),)
 
 
@@ -99,7 +99,7 @@ def pack(obj: object, file: BinaryIO) -> None:
 
 
 def write_buffers(file: BinaryIO, buffers: Sequence[pickle.PickleBuffer]) -> None:
-    """Write what belongs behind a pickle."""
+    """Write the buffers and their index after a pickle."""
     places = []
     for buffer in buffers:
         _align(file)
@@ -118,12 +118,12 @@ def unpack(file: int, unpickler: Callable[..., pickle.Unpickler] = pickle.Unpick
     file : int
         The file's descriptor; it may be closed afterwards.
     unpickler : callable
-        Makes the unpickler.
+        Called with the file and its buffers; returns the unpickler.
 
     Raises
     ------
     EOFError
-        Where the file is not whole.
+        If the file is incomplete.
     """
     mapped = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
     return unpickler(mapped, buffers=_buffers(memoryview(mapped))).load()

@@ -25,7 +25,7 @@ MAX_SUMMARY, MAX_TEXT = 1000, 4 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Which rank, where, and in which attempt."""
+    """A rank, its host and its attempt."""
 
     rank: int
     local_rank: int
@@ -41,7 +41,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Value:
-    """What a rank returned, still pickled.
+    """The value that a rank returned, still pickled.
 
     Parameters
     ----------
@@ -56,17 +56,17 @@ class Value:
 
     @property
     def size(self) -> int:
-        """How many bytes it takes, pickled; 0 where nobody asked for it."""
+        """Its size in bytes when pickled; 0 if it was not requested."""
         self.file.flush()
         return os.fstat(self.file.fileno()).st_size
 
     def load(self) -> Any:
-        """Unpickle the value; CUDA tensors become CPU tensors where there is no GPU."""
+        """Unpickle the value; CUDA tensors become CPU tensors if there is no GPU."""
         self.file.flush()
         return pickling.load_value(self.file)
 
     def parts(self) -> Iterator[bytes]:
-        """Read the pickled value in parts that any transport takes."""
+        """Yield the pickled value in parts that are small enough for any transport."""
         self.file.seek(0)
         while data := self.file.read(PART_BYTES):
             yield data
@@ -113,14 +113,14 @@ class Failure:
     text : str
         The remote traceback with its source lines, or the last lines of output.
     pickled : bytes or None
-        The exception; None where it cannot be pickled.
+        The exception; None if it cannot be pickled.
     collateral : bool
-        True where the failure looks like the echo of another rank's (a lost connection).
+        Whether the failure looks like a consequence of another rank's (a lost connection).
     step : int or None
-        How far the rank's program had come; None for a rank that did not raise.
+        How many steps the rank's program had made; None for a rank that did not raise.
     kind : str
-        The exception's type, or how the process ended: what may be read where a message, which
-        may hold a secret, may not.
+        The exception's type, or how the process ended. It may appear in logs, unlike a message,
+        which may contain a secret.
     """
 
     origin: Origin
@@ -136,9 +136,9 @@ class Failure:
         error = pickling.load_exception(self.pickled) if self.pickled else None
         if error is None:
             error = RemoteError(f"{self.origin}: {self.summary}\n\n{self.text}")
-        if not isinstance(error, WorkerDied):  # whose message says it all
+        if not isinstance(error, WorkerDied):  # its message is complete
             cause = RemoteTraceback(f"{self.origin}:\n{self.text.rstrip()}")
-            BaseException.__setattr__(error, "__cause__", cause)  # the user's own may be frozen
+            BaseException.__setattr__(error, "__cause__", cause)  # the user's class may be frozen
         return error
 
 
@@ -146,7 +146,7 @@ Outcome = Value | Failure
 
 
 def failure_of(error: BaseException, origin: Origin, step: int = 0) -> Failure:
-    """Capture an exception that was raised in a rank, so many steps into its program."""
+    """Capture an exception that was raised in a rank after this many steps of its program."""
     return Failure(
         origin=origin,
         summary=_summary_of(error),
@@ -159,7 +159,7 @@ def failure_of(error: BaseException, origin: Origin, step: int = 0) -> Failure:
 
 
 def _summary_of(error: BaseException) -> str:
-    """Give the line that names the exception, of those that tell of its source and its notes."""
+    """Return the line that names the exception, without the lines of its source and notes."""
     lines = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
     name = type(error).__qualname__
     named = (line for line in lines if line.partition(":")[0].endswith(name))
@@ -167,7 +167,7 @@ def _summary_of(error: BaseException) -> str:
 
 
 def _cut(text: str) -> str:
-    """Leave out the middle of a text that would not fit into a message."""
+    """Omit the middle of a text that is too long for a message."""
     left_out, half = len(text) - MAX_TEXT, MAX_TEXT // 2
     if left_out <= 0:
         return text
@@ -203,7 +203,7 @@ def _hint(signum: int | None) -> str:
 
 
 def cause_first(failures: Iterable[Failure]) -> dict[int, Failure]:
-    """Map each failed rank to its failure, causes before echoes, else in the order given."""
+    """Map each failed rank to its failure, causes before collateral failures, else as given."""
     ordered = sorted(failures, key=lambda failure: failure.collateral)
     return {failure.origin.rank: failure for failure in ordered}
 
@@ -218,7 +218,7 @@ def raise_first(failures: Mapping[int, Failure]) -> None:
     """
     first = next(iter(failures.values()))
     error = first.exception()
-    error.__dict__["rank_failures"] = dict(failures)  # past __setattr__, as in `add_note`
+    error.__dict__["rank_failures"] = dict(failures)  # bypasses __setattr__, as in `add_note`
     add_note(error, _note(first, failures))
     raise error
 
@@ -226,8 +226,8 @@ def raise_first(failures: Mapping[int, Failure]) -> None:
 def add_note(error: BaseException, note: str) -> None:
     """Add a note to an exception.
 
-    Unlike `BaseException.add_note`, which Python 3.10 does not have, it goes past ``__setattr__``:
-    an exception of the user's may be frozen.
+    Unlike `BaseException.add_note`, which Python 3.10 does not have, this bypasses
+    ``__setattr__``, because an exception of the user's may be frozen.
     """
     error.__dict__.setdefault("__notes__", []).append(note)
 
@@ -254,7 +254,7 @@ _OURS = str(Path(__file__).resolve().parent.parent)
 
 
 def _users_part(frames: TracebackType | None) -> TracebackType | None:
-    """Leave out the launcher's own frames, and those that run a script, at the top."""
+    """Skip the first frames, which belong to the launcher or run a script."""
     part = frames
     while part is not None and _is_launchers(part.tb_frame.f_code.co_filename):
         part = part.tb_next
@@ -266,7 +266,7 @@ def _is_launchers(filename: str) -> bool:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Tell whether an error is what a rank sees when a peer has gone."""
+    """Return whether an error is of the kind that a rank gets when another process has ended."""
     if isinstance(error, ConnectionError):
         return True
     is_torchs = type(error).__module__.startswith("torch") or type(error) is RuntimeError

@@ -21,7 +21,7 @@ class Call:
     call : PickledCall
         The function and its arguments.
     begins_with : str
-        What is called before it, as ``package.module:function``; empty where nothing is.
+        A function to call first, as ``package.module:function``; empty for none.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Call:
 
     @property
     def size(self) -> int:
-        """The bytes that travel."""
+        """The bytes that are sent to nodes."""
         return self.call.size
 
     @property
     def imports(self) -> frozenset[str]:
-        """The top-level modules that the functions which travel import."""
+        """The top-level modules that the pickled functions import."""
         return self.call.imports
 
 
@@ -48,13 +48,13 @@ class Script:
     name : str
         The file's name, for messages.
     path : str
-        Where it lies; absolute.
+        Its absolute path.
     args : tuple of str
         Its command-line arguments.
     source : bytes
-        Its text, for nodes that do not have the file.
+        Its content, for nodes that do not have the file.
     begins_with : str
-        What is called before it, as ``package.module:function``; empty where nothing is.
+        A function to call first, as ``package.module:function``; empty for none.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Script:
 
     @property
     def size(self) -> int:
-        """The bytes that travel."""
+        """The bytes that are sent to nodes."""
         return len(self.source)
 
     @property
@@ -83,11 +83,11 @@ class Module:
     name : str
         The module's name.
     folder : str
-        Where the driver looks for it first; empty on nodes to which its files are brought.
+        Where the driver looks for it first; empty on nodes, which receive its files.
     args : tuple of str
         Its command-line arguments.
     begins_with : str
-        What is called before it, as ``package.module:function``; empty where nothing is.
+        A function to call first, as ``package.module:function``; empty for none.
     """
 
     name: str
@@ -97,12 +97,12 @@ class Module:
 
     @property
     def size(self) -> int:
-        """The bytes that travel with the program: its files come with the user's modules."""
+        """The bytes that are sent to nodes: none, as its files are among the user's modules."""
         return 0
 
     @property
     def imports(self) -> frozenset[str]:
-        """The top-level package or module that it is or belongs to."""
+        """Its top-level package or module."""
         return frozenset({self.name.partition(".")[0]})
 
 

@@ -1,1 +1,1 @@
-"""What crosses between the processes of a run."""
+"""The connection between the driver and the nodes of a run: hub, links and messages."""

@@ -1,4 +1,4 @@
-"""A node's connection to the driver's hub: one thread reads, one sends, and no caller waits."""
+"""A node's connection to the driver's hub: one thread reads, one sends, and callers do not wait."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import BinaryIO
 from distributor.wire import protocol
 from distributor.wire.messages import Heartbeat
 
-_CHUNK = 256 * 2**10  # what is handed to the kernel at once, so that the backlog is seen to shrink
+_CHUNK = 256 * 2**10  # bytes per call of the kernel, small enough that the backlog shrinks visibly
 
 _log = logging.getLogger(__name__)
 
 
 class Link:
-    """A proven connection to a hub; `Link.connect` makes one.
+    """An authenticated connection to a hub; use `Link.connect`.
 
     Attributes
     ----------
     lost
-        Whether the connection ended without our asking, or before all that was queued was sent.
+        Whether the connection ended without a call of `close`, or before all messages were sent.
     """
 
     def __init__(
@@ -62,24 +62,24 @@ class Link:
         on_message: Callable[[object], None],
         on_lost: Callable[[], None] = lambda: None,
     ) -> Link:
-        """Connect to a hub as ``node``, with a proof in both directions.
+        """Connect to a hub as ``node``, with authentication in both directions.
 
         Parameters
         ----------
         timeout
-            Seconds for everything but the resolution of the host's name, whose time limit is the
-            system's.
+            Seconds for everything except the resolution of the host's name, which the system
+            limits.
         on_message
-            Called with each message in the reader's thread, perhaps before this method returns;
-            with heartbeats too, which are answered already. If it raises, that is logged and the
-            link is lost.
+            Called in the reader's thread with each message, perhaps before this method returns.
+            This includes heartbeats, which have been answered. If it raises, the exception is
+            logged and the link is lost.
         on_lost
-            Called there once, after the last message, unless the link ends because of `close`.
+            Called in the same thread once, after the last message, unless `close` ended the link.
 
         Raises
         ------
         OSError
-            Where there is no connection: `HandshakeRefused`, TimeoutError and others.
+            If the connection fails: `HandshakeRefused`, TimeoutError and others.
         """
         deadline = time.monotonic() + timeout
         try:
@@ -100,12 +100,12 @@ class Link:
         self.close()
 
     def send(self, message: object) -> None:
-        """Queue a message for the sender's thread; dropped where the link is lost or closed.
+        """Queue a message for the sender's thread; it is dropped if the link is lost or closed.
 
         Raises
         ------
         FrameTooLarge
-            Where the pickled message is larger than `protocol.MAX_FRAME`.
+            If the pickled message is larger than `protocol.MAX_FRAME`.
         """
         if self.lost or self._closing:
             return
@@ -117,17 +117,17 @@ class Link:
                 self._changed.notify_all()
 
     def backlog(self) -> int:
-        """Return how many bytes are queued and not yet handed to the kernel."""
+        """Return how many bytes are queued and not yet passed to the kernel."""
         return self._backlog
 
     def wait_below(self, limit: int, timeout: float) -> bool:
-        """Wait until the backlog is below ``limit`` bytes; False if it is not, or the link lost."""
+        """Wait until the backlog is below ``limit`` bytes; False on timeout or a lost link."""
         with self._changed:
             self._changed.wait_for(lambda: self.lost or self._backlog < limit, timeout)
             return not self.lost and self._backlog < limit
 
     def close(self, timeout: float = 5.0) -> None:
-        """Send what is queued, see the hub close in answer, and end both threads.
+        """Send what is queued, wait until the hub closes in answer, and end both threads.
 
         After ``timeout`` seconds the connection is cut instead.
         """
@@ -137,7 +137,7 @@ class Link:
         deadline = time.monotonic() + timeout
         self._join(deadline)
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that is stuck in the socket
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked in the socket
         self._join(max(deadline, time.monotonic() + 1.0))
         self._sock.close()
 
@@ -155,7 +155,7 @@ class Link:
                     with self._changed:
                         self._backlog -= len(chunk)
                         self._changed.notify_all()
-            # The hub answers by closing, too; a close() at once could cut off what is under way.
+            # The hub closes in answer. An immediate close() could cut off data in transit.
             self._sock.shutdown(socket.SHUT_WR)
         except OSError:
             self._lose()
@@ -195,7 +195,7 @@ def _dial(host: str, port: int, deadline: float) -> socket.socket:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     *others, last = [str(address[0]) for *_, address in found]
     for tried, address in enumerate(others):
-        # Each address gets its share, or one that swallows packets would use up all the time.
+        # Each address gets a share of the time, in case one drops packets silently.
         with contextlib.suppress(OSError):
             return socket.create_connection((address, port), _left(deadline) / (len(found) - tried))
     return socket.create_connection((last, port), _left(deadline))
@@ -223,7 +223,7 @@ def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
 
 
 def _next_payload(stream: BinaryIO) -> bytes:
-    """Return what the next frame holds; nothing where the connection has ended."""
+    """Return the next frame's payload; empty if the connection has ended."""
     try:
         header = stream.read(protocol.HEADER.size)
         if len(header) < protocol.HEADER.size:

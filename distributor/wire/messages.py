@@ -10,12 +10,12 @@ from distributor.serialization.outcome import Failure
 
 Stream = Literal["stdout", "stderr"]
 Source = Stream | Literal["progress", "usage"]
-"""What ranks print, how far they say they are, and what their node does, told by its first."""
+"""What ranks print and report, and the node's system metrics, which its first rank reports."""
 
 
 @dataclass(frozen=True)
 class Preparing:
-    """Node to driver: this node is here, and sees to what its ranks run with."""
+    """Node to driver: this node is up, and prepares its ranks' environment."""
 
     host: str
 
@@ -37,7 +37,7 @@ class NodeWarning(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeUp:
-    """Node to driver: this node's agent runs, on this host, with these versions."""
+    """Node to driver: this node's agent runs on this host, with these software versions."""
 
     host: str
     software: Mapping[str, str]
@@ -46,7 +46,7 @@ class NodeUp:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where rank 0's store listens: from node 0 to the driver, and from there to every node."""
+    """The address of rank 0's store: from node 0 to the driver, which sends it to every node."""
 
     host: str
     port: int
@@ -59,17 +59,17 @@ class RendezvousThroughSpark:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """From the hub to every node, and back: I am here."""
+    """From the hub to every node, and back: the sender is alive."""
 
 
 @dataclass(frozen=True)
 class RanksStarted:
-    """Node to driver: every rank of this node begins its work."""
+    """Node to driver: every rank of this node has started its program."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """Node to driver: bytes that a rank printed or told."""
+    """Node to driver: bytes that a rank printed or reported."""
 
     rank: int
     source: Source
@@ -78,7 +78,7 @@ class Output:
 
 @dataclass(frozen=True)
 class ValueStart:
-    """Node to driver: a rank's pickled value comes, and is so long (bytes)."""
+    """Node to driver: a rank's pickled value of this size (bytes) follows."""
 
     rank: int
     size: int
@@ -94,14 +94,14 @@ class ValuePart:
 
 @dataclass(frozen=True)
 class ValueReceived:
-    """Driver to node: the value arrived whole, so it need not travel through Spark."""
+    """Driver to node: the whole value has arrived, so it need not be sent through Spark."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class ValueRefused:
-    """Driver to node: there is no more room here than so much (bytes), so keep the value."""
+    """Driver to node: the driver has only this much room (bytes), so keep the value."""
 
     rank: int
     room: int
@@ -116,7 +116,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class NodeDone:
-    """Node to driver: every rank of this node has done its work."""
+    """Node to driver: every rank of this node has finished its program."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Stacks:
 
 @dataclass(frozen=True)
 class Subscribed:
-    """Node to driver: a rank wants to be told when the run is about to lose a process."""
+    """Node to driver: a rank wants a notice when the run is about to lose a process."""
 
 
 @dataclass(frozen=True)
@@ -150,4 +150,4 @@ class Stop:
 
 @dataclass(frozen=True)
 class Release:
-    """Driver to nodes: every rank has ended, so rank 0 need not serve the store any longer."""
+    """Driver to nodes: every rank has ended, so rank 0 need no longer serve the store."""

@@ -1,17 +1,17 @@
-"""Frames and the mutual handshake: what both ends of a link agree on, without sockets.
+"""Frames and the mutual handshake, which both ends of a link share; no sockets.
 
-A connection opens with three messages of fixed size, in which each side shows that it holds the
-run's secret by keying a hash over the other side's fresh nonce; nothing is unpickled before that::
+A connection begins with three messages of fixed size. In these, each side proves that it holds the
+run's secret by an HMAC of the other side's fresh nonce. Nothing is unpickled before that::
 
     hub  -> link   greeting   MAGIC, hub's nonce
     link -> hub    hello      run key, node index, link's nonce,
                               HMAC(secret, "client" hub's link's key node)
     hub  -> link   welcome    HMAC(secret, "server" link's hub's)
 
-Several runs may share one hub's port. The run key, a hash of the secret that tells nothing of it,
-says whose secret is to be checked.
+Several runs may share one hub's port. The run key, a hash that does not reveal the secret, says
+which run's secret to check.
 
-From then on either side sends frames: a length of four bytes, big-endian, and a pickle that long.
+Then both sides send frames: a length (four bytes, big-endian) and a pickle of that length.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ KEY_SIZE: Final = 8
 HEARTBEAT_SECONDS: Final = 5.0
 """Seconds between two heartbeats, which the hub sends and each link's owner answers."""
 LEASE_SECONDS: Final = 20.0
-"""Seconds of silence after which either side takes the other for lost."""
+"""Seconds of silence after which either side considers the other lost."""
 
 HEADER: Final = struct.Struct(">I")
 GREETING: Final = struct.Struct(f">{len(MAGIC)}s{NONCE_SIZE}s")
 HELLO: Final = struct.Struct(f">{KEY_SIZE}s4s{NONCE_SIZE}s32s")
 WELCOME: Final = struct.Struct(">32s")
 
-# An idle peer that has vanished is noticed after 15 + 4 * 5 seconds. TCP_USER_TIMEOUT is not set:
-# it would also end a connection whose reader merely pauses, as a hub does to hold its peers back.
+# A peer that has vanished while idle is noticed after 15 + 4 * 5 seconds. TCP_USER_TIMEOUT is not
+# set: it would also end a connection whose reader pauses, as a hub's does for flow control.
 _KEEPALIVE: Final = {
     "TCP_KEEPIDLE": 15,
     "TCP_KEEPALIVE": 15,  # what macOS calls TCP_KEEPIDLE
@@ -51,11 +51,11 @@ class HandshakeRefused(ConnectionError):
 
 
 class FrameTooLarge(ConnectionError):
-    """A frame is longer than ``MAX_FRAME`` (or announces that it is empty, which none can be)."""
+    """A frame is longer than ``MAX_FRAME``, or has the invalid length 0."""
 
 
 def hello(secret: bytes, greeting: bytes, nonce: bytes, node: int) -> bytes:
-    """Answer a hub's greeting with the proof of ``node``."""
+    """Return the hello with which ``node`` answers a hub's greeting."""
     magic, hub_nonce = GREETING.unpack(greeting)
     if magic != MAGIC:
         raise HandshakeRefused("what answered is not a distributor hub of this version")
@@ -64,7 +64,7 @@ def hello(secret: bytes, greeting: bytes, nonce: bytes, node: int) -> bytes:
 
 
 def run_key(secret: bytes) -> bytes:
-    """Return what names the run of a secret, to whoever knows the secret or has a list of runs."""
+    """Return the key that identifies a secret's run without revealing the secret."""
     return _proof(secret, b"run")[:KEY_SIZE]
 
 
@@ -75,7 +75,7 @@ def key_in(answer: bytes | bytearray) -> bytes:
 
 
 def admit(secret: bytes, hub_nonce: bytes, answer: bytes | bytearray) -> tuple[int, bytes]:
-    """Check a link's hello; return its node index and the welcome it is owed."""
+    """Check a link's hello; return its node index and the welcome to send."""
     key, index, nonce, proof = HELLO.unpack(answer)
     if not hmac.compare_digest(proof, _proof(secret, b"client", hub_nonce, nonce, key, index)):
         raise HandshakeRefused("the peer does not hold the run's secret")
@@ -83,20 +83,20 @@ def admit(secret: bytes, hub_nonce: bytes, answer: bytes | bytearray) -> tuple[i
 
 
 def check_welcome(secret: bytes, greeting: bytes, nonce: bytes, welcome: bytes) -> None:
-    """Raise `HandshakeRefused` unless the hub, too, has proved that it holds the secret."""
+    """Raise `HandshakeRefused` unless the hub has proved that it holds the secret."""
     _, hub_nonce = GREETING.unpack(greeting)
     if not hmac.compare_digest(welcome, _proof(secret, b"server", nonce, hub_nonce)):
         raise HandshakeRefused("the hub does not hold the run's secret")
 
 
 def encode(message: object) -> bytes:
-    """Make a frame of a message."""
+    """Return a message as a frame."""
     payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return HEADER.pack(check_length(len(payload))) + payload
 
 
 def decode(payload: bytes | bytearray) -> object:
-    """Unpickle what a proven peer has sent."""
+    """Unpickle a payload of an authenticated peer."""
     return pickle.loads(payload)
 
 
@@ -108,7 +108,7 @@ def check_length(length: int) -> int:
 
 
 def tune(sock: socket.socket) -> None:
-    """Send small frames at once, and let the kernel notice a peer that has vanished."""
+    """Send small frames immediately, and have the kernel detect a peer that has vanished."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():

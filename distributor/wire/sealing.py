@@ -8,11 +8,11 @@ run's secret, which only the driver and the tasks of this run hold.
 The construction is encrypt-then-MAC from HMAC-SHA256 alone, since the standard library has no
 cipher. HMAC over a random nonce and a counter is a pseudorandom function, and its outputs, one
 after the other, are the keystream of a stream cipher in counter mode. Encryption and
-authentication each have a key of their own, derived from the secret. A sealed payload is::
+authentication use separate keys, derived from the secret. A sealed payload is::
 
     nonce (16 bytes) | ciphertext | tag (32 bytes): HMAC(key for tags, nonce | ciphertext)
 
-It is meant for payloads of some 100 kB: every 32 bytes cost one HMAC.
+Use it for payloads of about 100 kB: every 32 bytes cost one HMAC.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NONCE_BYTES, TAG_BYTES, BLOCK_BYTES = 16, 32, 32
 
 
 class NotAuthentic(ValueError):
-    """A payload was not sealed with this secret, or was changed or cut since."""
+    """A payload was not sealed with this secret, or has been changed or truncated."""
 
 
 def seal(payload: bytes, secret: bytes) -> bytes:
@@ -33,7 +33,7 @@ def seal(payload: bytes, secret: bytes) -> bytes:
     Parameters
     ----------
     payload : bytes
-        What is to be sealed.
+        The plain bytes.
     secret : bytes
         Random bytes that only the two ends hold.
 
@@ -53,7 +53,7 @@ def unseal(sealed: bytes, secret: bytes) -> bytes:
     Raises
     ------
     NotAuthentic
-        If it was not sealed with this secret, or was changed or cut since.
+        If it was not sealed with this secret, or has been changed or truncated.
     """
     body, tag = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
     if len(body) < NONCE_BYTES or not hmac.compare_digest(tag, _tag(body, secret)):

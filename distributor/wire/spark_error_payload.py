@@ -16,27 +16,27 @@ from distributor.serialization.outcome import Failure
 from distributor.wire.sealing import seal, unseal
 
 LIMIT = 100_000
-"""Characters of failure text that a report may carry; Spark passes 200 kB through whole."""
+"""Characters of failure text in a report; Spark keeps texts up to 200 kB whole."""
 MAX_KINDS = 2000
-"""Characters of the part that people can read."""
+"""Characters of the readable part."""
 
 
 class TaskFailed(Exception):
-    """Ends a barrier task whose ranks failed or were stopped; read back by `failures_in`.
+    """Ends a barrier task whose ranks failed or were stopped; `failures_in` reads it.
 
     Spark writes its text to the event log, the UI and the executors' logs. An exception's message
-    and arguments may hold a secret, so in clear the text has only which ranks failed, where, and
-    the type of each exception.
+    and arguments may contain a secret, so the readable text names only the ranks that failed, their
+    hosts and the types of their exceptions.
     """
 
     @classmethod
     def of(cls, failures: Sequence[Failure], secret: bytes) -> TaskFailed:
-        """Report failures, or, if there are none, that the node was told to stop.
+        """Report failures, or, if there are none, that the node was asked to stop.
 
         Parameters
         ----------
         failures : sequence of Failure
-            In the order in which they came.
+            In the order in which they occurred.
         secret : bytes
             The run's secret.
         """
@@ -51,7 +51,7 @@ class TaskFailed(Exception):
 
     @classmethod
     def timed_out(cls, error: StartTimeout | RunTimeout, secret: bytes) -> TaskFailed:
-        """Report that a deadline passed on a node; read back by `timeout_in`."""
+        """Report that a deadline passed on a node; `timeout_in` reads it."""
         message = str(error)
         encoded = _sealed(error, secret)
         if len(encoded) > LIMIT:
@@ -65,7 +65,7 @@ _REPORT = re.compile(r"<distributor-report ([A-Za-z0-9+/=]+)>")
 
 
 def failures_in(text: str, secret: bytes) -> list[Failure]:
-    """Return the failures that the text of Spark's exception carries.
+    """Return the failures inside the text of Spark's exception.
 
     Nothing is unpickled that was not sealed with the run's secret.
 
@@ -78,16 +78,16 @@ def failures_in(text: str, secret: bytes) -> list[Failure]:
     """
     found: dict[int, Failure] = {}
     for encoded in _REPORT.findall(text):
-        with contextlib.suppress(Exception):  # cut, or a text that only looks like a report
+        with contextlib.suppress(Exception):  # truncated, or text that only looks like a report
             for failure in _unsealed(encoded, secret):
                 found.setdefault(failure.origin.rank, failure)
     return list(found.values())
 
 
 def timeout_in(text: str, secret: bytes) -> StartTimeout | RunTimeout | None:
-    """Return the deadline's error that the text of Spark's exception carries, if it carries one."""
+    """Return the timeout error inside the text of Spark's exception, if there is one."""
     if found := _TIMEOUT.search(text):
-        with contextlib.suppress(Exception):  # cut, or a text that only looks like a report
+        with contextlib.suppress(Exception):  # truncated, or text that only looks like a report
             error = _unsealed(found[1], secret)
             if isinstance(error, (StartTimeout, RunTimeout)):
                 return error

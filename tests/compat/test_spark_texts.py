@@ -24,13 +24,13 @@ def found_in(text: str, pattern: str) -> str:
     return found[1] if found.re.groups else found[0]
 
 
-def error_of_task(spark: Any, body: str) -> str:
-    """Return the text of the error of a barrier job whose task runs these lines."""
+def error_of_task(spark: Any, body: str, barrier: bool = True) -> str:
+    """Return the text of the error of a job whose task runs these lines."""
     lines = "".join(f"\n    {line}" for line in [*body.splitlines(), "yield from batches"])
     names: dict[str, Any] = {"__name__": "__main__"}  # so that it is pickled by value
     exec(compile(f"def task(batches):{lines}", "node/spark_task/task.py", "exec"), names)
     with python_executable(spark.sparkContext, sys.executable):
-        frame = spark.range(1).mapInArrow(names["task"], "id long", barrier=True)
+        frame = spark.range(1).mapInArrow(names["task"], "id long", barrier=barrier)
     with pytest.raises(Exception) as error:  # noqa: PT011
         frame.collect()
     return str(error.value)
@@ -41,14 +41,18 @@ def test_an_exception_of_a_task(spark: Any) -> None:
     with relies_on("pyspark", "the text of a task's exception", "spark_texts.END_OF_ERROR"):
         error = r"spark_task/task\.py.*\n(\w[\w.]*: .*?)" + spark_texts.END_OF_ERROR
         assert found_in(text, error) == "ValueError: this is why"
-    with relies_on("pyspark", "the text of a lost task", "spark_texts.LOST_TASK"):
-        assert found_in(text, spark_texts.LOST_TASK)
 
 
 def test_a_module_that_a_worker_does_not_have(spark: Any) -> None:
     text = error_of_task(spark, "import no_such_package.part")
     with relies_on("pyspark", "the text of an ImportError", "spark_texts.NO_MODULE"):
         assert found_in(text, spark_texts.NO_MODULE) == "no_such_package"
+
+
+def test_a_lost_task(spark: Any) -> None:
+    text = error_of_task(spark, "import os\nos._exit(3)", barrier=False)
+    with relies_on("pyspark", "the text of a lost task", "spark_texts.LOST_TASK"):
+        assert found_in(text, spark_texts.LOST_TASK)
 
 
 def test_a_worker_that_crashes(spark: Any) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from distributor.wire import listener, protocol
+from distributor.wire import listener, peer, protocol
 from distributor.wire.hub import HERE, LOST, SILENT, Hub
 from distributor.wire.link import Link
 
@@ -145,7 +145,7 @@ def test_a_hub_that_never_answers_costs_no_more_than_the_timeout() -> None:
 
 
 def test_strangers_are_hung_up_on(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(peer, "HANDSHAKE_SECONDS", 1.0)
     monkeypatch.setattr(listener, "MAX_UNPROVED", 2)
     silent, garbage = stranger(hub), stranger(hub)
     assert silent.recv(1) == garbage.recv(1) == protocol.MAGIC[:1]
