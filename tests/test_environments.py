@@ -1,4 +1,4 @@
-"""Ranks in an environment of their own: packed, or installed on each node."""
+"""Ranks run in an environment of their own: packed, or installed on each node."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from distributor.launch.local import cool_down
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
 OURS = "iniconfig"
-"""A small package that this Python has, and so Spark's own."""
+"""A small package that this Python, and so Spark's Python, has."""
 THEIRS = "99.0"
 
 
 def look(name: str) -> dict[str, Any]:
-    """Tell what a rank runs with."""
+    """Return what a rank runs with."""
     import torch
 
     from distributor import runtime
@@ -53,7 +53,7 @@ def look(name: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of what nodes keep; executors are told of it by ``env``."""
+    """Set the cache folder of this process; executors get it through ``env``."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("DISTRIBUTOR_CACHE", str(folder))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -62,15 +62,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed environment with a package in another version than this Python has."""
+    """Pack an environment with another version of a package than this Python has."""
     folder = tmp_path_factory.mktemp("packed")
     return packed(environment(folder / "made", THEIRS, OURS), folder / "environment.tar.gz")
 
 
 def on_nodes(cache: Path, **variables: object) -> dict[str, str]:
-    """Give the variables that nodes need to find the cache, and wheels nowhere but here."""
-    told = {"DISTRIBUTOR_CACHE": cache, "PIP_NO_INDEX": "1", **variables}
-    return {name: str(value) for name, value in told.items()}
+    """Return variables by which nodes use the cache, and find wheels nowhere else."""
+    values = {"DISTRIBUTOR_CACHE": cache, "PIP_NO_INDEX": "1", **variables}
+    return {name: str(value) for name, value in values.items()}
 
 
 @pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -84,24 +84,24 @@ def test_ranks_of_a_packed_environment_have_its_packages(
     found, again = (future.result(DEADLINE) for future in at_once)
 
     assert metadata.version(OURS) != THEIRS
-    assert [told["rank"] for told in found] == [0, 1]
-    for told in found:
-        assert told["version"] == told["module"] == told["child"] == THEIRS
-        assert told["prefix"] != sys.prefix
-        assert all(map(os.path.isabs, told["places"])), told["places"]
-        assert told["distributor"] == distributor.__version__
-        assert told["cloudpickle"] == cloudpickle.__version__
-        assert told["torch"] == torch.__version__
-    assert {told["prefix"] for told in again} == {told["prefix"] for told in found}
+    assert [report["rank"] for report in found] == [0, 1]
+    for report in found:
+        assert report["version"] == report["module"] == report["child"] == THEIRS
+        assert report["prefix"] != sys.prefix
+        assert all(map(os.path.isabs, report["places"])), report["places"]
+        assert report["distributor"] == distributor.__version__
+        assert report["cloudpickle"] == cloudpickle.__version__
+        assert report["torch"] == torch.__version__
+    assert {report["prefix"] for report in again} == {report["prefix"] for report in found}
     assert distribute(1, warm=False).run(metadata.version, OURS) == metadata.version(OURS)
 
 
 @pytest.mark.spark
 @pytest.mark.parametrize("local_mode", [True, False], ids=["local", "cluster"])
-def test_the_cache_is_where_sparks_conf_says(
+def test_sparks_conf_chooses_the_cache_folder(
     spark: Any, archive: Path, cache: Path, tmp_path: Path, local_mode: bool
 ) -> None:
-    """But a variable comes first: one that is empty names no folder."""
+    """A variable takes precedence, unless it is empty."""
     chosen = tmp_path / "of_spark"
     spark.conf.set("spark.distributor.cacheDir", str(chosen))
     settings: dict[str, Any] = {"use_gpu": False, "timeout": 120, "warm": False}
@@ -121,8 +121,8 @@ def test_the_cache_is_where_sparks_conf_says(
         spark.conf.unset("spark.distributor.cacheDir")
 
 
-def test_a_warm_process_is_of_one_environment(archive: Path, tmp_path: Path) -> None:
-    """And what one preloads is not asked of the next one, which may lack it."""
+def test_each_environment_has_a_zygote_of_its_own(archive: Path, tmp_path: Path) -> None:
+    """What one preloads is not imported in another one, which may lack it."""
     other = packed(environment(tmp_path / "other", "1.0"), tmp_path / "other.tar.gz")
 
     def local(**settings: Any) -> TorchDistributor:
@@ -169,10 +169,10 @@ def test_requirements_are_installed_once_on_each_node(
     wheel(tmp_path / "wheels", "2.0")
     ranks = distribute(2, environment=[f"{NAME}==1.0"], env=env)
     found = ranks.run_all(look, NAME)
-    (folder,) = {told["prefix"] for told in found}
+    (folder,) = {report["prefix"] for report in found}
 
-    assert [told["version"] for told in found] == ["1.0", "1.0"]
-    assert [told["child"] for told in found] == ["1.0", "1.0"]
+    assert [report["version"] for report in found] == ["1.0", "1.0"]
+    assert [report["child"] for report in found] == ["1.0", "1.0"]
     assert Path(folder).parent == cache
     made = Path(folder).stat().st_ino, (Path(folder) / ".complete").stat().st_mtime_ns
     assert ranks.run(look, NAME)["prefix"] == folder
@@ -201,9 +201,7 @@ def test_an_environment_is_not_cleaned_while_ranks_use_it(
     until(lambda: not any(path.exists() for path in left), "\n".join(cleaned))
 
 
-def test_what_pip_cannot_install_is_told_with_its_last_lines(
-    distribute: Distribute, cache: Path
-) -> None:
+def test_an_error_of_pip_contains_its_last_lines(distribute: Distribute, cache: Path) -> None:
     ranks = distribute(2, environment=["no-such-gadget==3"], env=on_nodes(cache))
     with pytest.raises(ExecutorNotReady) as caught:
         ranks.run(os.getpid)
@@ -233,7 +231,7 @@ def test_an_interpreter_that_does_not_run_is_named(
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "fresh"])
-def test_what_venv_pack_packs_needs_none_of_our_packages(tmp_path: Path, warm: bool) -> None:
+def test_an_environment_of_venv_pack_needs_none_of_our_packages(tmp_path: Path, warm: bool) -> None:
     venv_pack = pytest.importorskip("venv_pack")
     made = environment(tmp_path / "made", "1.0", bare=True)
     archive = tmp_path / "environment.tar.gz"
@@ -281,7 +279,7 @@ print("VERSION", ranks.run(metadata.version, "gadget"))
 
 @pytest.fixture
 def slow_to_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package whose build waits for a file called ``go``."""
+    """Create a package whose build waits for a file called ``go``."""
     wheel(tmp_path / "wheels", "5.0")
     source = tmp_path / "source"
     source.mkdir()
@@ -291,7 +289,7 @@ def slow_to_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return source
 
 
-def test_a_killed_install_leaves_no_process_and_is_begun_anew(
+def test_a_killed_installation_leaves_no_process_and_is_repeated(
     slow_to_build: Path, tmp_path: Path
 ) -> None:
     script = tmp_path / "driver.py"
@@ -308,17 +306,17 @@ def test_a_killed_install_leaves_no_process_and_is_begun_anew(
     assert "VERSION 5.0" in done.stdout, done.stderr
 
 
-def test_an_install_has_a_deadline(slow_to_build: Path, tmp_path: Path) -> None:
+def test_an_installation_has_a_deadline(slow_to_build: Path, tmp_path: Path) -> None:
     ranks = TorchDistributor(
         1, use_gpu=False, warm=False, environment=[str(slow_to_build)], start_timeout=4
     )
     with pytest.raises(StartTimeout, match=f"pip on .* is still installing {slow_to_build}"):
         ranks.run(os.getpid)
-    if (tmp_path / "begun").exists():  # before it was built the deadline may have passed too
+    if (tmp_path / "begun").exists():  # the deadline may also have passed before the build began
         assert_gone([int(pid) for pid in (tmp_path / "begun").read_text().split()])
 
 
-# On a cluster whose nodes have what the driver has not
+# On a cluster whose nodes have packages that the driver lacks
 
 TELLING = """
 from importlib import metadata
@@ -349,7 +347,7 @@ send(
 @pytest.mark.spark
 @pytest.mark.slow
 def test_ranks_have_other_versions_than_sparks_own_python(tmp_path: Path) -> None:
-    """Which needs no torch. And of what each node installed for itself, a difference is named."""
+    """Spark's Python needs no torch. If nodes install different versions, the error names them."""
     without_torch = tmp_path / "without_torch"
     without_torch.mkdir()
     (without_torch / "sitecustomize.py").write_text("import sys; sys.modules['torch'] = None")
@@ -365,12 +363,12 @@ def test_ranks_have_other_versions_than_sparks_own_python(tmp_path: Path) -> Non
             }
         source = TELLING.replace("ARCHIVE", repr(str(archive)))
         with cluster_on(machines, tmp_path) as cluster, cluster.driver(source) as driver:
-            told = driver.receive("packed")
+            report = driver.receive("packed")
 
-    assert told["of_spark"] == ["1.0"]
-    assert told["packed"] == [THEIRS] * 2
-    assert "which has no torch" in told["own"]
+    assert report["of_spark"] == ["1.0"]
+    assert report["packed"] == [THEIRS] * 2
+    assert "which has no torch" in report["own"]
     differ = r"ExecutorNotReady: .* differ in gadget: 3\.0 on \S+ \(node \d\); 4\.0 on \S+ \(node"
-    assert re.match(differ, told["newest"]), told["newest"]
-    assert "'gadget==...'" in told["newest"]
-    assert told["pinned"] == ["2.0"] * 2
+    assert re.match(differ, report["newest"]), report["newest"]
+    assert "'gadget==...'" in report["newest"]
+    assert report["pinned"] == ["2.0"] * 2

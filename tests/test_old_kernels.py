@@ -1,4 +1,4 @@
-"""Kernels and sandboxes that refuse what newer ones have: runs go on without, and it is said."""
+"""Runs work on kernels and sandboxes that refuse newer system calls, and a warning says so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.waiting import assert_gone
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"),
-    reason="system calls are refused by a filter of Linux, whose numbers are known for two",
+    reason="the tests know the numbers of system calls on two architectures",
 )
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -39,8 +39,8 @@ def run(function, *args, timeout=100.0):
         value = TorchDistributor(2, use_gpu=False, **settings).run(function, *args)
         return {"value": value}
     except Exception as error:
-        told = {"error": type(error).__name__, "stacks": len(getattr(error, "stacks", {}))}
-        return {**told, "signal": getattr(error, "signal", None)}
+        facts = {"error": type(error).__name__, "stacks": len(getattr(error, "stacks", {}))}
+        return {**facts, "signal": getattr(error, "signal", None)}
 
 def add(given):
     import torch
@@ -81,7 +81,7 @@ LOSSES = {
     MEMFD: ("lacks memfd_create ({}). Values and reports of ranks are written to temporary",),
 }
 LOSSES[PIDFD + MEMFD] = LOSSES[PIDFD] + LOSSES[MEMFD]
-WORDS = {"ENOSYS": "Function not implemented", "EPERM": "Operation not permitted"}
+MESSAGES = {"ENOSYS": "Function not implemented", "EPERM": "Operation not permitted"}
 CASES = [
     pytest.param(
         names,
@@ -90,7 +90,7 @@ CASES = [
         id=f"{'+'.join(names)}-{error}",
     )
     for names in LOSSES
-    for error in WORDS
+    for error in MESSAGES
 ]
 
 
@@ -102,12 +102,12 @@ def check(done: subprocess.CompletedProcess[str], names: tuple[str, ...], error:
     warned = [line for line in done.stderr.splitlines() if line.startswith("WARNED On ")]
     assert len(warned) == len(LOSSES[names]), done.stderr
     for loss, line in zip(LOSSES[names], warned, strict=True):
-        assert loss.format(WORDS[error]) in line
+        assert loss.format(MESSAGES[error]) in line
 
 
 @pytest.mark.parametrize(("names", "error"), CASES)
 @pytest.mark.parametrize("warm", ["warm", pytest.param("fresh", marks=pytest.mark.slow)])
-def test_local_runs_go_on_without(
+def test_local_runs_work(
     names: tuple[str, ...], error: str, warm: str, run_driver: RunDriver
 ) -> None:
     done = run_driver(refusing(names, error) + RUNS, "local", warm)
@@ -118,7 +118,7 @@ def test_local_runs_go_on_without(
 @pytest.mark.spark
 @needs_java
 @pytest.mark.parametrize(("names", "error"), CASES)
-def test_runs_on_executors_go_on_without(
+def test_cluster_runs_work(
     names: tuple[str, ...],
     error: str,
     run_driver: RunDriver,

@@ -1,4 +1,4 @@
-"""Many runs, two at once, and runs that are cut short: each keeps to itself and leaves nothing."""
+"""Many runs, concurrent runs and interrupted runs are independent and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ MANY_RUNS = """
                 open(os.path.join(TURNS, str(turn + 1)), "w").close()
 
         if turn:
-            open(os.path.join(TURNS, str(turn))).read()  # until the one before passes on
+            open(os.path.join(TURNS, str(turn))).read()  # until the rank before is done
         if rank == 0:
-            pass_on()  # it stays to serve the store
+            pass_on()  # rank 0 stays to serve the store
         else:
             atexit.register(pass_on)
         return [rank, run]
@@ -83,7 +83,7 @@ MANY_RUNS = """
         zeros_turns.add(order.index(0))
         if run == RUNS // 10:
             small = sizes()
-    # A supervisor has done its work by now, but may still be giving its memory back.
+    # The last supervisor has done its work, but the kernel may still be freeing its memory.
     comes_true(lambda: state() == before, 10)
     grown = {of: size - small[of] for of, size in sizes().items()}
     facts = {"before": before, "after": state(), "grown": grown, "turns": sorted(zeros_turns)}
@@ -110,15 +110,15 @@ def test_many_runs_whose_ranks_end_in_any_order(run_driver: Any, tmp_path: Path,
     assert facts["turns"] == [0, 1, 2, 3], "rank 0 ended in each place"
     assert facts["after"] == facts["before"]
     assert facts["grown"]["memory"] < MIB
-    assert facts["grown"]["zygote's descriptors"] < 5, "no more than those of a run that ends"
+    assert facts["grown"]["zygote's descriptors"] < 5, "at most those of one run that is ending"
     assert os.listdir(temporary) == []
     until(lambda: not marked(mark), "processes of the driver are left")
-    # Whatever else runs on this machine may make some, too.
+    # Other programs on this machine may create segments, too.
     assert len(set(os.listdir("/dev/shm")) - segments) < runs, "shared memory is left"
 
 
 SIZES = {"local": 3, "cluster": 2}
-"""How many ranks the runs have, of which two are to fit on the cluster."""
+"""How many ranks each run has; two runs must fit on the cluster at once."""
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ SIZES = {"local": 3, "cluster": 2}
     ],
     ids="-".join,
 )
-def test_two_at_once_do_not_meet(
+def test_two_concurrent_runs_are_independent(
     request: pytest.FixtureRequest, tmp_path: Path, launchers: tuple[str, str]
 ) -> None:
     if "cluster" in launchers:
@@ -150,10 +150,10 @@ def test_two_at_once_do_not_meet(
             open(door, mode).close()  # opens when the other run's rank 0 is here as well
         total = torch.ones(()) * (rank + 1)
         dist.all_reduce(total)
-        told: list[Any] = [None] * world_size
-        dist.all_gather_object(told, (name, rank, os.environ["TORCHELASTIC_RUN_ID"]))
+        gathered: list[Any] = [None] * world_size
+        dist.all_gather_object(gathered, (name, rank, os.environ["TORCHELASTIC_RUN_ID"]))
         dist.destroy_process_group()
-        return told, {"sum": f"{total:.0f}", "mine": os.environ["MINE"]}
+        return gathered, {"sum": f"{total:.0f}", "mine": os.environ["MINE"]}
 
     def run(name: str, mode: str, launcher: str) -> Any:
         distributor = TorchDistributor(
@@ -171,14 +171,14 @@ def test_two_at_once_do_not_meet(
     for name, launcher, results in zip(("one", "other"), launchers, both, strict=True):
         count = SIZES[launcher]
         assert len(results) == count
-        for told, own in results:
-            assert [(who, rank) for who, rank, _ in told] == [(name, r) for r in range(count)]
+        for gathered, own in results:
+            assert [(who, rank) for who, rank, _ in gathered] == [(name, r) for r in range(count)]
             assert own == {"sum": str(sum(range(1, count + 1))), "mine": name}
-            ids.update(run_id for *_, run_id in told)
+            ids.update(run_id for *_, run_id in gathered)
     assert len(ids) == 2, "each has its own run id"
 
 
-def test_ranks_of_later_runs_come_of_the_same_warm_processes(distribute: Distribute) -> None:
+def test_ranks_of_later_runs_have_the_same_zygotes(distribute: Distribute) -> None:
     def grandparent() -> int:
         with open(f"/proc/{os.getppid()}/stat") as stat:
             return int(stat.read().rpartition(")")[2].split()[1])
@@ -193,7 +193,7 @@ def test_ranks_of_later_runs_come_of_the_same_warm_processes(distribute: Distrib
 
 @pytest.mark.slow
 @pytest.mark.spark
-def test_warm_processes_on_executors_end_with_the_session(run_driver: Any) -> None:
+def test_zygotes_on_executors_end_with_the_session(run_driver: Any) -> None:
     done = run_driver(
         """
         import json, os, select
@@ -261,7 +261,7 @@ def test_timeout_counts_from_when_the_ranks_have_started(
 
 @contextmanager
 def driver(source: str, folder: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start a driver to be signalled; at the end kill it and whatever it has left behind."""
+    """Start a driver; at the end kill it and whatever it has left behind."""
     script, mark = folder / "driver.py", uuid.uuid4().hex
     script.write_text(textwrap.dedent(source))
     process = subprocess.Popen(
@@ -285,8 +285,8 @@ def driver(source: str, folder: Path, *args: str) -> Iterator[tuple[subprocess.P
                 left.kill()
 
 
-def told_pids(process: subprocess.Popen[str], count: int) -> list[int]:
-    """Read the process ids that so many ranks print."""
+def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
+    """Read the process ids that ranks print, until there are enough."""
     assert process.stdout
     pids: list[int] = []
     for line in process.stdout:
@@ -294,7 +294,7 @@ def told_pids(process: subprocess.Popen[str], count: int) -> list[int]:
             pids.append(int(found.group(1)))
         if len(pids) == count:
             return pids
-    raise AssertionError(f"the driver ended after telling {pids}")
+    raise AssertionError(f"the driver ended after it had printed {pids}")
 
 
 HANGING_RUNS = """
@@ -329,11 +329,11 @@ HANGING_RUNS = """
 def test_ctrl_c_and_the_drivers_death_end_the_ranks(tmp_path: Path, launcher: str) -> None:
     with driver(HANGING_RUNS, tmp_path, launcher) as (process, mark):
         assert process.stdout
-        first = told_pids(process, 2)
+        first = read_pids(process, 2)
         process.send_signal(signal.SIGINT)
         assert_gone(first)
         assert "KeyboardInterrupt\n" in iter(process.stdout.readline, "")
-        second = told_pids(process, 2)  # the driver lives, and can go on
+        second = read_pids(process, 2)  # the driver still runs, and can launch again
         assert process.poll() is None
         assert not set(first) & set(second)
         process.kill()
@@ -342,7 +342,7 @@ def test_ctrl_c_and_the_drivers_death_end_the_ranks(tmp_path: Path, launcher: st
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_ranks_have_started_goes_with_them(
+def test_processes_that_ranks_have_started_end_with_them(
     distribute: Distribute, tmp_path: Path, fails: bool
 ) -> None:
     pids = str(tmp_path)
@@ -407,8 +407,8 @@ def test_rank_0_serves_the_store_until_all_have_ended(
     for fifo in fifos:
         os.mkfifo(fifo)
 
-    class Told:
-        """A value that tells when it is pickled: its function has returned by then."""
+    class Signalling:
+        """A value that signals when it is pickled, after its function has returned."""
 
         def __reduce__(self) -> tuple[Any, ...]:
             for fifo in fifos:
@@ -427,9 +427,9 @@ def test_rank_0_serves_the_store_until_all_have_ended(
         rank = dist.get_rank()
         others = dist.new_group([1, 2])
         if rank == 0:
-            return Told()
+            return Signalling()
         open(fifos[rank - 1]).read()  # until rank 0 has returned
-        time.sleep(1.5)  # slow work, meanwhile a rank 0 that does not wait would be gone
+        time.sleep(1.5)  # slow work, during which a rank 0 that does not wait would exit
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
         store.set(f"late-{rank}", str(rank))

@@ -1,4 +1,4 @@
-"""What a node makes once: by one process at a time, whole, and where it may be written."""
+"""A folder is built once per node: by one process at a time, completely, in a writable place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distributor.node.environment.archive import find_python_library, unpack
 from distributor.node.environment.build_once import Build, build_once, cache_folder
 
 
-def test_of_many_that_ask_one_makes_it(tmp_path: Path) -> None:
+def test_one_of_many_callers_builds_it(tmp_path: Path) -> None:
     made: list[Path] = []
 
     def make(folder: Path, lock: int) -> None:
@@ -31,7 +31,7 @@ def test_of_many_that_ask_one_makes_it(tmp_path: Path) -> None:
             together.wait(SOON)
             assert (folder / "content").read_text() == "whole"
 
-    together = threading.Barrier(8)  # all use it at the same time
+    together = threading.Barrier(8)  # all callers use the folder at the same time
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -41,20 +41,20 @@ def test_of_many_that_ask_one_makes_it(tmp_path: Path) -> None:
     assert not together.broken
 
 
-def make_now(folder: Path, make: Build = lambda *_: None, seconds: float = SOON) -> None:
-    with build_once(folder, make, time.monotonic() + seconds):
+def build_now(folder: Path, build: Build = lambda *_: None, seconds: float = SOON) -> None:
+    with build_once(folder, build, time.monotonic() + seconds):
         pass
 
 
-def test_what_failed_is_made_anew(tmp_path: Path) -> None:
+def test_a_failed_build_is_repeated(tmp_path: Path) -> None:
     def fail(folder: Path, lock: int) -> None:
         (folder / "half").touch()
         raise OSError("no room")
 
     folder = tmp_path / "folder"
     with pytest.raises(OSError, match="no room"):
-        make_now(folder, fail)
-    make_now(folder)
+        build_now(folder, fail)
+    build_now(folder)
     assert not (folder / "half").exists()
 
 
@@ -71,18 +71,18 @@ with build_once(pathlib.Path(sys.argv[1]), make, time.monotonic() + 60):
 """
 
 
-def test_a_kill_leaves_no_half_one_and_no_lock(tmp_path: Path) -> None:
+def test_a_killed_build_leaves_neither_a_partial_folder_nor_a_lock(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     with subprocess.Popen([sys.executable, "-c", HALF, str(folder)]) as maker:
-        until(lambda: (folder / "half").exists(), "it is being made")
+        until(lambda: (folder / "half").exists(), "it is being built")
         with pytest.raises(StartTimeout, match=f"still building {folder}"):
-            make_now(folder, seconds=0)
+            build_now(folder, seconds=0)
         maker.send_signal(signal.SIGKILL)
-    make_now(folder)
+    build_now(folder)
     assert not (folder / "half").exists()
 
 
-def test_the_cache_is_where_the_variables_say(tmp_path: Path) -> None:
+def test_variables_choose_the_cache_folder(tmp_path: Path) -> None:
     chosen, above = tmp_path / "chosen", tmp_path / "above"
     variables = {"XDG_CACHE_HOME": str(above)}
     assert cache_folder(variables) == above / "distributor"
@@ -90,7 +90,7 @@ def test_the_cache_is_where_the_variables_say(tmp_path: Path) -> None:
     assert chosen.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_home_that_cannot_be_written_is_done_without(
+def test_a_temporary_folder_replaces_a_home_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -103,7 +103,7 @@ def test_a_home_that_cannot_be_written_is_done_without(
 
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".zip"])
-def test_what_is_unpacked_is_as_it_was(tmp_path: Path, suffix: str) -> None:
+def test_an_unpacked_environment_equals_the_packed_one(tmp_path: Path, suffix: str) -> None:
     made = environment(tmp_path / "made", "1.0")
     program = made / "bin" / "program"
     program.write_text("#!/bin/sh\n")
@@ -114,8 +114,8 @@ def test_what_is_unpacked_is_as_it_was(tmp_path: Path, suffix: str) -> None:
     python = tmp_path / "unpacked" / "bin" / "python"
     assert os.readlink(python) == os.readlink(made / "bin" / "python")
     assert os.access(python.with_name("program"), os.X_OK)
-    told = [str(python), "-c", "import gadget; print(gadget.VERSION)"]
-    assert subprocess.run(told, capture_output=True, text=True).stdout == "1.0\n"
+    command = [str(python), "-c", "import gadget; print(gadget.VERSION)"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "1.0\n"
     found = find_python_library(archive)
     assert found is not None
     assert (found["version"], found["above"]) == ("{}.{}".format(*sys.version_info), None)

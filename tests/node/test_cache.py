@@ -1,4 +1,4 @@
-"""The cache has a bound; nothing in use is removed, and nothing is left half removed."""
+"""The cache has limits; nothing in use is removed, and nothing remains partly removed."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def used(cache: Path, number: int) -> Iterator[Path]:
         yield folder
 
 
-def make(cache: Path, number: int, days_ago: float) -> Path:
-    """Make one that was used last so many days ago."""
+def create(cache: Path, number: int, days_ago: float) -> Path:
+    """Create an environment that was last used some days ago."""
     with used(cache, number) as folder:
         pass
     at = time.time() - days_ago * DAY_SECONDS
@@ -65,9 +65,9 @@ def names(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir())
 
 
-def test_what_was_not_used_for_long_is_removed(cache: Path) -> None:
-    make(cache, 1, days_ago=31)
-    kept = make(cache, 2, days_ago=29)
+def test_an_environment_not_used_for_long_is_removed(cache: Path) -> None:
+    create(cache, 1, days_ago=31)
+    kept = create(cache, 2, days_ago=29)
     other = cache / "of the user"
     other.mkdir()
     trim(cache, CacheLimits.of({}))
@@ -76,14 +76,14 @@ def test_what_was_not_used_for_long_is_removed(cache: Path) -> None:
 
 def test_the_least_recently_used_goes_first(cache: Path) -> None:
     for number, days in enumerate((3, 1, 4, 2)):
-        make(cache, number, days_ago=days)
+        create(cache, number, days_ago=days)
     with used(cache, 2):
-        pass  # so it is the latest now
+        pass  # so that it is the most recently used
     trim(cache, CacheLimits(days=30, size=2.5 * MEGABYTE))
     assert [each.path for each in cached_environments(cache)] == [place(cache, 1), place(cache, 2)]
 
 
-def test_what_is_in_use_is_never_removed(cache: Path) -> None:
+def test_an_environment_in_use_is_never_removed(cache: Path) -> None:
     with used(cache, 1) as folder:
         assert next(clean(0)) == f"kept, for it is in use: {folder}"
         trim(cache, CacheLimits(days=0))
@@ -94,8 +94,8 @@ def test_what_is_in_use_is_never_removed(cache: Path) -> None:
     assert names(cache) == []
 
 
-def test_what_was_removed_meanwhile_is_made_anew(cache: Path) -> None:
-    folder = make(cache, 1, days_ago=31)
+def test_a_removed_environment_is_built_again(cache: Path) -> None:
+    folder = create(cache, 1, days_ago=31)
     trim(cache, CacheLimits.of({}))
     assert not folder.exists()
     with used(cache, 1):
@@ -112,8 +112,8 @@ trim(Path(sys.argv[1]), CacheLimits(days=0))
 """
 
 
-def test_a_killed_cleaner_leaves_nothing_half_removed(cache: Path) -> None:
-    folder = make(cache, 1, days_ago=1)
+def test_a_killed_cleaner_leaves_no_partly_removed_environment(cache: Path) -> None:
+    folder = create(cache, 1, days_ago=1)
     with subprocess.Popen([sys.executable, "-c", CLEANING, str(cache)]) as cleaner:
         until(lambda: not folder.exists(), "it is being removed")
         cleaner.send_signal(signal.SIGKILL)
@@ -126,7 +126,7 @@ def test_a_killed_cleaner_leaves_nothing_half_removed(cache: Path) -> None:
 
 
 def test_a_dry_run_removes_nothing(cache: Path) -> None:
-    folder = make(cache, 1, days_ago=3)
+    folder = create(cache, 1, days_ago=3)
     would, freed = clean(2, dry_run=True)
     assert would.startswith(f"would remove {folder} (")
     assert freed.startswith("Would free 1")
@@ -144,7 +144,7 @@ def test_values_and_copies_of_checkpoints_are_cleaned_too(cache: Path, tmp_path:
     log_dir.mkdir()
 
     list(clean())
-    assert value.exists(), "it is not old"
+    assert value.exists(), "it is recent"
     assert not (copies / "abc").exists(), "its processes were killed"
     list(clean(0))
     assert not value.exists()
@@ -152,6 +152,6 @@ def test_values_and_copies_of_checkpoints_are_cleaned_too(cache: Path, tmp_path:
 
 
 @pytest.mark.parametrize("number", ["many", "-1", "nan"])
-def test_a_bound_that_is_no_number_is_named(number: str) -> None:
+def test_a_limit_that_is_not_a_number_is_an_error(number: str) -> None:
     with pytest.raises(ExecutorNotReady, match=f"DISTRIBUTOR_CACHE_GB is '{number}'"):
         CacheLimits.of({"DISTRIBUTOR_CACHE_GB": number})

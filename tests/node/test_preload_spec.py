@@ -1,4 +1,4 @@
-"""What makes a warm process fit for a run, and what makes it unfit."""
+"""Which runs a zygote fits, and what makes it unfit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAME = "module_whose_file_changes"
         "TORCHINDUCTOR_MAX_AUTOTUNE",
     ],
 )
-def test_what_is_read_at_start_makes_it_unfit(variable: str) -> None:
+def test_a_variable_that_is_read_at_start_makes_it_unfit(variable: str) -> None:
     without, one, other = (
         PreloadSpec.of({"HOME": "/", **more}, ()) for more in ({}, {variable: "1"}, {variable: "2"})
     )
@@ -45,7 +45,7 @@ def test_what_is_read_at_start_makes_it_unfit(variable: str) -> None:
 
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "TZ", "MASTER_PORT", "OF_THE_USER"])
-def test_what_a_forked_rank_can_make_up_for_does_not(variable: str) -> None:
+def test_a_variable_that_a_forked_rank_can_apply_does_not(variable: str) -> None:
     without, one = (
         PreloadSpec.of({"HOME": "/"}, ()),
         PreloadSpec.of({"HOME": "/", variable: "1"}, ()),
@@ -54,7 +54,7 @@ def test_what_a_forked_rank_can_make_up_for_does_not(variable: str) -> None:
     assert one.covers(without)
 
 
-def test_it_fits_who_wants_less_preloaded_and_not_who_wants_more() -> None:
+def test_it_fits_runs_that_preload_less_but_not_more() -> None:
     none, one, two = (PreloadSpec.of({}, preload) for preload in ((), ("json",), ("abc", "json")))
     assert [two.covers(wanted) for wanted in (none, one, two)] == [True, True, True]
     assert [one.covers(wanted) for wanted in (none, one, two)] == [True, True, False]
@@ -69,13 +69,13 @@ def test_another_path_or_interpreter_makes_it_unfit(monkeypatch: pytest.MonkeyPa
     assert not PreloadSpec.of({}, ()).covers(made)
 
 
-def test_what_it_had_preloaded_is_left_to_the_same_interpreter_alone() -> None:
+def test_a_successor_imports_the_same_modules_only_in_the_same_interpreter() -> None:
     made = PreloadSpec.of({}, ("json",))
     assert made.preload_for_successor(PreloadSpec.of({"LANG": "C"}, ())) == ("json",)
     assert made.preload_for_successor(replace(made, executable="/elsewhere/bin/python")) == ()
 
 
-def test_it_travels_to_a_new_process_as_it_is() -> None:
+def test_it_is_the_same_after_a_command_line() -> None:
     environment = {"PYTHONPATH": "naïve \udcff\n'\"", "LANG": "", "TORCH_LOGS": "+dynamo"}
     birth = ZygoteArguments(
         owner=7, listener=8, preload_spec=PreloadSpec.of(environment, ("json", "abc"))
@@ -85,7 +85,7 @@ def test_it_travels_to_a_new_process_as_it_is() -> None:
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file of a module that has been loaded."""
+    """Import a module, and return its file."""
     path = tmp_path / f"{NAME}.py"
     path.write_text("VALUE = 1")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -94,27 +94,27 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     del sys.modules[NAME]
 
 
-def test_files_of_loaded_modules_are_watched(path: Path) -> None:
+def test_files_of_imported_modules_are_recorded(path: Path) -> None:
     files = loaded_files()
     assert {str(path), __file__, os.__file__} <= set(files)
     assert not have_changed(files)
 
 
-def test_a_file_of_another_size_has_changed(path: Path) -> None:
+def test_a_new_size_is_a_change(path: Path) -> None:
     files, before = loaded_files(), path.stat()
     path.write_text("VALUE = 12")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert have_changed(files)
 
 
-def test_a_file_of_another_time_has_changed(path: Path) -> None:
+def test_a_new_modification_time_is_a_change(path: Path) -> None:
     files, before = loaded_files(), path.stat()
     path.write_text("VALUE = 2")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
     assert have_changed(files)
 
 
-def test_a_file_that_has_gone_has_changed(path: Path) -> None:
+def test_a_removed_file_is_a_change(path: Path) -> None:
     files = loaded_files()
     path.unlink()
     assert have_changed(files)

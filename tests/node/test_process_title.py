@@ -1,4 +1,4 @@
-"""Process titles say what a process is and of which run, and nothing else of it changes."""
+"""Process titles show what a process is and of which run; nothing else about it changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ps(pid: int, column: str) -> str:
 
 
 def my_training() -> dict[str, Any]:
-    """Report the titles of a rank and of those above it, and what Python knows of its own."""
+    """Return the titles of a rank and its ancestors, and Python's copies of the command line."""
     import os
     from multiprocessing import resource_tracker, shared_memory
 
@@ -50,7 +50,7 @@ def my_training() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "fresh"])
-def test_ps_shows_the_rank_its_run_and_its_supervisor(warm: bool) -> None:
+def test_ps_shows_the_run_of_a_rank_and_its_supervisor(warm: bool) -> None:
     token = {"SECRET_TOKEN": "swordfish"}
     ranks = TorchDistributor(2, use_gpu=False, timeout=120, warm=warm, env=token)
     for rank, seen in enumerate(ranks.run_all(my_training)):
@@ -70,7 +70,7 @@ def test_ps_shows_the_rank_its_run_and_its_supervisor(warm: bool) -> None:
 
 
 @pytest.mark.spark
-def test_a_spark_worker_has_its_own_name_again_after_the_run(spark: Any) -> None:
+def test_the_title_of_a_spark_worker_is_restored_after_the_run(spark: Any) -> None:
     def workers() -> list[str]:
         import psutil
 
@@ -130,13 +130,13 @@ def test_a_title_is_cut_to_the_memory_of_the_command_line() -> None:
     assert during[0].endswith("\0")
     assert room > 4096
     assert 250 < len(during[0].encode()) < 260
-    assert during[1] == before[1] == last[1], "the environment lies behind it"
+    assert during[1] == before[1] == last[1], "the environment is stored behind the command line"
     assert during[2] == before[2]
     assert after == before
     assert last[2] == "a_name_with_spa\n"
 
 
-def test_a_command_line_that_is_too_short_is_left_alone() -> None:
+def test_a_command_line_that_is_too_short_is_not_changed() -> None:
     before, during, after, last = look(["p", "-", "a title"], LOOK)
     assert before[0] == "p\0-\0a title\0"
     assert before[:1] == during[:1] == after[:1] == last[:1]

@@ -1,4 +1,4 @@
-"""Who is killed at the end of a run is told apart from who ends by itself."""
+"""Resource trackers, which end by themselves, are recognized among the processes to kill."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from distributor.node.process.signals import is_resource_tracker
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of processes")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
 
 
-def test_a_tracker_is_known_from_its_first_moment() -> None:
-    """For a moment after its parent goes on, an executed process has no command line."""
+def test_a_resource_tracker_is_recognized_while_it_is_being_executed() -> None:
+    """For a moment after its parent continues, an executed process has no command line."""
     for _ in range(500):
         program = ["sh", "-c", "kill -STOP $$", "multiprocessing.resource_tracker"]
         pid = os.posix_spawn("/bin/sh", program, {})
@@ -25,7 +25,7 @@ def test_a_tracker_is_known_from_its_first_moment() -> None:
             os.waitpid(pid, 0)
 
 
-def test_one_that_has_ended_is_no_tracker() -> None:
+def test_a_process_that_has_ended_is_no_resource_tracker() -> None:
     pid = os.posix_spawn("/bin/true", ["true"], {})
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     try:

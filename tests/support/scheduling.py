@@ -22,7 +22,9 @@ STARTS_DRIVERS = re.compile(r"\brun_driver\b")
 ONE_PROCESS = ("test_connect.py",)
 """Files whose tests use a fixed port."""
 LONGEST = (
-    "test_zygote.py",
+    "test_zygote_preload.py",
+    "test_zygote_equivalence.py",
+    "test_zygote_lifetime.py",
     "test_notebooks.py",
     "test_connect.py",
     "test_chaos.py",

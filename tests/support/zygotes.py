@@ -1,0 +1,172 @@
+"""Runs whose ranks are forked from a zygote, for the tests of zygotes.
+
+The test process is the driver of most runs, so that the tests of a file can share a zygote; tests
+in which the driver's own life matters start a driver process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+
+from distributor import TorchDistributor, WorkerDied
+from distributor.launch.local import cool_down
+from support.waiting import SOON, alive, until
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+DEADLINE = 60.0
+"""Seconds after which a rank or module that waits to be released gives up."""
+
+
+@pytest.fixture(scope="module", autouse=True, name="modules_folder")
+def modules_folder_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Create a folder of modules for ranks; the tests of a file have one, and so share a zygote."""
+    folder = tmp_path_factory.mktemp("modules")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder / "not_there_yet"))
+        patch.syspath_prepend(str(folder))
+        patch.delenv("PYTHONUNBUFFERED", raising=False)  # so that output is buffered
+        yield folder
+        cool_down()
+
+
+WriteModule = Callable[..., str]
+
+
+@pytest.fixture(name="write_module")
+def write_module_fixture(modules_folder: Path, tmp_path: Path) -> Iterator[WriteModule]:
+    """Return a function that writes a module of this test and returns the module's name.
+
+    No zygote exists before the test, and none that has loaded such a module remains after it.
+    """
+
+    def write(source: str, name: str = "module") -> str:
+        name = f"{name}_of_{tmp_path.name}"
+        path = modules_folder / f"{name}.py"
+        # The size differs each time, so that a change is noticed even if the clock is coarse.
+        path.write_text(f"{source}\n" + "#" * (path.stat().st_size if path.exists() else 0))
+        return name
+
+    kill_zygotes()
+    yield write
+    kill_zygotes()
+
+
+def kill_zygotes() -> None:
+    """Kill the zygotes of this process, and wait until they have ended."""
+    pids = zygotes()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive(pids), "a zygote is left")
+
+
+def local(num_processes: int = 1, *, warm: bool = True, **settings: Any) -> TorchDistributor:
+    settings = {"timeout": 120, **settings}
+    return TorchDistributor(num_processes, local_mode=True, use_gpu=False, warm=warm, **settings)
+
+
+def grandparent() -> int:
+    """Return, in a rank, the process id of its supervisor's parent."""
+    return psutil.Process(os.getppid()).ppid()
+
+
+def zygote_of(num_processes: int = 1, **settings: Any) -> int:
+    """Run on some ranks, and return the process id of their zygote, a child of this process."""
+    (zygote,) = set(local(num_processes, **settings).run_all(grandparent))
+    assert psutil.Process(zygote).ppid() == os.getpid()
+    return zygote
+
+
+def zygotes() -> list[int]:
+    found: list[int] = alive(c.pid for c in psutil.Process().children() if _is_zygote(c))
+    return found
+
+
+def _is_zygote(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "zygote" in process.cmdline()
+    return False
+
+
+@dataclass
+class HeldRun:
+    """A run whose ranks wait until they are released."""
+
+    zygote: int
+    supervisor: int
+    family: list[int]
+    """The process ids of the ranks, and of a process that each has forked."""
+    values: Future[list[str]]
+    folder: Path
+
+    def release(self) -> list[str]:
+        (self.folder / "go").touch()
+        return self.values.result(DEADLINE)
+
+    def wait_for_death(self) -> WorkerDied:
+        error = self.values.exception(SOON)
+        assert isinstance(error, WorkerDied)
+        return error
+
+
+def hold(folder: Path) -> str:
+    """Report, in a rank, which processes belong to it, and wait to be released."""
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    note = folder / os.environ["RANK"]
+    note.with_suffix(".part").write_text(
+        json.dumps([grandparent(), os.getppid(), os.getpid(), child])
+    )
+    note.with_suffix(".part").rename(note.with_suffix(".json"))
+    deadline = time.monotonic() + DEADLINE
+    while not (folder / "go").exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("nobody has released this rank")
+        time.sleep(0.01)
+    return "undisturbed"
+
+
+@contextmanager
+def held_run(folder: Path, num_processes: int = 1, **settings: Any) -> Iterator[HeldRun]:
+    folder.mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        values = pool.submit(local(num_processes, **settings).run_all, hold, folder)
+        try:
+            until(
+                lambda: values.done() or len(list(folder.glob("*.json"))) == num_processes,
+                "the ranks run",
+                DEADLINE,
+            )
+            reports = [json.loads(note.read_text()) for note in folder.glob("*.json")]
+            ((zygote, supervisor),) = {(zygote, supervisor) for zygote, supervisor, *_ in reports}
+            family = [pid for _, _, *own in reports for pid in own]
+            yield HeldRun(zygote, supervisor, family, values, folder)
+        finally:
+            (folder / "go").touch()
+
+
+def waiting_source(begun: Path, go: Path) -> str:
+    """Return the source of a module whose import waits until the file ``go`` exists."""
+    return f"""
+import os, pathlib, time
+pathlib.Path({str(begun)!r}).write_text(str(os.getpid()))
+deadline = time.monotonic() + {DEADLINE}
+while not pathlib.Path({str(go)!r}).exists() and time.monotonic() < deadline:
+    time.sleep(0.01)
+"""
