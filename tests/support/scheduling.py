@@ -17,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 ROOT = Path(__file__).parents[2]
 USES_SPARK = re.compile(r"\bspark: Any|\bdistribute: |getfixturevalue\(\"spark\"\)")
 USES_MLFLOW = re.compile(r"\b(server|experiment): str")
-SHARES_FIXTURES = re.compile(r'scope="module"')
+SHARES_FIXTURES = re.compile(r'scope="module"|\bmodules_folder_fixture\b')
 STARTS_DRIVERS = re.compile(r"\brun_driver\b")
 ONE_PROCESS = ("test_connect.py",)
 """Files whose tests use a fixed port."""
