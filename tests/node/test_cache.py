@@ -85,7 +85,7 @@ def test_the_least_recently_used_goes_first(cache: Path) -> None:
 
 def test_an_environment_in_use_is_never_removed(cache: Path) -> None:
     with used(cache, 1) as folder:
-        assert next(clean(0)) == f"kept, for it is in use: {folder}"
+        assert next(clean(0)) == f"kept, because it is in use: {folder}"
         trim(cache, CacheLimits(days=0))
         assert (folder / "content").exists()
     removed, freed = clean(0)
