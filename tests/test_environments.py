@@ -194,7 +194,8 @@ def test_an_environment_is_not_cleaned_while_ranks_use_it(
         return done.stdout.splitlines()
 
     lines = distribute(1, environment=[f"{NAME}==1.0"], env=env).run(clean_all)
-    assert len([line for line in lines if line.startswith("kept, because it is in use")]) >= 2, lines
+    kept = [line for line in lines if line.startswith("kept, because it is in use")]
+    assert len(kept) >= 2, lines
     left = [path for path in cache.iterdir() if path.is_dir()]
     assert left
     cleaned = list(cleaning.clean(0))
