@@ -37,7 +37,7 @@ def test_training_continues_if_the_server_goes_away(
     distribute: Distribute, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = tracking_run.TrackedRun("0" * 32, "1", f"http://127.0.0.1:{free_port()}", False)
-    monkeypatch.setattr("distributor.torch_distributor.open_run", lambda *_: gone)
+    monkeypatch.setattr("distributor.prepared_run.open_run", lambda *_: gone)
     limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 
     assert distribute(2, env=limits).run(train, 2) == "trained"
