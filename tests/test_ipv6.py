@@ -1,4 +1,4 @@
-"""Runs where the driver, or every host, has an IPv6 address."""
+"""Runs on hosts with IPv6 addresses: the driver alone, or every host."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def _has_ipv6() -> bool:
     return False
 
 
-needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="there is no IPv6 here")
+needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
 needs_namespaces = pytest.mark.skipif(
-    os.getuid() != 0 or bool(why_not_apart()), reason="no network namespaces can be made here"
+    os.getuid() != 0 or bool(why_not_apart()),
+    reason="this machine cannot create network namespaces",
 )
 
 TRAIN = """
@@ -58,34 +59,34 @@ print("FACTS " + json.dumps({"found": found, "named": named}))
 CLUSTER = (
     TRAIN
     + """
-told = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).run(train)
-send(found=told)
+found = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).run(train)
+send(found=found)
 """
 )
 
 
 @needs_ipv6
-def test_a_driver_host_in_brackets(run_driver: Any) -> None:
+def test_a_bracketed_driver_host(run_driver: Any) -> None:
     done = run_driver(LOCAL)
     facts = facts_in(done)
     assert facts == {"found": [2.0, "::1", "lo"], "named": [2.0, "::1", "lo"]}
-    assert done.stdout.count("is here") == 4, "what ranks print comes over the link"
+    assert done.stdout.count("is here") == 4, "the ranks' output arrives over the link"
     assert "No hub at" not in done.stderr
 
 
 @pytest.mark.slow
 @needs_namespaces
 @needs_ipv6
-def test_hosts_that_have_ipv6_alone(tmp_path: Path) -> None:
+def test_hosts_with_only_ipv6(tmp_path: Path) -> None:
     with (
         machines_apart(4, ipv6=True) as machines,
         cluster_on(machines, tmp_path) as cluster,
         cluster.driver(CLUSTER) as driver,
     ):
         found = driver.receive("found")["found"]
-        shown = driver.log.read_text()
+        log = driver.log.read_text()
     workers = [machine.address for machine in cluster.on_workers]
     assert found[0] == 2.0
     assert found[1] in workers
     assert found[2] == "eth0"
-    assert shown.count("is here") == 2, "what ranks print comes over the link"
+    assert log.count("is here") == 2, "the ranks' output arrives over the link"

@@ -62,18 +62,18 @@ class Redaction:
         """Return how many bytes can be shown whatever follows."""
         begun = len(data) - max(_overlap(data, secret) for secret in self._encoded)
         whole = (found.span() for found in secrets.finditer(data))
-        # One that is there whole may be the end of one, or the beginning of a longer.
+        # A complete match that overlaps a possible beginning may be part of a longer secret.
         return min([begun, *(start for start, end in whole if end > begun)])
 
 
 def _secrets_in(env: Mapping[str, str]) -> Iterator[str]:
     for name, value in env.items():
         if NAMES.search(name):
-            # A key of several lines may be printed line by line, or with its ends written out.
+            # A key of several lines may be printed line by line, or with its newlines escaped.
             yield from (line for line in value.split("\n") if len(line) >= LEAST)
 
 
 def _overlap(data: bytes, secret: bytes) -> int:
-    """Tell how long the longest end of `data` is that `secret` begins with, short of all of it."""
+    """Return the length of the longest suffix of `data` that is a proper prefix of `secret`."""
     longest = min(len(data), len(secret) - 1)
     return next((n for n in range(longest, 0, -1) if data.endswith(secret[:n])), 0)

@@ -49,7 +49,7 @@ def describe_free_space() -> str:
     )
     return (
         f"Free on this host: {free}. Data loaders' workers hand batches over in {SHARED_MEMORY}: "
-        "give a container more of it (--shm-size, or an emptyDir in memory), or use fewer workers."
+        "enlarge it (--shm-size, or an emptyDir in memory, for a container), or use fewer workers."
     )
 
 

@@ -56,7 +56,8 @@ class Reported:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
-Told = Progress | Reported
+Message = Progress | Reported
+"""What one line of JSON holds."""
 
 
 class Reader:
@@ -65,13 +66,13 @@ class Reader:
     def __init__(self) -> None:
         self._rest = b""
 
-    def take(self, data: bytes) -> list[Told]:
+    def take(self, data: bytes) -> list[Message]:
         """Return the messages that these bytes complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         return list(filter(None, map(_read, lines)))
 
 
-def _read(line: bytes) -> Told | None:
+def _read(line: bytes) -> Message | None:
     try:
         message = json.loads(line)
         if isinstance(message, dict):

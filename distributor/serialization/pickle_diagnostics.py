@@ -115,7 +115,7 @@ def _weigh(obj: object) -> int:
         pickler.dump(obj)
     except Exception:
         return 0
-    return counter.tell() + sum(buffer.raw().nbytes for buffer in pickler.buffers)
+    return counter.count + sum(buffer.raw().nbytes for buffer in pickler.buffers)
 
 
 class _Counter(io.BytesIO):
@@ -123,15 +123,12 @@ class _Counter(io.BytesIO):
 
     def __init__(self) -> None:
         super().__init__()
-        self._count = 0
+        self.count = 0
 
     def write(self, data: Any) -> int:
         size = memoryview(data).nbytes
-        self._count += size
+        self.count += size
         return size
-
-    def tell(self) -> int:
-        return self._count
 
 
 def _inputs(

@@ -21,7 +21,7 @@ from distributor.wire.peer import Peer, Run
 ACCEPTED_AT_ONCE = 16  # at most a few times as many are accepted and not yet counted
 BACKLOG = 1024
 FLUSH_SECONDS = 1.0
-MAX_UNPROVED = 4096  # fewer where this process may open few descriptors
+MAX_UNPROVED = 4096  # fewer if this process may open few file descriptors
 
 
 class Listener:

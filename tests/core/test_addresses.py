@@ -1,4 +1,4 @@
-"""Hosts and ports as people write them."""
+"""Parsing and formatting of hosts and ports."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from distributor.core.addresses import bare, joined, port_range, split_address
         ("[fe80::1%eth0]:5000", ("fe80::1%eth0", 5000)),
     ],
 )
-def test_an_address_has_a_host_and_perhaps_a_port(address: str, parts: tuple[str, int]) -> None:
+def test_an_address_has_a_host_and_an_optional_port(address: str, parts: tuple[str, int]) -> None:
     assert split_address("hub_address", address) == parts
 
 
-def test_brackets_are_for_ipv6_before_a_port() -> None:
+def test_ipv6_hosts_have_brackets_before_a_port() -> None:
     assert bare("[::1]") == bare("::1") == "::1"
     assert joined("::1", 80) == joined("[::1]", 80) == "[::1]:80"
     assert joined("host", 80) == "host:80"
 
 
-def test_a_range_holds_both_of_its_ends() -> None:
+def test_a_port_range_includes_both_ends() -> None:
     assert port_range("rank_ports", "29500-29599") == range(29500, 29600)
     assert port_range("rank_ports", "29500") == range(29500, 29501)
     assert port_range("rank_ports", None) is None

@@ -71,7 +71,7 @@ def test_the_first_of_two_writers_of_a_folder_wins(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["modules"]
 
 
-def test_remains_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+def test_files_left_by_a_killed_writer_are_removed(tmp_path: Path) -> None:
     file, partial = tmp_path / "state", tmp_path / "state.half"
     command = [sys.executable, "-c", KILLED_WHILE_WRITING, str(file), str(partial)]
     assert subprocess.run(command).returncode == -signal.SIGKILL
@@ -85,7 +85,7 @@ def test_remains_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["state"]
 
 
-def test_an_error_of_the_rename_is_raised(tmp_path: Path) -> None:
+def test_an_error_during_the_rename_is_raised(tmp_path: Path) -> None:
     (tmp_path / "taken" / "inside").mkdir(parents=True)
     with pytest.raises(IsADirectoryError):
         write_atomically(tmp_path / "taken", b"")

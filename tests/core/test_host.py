@@ -1,4 +1,4 @@
-"""A host has one name in all that a run says of it."""
+"""A run uses one name for a host everywhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fail() -> None:
     raise KeyError(host_name())
 
 
-def test_a_rank_names_its_host_as_its_failure_does(
+def test_host_name_in_a_rank_equals_the_one_in_its_failure(
     distribute: Callable[..., TorchDistributor],
 ) -> None:
     with pytest.raises(KeyError) as raised:

@@ -1,4 +1,4 @@
-"""Secrets in what ranks print, however it is cut."""
+"""Secrets in the output of ranks are masked, however the stream is cut into chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distributor.core.redaction import MASK, Redaction
 
 
 def shown(env: dict[str, str], parts: list[bytes]) -> bytes:
-    """What comes of a stream that is read in parts, each with what was left of those before."""
+    """Return the redacted stream when it is read in chunks, with the unshown rest carried over."""
     redaction, rest, whole = Redaction(env), b"", b""
     for number, part in enumerate(parts):
         rest += part
@@ -20,7 +20,7 @@ def shown(env: dict[str, str], parts: list[bytes]) -> bytes:
     return whole
 
 
-def test_a_secret_is_masked_and_the_rest_is_as_it_was() -> None:
+def test_a_secret_is_masked_and_the_rest_is_unchanged() -> None:
     redaction = Redaction({"MY_TOKEN": "s3cr3t-value", "LEARNING_RATE": "0.00001"})
     text = "rate 0.00001 with s3cr3t-value, s3cr3t-valu, s3cr3t-value"
     assert redaction.of_text(text) == f"rate 0.00001 with {MASK}, s3cr3t-valu, {MASK}"
@@ -29,7 +29,7 @@ def test_a_secret_is_masked_and_the_rest_is_as_it_was() -> None:
 @pytest.mark.parametrize(
     "name", ["HF_TOKEN", "db_password", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "PGPASSWORD"]
 )
-def test_secrets_are_told_by_their_names(name: str) -> None:
+def test_secrets_are_recognized_by_their_names(name: str) -> None:
     assert Redaction({name: "abcdef"}).of_text("abcdef") == MASK
 
 
@@ -41,12 +41,12 @@ def test_other_values_are_not_secret(name: str, value: str) -> None:
     assert Redaction({name: value}).of_text(value) == value
 
 
-def test_the_lines_of_a_key_are_masked_by_themselves() -> None:
+def test_each_line_of_a_key_is_masked() -> None:
     redaction = Redaction({"PRIVATE_KEY": "first-line\nsecond-line\n"})
     assert redaction.of_text("second-line, first-line") == f"{MASK}, {MASK}"
 
 
-def test_what_ends_like_a_secrets_beginning_waits_no_longer_than_the_stream() -> None:
+def test_the_possible_beginning_of_a_secret_is_shown_when_the_stream_ends() -> None:
     assert shown({"TOKEN": "abcdef"}, [b"ends with abc", b""]) == b"ends with abc"
 
 
@@ -54,7 +54,7 @@ SECRETS = st.lists(st.text("ab", min_size=6, max_size=9), min_size=1, max_size=3
 
 
 @given(secrets=SECRETS, noise=st.text("abc\n", max_size=30), data=st.data())
-def test_how_a_stream_is_cut_makes_no_difference(
+def test_the_result_is_independent_of_chunk_boundaries(
     secrets: list[str], noise: str, data: st.DataObject
 ) -> None:
     env = {f"TOKEN{number}": secret for number, secret in enumerate(secrets)}

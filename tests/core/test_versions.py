@@ -1,4 +1,4 @@
-"""What nodes must have in common, and how it is told that they have not."""
+"""The software versions that nodes must share, and the error if they differ."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def test_versions_are_those_of_this_interpreter() -> None:
     assert software().items() >= pickling_software().items()
 
 
-def test_nodes_that_are_alike_may_run_and_a_driver_needs_no_torch() -> None:
+def test_equal_versions_are_accepted_and_the_driver_needs_no_torch() -> None:
     check_alike({"a": software(), "b": software(), "the driver": pickling_software()})
 
 
-def test_a_difference_in_what_nodes_installed_is_told_too() -> None:
+def test_a_difference_in_installed_packages_is_reported() -> None:
     found = {"host0": {"gadget": "1.0"}, "host1": {"gadget": "2.0"}, "the driver": {}}
     with pytest.raises(ExecutorNotReady) as caught:
         check_alike({host: {**software(), **versions} for host, versions in found.items()})

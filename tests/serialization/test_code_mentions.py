@@ -1,4 +1,4 @@
-"""Whether a program names a package, from its code alone."""
+"""Detecting that a program mentions a package, without running it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def names_a_logger() -> Any:
     return MLFlowLogger("exp")
 
 
-def passes_its_name() -> dict[str, str]:
+def passes_name_as_argument() -> dict[str, str]:
     return {"report_to": "mlflow"}
 
 
@@ -51,8 +51,8 @@ class Training:
         imports_inside()
 
 
-def has_nothing_of_it(path: str = "/somewhere/mlflow/data") -> int:
-    """Does not use mlflow, though it says so."""
+def mentions_only_in_text(path: str = "/somewhere/mlflow/data") -> int:
+    """Mention mlflow only in text, without using it."""
     text = "what mlflow would log"
     return len(text) + len(path)
 
@@ -67,7 +67,7 @@ def takes_a_function(function: Callable[[], None]) -> None:
         (imports_inside,),
         (calls_another,),
         (names_a_logger,),
-        (passes_its_name,),
+        (passes_name_as_argument,),
         (nested(),),
         (Training(),),
         (Training().log,),
@@ -77,25 +77,25 @@ def takes_a_function(function: Callable[[], None]) -> None:
         (TorchTrainer(imports_inside)._loop,),
     ],
 )
-def test_a_function_that_names_it_is_found(parts: tuple[object, ...]) -> None:
+def test_functions_that_mention_the_package_are_found(parts: tuple[object, ...]) -> None:
     assert call_mentions("mlflow", *parts)
 
 
 @pytest.mark.parametrize(
     "parts",
     [
-        (has_nothing_of_it,),
+        (mentions_only_in_text,),
         (print,),
-        (functools.partial(has_nothing_of_it, path="mlflow"),),
-        (has_nothing_of_it, ([0.0] * 100_000, {"a": types}), {}),
+        (functools.partial(mentions_only_in_text, path="mlflow"),),
+        (mentions_only_in_text, ([0.0] * 100_000, {"a": types}), {}),
     ],
 )
-def test_a_function_that_does_not_is_not(parts: tuple[object, ...]) -> None:
+def test_functions_without_a_mention_are_not_found(parts: tuple[object, ...]) -> None:
     assert not call_mentions("mlflow", *parts)
 
 
 @pytest.mark.parametrize(
-    ("files", "names_it"),
+    ("files", "mentions_it"),
     [
         ({"train.py": "import mlflow"}, True),
         ({"train.py": "def log():\n    from mlflow import log_metric"}, True),
@@ -109,10 +109,10 @@ def test_a_function_that_does_not_is_not(parts: tuple[object, ...]) -> None:
         ({"train.py": "no python ("}, False),
     ],
 )
-def test_a_script_that_names_it_is_found(
-    tmp_path: Path, files: dict[str, str], names_it: bool
+def test_scripts_that_mention_the_package_are_found(
+    tmp_path: Path, files: dict[str, str], mentions_it: bool
 ) -> None:
     for name, source in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(source)
-    assert script_mentions("mlflow", tmp_path / "train.py") is names_it
+    assert script_mentions("mlflow", tmp_path / "train.py") is mentions_it

@@ -1,4 +1,4 @@
-"""Objects in files: what comes back is what went in, and large memory is mapped, not copied."""
+"""Pickles with out-of-band buffers round-trip, and large buffers are mapped instead of copied."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from distributor.serialization.oob_pickle import (
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 
-MANY = LARGE_BUFFER  # elements: more bytes than that in each of the types used here
+MANY = LARGE_BUFFER  # elements, so that the data here has at least LARGE_BUFFER bytes
 
 
 def round_trip(obj: Any) -> Any:
@@ -54,7 +54,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS.keys())
-def test_tensors_come_back(make: Any) -> None:
+def test_tensors_round_trip(make: Any) -> None:
     given = make()
     found = round_trip(given)
     assert type(found) is type(given)
@@ -81,22 +81,22 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("make", ARRAYS.values(), ids=ARRAYS.keys())
-def test_arrays_come_back(make: Any) -> None:
+def test_arrays_round_trip(make: Any) -> None:
     given = make()
     found = round_trip(given)
     assert found.dtype == given.dtype
     assert found.flags.f_contiguous or not given.flags.f_contiguous
     assert np.array_equal(found, given)
-    found[:1] = given[1:2]  # it can be written to
+    found[:1] = given[1:2]  # raises if the array is read-only
 
 
-def test_an_array_that_was_locked_still_is() -> None:
+def test_a_read_only_array_stays_read_only() -> None:
     given = np.arange(MANY)
     given.flags.writeable = False
     assert not round_trip(given).flags.writeable
 
 
-def test_tables_come_back() -> None:
+def test_tables_round_trip() -> None:
     pd = pytest.importorskip("pandas")
     pa = pytest.importorskip("pyarrow")
     frame = pd.DataFrame({"x": np.arange(MANY), "name": ["a", "b"] * (MANY // 2)})
@@ -105,7 +105,7 @@ def test_tables_come_back() -> None:
     assert round_trip(table).equals(table)
 
 
-def test_tensors_that_share_memory_still_do_and_travel_once() -> None:
+def test_shared_memory_is_written_once_and_stays_shared() -> None:
     weights = torch.rand(4 * MANY)
     given = {"all": weights, "again": weights, "tail": weights[-3:], "tied": weights.view(2, -1)}
     assert size_of(given) < 1.1 * size_of(weights)
@@ -115,7 +115,7 @@ def test_tensors_that_share_memory_still_do_and_travel_once() -> None:
     assert weights[-1].item() != 7.0
 
 
-def test_a_model_comes_back_and_trains_on() -> None:
+def test_a_loaded_model_can_be_trained() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 2))
     found = round_trip(model)
     found(torch.ones(1, 300)).sum().backward()
@@ -124,7 +124,7 @@ def test_a_model_comes_back_and_trains_on() -> None:
     assert not all(torch.equal(*pair) for pair in pairs)
 
 
-def test_loaded_twice_from_one_file_each_is_its_own() -> None:
+def test_objects_loaded_twice_from_one_file_are_independent() -> None:
     with anonymous_file() as file:
         pack({"a": torch.zeros(MANY), "b": np.zeros(MANY)}, file)
         first, second = unpack(file.fileno()), unpack(file.fileno())
@@ -134,7 +134,7 @@ def test_loaded_twice_from_one_file_each_is_its_own() -> None:
     assert not second["b"].any()
 
 
-def test_large_memory_lies_beside_the_pickle() -> None:
+def test_large_buffers_are_stored_outside_the_pickle() -> None:
     given = {"tensor": torch.rand(MANY), "array": np.zeros(MANY), "small": torch.ones(3)}
     with anonymous_file() as file:
         pickler = Pickler(file)
@@ -143,7 +143,7 @@ def test_large_memory_lies_beside_the_pickle() -> None:
         assert sorted(buffer.raw().nbytes for buffer in pickler.buffers) == [4 * MANY, 8 * MANY]
 
 
-def test_memory_that_only_the_pickle_knew_of_stays_until_it_is_written() -> None:
+def test_memory_referenced_only_by_the_pickle_lives_until_it_is_written() -> None:
     class Model:
         def __getstate__(self) -> dict[str, Any]:
             return {"weights": torch.full((MANY,), 3.0)}
@@ -159,7 +159,7 @@ def test_memory_that_only_the_pickle_knew_of_stays_until_it_is_written() -> None
 
 
 @pytest.mark.parametrize("kept", [0, 5, 0.5, -1])
-def test_a_file_that_is_cut_short_is_noticed(kept: float) -> None:
+def test_a_truncated_file_is_an_error(kept: float) -> None:
     with anonymous_file() as file:
         pack([torch.rand(MANY), "text"], file)
         size = os.fstat(file.fileno()).st_size
@@ -168,8 +168,10 @@ def test_a_file_that_is_cut_short_is_noticed(kept: float) -> None:
             unpack(file.fileno())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives memory back")
-def test_what_was_read_of_a_file_takes_no_memory() -> None:
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux can release the memory of a part of a file"
+)
+def test_the_part_of_a_file_that_was_read_occupies_no_memory() -> None:
     with anonymous_file() as file:
         file.write(bytes(2**20) + b"rest")
         file.flush()

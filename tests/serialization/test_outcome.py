@@ -1,4 +1,4 @@
-"""How a rank ended: captured, ordered, told and raised again."""
+"""Outcomes of ranks: failures are captured, ordered, reported and raised again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def caught(raiser: Callable[..., NoReturn], *args: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("came", "told"),
+    ("arrived", "expected"),
     [
         ([], []),
         ([(3, False), (1, False), (2, False)], [3, 1, 2]),
@@ -49,22 +49,24 @@ def caught(raiser: Callable[..., NoReturn], *args: Any) -> Any:
         ([(2, True), (0, True)], [2, 0]),
     ],
 )
-def test_causes_come_before_echoes(came: list[tuple[int, bool]], told: list[int]) -> None:
-    failures = [failure(rank, collateral=collateral) for rank, collateral in came]
+def test_causes_come_before_collateral_failures(
+    arrived: list[tuple[int, bool]], expected: list[int]
+) -> None:
+    failures = [failure(rank, collateral=collateral) for rank, collateral in arrived]
     found = cause_first(iter(failures))
-    assert list(found) == told
-    assert {rank: found[rank].origin.rank for rank in told} == {rank: rank for rank in told}
+    assert list(found) == expected
+    assert {rank: found[rank].origin.rank for rank in expected} == {rank: rank for rank in expected}
 
 
 class Special(Exception):
-    """Takes more than a message."""
+    """An exception with a keyword argument besides its message."""
 
     def __init__(self, message: str, *, code: int) -> None:
         super().__init__(message)
         self.code = code
 
 
-def test_the_first_failure_is_raised_as_it_was() -> None:
+def test_the_first_failure_is_raised_unchanged() -> None:
     def train() -> NoReturn:
         raise Special("no", code=7)
 
@@ -82,7 +84,7 @@ def test_the_first_failure_is_raised_as_it_was() -> None:
     assert remote.endswith("Special: no")
 
 
-def test_identical_failures_are_told_once() -> None:
+def test_identical_failures_are_reported_once() -> None:
     same = {rank: failure(rank, "ValueError: same") for rank in (9, 0, 7, 3)}
     others = {4: failure(4, "OSError: disk"), 12: failure(12, "ValueError: other")}
     error = caught(raise_first, {9: same[9], **others, **same})
@@ -94,12 +96,12 @@ def test_identical_failures_are_told_once() -> None:
     ]
 
 
-def test_a_lone_failure_says_who() -> None:
+def test_a_single_failure_names_its_rank() -> None:
     error = caught(raise_first, {2: failure(2)})
     assert error.__notes__ == ["Raised by rank 2 (local rank 0) on host-1, attempt 2."]
 
 
-def test_notes_of_the_users_own_stay() -> None:
+def test_the_users_own_notes_are_kept() -> None:
     error = ValueError("no")
     error.__dict__["__notes__"] = ["mine"]
     raised = caught(raise_first, {0: failure_of(error, origin(0))})
@@ -108,16 +110,16 @@ def test_notes_of_the_users_own_stay() -> None:
 
 
 @pytest.mark.parametrize("pickled", [None, b"garbage"])
-def test_an_exception_that_cannot_come_over_is_told_in_full(pickled: bytes | None) -> None:
-    told = Failure(origin=origin(1), summary="Odd: no", text="Traceback ...", pickled=pickled)
-    error = told.exception()
+def test_an_exception_that_cannot_be_unpickled_is_reported_in_full(pickled: bytes | None) -> None:
+    failed = Failure(origin=origin(1), summary="Odd: no", text="Traceback ...", pickled=pickled)
+    error = failed.exception()
     assert type(error) is RemoteError
     assert str(error) == f"{origin(1)}: Odd: no\n\nTraceback ..."
     assert "Traceback ..." in str(error.__cause__)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_a_ranks_interrupt_is_none_of_the_drivers(kind: type[BaseException]) -> None:
+def test_a_ranks_interrupt_does_not_interrupt_the_driver(kind: type[BaseException]) -> None:
     error = failure_of(kind(), origin(0)).exception()
     assert type(error) is RemoteError
     assert kind.__name__ in str(error)
@@ -152,7 +154,7 @@ class SomeonesError(RuntimeError): ...
         (TimeoutError("timed out"), False),
     ],
 )
-def test_a_lost_connection_looks_like_an_echo(error: Exception, collateral: bool) -> None:
+def test_a_lost_connection_is_collateral(error: Exception, collateral: bool) -> None:
     assert failure_of(error, origin(0)).collateral is collateral
 
 
@@ -167,20 +169,22 @@ def test_a_lost_connection_looks_like_an_echo(error: Exception, collateral: bool
     ],
 )
 @pytest.mark.parametrize("tail", ["", "loss 0.3\nSegfault ahead"])
-def test_a_death_without_words(how: dict[str, int], summary: str, hint: bool, tail: str) -> None:
-    told = pickle.loads(pickle.dumps(death(origin(3), tail=tail, **how)))
-    assert (told.summary, told.collateral) == (summary, False)
-    error = told.exception()
+def test_a_dead_process_is_described(
+    how: dict[str, int], summary: str, hint: bool, tail: str
+) -> None:
+    failed = pickle.loads(pickle.dumps(death(origin(3), tail=tail, **how)))
+    assert (failed.summary, failed.collateral) == (summary, False)
+    error = failed.exception()
     assert isinstance(error, WorkerDied)
     assert (error.exit_code, error.signal) == (how.get("exit_code"), how.get("signum"))
     assert str(error).startswith(f"{origin(3)} {summary.removeprefix('WorkerDied: ')}.")
     assert ("out-of-memory killer" in str(error)) is hint
     assert str(error).endswith(f"Its last output:\n{tail}" if tail else "It printed nothing.")
-    assert error.__cause__ is None, "its message says it all"
+    assert error.__cause__ is None, "the message is complete"
 
 
 @pytest.mark.parametrize("size", [0, 1, 3000, 5000])
-def test_a_value_is_read_in_parts_and_as_a_whole(
+def test_a_value_can_be_read_in_parts_and_as_a_whole(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr(outcome, "PART_BYTES", 1000)
@@ -190,6 +194,6 @@ def test_a_value_is_read_in_parts_and_as_a_whole(
         value = Value(4, file)
         parts = list(value.parts())
         assert value.load() == given
-        assert list(value.parts()) == parts, "whatever was read before"
+        assert list(value.parts()) == parts, "independent of earlier reads"
         assert pickle.loads(b"".join(parts)) == given
         assert [len(part) for part in parts[:-1]] == [1000] * (len(parts) - 1)

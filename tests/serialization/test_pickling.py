@@ -1,4 +1,4 @@
-"""What is pickled here loads in a rank, and what cannot be is named."""
+"""Calls, values and exceptions are pickled for a rank; unpicklable parts are named."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def using_lock() -> object:
 
 
 class Holder:
-    """Has attributes, and methods."""
+    """An object with attributes and methods."""
 
     def __init__(self, **attributes: object) -> None:
         self.__dict__.update(attributes)
@@ -50,7 +50,7 @@ class Holder:
 
 
 class Slotted:
-    """Has a part that is not in a ``__dict__``."""
+    """An object whose attribute is not in a ``__dict__``."""
 
     __slots__ = ("part",)
 
@@ -63,7 +63,7 @@ def nested(depth: int) -> object:
 
 
 def cycle() -> Holder:
-    """Like a model and its trainer, which know each other."""
+    """Return a cycle, such as a model and its trainer that refer to each other."""
     model = Holder()
     model.__dict__.update(trainer=Holder(model=model, models=[model]), guard=LOCK)
     return model
@@ -79,7 +79,7 @@ def test_a_call_loads_and_runs() -> None:
     assert function(*args, **kwargs) == 60
 
 
-def test_sources_that_only_this_process_knows_travel() -> None:
+def test_sources_of_notebook_cells_are_sent() -> None:
     name, source = "<ipython-input-7>", "def cell():\n    raise ValueError('in a cell')\n"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -101,11 +101,13 @@ def test_sources_that_only_this_process_knows_travel() -> None:
         del linecache.cache[name]
 
 
-def test_what_cannot_be_sent_is_told_with_its_cause() -> None:
-    with pytest.raises(UnpicklableError, match=r"'add' .* argument 1\['guard'\] is a lock") as told:
+def test_an_unpicklable_argument_is_reported_with_its_cause() -> None:
+    with pytest.raises(
+        UnpicklableError, match=r"'add' .* argument 1\['guard'\] is a lock"
+    ) as error:
         dump_call(add, (1, {"guard": LOCK}), {})
-    assert isinstance(told.value, TypeError), "as pickle's own would be"
-    assert isinstance(told.value.__cause__, TypeError)
+    assert isinstance(error.value, TypeError), "as with plain pickle"
+    assert isinstance(error.value.__cause__, TypeError)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_name_of(function: Any, name: str) -> None:
     ],
 )
 def test_the_innermost_culprit_is_found(thing: object, path: str) -> None:
-    # As code of a notebook, which is not imported in the rank: by value.
+    # Like a notebook's code, which a rank cannot import: pickled by value.
     if inspect.isfunction(thing):
         thing = type(thing)(thing.__code__, {**vars(sys.modules[__name__]), "__name__": "cell"})
     found = find_unpicklable("it", thing)
@@ -158,7 +160,7 @@ def test_the_innermost_culprit_is_found(thing: object, path: str) -> None:
         assert str(found) == f"{path} is a lock (cannot pickle '_thread.lock' object)"
 
 
-def test_a_deep_culprit_is_named_as_far_as_anyone_reads() -> None:
+def test_the_path_of_a_deep_culprit_is_bounded() -> None:
     found = find_unpicklable("it", nested(50))
     assert found is not None
     assert found.path.startswith("it[0][0][0]")
@@ -173,14 +175,14 @@ def test_what_can_be_pickled_has_no_culprit(thing: object) -> None:
 # Values
 
 
-def test_a_value_comes_back() -> None:
+def test_a_value_round_trips() -> None:
     with anonymous_file() as file:
         dump_value({"function": lambda: 7, "plain": [1.5, "a"]}, file, "rank 3")
         loaded = load_value(file)
     assert (loaded["function"](), loaded["plain"]) == (7, [1.5, "a"])
 
 
-def test_what_makes_a_call_large_is_named() -> None:
+def test_the_largest_part_of_a_call_is_named() -> None:
     weights, table = bytes(3_000_000), {"small": bytes(10), "large": [bytes(2_000_000)]}
     path, weight = heaviest(lambda: weights, (), {})
     assert path == "the variable 'weights' used by <lambda>"
@@ -207,7 +209,7 @@ class Exhausting:
 
 
 @pytest.mark.parametrize("error", [MemoryError("all gone"), OSError(28, "No space left")])
-def test_a_full_machine_is_not_taken_for_a_bad_value(error: Exception) -> None:
+def test_a_lack_of_memory_or_disk_is_not_reported_as_unpicklable(error: Exception) -> None:
     with pytest.raises(type(error)) as caught:
         dump_value([Exhausting(error)], io.BytesIO(), "rank 3")
     assert caught.value is error
@@ -217,7 +219,7 @@ def test_a_full_machine_is_not_taken_for_a_bad_value(error: Exception) -> None:
 
 
 class KeywordOnly(Exception):
-    """Its own pickling loads it with its message alone, which fails."""
+    """Default pickling passes only its message to the constructor, which fails."""
 
     def __init__(self, message: str, *, code: int) -> None:
         super().__init__(message)
@@ -225,7 +227,7 @@ class KeywordOnly(Exception):
 
 
 class OtherArguments(Exception):
-    """Is built from two arguments and has one."""
+    """Takes two arguments and keeps one in ``args``."""
 
     def __init__(self, code: int, detail: str) -> None:
         super().__init__(f"{code}: {detail}")
@@ -233,21 +235,21 @@ class OtherArguments(Exception):
 
 
 class Changing(Exception):
-    """Its own pickling succeeds and loads with other arguments."""
+    """Default pickling succeeds and loads with other arguments."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"failed: {message}")
 
 
 class Disguised(Exception):
-    """Its own pickling loads as another type."""
+    """Its ``__reduce__`` loads as another type."""
 
     def __reduce__(self) -> Any:
         return ValueError, self.args
 
 
 class Refusing(Exception):
-    """Its own pickling raises."""
+    """Its ``__reduce__`` raises."""
 
     def __reduce__(self) -> Any:
         raise RuntimeError("not me")
@@ -255,13 +257,13 @@ class Refusing(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Frozen(Exception):
-    """Lets nobody set anything, and has no ``args`` of its own."""
+    """Attributes are read-only, and ``args`` is empty."""
 
     code: int = 0
 
 
 class Unbuildable(Exception):
-    """Neither its own pickling nor a bare one builds it."""
+    """Neither default pickling nor a reconstruction without its arguments works."""
 
     def __new__(cls, message: str, detail: str) -> Unbuildable:
         return super().__new__(cls, message)
@@ -278,7 +280,7 @@ def holding_lock() -> Exception:
 
 def local_class() -> Exception:
     class Local(Exception):
-        """Known to no other process."""
+        """A class that no other process can import."""
 
     return Local("no", 3)
 
@@ -301,7 +303,7 @@ def local_class() -> Exception:
     ],
     ids=lambda it: type(it).__name__ if isinstance(it, Exception) else "",
 )
-def test_an_exception_comes_back_as_it_was(error: Exception, attributes: dict[str, Any]) -> None:
+def test_an_exception_round_trips(error: Exception, attributes: dict[str, Any]) -> None:
     pickled = dump_exception(error)
     assert pickled is not None
     loaded = load_exception(pickled)
@@ -322,7 +324,7 @@ def test_an_exception_comes_back_as_it_was(error: Exception, attributes: dict[st
     ],
     ids=lambda it: type(it).__name__,
 )
-def test_an_exception_that_cannot_come_back_is_none(error: BaseException) -> None:
+def test_an_exception_that_cannot_be_sent_is_none(error: BaseException) -> None:
     assert dump_exception(error) is None
 
 

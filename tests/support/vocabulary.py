@@ -30,6 +30,9 @@ IN_NAMES = {
 }
 """A part of a name (``snake_case`` or ``CamelCase``), and what the field says instead."""
 
+PYTHON_CALLS = {(".", "tell", "(")}
+"""Calls of Python's own methods: the token before, the name and the token after it."""
+
 IN_PROSE = {
     r"keepers?|leash": "supervisor; control channel",
     r"heed(s|ed|ing)?": "act on, subscribe to",
@@ -63,7 +66,12 @@ def findings(path: Path) -> Iterator[str]:
     if path.suffix != ".py":
         yield from _in_prose(path, enumerate(text.splitlines(), 1))
         return
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    for before, token, after in zip(
+        tokens[-1:] + tokens, tokens, tokens[1:] + tokens[:1], strict=False
+    ):
+        if (before.string, token.string, after.string) in PYTHON_CALLS:
+            continue
         if token.type == tokenize.NAME and not keyword.iskeyword(token.string):
             for part in _NAME_PARTS.findall(token.string):
                 if instead := IN_NAMES.get(part.lower()):

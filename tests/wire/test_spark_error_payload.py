@@ -1,4 +1,4 @@
-"""Failures inside the text of an exception that Spark passes on."""
+"""Failures embedded in the text of an exception that Spark forwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECRET = bytes(range(32))
 
 
 def noise(length: int, lowest: int = 33, highest: int = 126) -> str:
-    """Text that compression makes no shorter."""
+    """Return text that does not compress."""
     return "".join(chr(RANDOM.randint(lowest, highest)) for _ in range(length))
 
 
@@ -39,7 +39,7 @@ def failures_in(text: str) -> list[Failure]:
 
 
 def through_spark(failures: Sequence[Failure]) -> str:
-    """The text in which Spark embeds a task's exception."""
+    """Return the text in which Spark embeds a task's exception."""
     return (
         "Job aborted: Task 1 failed 1 times, most recent failure: Lost task 1.0 (10.0.0.2):\n"
         f"distributor.wire.spark_error_payload.TaskFailed: {TaskFailed.of(failures, SECRET)}\n\n"
@@ -47,12 +47,12 @@ def through_spark(failures: Sequence[Failure]) -> str:
     )
 
 
-def test_failures_come_back_whole() -> None:
+def test_failures_round_trip() -> None:
     failures = [failure(3, "a\nb"), failure(1, "naïve 🚀 <distributor-report AAAA>")]
     assert failures_in(through_spark(failures)) == failures
 
 
-def test_people_can_read_which_ranks_failed_and_of_what_kind() -> None:
+def test_ranks_and_exception_types_are_readable() -> None:
     text = str(TaskFailed.of([failure(3), failure(1, kind="OSError")], SECRET))
     first = "rank 3 (local rank 0) on host-1, attempt 0: ValueError; rank 1 "
     assert text.startswith(first)
@@ -61,25 +61,25 @@ def test_people_can_read_which_ranks_failed_and_of_what_kind() -> None:
 
 def test_only_the_driver_of_the_run_can_read_messages() -> None:
     error = ValueError("hunter2-hunter2")
-    told = failure_of(error, Origin(rank=0, local_rank=0, host="host-1"))
-    text = through_spark([told])
+    failed = failure_of(error, Origin(rank=0, local_rank=0, host="host-1"))
+    text = through_spark([failed])
     assert "hunter2" not in text
     [found] = spark_error_payload._REPORT.findall(text)
     assert b"hunter2" not in base64.b64decode(found)
     with pytest.raises(zlib.error):
         zlib.decompress(base64.b64decode(found)[sealing.NONCE_BYTES :])
-    assert failures_in(text) == [told]
+    assert failures_in(text) == [failed]
     assert spark_error_payload.failures_in(text, bytes(32)) == []
 
 
 class Tripwire:
-    """Raises as it is unpickled."""
+    """Fails the test if it is unpickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return (pytest.fail, ("unpickled",))
 
 
-def test_nothing_is_unpickled_that_was_not_sealed_with_the_secret() -> None:
+def test_only_payloads_sealed_with_the_secret_are_unpickled() -> None:
     payload = zlib.compress(pickle.dumps([Tripwire()]))
     for forged in (payload, sealing.seal(payload, bytes(32))):
         encoded = base64.b64encode(forged).decode()
@@ -87,7 +87,7 @@ def test_nothing_is_unpickled_that_was_not_sealed_with_the_secret() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 100_000])
-def test_a_sealed_payload_is_opened_with_the_same_secret_alone(size: int) -> None:
+def test_a_sealed_payload_opens_only_with_the_same_secret(size: int) -> None:
     payload = RANDOM.randbytes(size)
     sealed = sealing.seal(payload, SECRET)
     assert sealing.unseal(sealed, SECRET) == payload
@@ -97,7 +97,7 @@ def test_a_sealed_payload_is_opened_with_the_same_secret_alone(size: int) -> Non
 
 
 @pytest.mark.parametrize("position", [0, 20, -1])
-def test_a_payload_that_was_changed_or_cut_is_refused(position: int) -> None:
+def test_a_changed_or_truncated_payload_is_refused(position: int) -> None:
     sealed = bytearray(sealing.seal(b"payload" * 10, SECRET))
     sealed[position] ^= 1
     for damaged in (bytes(sealed), bytes(sealed)[:-1], b""):
@@ -105,13 +105,13 @@ def test_a_payload_that_was_changed_or_cut_is_refused(position: int) -> None:
             sealing.unseal(damaged, SECRET)
 
 
-def test_a_node_that_was_stopped_reports_no_failure() -> None:
+def test_a_stopped_node_reports_no_failure() -> None:
     text = through_spark([])
     assert "stopped because the run ended elsewhere" in text
     assert failures_in(text) == []
 
 
-def test_what_spark_repeats_is_read_once() -> None:
+def test_repeated_payloads_are_read_once() -> None:
     first, second = through_spark([failure(0), failure(1)]), through_spark([failure(1, "later")])
     assert failures_in(first + first + second) == [failure(0), failure(1)]
 
@@ -139,7 +139,7 @@ def test_a_report_beyond_the_limit_still_arrives(failures: list[Failure]) -> Non
     assert found.origin == first.origin
     assert found.summary
     assert first.summary.startswith(found.summary)
-    assert first.text.endswith(found.text), "of a traceback the end tells most"
+    assert first.text.endswith(found.text), "the end of a traceback is the most useful part"
     assert len(found.text) >= min(len(first.text), 1000)
     assert found.exception() is not None
 
@@ -167,13 +167,13 @@ def encoded_bytes(data: bytes) -> str:
         f"<distributor-report {encoded([failure()])[:-8]} ... (cut)",
     ],
 )
-def test_garbage_is_no_failure_and_hides_none(garbage: str) -> None:
+def test_garbage_is_ignored_and_hides_no_failure(garbage: str) -> None:
     assert failures_in(garbage) == []
     assert failures_in(garbage + "\n" + through_spark([failure()])) == [failure()]
 
 
 @pytest.mark.parametrize("length", [10, 2 * LIMIT])
-def test_a_deadlines_error_comes_through_spark(length: int) -> None:
+def test_a_timeout_error_comes_through_spark(length: int) -> None:
     error = RunTimeout(f"The run took too long.\n{noise(length)}", stacks={3: noise(length)})
     text = f"Job aborted: {TaskFailed.timed_out(error, SECRET)}\n\tat org.apache.spark"
     found = spark_error_payload.timeout_in(text, SECRET)
