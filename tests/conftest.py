@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.gpus import make_discovery_script, run_gpu_driver  # noqa: F401  (fixtures)
 from support.tracking_server import experiment, server  # noqa: F401  (fixtures)
 from support.waiting import until
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 USES_SPARK = re.compile(r"\bspark: Any|\bdistribute: |getfixturevalue\(\"spark\"\)")
 USES_MLFLOW = re.compile(r"\b(server|experiment): str")
 SHARES_FIXTURES = re.compile(r'scope="module"|\bmodules_folder_fixture\b')
-STARTS_DRIVERS = re.compile(r"\brun_driver\b")
+STARTS_DRIVERS = re.compile(r"\brun_(gpu_)?driver\b")
 ONE_PROCESS = ("test_connect.py",)
 """Files whose tests use a fixed port."""
 LONGEST = (
@@ -30,7 +30,7 @@ LONGEST = (
     "test_chaos.py",
     "test_lost_processes.py",
     "test_preemption.py",
-    "test_gpus.py",
+    "test_gpu_assignment.py",
 )
 """Files that start right after the groups of the shared session."""
 
@@ -54,7 +54,7 @@ def group_of(nodeid: str) -> str:
         return path
     name, _, _ = test.partition("[")
     body = text.partition(f"def {name}(")[2].partition("\ndef ")[0]
-    return nodeid if STARTS_DRIVERS.search(body) or "ask: Ask" in body else path
+    return nodeid if STARTS_DRIVERS.search(body) else path
 
 
 def place_of(nodeid: str) -> int:

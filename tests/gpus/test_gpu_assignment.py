@@ -1,0 +1,260 @@
+"""The GPUs that each rank sees on Spark clusters and local masters."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.gpus import (
+    TOO_MANY_PROCESSES,
+    RunGpuDriver,
+    check_gpus,
+    check_numbers,
+    cluster_conf,
+    local_conf,
+)
+
+from distributor import TorchDistributor
+
+UNSET = "'spark.task.resource.gpu.amount' was unset, so gpu usage is unavailable"
+NOT_A_NUMBER = (
+    "Found GPU addresses ['GPU-abc'] which are not all in the correct format for "
+    "CUDA_VISIBLE_DEVICES, which requires integers with no zero padding."
+)
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize(
+    ("amount", "per_task", "sharers"),
+    [
+        ("2", 2, 1),
+        pytest.param("0.5", 1, 2, marks=pytest.mark.slow),
+        pytest.param("1", 1, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_each_task_sees_the_gpus_that_spark_assigned(
+    run_gpu_driver: RunGpuDriver,
+    make_discovery_script: Callable[..., str],
+    amount: str,
+    per_task: int,
+    sharers: int,
+) -> None:
+    facts, stderr = run_gpu_driver(
+        """
+        facts["2"], facts["4"] = run_ranks(2), run_ranks(4)
+        facts["3"] = error_of(TorchDistributor, 3, local_mode=False)
+        # Has the effect of spark.executorEnv, without another cluster.
+        spark.sparkContext.environment["CUDA_VISIBLE_DEVICES"] = "4,5"
+        facts["4, mask"] = run_ranks(4)
+        facts["cpu"] = run_ranks(1, use_gpu=False)
+        """,
+        cluster_conf(make_discovery_script("0", "1")) | {"spark.task.resource.gpu.amount": amount},
+    )
+    for name, gpus in (("2", {"0", "1"}), ("4", {"0", "1"}), ("4, mask", {"4", "5"})):
+        check_numbers(facts[name], int(name[0]), per_task)
+        check_gpus(facts[name], per_task, gpus, sharers)
+    assert [rank["CUDA_VISIBLE_DEVICES"] for rank in facts["cpu"]] == [""]
+    if per_task == 1:
+        assert facts["3"] is None
+    else:
+        types, message = facts["3"]
+        assert types[0] == "RuntimeError"
+        assert message == (
+            "TorchDistributor 'num_processes' value (3) must be a multiple of "
+            "'spark.task.resource.gpu.amount' (2) value."
+        )
+    for verb in ("Started", "Finished"):
+        for num_processes in (1, 2, 4):
+            what = f"distributed training with {num_processes} executor processes"
+            assert f"{verb} {what}" in stderr
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_without_gpus_per_task_the_job_requests_them(
+    run_gpu_driver: RunGpuDriver, make_discovery_script: Callable[..., str]
+) -> None:
+    """PySpark 4 accepts a resource profile for one job; in PySpark 3.5 the lack is an error."""
+    facts, _ = run_gpu_driver(
+        """
+        import pyspark
+        from distributor.launch.spark.session import Session
+        from pyspark import TaskContext
+        from pyspark.resource import ResourceProfileBuilder
+
+        def resources_of_task(_):
+            return sorted(TaskContext.get().resources())
+
+        def default_profile():
+            return spark.sparkContext._jsc.sc().resourceProfileManager().defaultResourceProfile()
+
+        def slots():
+            return spark.sparkContext._jsc.sc().maxNumConcurrentTasks(default_profile())
+
+        def session():
+            context = spark.sparkContext
+            return {
+                "sum": spark.range(0, 10, 1, 4).groupBy().sum().first()[0],
+                "conf": sorted(context.getConf().getAll()),
+                "settings": {row.key: row.value for row in spark.sql("SET").collect()},
+                "profile": default_profile().id(),
+                "slots": slots(),
+                "resources": context.parallelize(range(4), 4).map(resources_of_task).collect(),
+            }
+
+        facts["version"] = int(pyspark.__version__.split(".")[0])
+        if facts["version"] >= 4:
+            while slots() < 4:  # until both executors have started
+                time.sleep(0.1)
+            facts["before"] = session()
+            for num_processes in (2, 3, 4):
+                facts[str(num_processes)] = run_ranks(num_processes)
+            facts["2 to 4"] = run_ranks((2, 4))
+            facts["6"] = error_of(run_ranks, 6, start_timeout=2)
+            facts["after"] = session()
+            profiles = [Session(each).gpu_profile(2) for each in (spark, spark.newSession())]
+            facts["profiles"] = [each.id for each in (*profiles, ResourceProfileBuilder().build)]
+        else:
+            facts["error"] = error_of(TorchDistributor, 2, local_mode=False)
+        facts["cpu"] = run_ranks(2, use_gpu=False)
+        """,
+        cluster_conf(make_discovery_script("0", "1"))
+        | {"spark.executorEnv.CUDA_VISIBLE_DEVICES": "4,5"},
+    )
+    assert [rank["CUDA_VISIBLE_DEVICES"] for rank in facts["cpu"]] == ["", ""]
+    if facts["version"] < 4:
+        types, message = facts["error"]
+        assert types[0] == "RuntimeError"
+        assert message.startswith(UNSET)
+        assert "'spark.executor.resource.gpu.amount' is 2" in message
+        return
+    runs = (("2", 2, 2), ("3", 3, 1), ("4", 4, 2), ("2 to 4", 4, 2))
+    for run, num_processes, per_task in runs:
+        check_numbers(facts[run], num_processes, per_task)
+        check_gpus(facts[run], per_task, {"4", "5"})
+    types, message = facts["6"]
+    assert types[0] == "StartTimeout"
+    assert "3 barrier tasks are wanted at once" in message
+    assert "have room for 2" in message
+    assert facts["before"]["resources"] == [[]] * 4
+    assert facts["before"]["sum"] == 45
+    assert facts["after"] == facts["before"]
+    assert facts["profiles"] == [1, 1, 3], (
+        "one profile for two GPUs, one for one GPU, then the new one"
+    )
+
+
+@pytest.mark.spark
+def test_a_non_numeric_executor_address_is_an_error_before_any_rank(
+    run_gpu_driver: RunGpuDriver, make_discovery_script: Callable[..., str], tmp_path: Path
+) -> None:
+    conf = cluster_conf(make_discovery_script("GPU-abc"), gpus=1, master="local-cluster[1,1,1024]")
+    facts, _ = run_gpu_driver(
+        """
+        def train(path):
+            open(path, "x").close()
+
+        distributor = TorchDistributor(1, local_mode=False, timeout=120)
+        facts["error"] = error_of(distributor.run, train, os.path.abspath("ran"))
+        """,
+        conf | {"spark.task.resource.gpu.amount": "1"},
+    )
+    types, message = facts["error"]
+    assert "RuntimeError" in types
+    assert f"before its ranks ran: ValueError: {NOT_A_NUMBER}" in message
+    assert "get_gpus.sh" in message
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.spark
+def test_a_local_master_uses_the_gpus_of_the_driver(
+    run_gpu_driver: RunGpuDriver, make_discovery_script: Callable[..., str]
+) -> None:
+    facts, stderr = run_gpu_driver(
+        """
+        facts["distributed"] = run_ranks(2)
+        facts["one"] = run_ranks(1)
+        facts["three"] = error_of(TorchDistributor, 3, local_mode=False)
+        distributor = TorchDistributor(4, local_mode=True)
+        facts["num_processes"] = distributor.num_processes
+        facts["local"] = distributor.run_all(rank_facts)
+        facts["local cpu"] = run_ranks(3, local_mode=True, use_gpu=False)
+        os.environ["CUDA_VISIBLE_DEVICES"] = "4,5"
+        facts["distributed, mask"] = run_ranks(2)
+        facts["distributed, cpu"] = run_ranks(2, use_gpu=False)
+        facts["local, mask"] = run_ranks(2, local_mode=True)
+        facts["mask"] = os.environ["CUDA_VISIBLE_DEVICES"]
+        """,
+        local_conf(make_discovery_script("0", "1"), gpus=2),
+    )
+
+    def gpus(name: str) -> list[str]:
+        return [rank["CUDA_VISIBLE_DEVICES"] for rank in facts[name]]
+
+    check_numbers(facts["distributed"], 2, per_task=1)
+    assert gpus("distributed") == ["0", "1"]
+    assert gpus("one") == ["0"]
+    types, message = facts["three"]
+    assert types[0] == "RuntimeError"
+    assert message.startswith(
+        "On local[2] the driver needs a GPU for each of the 3 ranks, but it has 2 GPUs"
+    )
+    assert facts["num_processes"] == 2
+    assert stderr.count(TOO_MANY_PROCESSES) == 1
+    check_numbers(facts["local"], 2, per_task=2)
+    assert gpus("local") == ["0,1", "0,1"]
+    check_numbers(facts["local cpu"], 3, per_task=3)
+    assert gpus("local cpu") == ["", "", ""]
+    assert gpus("distributed, mask") == ["4", "5"]
+    assert gpus("distributed, cpu") == ["", ""]
+    assert gpus("local, mask") == ["4,5", "4,5"]
+    assert facts["mask"] == "4,5"
+    for what in (
+        "distributed training with 2 executor processes",
+        "distributed training with 1 executor processes",
+        "local training with 2 processes",
+        "local training with 3 processes",
+    ):
+        assert stderr.count(f"Started {what}") == stderr.count(f"Finished {what}") > 0, stderr
+
+
+@pytest.mark.spark
+def test_gpus_per_task_on_a_local_master_are_refused_at_once(
+    run_gpu_driver: RunGpuDriver, make_discovery_script: Callable[..., str]
+) -> None:
+    """Spark itself would let the job wait forever, without a message."""
+    facts, _ = run_gpu_driver(
+        """
+        began = time.monotonic()
+        facts["distributed"] = error_of(run_ranks, 1)
+        facts["seconds"] = time.monotonic() - began
+        facts["local"] = error_of(run_ranks, 1, local_mode=True)
+        """,
+        local_conf(make_discovery_script("GPU-abc"), gpus=1)
+        | {"spark.executor.resource.gpu.amount": "1", "spark.task.resource.gpu.amount": "1"},
+    )
+    types, message = facts["distributed"]
+    assert types[0] == "RuntimeError"
+    assert message.startswith(
+        "'spark.task.resource.gpu.amount' is set, but a local[2] master cannot"
+    )
+    assert facts["seconds"] < 10
+    types, message = facts["local"]
+    assert types[0] == "ValueError"
+    assert message.startswith(NOT_A_NUMBER)
+
+
+@pytest.mark.spark
+def test_a_cluster_without_gpus(spark: Any) -> None:
+    with pytest.raises(RuntimeError, match="^" + re.escape(UNSET)):
+        TorchDistributor(2, local_mode=False)
+    with pytest.raises(
+        RuntimeError, match=r"'spark\.executor\.resource\.gpu\.amount' is unset too"
+    ):
+        TorchDistributor(2, local_mode=False)
+    ranks = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120)
+    assert ranks.run_all(lambda: os.environ["CUDA_VISIBLE_DEVICES"]) == ["", ""]
