@@ -6,6 +6,7 @@ MLflow is an optional dependency, and is imported only if the job uses it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import re
@@ -14,7 +15,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -288,9 +288,16 @@ def describe_job(run_id: str, launch: Mapping[str, object]) -> dict[str, object]
     launch : mapping of str to object
         What its launcher says of itself.
     """
+    named = {f"version.{package}": number for package, number in _versions().items()}
+    return {"run_id": run_id, "attempt": 0, **launch, **named}
+
+
+@functools.cache  # importlib.metadata remembers each state of the folders that it has searched
+def _versions() -> Mapping[str, str]:
+    from importlib import metadata  # slow to import
+
     versions = {"distributor": __version__, "python": platform.python_version()}
     for package in ("torch", "pyspark"):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    named = {f"version.{package}": number for package, number in versions.items()}
-    return {"run_id": run_id, "attempt": 0, **launch, **named}
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
