@@ -1,4 +1,4 @@
-"""A remote checkpoint as a folder: one copy for all of a node's processes that have it at once."""
+"""Processes on one node that use a remote checkpoint at the same time share one local copy."""
 
 from __future__ import annotations
 
@@ -22,98 +22,99 @@ from distributor.train import Checkpoint
 
 SPAWN = get_context("spawn")
 DEADLINE = 60.0
-linux = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc/locks who waits")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/locks")
 
 
 class Remote(LocalFileSystem):  # type: ignore[misc]
-    """Remote to all who ask: notes each file that is read, and stops at one until it may go on.
+    """A file system that does not count as local, and logs the name of each file that is read.
 
-    Where beside a file there is a pipe of its name, with ``.gate``, somebody must open that.
+    If a pipe with the file's name and the suffix ``.gate`` lies beside the log, reading the file
+    blocks until another process opens the pipe.
     """
 
-    def __init__(self, notes: str, **options: Any) -> None:
+    def __init__(self, read_log: str, **options: Any) -> None:
         super().__init__(**options)
-        self.notes = notes
+        self.read_log = read_log
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        with open(self.notes, "a") as notes:
-            notes.write(f"{Path(path).name}\n")
-        gate = Path(self.notes).with_name(f"{Path(path).name}.gate")
+        with open(self.read_log, "a") as read_log:
+            read_log.write(f"{Path(path).name}\n")
+        gate = Path(self.read_log).with_name(f"{Path(path).name}.gate")
         if gate.exists():
             gate.read_bytes()
         return super()._open(path, mode, **options)
 
 
 class Gate:
-    """Stops whoever is about to read a file."""
+    """Blocks processes that are about to read a file."""
 
     def __init__(self, pipe: Path) -> None:
         self._pipe = pipe
         os.mkfifo(pipe)
 
     def open(self) -> None:
-        """Let one pass who is there or comes, and all after that."""
-        until(self._let_pass, "somebody is at the gate", DEADLINE)
+        """Wait for a process at the gate, and let it and all later ones pass."""
+        until(self._let_pass, "a process is at the gate", DEADLINE)
 
     def remove(self) -> None:
-        """Let all pass who are not there yet."""
+        """Let all processes pass that have not reached the gate yet."""
         self._pipe.unlink()
 
     def _let_pass(self) -> bool:
         try:
             end = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:  # nobody reads it yet
+        except OSError:  # no process reads it yet
             return False
         self.remove()
         os.close(end)
         return True
 
 
-class Bed:
-    """A checkpoint in remote storage, and the folder for temporary files of who loads it."""
+class Node:
+    """A node's folder for temporary files, and a checkpoint in remote storage."""
 
     def __init__(self, folder: Path) -> None:
-        self.temporary, self.notes = folder / "tmp", folder / "notes"
-        self.remote = Remote(str(self.notes))
+        self.temporary, self.read_log = folder / "tmp", folder / "read log"
+        self.remote = Remote(str(self.read_log))
         self.temporary.mkdir()
-        self.notes.touch()
-        self.checkpoint = self.saved(folder / "checkpoint")
+        self.read_log.touch()
+        self.checkpoint = self.save(folder / "checkpoint")
 
-    def saved(self, folder: Path) -> Checkpoint:
+    def save(self, folder: Path) -> Checkpoint:
         (folder / "deep").mkdir(parents=True)
         (folder / "first").write_text("1")
         (folder / "deep" / "second").write_text("22")
         return Checkpoint(folder, self.remote)
 
-    def read(self) -> Counter[str]:
-        """Count how often each file has been read."""
-        return Counter(self.notes.read_text().split())
+    def read_counts(self) -> Counter[str]:
+        """Return how often each file has been read."""
+        return Counter(self.read_log.read_text().split())
 
     def gate(self, name: str) -> Gate:
-        return Gate(self.notes.with_name(f"{name}.gate"))
+        return Gate(self.read_log.with_name(f"{name}.gate"))
 
     def copies(self) -> list[Path]:
-        """List all that there is in the folder for temporary files but the place of copies."""
-        return [path for place in self.temporary.iterdir() for path in place.iterdir()]
+        """Return the local copies, and anything else beside them."""
+        return [path for parent in self.temporary.iterdir() for path in parent.iterdir()]
 
 
 @pytest.fixture
-def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bed:
-    bed = Bed(tmp_path)
-    monkeypatch.setenv("TMPDIR", str(bed.temporary))
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    node = Node(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(node.temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    return bed
+    return node
 
 
-def use(checkpoint: Checkpoint, told: Connection) -> None:
-    """Have a checkpoint as a folder, and tell of it, until one is told to leave."""
+def use(checkpoint: Checkpoint, connection: Connection) -> None:
+    """Enter `as_directory`, send the folder and its content, and leave on a message."""
     try:
         with checkpoint.as_directory() as folder:
-            told.send((folder, content_of(folder)))
-            told.recv()
-        told.send("left")
+            connection.send((folder, content_of(folder)))
+            connection.recv()
+        connection.send("left")
     except OSError as error:
-        told.send(error)
+        connection.send(error)
 
 
 def content_of(folder: str | Path) -> dict[str, str]:
@@ -121,33 +122,33 @@ def content_of(folder: str | Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in files}
 
 
-WHOLE = {"first": "1", "deep/second": "22"}
+CONTENT = {"first": "1", "deep/second": "22"}
 
 
 class User:
-    """Another process that has a checkpoint as a folder."""
+    """Another process that uses a checkpoint as a folder."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._told, its = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=use, args=(checkpoint, its), daemon=True)
+        self._connection, other_end = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=use, args=(checkpoint, other_end), daemon=True)
         self.process.start()
-        its.close()
+        other_end.close()
 
-    def hear(self) -> Any:
-        assert self._told.poll(DEADLINE), "it tells nothing"
-        return self._told.recv()
+    def receive(self) -> Any:
+        assert self._connection.poll(DEADLINE), "the process sends nothing"
+        return self._connection.recv()
 
-    def enters(self) -> Path:
-        """Wait until it is inside; give the folder."""
-        heard = self.hear()
-        assert not isinstance(heard, Exception), heard
-        folder, content = heard
-        assert content == WHOLE
+    def wait_until_inside(self) -> Path:
+        """Wait until the process has entered, and return the folder."""
+        received = self.receive()
+        assert not isinstance(received, Exception), received
+        folder, content = received
+        assert content == CONTENT
         return Path(folder)
 
     def leave(self) -> None:
-        self._told.send("leave")
-        assert self.hear() == "left"
+        self._connection.send("leave")
+        assert self.receive() == "left"
         self.end()
 
     def kill(self) -> None:
@@ -157,163 +158,165 @@ class User:
     def end(self) -> None:
         self.process.join(DEADLINE)
         assert self.process.exitcode is not None
-        self._told.close()
+        self._connection.close()
 
-    def waits(self) -> bool:
-        """Tell whether it waits for a lock that another has."""
+    def is_blocked(self) -> bool:
+        """Return True if the process waits for a lock that another process holds."""
         lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
         return any(line[1] == "->" and int(line[5]) == self.process.pid for line in lines)
 
-    def comes_to_wait(self) -> None:
-        until(self.waits, "it waits for another", DEADLINE)
+    def wait_until_blocked(self) -> None:
+        until(self.is_blocked, "it waits for another process", DEADLINE)
 
 
 @linux
-def test_of_all_who_come_one_downloads_and_the_last_removes(bed: Bed) -> None:
-    gate = bed.gate("second")
-    users = [User(bed.checkpoint) for _ in range(3)]
-    until(lambda: sum(user.waits() for user in users) == 2, "the others wait", DEADLINE)
+def test_one_process_downloads_for_all_and_the_last_one_removes_the_copy(node: Node) -> None:
+    gate = node.gate("second")
+    users = [User(node.checkpoint) for _ in range(3)]
+    until(lambda: sum(user.is_blocked() for user in users) == 2, "the other two wait", DEADLINE)
     gate.open()
-    users.append(User(bed.checkpoint))
-    [folder] = {user.enters() for user in users}
-    assert folder.is_relative_to(bed.temporary)
-    assert bed.read() == {"first": 1, "second": 1}
+    users.append(User(node.checkpoint))
+    [folder] = {user.wait_until_inside() for user in users}
+    assert folder.is_relative_to(node.temporary)
+    assert node.read_counts() == {"first": 1, "second": 1}
 
     for user in users:
-        assert content_of(folder) == WHOLE
+        assert content_of(folder) == CONTENT
         user.leave()
-    assert bed.copies() == []
+    assert node.copies() == []
 
 
 @linux
-def test_what_is_half_downloaded_when_its_process_is_killed_is_never_used(bed: Bed) -> None:
-    gate = bed.gate("second")
-    killed = User(bed.checkpoint)
-    until(lambda: len(bed.read()) == 2, "it is half downloaded", DEADLINE)
-    waiting = User(bed.checkpoint)
-    waiting.comes_to_wait()
+def test_a_download_whose_process_is_killed_is_never_used(node: Node) -> None:
+    gate = node.gate("second")
+    killed = User(node.checkpoint)
+    until(lambda: len(node.read_counts()) == 2, "the download is half done", DEADLINE)
+    waiting = User(node.checkpoint)
+    waiting.wait_until_blocked()
     gate.remove()
     killed.kill()
 
-    waiting.enters()
-    assert bed.read() == {"first": 2, "second": 2}
+    waiting.wait_until_inside()
+    assert node.read_counts() == {"first": 2, "second": 2}
     waiting.leave()
-    assert bed.copies() == []
+    assert node.copies() == []
 
 
-def test_the_last_who_lives_removes_it(bed: Bed) -> None:
-    killed, other = User(bed.checkpoint), User(bed.checkpoint)
-    folder = killed.enters()
-    assert other.enters() == folder
+def test_the_last_surviving_process_removes_the_copy(node: Node) -> None:
+    killed, other = User(node.checkpoint), User(node.checkpoint)
+    folder = killed.wait_until_inside()
+    assert other.wait_until_inside() == folder
     killed.kill()
-    assert content_of(folder) == WHOLE
+    assert content_of(folder) == CONTENT
     other.leave()
-    assert bed.copies() == []
+    assert node.copies() == []
 
 
-def test_what_was_left_behind_is_not_used_again(bed: Bed) -> None:
-    """For who knows how all of its users ended, and whether the machine went on."""
-    folder = left_behind(bed)
+def test_an_abandoned_copy_is_not_used_again(node: Node) -> None:
+    """How its users ended is not known, nor whether the machine has restarted since."""
+    folder = abandoned_copy(node)
     (folder / "first").write_text("damaged")
-    with bed.checkpoint.as_directory() as again:
-        assert content_of(again) == WHOLE
-    assert bed.copies() == []
+    with node.checkpoint.as_directory() as again:
+        assert content_of(again) == CONTENT
+    assert node.copies() == []
 
 
-def test_what_was_left_behind_is_removed_for_another(bed: Bed, tmp_path: Path) -> None:
-    folder = left_behind(bed)
-    with bed.saved(tmp_path / "another").as_directory():
+def test_an_abandoned_copy_is_removed_when_another_checkpoint_is_used(
+    node: Node, tmp_path: Path
+) -> None:
+    folder = abandoned_copy(node)
+    with node.save(tmp_path / "another").as_directory():
         assert not folder.exists()
-    assert bed.copies() == []
+    assert node.copies() == []
 
 
-def left_behind(bed: Bed) -> Path:
-    """Have a copy all of whose users are killed."""
-    users = [User(bed.checkpoint), User(bed.checkpoint)]
-    [folder] = {user.enters() for user in users}
+def abandoned_copy(node: Node) -> Path:
+    """Return a local copy whose users have all been killed."""
+    users = [User(node.checkpoint), User(node.checkpoint)]
+    [folder] = {user.wait_until_inside() for user in users}
     for user in users:
         user.kill()
     assert folder.exists()
     return folder
 
 
-def test_nobody_waits_for_another_checkpoint(bed: Bed, tmp_path: Path) -> None:
+def test_a_download_does_not_delay_other_checkpoints(node: Node, tmp_path: Path) -> None:
     (tmp_path / "another").mkdir()
     (tmp_path / "another" / "third").write_text("333")
-    gate = bed.gate("second")
-    slow = User(bed.checkpoint)
-    until(lambda: bed.read()["second"] == 1, "it downloads", DEADLINE)
-    with Checkpoint(tmp_path / "another", bed.remote).as_directory() as folder:
+    gate = node.gate("second")
+    slow = User(node.checkpoint)
+    until(lambda: node.read_counts()["second"] == 1, "the download has begun", DEADLINE)
+    with Checkpoint(tmp_path / "another", node.remote).as_directory() as folder:
         assert content_of(folder) == {"third": "333"}
         gate.open()
-        assert slow.enters() != Path(folder)
+        assert slow.wait_until_inside() != Path(folder)
     slow.leave()
-    assert bed.copies() == []
+    assert node.copies() == []
 
 
 @linux
-def test_who_waited_for_a_download_that_failed_has_an_error_too(bed: Bed) -> None:
-    gate = bed.gate("second")
-    users = [User(bed.checkpoint)]
-    until(lambda: bed.read()["second"] == 1, "it downloads", DEADLINE)
-    users += [User(bed.checkpoint), User(bed.checkpoint)]
+def test_a_failed_download_raises_in_all_waiting_processes(node: Node) -> None:
+    gate = node.gate("second")
+    users = [User(node.checkpoint)]
+    until(lambda: node.read_counts()["second"] == 1, "the download has begun", DEADLINE)
+    users += [User(node.checkpoint), User(node.checkpoint)]
     for user in users[1:]:
-        user.comes_to_wait()
-    shutil.rmtree(bed.checkpoint.path)
+        user.wait_until_blocked()
+    shutil.rmtree(node.checkpoint.path)
     gate.open()
 
-    first, *others = (user.hear() for user in users)
+    first, *others = (user.receive() for user in users)
     assert isinstance(first, FileNotFoundError)
-    gone = f"There is no checkpoint at {bed.checkpoint.path}."
-    assert [str(error) for error in others] == [gone] * 2
-    assert bed.copies() == []
-    with pytest.raises(FileNotFoundError, match=gone), bed.checkpoint.as_directory():
+    message = f"There is no checkpoint at {node.checkpoint.path}."
+    assert [str(error) for error in others] == [message] * 2
+    assert node.copies() == []
+    with pytest.raises(FileNotFoundError, match=message), node.checkpoint.as_directory():
         pass
 
 
-def test_what_has_changed_is_another(bed: Bed) -> None:
-    with bed.checkpoint.as_directory() as before:
-        Path(bed.checkpoint.path, "first").write_text("changed")
-        with bed.checkpoint.as_directory() as after:
+def test_a_checkpoint_that_has_changed_is_downloaded_again(node: Node) -> None:
+    with node.checkpoint.as_directory() as before:
+        Path(node.checkpoint.path, "first").write_text("changed")
+        with node.checkpoint.as_directory() as after:
             assert content_of(before)["first"] == "1"
             assert content_of(after)["first"] == "changed"
         assert Path(before).exists()
-    assert bed.copies() == []
+    assert node.copies() == []
 
 
-def test_a_file_system_that_cannot_be_named_is_shared_with_nobody(bed: Bed) -> None:
-    bed.remote.storage_options["lock"] = lambda: None
-    with bed.checkpoint.as_directory() as one, bed.checkpoint.as_directory() as other:
+def test_copies_of_a_file_system_that_cannot_be_identified_are_not_shared(node: Node) -> None:
+    node.remote.storage_options["lock"] = lambda: None
+    with node.checkpoint.as_directory() as one, node.checkpoint.as_directory() as other:
         assert one != other
-        assert content_of(one) == content_of(other) == WHOLE
-    assert bed.copies() == []
+        assert content_of(one) == content_of(other) == CONTENT
+    assert node.copies() == []
 
 
-def link_elsewhere(place: Path) -> None:
-    place.symlink_to(place.parent.parent)
+def create_link(path: Path) -> None:
+    path.symlink_to(path.parent.parent)
 
 
-def give_away(place: Path) -> None:
+def create_folder_of_another_user(path: Path) -> None:
     if os.getuid() != 0:
-        pytest.skip("only root can give a folder to another user")
-    place.mkdir()
-    os.chown(place, 1234, 1234)
+        pytest.skip("only root can create a folder of another user")
+    path.mkdir()
+    os.chown(path, 1234, 1234)
 
 
-@pytest.mark.parametrize("taken", [Path.touch, link_elsewhere, give_away])
-def test_where_another_has_the_place_each_has_its_own(
-    bed: Bed, taken: Callable[[Path], object]
+@pytest.mark.parametrize("occupy", [Path.touch, create_link, create_folder_of_another_user])
+def test_copies_are_not_shared_if_the_path_of_the_shared_folder_is_occupied(
+    node: Node, occupy: Callable[[Path], object]
 ) -> None:
-    taken(bed.temporary / f"distributor-checkpoints-{os.getuid()}")
-    with bed.checkpoint.as_directory() as one, bed.checkpoint.as_directory() as other:
-        assert {Path(one).parent, Path(other).parent} == {bed.temporary}
-        assert content_of(one) == content_of(other) == WHOLE
+    occupy(node.temporary / f"distributor-checkpoints-{os.getuid()}")
+    with node.checkpoint.as_directory() as one, node.checkpoint.as_directory() as other:
+        assert {Path(one).parent, Path(other).parent} == {node.temporary}
+        assert content_of(one) == content_of(other) == CONTENT
     assert not Path(one).exists()
     assert not Path(other).exists()
 
 
-def test_a_copy_of_ones_own_stays(bed: Bed) -> None:
-    with bed.checkpoint.as_directory() as shared:
-        own = bed.checkpoint.to_directory()
+def test_to_directory_returns_a_copy_that_stays(node: Node) -> None:
+    with node.checkpoint.as_directory() as shared:
+        own = node.checkpoint.to_directory()
         assert own != shared
-    assert content_of(own) == WHOLE
+    assert content_of(own) == CONTENT

@@ -1,4 +1,4 @@
-"""What the driver is told of a training while it goes on."""
+"""Callbacks and listeners, which the driver calls while a training runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from distributor.train.torch import TorchTrainer
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-class Heard(UserCallback):
-    """Keeps what it hears."""
+class RecordingCallback(UserCallback):
+    """Records the calls that it receives."""
 
     def __init__(self) -> None:
         self.reports: list[tuple[list[dict[str, Any]], Checkpoint | None]] = []
@@ -47,10 +47,10 @@ def save(step: int) -> None:
 
 def train_func(config: dict[str, Any]) -> None:
     rank = train.get_context().get_world_rank()
-    begun = train.get_checkpoint() is not None
+    resumed = train.get_checkpoint() is not None
     train.report({"step": 0, "rank": rank})
     save(1)
-    if not begun and rank == config.get("fails"):
+    if not resumed and rank == config.get("failing_rank"):
         raise KeyError("lost")
 
 
@@ -60,7 +60,7 @@ def trainer(folder: Path, callback: UserCallback, local_mode: bool, **config: An
         train_loop_config=config,
         scaling_config=ScalingConfig(num_workers=2, local_mode=local_mode),
         run_config=RunConfig(
-            name="told",
+            name="run",
             storage_path=folder,
             failure_config=FailureConfig(max_failures=1),
             callbacks=[callback],
@@ -69,34 +69,34 @@ def trainer(folder: Path, callback: UserCallback, local_mode: bool, **config: An
     )
 
 
-def check(heard: Heard, folder: Path) -> None:
+def check_calls(recorder: RecordingCallback, folder: Path) -> None:
     metrics = [[{"step": step, "rank": rank} for rank in range(2)] for step in (0, 1, 0, 1)]
-    assert [told for told, _ in heard.reports] == metrics
-    names = [Path(c.path).name if c else None for _, c in heard.reports]
+    assert [reported for reported, _ in recorder.reports] == metrics
+    names = [Path(c.path).name if c else None for _, c in recorder.reports]
     assert names == [None, "checkpoint_000000", None, "checkpoint_000001"]
-    assert [c.path for _, c in heard.reports if c] == [
-        str(folder / "told" / name) for name in names if name
+    assert [c.path for _, c in recorder.reports if c] == [
+        str(folder / "run" / name) for name in names if name
     ]
-    (raised,) = heard.exceptions
+    (raised,) = recorder.exceptions
     assert isinstance(raised[1], KeyError)
     assert raised[1].args == ("lost",)
-    assert heard.names == {"told"}
+    assert recorder.names == {"run"}
 
 
-def test_callbacks_hear_all_ranks_reports_and_failures(tmp_path: Path) -> None:
-    heard = Heard()
-    trainer(tmp_path, heard, local_mode=True, fails=1).fit()
-    check(heard, tmp_path)
+def test_callbacks_receive_the_reports_and_failures_of_all_ranks(tmp_path: Path) -> None:
+    recorder = RecordingCallback()
+    trainer(tmp_path, recorder, local_mode=True, failing_rank=1).fit()
+    check_calls(recorder, tmp_path)
 
 
 @pytest.mark.spark
-def test_on_the_cluster_too(spark: Any, tmp_path: Path) -> None:
-    heard = Heard()
-    trainer(tmp_path, heard, local_mode=False, fails=1).fit()
-    check(heard, tmp_path)
+def test_callbacks_receive_the_same_from_a_cluster(spark: Any, tmp_path: Path) -> None:
+    recorder = RecordingCallback()
+    trainer(tmp_path, recorder, local_mode=False, failing_rank=1).fit()
+    check_calls(recorder, tmp_path)
 
 
-class Stubborn(UserCallback):
+class StopAtCheckpoint(UserCallback):
     def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
         if checkpoint is not None:
             raise StopIteration("enough")
@@ -105,38 +105,38 @@ class Stubborn(UserCallback):
 @pytest.mark.parametrize(
     "local_mode", [True, pytest.param(False, marks=[pytest.mark.spark, pytest.mark.slow])]
 )
-def test_what_a_callback_raises_ends_the_training(
+def test_an_exception_from_a_callback_ends_the_training(
     request: pytest.FixtureRequest, tmp_path: Path, local_mode: bool
 ) -> None:
     if not local_mode:
         request.getfixturevalue("spark")
     with pytest.raises(StopIteration, match="enough"):
-        trainer(tmp_path, Stubborn(), local_mode).fit()
-    kept = train.Result.from_path(tmp_path / "told")
-    assert kept.checkpoint is not None, "what was there when it was called stays"
+        trainer(tmp_path, StopAtCheckpoint(), local_mode).fit()
+    result = train.Result.from_path(tmp_path / "run")
+    assert result.checkpoint is not None, "the checkpoint was committed before the call"
 
 
-class Everything(Listener):
+class RecordingListener(Listener):
     def __init__(self) -> None:
-        self.heard: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
     def begins(self, attempt: int, ranks: int) -> None:
-        self.heard.append(("begins", attempt, ranks))
+        self.calls.append(("begins", attempt, ranks))
 
     def printed(self, rank: int, stream: Any, data: bytes) -> None:
-        self.heard.append(("printed", rank, stream, data))
+        self.calls.append(("printed", rank, stream, data))
 
     def progressed(self, rank: int, progress: Progress) -> None:
-        self.heard.append(("progressed", rank, progress.done, progress.total))
+        self.calls.append(("progressed", rank, progress.done, progress.total))
 
     def reported(self, report: Reported) -> None:
-        self.heard.append(("reported", list(report.metrics), report.checkpoint))
+        self.calls.append(("reported", list(report.metrics), report.checkpoint))
 
     def failed(self, attempt: int, error: Exception) -> None:
-        self.heard.append(("failed", attempt, type(error), sorted(error.rank_failures)))  # type: ignore[attr-defined]
+        self.calls.append(("failed", attempt, type(error), sorted(error.rank_failures)))  # type: ignore[attr-defined]
 
 
-def talk() -> None:
+def report_and_fail() -> None:
     from distributor import runtime
 
     runtime.progress(1, 3)
@@ -145,30 +145,30 @@ def talk() -> None:
     raise ValueError("no more")
 
 
-def test_listeners_hear_what_a_plain_run_tells(tmp_path: Path) -> None:
-    everything = Everything()
+def test_listeners_receive_the_events_of_a_run_without_a_trainer(tmp_path: Path) -> None:
+    listener = RecordingListener()
     distributor = TorchDistributor(
         1,
         use_gpu=False,
         storage_path=tmp_path,
-        listeners=[everything],
+        listeners=[listener],
         show_output="none",
         timeout=60,
     )
     with pytest.raises(ValueError, match="no more"):
-        distributor.run(talk)
-    told = [each for each in everything.heard if each[0] != "printed"]
-    assert told == [
+        distributor.run(report_and_fail)
+    calls = [call for call in listener.calls if call[0] != "printed"]
+    assert calls == [
         ("begins", 0, 1),
         ("progressed", 0, 1, 3),
         ("reported", [{"loss": 1.5}], None),
         ("failed", 0, ValueError, [0]),
     ]
-    printed = b"".join(e[3] for e in everything.heard if e[:3] == ("printed", 0, "stdout"))
+    printed = b"".join(call[3] for call in listener.calls if call[:3] == ("printed", 0, "stdout"))
     assert printed == b"hello\n"
 
 
-def test_what_is_no_listener_is_refused() -> None:
+def test_objects_that_are_no_listeners_or_callbacks_are_refused() -> None:
     with pytest.raises(TypeError, match="listeners must be a list of Listener objects"):
         TorchDistributor(1, use_gpu=False, listeners=[print])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="callbacks must be UserCallback objects"):
