@@ -1,4 +1,4 @@
-"""The hub and its links over real sockets, with strangers, stuck peers and floods."""
+"""A hub and its links over real sockets, with unauthenticated, stuck and flooding peers."""
 
 from __future__ import annotations
 
@@ -10,30 +10,26 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.hubs import (
+    FLOOD,
+    MIB,
+    SECRET,
+    SOON,
+    Call,
+    greeted,
+    link,
+    read_until_closed,
+    stranger,
+    wait_until,
+    within,
+)
 
 from distributor.wire import listener, peer, protocol
 from distributor.wire.hub import HERE, LOST, SILENT, Hub
-from distributor.wire.link import Link
-
-SECRET = b"a secret of the run"
-SOON = 10.0  # a deadline for what should take milliseconds
-MIB = 2**20
-FLOOD = 128  # MiB: what the hub takes before it holds back, what the kernel takes then, and more
-
-
-class Call:
-    """Unpickles as what a call returns."""
-
-    def __init__(self, function: Callable[..., object], argument: object) -> None:
-        self.call = function, (argument,)
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object]]:
-        return self.call
 
 
 @pytest.fixture
@@ -42,64 +38,25 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
-def link(
-    port: int,
-    node: int = 0,
-    on_message: Callable[[object], None] = print,
-    on_lost: Callable[[], None] = lambda: None,
-    secret: bytes = SECRET,
-    timeout: float = SOON,
-) -> Link:
-    return Link.connect(
-        "127.0.0.1", port, secret, node, timeout=timeout, on_message=on_message, on_lost=on_lost
-    )
-
-
-def stranger(hub: Hub) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", hub.port), SOON)
-
-
 def proven(hub: Hub, node: int) -> socket.socket:
-    """A peer that proves itself and then does only what the test makes it do."""
-    sock = stranger(hub)
-    greeting = sock.recv(protocol.GREETING.size, socket.MSG_WAITALL)
+    """Return a connection after a complete handshake; nothing answers its heartbeats."""
+    sock, greeting = greeted(hub.port)
     sock.sendall(protocol.hello(SECRET, greeting, bytes(32), node))
     protocol.check_welcome(SECRET, greeting, bytes(32), sock.recv(32, socket.MSG_WAITALL))
     return sock
 
 
-def assert_hung_up(sock: socket.socket) -> None:
-    """A closed connection ends in EOF or a reset; one that is still open, in TimeoutError."""
-    with sock, contextlib.suppress(ConnectionError):
-        while sock.recv(65536):
-            pass
-
-
 def assert_serves(hub: Hub, node: int = 77) -> None:
-    """A newcomer is served, and the queue holds nothing but what it says."""
+    """Check that a new node is served, and that the queue holds only its events."""
     with link(hub.port, node) as newcomer:
         newcomer.send("hello")
         assert hub.get(SOON) == (node, "hello")
     assert hub.get(SOON) == (node, LOST)
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start < seconds
-
-
-def test_messages_arrive_in_order_both_ways(hub: Hub) -> None:
-    heard: list[object] = []
-    with link(hub.port, 3, heard.append) as three, link(hub.port, 4) as four:
+def test_messages_arrive_in_order_in_both_directions(hub: Hub) -> None:
+    received: list[object] = []
+    with link(hub.port, 3, received.append) as three, link(hub.port, 4) as four:
         assert hub.nodes() == {3, 4}
         for number in range(1000):
             three.send(("up", number))
@@ -107,15 +64,15 @@ def test_messages_arrive_in_order_both_ways(hub: Hub) -> None:
             hub.send(5, "nobody is there")
         hub.broadcast("all")
         assert [hub.get(SOON) for _ in range(1000)] == [(3, ("up", n)) for n in range(1000)]
-        until(lambda: len(heard) == 1001)
-        assert heard == [*(("down", n) for n in range(1000)), "all"]
+        wait_until(lambda: len(received) == 1001)
+        assert received == [*(("down", n) for n in range(1000)), "all"]
         four.send(b"x" * (20 * MIB))
         assert hub.get(SOON) == (4, b"x" * (20 * MIB))
         with pytest.raises(protocol.FrameTooLarge):
             four.send(bytes(protocol.MAX_FRAME))
 
 
-def test_get_wakes_for_a_post_a_deadline_and_ctrl_c(hub: Hub) -> None:
+def test_get_returns_on_a_post_a_deadline_and_ctrl_c(hub: Hub) -> None:
     threading.Timer(0.05, hub.post, ["mine"]).start()
     assert hub.get(SOON) == (HERE, "mine")
     assert hub.get(0.01) is None
@@ -138,38 +95,38 @@ def test_each_side_refuses_a_wrong_secret(hub: Hub) -> None:
                     refused.result(SOON)
 
 
-def test_a_hub_that_never_answers_costs_no_more_than_the_timeout() -> None:
+def test_connecting_to_a_silent_hub_ends_at_the_timeout() -> None:
     no_answer = pytest.raises(TimeoutError, match="no hub answers")
     with socket.create_server(("127.0.0.1", 0)) as mute, within(2), no_answer:
         link(mute.getsockname()[1], timeout=0.2)
 
 
-def test_strangers_are_hung_up_on(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_connections_are_closed(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "HANDSHAKE_SECONDS", 1.0)
     monkeypatch.setattr(listener, "MAX_UNPROVED", 2)
-    silent, garbage = stranger(hub), stranger(hub)
+    silent, garbage = stranger(hub.port), stranger(hub.port)
     assert silent.recv(1) == garbage.recv(1) == protocol.MAGIC[:1]
     with within(0.9):
-        newcomer = stranger(hub)
-        assert_hung_up(silent)  # who has had the most time to prove anything
+        newcomer = stranger(hub.port)
+        read_until_closed(silent)  # the oldest connection without a complete handshake
         garbage.sendall(b"GET / HTTP/1.1\r\n" * 100)
-        assert_hung_up(garbage)
-    assert_hung_up(newcomer)
+        read_until_closed(garbage)
+    read_until_closed(newcomer)
     assert_serves(hub)
 
 
-def test_only_what_is_proven_is_unpickled(
+def test_only_authenticated_peers_are_unpickled(
     hub: Hub,
     tmp_path: pathlib.Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with stranger(hub) as early:
+    with stranger(hub.port) as early:
         bomb = protocol.encode(Call(os.mkdir, "unproved"))
-        assert len(bomb) <= protocol.HELLO.size, "a hello could be it"
+        assert len(bomb) <= protocol.HELLO.size, "it fits into a hello"
         early.sendall(bomb.ljust(protocol.HELLO.size) + bomb)
-        assert_hung_up(early)
+        read_until_closed(early)
     assert hub.get(0.1) is None
     assert capfd.readouterr() == ("", "")
     with link(hub.port, 1) as trusted:
@@ -182,17 +139,17 @@ UNREADABLE = protocol.encode(Call(int, "no number"))
 
 
 @pytest.mark.parametrize("rest", [b"\xff" * 4, bytes(4), UNREADABLE + protocol.encode("more")])
-def test_a_proven_peer_that_breaks_the_rules_is_dropped(hub: Hub, rest: bytes) -> None:
+def test_an_authenticated_peer_that_violates_the_protocol_is_dropped(hub: Hub, rest: bytes) -> None:
     with link(hub.port, 1) as good:
         bad = proven(hub, 2)
         bad.sendall(protocol.encode("fine") + rest)
         assert [hub.get(SOON), hub.get(SOON)] == [(2, "fine"), (2, LOST)]
-        assert_hung_up(bad)
+        read_until_closed(bad)
         good.send("still here")
         assert hub.get(SOON) == (1, "still here")
 
 
-def test_the_first_of_two_with_one_index_stays(hub: Hub) -> None:
+def test_the_first_of_two_links_with_one_node_index_stays(hub: Hub) -> None:
     with link(hub.port, 1) as first:
         with pytest.raises(protocol.HandshakeRefused):
             link(hub.port, 1)
@@ -202,13 +159,13 @@ def test_the_first_of_two_with_one_index_stays(hub: Hub) -> None:
     assert_serves(hub, 1)
 
 
-def test_a_peer_that_answers_no_heartbeat_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_answers_no_heartbeat_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(protocol, "LEASE_SECONDS", 0.5)
     with Hub("127.0.0.1", SECRET) as hub, link(hub.port, 1) as good:
         bad = proven(hub, 2)
         assert [hub.get(SOON), hub.get(SOON)] == [(2, SILENT), (2, LOST)]
-        assert_hung_up(bad)
+        read_until_closed(bad)
         good.send("still here")
         assert hub.get(SOON) == (1, "still here")
 
@@ -225,31 +182,31 @@ link.send("last"); signal.pause()"""
         assert hub.nodes() == set()
 
 
-def test_a_lost_link_says_so_once_after_all_it_was_sent_and_swallows_the_rest(hub: Hub) -> None:
-    heard: list[object] = []
-    with link(hub.port, 0, heard.append, on_lost=lambda: heard.append("lost")) as lost:
-        with link(hub.port, 1, on_lost=lambda: heard.append("our own close")):
+def test_a_lost_link_reports_it_once_after_all_messages_and_discards_later_ones(hub: Hub) -> None:
+    received: list[object] = []
+    with link(hub.port, 0, received.append, on_lost=lambda: received.append("lost")) as lost:
+        with link(hub.port, 1, on_lost=lambda: received.append("our own close")):
             pass
         hub.send(0, bytes(8 * MIB))
         hub.close()
-        until(lambda: len(heard) == 2)
+        wait_until(lambda: len(received) == 2)
         lost.send("into the void")
         assert lost.lost
         assert lost.backlog() == 0
         assert not lost.wait_below(1, SOON)
-    assert heard == [bytes(8 * MIB), "lost"]
+    assert received == [bytes(8 * MIB), "lost"]
 
 
-def test_unread_messages_hold_the_senders_back(hub: Hub) -> None:
+def test_unread_messages_cause_backpressure(hub: Hub) -> None:
     with link(hub.port, 1) as flood, link(hub.port, 2) as other:
         for number in range(FLOOD):
             flood.send((number, bytes(MIB)))
-        until(lambda: hub._held_back)
+        wait_until(lambda: hub._held_back)
         assert not flood.wait_below(16 * MIB, 0.5)
         assert 32 * MIB < hub._waiting < 34 * MIB
-        other.send((FLOOD, "in the queue by and by"))
-        got = [hub.get(SOON) for _ in range(FLOOD + 1)]
-        assert sorted(message[0] for _, message in got) == list(range(FLOOD + 1))  # type: ignore
+        other.send((FLOOD, "queued later"))
+        events = [hub.get(SOON) for _ in range(FLOOD + 1)]
+        assert sorted(message[0] for _, message in events) == list(range(FLOOD + 1))  # type: ignore
         assert flood.wait_below(1, SOON)
         assert hub._waiting == 0
 
@@ -263,30 +220,30 @@ def test_a_peer_that_does_not_read_is_dropped(hub: Hub) -> None:
         assert hub.get(SOON) == (1, "still here")
 
 
-def test_closing_either_end_is_prompt_though_the_other_is_stuck(hub: Hub) -> None:
+def test_closing_is_prompt_even_if_the_other_end_is_stuck(hub: Hub) -> None:
     stuck = link(hub.port, 1)
     for _ in range(FLOOD):
         stuck.send(bytes(MIB))
-    until(lambda: hub._held_back)
+    wait_until(lambda: hub._held_back)
     with within(2):
         stuck.close(timeout=0.3)
-    assert stuck.lost  # for not all was sent
+    assert stuck.lost  # because not everything was sent
     assert not [t for t in threading.enumerate() if t.name.startswith("distributor-link")]
-    with stranger(hub), proven(hub, 2), within(3):
+    with stranger(hub.port), proven(hub, 2), within(3):
         hub.send(2, bytes(30 * MIB))
         hub.close()
 
 
-def test_nothing_is_left_of_a_hundred_hubs() -> None:
+def test_closed_hubs_leave_no_threads_or_descriptors() -> None:
     def census() -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     before = census()
     for _ in range(100):
-        with Hub("127.0.0.1", SECRET) as hub, link(hub.port) as one, stranger(hub):
+        with Hub("127.0.0.1", SECRET) as hub, link(hub.port) as one, stranger(hub.port):
             one.send("hello")
             assert hub.get(SOON) == (0, "hello")
-            stranger(hub).close()  # which is perhaps just being accepted
+            stranger(hub.port).close()  # possibly while it is being accepted
     assert all(now <= then for now, then in zip(census(), before, strict=True))
 
 

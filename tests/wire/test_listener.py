@@ -1,4 +1,4 @@
-"""Several runs of one process at one port: each has its own nodes, secret, queue and end."""
+"""Several runs of one process share a port; each has its own nodes, secret, queue and end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from test_hub import FLOOD, MIB, SECRET, SOON, assert_hung_up, link, until, within
+from support.hubs import FLOOD, MIB, SECRET, SOON, link, read_until_closed, wait_until, within
 
 from distributor.wire import protocol
 from distributor.wire.hub import LOST, SILENT, Hub
@@ -32,25 +32,28 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_two_runs_at_one_port_have_nodes_of_their_own(hubs: tuple[Hub, Hub]) -> None:
+def test_two_runs_at_one_port_have_separate_nodes(hubs: tuple[Hub, Hub]) -> None:
     one, other = hubs
-    heard: list[object] = []
+    received: list[object] = []
     assert one.port == other.port
     assert len(listener_threads()) == 1
-    with link(one.port, 0) as node_of_one, link(other.port, 0, heard.append, secret=OTHER) as node:
+    with (
+        link(one.port, 0) as node_of_one,
+        link(other.port, 0, received.append, secret=OTHER) as node,
+    ):
         node_of_one.send("to one")
         node.send("to other")
         assert one.get(SOON) == (0, "to one")
         assert other.get(SOON) == (0, "to other")
         one.broadcast("not for the other's nodes")
         other.broadcast("from other")
-        until(lambda: heard)
-        assert heard == ["from other"]
+        wait_until(lambda: received)
+        assert received == ["from other"]
     assert (one.get(SOON), other.get(SOON)) == ((0, LOST), (0, LOST))
     assert one.get(0) is other.get(0) is None
 
 
-def test_any_port_is_that_of_the_listener_which_is_there(hubs: tuple[Hub, Hub]) -> None:
+def test_a_hub_without_a_port_uses_the_existing_listener(hubs: tuple[Hub, Hub]) -> None:
     with Hub("localhost", b"a third secret") as third:
         assert third.port == hubs[0].port
         assert len(listener_threads()) == 1
@@ -64,26 +67,26 @@ def test_a_port_of_another_process_is_refused() -> None:
     assert listener_threads() == []
 
 
-def test_the_secret_of_one_run_opens_no_other(hubs: tuple[Hub, Hub]) -> None:
+def test_the_secret_of_one_run_does_not_admit_to_another(hubs: tuple[Hub, Hub]) -> None:
     one, other = hubs
     with socket.create_connection(("127.0.0.1", one.port), SOON) as sock:
         greeting = sock.recv(protocol.GREETING.size, socket.MSG_WAITALL)
         hello = protocol.hello(OTHER, greeting, bytes(32), 0)
         sock.sendall(protocol.run_key(SECRET) + hello[protocol.KEY_SIZE :])
-        assert_hung_up(sock)
+        read_until_closed(sock)
     with pytest.raises(protocol.HandshakeRefused, match="hung up"):
         link(one.port, secret=b"no run's secret")
     assert one.nodes() == other.nodes() == set()
 
 
-def test_a_run_that_ends_leaves_the_port_to_the_others() -> None:
+def test_a_run_that_ends_leaves_the_port_open_for_others() -> None:
     one = Hub("127.0.0.1", SECRET)
     with Hub("127.0.0.1", OTHER, port=one.port) as other, link(other.port, 1, secret=OTHER) as node:
         lost = threading.Event()
         with link(one.port, 0, on_lost=lost.set), within(SOON / 2):
             one.close()
             assert lost.wait(SOON)
-        one.close()  # once more changes nothing
+        one.close()  # closing again has no effect
         with pytest.raises(protocol.HandshakeRefused):
             link(one.port)
         node.send("still here")
@@ -92,7 +95,7 @@ def test_a_run_that_ends_leaves_the_port_to_the_others() -> None:
     assert not listens(one.port)
 
 
-def test_a_fixed_port_can_be_had_again_at_once() -> None:
+def test_a_fixed_port_can_be_reused_at_once() -> None:
     with Hub("127.0.0.1", SECRET) as hub:
         port = hub.port
     for _ in range(20):
@@ -101,11 +104,11 @@ def test_a_fixed_port_can_be_had_again_at_once() -> None:
             assert hub.get(SOON) == (3, "here")
 
 
-def test_runs_begin_and_end_at_one_port_all_the_time(hubs: tuple[Hub, Hub]) -> None:
-    """No end waits for another, and none takes another's listener away."""
+def test_runs_start_and_end_concurrently_at_one_port(hubs: tuple[Hub, Hub]) -> None:
+    """No end waits for another, and none closes another run's listener."""
     port = hubs[0].port
     for hub in hubs:
-        hub.close()  # so that the last run's end and the next one's beginning meet
+        hub.close()  # so that no run is left while another starts
 
     def runs(secret: bytes) -> None:
         for number in range(30):
@@ -114,24 +117,24 @@ def test_runs_begin_and_end_at_one_port_all_the_time(hubs: tuple[Hub, Hub]) -> N
                 link(port, number, secret=secret) as node,
             ):
                 node.send(number)
-                heard.append(hub.get(SOON) == (number, number))
+                correct.append(hub.get(SOON) == (number, number))
 
-    heard: list[bool] = []
+    correct: list[bool] = []
     threads = [threading.Thread(target=runs, args=[f"run {n}".encode()]) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(3 * SOON)
-    assert heard == [True] * 120
+    assert correct == [True] * 120
     assert listener_threads() == []
 
 
-def test_a_run_that_reads_nothing_holds_no_other_back(hubs: tuple[Hub, Hub]) -> None:
+def test_a_run_that_reads_nothing_does_not_block_others(hubs: tuple[Hub, Hub]) -> None:
     slow, other = hubs
     flood = link(slow.port, 1)
     for _ in range(FLOOD):
         flood.send(bytes(MIB))
-    until(lambda: slow._held_back)
+    wait_until(lambda: slow._held_back)
     with link(other.port, 1, secret=OTHER) as node:
         for number in range(100):
             node.send((number, bytes(MIB)))
@@ -142,7 +145,7 @@ def test_a_run_that_reads_nothing_holds_no_other_back(hubs: tuple[Hub, Hub]) -> 
     flood.close(timeout=0.3)
 
 
-def test_a_run_that_reads_nothing_takes_no_heartbeat_from_another(
+def test_a_run_that_reads_nothing_does_not_delay_heartbeats_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(protocol, "HEARTBEAT_SECONDS", 0.05)
@@ -156,34 +159,34 @@ def test_a_run_that_reads_nothing_takes_no_heartbeat_from_another(
         flood = link(slow.port, 1)
         for _ in range(FLOOD):
             flood.send(bytes(MIB))
-        until(lambda: slow._held_back)
+        wait_until(lambda: slow._held_back)
         before = len(beats)
-        until(lambda: len(beats) > before + 20)  # for longer than a silent node is put up with
+        wait_until(lambda: len(beats) > before + 20)  # longer than the lease of a silent node
         assert other.nodes() == {2}
         assert other.get(0) is None
         with socket.create_connection(("127.0.0.1", other.port), SOON) as mute:
             greeting = mute.recv(protocol.GREETING.size, socket.MSG_WAITALL)
             mute.sendall(protocol.hello(OTHER, greeting, bytes(32), 3))
             assert [other.get(SOON), other.get(SOON)] == [(3, SILENT), (3, LOST)]
-        assert slow.nodes() == {1}, "who was not heard may well have spoken"
+        assert slow.nodes() == {1}, "unread messages are no silence"
         flood.close(timeout=0.3)
 
 
 def in_a_fork(inherited: Hub, pipe: int) -> None:
-    """Use a hub in a forked process: that of the parent is none, and one of its own is."""
+    """Check in a forked process that the parent's hub is unusable and that a new one works."""
     inherited.close()
     with Hub("127.0.0.1", SECRET) as hub, link(hub.port, 5) as node:
         node.send("from the fork")
-        told = hub.get(SOON) == (5, "from the fork") and hub.port != inherited.port
-    os.write(pipe, b"1" if told else b"0")
+        works = hub.get(SOON) == (5, "from the fork") and hub.port != inherited.port
+    os.write(pipe, b"1" if works else b"0")
     os.read(pipe, 1)
 
 
-def test_a_forked_process_takes_nothing_from_its_parents_hub() -> None:
+def test_a_forked_process_does_not_affect_its_parents_hub() -> None:
     lost = threading.Event()
     ours, theirs = socket.socketpair()
     with ours, theirs, Hub("127.0.0.1", SECRET) as hub, link(hub.port, 0, on_lost=lost.set) as node:
-        until(lambda: hub.nodes() == {0})
+        wait_until(lambda: hub.nodes() == {0})
         fork = multiprocessing.get_context("fork")
         child = fork.Process(target=in_a_fork, args=[hub, theirs.fileno()])
         child.start()
@@ -193,7 +196,7 @@ def test_a_forked_process_takes_nothing_from_its_parents_hub() -> None:
             node.send("still here")
             assert hub.get(SOON) == (0, "still here")
             with within(SOON / 2):
-                hub.close()  # though the fork lives on, nodes see the connection end
+                hub.close()  # nodes see the connection end although the fork still runs
                 assert lost.wait(SOON)
             assert not listens(hub.port)
             ours.send(b"1")

@@ -1,4 +1,4 @@
-"""The handshake admits who holds the secret; frames stay whole, in whatever pieces they come."""
+"""The handshake admits only peers with the secret; frames are reassembled from any chunks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.hubs import SECRET, SOON, greeted
 
 from distributor.wire import protocol
 from distributor.wire.hub import LOST, Hub
 
-SECRET = b"a secret of the run"
-SOON = 10.0
 over_sockets = settings(
     max_examples=60,
     deadline=None,
@@ -34,11 +33,6 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
-def greeted(hub: Hub) -> tuple[socket.socket, bytes]:
-    sock = socket.create_connection(("127.0.0.1", hub.port), SOON)
-    return sock, sock.recv(protocol.GREETING.size, socket.MSG_WAITALL)
-
-
 def send_in_pieces(sock: socket.socket, data: bytes, cuts: list[int]) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     places = [0, *sorted({cut % (len(data) + 1) for cut in cuts}), len(data)]
@@ -47,7 +41,7 @@ def send_in_pieces(sock: socket.socket, data: bytes, cuts: list[int]) -> None:
 
 
 @given(nonces, nonces, nodes)
-def test_who_holds_the_secret_is_admitted(ours: bytes, theirs: bytes, node: int) -> None:
+def test_a_peer_with_the_secret_is_admitted(ours: bytes, theirs: bytes, node: int) -> None:
     greeting = protocol.GREETING.pack(protocol.MAGIC, ours)
     admitted, welcome = protocol.admit(SECRET, ours, protocol.hello(SECRET, greeting, theirs, node))
     assert admitted == node
@@ -66,14 +60,12 @@ def test_a_hello_with_any_bit_changed_is_refused(
 
 
 @given(nonces, nonces, nonces, nodes)
-def test_a_hello_that_was_overheard_is_refused(
-    then: bytes, now: bytes, theirs: bytes, node: int
-) -> None:
-    overheard = protocol.hello(SECRET, protocol.GREETING.pack(protocol.MAGIC, then), theirs, node)
+def test_a_replayed_hello_is_refused(then: bytes, now: bytes, theirs: bytes, node: int) -> None:
+    recorded = protocol.hello(SECRET, protocol.GREETING.pack(protocol.MAGIC, then), theirs, node)
     if then == now:
         return
     with pytest.raises(protocol.HandshakeRefused):
-        protocol.admit(SECRET, now, overheard)
+        protocol.admit(SECRET, now, recorded)
 
 
 @given(nonces, nonces, st.binary(min_size=1), nodes)
@@ -89,18 +81,20 @@ def test_another_secret_is_refused(ours: bytes, theirs: bytes, other: bytes, nod
 @given(said=st.lists(messages, max_size=20), cuts=st.lists(st.integers(0, 10**6), max_size=30))
 def test_frames_arrive_whole_and_in_order(hub: Hub, said: list[object], cuts: list[int]) -> None:
     node = next(_numbers)
-    sock, greeting = greeted(hub)
+    sock, greeting = greeted(hub.port)
     with sock:
         hello = protocol.hello(SECRET, greeting, os.urandom(protocol.NONCE_SIZE), node)
         send_in_pieces(sock, hello + b"".join(map(protocol.encode, said)), cuts)
-        heard = [hub.get(SOON) for _ in said]
-    assert heard == [(node, message) for message in said]
+        received = [hub.get(SOON) for _ in said]
+    assert received == [(node, message) for message in said]
     assert hub.get(SOON) == (node, LOST)
 
 
 @over_sockets
 @given(said=st.lists(messages, min_size=1, max_size=5), lost=st.integers(1, 10**6))
-def test_of_a_torn_stream_whole_frames_arrive(hub: Hub, said: list[object], lost: int) -> None:
+def test_complete_frames_of_a_truncated_stream_arrive(
+    hub: Hub, said: list[object], lost: int
+) -> None:
     node = next(_numbers)
     stream = b"".join(map(protocol.encode, said))
     kept = stream[: -(lost % len(stream)) or None][:-1]
@@ -108,17 +102,17 @@ def test_of_a_torn_stream_whole_frames_arrive(hub: Hub, said: list[object], lost
     for message in said:
         size += len(protocol.encode(message))
         whole += size <= len(kept)
-    sock, greeting = greeted(hub)
+    sock, greeting = greeted(hub.port)
     with sock:
         sock.sendall(protocol.hello(SECRET, greeting, os.urandom(protocol.NONCE_SIZE), node) + kept)
-    heard = [hub.get(SOON) for _ in range(whole + 1)]
-    assert heard == [*((node, message) for message in said[:whole]), (node, LOST)]
+    received = [hub.get(SOON) for _ in range(whole + 1)]
+    assert received == [*((node, message) for message in said[:whole]), (node, LOST)]
 
 
 @over_sockets
 @given(said=st.binary(max_size=3000))
-def test_what_a_stranger_says_is_not_heard(hub: Hub, said: bytes) -> None:
-    sock, _ = greeted(hub)
+def test_unauthenticated_bytes_are_ignored(hub: Hub, said: bytes) -> None:
+    sock, _ = greeted(hub.port)
     with sock, contextlib.suppress(ConnectionError):
         sock.sendall(said)
         sock.shutdown(socket.SHUT_WR)
@@ -130,9 +124,9 @@ def test_what_a_stranger_says_is_not_heard(hub: Hub, said: bytes) -> None:
 
 @over_sockets
 @given(length=st.one_of(st.just(0), st.integers(protocol.MAX_FRAME + 1, 2**32 - 1)))
-def test_a_frame_of_no_possible_length_ends_its_connection_alone(hub: Hub, length: int) -> None:
+def test_a_frame_of_invalid_length_ends_only_its_connection(hub: Hub, length: int) -> None:
     node = next(_numbers)
-    sock, greeting = greeted(hub)
+    sock, greeting = greeted(hub.port)
     with sock, contextlib.suppress(ConnectionError):
         sock.sendall(protocol.hello(SECRET, greeting, os.urandom(protocol.NONCE_SIZE), node))
         sock.recv(protocol.WELCOME.size, socket.MSG_WAITALL)
