@@ -1,31 +1,24 @@
-"""Calls, values and exceptions are pickled for a rank; unpicklable parts are named."""
+"""Calls and values are pickled for a rank; unpicklable and large parts are named."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import importlib
 import inspect
 import io
 import linecache
-import pickle
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distributor.errors import UnpicklableError
-from distributor.serialization import pickling
 from distributor.serialization.oob_pickle import anonymous_file
 from distributor.serialization.pickle_diagnostics import find_unpicklable, heaviest, name_of
 from distributor.serialization.pickling import (
     dump_call,
-    dump_exception,
     dump_value,
     install_sources,
-    load_exception,
     load_value,
 )
 
@@ -34,10 +27,6 @@ LOCK = threading.Lock()
 
 def add(*terms: int, start: int = 0) -> int:
     return sum(terms, start)
-
-
-def using_lock() -> object:
-    return [LOCK for _ in range(2)]
 
 
 class Holder:
@@ -213,142 +202,3 @@ def test_a_lack_of_memory_or_disk_is_not_reported_as_unpicklable(error: Exceptio
     with pytest.raises(type(error)) as caught:
         dump_value([Exhausting(error)], io.BytesIO(), "rank 3")
     assert caught.value is error
-
-
-# Exceptions
-
-
-class KeywordOnly(Exception):
-    """Default pickling passes only its message to the constructor, which fails."""
-
-    def __init__(self, message: str, *, code: int) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class OtherArguments(Exception):
-    """Takes two arguments and keeps one in ``args``."""
-
-    def __init__(self, code: int, detail: str) -> None:
-        super().__init__(f"{code}: {detail}")
-        self.code = code
-
-
-class Changing(Exception):
-    """Default pickling succeeds and loads with other arguments."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(f"failed: {message}")
-
-
-class Disguised(Exception):
-    """Its ``__reduce__`` loads as another type."""
-
-    def __reduce__(self) -> Any:
-        return ValueError, self.args
-
-
-class Refusing(Exception):
-    """Its ``__reduce__`` raises."""
-
-    def __reduce__(self) -> Any:
-        raise RuntimeError("not me")
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen(Exception):
-    """Attributes are read-only, and ``args`` is empty."""
-
-    code: int = 0
-
-
-class Unbuildable(Exception):
-    """Neither default pickling nor a reconstruction without its arguments works."""
-
-    def __new__(cls, message: str, detail: str) -> Unbuildable:
-        return super().__new__(cls, message)
-
-    def __init__(self, message: str, detail: str) -> None:
-        super().__init__(message)
-
-
-def holding_lock() -> Exception:
-    error = ValueError("no")
-    error.__dict__.update(guard=LOCK, step=7)
-    return error
-
-
-def local_class() -> Exception:
-    class Local(Exception):
-        """A class that no other process can import."""
-
-    return Local("no", 3)
-
-
-@pytest.mark.parametrize(
-    ("error", "attributes"),
-    [
-        (ValueError("plain", 3), {}),
-        (OSError(28, "No space left", "file"), {"errno": 28, "filename": "file"}),
-        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), {"reason": "bad"}),
-        (KeywordOnly("no", code=7), {"code": 7}),
-        (OtherArguments(7, "no"), {"code": 7}),
-        (Changing("no"), {}),
-        (Disguised("no"), {}),
-        (Refusing("no", 3), {}),
-        (Frozen(7), {"code": 7}),
-        (holding_lock(), {"step": 7}),
-        (local_class(), {}),
-        (ValueError(Holder()), {}),
-    ],
-    ids=lambda it: type(it).__name__ if isinstance(it, Exception) else "",
-)
-def test_an_exception_round_trips(error: Exception, attributes: dict[str, Any]) -> None:
-    pickled = dump_exception(error)
-    assert pickled is not None
-    loaded = load_exception(pickled)
-    assert type(loaded) is type(error)
-    assert str(loaded).split(" at 0x")[0] == str(error).split(" at 0x")[0]
-    assert len(loaded.args) == len(error.args)
-    assert {name: getattr(loaded, name) for name in attributes} == attributes
-    assert not hasattr(loaded, "guard")
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        KeyboardInterrupt(),
-        SystemExit(3),
-        ValueError(LOCK),
-        Unbuildable("no", "way"),
-    ],
-    ids=lambda it: type(it).__name__,
-)
-def test_an_exception_that_cannot_be_sent_is_none(error: BaseException) -> None:
-    assert dump_exception(error) is None
-
-
-def test_an_exception_that_is_too_large_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickling, "MAX_EXCEPTION", 1000)
-    assert dump_exception(ValueError("x" * 500)) is not None
-    assert dump_exception(ValueError("x" * 1500)) is None
-
-
-@pytest.mark.parametrize("garbage", [b"", b"garbage", pickle.dumps("no exception")])
-def test_garbage_loads_as_none(garbage: bytes) -> None:
-    assert load_exception(garbage) is None
-
-
-def test_an_exception_whose_module_is_missing_here_loads_as_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "only_on_the_node.py").write_text("class Odd(Exception): ...\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module("only_on_the_node")
-    pickled = dump_exception(module.Odd("no"))
-    assert pickled is not None
-    assert type(load_exception(pickled)) is module.Odd
-    monkeypatch.undo()
-    del sys.modules["only_on_the_node"]
-    importlib.invalidate_caches()
-    assert load_exception(pickled) is None
