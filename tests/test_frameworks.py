@@ -21,7 +21,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 class Report(NamedTuple):
-    """What a rank tells of its training."""
+    """What a rank returns about its training."""
 
     world_size: int
     seen: list[int]
@@ -30,7 +30,7 @@ class Report(NamedTuple):
 
 
 class Points(Dataset[Any]):
-    """A line with a little noise, which notes the rows that it is asked for."""
+    """Points on a line with a little noise; records the rows that are requested."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -47,7 +47,7 @@ class Points(Dataset[Any]):
 
 
 class Counting(Points):
-    """Sequences that count: a language model learns them in a few steps."""
+    """Sequences of consecutive numbers, which a language model learns in a few steps."""
 
     def __getitem__(self, row: int) -> Any:
         self.seen.append(row)
@@ -56,7 +56,7 @@ class Counting(Points):
 
 
 def flat(model: torch.nn.Module) -> list[float]:
-    """All parameters of a model, as numbers."""
+    """Return all parameters of a model as numbers."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 
 
@@ -174,14 +174,14 @@ def test_a_framework_trains_on_two_ranks(
     assert [len(report.losses) for report in reports] == [STEPS, STEPS]
     assert all(len(report.seen) == STEPS * BATCH for report in reports)
     first_epoch = [row for report in reports for row in report.seen[: ROWS // 2]]
-    assert sorted(first_epoch) == list(range(ROWS)), "each rank has a half of the rows of its own"
-    # Ranks that saw different rows agree only if their gradients met.
+    assert sorted(first_epoch) == list(range(ROWS)), "each rank trained on its own half of the rows"
+    # Ranks that saw different rows agree only if their gradients were reduced.
     assert reports[0].parameters == reports[1].parameters
     assert all(report.losses[-1] < report.losses[0] / 2 for report in reports)
 
 
-def test_a_t5_is_sharded_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The script of the notebooks' folder, run for an epoch, then for two."""
+def test_t5_is_sharded_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run the script of the notebooks folder for one epoch, then for two."""
     if find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     script = Path(__file__).parents[1] / "notebooks" / "t5.py"
@@ -195,9 +195,9 @@ def test_a_t5_is_sharded_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixtu
     result = Result.from_path(tmp_path / "t5")
     assert [report.metrics["epoch"] for report in result.reports] == [1, 2]
     first, second = (report.metrics["validation_loss"] for report in result.reports)
-    assert second < first < 5, "it began with log(384), which is 5.95"
+    assert second < first < 5, "the untrained model's loss is log(384), which is 5.95"
     for checkpoint, _ in result.best_checkpoints:
         shards = sorted(path.name for path in Path(checkpoint.path).glob("*.distcp"))
         assert shards == ["__0_0.distcp", "__1_0.distcp"]
-    told = [line for line in capsys.readouterr().out.splitlines() if "validation loss" in line]
-    assert [line.partition(":")[0] for line in told] == ["[0] epoch 1", "[0] epoch 2"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "validation loss" in line]
+    assert [line.partition(":")[0] for line in lines] == ["[0] epoch 1", "[0] epoch 2"]

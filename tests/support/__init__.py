@@ -1,1 +1,1 @@
-"""A standalone Spark cluster on machines that are network namespaces, to be hurt on purpose."""
+"""Helpers of the tests: clusters and machines for fault injection, fixtures and checkers."""

@@ -308,7 +308,7 @@ VICTIMS: dict[str, Callable[[Cluster, Driver, int], int]] = {
 
 @contextlib.contextmanager
 def bed(launcher: str, *, apart: bool = True) -> Iterator[Cluster]:
-    """Make a cluster for fault injection; for local runs, only the driver's machine."""
+    """Create a cluster for fault injection; for local runs, only the driver's machine."""
     apart = apart and launcher == "cluster" and not why_not_apart()
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
@@ -331,7 +331,7 @@ HEAD = (
 
 
 def line_of(case: Case, results: Sequence[Result]) -> str:
-    """Make a line of the table."""
+    """Return a line of the table."""
     seconds = [result.seconds for result in results if result.seconds is not None]
     left = [sum(kind) for kind in list(zip(*results, strict=True))[2:]]
     wrong = sum(not result.right for result in results)
@@ -340,7 +340,7 @@ def line_of(case: Case, results: Sequence[Result]) -> str:
 
 
 def side_by_side(lines: Iterable[str]) -> str:
-    """Make a table of Markdown from lines of ours and of PySpark's.
+    """Return a Markdown table from the lines of this package and of PySpark.
 
     Parameters
     ----------

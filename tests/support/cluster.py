@@ -55,16 +55,16 @@ ROLES: dict[str, Role] = {
 
 
 class Cluster:
-    """A master, workers and a driver, each on a machine of its own.
+    """A master, workers and a driver, each on its own machine.
 
     Parameters
     ----------
     machines : list of Machine
         The master's, the driver's, and one for each worker.
     folder : Path
-        For all that it writes.
+        The folder for logs, work folders and driver programs.
     cores : int
-        How many executors, of one core each, a worker has room for.
+        The number of one-core executors that each worker can run.
     """
 
     def __init__(self, machines: list[Machine], folder: Path, cores: int = 1) -> None:
@@ -101,7 +101,7 @@ class Cluster:
         return Driver(self, script, self.properties | conf)
 
     def processes(self) -> list[psutil.Process]:
-        """List all living processes of this cluster and its drivers."""
+        """Return all running processes of this cluster and its drivers."""
         return marked(self.mark)
 
     def listens(self, port: int) -> bool:
@@ -110,7 +110,7 @@ class Cluster:
         return any(machine.listens(port) for machine in alike.values())
 
     def find(self, role: str, machine: Machine | None = None) -> list[psutil.Process]:
-        """List the processes with a role, on one machine or on all."""
+        """Return the processes with a role, on one machine or on all."""
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -179,7 +179,7 @@ send(ready=True)
 
 
 class Driver:
-    """A driver program that runs; a context manager that ends it.
+    """A running driver program; a context manager that ends it.
 
     Attributes
     ----------
@@ -236,7 +236,7 @@ def kill(process: psutil.Process) -> float:
 def cluster_on(
     machines: list[Machine], folder: Path, *, cores: int = 1, start: bool = True
 ) -> Iterator[Cluster]:
-    """Make a cluster, and leave no process of it behind."""
+    """Start a cluster, and kill all of its processes at the end."""
     cluster = Cluster(machines, folder, cores)
     try:
         if start:

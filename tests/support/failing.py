@@ -1,4 +1,4 @@
-"""Functions that fail on a rank, each in its way, and the errors that the driver then raises.
+"""Functions that fail on a rank in different ways, and the errors that the driver then raises.
 
 The failing line of each function has the comment "fails": the traceback must show it.
 """
@@ -44,7 +44,7 @@ class Position:
 
 
 class Diverged(Exception):
-    """Cannot be rebuilt by pickle: its constructor does not accept its `args`."""
+    """An exception that pickle cannot rebuild: its constructor does not accept its `args`."""
 
     def __init__(self, step: int, loss: float) -> None:
         super().__init__(f"diverged at step {step}")
@@ -53,7 +53,7 @@ class Diverged(Exception):
 
 
 class Doubled(Exception):
-    """Is changed by each unpickling, without an error."""
+    """An exception that each unpickling changes without an error."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"twice {what}")

@@ -1,4 +1,4 @@
-"""Kernels of this interpreter, apart from whatever Jupyter knows on this machine."""
+"""Kernels of this interpreter, isolated from the Jupyter configuration of this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDERS = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPY
 def kernel_for(
     notebook: Any, folder: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Any]:
-    """Start a kernel that works in a folder; give nbclient's client of the notebook."""
+    """Start a kernel that works in a folder; return nbclient's client of the notebook."""
     import jupyter_client
     import nbclient
 

@@ -43,7 +43,7 @@ class Machine:
     _started: list[subprocess.Popen[Any]] = field(default_factory=list)
 
     def start(self, command: Sequence[str], **settings: Any) -> subprocess.Popen[Any]:
-        """Start a process here; it is killed with the machine."""
+        """Start a process on this machine; it is killed together with the machine."""
         inside = ["ip", "netns", "exec", self.namespace] if self.namespace else []
         given = {**self.environment, **settings.pop("env", {})}
         env = {**os.environ, "SPARK_LOCAL_IP": self.address, **given}
@@ -57,31 +57,31 @@ class Machine:
 
     @property
     def host(self) -> str:
-        """Its address as part of a URL."""
+        """The address as part of a URL."""
         return joined(self.address, 0).removesuffix(":0")
 
     def cut(self) -> None:
-        """Take its link down: packets are lost without an error."""
+        """Take the network link down: packets are lost without an error."""
         _ip("link", "set", self.namespace, "down")
 
     def mend(self) -> None:
-        """Bring its link up again."""
+        """Bring the network link up again."""
         _ip("link", "set", self.namespace, "up")
 
     def lose(self, other: Machine) -> None:
-        """Drop what this machine sends to one other machine."""
+        """Drop the packets that this machine sends to one other machine."""
         nobody = ["lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "eth0"]
         _ip("-n", self.namespace, "neigh", "replace", other.address, *nobody)
 
     def also_elsewhere(self) -> Machine:
-        """Add one more address to it."""
+        """Add another address to this machine."""
         network, _, number = self.address.rpartition(".")
         other = Machine(f"{network}.{100 + int(number)}", self.namespace)
         _ip("-n", self.namespace, "address", "add", f"{other.address}/24", "dev", "eth0")
         return other
 
     def slow(self, milliseconds: int) -> None:
-        """Delay what is sent to it."""
+        """Delay the packets that are sent to this machine."""
         name, come = self.namespace, f"{self.namespace}s"
         address = _ip("-n", name, "-br", "link", "show", "eth0").split()[2]
         _ip("-n", name, "tuntap", "add", "slow", "mode", "tap")
@@ -112,7 +112,7 @@ class Machine:
 
 
 def why_not_apart() -> str:
-    """Return why no namespaces can be made here; empty if they can."""
+    """Return why network namespaces cannot be created here, or an empty string if they can."""
     if not shutil.which("ip"):
         return "iproute2 is not installed"
     probe = f"dp{os.getpid()}"
@@ -125,7 +125,7 @@ def why_not_apart() -> str:
 
 @contextlib.contextmanager
 def machines_apart(count: int, *, ipv6: bool = False) -> Iterator[list[Machine]]:
-    """Make machines with a network namespace each, which a bridge joins.
+    """Create machines with one network namespace each, joined by a bridge.
 
     The host's end of each machine's link has the name of its namespace. With ``ipv6`` they have
     only IPv6 addresses, except on the loopback.
@@ -134,7 +134,7 @@ def machines_apart(count: int, *, ipv6: bool = False) -> Iterator[list[Machine]]
     bridge, network = f"db{pid}", f"10.{200 + pid % 50}.{pid // 50 % 250}."
     if ipv6:
         network = f"fd00:{pid % 0xFFFF:x}::"
-    # The kernel may not have removed an earlier machines yet.
+    # The kernel may not yet have removed an earlier machine's namespace.
     names = [f"d{pid}n{next(_numbers)}" for _ in range(count)]
     made = [Machine(f"{network}{number}", name) for number, name in enumerate(names, 1)]
     try:
@@ -154,7 +154,7 @@ def machines_apart(count: int, *, ipv6: bool = False) -> Iterator[list[Machine]]
 
 @contextlib.contextmanager
 def machines_on_loopback(count: int) -> Iterator[list[Machine]]:
-    """Make machines that are addresses of the loopback; their links cannot be changed."""
+    """Create machines that are loopback addresses; their links cannot be changed."""
     pid = os.getpid()
     # Each process, and each set of machines in this process, has a network of its own.
     network = f"127.{100 + pid % 100}.{(pid // 100 + 83 * next(_networks)) % 250}"
@@ -192,7 +192,7 @@ def _ip(*arguments: str) -> str:
 
 
 def why_not_mounted() -> str:
-    """Return why no file system can be mounted here; empty if one can."""
+    """Return why a file system cannot be mounted here, or an empty string if one can."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             with small_disk(Path(folder), 1):

@@ -1,4 +1,4 @@
-"""Made-up packages, and environments that hold them; nothing comes from the network."""
+"""Fake packages, and environments that contain them; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import zipfile
 from pathlib import Path
 
 NAME = "gadget"
-"""A package that nobody has."""
+"""The name of a package that does not exist elsewhere."""
 PACKAGES = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
 
 
 def wheel(folder: Path, version: str, name: str = NAME) -> Path:
-    """Write a package's wheel: a module with its version."""
+    """Write a wheel whose module contains its version."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{version}-py3-none-any.whl"
     about = f"{name}-{version}.dist-info"
@@ -32,7 +32,7 @@ def wheel(folder: Path, version: str, name: str = NAME) -> Path:
 
 
 def environment(folder: Path, version: str, name: str = NAME, *, bare: bool = False) -> Path:
-    """Make a virtual environment with a package, and unless it is bare, this Python's for torch."""
+    """Create an environment with a package and, unless it is bare, this Python's packages."""
     venv.create(folder, symlinks=True)
     packages = folder / PACKAGES
     with zipfile.ZipFile(wheel(folder.with_name(f"{folder.name}-wheels"), version, name)) as made:
@@ -44,7 +44,7 @@ def environment(folder: Path, version: str, name: str = NAME, *, bare: bool = Fa
 
 
 def packed(folder: Path, archive: Path) -> Path:
-    """Pack an environment as venv-pack and conda-pack do, links as links."""
+    """Pack an environment as venv-pack and conda-pack do; links stay links."""
     if archive.suffix == ".zip":
         _zip(folder, archive)
     else:

@@ -1,4 +1,4 @@
-"""A file system that can do no more than a mounted object store: files are written once, whole.
+"""A file system that supports no more than a mounted object store: files are written once, whole.
 
 What it refuses it refuses as such mounts do, by an OSError.
 """
@@ -15,12 +15,12 @@ PROTOCOL = "plain"
 
 
 def plain(full: pafs.FileSystem) -> pafs.FileSystem:
-    """Make one of a file system that can do more."""
+    """Return a plain file system over one that supports more."""
     return pafs.PyFileSystem(_Handler(full))
 
 
 class Addressed(ArrowFSWrapper):  # type: ignore[misc]
-    """That of this machine for fsspec, which finds it by an address: ``plain:///folder/runs``."""
+    """This machine's plain file system for fsspec, which finds it by URIs such as ``plain:///folder/runs``."""
 
     protocol = PROTOCOL
     root_marker = "/"

@@ -1,4 +1,4 @@
-"""What tests of reports share: functions for ranks, and a listener for the driver."""
+"""Helpers for tests of reports: functions for ranks, and a listener for the driver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from distributor.train import Checkpoint, CheckpointUploadMode
 
 
 def save(folder: Path, text: str) -> Checkpoint:
-    """Save a file of this rank, in a folder of its own."""
+    """Save a file of this rank in the rank's own folder."""
     rank = train.get_context().get_world_rank()
     mine = folder / f"of rank {rank}"
     mine.mkdir(parents=True, exist_ok=True)
@@ -18,7 +18,7 @@ def save(folder: Path, text: str) -> Checkpoint:
 
 
 def use_plain_writes() -> None:
-    """Register the file system of addresses such as ``plain:///folder``."""
+    """Register the file system of URIs such as ``plain:///folder``."""
     import fsspec
 
     from support import plain
@@ -27,7 +27,7 @@ def use_plain_writes() -> None:
 
 
 def count_on(folder: Path, until: int, mode: str = "SYNC") -> tuple[int, str | None]:
-    """Count on from the latest checkpoint, and report one at each step.
+    """Count on from the latest checkpoint, and report a checkpoint at each step.
 
     Returns the step at which this began, and the path of the latest checkpoint at the end.
     """
@@ -48,7 +48,7 @@ def count_on(folder: Path, until: int, mode: str = "SYNC") -> tuple[int, str | N
 
 
 class TouchWhenPrinted(Listener):
-    """Makes a file when a rank prints a text, so that ranks can wait for that.
+    """Creates a file when a rank prints a text, so that other ranks can wait for it.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A training of two ranks on two machines, which a test kills, stops or cuts off."""
+"""A training of two ranks on two machines, for tests that kill, stop or partition them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Training:
         return list(ranks)
 
     def await_ordinary_job(self) -> None:
-        """Make the same session run a job of its own beside the ranks."""
+        """Start an ordinary job in the same session, and wait until it runs beside the ranks."""
         self.driver.send(f"ordinary_job({str(self._folder)!r})")
         until((self._folder / "begun").exists, "the ordinary job has begun", DEADLINE)
 

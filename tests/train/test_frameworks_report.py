@@ -1,4 +1,4 @@
-"""Lightning and Accelerate report and go on as the README says: its own lines are run."""
+"""The README's examples for Lightning and Accelerate report checkpoints and resume from them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ README = Path(__file__).parents[2] / "README.md"
 EPOCHS, ROWS, BATCH = 3, 32, 4
 
 
-def example(word: str) -> str:
-    """Give the README's example that has a word."""
+def example(text: str) -> str:
+    """Return the README's example that contains a text."""
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    [block] = [block for block in blocks if word in block]
+    [block] = [block for block in blocks if text in block]
     return str(block)
 
 
@@ -37,8 +37,8 @@ def points() -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, 3 * x + 1), batch_size=BATCH, shuffle=True)
 
 
-def hurt(config: dict[str, Any], epoch: int) -> None:
-    """Be killed at the end of the second epoch, once."""
+def maybe_die(config: dict[str, Any], epoch: int) -> None:
+    """Kill this rank at the end of the second epoch of the first attempt, if configured."""
     if config["killed"] and epoch == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -47,8 +47,8 @@ def with_lightning(config: dict[str, Any]) -> list[float]:
     import lightning
 
     torch.manual_seed(0)
-    named: dict[str, Any] = {}
-    exec(config["example"], named)
+    namespace: dict[str, Any] = {}
+    exec(config["example"], namespace)
 
     class Line(lightning.LightningModule):
         def __init__(self) -> None:
@@ -57,7 +57,7 @@ def with_lightning(config: dict[str, Any]) -> list[float]:
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
             if index == 3:
-                hurt(config, self.current_epoch)
+                maybe_die(config, self.current_epoch)
             x, y = batch
             loss = mse_loss(self.line(x), y)
             self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
@@ -71,14 +71,14 @@ def with_lightning(config: dict[str, Any]) -> list[float]:
         accelerator="cpu",
         devices=2,
         max_epochs=EPOCHS,
-        callbacks=[named["Report"]()],
+        callbacks=[namespace["Report"]()],
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=False,
     )
     line = Line()
-    named["fit"](trainer, line, points())
+    namespace["fit"](trainer, line, points())
     return [parameter.item() for parameter in line.parameters()]
 
 
@@ -86,8 +86,8 @@ def with_accelerate(config: dict[str, Any]) -> list[float]:
     from accelerate import Accelerator, DataLoaderConfiguration
 
     torch.manual_seed(0)
-    named: dict[str, Any] = {}
-    exec(config["example"], named)
+    namespace: dict[str, Any] = {}
+    exec(config["example"], namespace)
     # An epoch's order follows from its number, and so is the same after a restart.
     loading = DataLoaderConfiguration(use_seedable_sampler=True)
     accelerator = Accelerator(cpu=True, dataloader_config=loading)
@@ -95,7 +95,7 @@ def with_accelerate(config: dict[str, Any]) -> list[float]:
     model, optimizer, loader = accelerator.prepare(
         line, torch.optim.Adam(line.parameters(), lr=0.1), points()
     )
-    for epoch in range(named["load"](accelerator), EPOCHS):
+    for epoch in range(namespace["load"](accelerator), EPOCHS):
         losses = []
         loader.set_epoch(epoch)
         for x, y in loader:
@@ -104,20 +104,20 @@ def with_accelerate(config: dict[str, Any]) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(accelerator.gather(loss.detach()).mean())
-        hurt(config, epoch)
-        named["save"](accelerator, epoch, {"loss": torch.stack(losses).mean().item()})
+        maybe_die(config, epoch)
+        namespace["save"](accelerator, epoch, {"loss": torch.stack(losses).mean().item()})
     return [parameter.item() for parameter in line.parameters()]
 
 
 @pytest.mark.parametrize(
-    ("framework", "loop", "word"),
+    ("framework", "loop", "text"),
     [
         ("lightning", with_lightning, "lightning.Callback"),
         ("accelerate", with_accelerate, "accelerator.save_state"),
     ],
 )
-def test_a_framework_reports_and_goes_on(
-    framework: str, loop: Callable[[dict[str, Any]], Any], word: str, tmp_path: Path
+def test_a_framework_reports_and_resumes(
+    framework: str, loop: Callable[[dict[str, Any]], Any], text: str, tmp_path: Path
 ) -> None:
     if find_spec(framework) is None:  # importing it here would only take time
         pytest.skip(f"{framework} is not installed")
@@ -125,7 +125,7 @@ def test_a_framework_reports_and_goes_on(
     def fit(name: str, *, killed: bool) -> train.Result:
         return TorchTrainer(
             loop,
-            train_loop_config={"example": example(word), "killed": killed},
+            train_loop_config={"example": example(text), "killed": killed},
             scaling_config=train.ScalingConfig(num_workers=2),
             run_config=train.RunConfig(
                 name=name,
@@ -135,11 +135,11 @@ def test_a_framework_reports_and_goes_on(
             ),
         ).fit()
 
-    whole, killed = fit("whole", killed=False), fit("killed", killed=True)
+    undisturbed, killed = fit("undisturbed", killed=False), fit("killed", killed=True)
 
-    assert [report.attempt for report in whole.reports] == [0, 0, 0]
+    assert [report.attempt for report in undisturbed.reports] == [0, 0, 0]
     assert [report.attempt for report in killed.reports] == [0, 1, 1]
     losses = [report.metrics["loss"] for report in killed.reports]
-    assert losses == [report.metrics["loss"] for report in whole.reports]
+    assert losses == [report.metrics["loss"] for report in undisturbed.reports]
     assert losses[-1] < losses[0] / 2
-    assert killed.return_value == whole.return_value
+    assert killed.return_value == undisturbed.return_value

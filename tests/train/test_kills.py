@@ -1,4 +1,4 @@
-"""Trainings killed at any moment: what is committed stays, and what is not never counts."""
+"""A training can be killed at any moment: committed checkpoints stay, others are never loaded."""
 
 from __future__ import annotations
 
@@ -39,40 +39,42 @@ RESUMED = {
     "in pruning": (Fate("prune", 1, 0, ""), 6),
     "while recording": (Fate("record", COUNT, 0, ""), 6),
 }
-"""What happens when on which rank, and how many reports are there to go on from."""
+"""For each moment: the fault, and the number of reports from which the training resumes."""
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """Give what comes of it when nobody hurts it."""
-    return trainer(tmp_path_factory.mktemp("whole")).fit()
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """Return the result of a training without a fault."""
+    return trainer(tmp_path_factory.mktemp("undisturbed")).fit()
 
 
-def check_kept(folder: Path, whole: Result) -> Result:
-    """See that nothing is damaged or lost, and that the losses are those of a whole run."""
+def check_checkpoints(folder: Path, undisturbed: Result) -> Result:
+    """Check that no checkpoint is damaged or lost, and that the losses are as without a fault."""
     storage = Storage(folder, "line")
     found = storage.committed()
-    assert [name for name, _ in found], "something is committed"
+    assert [name for name, _ in found], "a checkpoint is committed"
     assert [storage.find_damage(name, manifest.files) for name, manifest in found] == [None] * 2
     result = Result.from_path(folder / "line")
-    assert curve(result) == curve(whole), "to the last bit"
-    assert len(curve(whole)) == STEPS
+    assert curve(result) == curve(undisturbed), "to the last bit"
+    assert len(curve(undisturbed)) == STEPS
     for epoch in range(EPOCHS):
         assert sorted(samples(result, epoch)) == list(range(SAMPLES))
     return result
 
 
 @pytest.mark.parametrize("moment", RESUMED)
-def test_a_rank_is_killed(tmp_path: Path, whole: Result, moment: str) -> None:
+def test_the_next_attempt_resumes_after_a_rank_is_killed(
+    tmp_path: Path, undisturbed: Result, moment: str
+) -> None:
     fate, left = RESUMED[moment]
     fate = replace(fate, marker=str(tmp_path / "marker"))
 
     result = trainer(tmp_path, failures=1, fate=fate).fit()
 
     assert Path(fate.marker).exists()
-    assert result.return_value == whole.return_value
+    assert result.return_value == undisturbed.return_value
     assert [each.attempt for each in result.reports] == left * [0] + (STEPS - left) * [1]
-    check_kept(tmp_path, whole)
+    check_checkpoints(tmp_path, undisturbed)
 
 
 DRIVER = """
@@ -85,18 +87,18 @@ training.trainer({folder!r}, fate=fate).fit()
 
 
 def waiting(fate: Fate, marker: Path) -> Fate:
-    """Have the rank wait until somebody else ends it."""
+    """Return the same fault with a rank that waits to be killed instead of killing itself."""
     return replace(fate, marker=str(marker), killed=False)
 
 
 def kill_driver(folder: Path, fate: Fate) -> float:
-    """Kill a driver while a rank of its stands where fate struck; give when."""
+    """Kill a driver while one of its ranks waits at the fault, and return the time of the fault."""
     marker = folder / "marker"
     source = DRIVER.format(fate=waiting(fate, marker), folder=str(folder))
     environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", source]
     with subprocess.Popen(command, env={**psutil.Process().environ(), **environment}) as driver:
-        until(lambda: marker.exists() and marker.read_text(), "fate strikes", 120)
+        until(lambda: marker.exists() and marker.read_text(), "the fault occurs", 120)
         rank = int(marker.read_text())
         driver.kill()
     assert_gone([rank])
@@ -110,39 +112,41 @@ def kill_driver(folder: Path, fate: Fate) -> float:
         for moment in RESUMED
     ],
 )
-def test_the_driver_is_killed_and_another_goes_on(
-    tmp_path: Path, whole: Result, moment: str
+def test_a_new_driver_resumes_after_the_first_is_killed(
+    tmp_path: Path, undisturbed: Result, moment: str
 ) -> None:
     fate, left = RESUMED[moment]
     killed_at = kill_driver(tmp_path, fate)
 
     result = trainer(tmp_path).fit()
 
-    assert result.return_value == whole.return_value
+    assert result.return_value == undisturbed.return_value
     assert sum(each.at < killed_at for each in result.reports) == left
-    check_kept(tmp_path, whole)
+    check_checkpoints(tmp_path, undisturbed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_hundred_trainings_are_killed_somewhere(tmp_path: Path, whole: Result) -> None:
-    """Each several times, at whatever operation in storage or batch comes then."""
-    chance = random.Random(20)
-    struck = 0
+def test_a_hundred_trainings_survive_kills_at_random_operations(
+    tmp_path: Path, undisturbed: Result
+) -> None:
+    """Each is killed once or twice, at a random batch or operation in storage."""
+    rng = random.Random(20)
+    kills = 0
     for number in range(100):
         folder = tmp_path / str(number)
         folder.mkdir()
-        for life in range(chance.choice([1, 1, 2])):
-            event = chance.choice(["any", "any", "upload", "commit", "prune", "step"])
-            most = {"any": 60, "step": STEPS, "prune": 6}.get(event, STEPS)
-            rank = chance.choice([0, 0, 1])
-            marker = folder / f"marker{life}"
-            fate = Fate(event, chance.randint(1, most), rank, str(marker))
-            trainer(folder, failures=1, fate=fate, stop_at=chance.choice([None, 4])).fit()
-            struck += marker.exists()
+        for attempt in range(rng.choice([1, 1, 2])):
+            event = rng.choice(["any", "any", "upload", "commit", "prune", "step"])
+            max_count = {"any": 60, "step": STEPS, "prune": 6}.get(event, STEPS)
+            rank = rng.choice([0, 0, 1])
+            marker = folder / f"marker{attempt}"
+            fate = Fate(event, rng.randint(1, max_count), rank, str(marker))
+            trainer(folder, failures=1, fate=fate, stop_at=rng.choice([None, 4])).fit()
+            kills += marker.exists()
         trainer(folder).fit()
-        check_kept(folder, whole)
-    assert struck > SAVE_EVERY * 25, "most of them were hurt"
+        check_checkpoints(folder, undisturbed)
+    assert kills > SAVE_EVERY * 25, "few of the faults occurred"
 
 
 ON_CLUSTER = """
@@ -158,14 +162,14 @@ try:
 except Exception as error:
     send(value=repr(error), notes=getattr(error, "__notes__", []))
 """
-ON_CLUSTER_TOO = ["while training", "in upload", "in commit", "in pruning"]
+CLUSTER_MOMENTS = ["while training", "in upload", "in commit", "in pruning"]
 
 
 @contextlib.contextmanager
-def struck_on_cluster(
+def fault_on_cluster(
     tmp_path: Path, machines: AbstractContextManager[list[Machine]], fate: Fate, workers: object
 ) -> Iterator[tuple[Cluster, Driver, Machine]]:
-    """Have fate strike a rank of a cluster's; give also the driver, and the rank's machine."""
+    """Train on a cluster until the fault occurs, and yield the machine of its rank, too."""
     folder = tmp_path / "runs"
     folder.mkdir()
     source = ON_CLUSTER.format(
@@ -176,17 +180,17 @@ def struck_on_cluster(
         failures=1,
     )
     with (
-        machines as made,
-        cluster_on(made, tmp_path) as cluster,
+        machines as created,
+        cluster_on(created, tmp_path) as cluster,
         cluster.driver(source) as driver,
     ):
-        yield cluster, driver, struck_on(cluster, folder)
+        yield cluster, driver, machine_of_fault(cluster, folder)
 
 
-def struck_on(cluster: Cluster, folder: Path) -> Machine:
-    """Wait until fate strikes; give the machine of the rank that it struck."""
+def machine_of_fault(cluster: Cluster, folder: Path) -> Machine:
+    """Wait until the fault occurs, and return the machine of its rank."""
     marker = folder / "marker"
-    until(lambda: marker.exists() and marker.read_text(), "fate strikes", 120)
+    until(lambda: marker.exists() and marker.read_text(), "the fault occurs", 120)
     address = psutil.Process(int(marker.read_text())).environ()["SPARK_LOCAL_IP"]
     return next(machine for machine in cluster.on_workers if machine.address == address)
 
@@ -195,35 +199,37 @@ def struck_on(cluster: Cluster, folder: Path) -> Machine:
     "moment",
     [
         moment if moment == "in commit" else pytest.param(moment, marks=pytest.mark.slow)
-        for moment in ON_CLUSTER_TOO
+        for moment in CLUSTER_MOMENTS
     ],
 )
-def test_an_executor_is_killed(tmp_path: Path, whole: Result, moment: str) -> None:
-    """Spark starts another, in which the next attempt goes on."""
+def test_a_training_resumes_after_an_executor_is_killed(
+    tmp_path: Path, undisturbed: Result, moment: str
+) -> None:
+    """Spark starts another executor, on which the next attempt resumes."""
     fate, left = RESUMED[moment]
-    with struck_on_cluster(tmp_path, machines_on_loopback(4), fate, 2) as struck:
-        cluster, driver, machine = struck
+    with fault_on_cluster(tmp_path, machines_on_loopback(4), fate, 2) as faulty:
+        cluster, driver, machine = faulty
         kill(cluster.find("executor", machine)[0])
-        assert driver.receive("value")["value"] == whole.return_value
+        assert driver.receive("value")["value"] == undisturbed.return_value
 
-    result = check_kept(tmp_path / "runs", whole)
+    result = check_checkpoints(tmp_path / "runs", undisturbed)
     assert [each.attempt for each in result.reports] == left * [0] + (STEPS - left) * [1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ON_CLUSTER_TOO)
-def test_a_host_is_killed(tmp_path: Path, moment: str) -> None:
-    """The next attempt takes the one that is left."""
+@pytest.mark.parametrize("moment", CLUSTER_MOMENTS)
+def test_a_training_resumes_after_a_host_is_killed(tmp_path: Path, moment: str) -> None:
+    """The next attempt uses the remaining host."""
     fate, left = RESUMED[moment]
-    with struck_on_cluster(tmp_path, machines_on_loopback(4), fate, (1, 2)) as struck:
-        cluster, driver, machine = struck
+    with fault_on_cluster(tmp_path, machines_on_loopback(4), fate, (1, 2)) as faulty:
+        cluster, driver, machine = faulty
         for process in cluster.processes():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("SPARK_LOCAL_IP") == machine.address:
                     process.kill()
-        told = driver.receive("value")
+        ending = driver.receive("value")
 
-    assert isinstance(told["value"], list), told
+    assert isinstance(ending["value"], list), ending
     result = Result.from_path(tmp_path / "runs" / "line")
     assert [each.world_size for each in result.reports[: left + 1]] == left * [2] + [1]
     for epoch in range(EPOCHS):
@@ -232,14 +238,14 @@ def test_a_host_is_killed(tmp_path: Path, moment: str) -> None:
 
 @pytest.mark.slow
 @needs_namespaces
-def test_a_host_is_cut_off(tmp_path: Path) -> None:
-    """Spark itself learns of it only minutes later."""
+def test_a_training_resumes_after_a_host_is_partitioned(tmp_path: Path) -> None:
+    """Spark itself notices the partition only minutes later."""
     fate, left = RESUMED["while training"]
-    with struck_on_cluster(tmp_path, machines_apart(4), fate, (1, 2)) as struck:
-        _, driver, machine = struck
+    with fault_on_cluster(tmp_path, machines_apart(4), fate, (1, 2)) as faulty:
+        _, driver, machine = faulty
         machine.cut()
-        told = driver.receive("value", 300)
+        ending = driver.receive("value", 300)
 
-    assert isinstance(told["value"], list), told
+    assert isinstance(ending["value"], list), ending
     result = Result.from_path(tmp_path / "runs" / "line")
     assert [each.world_size for each in result.reports[: left + 1]] == left * [2] + [1]

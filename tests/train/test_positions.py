@@ -1,4 +1,4 @@
-"""Where loaders go on after a restart, however a training makes and uses them."""
+"""The position at which data loaders resume, however a training creates and uses them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 SAMPLES, BATCH, EPOCHS = 12, 3, 4
 
 
-def make(shuffle: bool = True) -> Any:
+def make_loader(shuffle: bool = True) -> Any:
     data = TensorDataset(torch.arange(SAMPLES))
     return prepare_data_loader(DataLoader(data, batch_size=BATCH, shuffle=shuffle))
 
@@ -33,13 +33,13 @@ def save(epoch: int, samples: list[int]) -> None:
         train.report({"epoch": epoch, "samples": samples}, checkpoint=checkpoint)
 
 
-def go_on() -> int:
+def first_epoch() -> int:
     found = train.get_checkpoint()
     return 0 if found is None else int(Path(found.path, "epoch").read_text())
 
 
-def trained(folder: Path) -> list[list[int]]:
-    """List the samples of each epoch, in the order of their training."""
+def trained_samples(folder: Path) -> list[list[int]]:
+    """Return the samples of each epoch, in the order in which they were trained on."""
     reports = train.Result.from_path(folder).reports
     return [
         [s for r in reports if r.metrics["epoch"] == epoch for s in r.metrics["samples"]]
@@ -47,31 +47,33 @@ def trained(folder: Path) -> list[list[int]]:
     ]
 
 
-def fit(stop_at: tuple[int, int] | None, anew: bool, says_epoch: bool, late: bool) -> None:
-    """Train, and stop after so many batches of an epoch.
+def fit(
+    stop_at: tuple[int, int] | None, new_loaders: bool, calls_set_epoch: bool, reports_first: bool
+) -> None:
+    """Train, and stop after a given batch.
 
     Parameters
     ----------
     stop_at : (int, int) or None
-        The epoch and the batch.
-    anew : bool
-        Whether each epoch has a loader of its own.
-    says_epoch : bool
-        Whether ``set_epoch`` is called.
-    late : bool
-        Whether something is reported before the first batch.
+        The epoch, and the number of batches in it after which to stop; None never stops.
+    new_loaders : bool
+        Whether each epoch creates its own loader.
+    calls_set_epoch : bool
+        Whether each epoch calls ``set_epoch``.
+    reports_first : bool
+        Whether the training reports before its first batch.
     """
-    first = go_on()
-    loader = None if anew else make()
-    if late:
+    first = first_epoch()
+    loader = None if new_loaders else make_loader()
+    if reports_first:
         save(first, [])
         if stop_at == (first, 0):
             return
     for epoch in range(first, EPOCHS):
-        if anew:
-            loader = make()
+        if new_loaders:
+            loader = make_loader()
         assert loader is not None
-        if says_epoch:
+        if calls_set_epoch:
             loader.sampler.set_epoch(epoch)
         for number, (batch,) in enumerate(loader, 1):
             save(epoch, batch.tolist())
@@ -79,50 +81,51 @@ def fit(stop_at: tuple[int, int] | None, anew: bool, says_epoch: bool, late: boo
                 return
 
 
-@pytest.mark.parametrize("says_epoch", [True, False])
-@pytest.mark.parametrize("anew", [True, False])
-@pytest.mark.parametrize("late", [True, False])
-def test_each_sample_is_trained_once_in_each_epoch(
-    tmp_path: Path, anew: bool, says_epoch: bool, late: bool
+@pytest.mark.parametrize("calls_set_epoch", [True, False])
+@pytest.mark.parametrize("new_loaders", [True, False])
+@pytest.mark.parametrize("reports_first", [True, False])
+def test_each_sample_is_trained_on_once_in_each_epoch(
+    tmp_path: Path, new_loaders: bool, calls_set_epoch: bool, reports_first: bool
 ) -> None:
     ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="x", timeout=120)
-    ranks.run(fit, (2, 2), anew, says_epoch, False)
-    ranks.run(fit, (2, 1), anew, says_epoch, late)  # one more batch of the same epoch
-    if late:
-        ranks.run(fit, (2, 0), anew, says_epoch, late)
-    ranks.run(fit, None, anew, says_epoch, late)
-    for epoch, samples in enumerate(trained(tmp_path / "x")):
+    ranks.run(fit, (2, 2), new_loaders, calls_set_epoch, False)
+    # Train on one more batch of the same epoch.
+    ranks.run(fit, (2, 1), new_loaders, calls_set_epoch, reports_first)
+    if reports_first:
+        ranks.run(fit, (2, 0), new_loaders, calls_set_epoch, reports_first)
+    ranks.run(fit, None, new_loaders, calls_set_epoch, reports_first)
+    for epoch, samples in enumerate(trained_samples(tmp_path / "x")):
         assert sorted(samples) == list(range(SAMPLES)), epoch
 
 
-def test_epochs_differ_without_a_word(tmp_path: Path) -> None:
+def test_the_order_of_epochs_differs_without_set_epoch(tmp_path: Path) -> None:
     ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="x", timeout=120)
     ranks.run(fit, None, False, False, False)
-    unsaid = trained(tmp_path / "x")
-    assert len({tuple(epoch) for epoch in unsaid}) == EPOCHS
-    said = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="y", timeout=120)
-    said.run(fit, None, False, True, False)
-    assert trained(tmp_path / "y") == unsaid, "the same orders as with set_epoch"
+    without = trained_samples(tmp_path / "x")
+    assert len({tuple(epoch) for epoch in without}) == EPOCHS
+    other = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="y", timeout=120)
+    other.run(fit, None, False, True, False)
+    assert trained_samples(tmp_path / "y") == without, "the same orders as with set_epoch"
 
 
-def test_another_trainings_checkpoint_brings_the_position_along(tmp_path: Path) -> None:
-    def trainer(name: str, stop_at: Any, begin: Checkpoint | None) -> TorchTrainer:
+def test_a_checkpoint_of_another_training_contains_the_position(tmp_path: Path) -> None:
+    def trainer(name: str, stop_at: Any, checkpoint: Checkpoint | None) -> TorchTrainer:
         return TorchTrainer(
-            lambda: fit(stop_at, anew=False, says_epoch=True, late=False),
+            lambda: fit(stop_at, new_loaders=False, calls_set_epoch=True, reports_first=False),
             scaling_config=ScalingConfig(num_workers=1),
             run_config=RunConfig(name, tmp_path, settings={"timeout": 120}),
-            resume_from_checkpoint=begin,
+            resume_from_checkpoint=checkpoint,
         )
 
-    begun = trainer("begun", (2, 2), None).fit()
-    trainer("other", None, begun.checkpoint).fit()
+    stopped = trainer("stopped", (2, 2), None).fit()
+    trainer("other", None, stopped.checkpoint).fit()
 
-    before, after = trained(tmp_path / "begun")[2], trained(tmp_path / "other")[2]
+    before, after = trained_samples(tmp_path / "stopped")[2], trained_samples(tmp_path / "other")[2]
     assert len(before) == len(after) == SAMPLES // 2
     assert sorted(before + after) == list(range(SAMPLES))
 
 
-def test_a_pass_that_is_said_again_is_the_same() -> None:
+def test_passes_after_one_set_epoch_have_the_same_order() -> None:
     share = ShardSampler(SAMPLES, shuffle=True, rank=0, size=1)
     share.set_epoch(3)
     assert share.is_set
@@ -130,7 +133,7 @@ def test_a_pass_that_is_said_again_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    "how",
+    "loader_options",
     [
         lambda data: {
             "batch_sampler": BatchSampler(RandomSampler(data), 4, drop_last=False),
@@ -139,7 +142,7 @@ def test_a_pass_that_is_said_again_is_the_same() -> None:
         lambda data: {"sampler": RandomSampler(data, num_samples=100)},
     ],
 )
-def test_samplers_that_would_be_lost_are_refused(how: Any) -> None:
+def test_samplers_that_would_be_discarded_are_refused(loader_options: Any) -> None:
     data = TensorDataset(torch.arange(SAMPLES))
     with pytest.raises(ValueError, match=r"would discard its .*Sampler"):
-        prepare_data_loader(DataLoader(data, **how(data)))
+        prepare_data_loader(DataLoader(data, **loader_options(data)))

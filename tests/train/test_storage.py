@@ -1,4 +1,4 @@
-"""Checkpoints in storage: whole or not there, on file systems that can do little."""
+"""A committed checkpoint is complete, even on file systems that support few operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ fsspec = pytest.importorskip("fsspec")
 
 
 def plain_by_fsspec(folder: Path) -> Any:
-    """Make a file system that can do no more than a mounted object store."""
+    """Return a file system that supports no more than a mounted object store."""
     from fsspec.implementations.dirfs import DirFileSystem
     from fsspec.implementations.local import LocalFileSystem
 
@@ -42,7 +42,7 @@ def plain_by_fsspec(folder: Path) -> Any:
 
 @pytest.fixture(params=["local", "pyarrow", "fsspec"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    """Give a storage in a folder: with all that it can do, and with plain writes only."""
+    """Return a storage with all operations of local files, or with plain writes only."""
     folder = tmp_path / "storage"
     folder.mkdir()
     if request.param == "local":
@@ -52,8 +52,8 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return Storage("", "run", plain_by_fsspec(folder))
 
 
-def written_by(rank: int, folder: Path) -> Path:
-    """Make what a rank saves: a shard, and another in a folder below."""
+def saved_by(rank: int, folder: Path) -> Path:
+    """Return a folder that a rank has saved: a shard, and another one in a subfolder."""
     mine = folder / f"of rank {rank}"
     (mine / "deep").mkdir(parents=True)
     (mine / f"__{rank}_0.distcp").write_bytes(bytes([rank]) * 1000)
@@ -66,7 +66,7 @@ def save(storage: Storage, index: int, folder: Path, ranks: int = 2) -> str:
     files = [
         file
         for rank in range(ranks)
-        for file in storage.upload(written_by(rank, folder / name), name)
+        for file in storage.upload(saved_by(rank, folder / name), name)
     ]
     metrics = {"loss": 1 / (index + 1)}
     manifest = Manifest(index=index, metrics=metrics, world_size=ranks, files=tuple(files))
@@ -74,7 +74,7 @@ def save(storage: Storage, index: int, folder: Path, ranks: int = 2) -> str:
     return name
 
 
-def test_what_is_committed_is_found_in_order(storage: Storage, tmp_path: Path) -> None:
+def test_committed_checkpoints_are_found_in_order(storage: Storage, tmp_path: Path) -> None:
     names = [save(storage, index, tmp_path) for index in (2, 0, 1)]
 
     found = storage.committed()
@@ -90,31 +90,33 @@ def test_what_is_committed_is_found_in_order(storage: Storage, tmp_path: Path) -
         assert Path(folder, "deep", "1.pt").read_bytes() == b"x"
 
 
-def test_the_life_of_a_run(storage: Storage, tmp_path: Path) -> None:
-    """All that a run asks of its storage, in the order in which it does."""
+def test_the_operations_of_a_run(storage: Storage, tmp_path: Path) -> None:
+    """Every operation on storage that a run uses, in the order in which it uses them."""
     storage.write(".proof-1", b"\n")
     assert storage.remove_files([".proof-1", ".proof-2"]) == {".proof-1"}
     assert (storage.committed(), storage.next_index()) == ([], 0)
 
-    begun = "checkpoint_000000"
-    storage.upload(written_by(0, tmp_path / "killed"), begun)
+    uncommitted = "checkpoint_000000"
+    storage.upload(saved_by(0, tmp_path / "killed"), uncommitted)
     assert storage.next_index() == 1
     names = [save(storage, index, tmp_path) for index in (1, 2)]
-    assert storage.find_uncommitted(names[-1]) == [begun]
+    assert storage.find_uncommitted(names[-1]) == [uncommitted]
 
-    storage.remove(begun)
+    storage.remove(uncommitted)
     storage.remove(names[0])
     assert [name for name, _ in storage.committed()] == names[1:]
     assert (storage.find_uncommitted(names[-1]), storage.next_index()) == ([], 3)
 
 
-def test_without_a_manifest_there_is_no_checkpoint(storage: Storage, tmp_path: Path) -> None:
-    storage.upload(written_by(0, tmp_path), "checkpoint_000000")
+def test_a_checkpoint_without_a_manifest_is_not_committed(storage: Storage, tmp_path: Path) -> None:
+    storage.upload(saved_by(0, tmp_path), "checkpoint_000000")
     assert storage.committed() == []
 
 
 @pytest.mark.parametrize("length", [0, 1, 50, -1])
-def test_a_manifest_that_was_cut_short_is_none(tmp_path: Path, length: int) -> None:
+def test_a_checkpoint_with_a_truncated_manifest_is_not_committed(
+    tmp_path: Path, length: int
+) -> None:
     storage = Storage(tmp_path / "storage", "run")
     name = save(storage, 0, tmp_path)
     manifest = tmp_path / "storage" / "run" / name / MANIFEST
@@ -122,15 +124,15 @@ def test_a_manifest_that_was_cut_short_is_none(tmp_path: Path, length: int) -> N
     assert storage.committed() == []
 
 
-def test_nothing_committed_is_written_over(storage: Storage, tmp_path: Path) -> None:
+def test_a_committed_checkpoint_is_not_overwritten(storage: Storage, tmp_path: Path) -> None:
     name = save(storage, 0, tmp_path)
     with pytest.raises(DistributorError, match=f"{name} already exists in .*run, and is not"):
-        storage.upload(written_by(0, tmp_path), name)
+        storage.upload(saved_by(0, tmp_path), name)
 
 
-def test_a_file_that_others_cannot_see_stops_the_commit(tmp_path: Path) -> None:
+def test_a_file_of_another_size_in_storage_stops_the_commit(tmp_path: Path) -> None:
     storage = Storage(tmp_path / "storage", "run")
-    files = storage.upload(written_by(0, tmp_path), "a")
+    files = storage.upload(saved_by(0, tmp_path), "a")
     (tmp_path / "storage" / "run" / "a" / "deep" / "0.pt").write_bytes(b"more")
     with pytest.raises(
         DistributorError, match=r"incomplete: 0 bytes were written to .*0\.pt, which has 4"
@@ -140,17 +142,19 @@ def test_a_file_that_others_cannot_see_stops_the_commit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "message"),
+    ("damage_file", "message"),
     [
         (lambda file: file.unlink(), "is missing"),
         (lambda file: file.write_bytes(b"short"), "has 5 bytes instead of 1,000"),
         (lambda file: file.write_bytes(bytes(1000)), "has been modified"),
     ],
 )
-def test_damage_is_named(tmp_path: Path, harm: Any, message: str) -> None:
+def test_find_damage_names_the_file_and_the_damage(
+    tmp_path: Path, damage_file: Any, message: str
+) -> None:
     storage = Storage(tmp_path / "storage", "run")
     name = save(storage, 0, tmp_path)
-    harm(tmp_path / "storage" / "run" / name / "__1_0.distcp")
+    damage_file(tmp_path / "storage" / "run" / name / "__1_0.distcp")
 
     [(_, manifest)] = storage.committed()
     damage = storage.find_damage(name, manifest.files)
@@ -159,7 +163,7 @@ def test_damage_is_named(tmp_path: Path, harm: Any, message: str) -> None:
     assert "__1_0.distcp" in damage
 
 
-def test_what_is_removed_is_gone(storage: Storage, tmp_path: Path) -> None:
+def test_a_removed_checkpoint_cannot_be_loaded(storage: Storage, tmp_path: Path) -> None:
     kept, removed = save(storage, 0, tmp_path), save(storage, 1, tmp_path)
     storage.remove(removed)
     assert [name for name, _ in storage.committed()] == [kept]
@@ -174,56 +178,58 @@ from distributor.train.storage import checkpoint_store as subject
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import Manifest
 
-folder, deadly = sys.argv[1], int(sys.argv[2])
+folder, fatal_call = sys.argv[1], int(sys.argv[2])
 calls = [0]
 
-class Mortal(pafs.FSSpecHandler):
+class KillingHandler(pafs.FSSpecHandler):
     def open_output_stream(self, path, metadata):
         calls[0] += 1
         stream = super().open_output_stream(path, metadata)
-        if calls[0] == deadly:
+        if calls[0] == fatal_call:
             stream.write(b"{")
             stream.flush()
             os.kill(os.getpid(), signal.SIGKILL)
         return stream
 
 import fsspec
-storage = Storage(folder, "run", pafs.PyFileSystem(Mortal(fsspec.filesystem("file"))))
+storage = Storage(folder, "run", pafs.PyFileSystem(KillingHandler(fsspec.filesystem("file"))))
 files = storage.upload(sys.argv[3], "checkpoint_000001")
 storage.commit("checkpoint_000001", Manifest(index=1, world_size=1, files=tuple(files)))
 print("committed")
 """
 
 
-@pytest.mark.parametrize("deadly", [1, 2, 3, 4])
-def test_whoever_is_killed_while_saving_leaves_what_was_there(tmp_path: Path, deadly: int) -> None:
-    """It writes two files, and then the manifest."""
+@pytest.mark.parametrize("fatal_call", [1, 2, 3, 4])
+def test_a_process_that_is_killed_while_saving_damages_no_committed_checkpoint(
+    tmp_path: Path, fatal_call: int
+) -> None:
+    """The process writes two files and then the manifest, so a fourth call never happens."""
     storage = Storage(tmp_path / "storage", "run")
     before = save(storage, 0, tmp_path)
-    mine = written_by(7, tmp_path)
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "storage"), str(deadly), str(mine)]
+    mine = saved_by(7, tmp_path)
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "storage"), str(fatal_call), str(mine)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
 
     found = storage.committed()
     committed = "committed" in done.stdout
-    assert committed == (deadly == 4), done.stderr
+    assert committed == (fatal_call == 4), done.stderr
     assert [name for name, _ in found] == [before, "checkpoint_000001"][: 1 + committed]
     assert [storage.find_damage(name, each.files) for name, each in found] == [None] * len(found)
 
 
-def test_a_checkpoint_travels_and_keeps_its_metadata(tmp_path: Path) -> None:
+def test_a_pickled_checkpoint_keeps_its_metadata(tmp_path: Path) -> None:
     checkpoint = Checkpoint.from_directory(tmp_path)
     checkpoint.set_metadata({"epoch": 3})
     checkpoint.update_metadata({"step": 7})
 
-    there: Checkpoint = pickle.loads(pickle.dumps(checkpoint))
-    assert there == checkpoint
-    assert there.get_metadata() == {"epoch": 3, "step": 7}
-    with there.as_directory() as folder:
-        assert folder == str(tmp_path), "it is not copied"
+    unpickled: Checkpoint = pickle.loads(pickle.dumps(checkpoint))
+    assert unpickled == checkpoint
+    assert unpickled.get_metadata() == {"epoch": 3, "step": 7}
+    with unpickled.as_directory() as folder:
+        assert folder == str(tmp_path), "a local checkpoint is not copied"
 
 
-def test_addresses_of_pyarrow_and_of_fsspec_are_known(tmp_path: Path) -> None:
+def test_uris_of_pyarrow_and_of_fsspec_are_accepted(tmp_path: Path) -> None:
     local = Checkpoint(tmp_path.as_uri())
     assert isinstance(local.filesystem, pafs.LocalFileSystem)
     assert local.path == str(tmp_path)

@@ -1,4 +1,4 @@
-"""TorchTrainer: what it gives, and what it takes up again after a rank was killed."""
+"""TorchTrainer: its result, its checks of the input, and training that resumes."""
 
 from __future__ import annotations
 
@@ -42,26 +42,28 @@ TIMEOUT = {"timeout": 120, "show_output": "none"}
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_an_epoch_goes_on_with_other_ranks(tmp_path: Path, workers: int) -> None:
-    begun = trainer(tmp_path, workers=4, stop_at=2).fit()
-    assert begun.return_value == [2]
+def test_an_epoch_resumes_on_other_ranks(tmp_path: Path, workers: int) -> None:
+    stopped = trainer(tmp_path, workers=4, stop_at=2).fit()
+    assert stopped.return_value == [2]
 
-    ended = trainer(tmp_path, workers=workers).fit()
+    resumed = trainer(tmp_path, workers=workers).fit()
 
-    assert {each.world_size for each in ended.reports} == {4, workers}
+    assert {each.world_size for each in resumed.reports} == {4, workers}
     for epoch in range(EPOCHS):
-        assert sorted(samples(ended, epoch)) == list(range(SAMPLES)), epoch
+        assert sorted(samples(resumed, epoch)) == list(range(SAMPLES)), epoch
     order = samples(trainer(tmp_path, workers=1, name="alone").fit(), 0)
     trained = 2 * 4 * BATCH
-    assert set(samples(ended, 0)[:trained]) == set(order[:trained]), "one order for all worlds"
+    assert set(samples(resumed, 0)[:trained]) == set(order[:trained]), (
+        "the order is the same for all world sizes"
+    )
 
 
 @pytest.mark.spark
-def test_a_killed_training_goes_on_on_the_cluster(spark: Any, tmp_path: Path) -> None:
+def test_a_killed_training_resumes_on_the_cluster(spark: Any, tmp_path: Path) -> None:
     fate = Fate("step", 6, rank=0, marker=str(tmp_path / "marker"))
     killed = trainer(tmp_path, local_mode=False, failures=1, fate=fate).fit()
 
-    assert curve(killed) == curve(trainer(tmp_path, "here").fit())
+    assert curve(killed) == curve(trainer(tmp_path, "undisturbed").fit())
     assert [each.attempt for each in killed.reports] == 4 * [0] + 12 * [1]
     assert killed.metrics_dataframe["loss"].tolist() == curve(killed)
 
@@ -76,12 +78,12 @@ def test_best_checkpoints_are_kept(tmp_path: Path) -> None:
                 train.report({"accuracy": accuracy}, checkpoint=checkpoint)
         train.report({"accuracy": 0.1}, checkpoint=None)
 
-    kept = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="accuracy")
-    run = RunConfig(storage_path=tmp_path, checkpoint_config=kept, settings=TIMEOUT)
+    config = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="accuracy")
+    run = RunConfig(storage_path=tmp_path, checkpoint_config=config, settings=TIMEOUT)
     result = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=run).fit()
 
-    kept_ones = [metrics["accuracy"] for _, metrics in result.best_checkpoints]
-    assert kept_ones == [0.9, 0.7, 0.6], "the best two, and the latest"
+    kept = [metrics["accuracy"] for _, metrics in result.best_checkpoints]
+    assert kept == [0.9, 0.7, 0.6], "the best two, and the latest"
     best = result.get_best_checkpoint("accuracy")
     assert best
     assert best.path.endswith("checkpoint_000001")
@@ -92,7 +94,7 @@ def test_best_checkpoints_are_kept(tmp_path: Path) -> None:
     assert [json.loads(line)["metrics"]["accuracy"] for line in lines] == [0.5, 0.9, 0.7, 0.6, 0.1]
 
 
-def test_a_record_that_cannot_be_written_stops_no_training(tmp_path: Path) -> None:
+def test_training_continues_if_the_report_log_cannot_be_written(tmp_path: Path) -> None:
     def loop() -> None:
         for step in range(2):
             with tempfile.TemporaryDirectory() as folder:
@@ -103,27 +105,29 @@ def test_a_record_that_cannot_be_written_stops_no_training(tmp_path: Path) -> No
     run = RunConfig(storage_path=str(tmp_path), storage_filesystem=files, settings=TIMEOUT)
     result = TorchTrainer(loop, run_config=run).fit()
 
-    assert len(Path(result.path, "reports.jsonl").read_text().splitlines()) == 1, "the first alone"
+    assert len(Path(result.path, "reports.jsonl").read_text().splitlines()) == 1, (
+        "only the first report"
+    )
     assert [report.metrics for report in result.reports] == [{"step": 0}, {"step": 1}]
 
 
-def test_a_score_that_is_not_reported_is_told(tmp_path: Path) -> None:
+def test_a_score_attribute_that_is_not_reported_is_an_error(tmp_path: Path) -> None:
     def loop() -> None:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "weights").write_text("1, 2, 3")
             train.report({"loss": 1.0}, checkpoint=Checkpoint.from_directory(folder))
 
-    kept = CheckpointConfig(checkpoint_score_attribute="accuracy")
-    run = RunConfig(storage_path=tmp_path, checkpoint_config=kept, settings=TIMEOUT)
+    config = CheckpointConfig(checkpoint_score_attribute="accuracy")
+    run = RunConfig(storage_path=tmp_path, checkpoint_config=config, settings=TIMEOUT)
     with pytest.raises(DistributorError, match=r"is 'accuracy', but the metrics .*'loss'"):
         TorchTrainer(loop, run_config=run).fit()
 
 
-def test_the_group_is_there_and_the_device(tmp_path: Path) -> None:
+def test_the_training_function_has_a_process_group_and_a_device(tmp_path: Path) -> None:
     def loop(config: dict[str, Any]) -> Any:
         context = train.get_context()
         storage = context.get_storage()
-        assert config == {}, "what nobody gave is empty"
+        assert config == {}, "the default is an empty configuration"
         sizes = context.get_world_size(), dist.get_world_size()
         return str(get_device()), sizes, context.get_experiment_name(), storage.path
 
@@ -135,7 +139,7 @@ def test_the_group_is_there_and_the_device(tmp_path: Path) -> None:
     assert result.path == str(tmp_path / "mine")
 
 
-def test_a_training_begins_where_another_ended(tmp_path: Path) -> None:
+def test_a_training_resumes_from_the_checkpoint_of_another(tmp_path: Path) -> None:
     def loop() -> Any:
         found = train.get_checkpoint()
         assert found is not None
@@ -145,17 +149,17 @@ def test_a_training_begins_where_another_ended(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "weights").write_text("1, 2, 3")
     run = RunConfig(storage_path=tmp_path / "new", settings=TIMEOUT)
-    begin = Checkpoint.from_directory(tmp_path / "old")
-    assert TorchTrainer(loop, run_config=run, resume_from_checkpoint=begin).fit().return_value == (
-        "1, 2, 3"
-    )
+    checkpoint = Checkpoint.from_directory(tmp_path / "old")
+    assert TorchTrainer(
+        loop, run_config=run, resume_from_checkpoint=checkpoint
+    ).fit().return_value == ("1, 2, 3")
     (tmp_path / "old" / "weights").unlink()
     (tmp_path / "old").rmdir()
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
-        TorchTrainer(loop, run_config=run, resume_from_checkpoint=begin)
+        TorchTrainer(loop, run_config=run, resume_from_checkpoint=checkpoint)
 
 
-def test_models_are_prepared_in_other_runs_too(tmp_path: Path) -> None:
+def test_prepare_model_works_in_a_run_without_a_trainer(tmp_path: Path) -> None:
     def loop() -> Any:
         model = prepare_model(torch.nn.Linear(2, 2))
         sharded = prepare_model(torch.nn.Linear(2, 2), parallel_strategy="fsdp")
@@ -232,16 +236,16 @@ BAD: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "kind", "words"), BAD)
-def test_bad_input_is_told_before_anything_starts(
-    make: Any, kind: type[Exception], words: str
+@pytest.mark.parametrize(("create", "kind", "message"), BAD)
+def test_bad_input_raises_before_anything_starts(
+    create: Any, kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind) as caught:
-        make()
-    assert re.search(words, str(caught.value)), str(caught.value)
+        create()
+    assert re.search(message, str(caught.value)), str(caught.value)
 
 
-def test_a_sampler_of_ones_own_is_not_lost() -> None:
+def test_prepare_data_loader_refuses_to_discard_a_custom_sampler() -> None:
     data = TensorDataset(torch.arange(4))
     weighted = DataLoader(data, sampler=WeightedRandomSampler([1.0] * 4, 4))
     with pytest.raises(ValueError, match="discard its WeightedRandomSampler"):
@@ -249,10 +253,10 @@ def test_a_sampler_of_ones_own_is_not_lost() -> None:
     assert len(prepare_data_loader(weighted, add_dist_sampler=False)) == 4
 
 
-def test_batches_of_any_kind_are_moved() -> None:
+def test_tensors_in_batches_of_any_type_are_moved_to_the_device() -> None:
     device = torch.device("meta")
-    told = [{"x": torch.ones(2), "names": ["a"]}, (torch.ones(1), 3)]
-    loader = DataLoader(told, batch_size=None)  # type: ignore[arg-type]
+    batches = [{"x": torch.ones(2), "names": ["a"]}, (torch.ones(1), 3)]
+    loader = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
     named, pair = prepare(loader, shard=True, device=device, pin_memory=False)
 
@@ -262,7 +266,7 @@ def test_batches_of_any_kind_are_moved() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 7, 12])
-def test_all_ranks_get_as_many_samples(length: int) -> None:
+def test_all_ranks_get_the_same_number_of_samples(length: int) -> None:
     for size in (1, 2, 5):
         for start in range(length + 1):
             shares = [
@@ -270,7 +274,7 @@ def test_all_ranks_get_as_many_samples(length: int) -> None:
             ]
             for share in shares:
                 share.start = start
-            given = [list(share) for share in shares]
-            assert len({len(each) for each in given}) == 1
-            assert len({sample for each in given for sample in each}) == length - start
-            assert [len(each) for each in given] == [-(-(length - start) // size)] * size
+            samples_of = [list(share) for share in shares]
+            assert len({len(each) for each in samples_of}) == 1
+            assert len({sample for each in samples_of for sample in each}) == length - start
+            assert [len(each) for each in samples_of] == [-(-(length - start) // size)] * size

@@ -1,4 +1,4 @@
-"""A file's way into storage: as a copy, or as a second name where nobody writes to the first."""
+"""Files are uploaded as a copy, or as a hard link if the source is not written to again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from distributor.train.storage import upload
 from distributor.train.storage.upload import size_and_checksum, upload_file
 
 CONTENT = os.urandom(3 * upload.CHUNK + 7)
-SUMS = (len(CONTENT), zlib.crc32(CONTENT))
-HERE = pafs.LocalFileSystem()
+SIZE_AND_CHECKSUM = (len(CONTENT), zlib.crc32(CONTENT))
+LOCAL = pafs.LocalFileSystem()
 
 
 @pytest.fixture
@@ -27,68 +27,68 @@ def file(tmp_path: Path) -> Path:
 
 
 def refuse(*args: Any, **options: Any) -> NoReturn:
-    raise OSError("it cannot do that")
+    raise OSError("not supported")
 
 
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("filesystem", [HERE, plain(HERE)])
-def test_what_is_brought_is_whole(file: Path, filesystem: Any, keep: bool) -> None:
-    target = file.parent / "there"
+@pytest.mark.parametrize("filesystem", [LOCAL, plain(LOCAL)])
+def test_an_uploaded_file_is_complete(file: Path, filesystem: Any, keep: bool) -> None:
+    target = file.parent / "target"
 
-    assert upload_file(file, filesystem, str(target), keep=keep) == SUMS
+    assert upload_file(file, filesystem, str(target), keep=keep) == SIZE_AND_CHECKSUM
 
     assert target.read_bytes() == CONTENT
-    assert size_and_checksum(filesystem, str(target)) == SUMS
-    copied = keep or filesystem is not HERE
+    assert size_and_checksum(filesystem, str(target)) == SIZE_AND_CHECKSUM
+    copied = keep or filesystem is not LOCAL
     assert file.samefile(target) != copied
 
 
-def test_a_file_that_is_kept_may_be_written_over(file: Path) -> None:
-    upload_file(file, HERE, str(file.parent / "there"), keep=True)
+def test_overwriting_a_kept_file_does_not_change_the_uploaded_one(file: Path) -> None:
+    upload_file(file, LOCAL, str(file.parent / "target"), keep=True)
     file.write_bytes(b"of the next step")
-    assert (file.parent / "there").read_bytes() == CONTENT
+    assert (file.parent / "target").read_bytes() == CONTENT
 
 
-def test_where_there_are_no_links_files_are_copied(
+def test_files_are_copied_if_hard_links_are_not_supported(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "link", refuse)
-    assert upload_file(file, HERE, str(file.parent / "there"), keep=False) == SUMS
-    assert not file.samefile(file.parent / "there")
+    assert upload_file(file, LOCAL, str(file.parent / "target"), keep=False) == SIZE_AND_CHECKSUM
+    assert not file.samefile(file.parent / "target")
 
 
 @pytest.mark.parametrize("calls", [0, 1])
-def test_where_the_kernel_does_not_copy_it_is_done_here(
+def test_files_are_read_and_written_if_copy_file_range_fails(
     file: Path, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
-    """At once, or from where it stopped."""
+    """From the beginning, or from the byte at which `copy_file_range` failed."""
     copy = os.copy_file_range
-    left = [upload.CHUNK] * calls
+    counts = [upload.CHUNK] * calls
 
-    def stop_soon(source: int, target: int, count: int) -> int:
-        return copy(source, target, left.pop()) if left else refuse()
+    def fail_after_calls(source: int, target: int, count: int) -> int:
+        return copy(source, target, counts.pop()) if counts else refuse()
 
-    monkeypatch.setattr(os, "copy_file_range", stop_soon)
-    assert upload_file(file, HERE, str(file.parent / "there"), keep=True) == SUMS
-    assert (file.parent / "there").read_bytes() == CONTENT
+    monkeypatch.setattr(os, "copy_file_range", fail_after_calls)
+    assert upload_file(file, LOCAL, str(file.parent / "target"), keep=True) == SIZE_AND_CHECKSUM
+    assert (file.parent / "target").read_bytes() == CONTENT
 
 
-def test_a_file_of_several_names_is_copied(file: Path) -> None:
-    """As in the caches of models, which outlive the folder that is given up."""
+def test_a_file_with_other_links_is_copied(file: Path) -> None:
+    """As in a model cache, which remains in use after the folder is handed over."""
     soft, hard = file.parent / "soft", file.parent / "hard"
     soft.symlink_to(file)
     hard.hardlink_to(file)
     for name in (soft, hard):
-        there = file.parent / f"{name.name} there"
-        assert upload_file(name, HERE, str(there), keep=False) == SUMS
-        assert not there.is_symlink()
-        assert not there.samefile(file)
+        target = file.parent / f"{name.name} target"
+        assert upload_file(name, LOCAL, str(target), keep=False) == SIZE_AND_CHECKSUM
+        assert not target.is_symlink()
+        assert not target.samefile(file)
 
 
-def test_what_a_killed_rank_had_linked_is_no_longer_the_same_file(file: Path) -> None:
-    target = file.parent / "there"
+def test_a_hard_link_left_by_a_killed_rank_is_replaced(file: Path) -> None:
+    target = file.parent / "target"
     target.hardlink_to(file)
     for keep in (False, True):
-        assert upload_file(file, HERE, str(target), keep=keep) == SUMS
+        assert upload_file(file, LOCAL, str(target), keep=keep) == SIZE_AND_CHECKSUM
         assert target.read_bytes() == file.read_bytes() == CONTENT
     assert not target.samefile(file)
