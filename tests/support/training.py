@@ -1,4 +1,4 @@
-"""A training for fault injection: an event, a count and a rank select when it is killed.
+"""A training for fault injection: an event, a count and a rank select when a rank is killed.
 
 It fits a line with float64, so that losses can be compared to the last bit. Each report has the
 batch's samples; every second report has a checkpoint to which each rank adds a file.
@@ -38,8 +38,8 @@ SAMPLES, BATCH, EPOCHS, SAVE_EVERY = 48, 3, 2, 2
 
 
 @dataclass(frozen=True)
-class Fate:
-    """What happens to a rank, once: at the event's so-many-th time in its process.
+class Fault:
+    """A fault that ends a rank once, when an event has occurred a number of times in its process.
 
     Parameters
     ----------
@@ -47,11 +47,11 @@ class Fate:
         "step" (a batch begins), "upload", "check", "commit", "prune" or "record" (half of a file
         is written, or a folder is about to be read or removed), or "any" operation in storage.
     count : int
-        Which time, from 1.
+        The occurrence of the event at which the fault is injected, from 1.
     rank : int
-        On which rank.
+        The rank that it ends.
     marker : str
-        A file that is created then; if it exists already, nothing happens.
+        A file that the fault creates. If it exists already, the fault is not injected.
     killed : bool
         Whether the rank kills itself; otherwise it waits until it is killed.
     """
@@ -62,8 +62,8 @@ class Fate:
     marker: str
     killed: bool = True
 
-    def strike(self) -> None:
-        """Kill this rank, or wait to be killed."""
+    def inject(self) -> None:
+        """Create the marker, and kill this rank or wait to be killed."""
         Path(self.marker).write_text(str(os.getpid()))
         if self.killed:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -71,32 +71,32 @@ class Fate:
 
 
 class Events:
-    """Counts what happens in this process."""
+    """Counts the events in this process."""
 
-    def __init__(self, fate: Fate | None) -> None:
-        self._fate = fate
+    def __init__(self, fault: Fault | None) -> None:
+        self._fault = fault
         self._counts: dict[str, int] = {}
 
-    def due(self, event: str) -> bool:
-        """Count an event, and return True if fate is to strike."""
-        fate = self._fate
-        if fate is None or fate.event != event or os.environ.get("RANK") != str(fate.rank):
+    def is_due(self, event: str) -> bool:
+        """Count an event, and return True if the fault is to be injected at it."""
+        fault = self._fault
+        if fault is None or fault.event != event or os.environ.get("RANK") != str(fault.rank):
             return False
         self._counts[event] = self._counts.get(event, 0) + 1
-        return self._counts[event] == fate.count and not Path(fate.marker).exists()
+        return self._counts[event] == fault.count and not Path(fault.marker).exists()
 
-    def note(self, event: str) -> None:
-        """Count an event, at which fate may strike."""
-        if self.due(event):
-            assert self._fate
-            self._fate.strike()
+    def record(self, event: str) -> None:
+        """Count an event, and inject the fault if it is due."""
+        if self.is_due(event):
+            assert self._fault
+            self._fault.inject()
 
 
-class DoomedFile:
-    """A file of which one write comes to half of what it should be."""
+class HalfWrittenFile:
+    """A file whose next write stores half of the data and then injects the fault."""
 
-    def __init__(self, file: Any, fate: Fate) -> None:
-        self._file, self._fate = file, fate
+    def __init__(self, file: Any, fault: Fault) -> None:
+        self._file, self._fault = file, fault
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -104,48 +104,48 @@ class DoomedFile:
     def write(self, data: Any) -> None:
         self._file.write(bytes(data)[: len(data) // 2])
         self._file.flush()
-        self._fate.strike()
+        self._fault.inject()
 
 
-class DoomedFiles(pafs.FSSpecHandler):  # type: ignore[misc]
-    """This machine's files, at some of which fate strikes."""
+class FaultyFiles(pafs.FSSpecHandler):  # type: ignore[misc]
+    """This machine's files, with the fault injected into an operation."""
 
-    def __init__(self, fate: Fate | None) -> None:
+    def __init__(self, fault: Fault | None) -> None:
         super().__init__(LocalFileSystem())
-        self._fate = fate
-        self._events = Events(fate)
+        self._fault = fault
+        self._events = Events(fault)
 
     def open_output_stream(self, path: str, metadata: Any) -> Any:
-        self._events.note("any")
+        self._events.record("any")
         names = {MANIFEST: "commit", RUN_LOG: "record"}
         event = names.get(os.path.basename(path), "upload")
         stream = super().open_output_stream(path, metadata)
-        doomed = ".proof" not in path and self._events.due(event)
-        if not doomed:
+        is_due = ".proof" not in path and self._events.is_due(event)
+        if not is_due:
             return stream
         stream.close()
-        assert self._fate
-        return pa.PythonFile(DoomedFile(open(path, "wb"), self._fate), mode="w")
+        assert self._fault
+        return pa.PythonFile(HalfWrittenFile(open(path, "wb"), self._fault), mode="w")
 
     def get_file_info(self, paths: Any) -> Any:
-        self._events.note("any")
+        self._events.record("any")
         if any(path.endswith(".pt") for path in paths):
-            self._events.note("check")
+            self._events.record("check")
         return super().get_file_info(paths)
 
     def delete_dir(self, path: str) -> None:
-        self._events.note("any")
-        self._events.note("prune")
+        self._events.record("any")
+        self._events.record("prune")
         super().delete_dir(path)
 
     def delete_file(self, path: str) -> None:
-        self._events.note("any")
+        self._events.record("any")
         super().delete_file(path)
 
 
 def fit_line(config: dict[str, Any]) -> list[float]:
     """Train from the latest checkpoint."""
-    events = Events(config.get("fate"))
+    events = Events(config.get("fault"))
     torch.manual_seed(7)
     x = torch.arange(SAMPLES, dtype=torch.float64).reshape(-1, 1) / SAMPLES
     data = TensorDataset(torch.arange(SAMPLES), x, 3 * x + 1)
@@ -157,7 +157,7 @@ def fit_line(config: dict[str, Any]) -> list[float]:
     for current in range(epoch, EPOCHS):
         loader.sampler.set_epoch(current)
         for which, inputs, targets in loader:
-            events.note("step")
+            events.record("step")
             optimizer.zero_grad()
             loss = ((model(inputs) - targets) ** 2).mean()
             loss.backward()
@@ -210,8 +210,8 @@ def trainer(
     local_mode: bool = True,
     **config: Any,
 ) -> TorchTrainer:
-    """Make the trainer, whose storage is subject to the fate, too."""
-    filesystem = pafs.PyFileSystem(DoomedFiles(config.get("fate")))
+    """Return a trainer; the fault in its configuration also applies to its storage."""
+    filesystem = pafs.PyFileSystem(FaultyFiles(config.get("fault")))
     return TorchTrainer(
         fit_line,
         train_loop_config=config,

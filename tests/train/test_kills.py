@@ -17,7 +17,7 @@ import pytest
 from support import training
 from support.cluster import Cluster, Driver, cluster_on, kill
 from support.machines import Machine, machines_apart, machines_on_loopback, why_not_apart
-from support.training import BATCH, EPOCHS, SAMPLES, SAVE_EVERY, Fate, curve, samples, trainer
+from support.training import BATCH, EPOCHS, SAMPLES, SAVE_EVERY, Fault, curve, samples, trainer
 from support.waiting import assert_gone, until
 
 from distributor.train import Result
@@ -29,15 +29,15 @@ needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 COUNT = 3
 STEPS = EPOCHS * SAMPLES // (2 * BATCH)
 RESUMED = {
-    "before the first report": (Fate("step", 1, 1, ""), 0),
-    "while training": (Fate("step", 6, 1, ""), 4),
-    "in upload": (Fate("upload", COUNT, 1, ""), 4),
-    "in rank 0's upload": (Fate("upload", 2 * COUNT - 1, 0, ""), 4),
-    "while a checkpoint gets its record": (Fate("upload", 2 * COUNT, 0, ""), 4),
-    "between upload and commit": (Fate("check", COUNT, 0, ""), 4),
-    "in commit": (Fate("commit", COUNT, 0, ""), 4),
-    "in pruning": (Fate("prune", 1, 0, ""), 6),
-    "while recording": (Fate("record", COUNT, 0, ""), 6),
+    "before the first report": (Fault("step", 1, 1, ""), 0),
+    "while training": (Fault("step", 6, 1, ""), 4),
+    "in upload": (Fault("upload", COUNT, 1, ""), 4),
+    "in rank 0's upload": (Fault("upload", 2 * COUNT - 1, 0, ""), 4),
+    "while the log of a checkpoint is written": (Fault("upload", 2 * COUNT, 0, ""), 4),
+    "between upload and commit": (Fault("check", COUNT, 0, ""), 4),
+    "in commit": (Fault("commit", COUNT, 0, ""), 4),
+    "in pruning": (Fault("prune", 1, 0, ""), 6),
+    "while the log of the run is written": (Fault("record", COUNT, 0, ""), 6),
 }
 """For each moment: the fault, and the number of reports from which the training resumes."""
 
@@ -66,12 +66,12 @@ def check_checkpoints(folder: Path, undisturbed: Result) -> Result:
 def test_the_next_attempt_resumes_after_a_rank_is_killed(
     tmp_path: Path, undisturbed: Result, moment: str
 ) -> None:
-    fate, left = RESUMED[moment]
-    fate = replace(fate, marker=str(tmp_path / "marker"))
+    fault, left = RESUMED[moment]
+    fault = replace(fault, marker=str(tmp_path / "marker"))
 
-    result = trainer(tmp_path, failures=1, fate=fate).fit()
+    result = trainer(tmp_path, failures=1, fault=fault).fit()
 
-    assert Path(fate.marker).exists()
+    assert Path(fault.marker).exists()
     assert result.return_value == undisturbed.return_value
     assert [each.attempt for each in result.reports] == left * [0] + (STEPS - left) * [1]
     check_checkpoints(tmp_path, undisturbed)
@@ -81,20 +81,20 @@ DRIVER = """
 import sys, cloudpickle
 from support import training
 cloudpickle.register_pickle_by_value(training)
-fate = training.{fate!r}
-training.trainer({folder!r}, fate=fate).fit()
+fault = training.{fault!r}
+training.trainer({folder!r}, fault=fault).fit()
 """
 
 
-def waiting(fate: Fate, marker: Path) -> Fate:
+def waiting(fault: Fault, marker: Path) -> Fault:
     """Return the same fault with a rank that waits to be killed instead of killing itself."""
-    return replace(fate, marker=str(marker), killed=False)
+    return replace(fault, marker=str(marker), killed=False)
 
 
-def kill_driver(folder: Path, fate: Fate) -> float:
+def kill_driver(folder: Path, fault: Fault) -> float:
     """Kill a driver while one of its ranks waits at the fault, and return the time of the fault."""
     marker = folder / "marker"
-    source = DRIVER.format(fate=waiting(fate, marker), folder=str(folder))
+    source = DRIVER.format(fault=waiting(fault, marker), folder=str(folder))
     environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", source]
     with subprocess.Popen(command, env={**psutil.Process().environ(), **environment}) as driver:
@@ -115,8 +115,8 @@ def kill_driver(folder: Path, fate: Fate) -> float:
 def test_a_new_driver_resumes_after_the_first_is_killed(
     tmp_path: Path, undisturbed: Result, moment: str
 ) -> None:
-    fate, left = RESUMED[moment]
-    killed_at = kill_driver(tmp_path, fate)
+    fault, left = RESUMED[moment]
+    killed_at = kill_driver(tmp_path, fault)
 
     result = trainer(tmp_path).fit()
 
@@ -141,8 +141,8 @@ def test_a_hundred_trainings_survive_kills_at_random_operations(
             max_count = {"any": 60, "step": STEPS, "prune": 6}.get(event, STEPS)
             rank = rng.choice([0, 0, 1])
             marker = folder / f"marker{attempt}"
-            fate = Fate(event, rng.randint(1, max_count), rank, str(marker))
-            trainer(folder, failures=1, fate=fate, stop_at=rng.choice([None, 4])).fit()
+            fault = Fault(event, rng.randint(1, max_count), rank, str(marker))
+            trainer(folder, failures=1, fault=fault, stop_at=rng.choice([None, 4])).fit()
             kills += marker.exists()
         trainer(folder).fit()
         check_checkpoints(folder, undisturbed)
@@ -155,8 +155,8 @@ sys.path.insert(0, {tests!r})
 import cloudpickle
 from support import training
 cloudpickle.register_pickle_by_value(training)
-fate = training.{fate!r}
-options = dict(workers={workers}, failures={failures}, local_mode=False, fate=fate)
+fault = training.{fault!r}
+options = dict(workers={workers}, failures={failures}, local_mode=False, fault=fault)
 try:
     send(value=training.trainer({folder!r}, **options).fit().return_value)
 except Exception as error:
@@ -167,14 +167,14 @@ CLUSTER_MOMENTS = ["while training", "in upload", "in commit", "in pruning"]
 
 @contextlib.contextmanager
 def fault_on_cluster(
-    tmp_path: Path, machines: AbstractContextManager[list[Machine]], fate: Fate, workers: object
+    tmp_path: Path, machines: AbstractContextManager[list[Machine]], fault: Fault, workers: object
 ) -> Iterator[tuple[Cluster, Driver, Machine]]:
     """Train on a cluster until the fault occurs, and yield the machine of its rank, too."""
     folder = tmp_path / "runs"
     folder.mkdir()
     source = ON_CLUSTER.format(
         tests=str(Path(__file__).parents[1]),
-        fate=waiting(fate, folder / "marker"),
+        fault=waiting(fault, folder / "marker"),
         folder=str(folder),
         workers=workers,
         failures=1,
@@ -206,8 +206,8 @@ def test_a_training_resumes_after_an_executor_is_killed(
     tmp_path: Path, undisturbed: Result, moment: str
 ) -> None:
     """Spark starts another executor, on which the next attempt resumes."""
-    fate, left = RESUMED[moment]
-    with fault_on_cluster(tmp_path, machines_on_loopback(4), fate, 2) as faulty:
+    fault, left = RESUMED[moment]
+    with fault_on_cluster(tmp_path, machines_on_loopback(4), fault, 2) as faulty:
         cluster, driver, machine = faulty
         kill(cluster.find("executor", machine)[0])
         assert driver.receive("value")["value"] == undisturbed.return_value
@@ -220,8 +220,8 @@ def test_a_training_resumes_after_an_executor_is_killed(
 @pytest.mark.parametrize("moment", CLUSTER_MOMENTS)
 def test_a_training_resumes_after_a_host_is_killed(tmp_path: Path, moment: str) -> None:
     """The next attempt uses the remaining host."""
-    fate, left = RESUMED[moment]
-    with fault_on_cluster(tmp_path, machines_on_loopback(4), fate, (1, 2)) as faulty:
+    fault, left = RESUMED[moment]
+    with fault_on_cluster(tmp_path, machines_on_loopback(4), fault, (1, 2)) as faulty:
         cluster, driver, machine = faulty
         for process in cluster.processes():
             with contextlib.suppress(psutil.Error):
@@ -240,8 +240,8 @@ def test_a_training_resumes_after_a_host_is_killed(tmp_path: Path, moment: str) 
 @needs_namespaces
 def test_a_training_resumes_after_a_host_is_partitioned(tmp_path: Path) -> None:
     """Spark itself notices the partition only minutes later."""
-    fate, left = RESUMED["while training"]
-    with fault_on_cluster(tmp_path, machines_apart(4), fate, (1, 2)) as faulty:
+    fault, left = RESUMED["while training"]
+    with fault_on_cluster(tmp_path, machines_apart(4), fault, (1, 2)) as faulty:
         _, driver, machine = faulty
         machine.cut()
         ending = driver.receive("value", 300)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import plain, training
-from support.training import BATCH, EPOCHS, SAMPLES, Fate, curve, samples, trainer
+from support.training import BATCH, EPOCHS, SAMPLES, Fault, curve, samples, trainer
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from distributor import DistributorError, TorchDistributor, train
@@ -60,8 +60,8 @@ def test_an_epoch_resumes_on_other_ranks(tmp_path: Path, workers: int) -> None:
 
 @pytest.mark.spark
 def test_a_killed_training_resumes_on_the_cluster(spark: Any, tmp_path: Path) -> None:
-    fate = Fate("step", 6, rank=0, marker=str(tmp_path / "marker"))
-    killed = trainer(tmp_path, local_mode=False, failures=1, fate=fate).fit()
+    fault = Fault("step", 6, rank=0, marker=str(tmp_path / "marker"))
+    killed = trainer(tmp_path, local_mode=False, failures=1, fault=fault).fit()
 
     assert curve(killed) == curve(trainer(tmp_path, "undisturbed").fit())
     assert [each.attempt for each in killed.reports] == 4 * [0] + 12 * [1]
