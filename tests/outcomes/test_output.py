@@ -29,6 +29,7 @@ from distributor import (
 )
 from distributor.launch.job import Job
 from distributor.launch.programs import program_of
+from distributor.prepared_run import plan
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -239,7 +240,7 @@ def test_output_is_received_to_the_end_if_a_run_is_cut_short(distribute: Distrib
         wait_to_be_stopped()
 
     distributor, sink = distribute(1), CutShort()
-    launcher, _ = distributor._plan(1, 1)
+    launcher, _ = plan(distributor, 1, 1)
     job = Job(
         program=program_of(program, (), {}), num_processes=1, min_processes=1, settings=distributor
     )
