@@ -22,10 +22,30 @@ TRAINING = """
 import os, signal, sys, tempfile, threading
 from pathlib import Path
 from distributor import TorchDistributor, train
+from distributor.launch.graceful_shutdown import GracefulShutdown
 from distributor.train import Checkpoint
 
 FOLDER, CHECKS_NOTICES = sys.argv[1], sys.argv[2] == "checks notices"
 ENDLESS = 10**9
+
+
+def show_subscription(shutdown):
+    # The test waits for the subscription of a rank to reach the driver.
+    start_attempt, subscribe = shutdown.start_attempt, shutdown.subscribe
+    shown = Path(FOLDER, "subscribed")
+
+    def start_attempt_and_hide(self, notify_ranks):
+        shown.unlink(missing_ok=True)
+        start_attempt(self, notify_ranks)
+
+    def subscribe_and_show(self):
+        subscribe(self)
+        shown.touch()
+
+    shutdown.start_attempt, shutdown.subscribe = start_attempt_and_hide, subscribe_and_show
+
+
+show_subscription(GracefulShutdown)
 
 
 def loop():
@@ -80,8 +100,11 @@ print("returned", distributor.run(loop), flush=True)
 class Run:
     """A driver in its own process, and its ranks."""
 
-    def __init__(self, folder: Path, process: subprocess.Popen[str], mark: str) -> None:
+    def __init__(
+        self, folder: Path, process: subprocess.Popen[str], mark: str, checks_notices: bool
+    ) -> None:
         self.folder, self.process, self.mark = folder, process, mark
+        self.checks_notices = checks_notices
 
     def rank_pids(self, count: int, resumed: bool = False) -> list[int]:
         """Wait until each rank has trained for some steps, and return the processes' ids.
@@ -90,6 +113,8 @@ class Run:
         """
         files = [self.folder / f"pid-{rank}-{int(resumed)}" for rank in range(count)]
         until(lambda: all(f.exists() and f.read_text() for f in files), "the ranks train", 100)
+        if self.checks_notices:
+            until((self.folder / "subscribed").exists, "the driver knows that ranks take notices")
         return [int(file.read_text()) for file in files]
 
     def wait(self) -> tuple[int, str]:
@@ -117,7 +142,7 @@ def driver(folder: Path, source: str, checks_notices: bool = True) -> Iterator[R
         text=True,
     ) as process:
         try:
-            yield Run(folder, process, mark)
+            yield Run(folder, process, mark, checks_notices)
         finally:
             for remaining in marked(mark):
                 remaining.kill()
