@@ -17,6 +17,7 @@ from typing import Any
 import cloudpickle
 import psutil
 import pytest
+from support.ranks import wait_until
 from support.waiting import assert_gone, marked, until
 from test_repeated import driver
 
@@ -57,6 +58,8 @@ def leave_behind(folder: str) -> None:
 
 def work(folder: str, ending: str) -> str:
     leave_behind(folder)
+    # The run stops the other rank as soon as one ends.
+    wait_until(lambda: len([*Path(folder).glob("*.json")]) == RANKS, "all ranks have notes")
     if ending == "raise":
         raise ValueError("on purpose")
     if ending == "kill":
