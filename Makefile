@@ -4,7 +4,7 @@ PYTHON ?= python3
 # More arguments for pytest: make test ARGS="-k spark -x"
 ARGS ?=
 # More processes than cores: tests mostly wait. tests/support/scheduling.py groups and orders them.
-JOBS ?= 6
+JOBS ?= 4
 PYTEST = python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 VENV := .venv
@@ -50,10 +50,11 @@ chaos: venv ## Inject every fault and print the results; ARGS="--times 1" for a 
 notebooks: venv ## Run the notebooks, on a cluster if they need one, and save their outputs
 	PYTHONPATH=tests $(VENV)/bin/python -m support.notebooks $(ARGS)
 
-lint: venv ## Check style, format and types
+lint: venv ## Check style, format, types and vocabulary
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python tests/support/vocabulary.py
 
 clean: ## Remove files that builds, tests and runs leave behind, except the environments
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
