@@ -21,8 +21,9 @@ from distributor.launch.spark.plan import plan_cluster, plan_local
 from distributor.launch.spark.session import Session
 from distributor.serialization.code_mentions import call_mentions, script_mentions
 from distributor.serialization.program import Program, Script
+from distributor.tracking.job_facts import describe_job
 from distributor.tracking.recorder import Recorder
-from distributor.tracking.run import TrackedRun, describe_job, open_run, rank_environment
+from distributor.tracking.run import TrackedRun, open_run, rank_environment
 
 CHECK_STORAGE = "distributor.train.runtime.session:check_storage"
 """What ranks call first if they store checkpoints, so that bad storage fails before training."""

@@ -51,6 +51,8 @@ EXECUTOR_SIDE = {"_compat", "core", "serialization", "wire", "node"}
 
 MAX_MODULES = 15
 """Maximum number of modules directly in a package."""
+MAX_LINES = 300
+"""Maximum number of lines of a module."""
 
 
 def python(source: str, *args: str) -> str:
@@ -192,6 +194,12 @@ def test_no_package_is_crowded() -> None:
             counts[folder] = counts.get(folder, 0) + 1
     assert counts["distributor/node/process"] > 10
     assert {folder for folder, count in counts.items() if count > MAX_MODULES} == set()
+
+
+def test_no_module_is_long() -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    assert sum(lengths.values()) > 10_000
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
 def test_an_import_is_light() -> None:

@@ -5,10 +5,7 @@ MLflow is an optional dependency, and is imported only if the job uses it.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
-import platform
 import re
 import sys
 import threading
@@ -32,7 +29,6 @@ from distributor.core.mlflow_env import (
 )
 from distributor.errors import DistributorError
 from distributor.launch.output.messages import warn
-from distributor.version import __version__
 
 T = TypeVar("T")
 URI, EXPERIMENT_ID = "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID"
@@ -276,28 +272,3 @@ def _databricks_variables(uri: str) -> dict[str, str]:
         return {}
     pairs = {"DATABRICKS_HOST": found.host, "DATABRICKS_TOKEN": found.token}
     return {name: value for name, value in pairs.items() if value}
-
-
-def describe_job(run_id: str, launch: Mapping[str, object]) -> dict[str, object]:
-    """Return the facts about a job that its MLflow run records as tags.
-
-    Parameters
-    ----------
-    run_id : str
-        The id of the job's run (of this package, and not of MLflow).
-    launch : mapping of str to object
-        What its launcher says of itself.
-    """
-    named = {f"version.{package}": number for package, number in _versions().items()}
-    return {"run_id": run_id, "attempt": 0, **launch, **named}
-
-
-@functools.cache  # importlib.metadata remembers each state of the folders that it has searched
-def _versions() -> Mapping[str, str]:
-    from importlib import metadata  # slow to import
-
-    versions = {"distributor": __version__, "python": platform.python_version()}
-    for package in ("torch", "pyspark"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return versions
