@@ -22,8 +22,10 @@ import pytest
 from support.gpus import make_discovery_script, run_gpu_driver  # noqa: F401  (fixtures)
 from support.tracking_server import experiment, server  # noqa: F401  (fixtures)
 from support.waiting import until
+from support.zygotes import modules_folder, write_module  # noqa: F401  (fixtures)
 
 from distributor import TorchDistributor
+from distributor._compat.pyspark import java_context
 
 CLUSTER = "local-cluster[2,2,1024]"
 DEADLINE = 300
@@ -94,7 +96,7 @@ def spark() -> Iterator[Any]:
         .getOrCreate()
     )
     session.sparkContext.setLogLevel("OFF")
-    status = session.sparkContext._jsc.sc()  # a barrier stage fails if an executor is missing
+    status = java_context(session.sparkContext)  # a barrier stage fails if an executor is missing
     until(lambda: status.getExecutorMemoryStatus().size() == 3, "both executors start", DEADLINE)
     yield session
     session.stop()

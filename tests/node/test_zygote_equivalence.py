@@ -23,24 +23,15 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from support.zygotes import (  # noqa: F401
-    DEADLINE,
-    WriteModule,
-    grandparent,
-    held_run,
-    kill_zygotes,
-    local,
-    modules_folder_fixture,
-    waiting_source,
-    write_module_fixture,
-    zygote_of,
-    zygotes,
-)
+from support.zygotes import grandparent, kill_zygotes, local, zygote_of
 
 from distributor.node.process.supervisor_client import is_supported
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-pytestmark = pytest.mark.skipif(not is_supported(), reason="only Linux has warm processes")
+pytestmark = [
+    pytest.mark.skipif(not is_supported(), reason="only Linux has warm processes"),
+    pytest.mark.usefixtures("modules_folder"),
+]
 
 
 OF_EACH_RUN = ("MASTER_PORT", "TORCHELASTIC_RUN_ID")

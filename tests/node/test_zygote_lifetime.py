@@ -13,16 +13,13 @@ import cloudpickle
 import pytest
 from conftest import facts_in
 from support.waiting import alive, assert_gone, marked, until
-from support.zygotes import (  # noqa: F401
+from support.zygotes import (
     DEADLINE,
-    WriteModule,
     grandparent,
     held_run,
     kill_zygotes,
     local,
-    modules_folder_fixture,
     waiting_source,
-    write_module_fixture,
     zygote_of,
     zygotes,
 )
@@ -33,7 +30,10 @@ from distributor.launch.local import cool_down
 from distributor.node.process.supervisor_client import is_supported
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-pytestmark = pytest.mark.skipif(not is_supported(), reason="only Linux has warm processes")
+pytestmark = [
+    pytest.mark.skipif(not is_supported(), reason="only Linux has warm processes"),
+    pytest.mark.usefixtures("modules_folder"),
+]
 
 
 def test_all_runs_of_a_driver_share_a_zygote() -> None:

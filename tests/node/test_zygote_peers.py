@@ -17,19 +17,7 @@ import cloudpickle
 import psutil
 import pytest
 from support.waiting import assert_gone, until
-from support.zygotes import (  # noqa: F401
-    DEADLINE,
-    WriteModule,
-    grandparent,
-    held_run,
-    kill_zygotes,
-    local,
-    modules_folder_fixture,
-    waiting_source,
-    write_module_fixture,
-    zygote_of,
-    zygotes,
-)
+from support.zygotes import DEADLINE, held_run, local, zygote_of
 
 from distributor.launch.local import cool_down
 from distributor.launch.programs import program_of
@@ -46,7 +34,10 @@ from distributor.serialization.outcome import Origin
 from distributor.serialization.program import in_file
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-pytestmark = pytest.mark.skipif(not is_supported(), reason="only Linux has warm processes")
+pytestmark = [
+    pytest.mark.skipif(not is_supported(), reason="only Linux has warm processes"),
+    pytest.mark.usefixtures("modules_folder"),
+]
 
 
 @contextmanager

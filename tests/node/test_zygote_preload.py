@@ -16,16 +16,13 @@ import cloudpickle
 import pytest
 from conftest import facts_in
 from support.waiting import SOON, assert_gone, until
-from support.zygotes import (  # noqa: F401
+from support.zygotes import (
     DEADLINE,
     WriteModule,
     grandparent,
     held_run,
-    kill_zygotes,
     local,
-    modules_folder_fixture,
     waiting_source,
-    write_module_fixture,
     zygote_of,
     zygotes,
 )
@@ -34,7 +31,10 @@ from distributor import DistributorError, StartTimeout
 from distributor.node.process.supervisor_client import is_supported
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-pytestmark = pytest.mark.skipif(not is_supported(), reason="only Linux has warm processes")
+pytestmark = [
+    pytest.mark.skipif(not is_supported(), reason="only Linux has warm processes"),
+    pytest.mark.usefixtures("modules_folder"),
+]
 
 
 def test_a_module_written_between_two_runs_is_found(modules_folder: Path) -> None:

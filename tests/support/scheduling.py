@@ -17,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 ROOT = Path(__file__).parents[2]
 USES_SPARK = re.compile(r"\bspark: Any|\bdistribute: |getfixturevalue\(\"spark\"\)")
 USES_MLFLOW = re.compile(r"\b(server|experiment): str")
-SHARES_FIXTURES = re.compile(r'scope="module"|\bmodules_folder_fixture\b')
+SHARES_FIXTURES = re.compile(r'scope="module"|usefixtures\("modules_folder"\)')
 STARTS_DRIVERS = re.compile(r"\brun_(gpu_)?driver\b")
 ONE_PROCESS = ("test_connect.py",)
 """Files whose tests use a fixed port."""
@@ -72,9 +72,7 @@ def _shares_spark(nodeid: str) -> bool:
     if not USES_SPARK.search(_text_of(path)):
         return False
     name, _, parameters = test.partition("[")
-    if parameters:
-        return bool(re.search(r"\bcluster\b", parameters)) or _asks_for_spark(path, name)
-    return _asks_for_spark(path, name)
+    return bool(re.search(r"\bcluster\b", parameters)) or _asks_for_spark(path, name)
 
 
 def _asks_for_spark(path: str, name: str) -> bool:

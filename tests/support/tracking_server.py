@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from distributor._compat.mlflow import forget_active_experiment
 from support.waiting import comes_true
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 START_SECONDS = 120.0
 SERVER_VARIABLES = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -90,3 +92,13 @@ def metrics_of(run: Any) -> dict[str, float]:
     """Return what was logged, without the system metrics that every longer run has."""
     metrics = run.data.metrics.items()
     return {name: value for name, value in metrics if not name.startswith("system/")}
+
+
+def train(steps: int) -> str:
+    """Log a metric for each step, and the rank; ranks receive this function by value."""
+    import mlflow
+
+    for step in range(steps):
+        mlflow.log_metric("loss", 1.0 / (step + 1), step=step)
+    mlflow.log_params({"rank": os.environ["RANK"]})
+    return "trained"

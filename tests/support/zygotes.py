@@ -33,8 +33,8 @@ DEADLINE = 60.0
 """Seconds after which a rank or module that waits to be released gives up."""
 
 
-@pytest.fixture(scope="module", autouse=True, name="modules_folder")
-def modules_folder_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def modules_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Create a folder of modules for ranks; the tests of a file have one, and so share a zygote."""
     folder = tmp_path_factory.mktemp("modules")
     with pytest.MonkeyPatch.context() as patch:
@@ -48,8 +48,8 @@ def modules_folder_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator
 WriteModule = Callable[..., str]
 
 
-@pytest.fixture(name="write_module")
-def write_module_fixture(modules_folder: Path, tmp_path: Path) -> Iterator[WriteModule]:
+@pytest.fixture
+def write_module(modules_folder: Path, tmp_path: Path) -> Iterator[WriteModule]:
     """Return a function that writes a module of this test and returns the module's name.
 
     No zygote exists before the test, and none that has loaded such a module remains after it.

@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from support.tracking_server import metrics_of, runs_of
+from support.tracking_server import metrics_of, runs_of, train
 from support.waiting import comes_true
 
 from distributor import TorchDistributor, distributed
@@ -21,15 +21,6 @@ from distributor.core.redaction import MASK
 mlflow: Any = pytest.importorskip("mlflow")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
-
-
-def train(steps: int) -> str:
-    import mlflow
-
-    for step in range(steps):
-        mlflow.log_metric("loss", 1.0 / (step + 1), step=step)
-    mlflow.log_params({"rank": os.environ["RANK"]})
-    return "trained"
 
 
 def test_ranks_log_to_one_run_made_for_the_job(distribute: Distribute, experiment: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from support.tracking_server import free_port
+from support.tracking_server import free_port, train
 
 from distributor import DistributorError, TorchDistributor
 from distributor.tracking import run as tracking_run
@@ -22,15 +22,6 @@ from distributor.tracking import run as tracking_run
 mlflow: Any = pytest.importorskip("mlflow")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
-
-
-def train(steps: int) -> str:
-    import mlflow
-
-    for step in range(steps):
-        mlflow.log_metric("loss", 1.0 / (step + 1), step=step)
-    mlflow.log_params({"rank": os.environ["RANK"]})
-    return "trained"
 
 
 def test_training_continues_if_the_server_goes_away(

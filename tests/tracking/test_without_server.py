@@ -14,7 +14,7 @@ import pytest
 from conftest import facts_in
 from support.cluster import cluster_on
 from support.machines import machines_on_loopback
-from support.tracking_server import metrics_of
+from support.tracking_server import metrics_of, train
 
 from distributor import TorchDistributor
 
@@ -22,15 +22,6 @@ mlflow: Any = pytest.importorskip("mlflow")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-def train(steps: int) -> str:
-    import mlflow
-
-    for step in range(steps):
-        mlflow.log_metric("loss", 1.0 / (step + 1), step=step)
-    mlflow.log_params({"rank": os.environ["RANK"]})
-    return "trained"
 
 
 def test_a_job_that_does_not_use_mlflow_has_no_run(distribute: Distribute, tmp_path: Path) -> None:
