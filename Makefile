@@ -29,13 +29,17 @@ venv-spark35: $(VENV35)/.installed ## Make .venv-spark35, with PySpark 3.5 and a
 demo: venv ## Train on real digits, on this machine
 	$(VENV)/bin/distributor demo
 
-# These options make Spark start faster.
-test test-all test-spark35 bench chaos notebooks: export JDK_JAVA_OPTIONS := -XX:+UseSerialGC -XX:TieredStopAtLevel=1
+# These options make Spark start faster. An archive that a JVM cannot use is ignored, without a word.
+JAVA_OPTIONS := -XX:+UseSerialGC -XX:TieredStopAtLevel=1
+CLASSES := $(VENV)/spark-classes.jsa
+test test-all test-spark35 bench chaos notebooks: export JDK_JAVA_OPTIONS := $(JAVA_OPTIONS)
+test test-all: export JDK_JAVA_OPTIONS := $(JAVA_OPTIONS) -Xlog:cds=off -Xlog:cds+dynamic=off \
+	-XX:SharedArchiveFile=$(abspath $(CLASSES))
 
-test: venv ## Run the tests, less the slow ones
+test: venv $(CLASSES) ## Run the tests, less the slow ones
 	$(VENV)/bin/$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: venv ## Run all the tests
+test-all: venv $(CLASSES) ## Run all the tests
 	$(VENV)/bin/$(PYTEST) $(ARGS)
 
 test-spark35: venv-spark35 ## Run the tests, less the slow ones, on PySpark 3.5
@@ -65,6 +69,10 @@ $(VENV)/.installed: setup.cfg setup.py conf/constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q $(TORCH) -e '.[dev]'
 	touch $@
+
+# Without the options of `make test`, which names this file.
+$(CLASSES): $(VENV)/.installed
+	JDK_JAVA_OPTIONS="$(JAVA_OPTIONS)" PYTHONPATH=tests $(VENV)/bin/python -m support.spark_classes $@
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install -q $(TORCH) -e '.[bench]'
