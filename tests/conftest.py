@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 from support.gpus import make_discovery_script, run_gpu_driver  # noqa: F401  (fixtures)
+from support.packages import python_that_begins
 from support.tracking_server import experiment, server  # noqa: F401  (fixtures)
 from support.waiting import until
 from support.zygotes import modules_folder, write_module  # noqa: F401  (fixtures)
@@ -150,17 +150,7 @@ def python_that_begins_with(tmp_path: Path) -> Callable[[str], Path]:
     """Make an interpreter for executors: this one, after some lines of its own."""
 
     def make(source: str) -> Path:
-        folder = tmp_path / "before_all_else"
-        folder.mkdir()
-        (folder / "sitecustomize.py").write_text(textwrap.dedent(source))
-        python = folder / "python"
-        python.write_text(
-            "#!/bin/sh\n"
-            f'export PYTHONPATH={shlex.quote(str(folder))}"${{PYTHONPATH:+:$PYTHONPATH}}"\n'
-            f'exec {shlex.quote(sys.executable)} "$@"\n'
-        )
-        python.chmod(0o755)
-        return python
+        return python_that_begins(tmp_path / "before_all_else", source)
 
     return make
 

@@ -1,4 +1,8 @@
-"""The command line: exit codes, options and the demo, each in a process of its own."""
+"""The command line: exit codes, options and the demo.
+
+Most commands are run by `main` in this process, where runs share a warm process and so import
+torch once; those that need one have a process of their own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,9 @@ import psutil
 import pytest
 
 from distributor import TorchDistributor, __version__
+from distributor.cli import main
 from distributor.cli_options import make_parser
+from distributor.demo import train
 
 DEADLINE = 120
 """Seconds for one command, on a loaded machine."""
@@ -58,6 +64,31 @@ def cli(tmp_path: Path) -> Cli:
 
 
 @pytest.fixture
+def here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Cli]:
+    """Return a function that runs the command line in this process, in ``tmp_path``."""
+    of_sigquit = signal.getsignal(signal.SIGQUIT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def run(*args: str, env: dict[str, str | None] | None = None) -> Done[str]:
+        for name, value in (env or {}).items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+        try:
+            code = main(args)
+        except SystemExit as exited:  # of argparse
+            code = int(exited.code or 0)
+        return Done(args, code, *capsys.readouterr())
+
+    yield run
+    signal.signal(signal.SIGQUIT, of_sigquit)
+
+
+@pytest.fixture
 def script(tmp_path: Path) -> Callable[[str], str]:
     """Return a function that writes a script and returns its path."""
 
@@ -84,13 +115,21 @@ def test_version(cli: Cli) -> None:
     ],
 )
 def test_the_exit_code_is_that_of_the_script(
-    cli: Cli, script: Any, how: str, code: int, message: str
+    here: Cli, script: Any, how: str, code: int, message: str
 ) -> None:
-    done = cli("run", "--nproc", "2", "--cpu", script(EXITS), "--", how)
+    done = here("run", "--nproc", "2", "--cpu", script(EXITS), "--", how)
     assert done.returncode == code, done.stderr
     assert re.search(message, done.stderr)
     assert "[0] I am __main__" in done.stdout
     assert ("distributor: " in done.stderr) == (code != 0)
+    assert "/launch/" not in done.stderr, "the launcher's own frames are not shown"
+
+
+def test_the_process_exits_with_the_code_of_the_script(cli: Cli, script: Any) -> None:
+    done = cli("run", "--nproc", "2", "--cpu", script(EXITS), "--", "3")
+    assert done.returncode == 3, done.stderr
+    assert re.search("rank 1 .* exited with code 3", done.stderr)
+    assert "[0] I am __main__" in done.stdout
     assert "/launch/" not in done.stderr, "the launcher's own frames are not shown"
 
 
@@ -116,10 +155,10 @@ def test_the_exit_code_is_that_of_the_script(
     ],
 )
 def test_bad_input_is_2_and_launches_nothing(
-    cli: Cli, script: Any, options: list[str], message: str
+    here: Cli, script: Any, options: list[str], message: str
 ) -> None:
     script("print('launched')")
-    done = cli("run", "--cpu", *options)
+    done = here("run", "--cpu", *options)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.search(message, done.stderr), done.stderr
     assert "Started" not in done.stderr
@@ -150,27 +189,28 @@ NO_SPARK = {"JAVA_HOME": "/there/is/no/java"}
     ],
 )
 def test_input_is_checked_before_spark_starts(
-    cli: Cli, script: Any, options: list[str], code: int, message: str
+    here: Cli, script: Any, options: list[str], code: int, message: str
 ) -> None:
     script("print('launched')")
     environment: dict[str, str | None] = {**NO_SPARK, "HADOOP_CONF_DIR": None}
-    done = cli("run", "--cpu", "--cluster", *options, env=environment)
+    done = here("run", "--cpu", "--cluster", *options, env=environment)
     assert (done.returncode, done.stdout) == (code, "")
     assert re.search(message, done.stderr), done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_drivers_python_may_be_configured_to_be_this_one(cli: Cli, script: Any) -> None:
+def test_the_drivers_python_may_be_configured_to_be_this_one(here: Cli, script: Any) -> None:
     option = f"spark.pyspark.driver.python={sys.executable}"
     script("")
-    done = cli("run", "--cpu", "--cluster", "--conf", option, "--master", "no", "train.py")
+    done = here("run", "--cpu", "--cluster", "--conf", option, "--master", "no", "train.py")
     assert "--master is 'no'" in done.stderr
 
 
 MODULE = """
+import os
 import sys
 import helper
-print(__name__, __package__, helper.VALUE, sys.argv[1:])
+print(__name__, __package__, helper.VALUE, sys.argv[1:], os.environ.get("COLOUR", "grey"))
 if sys.argv[1:] == ["fail"]:
     raise KeyError("lost")
 """
@@ -186,21 +226,21 @@ def module(tmp_path: Path) -> str:
     return "package.train"
 
 
-def test_a_module_runs_on_a_range_of_ranks(cli: Cli, module: str) -> None:
-    done = cli("run", "--cpu", "--nproc", "1,2", "-m", module, "--", "--lr", "0.1")
+def test_a_module_runs_on_a_range_of_ranks(here: Cli, module: str) -> None:
+    done = here("run", "--cpu", "--nproc", "1,2", "-m", module, "--", "--lr", "0.1")
     assert done.returncode == 0, done.stderr
-    expected = [f"[{rank}] __main__ package 7 ['--lr', '0.1']" for rank in range(2)]
+    expected = [f"[{rank}] __main__ package 7 ['--lr', '0.1'] grey" for rank in range(2)]
     assert sorted(done.stdout.splitlines()) == expected
 
 
-def test_a_package_without_a_main_module_is_bad_input(cli: Cli, module: str) -> None:
-    done = cli("run", "--cpu", "-m", "package")
+def test_a_package_without_a_main_module_is_bad_input(here: Cli, module: str) -> None:
+    done = here("run", "--cpu", "-m", "package")
     assert done.returncode == 2
     assert "no module package.__main__" in done.stderr
 
 
-def test_a_failure_is_shown_once(cli: Cli, module: str) -> None:
-    done = cli("run", "--cpu", "--nproc", "2", "-m", module, "--", "fail")
+def test_a_failure_is_shown_once(here: Cli, module: str) -> None:
+    done = here("run", "--cpu", "--nproc", "2", "-m", module, "--", "fail")
     assert done.returncode == 1
     assert done.stderr.count('raise KeyError("lost")') == 1
     assert len(re.findall("^Run .* of package.train$", done.stderr, re.MULTILINE)) == 1
@@ -216,12 +256,12 @@ def test_a_cluster_without_a_master_and_with_its_own_python(
     python.write_text(f'#!/bin/sh\ntouch {used}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     options = ["--cluster", "--cpu", "--conf", "spark.ui.enabled=false"]
-    options += ["--conf", f"spark.pyspark.python={python}"]
+    options += ["--conf", f"spark.pyspark.python={python}", "--env", "COLOUR=blue"]
     done = cli("run", *options, "-m", module, "--", "fail")
     assert done.returncode == 1
     assert used.exists()
     assert "No --master was given: Spark runs on local[*]" in done.stderr
-    assert done.stdout == "[0] __main__ package 7 ['fail']\n"
+    assert done.stdout == "[0] __main__ package 7 ['fail'] blue\n"
     assert done.stderr.count('raise KeyError("lost")') == 1
     for noise in ("[Stage", "Lost task", "distributor-report", "FutureWarning", "\tat "):
         assert noise not in done.stderr
@@ -244,13 +284,13 @@ def test_no_command_is_bad_input(cli: Cli) -> None:
     assert "COMMAND" in done.stderr
 
 
-def test_timeout_is_124(cli: Cli, script: Any) -> None:
-    done = cli("run", "--cpu", "--timeout", "3", script("import threading as t; t.Event().wait()"))
+def test_timeout_is_124(here: Cli, script: Any) -> None:
+    done = here("run", "--cpu", "--timeout", "3", script("import threading as t; t.Event().wait()"))
     assert done.returncode == 124
     assert re.search(r"distributor: RunTimeout: .*rank 0", done.stderr)
 
 
-def test_arguments_environment_and_output(cli: Cli, script: Any, tmp_path: Path) -> None:
+def test_arguments_environment_and_output(here: Cli, script: Any, tmp_path: Path) -> None:
     source = """
 import os, sys
 print(sys.argv[1:], os.environ["COLOUR"], os.environ["EMPTY"], os.environ["EQUALS"])
@@ -260,7 +300,7 @@ print("to stderr", file=sys.stderr)
     options = ["--env", "COLOUR=blue", "--env", "EMPTY=", "--env", "EQUALS=a=b"]
     options += ["--show-output", "1", "--log-dir", str(logs), "--num-processes", "3", "--cpu"]
     arguments = ["--lr", "0.1", "-x", "--", "--timeout", "text", "-"]
-    done = cli("run", *options, script(source), "--", *arguments)
+    done = here("run", *options, script(source), "--", *arguments)
     assert done.returncode == 0, done.stderr
     line = f"{arguments} blue  a=b\n"
     assert done.stdout == f"[1] {line}"
@@ -342,6 +382,7 @@ def test_a_run_works_without_docstrings_and_assertions(script: Any, tmp_path: Pa
     assert (done.returncode, done.stdout) == (0, "[0] done\n"), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_cluster(cli: Cli, script: Any) -> None:
     source = """
@@ -400,11 +441,11 @@ def accuracies(done: Done[str]) -> list[float]:
     return [float(text) for text in re.findall(r"test accuracy of (\d\.\d+)", done.stdout)]
 
 
-def test_the_demo_without_java_names_the_package_to_install(cli: Cli, tmp_path: Path) -> None:
+def test_the_demo_without_java_names_the_package_to_install(here: Cli, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     empty = tmp_path / "empty"
     empty.mkdir()
-    done = cli("demo", env={"PATH": str(empty), "JAVA_HOME": None}, timeout=240)
+    done = here("demo", env={"PATH": str(empty), "JAVA_HOME": None})
     (accuracy,) = accuracies(done)
     assert accuracy > 0.95
     assert "Spark needs Java 17 or later, but found none" in done.stdout
@@ -412,6 +453,14 @@ def test_the_demo_without_java_names_the_package_to_install(cli: Cli, tmp_path: 
     assert "[0] rank 0 of 2" in done.stdout
 
 
+@pytest.mark.spark
+def test_the_demo_trains_on_a_cluster(spark: Any) -> None:
+    """On the shared cluster; `test_demo` has the demo start its own."""
+    pytest.importorskip("sklearn")
+    assert TorchDistributor(2, local_mode=False, use_gpu=False, timeout=240).run(train) > 0.95
+
+
+@pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.timeout(500)
 def test_demo(cli: Cli) -> None:

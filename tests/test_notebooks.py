@@ -1,6 +1,6 @@
 """The notebooks run from top to bottom, some on a cluster, and are saved as they ran.
 
-The walkthrough is the everyday test: it runs alone, on local ranks and on a cluster.
+Every day one notebook's beginning runs, and the code of all is checked against this package.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import needs_java
+from support.notebook_code import UsesOfPackage
 from support.notebooks import NAMES, NOTEBOOKS, Place, place_for_notebooks, run_here
 
 from distributor.train import Result
@@ -85,6 +86,7 @@ def losses_of(place: Place, run: Any) -> list[float]:
     return [metric.value for metric in history]
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 @needs_java
 def test_the_walkthrough(place: Place) -> None:
@@ -130,9 +132,7 @@ def test_the_serverless_quick_start(place: Place) -> None:
     """Run on a local Spark, which starts sooner; the walkthrough runs on the cluster."""
     ran = Ran(place.run("serverless", **{"spark.master": "local[2]"}))
 
-    nodes = [{"rank": rank, "local": rank, "node": 0} for rank in (0, 1)]
-    assert ran.value('introduce.distributed("hello")') == nodes
-    assert ran.value('introduce("hello")') == nodes[0]
+    check_introduction(ran)
     assert ran.value("train.distributed(epochs=20)")[0] < 0.8
     assert ran.value("train_on_cluster.distributed(epochs=20)")[0] < 0.8
     assert ran.value("future.cancel(), future.cancelled()") == (True, True)
@@ -153,6 +153,27 @@ def test_the_serverless_quick_start(place: Place) -> None:
     assert sorted(len(losses_of(place, run)) for run in finished) == [10, 10, 20, 20]
     assert sorted(run.info.status for run in trained) == ["FINISHED"] * 4 + ["KILLED"]
     assert {run.info.status for run in by_name["divide"]} == {"FAILED"}
+
+
+def check_introduction(ran: Ran) -> None:
+    nodes = [{"rank": rank, "local": rank, "node": 0} for rank in (0, 1)]
+    assert ran.value('introduce.distributed("hello")') == nodes
+    assert ran.value('introduce("hello")') == nodes[0]
+    shown = ran.lines('introduce.distributed("hello")')
+    assert [line for line in sorted(shown) if line.startswith("[")] == [
+        f"[{rank}] hello from rank {rank} of 2" for rank in (0, 1)
+    ]
+
+
+def test_the_serverless_quick_start_begins(tmp_path: Path) -> None:
+    """Run the cells above the first that trains, which needs a tracking server."""
+    for module in ("ipykernel", "nbclient"):
+        pytest.importorskip(module)
+    ran = Ran(run_here("serverless", tmp_path / "serverless", before="import torch"))
+
+    check_introduction(ran)
+    assert len(ran.code) == 3
+    assert ran.errors() == []
 
 
 def run_here_or_skip(name: str, folder: Path) -> Ran:
@@ -222,6 +243,18 @@ def test_ways_to_train(tmp_path: Path) -> None:
     of_one_process, of_ranks = ran.value('model.load_state_dict(weights["FSDP in units"])')
     assert of_one_process == of_ranks
     assert ran.errors() == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_code_of_a_notebook_uses_what_this_package_has(name: str) -> None:
+    """Check each import of the package, and the arguments of each call of what is imported."""
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", nbformat.NO_CONVERT)
+    used = UsesOfPackage()
+    for cell in Ran(notebook).code:
+        compile(cell.source, "<cell>", "exec")
+        used.visit(ast.parse(cell.source))
+
+    assert used.calls >= 2
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,10 +1,12 @@
-"""Fake packages, and environments that contain them; nothing is downloaded."""
+"""Fake packages, environments that contain them, and interpreters; nothing is downloaded."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import tarfile
+import textwrap
 import venv
 import zipfile
 from pathlib import Path
@@ -66,3 +68,37 @@ def _zip(folder: Path, archive: Path) -> None:
                     file.writestr(link, os.readlink(path))
                 elif path.is_file():
                     file.write(path, place)
+
+
+def python_that_begins(folder: Path, source: str) -> Path:
+    """Make an interpreter: this one, after some lines of its own."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(source))
+    python = folder / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        f'export PYTHONPATH={shlex.quote(str(folder))}"${{PYTHONPATH:+:$PYTHONPATH}}"\n'
+        f'exec {shlex.quote(sys.executable)} "$@"\n'
+    )
+    python.chmod(0o755)
+    return python
+
+
+ONLY_FROM_ARCHIVES = """
+import sys
+from importlib.machinery import PathFinder
+
+class OnlyFromArchives:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name not in ("distributor", "cloudpickle"):
+            return None
+        archives = [entry for entry in sys.path if entry.endswith(".zip")]
+        found = PathFinder.find_spec(name, archives)
+        if found is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return found
+
+sys.meta_path.insert(0, OnlyFromArchives)
+"""
+"""Hides an installed package from an interpreter, however it was installed."""

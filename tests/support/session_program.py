@@ -1,0 +1,305 @@
+"""A driver program with a classic or a Connect session, which runs scenarios one after another.
+
+``python session_program.py KIND FOLDER SCENARIO...`` prints, after each scenario, what it found.
+With a Connect session it then serves other clients until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+from pyspark.sql import SparkSession
+
+from distributor import TorchDistributor
+from distributor.launch.spark import launcher
+from distributor.launch.spark.hub_address import HubAddress
+from distributor.launch.spark.monitor import rendezvous
+
+FOLDER = Path(sys.argv[2])
+"""For all that a scenario reads and writes."""
+
+
+Scenario = Callable[[Any, "Notes"], dict[str, Any]]
+"""Gets the session and the package's messages, and returns what a test asserts on."""
+
+
+class Broken(Exception):
+    """An exception that only this driver has."""
+
+
+class Notes(logging.Handler):
+    """Collects the package's messages, and when they came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[tuple[float, int, str]] = []
+        logging.getLogger("distributor").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.notes.append((time.monotonic(), record.levelno, record.getMessage()))
+
+    def take_warnings(self) -> list[str]:
+        """Return the warnings since the last call, and forget all messages."""
+        found = [text for _, level, text in self.notes if level >= logging.WARNING]
+        self.notes.clear()
+        return found
+
+
+def open_session(kind: str) -> Any:
+    builder: Any = SparkSession.builder
+    if kind == "connect":
+        return builder.remote("local[2]").getOrCreate()
+    master = "local-cluster[2,1,1024]" if kind == "cluster" else "local[2]"
+    return builder.master(master).config("spark.ui.enabled", "false").getOrCreate()
+
+
+def ranks(number: int = 2, **settings: Any) -> TorchDistributor:
+    settings = {"timeout": 60, **settings}
+    return TorchDistributor(number, local_mode=False, use_gpu=False, **settings)
+
+
+# What ranks run
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def train(number: int) -> tuple[int, int, int]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor([number + rank()])
+    dist.all_reduce(total)
+    print("training on", rank())
+    return rank(), dist.get_world_size(), int(total.item())
+
+
+def fail_at_once() -> None:
+    raise Broken("no")
+
+
+def fail_beside_one_that_waits(folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    deadline = time.monotonic() + 60
+    while len(os.listdir(folder)) < 2:
+        assert time.monotonic() < deadline, "the other rank is not up"
+        time.sleep(0.02)
+    if rank() == 1:
+        raise Broken("no", 3)
+    threading.Event().wait()
+
+
+def die_beside_one_that_waits() -> None:
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+def wait_forever() -> None:
+    threading.Event().wait()
+
+
+def make_bytes(megabytes: int) -> bytes:
+    return random.Random(rank()).randbytes(megabytes * 2**20)
+
+
+def package_files() -> tuple[str, ...]:
+    import cloudpickle
+
+    import distributor
+
+    print("in", os.environ["RANK"])
+    return str(distributor.__file__), str(cloudpickle.__file__)
+
+
+def try_to_import(batches: Iterator[Any]) -> Iterator[Any]:
+    """Report where a Python worker of Spark's, which is no rank, finds the packages."""
+    import importlib
+
+    import pyarrow
+
+    found = []
+    for name in ("distributor", "cloudpickle"):
+        try:
+            found.append(importlib.import_module(name).__file__)
+        except ModuleNotFoundError:
+            found.append("missing")
+    for _ in batches:
+        yield pyarrow.RecordBatch.from_pydict({"found": found})
+
+
+# What scenarios report
+
+
+def error_of(call: Callable[[], object]) -> Any:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def described(error: Any) -> list[Any]:
+    found = [type(error).__name__, isinstance(error, Broken), [str(a) for a in error.args]]
+    return [*found, sorted(getattr(error, "rank_failures", {}))]
+
+
+def is_from(number: int, value: bytes, megabytes: int) -> bool:
+    return value == random.Random(number).randbytes(megabytes * 2**20)
+
+
+def values_of_all(distributor: TorchDistributor) -> dict[str, Any]:
+    """Run on all ranks a function that returns a tuple and 20 MB."""
+    found = distributor.run_all(lambda: (train(20), make_bytes(20)))
+    return {
+        "values": [value for value, _ in found],
+        "large": [is_from(number, large, 20) for number, (_, large) in enumerate(found)],
+    }
+
+
+def failure_beside_one_that_waits(distributor: TorchDistributor) -> dict[str, Any]:
+    """Let one of two ranks fail, and count the ranks, and those that run 10 s after their run."""
+    folder = FOLDER / f"pids-{time.monotonic_ns()}"
+    folder.mkdir()
+    error = error_of(lambda: distributor.run(fail_beside_one_that_waits, str(folder)))
+    deadline = time.monotonic() + 10
+    left = pids = os.listdir(folder)
+    while left and time.monotonic() < deadline:
+        left = [pid for pid in pids if os.path.exists("/proc/" + pid)]
+        time.sleep(0.05)
+    return {"broken": described(error), "left": [len(pids), left]}
+
+
+# Scenarios
+
+
+def wrong_python(spark: Any, notes: Notes) -> dict[str, Any]:
+    """Run with executors whose Python has no torch; then give them one that has it."""
+    error = error_of(lambda: ranks().run(train, 10))
+    (FOLDER / "bin" / "python3").unlink()
+    shutil.copy(FOLDER / "bin" / "right", FOLDER / "bin" / "python3")
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "pyspark.daemon" in process.cmdline():
+                process.kill()  # Spark starts another one, of the Python that is there now
+    return {"kind": type(error).__name__, "text": str(error)}
+
+
+def values(spark: Any, notes: Notes) -> dict[str, Any]:
+    value, large = ranks().run(lambda: (train(10), make_bytes(30)))
+    found = {"value": value, "large": is_from(0, large, 30)}
+    return {**found, "values": ranks().run_all(train, 20)}
+
+
+def environments(spark: Any, notes: Notes) -> dict[str, Any]:
+    in_packed = ranks(environment=FOLDER / "environment.tar.gz", warm=False)
+    versions = [runs.run_all(metadata.version, "iniconfig") for runs in (ranks(), in_packed)]
+    return {"versions": versions}
+
+
+def bare_executors(spark: Any, notes: Notes) -> dict[str, Any]:
+    rows = spark.range(0, 1, 1, 1).mapInArrow(try_to_import, "found string").collect()
+    bare = ranks(environment=FOLDER / "bare.tar.gz")
+    files = [runs.run_all(package_files) for runs in (ranks(), ranks(), bare)]
+    broken = error_of(lambda: ranks().run(fail_at_once))
+    return {"without": [row.found for row in rows], "files": files, "broken": described(broken)}
+
+
+def failures(spark: Any, notes: Notes) -> dict[str, Any]:
+    found = failure_beside_one_that_waits(ranks())
+    died = error_of(lambda: ranks().run(die_beside_one_that_waits))
+    return {**found, "died": [type(died).__name__, getattr(died, "signal", None)]}
+
+
+def hub_port(spark: Any, notes: Notes) -> dict[str, Any]:
+    spark.conf.set("spark.distributor.hub.port", "7391")
+    try:
+        return {"port": TorchDistributor(1, use_gpu=False, warm=False).hub_port}
+    finally:
+        spark.conf.unset("spark.distributor.hub.port")
+
+
+def more_ranks_than_slots(spark: Any, notes: Notes) -> dict[str, Any]:
+    began = time.monotonic()
+    error = error_of(lambda: ranks(4, timeout=None, start_timeout=12).run(train, 10))
+    found = {"kind": type(error).__name__, "message": str(error)}
+    return {**found, "took": time.monotonic() - began, "value": ranks().run(train, 10)}
+
+
+def hub_without_nodes() -> Any:
+    """Have the nodes connect to an address at which nothing listens."""
+    address = HubAddress(bound="127.0.0.1", advertised="127.0.0.2")
+    return mock.patch.object(launcher, "choose_hub_address", return_value=address)
+
+
+def through_spark(spark: Any, notes: Notes) -> dict[str, Any]:
+    distributor = ranks(log_dir=str(FOLDER / "logs"))
+    with hub_without_nodes():
+        value, warned = distributor.run(train, 10), notes.take_warnings()
+        found, warned_again = values_of_all(distributor), notes.take_warnings()
+        failure = failure_beside_one_that_waits(distributor)
+    return {"value": value, **found, **failure, "warned": [warned, warned_again]}
+
+
+def one_link(spark: Any, notes: Notes) -> dict[str, Any]:
+    """Run on nodes of which only one reaches the hub."""
+    return values_of_all(ranks())
+
+
+def timeout_without_hub(spark: Any, notes: Notes) -> dict[str, Any]:
+    logging.getLogger("distributor").setLevel(logging.INFO)
+    distributor = ranks(timeout=10)
+    with hub_without_nodes(), mock.patch.object(rendezvous, "LINK_SECONDS", 4.0):
+        error = error_of(lambda: distributor.run(wait_forever))
+        ended = time.monotonic()
+        before_end = [[ended - at, text] for at, _, text in notes.notes]
+        warned = notes.take_warnings()
+        value = distributor.run(train, 10)
+    found = {"kind": type(error).__name__, "message": str(error), "stacks": error.stacks}
+    return {**found, "notes": before_end, "warned": warned, "value": value}
+
+
+def main() -> None:
+    kind, _, *names = sys.argv[1:]
+    spark, notes = open_session(kind), Notes()
+    for name in names:
+        run(globals()[name], spark, notes)
+    print("SERVING", flush=True)
+    if kind == "connect":
+        sys.stdin.read()
+    spark.stop()
+
+
+def run(scenario: Scenario, spark: Any, notes: Notes) -> None:
+    """Run a scenario between two lines, the second with what it found, or its traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        print("BEGIN", scenario.__name__, file=stream, flush=True)
+    try:
+        found = scenario(spark, notes)
+        found.setdefault("warned", notes.take_warnings())
+    except Exception:
+        found = {"traceback": traceback.format_exc()}
+    print("\nEND", scenario.__name__, file=sys.stderr, flush=True)
+    print("\nEND", scenario.__name__, json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Runs `session_program` in a process of its own, and reads what its scenarios report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.packages import ONLY_FROM_ARCHIVES, environment, packed, python_that_begins
+from support.waiting import until
+
+PROGRAM = Path(__file__).with_name("session_program.py")
+DEADLINE = 300
+"""Seconds until a scenario has ended."""
+SECRET = {"SPARK_CONNECT_AUTHENTICATE_TOKEN": "of these tests"}
+
+
+@dataclass
+class SessionProgram:
+    """A driver program that runs, or has run, scenarios.
+
+    Parameters
+    ----------
+    process : subprocess.Popen
+        Its process.
+    folder : Path
+        Where it writes its output, and its scenarios their files.
+    """
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def facts(self, scenario: str) -> dict[str, Any]:
+        """Wait until a scenario has ended, and return what it reports."""
+        end = f"\nEND {scenario} "
+        self._wait_for(end)
+        report, _ = self._printed("stdout").partition(end)[2].split("\n", 1)
+        facts: dict[str, Any] = json.loads(report)
+        assert "traceback" not in facts, facts["traceback"]
+        return facts
+
+    def output(self, scenario: str, stream: str = "stdout") -> str:
+        """Return what a scenario, and its ranks, printed; it has ended."""
+        _, _, begun = self._printed(stream).partition(f"BEGIN {scenario}\n")
+        return begun.partition(f"\nEND {scenario}")[0]
+
+    def wait_until_it_serves(self) -> None:
+        """Wait until all scenarios have ended, and the server has none but other clients."""
+        self._wait_for("\nSERVING\n")
+
+    def _wait_for(self, text: str) -> None:
+        def comes_or_cannot() -> bool:
+            printed = self._printed("stdout")
+            return (text in printed and printed.endswith("\n")) or self.process.poll() is not None
+
+        until(comes_or_cannot, text, DEADLINE)
+        assert text in self._printed("stdout"), self._printed("stderr")[-8000:]
+
+    def _printed(self, stream: str) -> str:
+        return "\n" + (self.folder / stream).read_text()
+
+
+def python_without_torch() -> str | None:
+    """Return a Python that cannot run ranks; None if this machine has none."""
+    for folder in ("/usr/bin", "/bin"):
+        python = shutil.which("python3", path=folder)
+        if python is None:
+            continue
+        probe = [python, "-c", "import pyarrow, torch"]
+        if subprocess.run(probe, capture_output=True, check=False).returncode:
+            return python
+    return None
+
+
+@contextlib.contextmanager
+def session_program(
+    kind: str, folder: Path, *scenarios: str, python_begins: str = ONLY_FROM_ARCHIVES
+) -> Iterator[SessionProgram]:
+    """Start the program.
+
+    Parameters
+    ----------
+    kind : {"connect", "classic", "cluster"}
+        Its session: of Connect, of two threads, or of two executors.
+    folder : Path
+        A new folder, for all that is written.
+    *scenarios : str
+        What it runs.
+    python_begins : str
+        Source that the executors' Python runs first. By default they do not have this package.
+    """
+    made = environment(folder / "made", "99.0", "iniconfig")
+    packed(made, folder / "environment.tar.gz")
+    packed(environment(folder / "bare", "1.0", bare=True), folder / "bare.tar.gz")
+    place = _bin(folder, python_begins)
+    if "wrong_python" in scenarios and (wrong := python_without_torch()):
+        (place / "python3").unlink()
+        (place / "python3").symlink_to(wrong)
+    variables = {
+        **os.environ,
+        **SECRET,
+        "DISTRIBUTOR_CACHE": str(folder / "cache"),
+        "PATH": os.pathsep.join([str(place), os.environ["PATH"]]),
+    }
+    variables.pop("PYSPARK_PYTHON", None)  # a Connect server then runs python3
+    if kind != "connect":
+        variables["PYSPARK_PYTHON"] = str(place / "python3")
+    command = [sys.executable, str(PROGRAM), kind, str(folder), *scenarios]
+    with open(folder / "stdout", "w") as out, open(folder / "stderr", "w") as err:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=out, stderr=err, text=True, env=variables
+        )
+    with process:
+        try:
+            yield SessionProgram(process, folder)
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                assert process.stdin
+                process.stdin.close()
+                process.wait(timeout=60)
+            process.kill()
+
+
+def _bin(folder: Path, python_begins: str) -> Path:
+    """Make a folder whose ``python3`` Spark runs."""
+    python = python_that_begins(folder / "before_all_else", python_begins)
+    place = folder / "bin"
+    place.mkdir()
+    for name in ("python3", "right"):
+        shutil.copy(python, place / name)
+    return place
