@@ -461,16 +461,19 @@ def test_demo(cli: Cli) -> None:
     assert "Spark needs Java" not in done.stdout
 
 
-def test_clean_lists_what_it_removes(cli: Cli, tmp_path: Path) -> None:
+def test_clean_lists_what_it_removes(
+    here: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     environment = tmp_path / "cache" / "requirements-0123456789abcdef"
     environment.mkdir(parents=True)
     (environment / "content").write_bytes(bytes(2**20))
-    env = {"DISTRIBUTOR_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    env: dict[str, str | None] = {"DISTRIBUTOR_CACHE": str(tmp_path / "cache")}
 
-    assert cli("clean", "--older-than", "1", env=env).stdout.startswith("Freed 0 bytes")
-    assert f"would remove {environment}" in cli("clean", "--all", "--dry-run", env=env).stdout
+    assert here("clean", "--older-than", "1", env=env).stdout.startswith("Freed 0 bytes")
+    assert f"would remove {environment}" in here("clean", "--all", "--dry-run", env=env).stdout
     assert environment.exists()
-    assert "Freed 1.05 MB" in cli("clean", "--all", env=env).stdout
+    assert "Freed 1.05 MB" in here("clean", "--all", env=env).stdout
     assert not environment.exists()
-    bad = cli("clean", "--older-than", "soon", env=env)
+    bad = here("clean", "--older-than", "soon", env=env)
     assert (bad.returncode, "found 'soon'" in bad.stderr) == (2, True)

@@ -30,6 +30,14 @@ OURS = "iniconfig"
 THEIRS = "99.0"
 
 
+here = pytest.mark.parametrize(
+    "distribute",
+    ["local", pytest.param("cluster", marks=[pytest.mark.spark, pytest.mark.slow])],
+    indirect=True,
+)
+"""Every day on this machine; as a slow test also on the cluster."""
+
+
 def look(name: str) -> dict[str, Any]:
     """Return what a rank runs with."""
     import torch
@@ -73,6 +81,7 @@ def on_nodes(cache: Path, **variables: object) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
+@here
 @pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ranks_of_a_packed_environment_have_its_packages(
     distribute: Distribute, archive: Path, cache: Path, warm: bool
@@ -97,7 +106,10 @@ def test_ranks_of_a_packed_environment_have_its_packages(
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize("local_mode", [True, False], ids=["local", "cluster"])
+@pytest.mark.parametrize(
+    "local_mode",
+    [pytest.param(True, marks=pytest.mark.slow, id="local"), pytest.param(False, id="cluster")],
+)
 def test_sparks_conf_chooses_the_cache_folder(
     spark: Any, archive: Path, cache: Path, tmp_path: Path, local_mode: bool
 ) -> None:
@@ -123,7 +135,7 @@ def test_sparks_conf_chooses_the_cache_folder(
 
 def test_each_environment_has_a_zygote_of_its_own(archive: Path, tmp_path: Path) -> None:
     """What one preloads is not imported in another one, which may lack it."""
-    other = packed(environment(tmp_path / "other", "1.0"), tmp_path / "other.tar.gz")
+    other = packed(environment(tmp_path / "other", "1.0", bare=True), tmp_path / "other.tar.gz")
 
     def local(**settings: Any) -> TorchDistributor:
         return TorchDistributor(1, use_gpu=False, timeout=120, warm=True, **settings)
@@ -131,10 +143,9 @@ def test_each_environment_has_a_zygote_of_its_own(archive: Path, tmp_path: Path)
     with_gadget = local(environment=other, preload=[NAME])
     try:
         assert with_gadget.run(metadata.version, NAME) == "1.0"
+        assert with_gadget.run(os.getppid) != os.getpid()
         assert local(environment=archive).run(metadata.version, OURS) == THEIRS
         assert local().run(metadata.version, OURS) == metadata.version(OURS)
-        first = with_gadget.run(os.getppid)
-        assert first != os.getpid()
     finally:
         cool_down()
 
@@ -161,12 +172,12 @@ def test_the_users_modules_come_before_those_of_the_environment(
     assert ranks.run(versions) == ("of the user", "of the user")
 
 
+@here
 def test_requirements_are_installed_once_on_each_node(
     distribute: Distribute, cache: Path, tmp_path: Path
 ) -> None:
     env = on_nodes(cache, PIP_FIND_LINKS=tmp_path / "wheels")
     wheel(tmp_path / "wheels", "1.0")
-    wheel(tmp_path / "wheels", "2.0")
     ranks = distribute(2, environment=[f"{NAME}==1.0"], env=env)
     found = ranks.run_all(look, NAME)
     (folder,) = {report["prefix"] for report in found}
@@ -177,23 +188,34 @@ def test_requirements_are_installed_once_on_each_node(
     made = Path(folder).stat().st_ino, (Path(folder) / ".complete").stat().st_mtime_ns
     assert ranks.run(look, NAME)["prefix"] == folder
     assert made == (Path(folder).stat().st_ino, (Path(folder) / ".complete").stat().st_mtime_ns)
-    other = distribute(1, environment=(f"{NAME}==2.0",), env=env, warm=False).run(look, NAME)
-    assert other["version"] == "2.0"
-    assert other["prefix"] != folder
 
 
-def test_an_environment_is_not_cleaned_while_ranks_use_it(
-    distribute: Distribute, archive: Path, cache: Path, tmp_path: Path
+@pytest.mark.slow
+def test_other_requirements_are_installed_beside_the_first(
+    distribute: Distribute, cache: Path, tmp_path: Path
 ) -> None:
-    wheel(tmp_path / "wheels", "1.0")
     env = on_nodes(cache, PIP_FIND_LINKS=tmp_path / "wheels")
 
+    def run(version: str) -> dict[str, Any]:
+        wheel(tmp_path / "wheels", version)
+        environment = (f"{NAME}=={version}",)
+        return distribute(1, environment=environment, env=env, warm=False).run(look, NAME)
+
+    first, other = run("1.0"), run("2.0")
+    assert (first["version"], other["version"]) == ("1.0", "2.0")
+    assert other["prefix"] != first["prefix"]
+
+
+@here
+def test_an_environment_is_not_cleaned_while_ranks_use_it(
+    distribute: Distribute, archive: Path, cache: Path
+) -> None:
     def clean_all() -> list[str]:
         command = [sys.executable, "-m", "distributor", "clean", "--all"]
         done = subprocess.run(command, capture_output=True, text=True)
         return done.stdout.splitlines()
 
-    lines = distribute(1, environment=[f"{NAME}==1.0"], env=env).run(clean_all)
+    lines = distribute(1, environment=archive, env=on_nodes(cache)).run(clean_all)
     kept = [line for line in lines if line.startswith("kept, because it is in use")]
     assert len(kept) >= 2, lines
     left = [path for path in cache.iterdir() if path.is_dir()]
@@ -215,6 +237,7 @@ def test_an_error_of_pip_contains_its_last_lines(distribute: Distribute, cache: 
     assert not list(cache.glob("requirements-*/.complete"))
 
 
+@here
 def test_an_interpreter_that_does_not_run_is_named(
     distribute: Distribute, cache: Path, tmp_path: Path
 ) -> None:
@@ -231,7 +254,10 @@ def test_an_interpreter_that_does_not_run_is_named(
     assert "conda-pack" in message
 
 
-@pytest.mark.parametrize("warm", [True, False], ids=["warm", "fresh"])
+@pytest.mark.parametrize(
+    "warm",
+    [pytest.param(True, id="warm"), pytest.param(False, marks=pytest.mark.slow, id="fresh")],
+)
 def test_an_environment_of_venv_pack_needs_none_of_our_packages(tmp_path: Path, warm: bool) -> None:
     venv_pack = pytest.importorskip("venv_pack")
     made = environment(tmp_path / "made", "1.0", bare=True)
@@ -290,6 +316,7 @@ def slow_to_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return source
 
 
+@pytest.mark.slow
 def test_a_killed_installation_leaves_no_process_and_is_repeated(
     slow_to_build: Path, tmp_path: Path
 ) -> None:

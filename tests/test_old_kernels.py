@@ -115,6 +115,7 @@ def test_local_runs_work(
     check(done, names, error)
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 @needs_java
 @pytest.mark.parametrize(("names", "error"), CASES)

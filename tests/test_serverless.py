@@ -319,7 +319,7 @@ from distributor import distributed
 
 folder = pathlib.Path(sys.argv[1])
 spark = (
-    SparkSession.builder.master("local-cluster[1,2,1024]")
+    SparkSession.builder.master("local[2]")
     .config("spark.ui.enabled", "false")
     .config("spark.scheduler.mode", "FAIR")
     .config("spark.scheduler.allocation.file", sys.argv[2])
