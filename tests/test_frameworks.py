@@ -180,6 +180,7 @@ def test_a_framework_trains_on_two_ranks(
     assert all(report.losses[-1] < report.losses[0] / 2 for report in reports)
 
 
+@pytest.mark.slow
 def test_t5_is_sharded_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run the script of the notebooks folder for one epoch, then for two."""
     if find_spec("transformers") is None:

@@ -65,6 +65,7 @@ send(found=found)
 )
 
 
+@pytest.mark.slow
 @needs_ipv6
 def test_a_bracketed_driver_host(run_driver: Any) -> None:
     done = run_driver(LOCAL)

@@ -271,10 +271,11 @@ TorchDistributor(1, use_gpu=False, log_dir={str(tmp_path)!r}).run(run_id)
 @pytest.mark.spark
 @needs_java
 def test_a_cluster_from_a_cell(notebook: Notebook) -> None:
+    """The definitions of cells reach Spark's Python workers; a local Spark's are apart as well."""
     notebook.run("""
 from pyspark.sql import SparkSession
 spark = (
-    SparkSession.builder.master("local-cluster[2,1,1024]")
+    SparkSession.builder.master("local[2]")
     .config("spark.ui.enabled", "false").config("spark.ui.showConsoleProgress", "false")
     .getOrCreate()
 )

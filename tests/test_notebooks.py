@@ -257,6 +257,13 @@ def test_the_code_of_a_notebook_uses_what_this_package_has(name: str) -> None:
     assert used.calls >= 2
 
 
+def test_the_code_of_the_t5_script_uses_what_this_package_has() -> None:
+    used = UsesOfPackage()
+    used.visit(ast.parse((NOTEBOOKS / "t5.py").read_text()))
+
+    assert used.calls >= 2
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_notebook_is_of_one_run(name: str) -> None:
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", nbformat.NO_CONVERT)

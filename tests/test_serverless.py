@@ -26,7 +26,10 @@ RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 POOLS_FILE = Path(__file__).parents[1] / "conf" / "fairscheduler.xml"
 
 
-@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.spark)])
+@pytest.fixture(
+    params=[False, pytest.param(True, marks=pytest.mark.spark)],
+    ids=["local", "cluster"],  # by which the tests of the shared session are recognized
+)
 def remote(request: pytest.FixtureRequest) -> bool:
     """Return whether the ranks run on executors, instead of on this machine."""
     if request.param:
