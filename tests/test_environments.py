@@ -208,14 +208,17 @@ def test_other_requirements_are_installed_beside_the_first(
 
 @here
 def test_an_environment_is_not_cleaned_while_ranks_use_it(
-    distribute: Distribute, archive: Path, cache: Path
+    distribute: Distribute, archive: Path, cache: Path, tmp_path: Path
 ) -> None:
+    wheel(tmp_path / "wheels", "1.0")
+    env = on_nodes(cache, PIP_FIND_LINKS=tmp_path / "wheels")
+
     def clean_all() -> list[str]:
         command = [sys.executable, "-m", "distributor", "clean", "--all"]
         done = subprocess.run(command, capture_output=True, text=True)
         return done.stdout.splitlines()
 
-    lines = distribute(1, environment=archive, env=on_nodes(cache)).run(clean_all)
+    lines = distribute(1, environment=[f"{NAME}==1.0"], env=env).run(clean_all)
     kept = [line for line in lines if line.startswith("kept, because it is in use")]
     assert len(kept) >= 2, lines
     left = [path for path in cache.iterdir() if path.is_dir()]
