@@ -195,13 +195,8 @@ def machine_of_fault(cluster: Cluster, folder: Path) -> Machine:
     return next(machine for machine in cluster.on_workers if machine.address == address)
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        moment if moment == "in commit" else pytest.param(moment, marks=pytest.mark.slow)
-        for moment in CLUSTER_MOMENTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", CLUSTER_MOMENTS)
 def test_a_training_resumes_after_an_executor_is_killed(
     tmp_path: Path, undisturbed: Result, moment: str
 ) -> None:

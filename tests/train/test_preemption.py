@@ -19,7 +19,7 @@ from support.waiting import MARK, assert_gone, marked, until
 from distributor.train import Result
 
 TRAINING = """
-import os, signal, sys, tempfile, threading
+import os, signal, sys, tempfile, threading, time
 from pathlib import Path
 from distributor import TorchDistributor, train
 from distributor.launch.graceful_shutdown import GracefulShutdown
@@ -65,6 +65,7 @@ def loop():
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, f"rank{rank}.txt").write_text(str(step))
                 train.report({"step": step}, checkpoint=Checkpoint.from_directory(folder))
+        time.sleep(0.01)  # a batch's time, without its CPU time
         if step == first + 20:
             Path(FOLDER, f"pid-{rank}-{int(first > 0)}").write_text(str(os.getpid()))
     return step

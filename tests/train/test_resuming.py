@@ -12,6 +12,7 @@ import pytest
 from support.reports import count_on, save, use_plain_writes
 
 from distributor import TorchDistributor, train
+from distributor._compat.torch import OPTIMIZER_IMPORTS
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.train import Checkpoint
 from distributor.train.storage.manifest import MANIFEST
@@ -202,7 +203,9 @@ def test_a_checkpoint_sharded_on_four_ranks_loads_on_others(tmp_path: Path) -> N
         }
         return {**whole, **moments}
 
-    where = {"use_gpu": False, "storage_path": tmp_path / "runs", "name": "mine", "timeout": 120}
+    preload = ["torch.distributed.checkpoint", "torch.distributed.fsdp", *OPTIMIZER_IMPORTS]
+    where: dict[str, Any] = {"storage_path": tmp_path / "runs", "name": "mine", "preload": preload}
+    where |= {"use_gpu": False, "timeout": 120}
     saved = TorchDistributor(4, **where).run(train_some, 3)
     assert len(saved) == 12
     for ranks in (2, 3, 1):
