@@ -1,9 +1,9 @@
 """Which tests run in the same process when pytest-xdist distributes them, and which start first.
 
 Starting Spark costs 15 CPU seconds, so the tests of the shared session run in two processes, not
-in all. The tests of the shared MLflow server run in one. The other tests of a file run in one
-process, which sets up their fixtures once. Tests that start a driver program, and share nothing
-else, are distributed one by one.
+in all. The tests of MLflow run in one: they share a server, and a zygote that has imported MLflow.
+The other tests of a file run in one process, which sets up their fixtures once. Tests that start a
+driver program, and share nothing else, are distributed one by one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[2]
 USES_SPARK = re.compile(r"\bspark: Any|\bdistribute: |getfixturevalue\(\"spark\"\)")
-USES_MLFLOW = re.compile(r"\b(server|experiment): str")
 SHARES_FIXTURES = re.compile(r'scope="module"|usefixtures\("modules_folder"\)')
 STARTS_DRIVERS = re.compile(r"\brun_(gpu_)?driver\b")
 ONE_PROCESS = ("test_connect.py",)
@@ -48,7 +47,7 @@ def group_of(nodeid: str) -> str:
     if _shares_spark(nodeid):
         return "spark: files" if path.count("/") == 1 else "spark: folders"
     text = _text_of(path)
-    if USES_MLFLOW.search(text) and "/tracking/" in path:
+    if "/tracking/" in path:
         return "mlflow"
     if Path(path).name in ONE_PROCESS or SHARES_FIXTURES.search(text):
         return path

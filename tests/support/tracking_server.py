@@ -19,7 +19,15 @@ from distributor._compat.mlflow import forget_active_experiment
 from support.waiting import comes_true
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+PRELOAD = ("mlflow", "mlflow.pytorch", "mlflow.store.tracking.rest_store")
+"""Modules that local ranks inherit by fork; their import costs each rank seconds of CPU time."""
 START_SECONDS = 120.0
+everyday_locally = pytest.mark.parametrize(
+    "distribute",
+    ["local", pytest.param("cluster", marks=[pytest.mark.spark, pytest.mark.slow])],
+    indirect=True,
+)
+"""For tests of which only the local variant runs every day."""
 SERVER_VARIABLES = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # it would start further processes

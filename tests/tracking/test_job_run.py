@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from support.tracking_server import metrics_of, runs_of, train
+from support.tracking_server import PRELOAD, everyday_locally, metrics_of, runs_of, train
 from support.waiting import comes_true
 
 from distributor import TorchDistributor, distributed
@@ -23,8 +23,9 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
 
 
+@everyday_locally
 def test_ranks_log_to_one_run_made_for_the_job(distribute: Distribute, experiment: str) -> None:
-    distribute(2).run(train, 3)
+    distribute(2, preload=PRELOAD).run(train, 3)
 
     [run] = runs_of(experiment)
     assert run.info.run_name == "train"
@@ -39,6 +40,7 @@ def test_ranks_log_to_one_run_made_for_the_job(distribute: Distribute, experimen
     )
 
 
+@everyday_locally
 def test_a_further_attempt_logs_to_the_same_run(distribute: Distribute, experiment: str) -> None:
     def log() -> None:
         import mlflow
@@ -48,7 +50,7 @@ def test_a_further_attempt_logs_to_the_same_run(distribute: Distribute, experime
         if not attempt and os.environ["RANK"] == "0":  # the only rank that logs, and it has logged
             os._exit(3)
 
-    distribute(2, max_failures=1).run(log)
+    distribute(2, max_failures=1, preload=PRELOAD).run(log)
 
     [run] = runs_of(experiment)
     assert run.info.status == "FINISHED"
@@ -57,33 +59,36 @@ def test_a_further_attempt_logs_to_the_same_run(distribute: Distribute, experime
     assert [metric.value for metric in history] == [0.0, 1.0]
 
 
+@everyday_locally
 def test_the_link_to_the_run_is_printed(
     distribute: Distribute, experiment: str, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    distribute(1).run(train, 1)
+    distribute(1, preload=PRELOAD).run(train, 1)
 
     [run] = runs_of(experiment)
     link = f"{server}/#/experiments/{experiment}/runs/{run.info.run_id}"
     assert f"MLflow run: {link}" in capsys.readouterr().err
 
 
+@everyday_locally
 def test_all_ranks_log_if_requested(distribute: Distribute, experiment: str) -> None:
     def log() -> None:
         import mlflow
 
         mlflow.log_metric(f"of rank {os.environ['RANK']}", 1.0)
 
-    distribute(3, mlflow_ranks="all").run(log)
+    distribute(3, mlflow_ranks="all", preload=PRELOAD).run(log)
 
     [run] = runs_of(experiment)
     assert metrics_of(run) == {f"of rank {rank}": 1.0 for rank in range(3)}
 
 
+@everyday_locally
 def test_ranks_log_to_the_run_that_is_active_on_the_driver_which_stays_open(
     distribute: Distribute, experiment: str
 ) -> None:
     with mlflow.start_run(run_name="mine") as mine:
-        distribute(2).run(train, 2)
+        distribute(2, preload=PRELOAD).run(train, 2)
         assert mlflow.get_run(mine.info.run_id).info.status == "RUNNING"
         mlflow.log_metric("afterwards", 1.0)
 
@@ -93,6 +98,7 @@ def test_ranks_log_to_the_run_that_is_active_on_the_driver_which_stays_open(
     assert metrics_of(run) == {"loss": 0.5, "afterwards": 1.0}
 
 
+@everyday_locally
 def test_a_rank_that_closes_the_run_does_not_end_it(
     distribute: Distribute, experiment: str
 ) -> None:
@@ -104,12 +110,13 @@ def test_a_rank_that_closes_the_run_does_not_end_it(
                 mlflow.log_metric("inside", 1.0, step=step)
         return str(mlflow.get_run(run.info.run_id).info.status)
 
-    assert distribute(1).run(close_and_look) == "RUNNING"
+    assert distribute(1, preload=PRELOAD).run(close_and_look) == "RUNNING"
     [run] = runs_of(experiment)
     assert run.info.status == "FINISHED"
     assert metrics_of(run) == {"inside": 1.0}
 
 
+@everyday_locally
 def test_code_that_sets_server_and_experiment_itself_logs_to_the_same_run(
     distribute: Distribute, experiment: str, server: str
 ) -> None:
@@ -122,13 +129,14 @@ def test_code_that_sets_server_and_experiment_itself_logs_to_the_same_run(
         mlflow.set_experiment(experiment_id=experiment)
         mlflow.log_metric("loss", 1.0)
 
-    distribute(2).run(log)
+    distribute(2, preload=PRELOAD).run(log)
 
     [run] = runs_of(experiment)
     assert run.info.run_name == "log"
     assert metrics_of(run) == {"loss": 1.0}
 
 
+@everyday_locally
 def test_the_run_of_a_failed_job_is_failed_and_has_the_error(
     distribute: Distribute, experiment: str
 ) -> None:
@@ -141,7 +149,7 @@ def test_the_run_of_a_failed_job_is_failed_and_has_the_error(
         raise KeyError("on purpose")
 
     with pytest.raises(KeyError):
-        distribute(2).run(fail)
+        distribute(2, preload=PRELOAD).run(fail)
 
     [run] = runs_of(experiment)
     assert run.info.status == "FAILED"
@@ -151,6 +159,7 @@ def test_the_run_of_a_failed_job_is_failed_and_has_the_error(
     assert "in fail" in text
 
 
+@everyday_locally
 def test_the_run_of_a_failed_job_has_the_output_of_its_ranks(
     distribute: Distribute, experiment: str
 ) -> None:
@@ -186,6 +195,7 @@ def test_the_run_of_a_cancelled_job_is_killed(experiment: str, tmp_path: Path) -
     assert run.info.status == "KILLED"
 
 
+@everyday_locally
 def test_only_the_first_rank_logs_artifacts_and_models(
     distribute: Distribute, experiment: str
 ) -> None:
@@ -197,7 +207,7 @@ def test_only_the_first_rank_logs_artifacts_and_models(
         how = {"serialization_format": "pickle", "pip_requirements": ["torch"]}
         mlflow.pytorch.log_model(torch.nn.Linear(2, 1), name="model", **how)
 
-    distribute(2).run(log)
+    distribute(2, preload=PRELOAD).run(log)
 
     [run] = runs_of(experiment)
     assert mlflow.artifacts.load_text(f"runs:/{run.info.run_id}/rank.txt") == "0"

@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 import pytest
 from conftest import facts_in
-from support.tracking_server import runs_of
+from support.tracking_server import PRELOAD, everyday_locally, runs_of
 from support.waiting import comes_true
 
 from distributor import TorchDistributor, runtime
@@ -25,12 +25,13 @@ Distribute = Callable[..., TorchDistributor]
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+@everyday_locally
 def test_reported_metrics_are_recorded(distribute: Distribute, experiment: str) -> None:
     def count(steps: int) -> None:
         for step in range(steps):
             runtime.progress(step, steps, loss=float(os.environ["RANK"]), step=step)
 
-    distribute(2).run(count, 1500)
+    distribute(2, preload=PRELOAD).run(count, 1500)
 
     [run] = runs_of(experiment)
     history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "step")
@@ -50,10 +51,14 @@ def test_system_metrics_of_a_node_are_recorded_under_its_name(
         system_metrics.SAMPLE_INTERVAL = 0.2
         mlflow.set_tracking_uri({server!r})
         run_id = mlflow.start_run(experiment_id={experiment!r}).info.run_id
-        def wait(run_id):
-            import mlflow, time
+        def wait(run_id):  # without MLflow, whose import takes long
+            import time, urllib.request
+            address = {server!r} + "/api/2.0/mlflow/runs/get?run_id=" + run_id
             deadline = time.monotonic() + 60
-            while not mlflow.get_run(run_id).data.metrics and time.monotonic() < deadline:
+            while time.monotonic() < deadline:
+                with urllib.request.urlopen(address) as answer:
+                    if json.load(answer)["run"]["data"].get("metrics"):
+                        break
                 time.sleep(0.1)
         TorchDistributor(1, use_gpu=False).run(wait, run_id)
         print("FACTS " + json.dumps(mlflow.get_run(run_id).data.metrics))

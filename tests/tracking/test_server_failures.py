@@ -14,7 +14,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from support.tracking_server import free_port, train
+from support.tracking_server import PRELOAD, everyday_locally, free_port, train
 
 from distributor import DistributorError, TorchDistributor
 from distributor.tracking import run as tracking_run
@@ -24,6 +24,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
 
 
+@everyday_locally
 def test_training_continues_if_the_server_goes_away(
     distribute: Distribute, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -31,22 +32,10 @@ def test_training_continues_if_the_server_goes_away(
     monkeypatch.setattr("distributor.prepared_run.open_run", lambda *_: gone)
     limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 
-    assert distribute(2, env=limits).run(train, 2) == "trained"
+    assert distribute(2, env=limits, preload=PRELOAD).run(train, 2) == "trained"
     err = capsys.readouterr().err
     assert err.count("The MLflow server did not accept what was logged") == 1
     assert "3 calls did not reach MLflow" in err
-
-
-def test_a_server_that_cannot_be_reached_costs_one_warning(
-    warned: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uri = f"http://127.0.0.1:{free_port()}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    monkeypatch.setattr(tracking_run, "ANSWER_SECONDS", 1.0)
-
-    assert TorchDistributor(1, use_gpu=False).run(lambda: "trained") == "trained"
-    [warning] = warned()
-    assert f"The MLflow server at {uri} cannot be reached, so this run is not tracked" in warning
 
 
 @pytest.fixture(params=["refused", "unanswered"])
@@ -59,6 +48,14 @@ def gone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         monkeypatch.setattr(tracking_run, "ANSWER_SECONDS", 1.0)
         yield uri
+
+
+def test_a_server_that_cannot_be_reached_costs_one_warning(
+    gone: str, warned: Callable[[], list[str]]
+) -> None:
+    assert TorchDistributor(1, use_gpu=False).run(lambda: "trained") == "trained"
+    [warning] = warned()
+    assert f"The MLflow server at {gone} cannot be reached, so this run is not tracked" in warning
 
 
 def use_mlflow_in_many_ways(uri: str, folder: str) -> list[str]:
@@ -115,14 +112,13 @@ def use_the_client(client: Any) -> None:
     assert list(client.search_runs(["0"])) == []
 
 
+@everyday_locally
 def test_mlflow_is_off_if_the_server_cannot_be_reached_at_the_start(
     distribute: Distribute, gone: str, warned: Callable[[], list[str]], tmp_path: Path
 ) -> None:
     """Without that, MLflow would retry for minutes in each rank, and then raise."""
-    assert distribute(2, timeout=90).run_all(use_mlflow_in_many_ways, gone, str(tmp_path)) == [
-        [],
-        [],
-    ]
+    ranks = distribute(2, timeout=90, preload=PRELOAD)
+    assert ranks.run_all(use_mlflow_in_many_ways, gone, str(tmp_path)) == [[], []]
     [warning] = warned()
     assert f"The MLflow server at {gone} cannot be reached, so this run is not tracked" in warning
 

@@ -14,7 +14,7 @@ import pytest
 from conftest import facts_in
 from support.cluster import cluster_on
 from support.machines import machines_on_loopback
-from support.tracking_server import metrics_of, train
+from support.tracking_server import metrics_of, runs_of, train
 
 from distributor import TorchDistributor
 
@@ -41,6 +41,7 @@ def store(tmp_path: Path) -> Iterator[str]:
     os.environ.pop("MLFLOW_EXPERIMENT_ID", None)
 
 
+@pytest.mark.slow
 def test_local_ranks_log_to_a_run_in_a_local_file(store: str) -> None:
     with mlflow.start_run() as mine:
         TorchDistributor(2, use_gpu=False, timeout=120).run(train, 2)
@@ -50,10 +51,15 @@ def test_local_ranks_log_to_a_run_in_a_local_file(store: str) -> None:
 
 @pytest.mark.spark
 def test_executors_of_this_machine_log_to_a_run_in_a_local_file(spark: Any, store: str) -> None:
-    with mlflow.start_run() as mine:
-        TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).run(train, 2)
+    TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).run(train, 2)
 
-    assert metrics_of(mlflow.get_run(mine.info.run_id)) == {"loss": 0.5}
+    [run] = runs_of("0")
+    assert run.info.run_name == "train"
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"rank": "0"}
+    assert metrics_of(run) == {"loss": 0.5}
+    assert run.data.tags["distributor.num_processes"] == "2"
+    assert run.data.tags["distributor.mode"] == "cluster"
 
 
 ON_A_CLUSTER = """
@@ -65,7 +71,9 @@ def train():
     found = mlflow.active_run().info.artifact_uri.partition(":")[0]
     return found, os.environ.get("MLFLOW_RUN_ID"), sorted(os.listdir())
 
-runner = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120)
+runner = TorchDistributor(
+    2, local_mode=False, use_gpu=False, timeout=120, preload=["mlflow"]
+)
 before = runner.run_all(lambda: sorted(os.listdir()))
 send(unset=runner.run_all(train), before=before, created=os.path.exists("mlflow.db"))
 mlflow.set_tracking_uri("sqlite:///mine.db")
@@ -80,7 +88,7 @@ def test_on_a_cluster_without_a_server_mlflow_is_off(tmp_path: Path) -> None:
     with (
         machines_on_loopback(3) as machines,
         cluster_on(machines, tmp_path, cores=2) as cluster,
-        cluster.driver(ON_A_CLUSTER) as driver,
+        cluster.driver(ON_A_CLUSTER, **{"spark.executor.cores": "2"}) as driver,
     ):
         unset = driver.receive("unset")
         in_a_file = driver.receive("in_a_file")["in_a_file"]
@@ -100,7 +108,9 @@ IN_AN_EMPTY_FOLDER = """
 import json, os, sys
 from distributor.serverless_gpu import distributed, runtime
 
-@distributed(gpus=4, use_gpu=False, mlflow_ranks=sys.argv[1], timeout=120)
+PRELOAD = ["mlflow", "mlflow.store.tracking.sqlalchemy_store"]
+
+@distributed(gpus=4, use_gpu=False, mlflow_ranks=sys.argv[1], timeout=120, preload=PRELOAD)
 def train(steps):
     import mlflow
 
@@ -136,22 +146,35 @@ def test_without_a_server_all_ranks_log_to_one_local_run(
 
 
 UNRELATED = """
-import json, os, sys
+import importlib.machinery, json, os, sys
 from distributor import TorchDistributor
 
 def train():
     return "trained"
 
+def hide_mlflow():
+    # As if it were not installed.
+    find_spec = importlib.machinery.PathFinder.find_spec
+
+    def find_others(name, *args):
+        return None if name == "mlflow" else find_spec(name, *args)
+
+    importlib.machinery.PathFinder.find_spec = find_others
+    assert importlib.util.find_spec("mlflow") is None
+
 if __name__ == "__main__":
-    value = TorchDistributor(1, use_gpu=False, timeout=120).run(train)
-    print("FACTS " + json.dumps([value, "mlflow" in sys.modules, os.path.exists("mlflow.db")]))
+    runner = TorchDistributor(1, use_gpu=False, timeout=120)
+    facts = [runner.run(train), "mlflow" in sys.modules, os.path.exists("mlflow.db")]
+    hide_mlflow()
+    os.environ["MLFLOW_TRACKING_URI"] = "http://127.0.0.1:1"
+    print("FACTS " + json.dumps([*facts, runner.run(train)]))
 """
 
 
-def test_a_program_that_does_not_use_mlflow_imports_and_stores_nothing(
+def test_a_program_that_does_not_use_mlflow_imports_and_stores_nothing_and_does_not_need_it(
     run_driver: RunDriver,
 ) -> None:
-    assert facts_in(run_driver(UNRELATED)) == ["trained", False, False]
+    assert facts_in(run_driver(UNRELATED)) == ["trained", False, False, "trained"]
 
 
 HIDDEN = """
@@ -168,41 +191,38 @@ def train(uri):
         flow.log_metric("loss", 1.0)
 
 if __name__ == "__main__":
-    TorchDistributor(2, use_gpu=False, timeout=120).run(train, sys.argv[1])
+    runner = TorchDistributor(2, use_gpu=False, timeout=120, preload=["mlflow"])
+    for uri in sys.argv[1:]:
+        runner.run(train, uri)
     print("FACTS " + json.dumps(os.path.exists("mlflow.db")))
 """
 
 
-def test_one_rank_prints_that_mlflow_is_off_if_its_use_is_not_detected(
-    run_driver: RunDriver,
+def run_and_check_the_run_on_the_server(
+    run_driver: RunDriver, source: str, addresses: list[str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a job for each address, of which the last is a server, and return the output."""
+    client = mlflow.MlflowClient(addresses[-1])
+    before = len(client.search_runs(["0"]))
+    done = run_driver(source, *addresses)
+    [run, *_] = runs = client.search_runs(["0"], order_by=["start_time DESC"])
+    assert len(runs) == before + 1
+    assert (run.info.status, run.data.metrics) == ("FINISHED", {"loss": 1.0})
+    return done
+
+
+def test_if_its_use_is_not_detected_mlflow_is_off_except_for_a_server_that_ranks_name(
+    run_driver: RunDriver, server: str
 ) -> None:
-    done = run_driver(HIDDEN, "")
+    """One rank prints that it is off."""
+    done = run_and_check_the_run_on_the_server(run_driver, HIDDEN, ["", server])
     assert facts_in(done) is False
     assert done.stderr.count("MLflow is off: no use of it was detected on the driver") == 1
 
 
-@pytest.mark.parametrize("source", [HIDDEN, HIDDEN.replace('"".join(["ml", "flow"])', '"mlflow"')])
+@pytest.mark.slow
 def test_a_server_that_only_the_ranks_code_names_gets_one_run(
-    run_driver: RunDriver, server: str, source: str
+    run_driver: RunDriver, server: str
 ) -> None:
-    client = mlflow.MlflowClient(server)
-    before = len(client.search_runs(["0"]))
-    run_driver(source, server)
-    [run, *_] = runs = client.search_runs(["0"], order_by=["start_time DESC"])
-    assert len(runs) == before + 1
-    assert (run.info.status, run.data.metrics) == ("FINISHED", {"loss": 1.0})
-
-
-WITHOUT_MLFLOW = """
-import json, sys
-sys.modules["mlflow"] = None  # as if it were not installed
-from distributor import TorchDistributor
-value = TorchDistributor(1, use_gpu=False).run(lambda: "trained")
-print("FACTS " + json.dumps(value))
-"""
-
-
-def test_a_run_does_not_need_mlflow(run_driver: RunDriver) -> None:
-    done = run_driver(WITHOUT_MLFLOW.replace("= None", '= None; del sys.modules["mlflow"]'))
-
-    assert facts_in(done) == "trained"
+    detected = HIDDEN.replace('"".join(["ml", "flow"])', '"mlflow"')
+    run_and_check_the_run_on_the_server(run_driver, detected, [server])
