@@ -51,31 +51,53 @@ def test_the_default_experiment_is_the_one_that_was_set(
         mlflow.set_tracking_uri(None)
 
 
-@pytest.mark.parametrize(
-    ("calls", "status"),
-    [
-        ("", "FINISHED"),
-        ("compat.keep_run_open_at_exit()", "RUNNING"),
-        ("compat.keep_run_open_at_exit(); compat.end_run_at_exit()", "FINISHED"),
-    ],
-)
+ENDINGS = {
+    "": "FINISHED",
+    "compat.keep_run_open_at_exit()": "RUNNING",
+    "compat.keep_run_open_at_exit(); compat.end_run_at_exit()": "FINISHED",
+}
+"""The status of a run after its process has made these calls and exited."""
+START_RUNS = f"""
+import os, sys
+import mlflow
+import mlflow.store.tracking.sqlalchemy_store  # once, before the forks
+from distributor._compat import mlflow as compat
+
+def start_run(calls):
+    print("RUN", mlflow.start_run().info.run_id, flush=True)
+    exec(calls)
+
+mlflow.set_tracking_uri(sys.argv[1])
+for calls in {list(ENDINGS)!r}:
+    if not os.fork():
+        start_run(calls)
+        sys.exit()
+    _, status = os.wait()
+    assert status == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def statuses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the status of each run of `ENDINGS`; their processes have imported MLflow by fork."""
+    uri = f"sqlite:///{tmp_path_factory.mktemp('endings')}/mlflow.db"
+    client = mlflow.MlflowClient(uri)
+    client.search_experiments()  # creates the tables
+    program = [sys.executable, "-c", START_RUNS, uri]
+    output = subprocess.check_output(program, text=True)
+    ids = [line.split()[1] for line in output.splitlines() if line.startswith("RUN ")]
+    found = [client.get_run(run_id).info.status for run_id in ids]
+    return dict(zip(ENDINGS, found, strict=True))
+
+
+@pytest.mark.parametrize("calls", ENDINGS)
 def test_mlflow_ends_a_run_by_an_exit_handler_that_can_be_removed(
-    tmp_path: Path, calls: str, status: str
+    statuses: dict[str, str], calls: str
 ) -> None:
     assert hasattr(mlflow.tracking.fluent, "_safe_end_run"), lost(
         "mlflow.tracking.fluent._safe_end_run", "leaving the end of the job's run to the driver"
     )
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    program = f"""
-import mlflow
-from distributor._compat import mlflow as compat
-mlflow.set_tracking_uri({uri!r})
-print("RUN", mlflow.start_run().info.run_id)
-{calls}
-"""
-    output = subprocess.check_output([sys.executable, "-c", program], text=True)
-    [run_id] = [line.split()[1] for line in output.splitlines() if line.startswith("RUN ")]
-    assert mlflow.MlflowClient(uri).get_run(run_id).info.status == status, lost(
+    assert statuses[calls] == ENDINGS[calls], lost(
         "the exit handler _safe_end_run", "leaving the end of the job's run to the driver"
     )
 

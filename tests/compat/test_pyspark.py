@@ -43,7 +43,7 @@ def unchanged_rows(spark: Any) -> Any:
         yield from batches
 
     with private.python_executable(spark.sparkContext, sys.executable):
-        return spark.range(1).mapInArrow(same, "id long")
+        return spark.range(0, 1, numPartitions=1).mapInArrow(same, "id long")
 
 
 def test_the_jvm_has_the_context(context: Any) -> None:
@@ -101,7 +101,7 @@ def test_the_temporary_folder_exists(context: Any) -> None:
 def test_a_function_runs_with_another_interpreter(spark: Any, context: Any) -> None:
     usual = context.pythonExec
     with private.python_executable(context, "/no/such/python"):
-        frame = spark.range(1).mapInArrow(lambda batches: batches, "id long")
+        frame = spark.range(0, 1, numPartitions=1).mapInArrow(lambda batches: batches, "id long")
     with relies_on("pyspark", "SparkContext.pythonExec", "pyspark.python_executable"):
         assert context.pythonExec == usual
         with pytest.raises(Exception, match="/no/such/python"):
@@ -156,12 +156,12 @@ def test_the_progress_bar_can_be_removed(
             run_driver(
                 """
                 import json
-                from pyspark.sql import SparkSession
+                from pyspark import SparkConf, SparkContext
                 from distributor._compat.pyspark import progress_bar
 
-                builder = SparkSession.builder.master("local[1]").config("spark.ui.port", "0")
-                spark = builder.config("spark.ui.showConsoleProgress", "true").getOrCreate()
-                bar = progress_bar(spark.sparkContext)
+                conf = SparkConf().setMaster("local[1]").setAppName("tests")
+                conf.set("spark.ui.enabled", "false").set("spark.ui.showConsoleProgress", "true")
+                bar = progress_bar(SparkContext(conf=conf))
                 bar.finishAll()
                 print("FACTS " + json.dumps({"bar": str(bar)}))
                 """

@@ -24,13 +24,18 @@ def found_in(text: str, pattern: str) -> str:
     return found[1] if found.re.groups else found[0]
 
 
+def one_row(spark: Any) -> Any:
+    """Return a frame of one partition: each further one would start a Python worker."""
+    return spark.range(0, 1, numPartitions=1)
+
+
 def error_of_task(spark: Any, body: str, barrier: bool = True) -> str:
     """Return the text of the error of a job whose task runs these lines."""
     lines = "".join(f"\n    {line}" for line in [*body.splitlines(), "yield from batches"])
     names: dict[str, Any] = {"__name__": "__main__"}  # so that it is pickled by value
     exec(compile(f"def task(batches):{lines}", "node/spark_task/task.py", "exec"), names)
     with python_executable(spark.sparkContext, sys.executable):
-        frame = spark.range(1).mapInArrow(names["task"], "id long", barrier=barrier)
+        frame = one_row(spark).mapInArrow(names["task"], "id long", barrier=barrier)
     with pytest.raises(Exception) as error:  # noqa: PT011
         frame.collect()
     return str(error.value)
@@ -63,7 +68,7 @@ def test_a_worker_that_crashes(spark: Any) -> None:
 
 def test_an_interpreter_that_does_not_exist(spark: Any) -> None:
     with python_executable(spark.sparkContext, "/no/such/python"):
-        frame = spark.range(1).mapInArrow(lambda batches: batches, "id long")
+        frame = one_row(spark).mapInArrow(lambda batches: batches, "id long")
     with pytest.raises(Exception) as error:  # noqa: PT011
         frame.collect()
     with relies_on("pyspark", "the text of a missing program", "spark_texts.NO_INTERPRETER"):
