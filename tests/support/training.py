@@ -36,11 +36,6 @@ from distributor.train.storage.report_log import RUN_LOG
 from distributor.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 
 SAMPLES, BATCH, EPOCHS, SAVE_EVERY = 48, 3, 2, 2
-SETTINGS: dict[str, Any] = {
-    "timeout": 120,
-    "show_output": "none",
-    "preload": OPTIMIZER_IMPORTS,  # most of the CPU time of a rank that trains so little
-}
 
 
 @dataclass(frozen=True)
@@ -228,7 +223,12 @@ def trainer(
             storage_filesystem=filesystem,
             failure_config=FailureConfig(max_failures=failures),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
-            settings=SETTINGS,
+            settings={
+                "timeout": 120,
+                "show_output": "none",
+                # Most of the CPU time of a local rank; executors have their zygotes already.
+                "preload": OPTIMIZER_IMPORTS if local_mode else (),
+            },
         ),
     )
 

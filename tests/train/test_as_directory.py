@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from support.waiting import until
 
 from distributor.train import Checkpoint
 
-SPAWN = get_context("spawn")
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload(["distributor.train", "pytest", "fsspec.implementations.local"])
 DEADLINE = 60.0
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/locks")
 
@@ -98,16 +99,23 @@ class Node:
         return [path for parent in self.temporary.iterdir() for path in parent.iterdir()]
 
 
+@pytest.fixture(scope="module")
+def process_server() -> None:
+    """Start the server that forks the users, with its socket outside of any node's folder."""
+    forkserver.ensure_running()
+
+
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+def node(process_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     node = Node(tmp_path)
     monkeypatch.setenv("TMPDIR", str(node.temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return node
 
 
-def use(checkpoint: Checkpoint, connection: Connection) -> None:
+def use(checkpoint: Checkpoint, connection: Connection, temporary: str) -> None:
     """Enter `as_directory`, send the folder and its content, and leave on a message."""
+    tempfile.tempdir = temporary  # the server that forks has another environment
     try:
         with checkpoint.as_directory() as folder:
             connection.send((folder, content_of(folder)))
@@ -129,8 +137,9 @@ class User:
     """Another process that uses a checkpoint as a folder."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._connection, other_end = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=use, args=(checkpoint, other_end), daemon=True)
+        self._connection, other_end = FORKS.Pipe()
+        given = (checkpoint, other_end, tempfile.gettempdir())
+        self.process = FORKS.Process(target=use, args=given, daemon=True)
         self.process.start()
         other_end.close()
 

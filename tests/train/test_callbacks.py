@@ -89,6 +89,7 @@ def test_callbacks_receive_the_reports_and_failures_of_all_ranks(tmp_path: Path)
     check_calls(recorder, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_callbacks_receive_the_same_from_a_cluster(spark: Any, tmp_path: Path) -> None:
     recorder = RecordingCallback()

@@ -18,7 +18,6 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributor import train
-from distributor._compat.torch import OPTIMIZER_IMPORTS
 from distributor.train.torch import TorchTrainer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -113,7 +112,7 @@ def with_accelerate(config: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize(
     ("framework", "loop", "text"),
     [
-        ("lightning", with_lightning, "lightning.Callback"),
+        pytest.param("lightning", with_lightning, "lightning.Callback", marks=pytest.mark.slow),
         ("accelerate", with_accelerate, "accelerator.save_state"),
     ],
 )
@@ -132,11 +131,7 @@ def test_a_framework_reports_and_resumes(
                 name=name,
                 storage_path=tmp_path,
                 failure_config=train.FailureConfig(max_failures=1),
-                settings={
-                    "timeout": 120,
-                    "env": {"OMP_NUM_THREADS": "1"},
-                    "preload": [framework, *OPTIMIZER_IMPORTS],
-                },
+                settings={"timeout": 120, "env": {"OMP_NUM_THREADS": "1"}},
             ),
         ).fit()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -81,9 +82,21 @@ def fit(
                 return
 
 
-@pytest.mark.parametrize("calls_set_epoch", [True, False])
-@pytest.mark.parametrize("new_loaders", [True, False])
-@pytest.mark.parametrize("reports_first", [True, False])
+@pytest.mark.parametrize(
+    ("new_loaders", "calls_set_epoch", "reports_first"),
+    [
+        (True, True, True),
+        (False, False, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (True, False, True),
+                (False, True, True),
+                *itertools.product([True, False], [True, False], [False]),
+            ]
+        ),
+    ],
+)
 def test_each_sample_is_trained_on_once_in_each_epoch(
     tmp_path: Path, new_loaders: bool, calls_set_epoch: bool, reports_first: bool
 ) -> None:

@@ -204,6 +204,7 @@ def test_a_rank_survives_the_first_sigterm_and_the_second_starts_a_new_attempt(
     assert_gone([*pids, *resumed_pids])
 
 
+@pytest.mark.slow
 def test_the_driver_ends_even_if_the_ranks_return_after_the_notice(tmp_path: Path) -> None:
     source = LOCAL.replace("run(loop)", "run(return_once_preempted)") + "print('not reached')"
     source = (
@@ -248,6 +249,7 @@ def test_all_ranks_are_notified_of_a_decommissioned_executor(tmp_path: Path) -> 
     assert_gone([*pids, resumed_pid])
 
 
+@pytest.mark.slow
 def test_sigterm_between_attempts_ends_the_driver_at_once(tmp_path: Path) -> None:
     """The listener sends SIGTERM to the driver when the first attempt has failed."""
     source = LOCAL.replace("max_failures=1, ", "max_failures=3, listeners=[Terminate()], ")

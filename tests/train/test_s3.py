@@ -101,6 +101,14 @@ def two_ranks(runs: str, **settings: Any) -> TorchDistributor:
     return TorchDistributor(2, use_gpu=False, **settings)
 
 
+@pytest.mark.parametrize(
+    "distribute",
+    [
+        pytest.param("local", marks=pytest.mark.slow),
+        pytest.param("cluster", marks=pytest.mark.spark),
+    ],
+    indirect=True,
+)
 def test_the_next_run_resumes_from_the_reported_checkpoint(
     runs: str, distribute: Distribute, tmp_path: Path
 ) -> None:
@@ -124,6 +132,7 @@ def test_the_next_run_resumes_from_the_reported_checkpoint(
     }
 
 
+@pytest.mark.slow
 def test_asynchronous_reports_are_committed_when_the_run_ends(runs: str, tmp_path: Path) -> None:
     two_ranks(runs).run(count, tmp_path, 3, "ASYNC")
     found = Storage(runs, "mine").committed()
@@ -171,6 +180,7 @@ def test_a_damaged_checkpoint_is_skipped(
     assert "checkpoint_000001/1.txt has been modified." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_a_truncated_manifest_is_not_committed(runs: str, tmp_path: Path) -> None:
     two_ranks(runs).run(count, tmp_path, 1)
     storage = Storage(runs, "mine")
