@@ -27,6 +27,7 @@ from support.zygotes import modules_folder, write_module  # noqa: F401  (fixture
 from distributor import TorchDistributor
 from distributor._compat.pyspark import java_context
 
+os.environ.setdefault("DISTRIBUTOR_IDLE_IMPORT_SECONDS", "600")  # inherited by all processes
 CLUSTER = "local-cluster[2,2,1024]"
 DEADLINE = 300
 """Seconds for a driver program, Spark's start included."""
@@ -91,6 +92,8 @@ def spark() -> Iterator[Any]:
         SparkSession.builder.master(CLUSTER)
         .appName("distributor tests")
         .config("spark.ui.enabled", "false")
+        # Sessions that start in the same second would share an identifier, and so their folders.
+        .config("spark.deploy.appIdPattern", f"app-%s-%04d-{os.getpid()}")
         .config("spark.ui.showConsoleProgress", "false")
         .config("spark.log.level", "OFF")
         .getOrCreate()
@@ -100,6 +103,14 @@ def spark() -> Iterator[Any]:
     until(lambda: status.getExecutorMemoryStatus().size() == 3, "both executors start", DEADLINE)
     yield session
     session.stop()
+
+
+cluster_is_slow = pytest.mark.parametrize(
+    "distribute",
+    ["local", pytest.param("cluster", marks=[pytest.mark.slow, pytest.mark.spark])],
+    indirect=True,
+)
+"""For tests whose run on a cluster is a variation."""
 
 
 @pytest.fixture(params=["local", pytest.param("cluster", marks=pytest.mark.spark)])

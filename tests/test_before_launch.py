@@ -30,6 +30,7 @@ send(ending=ending_of(TorchDistributor(2, local_mode=False, use_gpu=False)))
 """
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_nodes_with_other_versions_are_named(tmp_path: Path) -> None:
     another = tmp_path / "torch-2.4.0.dist-info"

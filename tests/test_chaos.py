@@ -1,4 +1,4 @@
-"""A part of ``make chaos``: each fault in a local run, and some on a cluster, once."""
+"""A part of ``make chaos``: every day each fault in a local run once, else some on a cluster."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from support.cluster import Cluster
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has supervisors")
 ROOT = Path(__file__).parent.parent
-ON_A_CLUSTER = (
-    "a rank is killed",
-    "an executor is killed",
-    pytest.param("a rank's parent is killed", marks=pytest.mark.slow),
-)
+ON_A_CLUSTER = ("a rank is killed", "an executor is killed", "a rank's parent is killed")
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +52,7 @@ def test_a_faulty_run_reports_its_cause_and_leaves_nothing(
     assert result.spotless, result
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.parametrize("fault", ON_A_CLUSTER)
 def test_a_faulty_run_on_a_cluster_does_so_too(cluster: Cluster, fault: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import cloudpickle
 import psutil
 import pytest
+from conftest import cluster_is_slow
 from support.ranks import wait_until
 from support.waiting import assert_gone, marked, until
 from test_repeated import driver
@@ -78,14 +79,14 @@ ENDINGS: dict[str, type[Exception] | None] = {
 
 
 EVERY_DAY = [
-    *(("local", warm, ending) for warm in ("warm", "fresh") for ending in ENDINGS),
+    *(("local", "warm", ending) for ending in ENDINGS),
+    ("local", "fresh", "return"),
     ("cluster", "warm", "kill"),
-    ("cluster", "fresh", "return"),
 ]
 
 
 def endings() -> Iterator[Any]:
-    """Yield each ending with each start; on a cluster, two of them run every day."""
+    """Yield each ending with each start, most of which are variations."""
     for launcher, warm, ending in itertools.product(
         ("local", "cluster"), ("warm", "fresh"), ENDINGS
     ):
@@ -129,6 +130,7 @@ os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 
 
 @linux
+@cluster_is_slow
 def test_shared_memory_is_removed_if_its_resource_tracker_starts_late(
     distribute: Distribute, tmp_path: Path
 ) -> None:
@@ -169,7 +171,7 @@ DRIVER = """
 
 
 @linux
-@pytest.mark.parametrize("warm", ["warm", "fresh"])
+@pytest.mark.parametrize("warm", ["warm", pytest.param("fresh", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("victim", ["driver", "supervisor", "zygote and supervisor"])
 def test_processes_that_ranks_started_end_with_a_killed_ancestor(
     tmp_path: Path, victim: str, warm: str
@@ -241,7 +243,9 @@ def all_are(place: str) -> bool:
     return sorted(stacks) == list(range(RANKS)) and all(place in s for s in stacks.values())
 
 
-@pytest.mark.parametrize("warm", [True, False], ids=["warm", "fresh"])
+@pytest.mark.parametrize(
+    "warm", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["warm", "fresh"]
+)
 def test_a_deadline_reports_the_stacks_of_ranks(
     distribute: Distribute, tmp_path: Path, warm: bool
 ) -> None:

@@ -33,7 +33,7 @@ package.mkdir()
 (package / "words.txt").write_text("data beside it")
 (here / "alone.py").write_text("value = 'alone'")
 
-builder = SparkSession.builder.master("local-cluster[2,1,1024]")
+builder = SparkSession.builder.master("local-cluster[1,2,1024]")
 spark = builder.config("spark.ui.enabled", "false").getOrCreate()
 ranks = TorchDistributor(2, local_mode=False, use_gpu=False, warm=sys.argv[1] == "warm")
 

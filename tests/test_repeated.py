@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import facts_in
+from conftest import cluster_is_slow, facts_in
 from support.waiting import MARK, SOON, assert_gone, marked, until
 
 from distributor import RunTimeout, TorchDistributor
@@ -247,6 +247,7 @@ def test_timeout_names_the_busy_ranks_and_leaves_none(
     assert_gone(int(path.read_text()) for path in tmp_path.iterdir())
 
 
+@cluster_is_slow
 def test_timeout_counts_from_when_the_ranks_have_started(
     distribute: Distribute, tmp_path: Path
 ) -> None:
@@ -325,7 +326,9 @@ HANGING_RUNS = """
 """
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("cluster", marks=pytest.mark.spark)])
+@pytest.mark.parametrize(
+    "launcher", ["local", pytest.param("cluster", marks=[pytest.mark.slow, pytest.mark.spark])]
+)
 def test_ctrl_c_and_the_drivers_death_end_the_ranks(tmp_path: Path, launcher: str) -> None:
     with driver(HANGING_RUNS, tmp_path, launcher) as (process, mark):
         assert process.stdout
@@ -342,6 +345,7 @@ def test_ctrl_c_and_the_drivers_death_end_the_ranks(tmp_path: Path, launcher: st
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@cluster_is_slow
 def test_processes_that_ranks_have_started_end_with_them(
     distribute: Distribute, tmp_path: Path, fails: bool
 ) -> None:

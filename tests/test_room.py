@@ -13,9 +13,16 @@ from conftest import facts_in, needs_java
 from support.cluster import Cluster, cluster_on
 from support.machines import machines_apart, small_disk, why_not_apart, why_not_mounted
 
-from distributor import DistributorError, WorkerDied, load_value
+from distributor import (
+    DistributorError,
+    TorchDistributor,
+    ValueTooLarge,
+    WorkerDied,
+    load_value,
+)
 from distributor.core import resources
 from distributor.core.resources import format_bytes, lacks_room
+from distributor.launch.spark.monitor import value_receiver
 from distributor.serialization.outcome import Origin, death
 
 NOT_APART, NOT_MOUNTED = why_not_apart(), why_not_mounted()
@@ -82,34 +89,19 @@ def test_a_large_value_that_spark_carries_is_saved_too(cluster: Cluster, tmp_pat
     assert len(load_value(path)) == 80 * 2**20
 
 
-WITH_LITTLE_MEMORY = """
-from distributor.launch.spark.monitor import value_receiver
-
-value_receiver.free_memory = lambda: 50 * 2**20
-
-def make(megabytes):
-    import torch
-    return torch.ones(megabytes * 2**20, dtype=torch.uint8)
-
-runner = TorchDistributor(2, local_mode=False, use_gpu=False, log_dir={log_dir!r})
-try:
-    runner.run(make, 80)
-    send(ending="value")
-except BaseException as error:
-    send(ending=type(error).__name__, message=str(error))
-"""
-
-
 @pytest.mark.spark
-@needs_namespaces
-def test_a_value_larger_than_the_drivers_memory_is_saved(cluster: Cluster, tmp_path: Path) -> None:
-    with cluster.driver(WITH_LITTLE_MEMORY.format(log_dir=str(tmp_path))) as driver:
-        ending = driver.receive("ending")
+def test_a_value_larger_than_the_drivers_memory_is_saved(
+    spark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(value_receiver, "free_memory", lambda: 50 * 2**20)
+    runner = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120, log_dir=tmp_path)
 
-    assert ending["ending"] == "ValueTooLarge", ending
-    assert "the driver has 52.4 MB of memory left" in ending["message"]
+    with pytest.raises(ValueTooLarge) as caught:
+        runner.run(lambda: bytes(80 * 2**20))
+
+    assert "the driver has 52.4 MB of memory left" in str(caught.value)
     [path] = tmp_path.glob("*/*-value-of-rank-0")
-    assert f"distributor.load_value('{path}')" in ending["message"]
+    assert f"distributor.load_value('{path}')" in str(caught.value)
     assert len(load_value(path)) == 80 * 2**20
 
 
@@ -149,7 +141,7 @@ spark = builder.config("spark.ui.enabled", "false").getOrCreate()
 def size_of(data):
     return len(data)
 
-runner = TorchDistributor(2, local_mode=False, use_gpu=False)
+runner = TorchDistributor(2, local_mode=False, use_gpu=False, warm=False)
 facts = {"small": runner.run(size_of, b"a" * 100)}
 try:
     runner.run(size_of, b"a" * 12_000_000)

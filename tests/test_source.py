@@ -209,9 +209,8 @@ RUNS = """
 import json, logging, sys
 from pyspark.sql import SparkSession
 
-builder = SparkSession.builder.master("local-cluster[2,1,512]")
-builder = builder.config("spark.executor.memory", "512m").config("spark.ui.enabled", "false")
-spark = builder.getOrCreate()
+builder = SparkSession.builder.master(sys.argv[1]).config("spark.executor.memory", "512m")
+spark = builder.config("spark.ui.enabled", "false").getOrCreate()
 logging.basicConfig(format="WARNED %(message)s", level=logging.WARNING)
 
 from distributor import TorchDistributor
@@ -226,19 +225,23 @@ def run(warm=True):
     return runner.run_all(where, warm)
 
 facts = [run(), run(), run(warm=False)]
-for path in sys.argv[1:]:
+for path in sys.argv[2:]:
     with open(path, "a") as file:
         file.write("# changed\\nraise AssertionError('it is imported')\\n")
-if sys.argv[1:]:
+if sys.argv[2:]:
     facts += [run(), run(warm=False)]
 print("FACTS " + json.dumps({"runs": facts}))
 """
 
 
+MASTERS = ["local[2]", pytest.param("local-cluster[2,1,512]", marks=pytest.mark.slow)]
+
+
 @pytest.mark.spark
 @needs_java
+@pytest.mark.parametrize("master", MASTERS)
 def test_executors_with_an_older_copy_run_the_drivers(
-    run_driver: RunDriver, tmp_path: Path
+    run_driver: RunDriver, tmp_path: Path, master: str
 ) -> None:
     """Their Python has imported the older copy before the first task comes."""
     older = older_in(tmp_path / "older")
@@ -250,7 +253,7 @@ def test_executors_with_an_older_copy_run_the_drivers(
     )
     python.chmod(0o755)
 
-    done = run_driver(RUNS, env={"PYSPARK_PYTHON": str(python)})
+    done = run_driver(RUNS, master, env={"PYSPARK_PYTHON": str(python)})
 
     for ranks in facts_in(done)["runs"]:
         assert all("/distributor-source-" in path for _, path, _ in ranks), ranks
@@ -261,8 +264,9 @@ def test_executors_with_an_older_copy_run_the_drivers(
 
 @pytest.mark.spark
 @needs_java
+@pytest.mark.parametrize("master", MASTERS)
 def test_source_that_changes_in_a_session_does_not_reach_its_executors(
-    run_driver: RunDriver, tmp_path: Path
+    run_driver: RunDriver, tmp_path: Path, master: str
 ) -> None:
     """They share the disk with the driver, which continues with its imported modules."""
     ours = copy_to(tmp_path / "ours")
@@ -270,7 +274,7 @@ def test_source_that_changes_in_a_session_does_not_reach_its_executors(
         str(ours / "distributor" / name) for name in ("node/worker/main.py", "node/agent/agent.py")
     ]
 
-    done = run_driver(RUNS, *changed, env={"PYTHONPATH": str(ours)})
+    done = run_driver(RUNS, master, *changed, env={"PYTHONPATH": str(ours)})
 
     before, again, fresh, *after = facts_in(done)["runs"]
     assert all(path.startswith(str(ours)) for _, path, _ in [*before, *again, *fresh])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import cloudpickle
 import pytest
+from conftest import cluster_is_slow
 
 from distributor import TorchDistributor
 from distributor.core.host import host_name
@@ -18,6 +19,7 @@ def fail() -> None:
     raise KeyError(host_name())
 
 
+@cluster_is_slow
 def test_host_name_in_a_rank_equals_the_one_in_its_failure(
     distribute: Callable[..., TorchDistributor],
 ) -> None:

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.spark
 
 WHY_NOT = why_not_apart()
 needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-SLOWER = ("rank", "executor", "zygote", "driver_jvm")
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +55,9 @@ def test_a_partitioned_node_ends_the_run_and_stops_its_ranks(
         assert_gone(ranks)
 
 
+@pytest.mark.slow
 @needs_namespaces
-@pytest.mark.parametrize(
-    "role",
-    [
-        "agent",
-        "driver",
-        *(pytest.param(role, marks=pytest.mark.slow) for role in SLOWER),
-    ],
-)
+@pytest.mark.parametrize("role", ["agent", "driver", "driver_jvm", "executor", "rank", "zygote"])
 def test_a_killed_process_leaves_nothing_of_the_run(
     cluster: Cluster, tmp_path: Path, role: str
 ) -> None:

@@ -148,6 +148,7 @@ def test_without_gpus_per_task_the_job_requests_them(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_a_non_numeric_executor_address_is_an_error_before_any_rank(
     run_gpu_driver: RunGpuDriver, make_discovery_script: Callable[..., str], tmp_path: Path

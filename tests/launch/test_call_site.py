@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import facts_in, needs_java
+from support.waiting import until
 
+from distributor import TorchDistributor
+from distributor._compat.pyspark import java_context
 from distributor.launch.call_site import CallSite
 
-RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
-
-SESSION = """
-import json, os, sys, urllib.request
-from pyspark.sql import SparkSession
-from distributor import TorchDistributor
-
-builder = SparkSession.builder.master("local[2]").config("spark.ui.port", "0")
-spark = builder.config("spark.ui.showConsoleProgress", "false").getOrCreate()
-ranks = TorchDistributor(2, local_mode=False, use_gpu=False, warm=False)
-
-def get(what):
-    api = f"{spark.sparkContext.uiWebUrl}/api/v1/applications/{spark.sparkContext.applicationId}"
-    with urllib.request.urlopen(f"{api}/{what}") as answer:
-        return json.load(answer)
-
-def rank():
-    return int(os.environ["RANK"])
-
+PROGRAM = """
 def start():
     return ranks.run(rank)  # the line of run
 
@@ -38,32 +22,63 @@ start()
 ranks.submit(rank).result()  # the line of submit
 exec(compile("ranks.run(rank)", "/tmp/ipykernel_1/2.py", "exec"))
 spark.range(2).collect()  # the user's own
-
-print("FACTS " + json.dumps({
-    "jobs": [job["name"] for job in get("jobs")],
-    "descriptions": [job.get("description") for job in get("jobs")],
-    "details": [stage["details"] for stage in get("stages")],
-    "sql": [execution["description"] for execution in get("sql")],
-}))
 """
 
 
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
 @pytest.mark.spark
-@needs_java
-def test_the_ui_names_the_users_line(run_driver: RunDriver) -> None:
-    facts = facts_in(run_driver(SESSION))
-    lines = SESSION.splitlines()
+def test_the_ui_names_the_users_line(spark: Any, tmp_path: Path) -> None:
+    jobs, executions = shown_jobs(spark), shown_executions(spark)
+    ranks = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120)
+
+    driver = tmp_path / "driver.py"
+    driver.write_text(PROGRAM)
+    names = {"__name__": "__main__", "spark": spark, "ranks": ranks, "rank": rank}
+    exec(compile(PROGRAM, str(driver), "exec"), names)
+
+    until(lambda: len(shown_jobs(spark)) == len(jobs) + 4, "Spark has recorded the four jobs")
+    of_run, of_submit, of_cell, own = shown_jobs(spark)[len(jobs) :]
+    lines = PROGRAM.splitlines()
     (run,) = [n for n, line in enumerate(lines, 1) if line.endswith("# the line of run")]
     (submit,) = [n for n, line in enumerate(lines, 1) if line.endswith("# the line of submit")]
-    own, cell, *others = facts["jobs"]
-    assert [cell, *others] == ["<cell>:1", f"driver.py:{submit}", f"driver.py:{run}"]
-    assert own.startswith("collect at "), "the user's own jobs keep PySpark's name"
-    assert facts["descriptions"] == [None, *["rank on 2 ranks"] * 3]
-    assert facts["sql"][:3] == ["rank on 2 ranks"] * 3
-    assert facts["sql"][3] == own
-    first = facts["details"][-1].splitlines()
-    assert first[0] == f"start at driver.py:{run}"
-    assert first[1].startswith("<module> at driver.py:")
+    title = "rank on 2 ranks"
+    assert of_run == (f"driver.py:{run}", title)
+    assert of_submit == (f"driver.py:{submit}", title)
+    assert of_cell == ("<cell>:1", title)
+    assert own[0].startswith("collect at "), "the user's own jobs keep PySpark's name"
+    assert own[1] is None
+    assert shown_executions(spark)[len(executions) :] == [*[title] * 3, own[0]]
+    details = shown_details(spark, len(jobs))
+    assert details[0] == f"start at driver.py:{run}"
+    assert details[1].startswith("<module> at driver.py:")
+
+
+def shown_jobs(spark: Any) -> list[tuple[str, str | None]]:
+    """Return the name and the description of each job in the UI's store, the oldest first."""
+    found = java_context(spark.sparkContext).statusStore().jobsList(None)
+    jobs = sorted((found.apply(i) for i in range(found.size())), key=lambda job: job.jobId())
+    return [(job.name(), value_in(job.description())) for job in jobs]
+
+
+def value_in(option: Any) -> str | None:
+    return option.get() if option.isDefined() else None
+
+
+def shown_details(spark: Any, number: int) -> list[str]:
+    """Return what the UI shows below the name of the only stage of a job."""
+    store = java_context(spark.sparkContext).statusStore()
+    stage = store.job(number).stageIds().head()
+    return str(store.lastStageAttempt(stage).details()).splitlines()
+
+
+def shown_executions(spark: Any) -> list[str]:
+    """Return the description of each SQL query in the UI's store, the oldest first."""
+    found = spark._jsparkSession.sharedState().statusStore().executionsList()
+    queries = sorted((found.apply(i) for i in range(found.size())), key=lambda q: q.executionId())
+    return [query.description() for query in queries]
 
 
 def test_the_call_site_is_the_callers_line_outside_this_package() -> None:

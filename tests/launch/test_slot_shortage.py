@@ -53,6 +53,7 @@ def message_of(cluster: Cluster, use_gpu: bool = False, **conf: str) -> str:
     return message
 
 
+@pytest.mark.slow
 def test_an_executor_larger_than_any_worker_is_named(cluster: Cluster) -> None:
     size = {"spark.executor.memory": "64g", "spark.executor.cores": "4"}
     message = message_of(cluster, **size)

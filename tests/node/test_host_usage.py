@@ -85,9 +85,19 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "mode", ["local", pytest.param("cluster", marks=[pytest.mark.spark, pytest.mark.slow])]
-)
+def test_usage_is_read_without_psutil() -> None:
+    program = (
+        "import sys; sys.modules['psutil'] = None\n"
+        "from distributor.node.agent.output import system_metrics\n"
+        "from distributor.node.agent.output.host_usage import read_host_usage\n"
+        "print(read_host_usage().memory_used)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert int(done.stdout) > 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["local", pytest.param("cluster", marks=pytest.mark.spark)])
 def test_a_node_without_psutil_records_its_usage(
     run_driver: RunDriver, python_that_begins_with: Callable[[str], Path], mode: str
 ) -> None:

@@ -83,7 +83,9 @@ def test_a_preloaded_module_is_imported_again_only_after_a_change(
     assert zygote_of() == second, "a run without the module uses it too"
 
 
-@pytest.mark.parametrize("when", ["at its start", "when idle"])
+@pytest.mark.parametrize(
+    "when", ["at its start", pytest.param("when idle", marks=pytest.mark.slow)]
+)
 def test_a_change_is_noticed_even_if_other_imports_follow(
     write_module: WriteModule, tmp_path: Path, when: str
 ) -> None:
@@ -120,13 +122,18 @@ def test_idle_imports_set_no_variables_in_ranks(write_module: WriteModule, tmp_p
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        (
+        pytest.param(
             "def fail():\n    raise LookupError('on purpose')\nfail()",
             "line 2, in fail\n    raise LookupError('on purpose')\nLookupError: on purpose",
+            id="raises",
         ),
-        ("import sys; sys.exit('日' * 40_000)", "日日日"),
+        pytest.param(
+            "import sys; sys.exit('日' * 40_000)",
+            "日日日",
+            id="exits with a long message",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["raises", "exits with a long message"],
 )
 def test_a_module_that_cannot_be_imported_is_one_clear_error(
     write_module: WriteModule, source: str, expected: str

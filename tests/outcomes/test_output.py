@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from conftest import cluster_is_slow
 from support.ranks import (
     MIB,
     Distribute,
@@ -99,6 +100,7 @@ def but_long_lines(lines: list[str]) -> list[str]:
     return [line for line in lines if not re.fullmatch("a+|b+", line)]
 
 
+@cluster_is_slow
 def test_odd_output_is_shown_and_logged(
     distribute: Distribute, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,7 +137,8 @@ def test_odd_output_is_shown_and_logged(
 
 
 @pytest.mark.parametrize(
-    ("how", "show_output", "shown_ranks"), [("raise", [1], [1]), ("kill", "none", [])]
+    ("how", "show_output", "shown_ranks"),
+    [("raise", [1], [1]), pytest.param("kill", "none", [], marks=pytest.mark.slow)],
 )
 def test_failed_run_logs_all_output_and_shows_the_selected_ranks(
     distribute: Distribute,
@@ -183,6 +186,7 @@ def test_failed_run_logs_all_output_and_shows_the_selected_ranks(
         assert shown_by(rank, captured.err) == errors
 
 
+@cluster_is_slow
 def test_of_very_many_lines_none_is_lost_or_repeated(
     distribute: Distribute, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

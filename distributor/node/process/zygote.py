@@ -71,8 +71,11 @@ from distributor.node.process.worker_spec import WorkerSpec
 
 RANK_IMPORTS = ("distributor.node.worker.main", "cloudpickle", "torch", "torch.distributed")
 """What every rank needs; an environment may lack torch."""
-IDLE_IMPORT_SECONDS = 2.0
-"""Seconds without a request after which `OPTIMIZER_IMPORTS` are imported."""
+IDLE_IMPORT_SECONDS = float(os.environ.get("DISTRIBUTOR_IDLE_IMPORT_SECONDS", "2"))
+"""Seconds without a request after which `OPTIMIZER_IMPORTS` are imported.
+
+The variable is for tests, which start many zygotes: the imports take two CPU seconds in each.
+"""
 IDLE_EXIT_SECONDS = 1800.0
 """Seconds without a request or a run after which the zygote exits."""
 LOAD_SECONDS = 600
