@@ -17,7 +17,7 @@ from support.machines import machines_apart, why_not_apart
 from support.two_machines import NOTICED, Training, address_of, agent_of
 from support.waiting import alive, assert_gone
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.slow, pytest.mark.spark]
 
 WHY_NOT = why_not_apart()
 needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -55,7 +55,6 @@ def test_a_partitioned_node_ends_the_run_and_stops_its_ranks(
         assert_gone(ranks)
 
 
-@pytest.mark.slow
 @needs_namespaces
 @pytest.mark.parametrize("role", ["agent", "driver", "driver_jvm", "executor", "rank", "zygote"])
 def test_a_killed_process_leaves_nothing_of_the_run(
@@ -80,7 +79,6 @@ def test_a_killed_process_leaves_nothing_of_the_run(
         assert_gone(training.started)
 
 
-@pytest.mark.slow
 @needs_namespaces
 @pytest.mark.parametrize(
     "command",
@@ -101,7 +99,6 @@ def test_a_job_cancelled_by_spark_ends_the_run(
         assert_gone(training.started)
 
 
-@pytest.mark.slow
 @needs_namespaces
 def test_a_stopped_agent_ends_the_run(cluster: Cluster, tmp_path: Path) -> None:
     training = Training(cluster, tmp_path / "ranks")
@@ -116,7 +113,6 @@ def test_a_stopped_agent_ends_the_run(cluster: Cluster, tmp_path: Path) -> None:
         assert_gone(ranks[:1])
 
 
-@pytest.mark.slow
 @needs_namespaces
 def test_a_timeout_reports_the_stack_of_every_rank(cluster: Cluster, tmp_path: Path) -> None:
     training = Training(cluster, tmp_path / "ranks", settings=", timeout=3")
@@ -130,7 +126,6 @@ def test_a_timeout_reports_the_stack_of_every_rank(cluster: Cluster, tmp_path: P
         assert "in train" in report["message"]
 
 
-@pytest.mark.slow
 @needs_namespaces
 @pytest.mark.parametrize("how", ["killed", "cancelled"])
 def test_of_two_drivers_one_ends_and_the_other_goes_on(
@@ -154,7 +149,6 @@ def test_of_two_drivers_one_ends_and_the_other_goes_on(
         assert others_driver.receive("value", 30)["value"] == 2 * [str(tmp_path / "other")]
 
 
-@pytest.mark.slow
 @needs_namespaces
 def test_ctrl_c_ends_the_run_and_no_other_job(cluster: Cluster, tmp_path: Path) -> None:
     training = Training(cluster, tmp_path / "ranks")

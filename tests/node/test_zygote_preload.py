@@ -145,6 +145,7 @@ def test_a_module_that_cannot_be_imported_is_one_clear_error(
     until(lambda: not zygotes(), "a zygote is left")
 
 
+@pytest.mark.slow
 def test_an_import_error_affects_only_runs_that_preload_the_module(
     write_module: WriteModule, tmp_path: Path
 ) -> None:
