@@ -18,9 +18,9 @@ import cloudpickle
 import psutil
 import pytest
 from conftest import cluster_is_slow
+from support.driver_process import driver
 from support.ranks import wait_until
 from support.waiting import assert_gone, marked, until
-from test_repeated import driver
 
 import distributor
 from distributor import RunTimeout, TorchDistributor, WorkerDied

@@ -240,6 +240,16 @@ def test_the_first_of_two_modules_with_one_path_is_sent(folder: Path, tmp_path: 
     assert own_modules([tmp_path / "other"], ["one"]) == {"one.py": mine}
 
 
+def test_equal_modules_make_equal_archives(folder: Path, tmp_path: Path) -> None:
+    files = {name: write(folder / name, name) for name in ("one.py", "two.py")}
+    first, second = tmp_path / "first.zip", tmp_path / "second.zip"
+
+    user_modules._pack(files, first)
+    user_modules._pack(dict(reversed(files.items())), second)
+
+    assert first.read_bytes() == second.read_bytes()
+
+
 def test_installed_packages_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = [path for path in sys.path if user_modules._is_installed(Path(path))]
     assert installed

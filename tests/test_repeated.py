@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from conftest import cluster_is_slow, facts_in
+from support.driver_process import driver, read_pids
 from support.waiting import MARK, SOON, assert_gone, marked, until
 
 from distributor import RunTimeout, TorchDistributor
@@ -230,7 +227,6 @@ def test_timeout_names_the_busy_ranks_and_leaves_none(
 
     def train() -> None:
         import os
-        import threading
 
         rank = os.environ["RANK"]
         with open(os.path.join(pids, rank), "w") as file:
@@ -258,44 +254,6 @@ def test_timeout_counts_from_when_the_ranks_have_started(
         return "in time"
 
     assert distributor.run_all(train) == ["in time", "in time"]
-
-
-@contextmanager
-def driver(source: str, folder: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start a driver; at the end kill it and whatever it has left behind."""
-    script, mark = folder / "driver.py", uuid.uuid4().hex
-    script.write_text(textwrap.dedent(source))
-    process = subprocess.Popen(
-        [sys.executable, str(script), *args],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, MARK: mark},
-        text=True,
-        cwd=folder,
-    )
-    too_late = threading.Timer(150, process.kill)
-    too_late.start()
-    try:
-        yield process, mark
-    finally:
-        too_late.cancel()
-        process.kill()
-        process.communicate()
-        for left in marked(mark):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                left.kill()
-
-
-def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
-    """Read the process ids that ranks print, until there are enough."""
-    assert process.stdout
-    pids: list[int] = []
-    for line in process.stdout:
-        if found := re.search(r"pid (\d+)", line):
-            pids.append(int(found.group(1)))
-        if len(pids) == count:
-            return pids
-    raise AssertionError(f"the driver ended after it had printed {pids}")
 
 
 HANGING_RUNS = """
@@ -354,8 +312,6 @@ def test_processes_that_ranks_have_started_end_with_them(
     def train() -> str:
         import os
         import signal
-        import subprocess
-        import sys
 
         forked = os.fork()
         if forked == 0:
@@ -385,7 +341,6 @@ def test_a_rank_that_ignores_sigterm_is_killed(distribute: Distribute, tmp_path:
     def train() -> None:
         import os
         import signal
-        import threading
 
         if os.environ["RANK"] == "1":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

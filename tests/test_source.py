@@ -252,8 +252,7 @@ def test_executors_with_an_older_copy_run_the_drivers(
     (older / "sitecustomize.py").write_text("import distributor.node.spark_task.task")
     python = tmp_path / "python"
     python.write_text(
-        f"#!/bin/sh\nPYTHONPATH={shlex.quote(str(older))} "
-        f'exec {shlex.quote(sys.executable)} "$@"\n'
+        f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(older))} exec {shlex.quote(sys.executable)} "$@"\n'
     )
     python.chmod(0o755)
 

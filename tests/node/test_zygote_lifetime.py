@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 import pytest
 from conftest import facts_in
+from support.driver_process import driver, read_pids
 from support.waiting import alive, assert_gone, marked, until
 from support.zygotes import (
     DEADLINE,
@@ -23,7 +24,6 @@ from support.zygotes import (
     zygote_of,
     zygotes,
 )
-from test_repeated import driver, read_pids
 
 from distributor import TorchDistributor
 from distributor.launch.local import cool_down

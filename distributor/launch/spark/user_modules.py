@@ -280,7 +280,7 @@ def _digest(files: Mapping[str, Path]) -> str:
 
 def _pack(files: Mapping[str, Path], archive: Path) -> None:
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
-        # Sorted and with a fixed date, so that equal files make equal archives: two applications may
+        # Sorted and with a fixed date, so that equal files make equal archives. Applications may
         # share a folder, and Spark refuses a file whose namesake there differs.
         for name, path in sorted(files.items()):
             packed.writestr(zipfile.ZipInfo(name), path.read_bytes(), zipfile.ZIP_DEFLATED)

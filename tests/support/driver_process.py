@@ -1,0 +1,57 @@
+"""Driver programs that a test starts, signals and kills."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from support.waiting import MARK, marked
+
+
+@contextmanager
+def driver(source: str, folder: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start a driver; at the end kill it and whatever it has left behind."""
+    script, mark = folder / "driver.py", uuid.uuid4().hex
+    script.write_text(textwrap.dedent(source))
+    process = subprocess.Popen(
+        [sys.executable, str(script), *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, MARK: mark},
+        text=True,
+        cwd=folder,
+    )
+    too_late = threading.Timer(150, process.kill)
+    too_late.start()
+    try:
+        yield process, mark
+    finally:
+        too_late.cancel()
+        process.kill()
+        process.communicate()
+        for left in marked(mark):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+
+
+def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
+    """Read the process ids that ranks print, until there are enough."""
+    assert process.stdout
+    pids: list[int] = []
+    for line in process.stdout:
+        if found := re.search(r"pid (\d+)", line):
+            pids.append(int(found.group(1)))
+        if len(pids) == count:
+            return pids
+    raise AssertionError(f"the driver ended after it had printed {pids}")
