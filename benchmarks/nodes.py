@@ -55,7 +55,7 @@ class Orders:
 
 
 @dataclass
-class Fate:
+class NodeRecord:
     """What happened to one node, in seconds of the system's monotonic clock."""
 
     rendezvoused: float = 0.0
@@ -64,35 +64,35 @@ class Fate:
     refused: bool = False
 
 
-async def run(orders: Orders) -> list[Fate]:
+async def run(orders: Orders) -> list[NodeRecord]:
     """Run all nodes concurrently."""
     live = _node if orders.secret else _bare
     return await asyncio.gather(*(live(orders, orders.first + i) for i in range(orders.count)))
 
 
-async def _node(orders: Orders, number: int) -> Fate:
-    fate = Fate()
+async def _node(orders: Orders, number: int) -> NodeRecord:
+    record = NodeRecord()
     try:
         reader, writer = await asyncio.wait_for(_linked(orders, number), CONNECT_SECONDS)
     except OSError:
-        fate.refused = True
-        return fate
+        record.refused = True
+        return record
     _send(writer, NodeUp(f"host{number}", {}))
     if number == 0:
         _send(writer, Rendezvous(LOOPBACK, 1))
     answer = await _receive(reader, Rendezvous, RendezvousThroughSpark)
-    fate.through_spark = isinstance(answer, RendezvousThroughSpark)
-    fate.rendezvoused = time.monotonic()
+    record.through_spark = isinstance(answer, RendezvousThroughSpark)
+    record.rendezvoused = time.monotonic()
     _send(writer, RanksStarted())
     for start in range(0, orders.lines, LINES_PER_FRAME):
         text = b"".join(b"node %d, line %d\n" % (number, start + i) for i in range(LINES_PER_FRAME))
         _send(writer, Output(number, "stdout", text))
     _send(writer, NodeDone())
-    if not fate.through_spark:
+    if not record.through_spark:
         await _receive(reader, Release)
-        fate.released = time.monotonic()
+        record.released = time.monotonic()
     writer.close()
-    return fate
+    return record
 
 
 async def _linked(orders: Orders, number: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -118,17 +118,17 @@ async def _receive(reader: asyncio.StreamReader, *kinds: type) -> object:
     return message
 
 
-async def _bare(orders: Orders, number: int) -> Fate:
+async def _bare(orders: Orders, number: int) -> NodeRecord:
     """Receive a byte, send one, and receive another."""
-    fate = Fate()
+    record = NodeRecord()
     reader, writer = await asyncio.open_connection(LOOPBACK, orders.port)
     await reader.readexactly(1)
-    fate.rendezvoused = time.monotonic()
+    record.rendezvoused = time.monotonic()
     writer.write(b"d")
     await reader.readexactly(1)
-    fate.released = time.monotonic()
+    record.released = time.monotonic()
     writer.close()
-    return fate
+    return record
 
 
 def main() -> None:
@@ -136,7 +136,7 @@ def main() -> None:
     print(READY, flush=True)
     for line in sys.stdin:
         fates = asyncio.run(run(Orders(**json.loads(line))))
-        print(json.dumps([asdict(fate) for fate in fates]), flush=True)
+        print(json.dumps([asdict(record) for record in fates]), flush=True)
 
 
 if __name__ == "__main__":

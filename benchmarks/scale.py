@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from benchmarks.measure import Driven, apart
-from benchmarks.nodes import Fate, Orders
+from benchmarks.nodes import NodeRecord, Orders
 from benchmarks.peers import Peer, chosen
 from benchmarks.report import Row, gathered, row
 from benchmarks.turns import Effort, measured
@@ -109,7 +109,7 @@ class _Crowd:
         self._processes = processes
         self._lines = lines
         self.nodes = nodes
-        self.fates: list[Fate] = []
+        self.fates: list[NodeRecord] = []
 
     def start(self, port: int, secret: str) -> float:
         """Let the nodes connect; return the start time."""
@@ -128,7 +128,7 @@ class _Crowd:
         """Return the results of all nodes."""
         for process in self._processes:
             assert process.stdout is not None
-            self.fates += [Fate(**fate) for fate in json.loads(process.stdout.readline())]
+            self.fates += [NodeRecord(**fate) for fate in json.loads(process.stdout.readline())]
 
 
 @contextmanager

@@ -168,8 +168,9 @@ class Checkpoint:
         TypeError
             If it is not JSON-serializable.
         """
+        text = json.dumps(dict(metadata))  # before the file is opened, and so truncated
         with self.filesystem.open_output_stream(f"{self.path}/{METADATA}") as stream:
-            stream.write(json.dumps(dict(metadata)).encode())
+            stream.write(text.encode())
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Add to the metadata, replacing values of the same names; raises as `set_metadata`."""

@@ -21,7 +21,7 @@ from distributor.wire.peer import Peer, Run
 ACCEPTED_AT_ONCE = 16  # at most a few times as many are accepted and not yet counted
 BACKLOG = 1024
 FLUSH_SECONDS = 1.0
-MAX_UNPROVED = 4096  # fewer if this process may open few file descriptors
+MAX_UNAUTHENTICATED = 4096  # fewer if this process may open few file descriptors
 
 
 class Listener:
@@ -31,7 +31,7 @@ class Listener:
         self.address = address
         self._runs: dict[bytes, Run] = {}
         self._open: set[Peer] = set()
-        self._unproved: dict[Peer, None] = {}  # an ordered set, oldest first
+        self._unauthenticated: dict[Peer, None] = {}  # an ordered set, oldest first
         self._closing: dict[bytes, threading.Event] = {}
         self._stop = asyncio.Event()
         self._all_gone = asyncio.Event()
@@ -159,11 +159,11 @@ class Listener:
     def connected(self, peer: Peer) -> None:
         """Count a new connection; abort the oldest one without a proof if there are too many."""
         self._open.add(peer)
-        self._unproved[peer] = None
-        if len(self._unproved) > _most_unproved():
+        self._unauthenticated[peer] = None
+        if len(self._unauthenticated) > _max_unauthenticated():
             # Not the newest: silent strangers would keep out nodes that hold the secret.
-            oldest = next(iter(self._unproved))
-            del self._unproved[oldest]
+            oldest = next(iter(self._unauthenticated))
+            del self._unauthenticated[oldest]
             oldest.transport.abort()
 
     def admit(self, peer: Peer, hello: bytearray) -> bytes:
@@ -180,13 +180,13 @@ class Listener:
         peer.node, welcome = protocol.admit(run.secret, peer.nonce, hello)
         run.admit(peer)
         peer.run = run
-        self._unproved.pop(peer)
+        self._unauthenticated.pop(peer)
         return welcome
 
     def gone(self, peer: Peer) -> None:
         """Remove a connection that has ended."""
         self._open.discard(peer)
-        self._unproved.pop(peer, None)
+        self._unauthenticated.pop(peer, None)
         if run := peer.run:
             run.gone(peer)
             if not run.peers and (closed := self._closing.pop(protocol.run_key(run.secret), None)):
@@ -225,10 +225,11 @@ def listen(bind_address: str, port: int, run: Run) -> Listener:
     return listener
 
 
-def _most_unproved() -> int:
+def _max_unauthenticated() -> int:
     """Return a limit that leaves half of this process's descriptors to the run and the user."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_UNPROVED if most == resource.RLIM_INFINITY else min(MAX_UNPROVED, most // 2)
+    unlimited = most == resource.RLIM_INFINITY
+    return MAX_UNAUTHENTICATED if unlimited else min(MAX_UNAUTHENTICATED, most // 2)
 
 
 _lock = threading.Lock()

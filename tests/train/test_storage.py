@@ -222,6 +222,9 @@ def test_a_pickled_checkpoint_keeps_its_metadata(tmp_path: Path) -> None:
     checkpoint.set_metadata({"epoch": 3})
     checkpoint.update_metadata({"step": 7})
 
+    with pytest.raises(TypeError):
+        checkpoint.set_metadata({"epoch": object()})  # and what is there remains
+
     unpickled: Checkpoint = pickle.loads(pickle.dumps(checkpoint))
     assert unpickled == checkpoint
     assert unpickled.get_metadata() == {"epoch": 3, "step": 7}

@@ -108,7 +108,7 @@ def test_connecting_to_a_silent_hub_ends_at_the_timeout() -> None:
 
 def test_unauthenticated_connections_are_closed(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "HANDSHAKE_SECONDS", 1.0)
-    monkeypatch.setattr(listener, "MAX_UNPROVED", 2)
+    monkeypatch.setattr(listener, "MAX_UNAUTHENTICATED", 2)
     silent, garbage = stranger(hub.port), stranger(hub.port)
     assert silent.recv(1) == garbage.recv(1) == protocol.MAGIC[:1]
     with within(0.9):

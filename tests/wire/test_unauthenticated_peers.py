@@ -296,7 +296,7 @@ def crowd(port: int, number: int, at_once: int = 500) -> Iterator[socket.socket]
 
 
 def test_the_number_of_silent_strangers_is_limited(tmp_path: pathlib.Path) -> None:
-    max_held, enough = listener.MAX_UNPROVED, STRANGERS + 1000
+    max_held, enough = listener.MAX_UNAUTHENTICATED, STRANGERS + 1000
     with (
         descriptors(enough),
         driver(tmp_path, handshake=60.0, descriptors=enough) as hub,
