@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -74,7 +75,11 @@ def test_the_title_of_a_spark_worker_is_restored_after_the_run(spark: Any) -> No
     def workers() -> list[str]:
         import psutil
 
-        return [ps(pid, "args") for pid in psutil.pids()]
+        titles = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                titles.append(" ".join(process.cmdline()))
+        return titles
 
     def own_title(batches: Any) -> Any:
         import pyarrow
