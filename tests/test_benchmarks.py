@@ -33,9 +33,9 @@ class Measured:
         self.rows: list[dict[str, Any]] = self.results[name]["rows"]
 
 
-@pytest.fixture(scope="module", params=["output", pytest.param("launch", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["output", "launch"])
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    """Have a first look at one benchmark: every day at the one that takes least."""
+    """Have a first look at one benchmark."""
     out = tmp_path_factory.mktemp("results")
     command = [sys.executable, "-m", "benchmarks", "--quick", "--only", request.param]
     command += ["--peers", "ours,floor", "--out", str(out)]
@@ -44,11 +44,13 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Measured(request.param, out, done.stdout)
 
 
+@pytest.mark.slow
 def test_every_peer_that_was_asked_for_is_measured(measured: Measured) -> None:
     assert {row["peer"] for row in measured.rows} == PEERS[measured.name]
     assert [row["note"] for row in measured.rows if row["what"] == "failed"] == []
 
 
+@pytest.mark.slow
 def test_every_row_tells_versions_and_repeats(measured: Measured) -> None:
     for row in measured.rows:
         assert {"python", "torch", "pyspark"} <= set(row["versions"])
@@ -56,6 +58,7 @@ def test_every_row_tells_versions_and_repeats(measured: Measured) -> None:
         assert row["min"] <= row["median"] <= row["max"]
 
 
+@pytest.mark.slow
 def test_ratios_are_to_this_project_in_the_same_case(measured: Measured) -> None:
     check_ratios(measured.rows)
 
@@ -73,6 +76,7 @@ def check_ratios(rows: list[dict[str, Any]]) -> None:
         assert row["ratio"] == (pytest.approx(row["median"] / to) if to else None)
 
 
+@pytest.mark.slow
 def test_the_summary_ends_what_is_printed(measured: Measured) -> None:
     table = summary(measured.results)
     figures = table.count("\n") - 1  # below the head

@@ -156,9 +156,9 @@ def with_transformers(folder: Path) -> Report:
 @pytest.mark.parametrize(
     ("framework", "train"),
     [
-        ("lightning", with_lightning),
+        pytest.param("lightning", with_lightning, marks=pytest.mark.slow),
         ("accelerate", with_accelerate),
-        ("transformers", with_transformers),
+        pytest.param("transformers", with_transformers, marks=pytest.mark.slow),
     ],
 )
 def test_a_framework_trains_on_two_ranks(

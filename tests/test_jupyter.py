@@ -268,6 +268,7 @@ TorchDistributor(1, use_gpu=False, log_dir={str(tmp_path)!r}).run(run_id)
     assert said in cell.lines("stderr")
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 @needs_java
 def test_a_cluster_from_a_cell(notebook: Notebook) -> None:

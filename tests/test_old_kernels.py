@@ -13,10 +13,13 @@ from conftest import facts_in, needs_java
 from support.seccomp import MEMFD, PIDFD, refusing
 from support.waiting import assert_gone
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"),
-    reason="the tests know the numbers of system calls on two architectures",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"),
+        reason="the tests know the numbers of system calls on two architectures",
+    ),
+]
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 
 RUNS = """
@@ -86,7 +89,6 @@ CASES = [
     pytest.param(
         names,
         error,
-        marks=[] if (names, error) == (PIDFD + MEMFD, "ENOSYS") else [pytest.mark.slow],
         id=f"{'+'.join(names)}-{error}",
     )
     for names in LOSSES
@@ -106,7 +108,7 @@ def check(done: subprocess.CompletedProcess[str], names: tuple[str, ...], error:
 
 
 @pytest.mark.parametrize(("names", "error"), CASES)
-@pytest.mark.parametrize("warm", ["warm", pytest.param("fresh", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("warm", ["warm", "fresh"])
 def test_local_runs_work(
     names: tuple[str, ...], error: str, warm: str, run_driver: RunDriver
 ) -> None:
@@ -115,7 +117,6 @@ def test_local_runs_work(
     check(done, names, error)
 
 
-@pytest.mark.slow
 @pytest.mark.spark
 @needs_java
 @pytest.mark.parametrize(("names", "error"), CASES)

@@ -151,6 +151,7 @@ print("FACTS " + json.dumps(facts))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 @needs_java
 @needs_mounts

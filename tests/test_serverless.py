@@ -364,6 +364,7 @@ print("FACTS " + json.dumps({"order": (folder / "order").read_text().split(), "p
 """
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 @needs_java
 def test_the_reserved_pool_goes_first(run_driver: RunDriver, tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tracking_server import mlflow, needs_mlflow
 
 from distributor._compat import mlflow as compat
 
-mlflow: Any = pytest.importorskip("mlflow")
+pytestmark = needs_mlflow
 
 
 def lost(name: str, dependent: str) -> str:

@@ -171,6 +171,7 @@ def test_a_non_numeric_executor_address_is_an_error_before_any_rank(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_a_local_master_uses_the_gpus_of_the_driver(
     run_gpu_driver: RunGpuDriver, make_discovery_script: Callable[..., str]

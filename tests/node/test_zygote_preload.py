@@ -157,6 +157,7 @@ def test_an_import_error_affects_only_runs_that_preload_the_module(
     assert local().run(len, "abc") == 3
 
 
+@pytest.mark.slow
 def test_an_import_error_that_was_fixed_before_the_run_is_not_raised(
     write_module: WriteModule, tmp_path: Path
 ) -> None:
@@ -275,6 +276,7 @@ def threads_by_library() -> list[tuple[str, int]]:
     return sorted([*pools, ("torch", torch.get_num_threads())])
 
 
+@pytest.mark.slow
 def test_a_librarys_own_variable_sets_its_thread_count() -> None:
     env = {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     zygote = zygote_of(2, env=env)

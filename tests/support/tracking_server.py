@@ -9,6 +9,8 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,23 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 PRELOAD = ("mlflow", "mlflow.pytorch", "mlflow.store.tracking.rest_store")
 """Modules that local ranks inherit by fork; their import costs each rank seconds of CPU time."""
 START_SECONDS = 120.0
-everyday_locally = pytest.mark.parametrize(
-    "distribute",
-    ["local", pytest.param("cluster", marks=[pytest.mark.spark, pytest.mark.slow])],
-    indirect=True,
-)
-"""For tests of which only the local variant runs every day."""
 SERVER_VARIABLES = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # it would start further processes
 }
+
+
+class _OnFirstUse:
+    """MLflow, imported when it is used: each process of the tests collects all, and runs some."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and name != "__version__":
+            raise AttributeError(name)  # pytest looks for its own names in each global
+        return getattr(import_module("mlflow"), name)
+
+
+mlflow: Any = _OnFirstUse()
+needs_mlflow = pytest.mark.skipif(find_spec("mlflow") is None, reason="MLflow is not installed")
 
 
 def free_port() -> int:
@@ -82,7 +91,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def experiment(server: str, request: pytest.FixtureRequest) -> Iterator[str]:
     """Set the server and an experiment for the test, as a user does, and yield its id."""
-    mlflow: Any = pytest.importorskip("mlflow")
     mlflow.set_tracking_uri(server)
     yield mlflow.set_experiment(request.node.name).experiment_id
     mlflow.set_tracking_uri(None)
@@ -92,7 +100,6 @@ def experiment(server: str, request: pytest.FixtureRequest) -> Iterator[str]:
 
 def runs_of(experiment: str) -> list[Any]:
     """Return the runs of an experiment."""
-    mlflow: Any = pytest.importorskip("mlflow")
     return list(mlflow.MlflowClient().search_runs([experiment]))
 
 

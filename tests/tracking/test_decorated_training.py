@@ -8,11 +8,11 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from support.tracking_server import runs_of
+from support.tracking_server import mlflow, needs_mlflow, runs_of
 
 from distributor import distributed
 
-mlflow: Any = pytest.importorskip("mlflow")
+pytestmark = needs_mlflow
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 

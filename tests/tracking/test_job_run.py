@@ -7,23 +7,23 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import pytest
 import torch
-from support.tracking_server import PRELOAD, everyday_locally, metrics_of, runs_of, train
+from conftest import cluster_is_slow
+from support.tracking_server import PRELOAD, metrics_of, mlflow, needs_mlflow, runs_of, train
 from support.waiting import comes_true
 
 from distributor import TorchDistributor, distributed
 from distributor.core.redaction import MASK
 
-mlflow: Any = pytest.importorskip("mlflow")
+pytestmark = needs_mlflow
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
 
 
-@everyday_locally
+@cluster_is_slow
 def test_ranks_log_to_one_run_made_for_the_job(distribute: Distribute, experiment: str) -> None:
     distribute(2, preload=PRELOAD).run(train, 3)
 
@@ -40,7 +40,7 @@ def test_ranks_log_to_one_run_made_for_the_job(distribute: Distribute, experimen
     )
 
 
-@everyday_locally
+@cluster_is_slow
 def test_a_further_attempt_logs_to_the_same_run(distribute: Distribute, experiment: str) -> None:
     def log() -> None:
         import mlflow
@@ -59,7 +59,7 @@ def test_a_further_attempt_logs_to_the_same_run(distribute: Distribute, experime
     assert [metric.value for metric in history] == [0.0, 1.0]
 
 
-@everyday_locally
+@cluster_is_slow
 def test_the_link_to_the_run_is_printed(
     distribute: Distribute, experiment: str, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,7 +70,7 @@ def test_the_link_to_the_run_is_printed(
     assert f"MLflow run: {link}" in capsys.readouterr().err
 
 
-@everyday_locally
+@cluster_is_slow
 def test_all_ranks_log_if_requested(distribute: Distribute, experiment: str) -> None:
     def log() -> None:
         import mlflow
@@ -83,7 +83,7 @@ def test_all_ranks_log_if_requested(distribute: Distribute, experiment: str) -> 
     assert metrics_of(run) == {f"of rank {rank}": 1.0 for rank in range(3)}
 
 
-@everyday_locally
+@cluster_is_slow
 def test_ranks_log_to_the_run_that_is_active_on_the_driver_which_stays_open(
     distribute: Distribute, experiment: str
 ) -> None:
@@ -98,7 +98,7 @@ def test_ranks_log_to_the_run_that_is_active_on_the_driver_which_stays_open(
     assert metrics_of(run) == {"loss": 0.5, "afterwards": 1.0}
 
 
-@everyday_locally
+@cluster_is_slow
 def test_a_rank_that_closes_the_run_does_not_end_it(
     distribute: Distribute, experiment: str
 ) -> None:
@@ -116,7 +116,7 @@ def test_a_rank_that_closes_the_run_does_not_end_it(
     assert metrics_of(run) == {"inside": 1.0}
 
 
-@everyday_locally
+@cluster_is_slow
 def test_code_that_sets_server_and_experiment_itself_logs_to_the_same_run(
     distribute: Distribute, experiment: str, server: str
 ) -> None:
@@ -136,7 +136,7 @@ def test_code_that_sets_server_and_experiment_itself_logs_to_the_same_run(
     assert metrics_of(run) == {"loss": 1.0}
 
 
-@everyday_locally
+@cluster_is_slow
 def test_the_run_of_a_failed_job_is_failed_and_has_the_error(
     distribute: Distribute, experiment: str
 ) -> None:
@@ -159,7 +159,7 @@ def test_the_run_of_a_failed_job_is_failed_and_has_the_error(
     assert "in fail" in text
 
 
-@everyday_locally
+@cluster_is_slow
 def test_the_run_of_a_failed_job_has_the_output_of_its_ranks(
     distribute: Distribute, experiment: str
 ) -> None:
@@ -195,7 +195,7 @@ def test_the_run_of_a_cancelled_job_is_killed(experiment: str, tmp_path: Path) -
     assert run.info.status == "KILLED"
 
 
-@everyday_locally
+@cluster_is_slow
 def test_only_the_first_rank_logs_artifacts_and_models(
     distribute: Distribute, experiment: str
 ) -> None:

@@ -8,24 +8,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import cloudpickle
 import pytest
-from conftest import facts_in
-from support.tracking_server import PRELOAD, everyday_locally, runs_of
+from conftest import cluster_is_slow, facts_in
+from support.tracking_server import PRELOAD, mlflow, needs_mlflow, runs_of
 from support.waiting import comes_true
 
 from distributor import TorchDistributor, runtime
 from distributor.tracking.metrics_queue import MetricsQueue
 
-mlflow: Any = pytest.importorskip("mlflow")
+pytestmark = needs_mlflow
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@everyday_locally
+@cluster_is_slow
 def test_reported_metrics_are_recorded(distribute: Distribute, experiment: str) -> None:
     def count(steps: int) -> None:
         for step in range(steps):

@@ -14,17 +14,18 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from support.tracking_server import PRELOAD, everyday_locally, free_port, train
+from conftest import cluster_is_slow
+from support.tracking_server import PRELOAD, free_port, needs_mlflow, train
 
 from distributor import DistributorError, TorchDistributor
 from distributor.tracking import run as tracking_run
 
-mlflow: Any = pytest.importorskip("mlflow")
+pytestmark = needs_mlflow
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
 
 
-@everyday_locally
+@cluster_is_slow
 def test_training_continues_if_the_server_goes_away(
     distribute: Distribute, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +113,7 @@ def use_the_client(client: Any) -> None:
     assert list(client.search_runs(["0"])) == []
 
 
-@everyday_locally
+@cluster_is_slow
 def test_mlflow_is_off_if_the_server_cannot_be_reached_at_the_start(
     distribute: Distribute, gone: str, warned: Callable[[], list[str]], tmp_path: Path
 ) -> None:

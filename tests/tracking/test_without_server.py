@@ -14,11 +14,11 @@ import pytest
 from conftest import facts_in
 from support.cluster import cluster_on
 from support.machines import machines_on_loopback
-from support.tracking_server import metrics_of, runs_of, train
+from support.tracking_server import metrics_of, mlflow, needs_mlflow, runs_of, train
 
 from distributor import TorchDistributor
 
-mlflow: Any = pytest.importorskip("mlflow")
+pytestmark = needs_mlflow
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -83,6 +83,7 @@ spark.stop()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_on_a_cluster_without_a_server_mlflow_is_off(tmp_path: Path) -> None:
     with (

@@ -227,6 +227,7 @@ def return_once_preempted():
     assert "not reached" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_all_ranks_are_notified_of_a_decommissioned_executor(tmp_path: Path) -> None:
     with driver(tmp_path, CLUSTER) as run:

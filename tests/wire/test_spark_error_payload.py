@@ -21,7 +21,7 @@ SECRET = bytes(range(32))
 
 def noise(length: int, lowest: int = 33, highest: int = 126) -> str:
     """Return text that does not compress."""
-    return "".join(chr(RANDOM.randint(lowest, highest)) for _ in range(length))
+    return "".join(map(chr, RANDOM.choices(range(lowest, highest + 1), k=length)))
 
 
 def failure(
