@@ -119,6 +119,20 @@ def test_idle_imports_set_no_variables_in_ranks(write_module: WriteModule, tmp_p
     assert distributor.run(lambda: os.environ.get("OF_MORE")) is None
 
 
+def test_a_rank_has_variables_of_its_own_runs_modules_only(write_module: WriteModule) -> None:
+    inner = write_module("import os; os.environ['INNER'] = '1'", "inner")
+    outer = write_module(f"import os, {inner}; os.environ['OUTER'] = '1'", "outer")
+
+    def look() -> set[str]:
+        return {"OUTER", "INNER"} & set(os.environ)
+
+    assert local(preload=[outer, inner]).run(look) == {"OUTER", "INNER"}
+    zygote = zygote_of()
+    assert "INNER" in local(preload=[inner]).run(look)
+    assert local().run(look) == set()
+    assert zygote_of() == zygote
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [

@@ -19,7 +19,7 @@ from distributor.node.process.process_attributes import ProcessAttributes
 def reset_after_fork(
     own_attributes: ProcessAttributes,
     wanted_attributes: ProcessAttributes,
-    start_environment: Mapping[str, str],
+    set_by_imports: Mapping[str, str],
     descriptors: list[int],
 ) -> None:
     """Make this forked process what a new process, started by the agent, would be.
@@ -28,9 +28,9 @@ def reset_after_fork(
     ----------
     own_attributes, wanted_attributes : ProcessAttributes
         The attributes that this process has, and those of the agent.
-    start_environment : mapping of str to str
-        The environment that the zygote was started with. Variables beyond it were set by modules
-        that the zygote has imported, and are kept: in a new process the imports would set them too.
+    set_by_imports : mapping of str to str
+        Environment variables that the modules of this run have set when the zygote imported them:
+        in a new process the imports would set them too.
     descriptors : list of int
         Of the pickled environment, the working folder, stdout and stderr; closed here.
     """
@@ -44,7 +44,7 @@ def reset_after_fork(
     for descriptor in descriptors:
         os.close(descriptor)
     threads_before = os.environ.get(THREADS_VARIABLE)
-    _replace_environment(wanted_environment, start_environment)
+    _replace_environment({**set_by_imports, **wanted_environment})
     _forget_cached_folders()
     _reseed()
     threads_changed = os.environ.get(THREADS_VARIABLE) != threads_before
@@ -52,10 +52,9 @@ def reset_after_fork(
         _set_thread_counts()
 
 
-def _replace_environment(wanted: Mapping[str, str], start_environment: Mapping[str, str]) -> None:
-    set_by_imports = dict(os.environ.items() - start_environment.items())
+def _replace_environment(wanted: Mapping[str, str]) -> None:
     os.environ.clear()
-    os.environ.update({**set_by_imports, **wanted})
+    os.environ.update(wanted)
     time.tzset()
 
 

@@ -1,12 +1,14 @@
-"""Describes what a zygote has loaded, and decides whether that still fits a run."""
+"""Loads a zygote's modules, describes them, and decides whether they still fit a run."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distributor.node.process.interpreter import Interpreter
@@ -19,6 +21,8 @@ _PREFIXES_READ_AT_START = (
 """Prefixes of variables that are read only when an interpreter or a library starts."""
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 """Is read at import too, but a forked rank can apply it later."""
+TRACEBACK_CHARS = 4 * 1024
+"""Characters that are kept at each end of a long traceback, which must fit into a packet."""
 
 FileStates = dict[str, tuple[int, int]]
 """Modification time (ns) and size (bytes) of files, by path."""
@@ -85,6 +89,37 @@ class PreloadSpec:
     def preload_for_successor(self, wanted: PreloadSpec) -> tuple[str, ...]:
         """Return the modules that the next zygote should import too: other runs may need them."""
         return self.preload if wanted.executable == self.executable else ()
+
+
+class Imports:
+    """Imports modules, and records which environment variables each import has set."""
+
+    def __init__(self) -> None:
+        self._start_environment = dict(os.environ)
+        self._variables: dict[str, dict[str, str]] = {}  # by module
+
+    def add(self, modules: Sequence[str], optional: str = "") -> str | None:
+        """Import modules; return why the first that failed did. The optional package may fail."""
+        for name in modules:
+            # If another import has brought the module, it may have set any of their variables.
+            before = self._start_environment if name in sys.modules else dict(os.environ)
+            try:
+                importlib.import_module(name)
+            except BaseException:  # a module may even exit
+                if name.partition(".")[0] != optional:
+                    return f"{name} cannot be imported:\n{_shortened(traceback.format_exc())}"
+            self._variables.setdefault(name, dict(os.environ.items() - before.items()))
+        return None
+
+    def variables(self, modules: Sequence[str]) -> dict[str, str]:
+        """Return the variables that are set where only these of the modules are imported."""
+        return {k: v for name in modules for k, v in self._variables[name].items()}
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= 2 * TRACEBACK_CHARS:
+        return text
+    return f"{text[:TRACEBACK_CHARS]}\n...\n{text[-TRACEBACK_CHARS:]}"
 
 
 def loaded_files(since: int = sys.maxsize) -> FileStates:

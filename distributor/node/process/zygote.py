@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import os
 import pickle
 import select
@@ -31,9 +30,9 @@ import selectors
 import signal
 import socket
 import time
-import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import NoReturn
 
 from distributor._compat.cpython import disable_exit_finalizers
@@ -55,6 +54,7 @@ from distributor.node.process.ipc import (
 )
 from distributor.node.process.preload_spec import (
     FileStates,
+    Imports,
     PreloadSpec,
     have_changed,
     loaded_files,
@@ -80,19 +80,17 @@ IDLE_EXIT_SECONDS = 1800.0
 """Seconds without a request or a run after which the zygote exits."""
 LOAD_SECONDS = 600
 """Seconds that the first imports may take."""
-TRACEBACK_CHARS = 4 * 1024
-"""Characters that are kept at each end of a long traceback, which must fit into a packet."""
 
 
 def serve(argument: str) -> WorkerSpec:
     """Run as a zygote. Returns in each rank that descends from it, and nowhere else."""
     arguments = ZygoteArguments.from_argument(argument)
     set_title(f"zygote for process {arguments.owner}", "zygote")
-    start_environment, since = dict(os.environ), time.time_ns()
+    since, imports = time.time_ns(), Imports()
     with _exit_if_owner_dies(arguments.owner):
         preload = arguments.preload_spec.preload
-        import_error = _import_modules((*RANK_IMPORTS, *preload), optional="torch")
-    return _Zygote(arguments, import_error, start_environment, since).serve()
+        import_error = imports.add((*RANK_IMPORTS, *preload), optional="torch")
+    return _Zygote(arguments, import_error, imports, since).serve()
 
 
 class _Zygote:
@@ -102,13 +100,13 @@ class _Zygote:
         self,
         arguments: ZygoteArguments,
         import_error: str | None,
-        start_environment: Mapping[str, str],
+        imports: Imports,
         since: int,
     ) -> None:
         set_subreaper()
         self._preload_spec = arguments.preload_spec
         self._import_error = import_error
-        self._start_environment = start_environment
+        self._imports = imports
         self._files: FileStates = {}
         self._since = since
         self._attributes = ProcessAttributes.current()
@@ -142,12 +140,8 @@ class _Zygote:
     def _handle_idleness(self) -> None:
         if not self._idle_imports:
             self._exit()
-        environment = dict(os.environ)
-        _import_modules(self._idle_imports)
+        self._imports.add(self._idle_imports)
         self._idle_imports.clear()
-        # No rank has asked for these imports, so variables that they set must not reach the ranks.
-        os.environ.clear()
-        os.environ.update(environment)
         self._settle()
 
     def _settle(self) -> None:
@@ -192,7 +186,7 @@ class _Zygote:
         if not self._preload_spec.covers(wanted) or have_changed(self._files):
             preload = self._preload_spec.preload_for_successor(wanted)
             self._reply_and_exit(client, Stale(preload))
-        return self._fork_supervisor(client)
+        return self._fork_supervisor(client, wanted.preload)
 
     def _reply_and_exit(self, client: socket.socket, reply: Refused | Stale) -> NoReturn:
         """Send the reply to all who wait, and exit; the client that started us may come last."""
@@ -209,7 +203,7 @@ class _Zygote:
         send(client, reply)
         self._exit()
 
-    def _fork_supervisor(self, agent: socket.socket) -> WorkerSpec | None:
+    def _fork_supervisor(self, agent: socket.socket, preload: tuple[str, ...]) -> WorkerSpec | None:
         """Fork a supervisor, which replies to its agent itself."""
         try:
             pid = _fork()
@@ -221,14 +215,15 @@ class _Zygote:
             self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._handle_end(pid))
             return None
         close_inherited(self._selector, keep=self._owner)
+        set_by_imports = self._imports.variables((*RANK_IMPORTS, *preload))
         try:
-            supervisor = Supervisor(agent, self._fork_rank, self._owner)
+            supervisor = Supervisor(agent, partial(self._fork_rank, set_by_imports), self._owner)
         except OSError:
             os._exit(1)  # the agent has died
         return supervisor.serve()
 
     def _fork_rank(
-        self, request: StartRank, descriptors: list[int]
+        self, set_by_imports: Mapping[str, str], request: StartRank, descriptors: list[int]
     ) -> tuple[int, WorkerSpec | None]:
         """Fork a rank; runs in a supervisor."""
         supervisor, pid = os.getpid(), _fork()
@@ -237,7 +232,7 @@ class _Zygote:
         reset_after_fork(
             self._attributes,
             request.attributes,
-            self._start_environment,
+            set_by_imports,
             descriptors[:PROCESS_DESCRIPTORS],
         )
         spec_descriptors = descriptors[PROCESS_DESCRIPTORS:]
@@ -257,20 +252,6 @@ def _fork() -> int:
         # Python warns of a fork while threads run; libraries stop theirs before a fork.
         warnings.simplefilter("ignore")
         return os.fork()
-
-
-def _import_modules(modules: Sequence[str], optional: str = "") -> str | None:
-    """Import modules; return why the first that failed did. The optional package may fail."""
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except BaseException:  # a module may even exit
-            if name.partition(".")[0] != optional:
-                text = traceback.format_exc()
-                if len(text) > 2 * TRACEBACK_CHARS:
-                    text = f"{text[:TRACEBACK_CHARS]}\n...\n{text[-TRACEBACK_CHARS:]}"
-                return f"{name} cannot be imported:\n{text}"
-    return None
 
 
 @contextlib.contextmanager
