@@ -35,7 +35,7 @@ DEADLINE = 300
 needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
 
 
-def _has_connect() -> bool:
+def has_connect() -> bool:
     """Return True if Connect works offline: PySpark 3.5 would download its server."""
     pyspark = find_spec("pyspark")
     if pyspark is None or pyspark.origin is None or find_spec("grpc") is None:
@@ -43,7 +43,7 @@ def _has_connect() -> bool:
     return any(Path(pyspark.origin).parent.glob("jars/spark-connect_*.jar"))
 
 
-needs_connect = pytest.mark.skipif(not _has_connect(), reason="no Connect server is installed")
+needs_connect = pytest.mark.skipif(not has_connect(), reason="no Connect server is installed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -25,7 +25,10 @@ pytestmark = [pytest.mark.spark, needs_java]
 
 def also(kind: str) -> pytest.MarkDecorator:
     """Run a test through Connect, whose program starts anyway, and, as a slow test, on `kind`."""
-    kinds = [pytest.param(kind, marks=pytest.mark.slow), "connect"]
+    kinds = [
+        pytest.param(kind, marks=pytest.mark.slow),
+        pytest.param("connect", marks=needs_connect),
+    ]
     return pytest.mark.parametrize("session", kinds, indirect=True)
 
 
@@ -66,8 +69,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionProgram
 
 @pytest.fixture
 def session(request: pytest.FixtureRequest) -> Any:
-    if request.param == "connect" and needs_connect.args[0]:
-        pytest.skip(needs_connect.kwargs["reason"])
     return request.getfixturevalue(request.param)
 
 

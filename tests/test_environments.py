@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from conftest import DEADLINE
+from conftest import DEADLINE, cluster_is_slow
 from support.cluster import cluster_on
 from support.machines import machines_on_loopback
 from support.packages import NAME, environment, packed, wheel
@@ -28,14 +28,6 @@ Distribute = Callable[..., TorchDistributor]
 OURS = "iniconfig"
 """A small package that this Python, and so Spark's Python, has."""
 THEIRS = "99.0"
-
-
-here = pytest.mark.parametrize(
-    "distribute",
-    ["local", pytest.param("cluster", marks=[pytest.mark.spark, pytest.mark.slow])],
-    indirect=True,
-)
-"""Every day on this machine; as a slow test also on the cluster."""
 
 
 def look(name: str) -> dict[str, Any]:
@@ -81,7 +73,7 @@ def on_nodes(cache: Path, **variables: object) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-@here
+@cluster_is_slow
 @pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ranks_of_a_packed_environment_have_its_packages(
     distribute: Distribute, archive: Path, cache: Path, warm: bool
@@ -172,7 +164,7 @@ def test_the_users_modules_come_before_those_of_the_environment(
     assert ranks.run(versions) == ("of the user", "of the user")
 
 
-@here
+@cluster_is_slow
 def test_requirements_are_installed_once_on_each_node(
     distribute: Distribute, cache: Path, tmp_path: Path
 ) -> None:
@@ -206,7 +198,7 @@ def test_other_requirements_are_installed_beside_the_first(
     assert other["prefix"] != first["prefix"]
 
 
-@here
+@cluster_is_slow
 def test_an_environment_is_not_cleaned_while_ranks_use_it(
     distribute: Distribute, archive: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -240,7 +232,7 @@ def test_an_error_of_pip_contains_its_last_lines(distribute: Distribute, cache: 
     assert not list(cache.glob("requirements-*/.complete"))
 
 
-@here
+@cluster_is_slow
 def test_an_interpreter_that_does_not_run_is_named(
     distribute: Distribute, cache: Path, tmp_path: Path
 ) -> None:

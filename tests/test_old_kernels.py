@@ -86,11 +86,7 @@ LOSSES = {
 LOSSES[PIDFD + MEMFD] = LOSSES[PIDFD] + LOSSES[MEMFD]
 MESSAGES = {"ENOSYS": "Function not implemented", "EPERM": "Operation not permitted"}
 CASES = [
-    pytest.param(
-        names,
-        error,
-        id=f"{'+'.join(names)}-{error}",
-    )
+    pytest.param(names, error, id=f"{'+'.join(names)}-{error}")
     for names in LOSSES
     for error in MESSAGES
 ]

@@ -58,9 +58,13 @@ def test_the_ui_names_the_users_line(spark: Any, tmp_path: Path) -> None:
 
 def shown_jobs(spark: Any) -> list[tuple[str, str | None]]:
     """Return the name and the description of each job in the UI's store, the oldest first."""
-    found = java_context(spark.sparkContext).statusStore().jobsList(None)
-    jobs = sorted((found.apply(i) for i in range(found.size())), key=lambda job: job.jobId())
+    found = items_in(java_context(spark.sparkContext).statusStore().jobsList(None))
+    jobs = sorted(found, key=lambda job: job.jobId())
     return [(job.name(), value_in(job.description())) for job in jobs]
+
+
+def items_in(sequence: Any) -> list[Any]:
+    return [sequence.apply(i) for i in range(sequence.size())]
 
 
 def value_in(option: Any) -> str | None:
@@ -76,9 +80,8 @@ def shown_details(spark: Any, number: int) -> list[str]:
 
 def shown_executions(spark: Any) -> list[str]:
     """Return the description of each SQL query in the UI's store, the oldest first."""
-    found = spark._jsparkSession.sharedState().statusStore().executionsList()
-    queries = sorted((found.apply(i) for i in range(found.size())), key=lambda q: q.executionId())
-    return [query.description() for query in queries]
+    found = items_in(spark._jsparkSession.sharedState().statusStore().executionsList())
+    return [query.description() for query in sorted(found, key=lambda q: q.executionId())]
 
 
 def test_the_call_site_is_the_callers_line_outside_this_package() -> None:

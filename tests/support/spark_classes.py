@@ -16,10 +16,10 @@ from pathlib import Path
 
 PROGRAM = """
 from pyspark.sql import SparkSession
-from conftest import needs_connect
+from conftest import has_connect
 
 builder = SparkSession.builder.config("spark.ui.enabled", "false")
-if not needs_connect.args[0]:
+if has_connect():
     builder.config("spark.plugins", "org.apache.spark.sql.connect.SparkConnectPlugin")
     builder.config("spark.connect.grpc.binding.port", "0")
 for master in ("local[2]", "local-cluster[1,1,1024]"):
