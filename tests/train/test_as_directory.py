@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -218,6 +221,28 @@ def test_the_last_surviving_process_removes_the_copy(node: Node) -> None:
     killed.kill()
     assert content_of(folder) == CONTENT
     other.leave()
+    assert node.copies() == []
+
+
+def test_all_users_are_inside_at_once_if_each_found_no_copy(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found_none, inside, flock = threading.Barrier(3), threading.Barrier(3), fcntl.flock
+
+    def wait_and_lock(descriptor: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX:
+            found_none.wait(DEADLINE)
+        flock(descriptor, operation)
+
+    def use(_: int) -> None:
+        with node.checkpoint.as_directory() as folder:
+            inside.wait(DEADLINE)
+            assert content_of(folder) == CONTENT
+
+    monkeypatch.setattr(fcntl, "flock", wait_and_lock)
+    with ThreadPoolExecutor(3) as pool:  # the locks of threads exclude each other, too
+        list(pool.map(use, range(3)))
+    assert node.read_counts() == {"first": 1, "second": 1}
     assert node.copies() == []
 
 

@@ -1,8 +1,9 @@
 """One local copy of a remote folder for all processes of a node that load it at once.
 
-Each process holds a file lock (``flock``) on the copy, which the kernel releases when the process
-ends: an exclusive lock while it makes the copy, a shared lock while it uses the copy. A process
-that gets the exclusive lock when it is done is the last user, and removes the copy.
+Each process holds a shared file lock (``flock``) on the copy, which the kernel releases when the
+process ends. A process that gets the exclusive lock when it is done is the last user, and removes
+the copy. While a process makes the copy it also holds an exclusive lock on a second file: to wait
+for the exclusive lock on the first would be to wait until all users of a finished copy have left.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class _LeftoverCopy:
 
 
 class _LocalCopy:
-    """A copy's folder and lock file; the last process to leave the context removes both.
+    """A copy's folder and lock files; the last process to leave the context removes them.
 
     Parameters
     ----------
@@ -123,6 +124,7 @@ class _LocalCopy:
         self.folder = root / name
         self._partial = root / f"{name}.partial"
         self._lock_file = root / f"{name}.lock"
+        self._download_lock_file = root / f"{name}.download-lock"
         self._lock = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def __enter__(self) -> _LocalCopy:
@@ -144,15 +146,16 @@ class _LocalCopy:
 
         Returns False if another process has removed the copy before this one got the lock.
         """
-        fcntl.flock(self._lock, fcntl.LOCK_SH)  # waits for a process that makes it
-        while self._is_current() and not self.folder.exists():
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if self._is_current() and not self.folder.exists():
-                with atomic_path(self.folder, self._partial) as partial:
-                    download(partial)
-            # flock does not downgrade the lock atomically: another process may get it in between.
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
-        return self._is_current()
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # waits for a process that removes it
+        if not self._is_current():
+            return False
+        if not self.folder.exists():
+            with open_lock(self._download_lock_file) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # waits for a process that makes it
+                if not self.folder.exists():
+                    with atomic_path(self.folder, self._partial) as partial:
+                        download(partial)
+        return True
 
     def _is_current(self) -> bool:
         """Return whether the lock file is still the one that other processes open."""
@@ -165,4 +168,5 @@ class _LocalCopy:
         with contextlib.suppress(FileNotFoundError):
             self.folder.rename(self._partial)  # a killed process leaves no incomplete folder
         shutil.rmtree(self._partial, ignore_errors=True)
+        self._download_lock_file.unlink(missing_ok=True)
         self._lock_file.unlink(missing_ok=True)
