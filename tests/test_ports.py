@@ -12,16 +12,11 @@ import pytest
 from conftest import needs_java
 from support.cluster import cluster_on
 from support.machines import LISTENING, Machine, machines_apart, why_not_apart
+from support.ports import accept, free_port
 from support.waiting import until
 
 from distributor import TorchDistributor
 from distributor.errors import ExecutorNotReady
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def wait_for_the_other_run(address: str, port: int) -> str:
@@ -37,16 +32,16 @@ def wait_for_the_other_run(address: str, port: int) -> str:
 def test_two_runs_at_once_share_a_fixed_hub_port(
     spark: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    host, port = spark.conf.get("spark.driver.host"), free_port()
+    host = spark.conf.get("spark.driver.host")
+    port = free_port(host)
     runner = TorchDistributor(
         1, local_mode=False, use_gpu=False, hub_address=f"{host}:{port}", timeout=120
     )
     with socket.create_server((host, 0)) as server:
-        server.settimeout(120)
         runs = [
             runner.submit(wait_for_the_other_run, host, server.getsockname()[1]) for _ in range(2)
         ]
-        ranks = [server.accept()[0] for _ in runs]
+        ranks = accept(server, runs)
         for number, rank in enumerate(ranks):
             with rank:
                 rank.sendall(f"run {number}".encode())
@@ -59,9 +54,8 @@ def test_two_runs_at_once_share_a_fixed_hub_port(
 def two_runs_at_once(runner: TorchDistributor) -> list[Any]:
     """Return the MASTER_PORT of the ranks of two runs that are active at the same time."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(120)
         runs = [runner.submit(master_port, server.getsockname()[1]) for _ in range(2)]
-        ranks = [server.accept()[0] for _ in runs]
+        ranks = accept(server, runs)
         for rank in ranks:
             rank.close()
         return [run.result(120) for run in runs]
@@ -97,16 +91,17 @@ def test_a_range_without_a_free_port_is_named(distribute: Any) -> None:
 def test_the_nodes_use_the_settings_of_sparks_configuration(
     spark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    host, ports, hub_port = spark.conf.get("spark.driver.host"), free_port(), free_port()
+    host = spark.conf.get("spark.driver.host")
+    ports, hub_port = free_port(), free_port(host)
     conf = {"rank.ports": f"{ports}-{ports + 20}", "hub.port": hub_port, "warm": "false"}
     for key, value in conf.items():
         spark.conf.set(f"spark.distributor.{key}", str(value))
     try:
         runner = TorchDistributor(1, local_mode=False, use_gpu=False, timeout=120)
         with socket.create_server((host, 0)) as server:
-            server.settimeout(120)
             run = runner.submit(wait_for_the_other_run, host, server.getsockname()[1])
-            with server.accept()[0] as rank:
+            [rank] = accept(server, [run])
+            with rank:
                 with socket.create_connection((host, hub_port), 10) as hub:
                     assert hub.recv(11) == b"distributor"
                 rank.sendall(b"seen")

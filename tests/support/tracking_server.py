@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -18,6 +17,7 @@ import cloudpickle
 import pytest
 
 from distributor._compat.mlflow import forget_active_experiment
+from support.ports import free_port
 from support.waiting import comes_true
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -41,12 +41,6 @@ class _OnFirstUse:
 
 mlflow: Any = _OnFirstUse()
 needs_mlflow = pytest.mark.skipif(find_spec("mlflow") is None, reason="MLflow is not installed")
-
-
-def free_port() -> int:
-    """Return a port on which no process listens now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager

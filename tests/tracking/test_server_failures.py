@@ -15,7 +15,8 @@ from typing import Any
 import cloudpickle
 import pytest
 from conftest import cluster_is_slow
-from support.tracking_server import PRELOAD, free_port, needs_mlflow, train
+from support.ports import free_port
+from support.tracking_server import PRELOAD, needs_mlflow, train
 
 from distributor import DistributorError, TorchDistributor
 from distributor.tracking import run as tracking_run
