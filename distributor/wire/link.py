@@ -59,6 +59,7 @@ class Link:
         node: int,
         *,
         timeout: float,
+        handshake_timeout: float | None = None,
         on_message: Callable[[object], None],
         on_lost: Callable[[], None] = lambda: None,
     ) -> Link:
@@ -67,8 +68,10 @@ class Link:
         Parameters
         ----------
         timeout
-            Seconds for everything except the resolution of the host's name, which the system
-            limits.
+            Seconds to connect, after the resolution of the host's name, which the system limits.
+        handshake_timeout
+            Seconds for the authentication; by default `timeout`. The kernel accepts connections
+            for a hub whose process is too busy to answer at once.
         on_message
             Called in the reader's thread with each message, perhaps before this method returns.
             This includes heartbeats, which have been answered. If it raises, the exception is
@@ -81,17 +84,18 @@ class Link:
         OSError
             If the connection fails: `HandshakeRefused`, TimeoutError and others.
         """
-        deadline = time.monotonic() + timeout
+        limit = timeout
         try:
-            sock = _dial(host, port, deadline)
+            sock = _dial(host, port, time.monotonic() + timeout)
             try:
-                _prove(sock, secret, node, deadline)
+                limit = timeout if handshake_timeout is None else handshake_timeout
+                _prove(sock, secret, node, time.monotonic() + limit)
                 return cls(sock, on_message, on_lost)
             except BaseException:
                 sock.close()
                 raise
         except TimeoutError as error:
-            raise TimeoutError(f"no hub answers at {host}:{port} within {timeout:g} s") from error
+            raise TimeoutError(f"no hub answers at {host}:{port} within {limit:g} s") from error
 
     def __enter__(self) -> Link:
         return self

@@ -30,6 +30,7 @@ from support.hubs import (
 
 from distributor.wire import listener, peer, protocol
 from distributor.wire.hub import HERE, LOST, SILENT, Hub
+from distributor.wire.link import Link
 
 
 @pytest.fixture
@@ -104,6 +105,30 @@ def test_connecting_to_a_silent_hub_ends_at_the_timeout() -> None:
     no_answer = pytest.raises(TimeoutError, match="no hub answers")
     with socket.create_server(("127.0.0.1", 0)) as mute, within(2), no_answer:
         link(mute.getsockname()[1], timeout=0.2)
+
+
+BUSY_HUB = f"""import signal
+from distributor.wire.hub import Hub
+with Hub("127.0.0.1", {SECRET!r}) as hub:
+    print(hub.port, flush=True)
+    signal.pause()"""
+
+
+def test_a_busy_hub_may_answer_later_than_a_connection_takes() -> None:
+    command = [sys.executable, "-c", BUSY_HUB]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+        contextlib.ExitStack() as at_end,
+    ):
+        at_end.callback(process.kill)
+        assert process.stdout
+        port = int(process.stdout.readline())
+        process.send_signal(signal.SIGSTOP)
+        continuing = threading.Timer(0.5, process.send_signal, [signal.SIGCONT])
+        continuing.start()
+        limits = {"timeout": 0.1, "handshake_timeout": SOON}
+        Link.connect("127.0.0.1", port, SECRET, 0, on_message=print, **limits).close()
+        continuing.join()
 
 
 def test_unauthenticated_connections_are_closed(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

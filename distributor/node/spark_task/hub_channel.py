@@ -47,6 +47,8 @@ from distributor.wire.spark_error_payload import TaskFailed
 
 CONNECT_SECONDS = 5.0
 """Seconds to connect to the hub, after which a node goes on without a link."""
+HANDSHAKE_SECONDS = 20.0
+"""Seconds for the hub's answer, which a driver whose interpreter is busy gives late."""
 RELEASE_SECONDS = 30.0
 """Seconds for which rank 0 serves the store after its work if the link is lost."""
 
@@ -110,6 +112,7 @@ class HubChannel:
             self._spec.secret,
             node_rank,
             timeout=CONNECT_SECONDS,
+            handshake_timeout=HANDSHAKE_SECONDS,
             on_message=self._receive,
             on_lost=self._handle_link_lost,
         )
