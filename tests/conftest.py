@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 from support.gpus import make_discovery_script, run_gpu_driver  # noqa: F401  (fixtures)
-from support.packages import python_that_begins
+from support.packages import python_that_begins, variables_for
 from support.tracking_server import experiment, server  # noqa: F401  (fixtures)
 from support.waiting import until
-from support.zygotes import modules_folder, write_module  # noqa: F401  (fixtures)
+from support.zygotes import modules_folder, without_torch, write_module  # noqa: F401  (fixtures)
 
 from distributor import TorchDistributor
 from distributor._compat.pyspark import java_context
@@ -143,7 +143,7 @@ def run_driver(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
         script.write_text(textwrap.dedent(source))
         done = subprocess.run(
             [sys.executable, str(script), *args],
-            env={**os.environ, **(env or {})},
+            env=variables_for(source, env or {}),
             capture_output=True,
             text=True,
             timeout=timeout,

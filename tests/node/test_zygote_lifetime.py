@@ -32,7 +32,7 @@ from distributor.node.process.supervisor_client import is_supported
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [
     pytest.mark.skipif(not is_supported(), reason="only Linux has warm processes"),
-    pytest.mark.usefixtures("modules_folder"),
+    pytest.mark.usefixtures("modules_folder", "without_torch"),
 ]
 
 

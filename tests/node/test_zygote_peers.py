@@ -36,7 +36,7 @@ from distributor.serialization.program import in_file
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [
     pytest.mark.skipif(not is_supported(), reason="only Linux has warm processes"),
-    pytest.mark.usefixtures("modules_folder"),
+    pytest.mark.usefixtures("modules_folder", "without_torch"),
 ]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import cloudpickle
 import pytest
 from conftest import facts_in
+from support.packages import HIDING_TORCH
 from support.waiting import SOON, assert_gone, until
 from support.zygotes import (
     DEADLINE,
@@ -33,7 +34,7 @@ from distributor.node.process.supervisor_client import is_supported
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [
     pytest.mark.skipif(not is_supported(), reason="only Linux has warm processes"),
-    pytest.mark.usefixtures("modules_folder"),
+    pytest.mark.usefixtures("modules_folder", "without_torch"),
 ]
 
 
@@ -291,7 +292,9 @@ def threads_by_library() -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
-def test_a_librarys_own_variable_sets_its_thread_count() -> None:
+def test_a_librarys_own_variable_sets_its_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_torch = [folder for folder in sys.path if folder != HIDING_TORCH]
+    monkeypatch.setattr(sys, "path", with_torch)
     env = {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     zygote = zygote_of(2, env=env)
     assert zygote_of(env={**env, "OMP_NUM_THREADS": "2"}) == zygote

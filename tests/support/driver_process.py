@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from support.packages import variables_for
 from support.waiting import MARK, marked
 
 
@@ -28,7 +28,7 @@ def driver(source: str, folder: Path, *args: str) -> Iterator[tuple[subprocess.P
         [sys.executable, str(script), *args],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, MARK: mark},
+        env=variables_for(source, {MARK: mark}),
         text=True,
         cwd=folder,
     )

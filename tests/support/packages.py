@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import tarfile
 import textwrap
 import venv
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 NAME = "gadget"
 """The name of a package that does not exist elsewhere."""
+HIDING_TORCH = str(Path(__file__).parent / "without_torch")
+"""A folder that hides torch from processes that have it on their path."""
 PACKAGES = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+
+
+def variables_for(source: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """Add to the environment variables of a driver program that torch is hidden if it uses none.
+
+    Parameters
+    ----------
+    source : str
+        The program.
+    variables : mapping of str to str
+        Variables that the program needs; they take precedence over those of this process.
+    """
+    found = {**os.environ, **variables}
+    if not re.search(r"\btorch\b", source):
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [HIDING_TORCH, found.get("PYTHONPATH")]))
+    return found
 
 
 def wheel(folder: Path, version: str, name: str = NAME) -> Path:

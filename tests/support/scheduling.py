@@ -16,7 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[2]
 USES_SPARK = re.compile(r"\bspark: Any|\bdistribute: |getfixturevalue\(\"spark\"\)")
-SHARES_FIXTURES = re.compile(r'scope="module"|usefixtures\("modules_folder"\)')
+SHARES_FIXTURES = re.compile(r'scope="module"|usefixtures\("modules_folder"')
 STARTS_DRIVERS = re.compile(r"\brun_(gpu_)?driver\b")
 ONE_PROCESS = ("test_connect.py",)
 """Files whose tests use a fixed port."""

@@ -25,6 +25,7 @@ import pytest
 
 from distributor import TorchDistributor, WorkerDied
 from distributor.launch.local import cool_down
+from support.packages import HIDING_TORCH
 from support.waiting import SOON, alive, until
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -43,6 +44,14 @@ def modules_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.delenv("PYTHONUNBUFFERED", raising=False)  # so that output is buffered
         yield folder
         cool_down()
+
+
+@pytest.fixture(scope="module")
+def without_torch() -> Iterator[None]:
+    """Hide torch from the ranks of a file, whose zygotes so start faster."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(HIDING_TORCH)
+        yield
 
 
 WriteModule = Callable[..., str]
