@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -39,12 +38,11 @@ def kernel_for(
             ),
             timeout=DEADLINE,
             startup_timeout=DEADLINE,
+            shutdown_kernel="immediate",
             coalesce_streams=True,
             record_timing=False,
             resources={"metadata": {"path": str(folder)}},
         )
-        with client.setup_kernel(env={**os.environ, **(environment or {})}):
-            try:
-                yield client
-            finally:
-                asyncio.run(client.km.shutdown_kernel(now=True))
+        # Sockets that stay open would look for the kernel's ports for ever, whoever has them next.
+        with client.setup_kernel(env={**os.environ, **(environment or {})}, cleanup_kc=True):
+            yield client

@@ -76,7 +76,7 @@ def _shares_spark(nodeid: str) -> bool:
 
 def _asks_for_spark(path: str, name: str) -> bool:
     signature = _text_of(path).partition(f"def {name}(")[2].partition(") -> ")[0]
-    return bool(re.search(r"\b(spark|conf|encrypted): ", signature))
+    return bool(re.search(r"\b(spark|context|conf|encrypted): ", signature))
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from moto.server import ThreadedMotoServer
 
 from distributor import DistributorError, TorchDistributor, train
 from distributor.train import (
@@ -38,6 +37,8 @@ KEYS = {
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """Start a server, and return its host and port."""
+    from moto.server import ThreadedMotoServer  # not in each process that collects the tests
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
