@@ -3,8 +3,8 @@
 PYTHON ?= python3
 # More arguments for pytest: make test ARGS="-k spark -x"
 ARGS ?=
-# More processes than cores: tests mostly wait. tests/support/scheduling.py groups and orders them.
-JOBS ?= 4
+# More processes than cores: tests also wait. tests/support/scheduling.py groups and orders them.
+JOBS ?= 3
 PYTEST = python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 VENV := .venv

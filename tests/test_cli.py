@@ -438,6 +438,7 @@ def accuracies(done: Done[str]) -> list[float]:
     return [float(text) for text in re.findall(r"test accuracy of (\d\.\d+)", done.stdout)]
 
 
+@pytest.mark.slow
 def test_the_demo_without_java_names_the_package_to_install(here: Cli, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     empty = tmp_path / "empty"

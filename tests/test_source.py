@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import compileall
 import json
+import os
 import re
 import shlex
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 from conftest import facts_in, needs_java
+from support.packages import HIDING_TORCH
 
 import distributor
 from distributor.launch.spark.package_shipping import _own_source
@@ -251,9 +253,8 @@ def test_executors_with_an_older_copy_run_the_drivers(
     older = older_in(tmp_path / "older")
     (older / "sitecustomize.py").write_text("import distributor.node.spark_task.task")
     python = tmp_path / "python"
-    python.write_text(
-        f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(older))} exec {shlex.quote(sys.executable)} "$@"\n'
-    )
+    path = shlex.quote(os.pathsep.join([str(older), HIDING_TORCH]))
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {shlex.quote(sys.executable)} "$@"\n')
     python.chmod(0o755)
 
     env = {"PYSPARK_PYTHON": str(python), "PYTHONPATH": str(ours)}

@@ -41,7 +41,7 @@ cloudpickle.register_pickle_by_value(plain)
 TIMEOUT = {"timeout": 120, "show_output": "none"}
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_an_epoch_resumes_on_other_ranks(tmp_path: Path, workers: int) -> None:
     stopped = trainer(tmp_path, workers=4, stop_at=2).fit()
     assert stopped.return_value == [2]
