@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ import cloudpickle
 import torch
 
 from distributor import RunTimeout, TorchDistributor
+from support.ports import free_port
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 RANKS = 2
@@ -73,8 +73,7 @@ def launched(warm: bool) -> Callable[[], bool]:
 def forked() -> bool:
     """Run the program in two forks of this process; return True if both ended in time."""
     ranks = []
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     for rank in range(RANKS):
         if not (pid := os.fork()):
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1")

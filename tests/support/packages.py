@@ -21,7 +21,7 @@ PACKAGES = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages
 
 
 def variables_for(source: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """Add to the environment variables of a driver program that torch is hidden if it uses none.
+    """Return the environment of a driver program; torch is hidden if its source does not name it.
 
     Parameters
     ----------

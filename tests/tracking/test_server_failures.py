@@ -43,7 +43,7 @@ def test_training_continues_if_the_server_goes_away(
 @pytest.fixture(params=["refused", "unanswered"])
 def gone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Set the address of a server that refuses connections, or accepts them and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", free_port())) as listener:
         uri = f"http://127.0.0.1:{listener.getsockname()[1]}"
         if request.param == "refused":
             listener.close()

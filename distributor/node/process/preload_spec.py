@@ -101,7 +101,7 @@ class Imports:
     def add(self, modules: Sequence[str], optional: str = "") -> str | None:
         """Import modules; return why the first that failed did. The optional package may fail."""
         for name in modules:
-            # If another import has brought the module, it may have set any of their variables.
+            # What is loaded already may have set any of the variables that earlier imports left.
             before = self._start_environment if name in sys.modules else dict(os.environ)
             try:
                 importlib.import_module(name)

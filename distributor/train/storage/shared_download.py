@@ -18,7 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributor.core.atomic_files import atomic_path
-from distributor.node.environment.build_once import open_lock, tree_size, try_lock_exclusively
+from distributor.node.environment.build_once import (
+    is_current_lock,
+    open_lock,
+    tree_size,
+    try_lock_exclusively,
+)
 from distributor.node.environment.cache import CacheEntry
 
 Download = Callable[[Path], object]
@@ -132,11 +137,7 @@ class _LocalCopy:
 
     def __exit__(self, *exc_info: object) -> None:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pass  # others use it
-        else:
-            if self._is_current():
+            if try_lock_exclusively(self._lock) and is_current_lock(self._lock, self._lock_file):
                 self._remove()
         finally:
             os.close(self._lock)
@@ -147,7 +148,7 @@ class _LocalCopy:
         Returns False if another process has removed the copy before this one got the lock.
         """
         fcntl.flock(self._lock, fcntl.LOCK_SH)  # waits for a process that removes it
-        if not self._is_current():
+        if not is_current_lock(self._lock, self._lock_file):
             return False
         if not self.folder.exists():
             with open_lock(self._download_lock_file) as lock:
@@ -156,13 +157,6 @@ class _LocalCopy:
                     with atomic_path(self.folder, self._partial) as partial:
                         download(partial)
         return True
-
-    def _is_current(self) -> bool:
-        """Return whether the lock file is still the one that other processes open."""
-        try:
-            return os.path.samestat(os.fstat(self._lock), self._lock_file.stat())
-        except FileNotFoundError:
-            return False
 
     def _remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
