@@ -4,7 +4,7 @@ PYTHON ?= python3
 # More arguments for pytest: make test ARGS="-k spark -x"
 ARGS ?=
 # More processes than cores: tests also wait. tests/support/scheduling.py groups and orders them.
-JOBS ?= 3
+JOBS ?= 4
 PYTEST = python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 VENV := .venv
@@ -35,6 +35,9 @@ CLASSES := $(VENV)/spark-classes.jsa
 test test-all test-spark35 bench chaos notebooks: export JDK_JAVA_OPTIONS := $(JAVA_OPTIONS)
 test test-all: export JDK_JAVA_OPTIONS := $(JAVA_OPTIONS) -Xlog:cds=off -Xlog:cds+dynamic=off \
 	-XX:SharedArchiveFile=$(abspath $(CLASSES))
+
+# Tests start hundreds of processes, which would each compile all sources; and users cache bytecode.
+unexport PYTHONDONTWRITEBYTECODE
 
 test: venv $(CLASSES) ## Run the tests, less the slow ones
 	$(VENV)/bin/$(PYTEST) -m "not slow" $(ARGS)

@@ -71,8 +71,8 @@ ranks.run(str(aside / "train.py"))
 
 def by_name(*names):
     import importlib, os
-    sent = os.listdir(pathlib.Path(importlib.import_module("mine").__file__).parents[1])
-    return sorted(sent), [importlib.import_module(name).value for name in names]
+    sent = set(os.listdir(pathlib.Path(importlib.import_module("mine").__file__).parents[1]))
+    return sorted(sent - {"__pycache__"}), [importlib.import_module(name).value for name in names]
 
 try:
     ranks.run(by_name, "plugin")

@@ -1,9 +1,9 @@
 """Which tests run in the same process when pytest-xdist distributes them, and which start first.
 
-Starting Spark costs 15 CPU seconds, so the tests of the shared session run in two processes, not
-in all. The tests of MLflow run in one: they share a server, and a zygote that has imported MLflow.
-The other tests of a file run in one process, which sets up their fixtures once. Tests that start a
-driver program, and share nothing else, are distributed one by one.
+Starting Spark costs 15 CPU seconds, so the tests of the shared session run in one process. So do
+the tests of MLflow: they share a server, and a zygote that has imported MLflow. The other tests of
+a file run in one process, which sets up their fixtures once. Tests that start a driver program, and
+share nothing else, are distributed one by one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ STARTS_DRIVERS = re.compile(r"\brun_(gpu_)?driver\b")
 ONE_PROCESS = ("test_connect.py",)
 """Files whose tests use a fixed port."""
 LONGEST = (
-    "test_zygote_preload.py",
-    "test_zygote_equivalence.py",
-    "test_zygote_lifetime.py",
-    "test_notebooks.py",
     "test_connect.py",
-    "test_chaos.py",
-    "test_lost_processes.py",
-    "test_preemption.py",
     "test_gpu_assignment.py",
+    "test_cli.py",
+    "test_environments.py",
+    "test_modules.py",
+    "test_source.py",
+    "test_endings.py",
+    "test_kills.py",
+    "test_resuming.py",
 )
-"""Files that start right after the groups of the shared session."""
+"""Files that start right after the groups of the shared session and of MLflow."""
 
 
 class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
@@ -45,7 +45,7 @@ def group_of(nodeid: str) -> str:
     """Return the name of the group of a test."""
     path, _, test = nodeid.partition("::")
     if _shares_spark(nodeid):
-        return "spark: files" if path.count("/") == 1 else "spark: folders"
+        return "spark"
     text = _text_of(path)
     if "/tracking/" in path:
         return "mlflow"

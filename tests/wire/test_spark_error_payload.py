@@ -6,7 +6,7 @@ import base64
 import pickle
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -117,21 +117,30 @@ def test_repeated_payloads_are_read_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "failures",
+    "make_failures",
     [
-        pytest.param([failure(2, text=noise(300_000))], id="text"),
-        pytest.param([failure(2, text=noise(100_000, 0x1F300, 0x3134A))], id="wide text"),
-        pytest.param([failure(2, summary=noise(300_000))], id="summary"),
-        pytest.param([failure(2, noise(300_000), noise(300_000, 0x4E00, 0x9FFF))], id="both"),
-        pytest.param([failure(rank, noise(60_000)) for rank in (2, 3, 4)], id="many"),
-        pytest.param([failure(rank, noise(300_000)) for rank in (2, 3)], id="many that are long"),
+        pytest.param(lambda: [failure(2, text=noise(300_000))], id="text"),
+        pytest.param(lambda: [failure(2, text=noise(100_000, 0x1F300, 0x3134A))], id="wide text"),
+        pytest.param(lambda: [failure(2, summary=noise(300_000))], id="summary"),
         pytest.param(
-            [failure_of(ValueError(noise(300_000)), Origin(rank=2, local_rank=0, host="host-1"))],
+            lambda: [failure(2, noise(300_000), noise(300_000, 0x4E00, 0x9FFF))], id="both"
+        ),
+        pytest.param(lambda: [failure(rank, noise(60_000)) for rank in (2, 3, 4)], id="many"),
+        pytest.param(
+            lambda: [failure(rank, noise(300_000)) for rank in (2, 3)], id="many that are long"
+        ),
+        pytest.param(
+            lambda: [
+                failure_of(ValueError(noise(300_000)), Origin(rank=2, local_rank=0, host="host-1"))
+            ],
             id="exception",
         ),
     ],
 )
-def test_a_report_beyond_the_limit_still_arrives(failures: list[Failure]) -> None:
+def test_a_report_beyond_the_limit_still_arrives(
+    make_failures: Callable[[], list[Failure]],
+) -> None:
+    failures = make_failures()
     text = through_spark(failures)
     assert len(text) <= LIMIT + 3000
     (found,) = failures_in(text)
