@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import cloudpickle
@@ -29,6 +31,7 @@ from support.zygotes import (
 )
 
 from distributor import DistributorError, StartTimeout
+from distributor.node.process import zygote_client
 from distributor.node.process.supervisor_client import is_supported
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -281,6 +284,29 @@ def test_variables_read_at_start_need_a_new_zygote_and_runs_continue(tmp_path: P
         check=True,
     )
     assert found == [int(python.stdout), "ANSI_X3.4-1968", "2"]
+
+
+def test_a_zygote_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new distributor replaces it in the background, unless a run has already done so."""
+    zygote_of(preload=["colorsys"])
+    start, found_stale, replaced = zygote_client._start_zygote, Event(), Event()
+
+    def start_late(zygote_spec: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            found_stale.set()
+            replaced.wait(DEADLINE)
+        return start(zygote_spec)
+
+    monkeypatch.setattr(zygote_client, "_start_zygote", start_late)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    before = set(threading.enumerate())
+    distributor = local()
+    (background,) = set(threading.enumerate()) - before
+    assert found_stale.wait(DEADLINE)
+    zygote = distributor.run(grandparent)
+    replaced.set()
+    background.join(DEADLINE)
+    assert zygote_of() == zygote
 
 
 def threads_by_library() -> list[tuple[str, int]]:

@@ -174,9 +174,10 @@ def _request_supervisor(zygote_spec: ZygoteSpec, deadline: float) -> SupervisorC
         If there is no zygote, and none can be started.
     """
     exited_at_start = False
+    to_start = zygote_spec
     for _ in range(MAX_ATTEMPTS):
         running = _connect(zygote_spec.owner)
-        connection = running or _start_zygote(zygote_spec)
+        connection = running or _start_zygote(to_start)
         if connection is None:
             continue  # another thread or process has just started one
         reply = _send_request(connection, zygote_spec.preload_spec, deadline)
@@ -184,9 +185,10 @@ def _request_supervisor(zygote_spec: ZygoteSpec, deadline: float) -> SupervisorC
             return SupervisorConnection(connection, reply.pid)
         connection.close()
         if isinstance(reply, Stale):
-            # Other runs may still need what this zygote had loaded.
-            preload = dict.fromkeys((*reply.preload, *zygote_spec.preload))
-            zygote_spec = replace(zygote_spec, preload=tuple(preload))
+            # Other runs may still need what this zygote had loaded. If another caller starts the
+            # next one, it fits without that.
+            preload = dict.fromkeys((*reply.preload, *to_start.preload))
+            to_start = replace(zygote_spec, preload=tuple(preload))
         elif running:
             continue  # it was about to exit, or could not import what another run needs
         elif isinstance(reply, Refused):
