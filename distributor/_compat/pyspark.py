@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -122,10 +123,32 @@ def _ignore(site: str | None) -> None:
     pass
 
 
-def progress_bar(context: Any) -> Any:
-    """Return the JVM's progress bar, whose ``finishAll`` removes it; None if there is none."""
+class ProgressBar:
+    """The progress bar of the driver's JVM.
+
+    It is drawn while there are stages, but not within half a second after it was last removed. That
+    time can be set to one in the future.
+    """
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+        self._removed_at = bar.getClass().getDeclaredField("lastFinishTime")
+        self._removed_at.setAccessible(True)
+
+    def hide(self, seconds: float) -> None:
+        """Remove the bar, and keep it away until so many seconds have passed or a job has ended."""
+        self._bar.finishAll()
+        self._removed_at.setLong(self._bar, int((time.time() + seconds) * 1000))
+
+    def show(self) -> None:
+        """Let the bar be drawn again."""
+        self._bar.finishAll()
+
+
+def progress_bar(context: Any) -> ProgressBar | None:
+    """Return the JVM's progress bar; None if there is none."""
     bar = java_context(context).progressBar()
-    return None if bar.isEmpty() else bar.get()
+    return None if bar.isEmpty() else ProgressBar(bar.get())
 
 
 def switch_loggers_off(context: Any, names: Sequence[str]) -> dict[str, Any]:

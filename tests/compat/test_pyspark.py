@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import facts_in, needs_java
+from conftest import needs_java
 from support.canary import relies_on
 from support.waiting import until
 
@@ -147,27 +147,31 @@ def test_loggers_are_switched_off_and_restored(context: Any) -> None:
             context._jvm.java.lang.Class.forName(logger)
 
 
-def test_the_progress_bar_can_be_removed(
+def test_the_progress_bar_can_be_hidden(
     context: Any, run_driver: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    with relies_on("pyspark", "SparkContext.progressBar of the JVM", "pyspark.progress_bar"):
+    what = "SparkContext.progressBar of the JVM, or ConsoleProgressBar.lastFinishTime"
+    with relies_on("pyspark", what, "pyspark.ProgressBar"):
         assert private.progress_bar(context) is None
-        facts = facts_in(
-            run_driver(
-                """
-                import json
-                from pyspark import SparkConf, SparkContext
-                from distributor._compat.pyspark import progress_bar
+        done = run_driver(
+            """
+            import sys, time
+            from pyspark import SparkConf, SparkContext
+            from distributor._compat.pyspark import progress_bar
 
-                conf = SparkConf().setMaster("local[1]").setAppName("tests")
-                conf.set("spark.ui.enabled", "false").set("spark.ui.showConsoleProgress", "true")
-                bar = progress_bar(SparkContext(conf=conf))
-                bar.finishAll()
-                print("FACTS " + json.dumps({"bar": str(bar)}))
-                """
-            )
+            conf = SparkConf().setMaster("local[1]").setAppName("tests")
+            conf.set("spark.ui.enabled", "false").set("spark.ui.showConsoleProgress", "true")
+            context = SparkContext(conf=conf)
+            bar = progress_bar(context)
+            bar.hide(60)
+            for _ in range(2):
+                print("JOB", file=sys.stderr, flush=True)
+                context.parallelize([2], 1).map(time.sleep).collect()
+            """
         )
-        assert "ConsoleProgressBar" in facts["bar"]
+        _, hidden, shown = done.stderr.split("JOB\n")
+        assert "[Stage" not in hidden
+        assert "[Stage" in shown
 
 
 def test_pandas_3_makes_pyspark_warn(spark: Any) -> None:

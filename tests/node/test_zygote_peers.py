@@ -123,7 +123,7 @@ def test_a_connection_during_shutdown_disturbs_no_run(tmp_path: Path) -> None:
 
 def test_a_rank_that_ends_with_its_agent_disturbs_no_run(tmp_path: Path) -> None:
     """This happens if a task of an executor is killed, and its ranks end at the same moment."""
-    identity = {"TORCHELASTIC_RUN_ID": "of this test", "GROUP_RANK": "0"}
+    identity = {"TORCHELASTIC_RUN_ID": "of this test", "GROUP_RANK": "0", "RANK": "0"}
     environment = common_environment(1, {}, os.environ) | identity
     zygote_spec = ZygoteSpec(owner=os.getpid(), environment=environment)
     ours, theirs = socket.socketpair()

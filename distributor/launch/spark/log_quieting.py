@@ -24,7 +24,9 @@ from distributor._compat.pyspark import (
 FAILED_TASKS_SECONDS = 3.0
 """Seconds after a failure until the last task of the run has ended."""
 BAR_SECONDS = 0.2
-"""Seconds between two removals of Spark's progress bar, which returns after half a second."""
+"""Seconds between two removals of Spark's progress bar: each job that ends lets it return."""
+HIDDEN_SECONDS = 30.0
+"""Seconds that Spark's progress bar stays away if this process is too busy to remove it again."""
 
 _lock = threading.Lock()
 _runs = 0
@@ -83,20 +85,22 @@ def _release(context: Any) -> None:
 
 @contextmanager
 def _no_progress_bar(context: Any) -> Iterator[None]:
-    """Remove Spark's progress bar repeatedly: it cannot be switched off while Spark runs."""
-    bar = progress_bar(context)
+    """Hide Spark's progress bar again and again: it cannot be switched off while Spark runs."""
+    bar = None
+    with suppress(Exception):  # another version of Spark may draw it in another way
+        bar = progress_bar(context)
     if bar is None:
         yield
         return
     ended = threading.Event()
 
-    def remove() -> None:
+    def hide() -> None:
         with suppress(Exception):  # Spark may have stopped
             while not ended.wait(BAR_SECONDS):
-                bar.finishAll()
+                bar.hide(HIDDEN_SECONDS)
 
-    thread = threading.Thread(target=remove, name="spark-progress-bar", daemon=True)
-    bar.finishAll()
+    bar.hide(HIDDEN_SECONDS)
+    thread = threading.Thread(target=hide, name="spark-progress-bar", daemon=True)
     thread.start()
     try:
         yield
@@ -104,7 +108,7 @@ def _no_progress_bar(context: Any) -> Iterator[None]:
         ended.set()
         thread.join()
         with suppress(Exception):
-            bar.finishAll()
+            bar.show()
 
 
 def no_warning() -> AbstractContextManager[None]:
