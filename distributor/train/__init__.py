@@ -88,8 +88,8 @@ def report(
     TypeError
         If the metrics cannot be serialized, or `checkpoint` is not a `Checkpoint`.
     ValueError
-        If `checkpoint_dir_name` is not a valid name, or the mode is NO_UPLOAD and the checkpoint is
-        not in that folder.
+        If `checkpoint_dir_name` is not a valid name, the checkpoint's folder contains the run's, or
+        the mode is NO_UPLOAD and the checkpoint is not in the run's folder.
 
     Examples
     --------

@@ -103,6 +103,32 @@ def test_invalid_and_empty_checkpoints_are_errors(tmp_path: Path) -> None:
     assert not any((tmp_path / "runs").rglob(MANIFEST))
 
 
+@pytest.mark.parametrize("mode", ["ASYNC", pytest.param("SYNC", marks=pytest.mark.slow)])
+def test_the_folder_of_the_run_is_no_checkpoint(tmp_path: Path, mode: str) -> None:
+    """It would be deleted after the upload, with all that is already saved."""
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+
+    def report() -> list[str]:
+        train.report({}, checkpoint=save(tmp_path, "x"))
+        refused = []
+        for folder in ("", "runs", "runs/mine", "link/mine"):
+            try:
+                train.report(
+                    {},
+                    checkpoint=Checkpoint(tmp_path / folder),
+                    checkpoint_upload_mode=CheckpointUploadMode(mode),
+                )
+            except ValueError as error:
+                refused.append(str(error))
+        return refused
+
+    storage = {"storage_path": tmp_path / "runs", "name": "mine"}
+    refused = TorchDistributor(1, use_gpu=False, timeout=120, **storage).run(report)
+    assert len(refused) == 4
+    assert all("is inside the reported checkpoint" in message for message in refused)
+    assert (tmp_path / "runs/mine/checkpoint_000000/0.txt").read_text() == "x"
+
+
 def test_metrics_can_be_tensors_with_one_element(tmp_path: Path) -> None:
     def report() -> None:
         import torch
