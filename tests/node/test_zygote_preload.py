@@ -11,7 +11,6 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import cloudpickle
@@ -289,7 +288,7 @@ def test_variables_read_at_start_need_a_new_zygote_and_runs_continue(tmp_path: P
 def test_a_zygote_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new distributor replaces it in the background, unless a run has already done so."""
     zygote_of(preload=["colorsys"])
-    start, found_stale, replaced = zygote_client._start_zygote, Event(), Event()
+    start, found_stale, replaced = zygote_client._start_zygote, threading.Event(), threading.Event()
 
     def start_late(zygote_spec: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():

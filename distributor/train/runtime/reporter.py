@@ -77,14 +77,14 @@ class Reporter:
         """Report, as `distributor.train.report` documents."""
         if name is not None:
             check_name("checkpoint_dir_name", name)
-        if checkpoint is not None and self.storage.is_inside(checkpoint):
+        if mode is CheckpointUploadMode.NO_UPLOAD and checkpoint is not None:
+            name = self._name_in_storage(checkpoint, name)
+        elif checkpoint is not None and self.storage.is_inside(checkpoint):
             raise ValueError(
                 f"The run's own folder {self.storage.path} is inside the reported checkpoint "
                 f"{checkpoint.path}, which would be copied into itself, or deleted after the "
                 "upload. Save the checkpoint in a folder of its own."
             )
-        if mode is CheckpointUploadMode.NO_UPLOAD and checkpoint is not None:
-            name = self._name_in_storage(checkpoint, name)
         self._raise_failures()
         request = ReportRequest(
             number=self._number,

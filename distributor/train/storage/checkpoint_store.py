@@ -165,21 +165,25 @@ class Storage:
 
     def contains(self, checkpoint: Checkpoint, name: str | None = None) -> bool:
         """Return whether a checkpoint is in the run's folder, and has this name if one is given."""
-        run, path = self._comparable_paths(checkpoint)
+        if (paths := self._comparable_paths(checkpoint)) is None:
+            return False
+        run, path = paths
         return path.startswith(f"{run}/") if name is None else path == f"{run}/{name}"
 
     def is_inside(self, checkpoint: Checkpoint) -> bool:
         """Return whether the run's folder is a checkpoint's folder, or inside it."""
-        run, path = self._comparable_paths(checkpoint)
+        if (paths := self._comparable_paths(checkpoint)) is None:
+            return False
+        run, path = paths
         return f"{run}/".startswith(f"{path}/")
 
-    def _comparable_paths(self, checkpoint: Checkpoint) -> tuple[str, str]:
-        """Return the paths of the run's folder and of a checkpoint, or two unrelated ones."""
+    def _comparable_paths(self, checkpoint: Checkpoint) -> tuple[str, str] | None:
+        """Return the paths of the run's folder and of a checkpoint; None on two file systems."""
         if is_local(self.filesystem) and is_local(checkpoint.filesystem):
             return os.path.realpath(self.path), os.path.realpath(checkpoint.path)
         if self.filesystem.equals(checkpoint.filesystem):
             return self.path, checkpoint.path
-        return "of the run", "elsewhere"
+        return None
 
     def commit(self, checkpoint: str, manifest: Manifest) -> None:
         """Check that all files of a checkpoint are in storage, and write its manifest.
