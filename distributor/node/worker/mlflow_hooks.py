@@ -132,6 +132,9 @@ def _change_stores(role: LoggingRole, losses: LossReporter, module: Any) -> None
             if not logs and not role.is_tracked:
                 losses.report_off()
                 return ReadOnlyStore(EmptyStore())
+            # Not at the import of MLflow, which may have been in the zygote, for another run.
+            for name, value in HTTP_DEFAULTS.items():
+                os.environ.setdefault(name, value)
             return _proxy(role, losses, build(*args, **kwargs), logs=logs)
 
         return build_proxy
@@ -165,8 +168,6 @@ def _change_runs(role: LoggingRole, _: LossReporter, fluent: Any) -> None:
     If the code has set another experiment, MLflow would refuse the run. On a server that the code
     names while the job's run is in a file, the start makes a new run.
     """
-    for name, value in HTTP_DEFAULTS.items():
-        os.environ.setdefault(name, value)
     if (run_id := role.run_id) is None:
         return
     compat.keep_run_open_at_exit()
