@@ -204,6 +204,8 @@ class Series:
         folder = Path(tempfile.mkdtemp(dir=self._cluster.folder))
         driver.send([str(folder), activity])
         ranks = self._await_ranks(driver, folder)
+        if self._case.start != "pyspark":
+            assert self._cluster.listens(ranks[0].port)  # or its end would prove nothing
         at = self._strike(driver, folder, [rank.family[0] for rank in ranks])
         report = None
         if self._case.fault not in UNREPORTED:

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from support.machines import Machine
+from support.machines import LISTENING, Machine
 from support.waiting import MARK, marked, until
 
 DEADLINE = 120.0
@@ -52,6 +52,28 @@ ROLES: dict[str, Role] = {
     "zygote": _named(" zygote "),
 }
 """The processes that their command lines identify."""
+
+
+def listens(pid: int, port: int) -> bool:
+    """Return True if a process, which may be in another network namespace, listens on a port."""
+    process = Path(f"/proc/{pid}")
+    with contextlib.suppress(OSError):  # it has ended
+        sockets = {_target(descriptor) for descriptor in (process / "fd").iterdir()}
+        tables = [(process / "net" / name).read_text() for name in ("tcp", "tcp6")]
+        rows = [line.split() for table in tables for line in table.splitlines()]
+        return any(
+            row[3] == LISTENING
+            and row[1].endswith(f":{port:04X}")
+            and f"socket:[{row[9]}]" in sockets
+            for row in rows
+        )
+    return False
+
+
+def _target(descriptor: Path) -> str:
+    with contextlib.suppress(OSError):  # it is closed by now
+        return os.readlink(descriptor)
+    return ""
 
 
 class Cluster:
@@ -105,9 +127,11 @@ class Cluster:
         return marked(self.mark)
 
     def listens(self, port: int) -> bool:
-        """Return True if a process listens on a port of any machine."""
-        alike = {machine.namespace: machine for machine in self._machines}
-        return any(machine.listens(port) for machine in alike.values())
+        """Return True if a process of this cluster or its drivers listens on a port.
+
+        Other programs may listen on the same port of another address, or after the process.
+        """
+        return any(listens(process.pid, port) for process in self.processes())
 
     def find(self, role: str, machine: Machine | None = None) -> list[psutil.Process]:
         """Return the processes with a role, on one machine or on all."""

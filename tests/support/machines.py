@@ -95,14 +95,6 @@ class Machine:
         _redirect("slow", "ingress", "eth0", namespace=name)
         _redirect(name, "egress", come)
 
-    def listens(self, port: int) -> bool:
-        """Return True if a process listens on a port here."""
-        inside = ["ip", "netns", "exec", self.namespace] if self.namespace else []
-        command = [*inside, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
-        tables = subprocess.run(command, check=True, capture_output=True, text=True)
-        rows = [line.split() for line in tables.stdout.splitlines()]
-        return any(row[3] == LISTENING and row[1].endswith(f":{port:04X}") for row in rows)
-
     def end(self) -> None:
         """Kill the processes that were started here."""
         for process in self._started:
