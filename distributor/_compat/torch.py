@@ -6,7 +6,9 @@ Torch is imported inside the functions: a driver and its cluster's tasks do with
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -71,6 +73,47 @@ def serve_store(host: str, port: int, listener: int) -> Any:
     return dist.TCPStore(  # type: ignore[attr-defined]
         host, port, is_master=True, master_listen_fd=listener, wait_for_workers=False
     )
+
+
+def choose_store(rendezvous: ModuleType, choose: Callable[[str, int], str]) -> None:
+    """Have torch ask for the host of the store that ``init_process_group`` connects to.
+
+    Parameters
+    ----------
+    rendezvous : module
+        ``torch.distributed.rendezvous``, whose handlers of ``env://`` and ``tcp://`` are changed.
+    choose : callable
+        Called with the host and the port that the program wants, before torch reads
+        ``TORCHELASTIC_USE_AGENT_STORE``; returns the host.
+    """
+    create = rendezvous._create_c10d_store
+
+    @functools.wraps(create)
+    def create_chosen(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        return create(choose(hostname, port), port, *args, **kwargs)
+
+    rendezvous._create_c10d_store = create_chosen
+
+
+def wrap_spawned(spawn: ModuleType, wrap: Callable[[Any], Any]) -> None:
+    """Have ``torch.multiprocessing`` start processes with ``wrap(function)``.
+
+    Parameters
+    ----------
+    spawn : module
+        ``torch.multiprocessing.spawn``, whose ``start_processes`` is changed; its ``spawn`` calls
+        that. The package has it by name too, if it has been imported.
+    wrap : callable
+        Called with the function that the processes are to call.
+    """
+    start = spawn.start_processes
+
+    @functools.wraps(start)
+    def start_wrapped(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return start(wrap(fn), *args, **kwargs)
+
+    for module in (spawn, sys.modules["torch.multiprocessing"]):
+        module.start_processes = start_wrapped  # type: ignore[attr-defined]
 
 
 def keep_groups_of_models(parallel: ModuleType) -> None:

@@ -87,3 +87,42 @@ def test_a_ddp_model_refers_to_what_frees_its_group() -> None:
             assert model.process_group is not None
     finally:
         dist.destroy_process_group()
+
+
+def test_torch_asks_for_the_host_of_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    asked = []
+
+    def choose(host: str, port: int) -> str:
+        asked.append((host, port))
+        return "127.0.0.1"
+
+    rendezvous = sys.modules["torch.distributed.rendezvous"]
+    monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    what = "_create_c10d_store, or when it reads TORCHELASTIC_USE_AGENT_STORE"
+    with relies_on("torch", what, "torch.choose_store"):
+        private.choose_store(rendezvous, choose)
+        for init_method in ("env://", f"tcp://no-such-host:{store.port}"):
+            dist.init_process_group("gloo", init_method, rank=0, world_size=1)
+            dist.destroy_process_group()
+        assert asked == [("no-such-host", store.port)] * 2
+
+
+def test_torch_starts_processes_in_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["torch.multiprocessing.spawn"]
+    for each in (module, torch.multiprocessing):
+        monkeypatch.setattr(each, "start_processes", each.start_processes)
+    wrapped = []
+
+    def wrap(function: Any) -> Any:
+        wrapped.append(function)
+        return print
+
+    with relies_on("torch", "start_processes", "torch.wrap_spawned"):
+        private.wrap_spawned(module, wrap)
+        torch.multiprocessing.spawn(len, nprocs=1)
+        torch.multiprocessing.start_processes(max, nprocs=1, start_method="fork")
+        assert wrapped == [len, max]

@@ -35,6 +35,7 @@ from distributor.node.worker.control_channel import (
 )
 from distributor.node.worker.group_lifetime import keep_groups_of_models
 from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
+from distributor.node.worker.own_rendezvous import allow_own_rendezvous
 from distributor.node.worker.stack_dump import enable_stack_dumps
 from distributor.node.worker.stdio import StandardStreams
 from distributor.node.worker.worker_context import WorkerContext, enter_worker
@@ -71,8 +72,11 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     create_scratch(worker_spec.scratch)
     faulthandler.enable()
     enable_stack_dumps(worker_spec.stacks)
-    context.store = _serve_store(worker_spec)
+    context.rendezvous = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if worker_spec.listener is not None:
+        context.store = _serve_store(*context.rendezvous, worker_spec.listener)
     control.send(STARTED)
+    allow_own_rendezvous(*context.rendezvous)
     install_mlflow_hooks()
     keep_groups_of_models()
     try:
@@ -88,13 +92,10 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     control.await_release()
 
 
-def _serve_store(worker_spec: WorkerSpec) -> object:
+def _serve_store(host: str, port: int, listener: int) -> object:
     """Open the rendezvous store on the inherited socket, so that no port is ever guessed."""
-    if worker_spec.listener is None:
-        return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        return serve_store(host, port, worker_spec.listener)
+        return serve_store(host, port, listener)
     except ImportError:
         return None  # without torch no rank of this run can use the store
 

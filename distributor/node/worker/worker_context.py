@@ -30,6 +30,8 @@ class WorkerContext:
         The notices that the run is about to lose a process.
     completed_steps : int
         Steps that the program has completed, in earlier attempts too; sent with its failure.
+    rendezvous : tuple of str and int
+        Host and port of the store that rank 0 serves, whatever the program sets.
     store : object
         Rank 0's rendezvous store. It serves the other ranks for as long as the process lives,
         because shutting it down would take time.
@@ -42,6 +44,7 @@ class WorkerContext:
     ) -> None:
         self.preemption_notices = PreemptionNotices(send_control)
         self.completed_steps = 0
+        self.rendezvous: tuple[str, int] = ("", 0)
         self.store: object = None
         self._progress_file = progress_file
         self._final_steps: list[Callable[[], object]] = []

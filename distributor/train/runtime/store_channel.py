@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from distributor import runtime
 from distributor.core.text import listed
 from distributor.errors import DistributorError
+from distributor.node.worker.worker_context import worker_context
 
 RANK_TIMEOUT_SECONDS = 1800.0
 """Seconds that a rank waits for the other ranks to report, as in torch's collectives."""
@@ -50,8 +50,7 @@ class StoreChannel:
         import torch.distributed as dist
 
         client = dist.TCPStore(  # type: ignore[attr-defined]
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
+            *worker_context().rendezvous,
             is_master=False,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout),

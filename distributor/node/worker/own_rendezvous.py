@@ -1,0 +1,99 @@
+"""Programs that open a rendezvous of their own, as most PyTorch tutorials do.
+
+A rank's environment names the store that rank 0 serves, and ``TORCHELASTIC_USE_AGENT_STORE`` makes
+every rank a client of it. A program that sets ``MASTER_ADDR`` and ``MASTER_PORT`` itself would
+therefore wait for a store that nobody serves. So would the processes of
+``torch.multiprocessing.spawn``, if a rank's program starts them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import cloudpickle
+
+from distributor._compat import torch as private
+from distributor.core.addresses import is_loopback, joined, resolve
+from distributor.node.worker.import_hooks import after_import
+
+USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+def allow_own_rendezvous(host: str, port: int) -> None:
+    """Have this process serve a store itself if its program chooses another port.
+
+    Parameters
+    ----------
+    host : str
+        The host of the store that rank 0 serves, as ranks know it.
+    port : int
+        The store's port.
+    """
+    choose = partial(_choose_store, host, port)
+    after_import("torch.distributed.rendezvous", partial(private.choose_store, choose=choose))
+    wrap = partial(_SpawnedFunction, host, port)
+    after_import("torch.multiprocessing.spawn", partial(private.wrap_spawned, wrap=wrap))
+
+
+def _choose_store(host: str, port: int, wanted_host: str, wanted_port: int) -> str:
+    """Decide who serves the store that the program wants; return the host to connect to.
+
+    Raises
+    ------
+    ValueError
+        If the program's host is loopback, and rank 0 is on another machine.
+    """
+    is_ours = wanted_port == port
+    os.environ[USE_AGENT_STORE] = str(is_ours)
+    if wanted_host == host or not _resolves_to_loopback(wanted_host):
+        return wanted_host
+    if not _is_of_this_machine(host):
+        raise ValueError(
+            f"The program's rendezvous address is {joined(wanted_host, wanted_port)}, but rank 0 "
+            f"is on another machine ({host}). Do not set MASTER_ADDR, MASTER_PORT or init_method "
+            "in the program: each rank's environment already has the right values."
+        )
+    return host if is_ours else wanted_host
+
+
+def _resolves_to_loopback(host: str) -> bool:
+    try:
+        return is_loopback(resolve(host)[1])
+    except OSError:
+        return False  # torch's own error names it
+
+
+def _is_of_this_machine(host: str) -> bool:
+    try:
+        family, address = resolve(host)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+class _SpawnedFunction:
+    """A function that ``torch.multiprocessing`` calls in processes that it starts.
+
+    It is pickled by value where that is needed: the processes cannot import the main module of a
+    notebook or of a driver program.
+    """
+
+    def __init__(self, host: str, port: int, function: Callable[..., object]) -> None:
+        self.host, self.port, self.function = host, port, function
+
+    def __call__(self, *args: Any) -> None:
+        allow_own_rendezvous(self.host, self.port)
+        self.function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load_spawned, (self.host, self.port, cloudpickle.dumps(self.function))
+
+
+def _load_spawned(host: str, port: int, pickled: bytes) -> _SpawnedFunction:
+    return _SpawnedFunction(host, port, cloudpickle.loads(pickled))

@@ -1,0 +1,137 @@
+"""A program that sets its own rendezvous address, and one that starts its processes itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from support.cluster import cluster_on
+from support.machines import machines_apart, why_not_apart
+from support.ports import free_port
+
+from distributor import TorchDistributor
+from distributor.node.worker.own_rendezvous import USE_AGENT_STORE, _choose_store
+
+pytest.importorskip("torch")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+DEADLINE = 60.0
+
+
+def sum_of_ranks(init_method: str | None = None, **where: Any) -> float:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=init_method, **where)
+    total = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
+
+
+def with_own_addresses(*ports: int) -> list[float]:
+    """Use an own address in both ways, then the run's; report, which needs the run's store."""
+    from distributor import train
+
+    run_port = os.environ["MASTER_PORT"]
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(ports[0])
+    sums = [sum_of_ranks()]
+    train.report({"sum": sums[0]})
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    sums.append(sum_of_ranks(f"tcp://127.0.0.1:{ports[1]}", rank=rank, world_size=size))
+    os.environ["MASTER_PORT"] = run_port
+    return [*sums, sum_of_ranks()]
+
+
+@pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_ranks_meet_at_an_address_that_the_program_sets(tmp_path: Path, warm: bool) -> None:
+    ranks = TorchDistributor(
+        2, use_gpu=False, warm=warm, timeout=DEADLINE, storage_path=str(tmp_path)
+    )
+    assert ranks.run_all(with_own_addresses, free_port(), free_port()) == [[3.0] * 3] * 2
+
+
+def of_spawned(local_rank: int, size: int, port: int | None, folder: str) -> None:
+    if port is not None:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(port)
+    total = sum_of_ranks(rank=local_rank, world_size=size)
+    Path(folder, str(local_rank)).write_text(str(total))
+
+
+def spawn(size: int, port: int | None, folder: str) -> None:
+    import torch.multiprocessing as mp
+
+    mp.spawn(of_spawned, args=(size, port, folder), nprocs=size)
+
+
+@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_rank_starts_processes_that_train(tmp_path: Path, own: bool) -> None:
+    """Their function is pickled by value, as that of a notebook is."""
+    port = free_port() if own else None
+    TorchDistributor(1, use_gpu=False, timeout=DEADLINE).run(spawn, 2, port, str(tmp_path))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "3.0", "1": "3.0"}
+
+
+ELSEWHERE = "192.0.2.7"
+"""An address of no machine."""
+
+
+@pytest.mark.parametrize("wanted", ["localhost", "127.0.0.1", "::1"])
+@pytest.mark.parametrize("port", [12355, 29500])
+def test_loopback_is_refused_if_rank_0_is_on_another_machine(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, port: int
+) -> None:
+    monkeypatch.setenv(USE_AGENT_STORE, "True")
+    with pytest.raises(ValueError, match="Do not set MASTER_ADDR") as refused:
+        _choose_store(ELSEWHERE, 29500, wanted, port)
+    assert f"rank 0 is on another machine ({ELSEWHERE})" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "host", "ours"),
+    [
+        (("localhost", 29500), "127.0.0.1", True),
+        (("localhost", 12355), "localhost", False),
+        ((ELSEWHERE, 29500), ELSEWHERE, True),
+        ((ELSEWHERE, 12355), ELSEWHERE, False),
+        (("no such host", 29500), "no such host", True),
+    ],
+)
+def test_the_port_decides_who_serves_the_store(
+    monkeypatch: pytest.MonkeyPatch, wanted: tuple[str, int], host: str, ours: bool
+) -> None:
+    monkeypatch.setenv(USE_AGENT_STORE, "")
+    assert _choose_store("127.0.0.1", 29500, *wanted) == host
+    assert os.environ[USE_AGENT_STORE] == str(ours)
+
+
+ON_A_CLUSTER = """
+import os
+
+def train():
+    import torch.distributed as dist
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "12355"
+    dist.init_process_group("gloo")
+
+try:
+    TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).run(train)
+except ValueError as error:
+    send(refused=str(error))
+spark.stop()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@pytest.mark.skipif(bool(why_not_apart()), reason=why_not_apart())
+def test_loopback_on_two_machines_fails_at_once(tmp_path: Path) -> None:
+    with (
+        machines_apart(4) as machines,
+        cluster_on(machines, tmp_path) as cluster,
+        cluster.driver(ON_A_CLUSTER) as driver,
+    ):
+        refused = driver.receive("refused")["refused"]
+    assert refused.startswith("The program's rendezvous address is localhost:12355, but rank 0 is")
