@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from distributor.cli_options import make_parser
+from distributor.core.spelling import Spelling
 from distributor.errors import WorkerDied
 from distributor.launch.application import application, check_application
 from distributor.launch.output.screen import SCREEN
@@ -23,7 +24,14 @@ from distributor.launch.stack_requests import stacks
 from distributor.node.worker.stack_dump import append_stacks
 from distributor.torch_distributor import TorchDistributor
 
+_SPELLING = Spelling("distributor run", "--nproc", "leave out --cluster")
 BAD_INPUT, FAILED, TIMED_OUT, INTERRUPTED = 2, 1, 124, 130
+
+
+class _Distributor(TorchDistributor):
+    """Names in messages what the user of the command line wrote."""
+
+    spelling = _SPELLING
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +65,7 @@ def _run(options: argparse.Namespace) -> None:
     with _cluster(options, settings) if "local_mode" in settings else _local(options):
         if hasattr(signal, "SIGQUIT"):
             signal.signal(signal.SIGQUIT, _show_stacks)
-        TorchDistributor(**settings).run(program, *args)
+        _Distributor(**settings).run(program, *args)
 
 
 def _local(options: argparse.Namespace) -> AbstractContextManager[object]:
@@ -73,7 +81,7 @@ def _cluster(
     """Check all input, because Spark takes long to start, and return the Spark application."""
     conf = dict(options.conf)
     master = options.master or conf.pop("spark.master", None)
-    check_num_processes(settings.get("num_processes", 1))
+    check_num_processes(settings.get("num_processes", 1), _SPELLING.num_processes)
     names = {field.name for field in dataclasses.fields(Settings)}
     Settings(**{name: value for name, value in settings.items() if name in names})
     check_application(master, conf)
@@ -137,6 +145,7 @@ _EXIT_CODES: list[tuple[Any, int]] = [
             IsADirectoryError,
             NotADirectoryError,
             ModuleNotFoundError,
+            SyntaxError,
         ),
         BAD_INPUT,
     ),

@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from distributor.core.checkpoint_config import CheckpointSettings, absolute
 from distributor.core.redaction import Redaction
+from distributor.core.spelling import Spelling
 from distributor.launch import retry
 from distributor.launch.call_site import CallSite
 from distributor.launch.job import Job, Launcher, new_run_id
 from distributor.launch.local import LocalLauncher
 from distributor.launch.programs import program_of
-from distributor.launch.setting_checks import check_num_processes
+from distributor.launch.setting_checks import check_bool, check_num_processes
 from distributor.launch.settings import Settings, forwarded_env, gpu_type_of, setting
 from distributor.launch.spark.plan import plan_cluster, plan_local
 from distributor.launch.spark.session import Session
@@ -33,6 +34,8 @@ CHECK_STORAGE = "distributor.train.runtime.session:check_storage"
 class PlannedSettings(Settings):
     """Settings together with the number and place of the ranks, which are planned here."""
 
+    spelling: ClassVar[Spelling] = Spelling()
+
     num_processes: int | tuple[int, int] = setting(
         1,
         "int or (int, int)",
@@ -45,15 +48,20 @@ class PlannedSettings(Settings):
         "bool",
         """Whether ranks run on this machine, without Spark. If False, they run on the executors
         of the active Spark session, classic or Connect.""",
+        check_bool,
     )
     use_gpu: bool = setting(
-        True, "bool", "Whether each rank has a GPU. If False, GPUs are hidden from the ranks."
+        True,
+        "bool",
+        "Whether each rank has a GPU. If False, GPUs are hidden from the ranks.",
+        check_bool,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # The dataclass is frozen for its users; here the number of ranks is resolved, once.
-        min_processes, max_processes = check_num_processes(self.num_processes)
+        name = self.spelling.num_processes
+        min_processes, max_processes = check_num_processes(self.num_processes, name)
         launcher, planned = plan(self, min_processes, max_processes)
         resolved = planned if min_processes == max_processes else (min_processes, planned)
         object.__setattr__(self, "num_processes", resolved)
@@ -63,12 +71,17 @@ class PlannedSettings(Settings):
 def plan(settings: PlannedSettings, min_processes: int, max_processes: int) -> tuple[Launcher, int]:
     """Return the launcher, and the maximum number of ranks that it can start."""
     if settings.local_mode:
-        local = plan_local(min_processes, max_processes, settings.use_gpu, gpu_type_of(settings))
+        gpu_type = gpu_type_of(settings)
+        local = plan_local(
+            min_processes, max_processes, settings.use_gpu, gpu_type, settings.spelling
+        )
         return LocalLauncher(local.gpus), local.num_processes
     from distributor.launch.spark.launcher import SparkLauncher  # not needed in local mode
 
-    session = Session.require_active()
-    cluster = plan_cluster(session, max_processes, settings.use_gpu, settings.pool)
+    session = Session.require_active(settings.spelling.run_here)
+    cluster = plan_cluster(
+        session, max_processes, settings.use_gpu, settings.pool, settings.spelling
+    )
     return SparkLauncher(session, cluster), max_processes
 
 

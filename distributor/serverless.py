@@ -10,8 +10,10 @@ from dataclasses import fields
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from distributor.core.gpus import GPUType
+from distributor.core.spelling import Spelling
 from distributor.launch.future import RunFuture
 from distributor.launch.output.messages import warn
+from distributor.launch.setting_checks import check_bool, check_gpu_type
 from distributor.launch.settings import Settings, documented
 from distributor.launch.spark.plan import driver_gpus
 from distributor.launch.spark.session import Session
@@ -198,9 +200,19 @@ def distributed(
     type_ = _one_of("gpu_type", gpu_type, "accelerator_type", accelerator_type)
     of_node, type_ = _split(type_)
 
+    name = "gpus" if num_accelerators is None else "num_accelerators"
+    type_name = "gpu_type" if accelerator_type is None else "accelerator_type"
+
+    class Distributor(TorchDistributor):
+        spelling = Spelling("@distributed", name, "pass remote=False")
+
     def launcher() -> TorchDistributor:
-        return TorchDistributor(
-            _ranks(of_node if count is None else count, remote, use_gpu),
+        switches = {"remote": remote, "use_gpu": use_gpu, "run_async": run_async}
+        for each, value in switches.items():
+            check_bool(each, value)
+        check_gpu_type(type_name, type_)
+        return Distributor(
+            _ranks(name, of_node if count is None else count, remote, use_gpu),
             local_mode=not remote,
             use_gpu=use_gpu,
             gpu_type=type_,
@@ -240,7 +252,7 @@ def _split(gpu_type: Any) -> tuple[int | None, Any]:
     return (int(found[1]), found[2]) if found else (None, gpu_type)
 
 
-def _ranks(wanted: int | None, remote: bool, use_gpu: bool) -> Any:
+def _ranks(name: str, wanted: int | None, remote: bool, use_gpu: bool) -> Any:
     """Return the number of ranks.
 
     Raises
@@ -250,7 +262,7 @@ def _ranks(wanted: int | None, remote: bool, use_gpu: bool) -> Any:
     """
     if wanted is None and (remote or not use_gpu):
         raise ValueError(
-            "gpus, the number of ranks, is missing. It is optional only on this machine's GPUs "
+            f"{name}, the number of ranks, is missing. It is optional only on this machine's GPUs "
             "(remote=False, use_gpu=True), and then all of them are used."
         )
     if remote or not use_gpu:
@@ -258,7 +270,7 @@ def _ranks(wanted: int | None, remote: bool, use_gpu: bool) -> Any:
     there = len(driver_gpus(Session.active()))
     if wanted is not None and isinstance(wanted, int) and wanted > there > 0:
         raise ValueError(
-            f"gpus is {wanted}, but this machine has {there}. Request fewer, or use the GPUs of "
+            f"{name} is {wanted}, but this machine has {there}. Request fewer, or use the GPUs of "
             "the Spark cluster with remote=True."
         )
     return max(there, 1) if wanted is None else wanted

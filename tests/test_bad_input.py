@@ -10,7 +10,7 @@ import sys
 import tarfile
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,8 @@ def train(*args: object, **kwargs: object) -> str:
 
 def local(num_processes: Any = 1, **settings: Any) -> TorchDistributor:
     """Return a local distributor without a zygote, so that its construction starts no process."""
-    settings = {"local_mode": True, "warm": False, **settings}
-    return TorchDistributor(num_processes, use_gpu=False, **settings)
+    settings = {"local_mode": True, "use_gpu": False, "warm": False, **settings}
+    return TorchDistributor(num_processes, **settings)
 
 
 BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -81,6 +81,13 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_processes": "2"}, TypeError, "num_processes .* but is '2' of type str"),
     ({"num_processes": True}, TypeError, "num_processes .* but is True of type bool"),
     ({"num_processes": None}, TypeError, "num_processes .* but is None of type NoneType"),
+    ({"num_processes": [4, 2]}, ValueError, r"num_processes .*but is \[4, 2\]: the minimum is"),
+    ({"num_processes": (2, 3, 4)}, TypeError, r"\(minimum, maximum\), but is \(2, 3, 4\)"),
+    ({"num_processes": (1, "2")}, TypeError, "num_processes .* but is '2' of type str"),
+    ({"local_mode": "False"}, TypeError, "local_mode must be True or False, but is 'False' of"),
+    ({"use_gpu": "no"}, TypeError, "use_gpu must be True or False, but is 'no' of type str"),
+    ({"use_gpu": 2}, TypeError, "use_gpu must be True or False, but is 2 of type int"),
+    ({"warm": None}, TypeError, "warm must be True or False, but is None of type NoneType"),
     (
         {"env": {"A": 1}},
         TypeError,
@@ -223,9 +230,30 @@ def test_an_archive_that_cannot_be_read(
         local(environment=archive).run(train)
 
 
+async def sleep() -> None: ...
+
+
+def count() -> Iterator[int]:
+    yield 1
+
+
+async def count_slowly() -> AsyncIterator[int]:
+    yield 1
+
+
+class Sleeper:
+    async def __call__(self) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("train_object", "kind", "message"),
     [
+        (sleep, TypeError, "sleep is an async function: .* not run its body. .*asyncio.run"),
+        (count, TypeError, "count is a generator: .* Return a list"),
+        (count_slowly, TypeError, "count_slowly is an async generator"),
+        (functools.partial(sleep), TypeError, "sleep is an async function"),
+        (Sleeper(), TypeError, "is an async function"),
+        (Sleeper().__call__, TypeError, "is an async function"),
         (
             3,
             TypeError,
@@ -245,6 +273,36 @@ def test_an_invalid_train_object(
 ) -> None:
     with nothing_launched(), pytest.raises(kind, match=message):
         local().run(train_object)
+
+
+SCRIPTS = {
+    "train.ipynb": (b'{"cells": []}', ValueError, "train.ipynb is a notebook. .* nbconvert"),
+    "train.sh": (b"torchrun --nproc 2 train.py", ValueError, "train.sh is not a Python script"),
+    "train.pyc": (b"\0\1\2", ValueError, "train.pyc is not a Python script"),
+    "train.py": (b"def (:", SyntaxError, r"invalid syntax .*train.py, line 1"),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_file_that_is_no_script(nothing_launched: Any, tmp_path: Path, name: str) -> None:
+    source, kind, message = SCRIPTS[name]
+    (tmp_path / name).write_bytes(source)
+    with nothing_launched(), pytest.raises(kind, match=message):
+        local().run(str(tmp_path / name))
+
+
+def test_a_path_of_the_users_home(
+    nothing_launched: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "helpers.py").touch()
+    with nothing_launched():
+        settings = local(log_dir="~/logs", py_modules=["~/helpers.py"])
+    assert settings.log_dir == str(tmp_path / "logs")
+    assert settings.py_modules == (str(tmp_path / "helpers.py"),)
+    for call in (lambda: local(environment="~/no.tar.gz"), lambda: local().run("~/no.py")):
+        with nothing_launched(), pytest.raises(FileNotFoundError, match=f"{tmp_path}/no."):
+            call()
 
 
 def test_a_script_given_keyword_arguments(nothing_launched: Any) -> None:

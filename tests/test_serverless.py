@@ -239,6 +239,10 @@ def test_gpus_are_described() -> None:
         ({"remote": True}, ValueError, "gpus, the number of ranks, is missing"),
         ({"gpus": 2, "use_gpu": False, "timeout": -1}, ValueError, "timeout must be a positive"),
         ({"gpus": 1, "use_gpu": False, "pool": ""}, ValueError, "pool must be the name"),
+        ({"num_accelerators": 0, "use_gpu": False}, ValueError, "num_accelerators has to be a"),
+        ({"num_accelerators": 2, "accelerator_type": "Z"}, ValueError, "accelerator_type must be"),
+        ({"gpus": 1, "remote": "False"}, TypeError, "remote must be True or False, but is 'False'"),
+        ({"gpus": 1, "run_async": "no"}, TypeError, "run_async must be True or False"),
     ],
 )
 def test_bad_input_is_an_error_before_anything_is_launched(

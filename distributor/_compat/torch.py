@@ -92,7 +92,7 @@ def choose_store(rendezvous: ModuleType, choose: Callable[[str, int], str]) -> N
     def create_chosen(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
         return create(choose(hostname, port), port, *args, **kwargs)
 
-    rendezvous._create_c10d_store = create_chosen
+    rendezvous._create_c10d_store = create_chosen  # type: ignore[attr-defined]
 
 
 def wrap_spawned(spawn: ModuleType, wrap: Callable[[Any], Any]) -> None:

@@ -104,12 +104,13 @@ def _ports(name: str, text: str) -> str:
 
 
 def _folder(name: str, text: str) -> str:
-    folder(name, text)
-    return text
+    path = os.path.expanduser(text)
+    folder(name, path)
+    return path
 
 
 def _absolute_path(name: str, text: str) -> str:
-    if not Path(text).is_absolute():
+    if not Path(text).is_absolute() and not text.startswith("~"):
         raise ValueError(f"{name} must be the absolute path of a folder, but is {text!r}.")
     return text
 

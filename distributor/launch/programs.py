@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.machinery import ModuleSpec, PathFinder
@@ -25,7 +28,10 @@ def program_of(
     Raises
     ------
     TypeError
-        If `train_object` is neither callable nor a path, or a script has keyword arguments.
+        If `train_object` is neither callable nor a path, its body would not run, or a script has
+        keyword arguments.
+    ValueError
+        If the file is not a Python script.
     FileNotFoundError, IsADirectoryError
         If the path is not a file.
     UnpicklableError
@@ -34,14 +40,40 @@ def program_of(
     if isinstance(train_object, Module):
         return replace(train_object, args=tuple(map(str, args)))
     if isinstance(train_object, (str, os.PathLike)):
-        return _script(Path(train_object), args, kwargs)
+        return _script(Path(train_object).expanduser(), args, kwargs)
     if not callable(train_object):
         raise TypeError(
             "run takes a callable or the path of a Python script, "
             f"but got {train_object!r} of type {type(train_object).__name__}."
         )
+    check_runs(train_object)
     call = pickling.dump_call(train_object, args, kwargs)
     return Call(name_of(train_object), call)
+
+
+def check_runs(function: Callable[..., Any]) -> None:
+    """Check that a call of a function runs its body.
+
+    Raises
+    ------
+    TypeError
+        If it is an async or a generator function.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    # A decorated function counts as what the decorator made of it.
+    called = function if inspect.isroutine(function) else type(function).__call__
+    for is_kind, kind, instead in _BODIES_THAT_DO_NOT_RUN:
+        if is_kind(called):
+            name = name_of(function)
+            raise TypeError(f"{name} is {kind}: to call it does not run its body. {instead}")
+
+
+_BODIES_THAT_DO_NOT_RUN: tuple[tuple[Callable[[object], bool], str, str], ...] = (
+    (inspect.iscoroutinefunction, "an async function", "Pass one that calls asyncio.run."),
+    (inspect.isasyncgenfunction, "an async generator", "Pass one that calls asyncio.run."),
+    (inspect.isgeneratorfunction, "a generator", "Return a list instead of yielding."),
+)
 
 
 def module_of(name: str) -> Module:
@@ -89,4 +121,24 @@ def _script(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Scr
             "The driver reads the script, and sends it to nodes that do not have it."
         )
     path = path.absolute()
-    return Script(path.name, str(path), tuple(map(str, args)), path.read_bytes())
+    source = path.read_bytes()
+    _check_source(path, source)
+    return Script(path.name, str(path), tuple(map(str, args)), source)
+
+
+def _check_source(path: Path, source: bytes) -> None:
+    if path.suffix == ".ipynb":
+        raise ValueError(
+            f"{path} is a notebook. Run a function of it, or convert it: jupyter nbconvert --to "
+            "script."
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a rank will show them
+            compile(source, str(path), "exec", dont_inherit=True)
+    except SyntaxError:
+        if path.suffix == ".py":
+            raise
+        raise ValueError(f"{path} is not a Python script.") from None
+    except ValueError:  # a null byte
+        raise ValueError(f"{path} is not a Python script.") from None

@@ -14,10 +14,17 @@ Check = Callable[[str, object], object]
 """Takes a setting's name and value; raises TypeError, ValueError or OSError if it is invalid."""
 
 
-def check_num_processes(num_processes: object) -> tuple[int, int]:
+def check_num_processes(num_processes: object, name: str = "num_processes") -> tuple[int, int]:
     """Check a number of ranks or a (minimum, maximum) pair, and return it as a pair.
 
     The messages are those of PySpark's class, if it has one for the case.
+
+    Parameters
+    ----------
+    num_processes : object
+        The number, or a tuple or list of two.
+    name : str
+        What the user's API calls it.
 
     Raises
     ------
@@ -26,28 +33,36 @@ def check_num_processes(num_processes: object) -> tuple[int, int]:
     ValueError
         If a number is not positive, or the minimum is greater than the maximum.
     """
-    if isinstance(num_processes, tuple) and len(num_processes) == 2:
-        min_processes, max_processes = (_checked_count(count) for count in num_processes)
-        if min_processes > max_processes:
-            raise ValueError(
-                f"num_processes as a pair must be (minimum, maximum), but is {num_processes}: the "
-                "minimum is greater than the maximum."
-            )
-        return min_processes, max_processes
-    count = _checked_count(num_processes)
-    return count, count
+    if not isinstance(num_processes, (tuple, list)):
+        count = _checked_count(name, num_processes)
+        return count, count
+    expected = f"{name} as a pair must be (minimum, maximum), but is {num_processes}"
+    if len(num_processes) != 2:
+        raise TypeError(f"{expected}.")
+    min_processes, max_processes = (_checked_count(name, count) for count in num_processes)
+    if min_processes > max_processes:
+        raise ValueError(f"{expected}: the minimum is greater than the maximum.")
+    return min_processes, max_processes
 
 
-def _checked_count(num_processes: object) -> int:
-    if isinstance(num_processes, bool) or not hasattr(num_processes, "__index__"):
+def _checked_count(name: str, count: object) -> int:
+    if isinstance(count, bool) or not hasattr(count, "__index__"):
         raise TypeError(
-            "num_processes has to be a positive integer, but is "
-            f"{num_processes!r} of type {_type_of(num_processes)}."
+            f"{name} has to be a positive integer, but is {count!r} of type {_type_of(count)}."
         )
-    count = int(num_processes.__index__())
-    if count <= 0:
-        raise ValueError(f"num_processes has to be a positive integer, but is {count}.")
-    return count
+    number = int(count.__index__())
+    if number <= 0:
+        raise ValueError(f"{name} has to be a positive integer, but is {number}.")
+    return number
+
+
+def check_bool(name: str, value: object) -> None:
+    """Check a switch: True or False, as NumPy's booleans too, or 1 or 0."""
+    of_numpy = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+    if not of_numpy and not (isinstance(value, int) and value in (0, 1)):
+        raise TypeError(
+            f"{name} must be True or False, but is {value!r} of type {_type_of(value)}."
+        )
 
 
 def check_max_failures(name: str, count: object) -> None:
@@ -156,7 +171,7 @@ def check_storage_path(name: str, path: object) -> None:
 
 
 def check_listeners(name: str, listeners: object) -> None:
-    """Check ``listeners``: objects of a `Listener` class."""
+    """Check ``listeners``: objects of `Listener` classes."""
     if not isinstance(listeners, Sequence) or not all(isinstance(x, Listener) for x in listeners):
         raise TypeError(f"{name} must be a list of Listener objects, but is {listeners!r}.")
 

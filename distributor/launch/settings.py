@@ -175,6 +175,7 @@ class Settings:
         """Whether ranks are forked from a warm process, the zygote, which has imported torch and
         which each node keeps for later runs. Otherwise, and always on macOS, each rank starts a
         new interpreter.""",
+        checks.check_bool,
     )
     preload: Sequence[str] = setting(
         (),
@@ -245,19 +246,31 @@ class Settings:
     )
     listeners: Sequence[Listener] = setting(
         (),
-        "sequence of Listener",
+        "Listener or sequence of Listener",
         "Objects that follow the run in this process: output, progress, reports and failures.",
         checks.check_listeners,
     )
 
     def __post_init__(self) -> None:
         complete(self)
+        if isinstance(self.listeners, Listener):
+            object.__setattr__(self, "listeners", (self.listeners,))
+        object.__setattr__(self, "log_dir", _expanded(self.log_dir))
+        object.__setattr__(self, "environment", _expanded(self.environment))
+        if isinstance(self.py_modules, (list, tuple)):
+            object.__setattr__(self, "py_modules", tuple(map(_expanded, self.py_modules)))
         for field in dataclasses.fields(self):
             field.metadata["check"](field.name, getattr(self, field.name))
         if self.name is not None and self.storage_path is None:
             raise ValueError(
                 f"name is {self.name!r}, but storage_path is not set: name is a folder in it."
             )
+
+
+def _expanded(value: Any) -> Any:
+    """Replace the ``~`` at the start of a path by the driver's home; nodes may have others."""
+    is_path = isinstance(value, (str, os.PathLike))
+    return os.path.expanduser(value) if is_path and os.fspath(value)[:1] == "~" else value
 
 
 def forwarded_env(settings: Settings) -> dict[str, str]:

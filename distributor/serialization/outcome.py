@@ -96,7 +96,7 @@ def load_value(path: str | os.PathLike[str]) -> Any:
     --------
     >>> value = distributor.load_value("/mnt/values/rank0.value")  # doctest: +SKIP
     """
-    with open(path, "rb") as file:
+    with open(os.path.expanduser(path), "rb") as file:
         return pickling.load_value(file)
 
 

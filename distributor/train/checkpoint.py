@@ -140,7 +140,8 @@ class Checkpoint:
         FileNotFoundError
             If the checkpoint does not exist.
         """
-        folder = Path(tempfile.mkdtemp(prefix="checkpoint-") if path is None else path)
+        chosen = tempfile.mkdtemp(prefix="checkpoint-") if path is None else path
+        folder = Path(chosen).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         self.check_exists()
         pafs.copy_files(self.path, str(folder), self.filesystem, pafs.LocalFileSystem())

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from distributor.launch.setting_checks import check_max_failures, check_num_processes
+from distributor.launch.setting_checks import check_bool, check_max_failures, check_num_processes
 
 
 class ChecksUnsupported:
@@ -57,7 +57,7 @@ bundle_label_selector
     Raises
     ------
     TypeError
-        If `num_workers` is not an int or a pair of them.
+        If `num_workers` is not an int or a pair of them, or a switch is neither True nor False.
     ValueError
         If `num_workers` is less than 1, a minimum exceeds its maximum, or a parameter is not
         supported.
@@ -89,7 +89,9 @@ bundle_label_selector
 
     def __post_init__(self) -> None:
         self._check_unsupported()
-        check_num_processes(self.num_workers)
+        check_num_processes(self.num_workers, "num_workers")
+        check_bool("use_gpu", self.use_gpu)
+        check_bool("local_mode", self.local_mode)
 
 
 @dataclass(frozen=True)

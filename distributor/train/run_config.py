@@ -39,7 +39,7 @@ class RunConfig(ChecksUnsupported):
         Which checkpoints are kept; by default all.
     settings : mapping of str to object, optional
         Further parameters of `TorchDistributor`: timeout, log_dir, env, environment and so on.
-    callbacks : sequence of UserCallback, optional
+    callbacks : UserCallback or sequence of UserCallback, optional
         Objects that are called on the driver after each report and each failed attempt.
     worker_runtime_env, stop, verbose, progress_reporter, sync_config, log_to_file
         Not supported; any value raises ValueError.
@@ -88,8 +88,12 @@ class RunConfig(ChecksUnsupported):
                 object.__setattr__(self, name, kind())
             elif not isinstance(value, kind):
                 raise TypeError(f"{name} must be a {kind.__name__}, but is {value!r}.")
+        if isinstance(self.callbacks, UserCallback):
+            object.__setattr__(self, "callbacks", [self.callbacks])
         callbacks = self.callbacks or ()
-        if not all(isinstance(callback, UserCallback) for callback in callbacks):
+        if not isinstance(callbacks, Sequence) or not all(
+            isinstance(callback, UserCallback) for callback in callbacks
+        ):
             raise TypeError(f"callbacks must be UserCallback objects, but are {callbacks!r}.")
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings, absolute, check_name
+from distributor.core.spelling import Spelling
 from distributor.launch.job import new_run_id
 from distributor.launch.run_listener import Listener
 from distributor.launch.spark.session import Session
@@ -33,12 +34,19 @@ _SET_ELSEWHERE = {
     "use_gpu",
 }
 """Parameters of `TorchDistributor` that other parameters than ``RunConfig.settings`` determine."""
+_SPELLING = Spelling("TorchTrainer", "num_workers", "pass ScalingConfig(local_mode=True)")
 _READ_DATA = "Read the data in train_loop_per_worker, depending on the rank."
 _UNSUPPORTED = {
     "datasets": _READ_DATA,
     "dataset_config": _READ_DATA,
     "metadata": "Add it to the checkpoints: Checkpoint.set_metadata.",
 }
+
+
+class _Distributor(TorchDistributor):
+    """Names in messages what the user of `TorchTrainer` wrote."""
+
+    spelling = _SPELLING
 
 
 class TorchTrainer:
@@ -190,7 +198,7 @@ def _checkpoint_settings(run: RunConfig, scaling: ScalingConfig) -> CheckpointSe
 
 
 def _default_path(scaling: ScalingConfig) -> str:
-    session = None if scaling.local_mode else Session.require_active()
+    session = None if scaling.local_mode else Session.require_active(_SPELLING.run_here)
     if session is not None and not session.is_one_machine:
         raise ValueError(
             "On a cluster of several hosts, RunConfig needs a storage_path that all of them see: a "
@@ -215,8 +223,9 @@ def _create_distributor(
     if unknown := sorted(settings.keys() - known):
         raise ValueError(f"RunConfig.settings has {unknown}; it takes {', '.join(sorted(known))}.")
     env = {**settings.pop("env", {}), **checkpoint_settings.to_variable()}
-    listeners = (*settings.pop("listeners", ()), listener)
-    return TorchDistributor(
+    others = settings.pop("listeners", ())
+    listeners = (*([others] if isinstance(others, Listener) else others), listener)
+    return _Distributor(
         scaling.num_workers,
         local_mode=scaling.local_mode,
         use_gpu=scaling.use_gpu,

@@ -169,6 +169,12 @@ def test_listeners_receive_the_events_of_a_run_without_a_trainer(tmp_path: Path)
     assert printed == b"hello\n"
 
 
+def test_one_listener_or_callback_needs_no_list() -> None:
+    listener, callback = Listener(), UserCallback()
+    assert TorchDistributor(1, use_gpu=False, listeners=listener).listeners == (listener,)
+    assert RunConfig(callbacks=callback).callbacks == [callback]
+
+
 def test_objects_that_are_no_listeners_or_callbacks_are_refused() -> None:
     with pytest.raises(TypeError, match="listeners must be a list of Listener objects"):
         TorchDistributor(1, use_gpu=False, listeners=[print])  # type: ignore[list-item]

@@ -172,8 +172,13 @@ def test_prepare_model_works_in_a_run_without_a_trainer(tmp_path: Path) -> None:
     assert kinds == ["DistributedDataParallel", "FullyShardedDataParallel", "Linear"]
 
 
+async def sleep() -> None: ...
+
+
 BAD: list[tuple[Any, type[Exception], str]] = [
-    (lambda: ScalingConfig(num_workers=0), ValueError, "positive integer, but is 0"),
+    (lambda: ScalingConfig(num_workers=0), ValueError, "num_workers has to be .*, but is 0"),
+    (lambda: ScalingConfig(use_gpu="True"), TypeError, "use_gpu must be True or False, but is"),
+    (lambda: ScalingConfig(local_mode=None), TypeError, "local_mode must be True or False, but"),
     (lambda: ScalingConfig(num_workers=(3, 2)), ValueError, "minimum is greater than the maximum"),
     (
         lambda: ScalingConfig(resources_per_worker={"CPU": 2}),
@@ -187,6 +192,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (lambda: RunConfig(failure_config=3), TypeError, "failure_config must be a FailureConfig"),
     (lambda: TorchConfig(init_method="tcp"), ValueError, "init_method must be 'env', but is 'tcp'"),
     (lambda: TorchTrainer(lambda a, b: None), TypeError, r"but is <lambda>\(a, b\)"),
+    (lambda: TorchTrainer(sleep), TypeError, "sleep is an async function: to call it does not"),
     (lambda: TorchTrainer(3), TypeError, "train_loop_per_worker must be a function, but is 3"),
     (lambda: TorchTrainer(print, datasets={}), ValueError, "datasets is not supported"),
     (

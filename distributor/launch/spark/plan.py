@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, replace
 
 from distributor.core.gpus import gpu_names, missing_gpus
+from distributor.core.spelling import Spelling
 from distributor.core.text import counted
 from distributor.launch.output.messages import warn
 from distributor.launch.spark.session import Session
@@ -69,7 +70,11 @@ class ClusterPlan:
 
 
 def plan_local(
-    min_processes: int, max_processes: int, use_gpu: bool, gpu_type: str | None
+    min_processes: int,
+    max_processes: int,
+    use_gpu: bool,
+    gpu_type: str | None,
+    spelling: Spelling,
 ) -> LocalPlan:
     """Plan a run on this machine, with as many ranks as possible.
 
@@ -92,9 +97,9 @@ def plan_local(
         )
     if len(gpus) < min_processes:
         warn(
-            "'num_processes' cannot be set to a value greater than the number of available GPUs "
-            f"on the driver, which is {len(gpus)}. "
-            "'num_processes' was reset to be equal to the number of available GPUs."
+            f"'{spelling.num_processes}' cannot be set to a value greater than the number of "
+            f"available GPUs on the driver, which is {len(gpus)}. '{spelling.num_processes}' was "
+            "reset to be equal to the number of available GPUs."
         )
     used = min(max_processes, len(gpus))
     if gpu_type is not None and (lack := missing_gpus(gpu_type, used)):
@@ -103,7 +108,7 @@ def plan_local(
 
 
 def plan_cluster(
-    session: Session, num_processes: int, use_gpu: bool, pool: str | None = None
+    session: Session, num_processes: int, use_gpu: bool, pool: str | None, spelling: Spelling
 ) -> ClusterPlan:
     """Plan a run on Spark's executors.
 
@@ -115,7 +120,7 @@ def plan_cluster(
     """
     if pool is not None and (why := session.why_no_pools()):
         raise RuntimeError(f"pool is {pool!r}, but {why}.")
-    _check_encryption(session)
+    _check_encryption(session, spelling.api)
     _check_allocation(session)
     if not use_gpu:
         return ClusterPlan(num_processes, 1, use_gpu=False)
@@ -124,7 +129,7 @@ def plan_cluster(
         return _plan_local_master(session, num_processes, amount)
     if amount:
         ranks_per_task = max(1, int(amount))
-        _check_multiple(num_processes, ranks_per_task)
+        _check_multiple(num_processes, ranks_per_task, spelling)
         return ClusterPlan(num_processes // ranks_per_task, ranks_per_task, use_gpu=True)
     return _plan_profile(session, num_processes)
 
@@ -172,11 +177,11 @@ def _plan_profile(session: Session, num_processes: int) -> ClusterPlan:
     )
 
 
-def _check_multiple(num_processes: int, ranks_per_task: int) -> None:
+def _check_multiple(num_processes: int, ranks_per_task: int, spelling: Spelling) -> None:
     if num_processes % ranks_per_task:
         raise RuntimeError(
-            f"TorchDistributor 'num_processes' value ({num_processes}) must be a multiple of "
-            f"'{TASK_GPUS}' ({ranks_per_task}) value."
+            f"{spelling.api} '{spelling.num_processes}' value ({num_processes}) must be a multiple "
+            f"of '{TASK_GPUS}' ({ranks_per_task}) value."
         )
 
 
@@ -188,18 +193,18 @@ def _check_allocation(session: Session) -> None:
         )
 
 
-def _check_encryption(session: Session) -> None:
+def _check_encryption(session: Session, api: str) -> None:
     if (session.conf("spark.ssl.enabled") or "false").lower() != "true":
         return
     if (session.conf(IGNORE_SSL) or "false").lower() != "true":
         raise RuntimeError(
-            "This cluster has TLS encryption enabled; however, TorchDistributor does not support "
-            "data encryption in transit. To override this configuration and use TorchDistributor "
+            f"This cluster has TLS encryption enabled; however, {api} does not support "
+            f"data encryption in transit. To override this configuration and use {api} "
             f"anyway, you may set '{IGNORE_SSL}' to 'true' in the Spark configuration. Model "
             "parameters and possibly training data are then sent between nodes unencrypted."
         )
     warn(
-        "This cluster has TLS encryption enabled; TorchDistributor does not support data "
+        f"This cluster has TLS encryption enabled; {api} does not support data "
         f"encryption in transit, and '{IGNORE_SSL}' is 'true': model parameters and possibly "
         "training data are sent between nodes unencrypted."
     )

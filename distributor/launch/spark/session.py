@@ -44,8 +44,8 @@ class Session:
         return cls(spark)
 
     @classmethod
-    def require_active(cls) -> Session:
-        """Return the active session.
+    def require_active(cls, otherwise: str) -> Session:
+        """Return the active session; `otherwise` is what the user can do without one.
 
         Raises
         ------
@@ -56,7 +56,7 @@ class Session:
         if session is None:
             raise RuntimeError(
                 "Distributed mode runs on the active Spark session, and there is none. Make one "
-                "first (SparkSession.builder.getOrCreate()), or pass local_mode=True."
+                f"first (SparkSession.builder.getOrCreate()), or {otherwise}."
             )
         return session
 

@@ -71,7 +71,7 @@ def cache_folders(variables: Mapping[str, str]) -> list[Path]:
 
 def _candidates(variables: Mapping[str, str]) -> Iterator[Path]:
     if chosen := variables.get(CACHE_VARIABLE):
-        yield Path(chosen).absolute()
+        yield Path(chosen).expanduser().absolute()
         return
     with contextlib.suppress(RuntimeError):  # an executor's user may have no home
         yield Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache", "distributor")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from distributor.launch.programs import check_runs
 from distributor.serialization.pickle_diagnostics import name_of
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.runtime.process_group import TorchConfig, process_group
@@ -67,6 +68,7 @@ def _takes_config(function: Callable[..., Any]) -> bool:
     """
     if not callable(function):
         raise TypeError(f"train_loop_per_worker must be a function, but is {function!r}.")
+    check_runs(function)
     signature = inspect.signature(function)
     for takes_config in (True, False):
         try:

@@ -44,7 +44,8 @@ def resolve(path: str | os.PathLike[str], filesystem: Any = None) -> tuple[pafs.
     """
     text = os.fspath(path)
     if filesystem is not None:
-        return _adapt(filesystem), text.rstrip("/")
+        adapted = _adapt(filesystem)
+        return adapted, absolute(text) if is_local(adapted) else text.rstrip("/")
     if "://" not in text:
         return pafs.LocalFileSystem(), absolute(text)
     try:
