@@ -9,13 +9,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from distributor.train.checkpoint import Checkpoint, CheckpointUploadMode, ReportedCheckpoint
+from distributor.train.checkpoint import (
+    Checkpoint,
+    CheckpointConsistencyMode,
+    CheckpointUploadMode,
+    ReportedCheckpoint,
+    ReportedCheckpointStatus,
+)
 from distributor.train.config import (
     CheckpointConfig,
     FailureConfig,
     ScalingConfig,
 )
 from distributor.train.context import TrainContext, get_context
+from distributor.train.errors import (
+    ControllerError,
+    NCCLHangError,
+    PreemptionError,
+    PreemptionInfo,
+    TrainingFailedError,
+    WorkerGroupError,
+)
 from distributor.train.result import Result
 from distributor.train.run_config import RunConfig, TrainRunContext, UserCallback
 from distributor.train.runtime.session import session
@@ -23,15 +37,23 @@ from distributor.train.runtime.session import session
 __all__ = [
     "Checkpoint",
     "CheckpointConfig",
+    "CheckpointConsistencyMode",
     "CheckpointUploadMode",
+    "ControllerError",
     "FailureConfig",
+    "NCCLHangError",
+    "PreemptionError",
+    "PreemptionInfo",
     "ReportedCheckpoint",
+    "ReportedCheckpointStatus",
     "Result",
     "RunConfig",
     "ScalingConfig",
     "TrainContext",
     "TrainRunContext",
+    "TrainingFailedError",
     "UserCallback",
+    "WorkerGroupError",
     "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
@@ -44,14 +66,15 @@ def report(
     metrics: Mapping[str, Any],
     checkpoint: Checkpoint | None = None,
     checkpoint_dir_name: str | None = None,
-    checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+    checkpoint_upload_mode: CheckpointUploadMode | str = CheckpointUploadMode.SYNC,
     delete_local_checkpoint_after_upload: bool | None = None,
 ) -> None:
     """Report metrics and, optionally, a checkpoint, together with all other ranks.
 
     Every rank must call this equally often. A checkpoint consists of the files that all ranks have
     saved, and exists once all of them are in storage. If several ranks have saved into one folder,
-    each of them reports that folder, and each of its files is uploaded once.
+    each of them reports that folder, and each of its files is uploaded once. Of different files of
+    one name, that of rank 0 is kept.
 
     Follows ``ray.train.report``:
     https://docs.ray.io/en/latest/train/api/doc/ray.train.report.html
@@ -64,9 +87,9 @@ def report(
     checkpoint : Checkpoint, optional
         What this rank has saved. Ranks that have saved nothing pass None, the default.
     checkpoint_dir_name : str, optional
-        The name of the checkpoint's folder, the same on all ranks; by default
-        ``checkpoint_000000`` and so on.
-    checkpoint_upload_mode : CheckpointUploadMode, default CheckpointUploadMode.SYNC
+        The name of the checkpoint's folder; by default ``checkpoint_000000`` and so on. That of the
+        first rank that passes one counts.
+    checkpoint_upload_mode : CheckpointUploadMode or str, default CheckpointUploadMode.SYNC
         SYNC: the checkpoint exists when this returns. ASYNC: this returns at once, and the files
         are uploaded in the background, in the order of the reports. NO_UPLOAD: the files are
         already in the folder `checkpoint_dir_name` of the run's folder in storage.
@@ -77,19 +100,18 @@ def report(
     Raises
     ------
     DistributorError
-        If a rank could not upload its files, no rank has saved any, the ranks pass different names
-        or different files of one name, a checkpoint of that name exists, its metric
-        ``checkpoint_score_attribute`` is missing, or a rank does not report. With ASYNC, the next
-        report raises it, or the end of the run.
+        If a rank could not upload its files, a checkpoint of that name exists, or a rank has
+        returned or does not report within 30 minutes. With ASYNC, the next report raises it, or the
+        end of the run.
     ConnectionError
         If rank 0 has ended.
     RuntimeError
         If this process is not a rank of a run, or the run has no storage.
     TypeError
-        If the metrics cannot be serialized, or `checkpoint` is not a `Checkpoint`.
+        If the metrics are no dict or cannot be serialized, or `checkpoint` is not a `Checkpoint`.
     ValueError
-        If `checkpoint_dir_name` is not a valid name, the checkpoint's folder contains the run's, or
-        the mode is NO_UPLOAD and the checkpoint is not in the run's folder.
+        If `checkpoint_dir_name` or `checkpoint_upload_mode` is not valid, the checkpoint's folder
+        contains the run's, or the mode is NO_UPLOAD and the checkpoint is not in the run's folder.
 
     Examples
     --------
@@ -105,10 +127,18 @@ def report(
             "checkpoint must be a Checkpoint, such as Checkpoint.from_directory(folder), but is "
             f"{checkpoint!r}."
         )
-    mode = CheckpointUploadMode(checkpoint_upload_mode)
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a dict of names to values, but is {metrics!r}.")
+    try:
+        mode = CheckpointUploadMode(checkpoint_upload_mode)
+    except ValueError:
+        modes = ", ".join(CheckpointUploadMode.__members__)
+        raise ValueError(
+            f"checkpoint_upload_mode must be one of {modes}, but is {checkpoint_upload_mode!r}."
+        ) from None
     delete = delete_local_checkpoint_after_upload
     if delete is None:
-        delete = mode is CheckpointUploadMode.ASYNC
+        delete = mode.default_delete_local_checkpoint_after_upload()
     session.reporter.report(metrics, checkpoint, checkpoint_dir_name, mode, delete)
 
 
@@ -170,19 +200,36 @@ def get_checkpoint() -> Checkpoint | None:
     return session.reporter.latest()
 
 
-def get_all_reported_checkpoints() -> list[ReportedCheckpoint]:
-    """Return the checkpoints that exist, with their metrics, the oldest first.
+def get_all_reported_checkpoints(
+    consistency_mode: CheckpointConsistencyMode | str = CheckpointConsistencyMode.VALIDATED,
+    timeout_s: float | None = None,
+) -> list[ReportedCheckpoint]:
+    """Return the checkpoints that exist, with their metrics.
+
+    Waits for the reports that this rank has made with ``CheckpointUploadMode.ASYNC``, and so for
+    the other ranks to make them.
 
     Follows ``ray.train.get_all_reported_checkpoints``:
     https://docs.ray.io/en/latest/train/api/doc/ray.train.get_all_reported_checkpoints.html
 
+    Parameters
+    ----------
+    consistency_mode : CheckpointConsistencyMode, default CheckpointConsistencyMode.VALIDATED
+        COMMITTED waits for checkpoints to exist. So does VALIDATED, because there is no validation.
+    timeout_s : float, optional
+        Seconds to wait, after which the checkpoints that exist then are returned; by default no
+        limit.
+
     Returns
     -------
     list of ReportedCheckpoint
-        The checkpoints, without those that have been removed.
+        The checkpoints, without those that have been removed: the best last if
+        ``checkpoint_score_attribute`` ranks them, otherwise the latest last.
 
     Raises
     ------
+    ValueError
+        If `consistency_mode` is not a mode.
     RuntimeError
         If this process is not a rank of a run, or the run has no storage.
     DistributorError
@@ -193,4 +240,5 @@ def get_all_reported_checkpoints() -> list[ReportedCheckpoint]:
     >>> def train_func():
     ...     losses = [each.metrics["loss"] for each in get_all_reported_checkpoints()]
     """
-    return session.reporter.all()
+    CheckpointConsistencyMode(consistency_mode)
+    return session.reporter.all(timeout_s)

@@ -44,9 +44,66 @@ class CheckpointUploadMode(enum.Enum):
     <CheckpointUploadMode.ASYNC: 'ASYNC'>
     """
 
-    SYNC = "SYNC"
     ASYNC = "ASYNC"
+    SYNC = "SYNC"
     NO_UPLOAD = "NO_UPLOAD"
+
+    @classmethod
+    def _missing_(cls, value: object) -> CheckpointUploadMode | None:
+        return cls.__members__.get(value.upper()) if isinstance(value, str) else None
+
+    def default_delete_local_checkpoint_after_upload(self) -> bool:
+        """Return whether ``report`` removes the local folder in this mode by default."""
+        return self is CheckpointUploadMode.ASYNC
+
+
+class CheckpointConsistencyMode(enum.Enum):
+    """What `distributor.train.get_all_reported_checkpoints` waits for.
+
+    Follows ``ray.train.CheckpointConsistencyMode``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.CheckpointConsistencyMode.html
+
+    Attributes
+    ----------
+    COMMITTED
+        The checkpoints exist.
+    VALIDATED
+        The checkpoints exist, and those to be validated are.
+
+    Examples
+    --------
+    >>> CheckpointConsistencyMode("COMMITTED")
+    <CheckpointConsistencyMode.COMMITTED: 'COMMITTED'>
+    """
+
+    COMMITTED = "COMMITTED"
+    VALIDATED = "VALIDATED"
+
+
+class ReportedCheckpointStatus(enum.Enum):
+    """What has become of a reported checkpoint.
+
+    Follows ``ray.train.ReportedCheckpointStatus``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.ReportedCheckpointStatus.html
+
+    Attributes
+    ----------
+    COMMITTED
+        It exists, and no validation was requested.
+    PENDING_VALIDATION, VALIDATED, VALIDATION_TIMEOUT, VALIDATION_FAILED
+        A validation was requested: it is to come, has succeeded, took too long, or failed.
+
+    Examples
+    --------
+    >>> ReportedCheckpointStatus.COMMITTED.name
+    'COMMITTED'
+    """
+
+    COMMITTED = "COMMITTED"
+    PENDING_VALIDATION = "PENDING_VALIDATION"
+    VALIDATED = "VALIDATED"
+    VALIDATION_TIMEOUT = "VALIDATION_TIMEOUT"
+    VALIDATION_FAILED = "VALIDATION_FAILED"
 
 
 class Checkpoint:
@@ -195,6 +252,11 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"Checkpoint(filesystem={self.filesystem.type_name}, path={self.path})"
 
+    def __fspath__(self) -> str:
+        raise TypeError(
+            "A Checkpoint is no path: use Checkpoint.as_directory() or Checkpoint.to_directory()."
+        )
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Checkpoint):
             return NotImplemented
@@ -204,7 +266,7 @@ class Checkpoint:
         return hash(self.path)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReportedCheckpoint:
     """A checkpoint that exists, and the metrics that were reported with it.
 
@@ -215,8 +277,10 @@ class ReportedCheckpoint:
     ----------
     checkpoint : Checkpoint
         The checkpoint.
-    metrics : mapping of str to object
+    metrics : dict of str to object
         The metrics of rank 0.
+    status : ReportedCheckpointStatus, default ReportedCheckpointStatus.COMMITTED
+        Whether it has been validated.
 
     Examples
     --------
@@ -224,4 +288,5 @@ class ReportedCheckpoint:
     """
 
     checkpoint: Checkpoint
-    metrics: Mapping[str, Any]
+    metrics: dict[str, Any]
+    status: ReportedCheckpointStatus = ReportedCheckpointStatus.COMMITTED

@@ -1,30 +1,47 @@
 """Configuration of ranks, restarts and checkpoints, under Ray Train's names.
 
-The parameters are checked when an object is created.
+The parameters are checked when an object is created. Fields can be set afterwards, and are checked
+again when the training starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, Literal
 
-from distributor.launch.setting_checks import check_bool, check_max_failures, check_num_processes
+from distributor.launch.setting_checks import (
+    check_bool,
+    check_gpu_type,
+    check_max_failures,
+    check_num_processes,
+)
+
+
+class UnsupportedParameter(DeprecationWarning, ValueError):
+    """A parameter of Ray's class has a value that cannot be honoured on Spark.
+
+    It is a DeprecationWarning too, because Ray raises that for the parameters that it no longer
+    supports itself.
+    """
 
 
 class ChecksUnsupported:
     """Rejects parameters of Ray's class that have no meaning on Spark."""
 
     unsupported: ClassVar[Mapping[str, str]] = {}
-    """By parameter, what to do instead."""
+    """By parameter, what to do instead. None, False and what is empty change nothing."""
 
     def _check_unsupported(self) -> None:
         for name, instead in self.unsupported.items():
-            if (value := getattr(self, name)) not in (None, False):
-                raise ValueError(
-                    f"{type(self).__name__}: {name} is {value!r}, which is not supported on Spark. "
-                    f"{instead}"
-                )
+            if value := getattr(self, name):
+                self._refuse(name, value, instead)
+
+    def _refuse(self, name: str, value: object, instead: str) -> None:
+        raise UnsupportedParameter(
+            f"{type(self).__name__}: {name} is {value!r}, which is not supported on Spark. "
+            f"{instead}"
+        )
 
 
 _TASK_RESOURCES = (
@@ -32,7 +49,7 @@ _TASK_RESOURCES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class ScalingConfig(ChecksUnsupported):
     """The number of ranks, and the machines that they run on.
 
@@ -41,60 +58,88 @@ class ScalingConfig(ChecksUnsupported):
 
     Parameters
     ----------
+    trainer_resources : dict, optional
+        Not supported: the driver is this process.
     num_workers : int or (int, int), default 1
         The number of ranks; a pair is the minimum and the maximum.
     use_gpu : bool, default False
         Whether each rank has a GPU.
+    resources_per_worker : dict of str to float, optional
+        The resources of a rank: ``{"CPU": 1}``, and ``"GPU": 1`` with `use_gpu`. Others are those
+        of Spark's tasks, and not supported here.
+    placement_strategy : str, default "PACK"
+        How Ray places ranks, "PACK" or "SPREAD", if it can. Spark places its tasks itself.
     accelerator_type : str, optional
         The type that the GPUs must have, such as ``"H100"``; by default any.
+    label_selector, use_tpu, topology
+        Not supported.
+    elastic_resize_monitor_interval_s : float, default 60.0
+        Has no effect: the number of ranks of a pair is chosen for each attempt.
     local_mode : bool, default True
         True: the ranks run on this machine. False: they run on the executors of the active Spark
         session.
-    resources_per_worker, placement_strategy, trainer_resources, use_tpu, topology, \
-bundle_label_selector
-        Not supported on Spark; any value raises ValueError.
 
     Raises
     ------
     TypeError
         If `num_workers` is not an int or a pair of them, or a switch is neither True nor False.
     ValueError
-        If `num_workers` is less than 1, a minimum exceeds its maximum, or a parameter is not
-        supported.
+        If `num_workers` is less than 1, a minimum exceeds its maximum, `resources_per_worker`
+        contradicts `use_gpu`, or a value is not supported.
 
     Examples
     --------
     >>> scaling_config = ScalingConfig(num_workers=(4, 8), use_gpu=True, local_mode=False)
     """
 
+    trainer_resources: Mapping[str, float] | None = None
     num_workers: int | tuple[int, int] = 1
     use_gpu: bool = False
+    resources_per_worker: Mapping[str, float] | None = None
+    placement_strategy: str = "PACK"
     accelerator_type: str | None = None
+    label_selector: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None
+    use_tpu: bool = False
+    topology: str | None = None
+    elastic_resize_monitor_interval_s: float = 60.0
+    _: KW_ONLY
     local_mode: bool = True
-    resources_per_worker: Any = None
-    placement_strategy: Any = None
-    trainer_resources: Any = None
-    use_tpu: Any = None
-    topology: Any = None
-    bundle_label_selector: Any = None
 
     unsupported: ClassVar[Mapping[str, str]] = {
-        "resources_per_worker": _TASK_RESOURCES,
-        "placement_strategy": "Spark places the tasks.",
         "trainer_resources": "The driver is this process.",
         "use_tpu": "Use GPUs or CPUs.",
         "topology": "Use GPUs or CPUs.",
-        "bundle_label_selector": "Spark places the tasks.",
     }
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Check all fields; raises what the class documents."""
         self._check_unsupported()
         check_num_processes(self.num_workers, "num_workers")
         check_bool("use_gpu", self.use_gpu)
         check_bool("local_mode", self.local_mode)
+        check_gpu_type("accelerator_type", self.accelerator_type)
+        self._check_resources()
+        selectors = self.label_selector or ()
+        if any(selectors):
+            self._refuse("label_selector", selectors, "Spark places the tasks.")
+        if self.placement_strategy not in ("PACK", "SPREAD"):
+            self._refuse("placement_strategy", self.placement_strategy, "Spark places the tasks.")
+
+    def _check_resources(self) -> None:
+        resources = {name: n for name, n in (self.resources_per_worker or {}).items() if n}
+        gpus = resources.pop("GPU", None)
+        if gpus and not self.use_gpu:
+            raise ValueError(f"resources_per_worker has {gpus} GPUs, but use_gpu is False.")
+        if self.use_gpu and "GPU" in (self.resources_per_worker or {}) and not gpus:
+            raise ValueError("resources_per_worker has no GPU, but use_gpu is True.")
+        if gpus not in (None, 1) or resources.pop("CPU", 1) != 1 or resources:
+            self._refuse("resources_per_worker", self.resources_per_worker, _TASK_RESOURCES)
 
 
-@dataclass(frozen=True)
+@dataclass
 class FailureConfig(ChecksUnsupported):
     """How often a failed training run is restarted.
 
@@ -105,13 +150,21 @@ class FailureConfig(ChecksUnsupported):
     ----------
     max_failures : int, default 0
         The number of attempts that may fail before the run fails; -1 for any number.
-    controller_failure_limit, fail_fast
-        Not supported; any value raises ValueError.
+    fail_fast : bool, optional
+        Not supported, as in Ray Train: pass ``max_failures=0``.
+    controller_failure_limit : int, default -1
+        Has no effect: the driver is this process.
+    max_preemption_failures : int, default -1
+        Not supported: preempted attempts count among `max_failures`.
+    relax_collectives_on_preemption : bool, default False
+        Not supported: an attempt ends when it loses a node.
+    preemption_grace_s : float, default 0.0
+        Not supported: an attempt ends when it loses a node.
 
     Raises
     ------
     ValueError
-        If `max_failures` is not an int of at least -1, or a parameter is not supported.
+        If `max_failures` is not an int of at least -1, or a value is not supported.
 
     Examples
     --------
@@ -119,20 +172,31 @@ class FailureConfig(ChecksUnsupported):
     """
 
     max_failures: int = 0
-    controller_failure_limit: Any = None
-    fail_fast: Any = None
+    fail_fast: bool | None = None
+    controller_failure_limit: int = -1
+    max_preemption_failures: int = -1
+    relax_collectives_on_preemption: bool = False
+    preemption_grace_s: float = 0.0
 
     unsupported: ClassVar[Mapping[str, str]] = {
-        "controller_failure_limit": "The driver is this process.",
         "fail_fast": "Pass max_failures=0.",
+        "relax_collectives_on_preemption": "An attempt ends when it loses a node.",
+        "preemption_grace_s": "An attempt ends when it loses a node.",
     }
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Check all fields; raises what the class documents."""
         self._check_unsupported()
         check_max_failures("max_failures", self.max_failures)
+        if self.max_preemption_failures != -1:
+            instead = "Preempted attempts count among max_failures."
+            self._refuse("max_preemption_failures", self.max_preemption_failures, instead)
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckpointConfig(ChecksUnsupported):
     """Which checkpoints are kept: the latest, and the best.
 
@@ -144,14 +208,13 @@ class CheckpointConfig(ChecksUnsupported):
     num_to_keep : int, optional
         The number of the best checkpoints to keep; by default all are kept.
     checkpoint_score_attribute : str, optional
-        The metric that checkpoints are ranked by; by default their age, the latest first. A
-        checkpoint without the metric ranks last; only one that is reported with a
-        ``checkpoint_dir_name`` may lack it.
+        The metric that checkpoints are ranked by, such as ``"loss"``, or ``"val/loss"`` for one in
+        a nested dict; by default their age, the latest first. A checkpoint without the metric ranks
+        last.
     checkpoint_score_order : "max" or "min", default "max"
         Whether a high or a low value of the metric is better.
     checkpoint_frequency, checkpoint_at_end
-        Not supported, because the training function decides when it reports a checkpoint; any value
-        raises ValueError.
+        Not supported, as in Ray Train: the training function decides when it reports a checkpoint.
 
     Raises
     ------
@@ -159,7 +222,7 @@ class CheckpointConfig(ChecksUnsupported):
         If `num_to_keep` is not an int.
     ValueError
         If `num_to_keep` is less than 1, `checkpoint_score_order` is neither "max" nor "min", or a
-        parameter is not supported.
+        value is not supported.
 
     Examples
     --------
@@ -171,8 +234,8 @@ class CheckpointConfig(ChecksUnsupported):
     num_to_keep: int | None = None
     checkpoint_score_attribute: str | None = None
     checkpoint_score_order: Literal["max", "min"] = "max"
-    checkpoint_frequency: Any = None
-    checkpoint_at_end: Any = None
+    checkpoint_frequency: int | None = None
+    checkpoint_at_end: bool | None = None
 
     unsupported: ClassVar[Mapping[str, str]] = {
         "checkpoint_frequency": "Call report with a checkpoint in the training function.",
@@ -180,6 +243,10 @@ class CheckpointConfig(ChecksUnsupported):
     }
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Check all fields; raises what the class documents."""
         self._check_unsupported()
         count = self.num_to_keep
         if count is not None and (isinstance(count, bool) or not isinstance(count, int)):

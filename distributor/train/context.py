@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from distributor import runtime
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.train.runtime.session import session
 from distributor.train.storage.checkpoint_store import Storage
+
+_NO_TRIAL = (
+    "Trials belong to Ray Tune, and are deprecated in Ray Train too: use get_experiment_name() for "
+    "the name of the run, and get_storage() for its folder."
+)
+_NO_METADATA = (
+    "get_metadata() is deprecated in Ray Train too: pass the metadata in train_loop_config, or add "
+    "it to the checkpoints with Checkpoint.set_metadata."
+)
 
 
 class TrainContext:
@@ -61,6 +71,26 @@ class TrainContext:
             At the first use in a rank, if the ranks do not share the storage.
         """
         return session.reporter.storage
+
+    def get_trial_name(self) -> str:
+        """Raise DeprecationWarning: a run is no trial of Ray Tune."""
+        raise DeprecationWarning(_NO_TRIAL)
+
+    def get_trial_id(self) -> str:
+        """Raise DeprecationWarning: a run is no trial of Ray Tune."""
+        raise DeprecationWarning(_NO_TRIAL)
+
+    def get_trial_dir(self) -> str:
+        """Raise DeprecationWarning: a run is no trial of Ray Tune."""
+        raise DeprecationWarning(_NO_TRIAL)
+
+    def get_trial_resources(self) -> Any:
+        """Raise DeprecationWarning: a run is no trial of Ray Tune."""
+        raise DeprecationWarning(_NO_TRIAL)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Raise DeprecationWarning: pass metadata to the training function."""
+        raise DeprecationWarning(_NO_METADATA)
 
 
 def get_context() -> TrainContext:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
+from distributor.core.checkpoint_config import check_name
+from distributor.launch.job import new_run_id
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.config import (
     CheckpointConfig,
@@ -15,8 +17,15 @@ from distributor.train.config import (
     ScalingConfig,
 )
 
+DEFAULT_STORAGE_PATH = "~/distributor_results"
+"""The default storage path if all ranks are on this machine."""
 
-@dataclass(frozen=True)
+
+def _default_path() -> str:
+    return os.path.expanduser(DEFAULT_STORAGE_PATH)
+
+
+@dataclass
 class RunConfig(ChecksUnsupported):
     """The storage of a training run, and its handling of failures.
 
@@ -30,19 +39,19 @@ class RunConfig(ChecksUnsupported):
         name of an earlier run resumes from its latest checkpoint.
     storage_path : str or path, optional
         A folder that all nodes mount, or an address such as ``s3://bucket/runs``; by default
-        ``~/distributor_results`` if all ranks are on this machine.
+        ``~/distributor_results``, which must then be on one machine with all ranks.
     storage_filesystem : pyarrow.fs.FileSystem or fsspec file system, optional
         The file system of `storage_path`; by default the one that the path names.
     failure_config : FailureConfig, optional
         How often the run is restarted; by default never.
     checkpoint_config : CheckpointConfig, optional
         Which checkpoints are kept; by default all.
-    settings : mapping of str to object, optional
-        Further parameters of `TorchDistributor`: timeout, log_dir, env, environment and so on.
     callbacks : UserCallback or sequence of UserCallback, optional
         Objects that are called on the driver after each report and each failed attempt.
-    worker_runtime_env, stop, verbose, progress_reporter, sync_config, log_to_file
+    worker_runtime_env, sync_config, verbose, stop, progress_reporter, log_to_file
         Not supported; any value raises ValueError.
+    settings : mapping of str to object, optional
+        Further parameters of `TorchDistributor`: timeout, log_dir, env, environment and so on.
 
     Raises
     ------
@@ -56,41 +65,60 @@ class RunConfig(ChecksUnsupported):
     >>> run_config = RunConfig(name="mnist", storage_path="s3://bucket/runs")
     """
 
-    name: str | None = None
-    storage_path: str | os.PathLike[str] | None = None
+    # None in these is replaced when the object is made.
+    name: str = None  # type: ignore[assignment]
+    storage_path: str | os.PathLike[str] = None  # type: ignore[assignment]
     storage_filesystem: Any = None
-    failure_config: FailureConfig = field(default_factory=FailureConfig)
-    checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    callbacks: Sequence[UserCallback] | None = None
+    failure_config: FailureConfig = None  # type: ignore[assignment]
+    checkpoint_config: CheckpointConfig = None  # type: ignore[assignment]
+    callbacks: Sequence[UserCallback] = None  # type: ignore[assignment]
     worker_runtime_env: Any = None
-    stop: Any = None
-    verbose: Any = None
-    progress_reporter: Any = None
     sync_config: Any = None
+    verbose: Any = None
+    stop: Any = None
+    progress_reporter: Any = None
     log_to_file: Any = None
+    _: KW_ONLY
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     unsupported: ClassVar[Mapping[str, str]] = {
         "worker_runtime_env": "Pass settings={'env': ..., 'environment': ...}.",
-        "stop": "Return from the training function.",
-        "verbose": "Pass settings={'show_output': ...}.",
-        "progress_reporter": "Call distributor.runtime.progress in the training function.",
         "sync_config": "Each report uploads its checkpoint to storage.",
+        "verbose": "Pass settings={'show_output': ...}.",
+        "stop": "Return from the training function.",
+        "progress_reporter": "Call distributor.runtime.progress in the training function.",
         "log_to_file": "Pass settings={'log_dir': ...}.",
     }
 
     def __post_init__(self) -> None:
-        self._check_unsupported()
-        kinds = {"failure_config": FailureConfig, "checkpoint_config": CheckpointConfig}
-        for name, kind in kinds.items():
-            value = getattr(self, name)
-            if value is None:
-                object.__setattr__(self, name, kind())
-            elif not isinstance(value, kind):
-                raise TypeError(f"{name} must be a {kind.__name__}, but is {value!r}.")
+        self.name = self.name or new_run_id()
+        self._had_no_path = not self.storage_path
+        self.storage_path = self.storage_path or _default_path()
+        self.failure_config = self.failure_config or FailureConfig()
+        self.checkpoint_config = self.checkpoint_config or CheckpointConfig()
         if isinstance(self.callbacks, UserCallback):
-            object.__setattr__(self, "callbacks", [self.callbacks])
-        callbacks = self.callbacks or ()
+            self.callbacks = [self.callbacks]
+        self.callbacks = self.callbacks or []
+        self.check()
+
+    @property
+    def uses_default_path(self) -> bool:
+        """Whether `storage_path` was not chosen by the user."""
+        return self._had_no_path and self.storage_path == _default_path()
+
+    def check(self) -> None:
+        """Check all fields; raises what the class documents."""
+        self._check_unsupported()
+        check_name("RunConfig.name", self.name)
+        for name, kind in (
+            ("failure_config", FailureConfig),
+            ("checkpoint_config", CheckpointConfig),
+        ):
+            if not isinstance(value := getattr(self, name), kind):
+                raise TypeError(f"{name} must be a {kind.__name__}, but is {value!r}.")
+        self.failure_config.check()
+        self.checkpoint_config.check()
+        callbacks = self.callbacks
         if not isinstance(callbacks, Sequence) or not all(
             isinstance(callback, UserCallback) for callback in callbacks
         ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,11 +17,19 @@ if TYPE_CHECKING:
 __all__ = [
     "TorchConfig",
     "TorchTrainer",
+    "accelerate",
+    "backward",
+    "enable_reproducibility",
     "get_device",
     "get_devices",
     "prepare_data_loader",
     "prepare_model",
+    "prepare_optimizer",
 ]
+_MIXED_PRECISION = (
+    "accelerate, prepare_optimizer and backward are deprecated in Ray Train too. Use torch.amp "
+    "directly, or a library such as Lightning, Transformers or Accelerate."
+)
 
 
 def get_device() -> torch.device:
@@ -173,3 +182,76 @@ def prepare_data_loader(
 
     target = device() if move_to_device else None
     return prepare(data_loader, shard=add_dist_sampler, device=target, pin_memory=auto_transfer)
+
+
+def enable_reproducibility(seed: int = 0) -> None:
+    """Seed the random generators of this process, and make torch choose deterministic algorithms.
+
+    Each rank has the same seed: use the rank where ranks should draw different numbers.
+
+    Follows ``ray.train.torch.enable_reproducibility``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.torch.enable_reproducibility.html
+
+    Parameters
+    ----------
+    seed : int, default 0
+        The seed for torch, NumPy and ``random``.
+
+    Examples
+    --------
+    >>> def train_func():
+    ...     enable_reproducibility(seed=7)
+    """
+    import random
+
+    import numpy
+    import torch
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as deterministic cuBLAS needs it
+
+
+def accelerate(amp: bool = False) -> None:
+    """Raise an error: mixed precision is torch's own.
+
+    Follows ``ray.train.torch.accelerate``, which is deprecated:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.torch.accelerate.html
+
+    Raises
+    ------
+    DeprecationWarning
+        Always; says what to use instead.
+    """
+    raise DeprecationWarning(_MIXED_PRECISION)
+
+
+def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Raise an error: mixed precision is torch's own.
+
+    Follows ``ray.train.torch.prepare_optimizer``, which is deprecated:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.torch.prepare_optimizer.html
+
+    Raises
+    ------
+    DeprecationWarning
+        Always; says what to use instead.
+    """
+    raise DeprecationWarning(_MIXED_PRECISION)
+
+
+def backward(tensor: torch.Tensor) -> None:
+    """Raise an error: mixed precision is torch's own.
+
+    Follows ``ray.train.torch.backward``, which is deprecated:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.torch.backward.html
+
+    Raises
+    ------
+    DeprecationWarning
+        Always; says what to use instead.
+    """
+    raise DeprecationWarning(_MIXED_PRECISION)

@@ -7,23 +7,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from distributor.core.checkpoint_config import CheckpointSettings, absolute, check_name
+from distributor.core.checkpoint_config import CheckpointSettings, absolute
 from distributor.core.spelling import Spelling
-from distributor.launch.job import new_run_id
+from distributor.errors import RunCancelled
 from distributor.launch.run_listener import Listener
 from distributor.launch.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
 from distributor.train.callbacks import CallbackListener
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.config import ScalingConfig
+from distributor.train.errors import training_error
 from distributor.train.result import Result
 from distributor.train.run_config import RunConfig, TrainRunContext
 from distributor.train.runtime.process_group import TorchConfig
 from distributor.train.runtime.worker_loop import WorkerLoop
 from distributor.train.storage.checkpoint_store import Storage
 
-DEFAULT_STORAGE_PATH = "~/distributor_results"
-"""The default storage path if all ranks are on this machine."""
 _SET_ELSEWHERE = {
     "gpu_type",
     "local_mode",
@@ -122,29 +121,41 @@ class TorchTrainer:
             "metadata": metadata,
         }
         for name, value in unsupported.items():
-            if value is not None:
+            if value:
                 raise ValueError(f"TorchTrainer: {name} is not supported. {_UNSUPPORTED[name]}")
         _check_resume_from(resume_from_checkpoint)
         _check_type("train_loop_config", train_loop_config, Mapping)
         _check_type("torch_config", torch_config, TorchConfig)
         _check_type("scaling_config", scaling_config, ScalingConfig)
         _check_type("run_config", run_config, RunConfig)
-        scaling, run = scaling_config or ScalingConfig(), run_config or RunConfig()
-        self._loop = WorkerLoop(
-            func=train_loop_per_worker,
-            config=dict(train_loop_config or {}),
-            torch_config=torch_config or TorchConfig(),
+        self.train_loop_per_worker = train_loop_per_worker
+        self.train_loop_config = train_loop_config
+        self.torch_config = torch_config or TorchConfig()
+        self.scaling_config = scaling_config or ScalingConfig()
+        self.run_config = run_config or RunConfig()
+        self.resume_from_checkpoint = resume_from_checkpoint
+        self._prepare()  # raises now what would otherwise be raised when the training starts
+
+    def _prepare(self) -> tuple[TorchDistributor, WorkerLoop, Storage]:
+        """Check the configuration as it is now, and return what a run consists of."""
+        scaling, run = self.scaling_config, self.run_config
+        scaling.check()
+        run.check()
+        loop = WorkerLoop(
+            func=self.train_loop_per_worker,
+            config=dict(self.train_loop_config or {}),
+            torch_config=self.torch_config,
             filesystem=run.storage_filesystem,
-            resume_from=resume_from_checkpoint,
+            resume_from=self.resume_from_checkpoint,
         )
         settings = _checkpoint_settings(run, scaling)
-        self._storage = Storage(settings.storage_path, settings.name, run.storage_filesystem)
-        self._storage.next_index()  # raises now, not after the training, if storage is unreadable
+        storage = Storage(settings.storage_path, settings.name, run.storage_filesystem)
+        storage.next_index()  # raises now, not after the training, if storage is unreadable
         context = TrainRunContext(
-            run_config=run, scaling_config=scaling, train_loop_config=self._loop.config
+            run_config=run, scaling_config=scaling, train_loop_config=loop.config
         )
-        listener = CallbackListener(tuple(run.callbacks or ()), context, self._storage.filesystem)
-        self._distributor = _create_distributor(run, scaling, settings, listener)
+        listener = CallbackListener(tuple(run.callbacks), context, storage.filesystem)
+        return _create_distributor(run, scaling, settings, listener), loop, storage
 
     def fit(self) -> Result:
         """Run the training; after a failure, restart it from the latest checkpoint if configured.
@@ -156,12 +167,23 @@ class TorchTrainer:
 
         Raises
         ------
-        Exception
-            The exception that `TorchDistributor.run` raises: that of the failing rank in the last
-            attempt. `Result.from_path` reads the reports and checkpoints up to then.
+        WorkerGroupError
+            If ranks failed in the last attempt. Its ``worker_failures`` has their exceptions, and
+            its cause is the one that `TorchDistributor.run` raises. `Result.from_path` reads the
+            reports and checkpoints up to then.
+        ControllerError
+            If the run could not start, took longer than its ``timeout``, or a callback failed; the
+            cause is that error.
+        RunCancelled
+            If this process has cancelled the run.
         """
-        value = self._distributor.run(self._loop)
-        storage = self._storage
+        distributor, loop, storage = self._prepare()
+        try:
+            value = distributor.run(loop)
+        except RunCancelled:
+            raise
+        except Exception as error:
+            raise training_error(error) from error
         return Result.from_path(storage.path, storage.filesystem, return_value=value)
 
 
@@ -182,29 +204,25 @@ def _check_resume_from(checkpoint: object) -> None:
 
 
 def _checkpoint_settings(run: RunConfig, scaling: ScalingConfig) -> CheckpointSettings:
-    checkpoints = run.checkpoint_config
-    path = os.fspath(run.storage_path or _default_path(scaling))
+    if run.uses_default_path and not _is_one_machine(scaling):
+        raise ValueError(
+            "On a cluster of several hosts, RunConfig needs a storage_path that all of them see: a "
+            "mounted folder, or an address such as s3://bucket/runs."
+        )
+    checkpoints, path = run.checkpoint_config, os.fspath(run.storage_path)
     if run.storage_filesystem is None:
         path = absolute(path)  # ranks may have another working directory
-    if run.name is not None:
-        check_name("RunConfig.name", run.name)
     return CheckpointSettings(
         storage_path=path,
-        name=run.name or new_run_id(),
+        name=run.name,
         num_to_keep=checkpoints.num_to_keep,
         score_attribute=checkpoints.checkpoint_score_attribute,
         score_order=checkpoints.checkpoint_score_order,
     )
 
 
-def _default_path(scaling: ScalingConfig) -> str:
-    session = None if scaling.local_mode else Session.require_active(_SPELLING.run_here)
-    if session is not None and not session.is_one_machine:
-        raise ValueError(
-            "On a cluster of several hosts, RunConfig needs a storage_path that all of them see: a "
-            "mounted folder, or an address such as s3://bucket/runs."
-        )
-    return DEFAULT_STORAGE_PATH
+def _is_one_machine(scaling: ScalingConfig) -> bool:
+    return scaling.local_mode or Session.require_active(_SPELLING.run_here).is_one_machine
 
 
 def _create_distributor(

@@ -47,7 +47,7 @@ def with_own_addresses(*ports: int) -> list[float]:
 
 
 @pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_ranks_meet_at_an_address_that_the_program_sets(tmp_path: Path, warm: bool) -> None:
+def test_a_rendezvous_at_an_address_that_the_program_sets(tmp_path: Path, warm: bool) -> None:
     ranks = TorchDistributor(
         2, use_gpu=False, warm=warm, timeout=DEADLINE, storage_path=str(tmp_path)
     )

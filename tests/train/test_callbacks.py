@@ -111,8 +111,10 @@ def test_an_exception_from_a_callback_ends_the_training(
 ) -> None:
     if not local_mode:
         request.getfixturevalue("spark")
-    with pytest.raises(StopIteration, match="enough"):
+    with pytest.raises(train.ControllerError, match="enough") as failed:
         trainer(tmp_path, StopAtCheckpoint(), local_mode).fit()
+    assert isinstance(failed.value.controller_failure, StopIteration)
+    assert failed.value.__cause__ is failed.value.controller_failure
     result = train.Result.from_path(tmp_path / "run")
     assert result.checkpoint is not None, "the checkpoint was committed before the call"
 

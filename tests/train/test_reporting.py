@@ -16,6 +16,7 @@ from distributor import DistributorError, TorchDistributor, train
 from distributor.train import Checkpoint, CheckpointUploadMode
 from distributor.train.runtime import session, store_channel
 from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.manifest import RESERVED
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
@@ -234,3 +235,68 @@ def test_ranks_without_a_checkpoint_need_not_pass_its_name(tmp_path: Path) -> No
 
     ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs")
     assert ranks.run_all(report) == ["best", "best"]
+
+
+def test_the_name_and_the_files_of_rank_0_are_kept(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def report() -> str:
+        rank = train.get_context().get_world_rank()
+        mine = tmp_path / str(rank)
+        mine.mkdir()
+        (mine / "model.pt").write_text(f"of rank {rank}")
+        (mine / "same.txt").write_text("same")
+        (mine / f"{rank}.txt").write_text("own")
+        train.report({}, Checkpoint.from_directory(mine), checkpoint_dir_name=f"of {rank}")
+        found = train.get_checkpoint()
+        assert found
+        return found.path.rpartition("/")[2]
+
+    ranks = TorchDistributor(3, use_gpu=False, storage_path=tmp_path / "runs", name="mine")
+    assert ranks.run_all(report) == ["of 0"] * 3
+    [(_, manifest)] = Storage(tmp_path / "runs", "mine").committed()
+    names = {file.name for file in manifest.files} - set(RESERVED)
+    assert names == {"model.pt", "same.txt", "0.txt", "1.txt", "2.txt"}
+    assert (tmp_path / "runs/mine/of 0/model.pt").read_text() == "of rank 0"
+    printed = capfd.readouterr().out
+    assert printed.count("Several ranks report a file model.pt with different content") == 1
+    assert "same.txt" not in printed
+    assert printed.count("checkpoint_dir_name is 'of 1' on rank 1, but the checkpoint's name") == 1
+
+
+def test_an_empty_checkpoint_is_reported_with_a_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def report() -> None:
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        train.report({"loss": 1.0}, Checkpoint.from_directory(tmp_path / "empty"))
+
+    TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", name="mine").run(report)
+    [(name, manifest)] = Storage(tmp_path / "runs", "mine").committed()
+    assert manifest.metrics == {"loss": 1.0}
+    assert f"{name} is empty: no rank saved a file." in capfd.readouterr().out
+
+
+def test_ranks_without_a_checkpoint_do_not_wait_for_an_upload_in_the_background(
+    tmp_path: Path,
+) -> None:
+    def report() -> None:
+        if train.get_context().get_world_rank() == 0:
+            train.report({}, slow_to_read(tmp_path), checkpoint_upload_mode="ASYNC")
+        else:
+            train.report({})
+            (tmp_path / "continues").touch()
+
+    def slow_to_read(folder: Path) -> Checkpoint:
+        """Return a checkpoint whose upload cannot end before rank 1 continues."""
+        saved = save(folder, "x")
+        as_directory = Checkpoint.as_directory
+
+        def wait(self: Checkpoint) -> Any:
+            until((folder / "continues").exists, "rank 1 continues", 60)
+            return as_directory(self)
+
+        Checkpoint.as_directory = wait  # type: ignore[method-assign]
+        return saved
+
+    TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120).run(report)

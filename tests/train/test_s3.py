@@ -195,7 +195,7 @@ def test_a_checkpoint_with_a_truncated_manifest_is_not_committed(runs: str, tmp_
 def test_metadata_can_be_added_to_a_checkpoint_in_a_bucket(runs: str, tmp_path: Path) -> None:
     storage = Storage(runs, "mine")
     (tmp_path / "model.pt").write_text("weights")
-    files = storage.upload(tmp_path, "best")
+    files, _ = storage.upload(tmp_path, "best")
     storage.commit("best", Manifest(index=0, world_size=1, files=tuple(files)))
     checkpoint = Checkpoint(runs.replace("?", "/mine/best?"))
 

@@ -66,7 +66,7 @@ def save(storage: Storage, index: int, folder: Path, ranks: int = 2) -> str:
     files = [
         file
         for rank in range(ranks)
-        for file in storage.upload(saved_by(rank, folder / name), name)
+        for file in storage.upload(saved_by(rank, folder / name), name)[0]
     ]
     metrics = {"loss": 1 / (index + 1)}
     manifest = Manifest(index=index, metrics=metrics, world_size=ranks, files=tuple(files))
@@ -132,7 +132,7 @@ def test_a_committed_checkpoint_is_not_overwritten(storage: Storage, tmp_path: P
 
 def test_a_file_of_another_size_in_storage_stops_the_commit(tmp_path: Path) -> None:
     storage = Storage(tmp_path / "storage", "run")
-    files = storage.upload(saved_by(0, tmp_path), "a")
+    files, _ = storage.upload(saved_by(0, tmp_path), "a")
     (tmp_path / "storage" / "run" / "a" / "deep" / "0.pt").write_bytes(b"more")
     with pytest.raises(
         DistributorError, match=r"incomplete: 0 bytes were written to .*0\.pt, which has 4"
@@ -193,7 +193,7 @@ class KillingHandler(pafs.FSSpecHandler):
 
 import fsspec
 storage = Storage(folder, "run", pafs.PyFileSystem(KillingHandler(fsspec.filesystem("file"))))
-files = storage.upload(sys.argv[3], "checkpoint_000001")
+files, _ = storage.upload(sys.argv[3], "checkpoint_000001")
 storage.commit("checkpoint_000001", Manifest(index=1, world_size=1, files=tuple(files)))
 print("committed")
 """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from support import plain, training
 from support.training import BATCH, EPOCHS, SAMPLES, Fault, curve, samples, trainer
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from distributor import DistributorError, TorchDistributor, train
+from distributor import RunTimeout, TorchDistributor, train
 from distributor.train import (
     Checkpoint,
     CheckpointConfig,
@@ -111,16 +113,50 @@ def test_training_continues_if_the_report_log_cannot_be_written(tmp_path: Path) 
     assert [report.metrics for report in result.reports] == [{"step": 0}, {"step": 1}]
 
 
-def test_a_score_attribute_that_is_not_reported_is_an_error(tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_score_ranks_last(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def loop() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "weights").write_text("1, 2, 3")
-            train.report({"loss": 1.0}, checkpoint=Checkpoint.from_directory(folder))
+        for metrics in ({"val": {"loss": 2.0}}, {"loss": 1.0}, {"loss": 0.5}, {"val/loss": 3.0}):
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, "weights").write_text("1, 2, 3")
+                train.report(metrics, checkpoint=Checkpoint.from_directory(folder))
 
-    config = CheckpointConfig(checkpoint_score_attribute="accuracy")
-    run = RunConfig(storage_path=tmp_path, checkpoint_config=config, settings=TIMEOUT)
-    with pytest.raises(DistributorError, match=r"is 'accuracy', but the metrics .*'loss'"):
-        TorchTrainer(loop, run_config=run).fit()
+    config = CheckpointConfig(
+        num_to_keep=1, checkpoint_score_attribute="val/loss", checkpoint_score_order="min"
+    )
+    run = RunConfig(storage_path=tmp_path, checkpoint_config=config, settings={"timeout": 120})
+    result = TorchTrainer(loop, run_config=run).fit()
+    assert [metrics for _, metrics in result.best_checkpoints] == [
+        {"val": {"loss": 2.0}},
+        {"val/loss": 3.0},
+    ]
+    warning = "checkpoint_score_attribute is 'val/loss', but the metrics .* no such number"
+    assert len(re.findall(warning, capfd.readouterr().out)) == 1
+
+
+def test_failed_ranks_raise_their_exceptions_inside_rays(tmp_path: Path) -> None:
+    def loop() -> None:
+        rank = train.get_context().get_world_rank()
+        raise KeyError(f"of rank {rank}")
+
+    run = RunConfig(storage_path=tmp_path, settings=TIMEOUT)
+    trainer = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=run)
+    with pytest.raises(train.TrainingFailedError, match="KeyError: 'of rank") as failed:
+        trainer.fit()
+    error = failed.value
+    assert isinstance(error, train.WorkerGroupError)
+    cause = next(iter(error.worker_failures.values()))
+    assert error.__cause__ is cause
+    assert isinstance(cause, KeyError)
+    assert "of rank" in str(pickle.loads(pickle.dumps(error)).worker_failures)
+
+
+def test_a_deadline_is_an_error_of_the_run(tmp_path: Path) -> None:
+    run = RunConfig(storage_path=tmp_path, settings={"timeout": 2})
+    with pytest.raises(train.ControllerError, match="timeout") as failed:
+        TorchTrainer(lambda: time.sleep(100), run_config=run).fit()
+    assert isinstance(failed.value.__cause__, RunTimeout)
 
 
 def test_the_training_function_has_a_process_group_and_a_device(tmp_path: Path) -> None:
@@ -185,16 +221,29 @@ BAD: list[tuple[Any, type[Exception], str]] = [
         ValueError,
         r"ScalingConfig: resources_per_worker is .* not supported on Spark.*spark\.task\.cpus",
     ),
+    (
+        lambda: ScalingConfig(resources_per_worker={"GPU": 1}),
+        ValueError,
+        "resources_per_worker has 1 GPUs, but use_gpu is False",
+    ),
+    (
+        lambda: ScalingConfig(placement_strategy="STRICT_SPREAD"),
+        DeprecationWarning,
+        "placement_strategy is 'STRICT_SPREAD', which is not supported on Spark",
+    ),
+    (lambda: ScalingConfig(label_selector=[{"a": "b"}]), ValueError, "label_selector is "),
+    (lambda: FailureConfig(fail_fast=True), DeprecationWarning, "Pass max_failures=0"),
+    (lambda: FailureConfig(max_preemption_failures=2), ValueError, "max_preemption_failures is 2"),
     (lambda: CheckpointConfig(num_to_keep=0), ValueError, "num_to_keep is 0, but the latest"),
     (lambda: CheckpointConfig(checkpoint_score_order="up"), ValueError, "'max' or 'min'"),
     (lambda: FailureConfig(max_failures=-2), ValueError, "-1 for no limit, but is -2"),
     (lambda: RunConfig(stop=3), ValueError, "RunConfig: stop is 3"),
     (lambda: RunConfig(failure_config=3), TypeError, "failure_config must be a FailureConfig"),
-    (lambda: TorchConfig(init_method="tcp"), ValueError, "init_method must be 'env', but is 'tcp'"),
+    (lambda: TorchConfig(init_method="file"), ValueError, "'env' or 'tcp', but is 'file'"),
     (lambda: TorchTrainer(lambda a, b: None), TypeError, r"but is <lambda>\(a, b\)"),
     (lambda: TorchTrainer(sleep), TypeError, "sleep is an async function: to call it does not"),
     (lambda: TorchTrainer(3), TypeError, "train_loop_per_worker must be a function, but is 3"),
-    (lambda: TorchTrainer(print, datasets={}), ValueError, "datasets is not supported"),
+    (lambda: TorchTrainer(print, datasets={"a": 1}), ValueError, "datasets is not supported"),
     (
         lambda: TorchTrainer(print, run_config=RunConfig(storage_path="nobody://knows")),
         ValueError,
@@ -218,7 +267,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
         r"such as Checkpoint\(path\), but is 'runs/x'",
     ),
     (
-        lambda: TorchTrainer(print, run_config=RunConfig("..")),
+        lambda: RunConfig(".."),
         ValueError,
         "RunConfig.name must be the name of a folder, but is '..'",
     ),
@@ -240,6 +289,33 @@ BAD: list[tuple[Any, type[Exception], str]] = [
         r"RunConfig.settings has \['name'\]",
     ),
 ]
+
+
+def test_values_that_change_nothing_are_accepted() -> None:
+    ScalingConfig(
+        trainer_resources={},
+        resources_per_worker={"CPU": 1, "memory": 0},
+        placement_strategy="SPREAD",
+        label_selector={},
+        use_tpu=False,
+    )
+    ScalingConfig(use_gpu=True, resources_per_worker={"GPU": 1})
+    FailureConfig(3, False, controller_failure_limit=-1)
+    CheckpointConfig(2, "loss", "min", checkpoint_at_end=False)
+    RunConfig("a", "b", None, FailureConfig(), CheckpointConfig(), [], {}, verbose=0)
+
+
+def test_a_configuration_can_change_until_the_training_starts(tmp_path: Path) -> None:
+    run, scaling = RunConfig(), ScalingConfig()
+    assert run.name != RunConfig().name
+    assert run.storage_path == str(Path("~/distributor_results").expanduser())
+    run.storage_path, run.settings = tmp_path, TIMEOUT
+    trainer = TorchTrainer(lambda: None, run_config=run, scaling_config=scaling)
+    trainer.run_config.name, scaling.num_workers = "later", 2
+    assert trainer.fit().path == str(tmp_path / "later")
+    scaling.num_workers = -1
+    with pytest.raises(ValueError, match="num_workers has to be a positive integer"):
+        trainer.fit()
 
 
 @pytest.mark.parametrize(("create", "kind", "message"), BAD)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,17 +20,22 @@ FILES = {f"{number}.distcp": f"file {number}" for number in range(4)}
 
 
 @pytest.fixture
-def assignment_of() -> Callable[[int], Assignment]:
+def assignment_of() -> Callable[..., Assignment]:
     """Return the assignment of one of two ranks, over a store in this process."""
     store = dist.HashStore()
-    return lambda rank: assign_among_ranks(StoreChannel(rank, 2, store), "report/0/files")
+
+    def assignment(rank: int, of_rank_0: Mapping[str, str] = FILES) -> Assignment:
+        channel = StoreChannel(rank, 2, store)
+        return assign_among_ranks(channel, "report/0/files", of_rank_0)
+
+    return assignment
 
 
 def test_a_single_rank_uploads_all_files() -> None:
     assert list(assign_all(FILES)) == [(name, True) for name in FILES]
 
 
-def test_each_file_is_uploaded_once(assignment_of: Callable[[int], Assignment]) -> None:
+def test_each_file_is_uploaded_once(assignment_of: Callable[..., Assignment]) -> None:
     first, second = assignment_of(0)(FILES), assignment_of(1)(FILES)
     turns = [next(first), next(second), next(first)]
     rest = [*second, *first]
@@ -39,11 +44,26 @@ def test_each_file_is_uploaded_once(assignment_of: Callable[[int], Assignment]) 
 
 
 def test_another_file_of_the_same_name_is_compared(
-    assignment_of: Callable[[int], Assignment],
+    assignment_of: Callable[..., Assignment],
 ) -> None:
     other = {**FILES, "1.distcp": "of another node"}
     assert dict(assignment_of(0)(FILES)) == dict.fromkeys(FILES, True)
     assert list(assignment_of(1)(other)) == [("1.distcp", False)]
+
+
+def test_the_version_of_rank_0_is_uploaded_whoever_comes_first(
+    assignment_of: Callable[..., Assignment],
+) -> None:
+    other = {"1.distcp": "of another node", "only": "there"}
+    assert dict(assignment_of(1)(other)) == {"1.distcp": False, "only": True}
+    assert dict(assignment_of(0)(FILES)) == dict.fromkeys(FILES, True)
+
+
+def test_without_a_version_of_rank_0_the_first_is_uploaded(
+    assignment_of: Callable[..., Assignment],
+) -> None:
+    assert dict(assignment_of(1, {})({"a": "of 1"})) == {"a": True}
+    assert dict(assignment_of(2, {})({"a": "of 2"})) == {"a": False}
 
 
 def test_a_file_is_identified_by_any_of_its_paths(tmp_path: Path) -> None:

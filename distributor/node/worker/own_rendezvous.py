@@ -80,7 +80,7 @@ def _is_of_this_machine(host: str) -> bool:
 class _SpawnedFunction:
     """A function that ``torch.multiprocessing`` calls in processes that it starts.
 
-    It is pickled by value where that is needed: the processes cannot import the main module of a
+    It is pickled by value if that is needed: the processes cannot import the main module of a
     notebook or of a driver program.
     """
 

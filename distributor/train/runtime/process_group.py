@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
+@dataclass
 class TorchConfig:
     """Configuration of the process group that `TorchTrainer` creates.
 
@@ -27,15 +27,16 @@ class TorchConfig:
     backend : str, optional
         The backend of ``torch.distributed``, such as ``"gloo"`` or ``"nccl"``. By default gloo for
         CPU tensors and, if the ranks have GPUs, NCCL for GPU tensors.
-    init_method : str, default "env"
-        How ranks find rank 0; only ``"env"`` is supported.
+    init_method : "env" or "tcp", default "env"
+        How ranks find rank 0. Both use the run's address.
     timeout_s : int, default 1800
         The time that a collective may take, in seconds.
 
     Raises
     ------
     ValueError
-        If `init_method` is not ``"env"``, or `timeout_s` is not a positive number.
+        If `init_method` is neither ``"env"`` nor ``"tcp"``, or `timeout_s` is not a positive
+        number.
     TypeError
         If `backend` is not a string.
 
@@ -50,8 +51,8 @@ class TorchConfig:
     timeout_s: int = 1800
 
     def __post_init__(self) -> None:
-        if self.init_method != "env":
-            raise ValueError(f"init_method must be 'env', but is {self.init_method!r}.")
+        if self.init_method not in ("env", "tcp"):
+            raise ValueError(f"init_method must be 'env' or 'tcp', but is {self.init_method!r}.")
         if self.backend is not None and not isinstance(self.backend, str):
             raise TypeError(
                 f"backend must be a string such as 'gloo' or 'nccl', but is {self.backend!r}."

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from distributor.core.telemetry import Reported
+from distributor.core.text import counted
 from distributor.errors import DistributorError
 from distributor.node.worker.worker_context import worker_context
 from distributor.train.checkpoint import Checkpoint, CheckpointUploadMode
@@ -17,8 +19,14 @@ from distributor.train.runtime.store_channel import UPLOAD_TIMEOUT_SECONDS, Stor
 from distributor.train.storage.checkpoint_manager import CheckpointManager
 from distributor.train.storage.checkpoint_store import PREFIX, Storage
 from distributor.train.storage.filesystems import is_local
+from distributor.train.storage.manifest import StoredFile
 from distributor.train.storage.report_log import Report
-from distributor.train.storage.upload_assignment import assign_among_ranks
+from distributor.train.storage.upload_assignment import (
+    Assignment,
+    assign_among_ranks,
+    files_of,
+    identities_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +51,9 @@ class ReportRequest:
         The positions of this rank's data loaders.
     preempted : bool
         Whether the ranks know that the run is about to lose a process.
+    in_background : Future of bool
+        Set once all ranks have come: whether all that have saved a checkpoint upload it in the
+        background.
     """
 
     number: int
@@ -53,6 +64,7 @@ class ReportRequest:
     delete_local: bool
     positions: Mapping[str, Any]
     preempted: bool
+    in_background: Future[bool] = field(default_factory=Future)
 
     @property
     def key(self) -> str:
@@ -93,6 +105,7 @@ class ReportRounds:
         self._channel = channel
         self._storage = storage
         self._manager = manager
+        self._has_warned = False
 
     def run(self, request: ReportRequest) -> None:
         """Make one report.
@@ -104,11 +117,20 @@ class ReportRounds:
         ConnectionError
             If rank 0, which holds the store, has ended.
         """
-        target = request.name or f"{PREFIX}{self._next_index:06d}"
+        try:
+            agreed = self._agree(request)  # other ranks may still be saving before this
+        except BaseException as error:
+            request.in_background.set_exception(error)
+            raise
+        request.in_background.set_result(agreed["in background"])
+        target = agreed["name"] or f"{PREFIX}{self._next_index:06d}"
         self._free_name(target)
-        self._channel.barrier(f"{request.key}/come")  # other ranks may still be saving before this
         removes = request.delete_local and self._is_removable(request)
-        self._channel.set_own(request.key, self._own_part(request, target, keep=not removes))
+        assignment = assign_among_ranks(
+            self._channel, f"{request.key}/files", agreed["files of rank 0"]
+        )
+        part = self._own_part(request, target, assignment, keep=not removes)
+        self._channel.set_own(request.key, part)
         if self._channel.rank == 0:
             self._channel.set(request.key, self._decide(request))
         decision = self._channel.get(request.key, UPLOAD_TIMEOUT_SECONDS)
@@ -120,10 +142,44 @@ class ReportRounds:
             if removes and request.checkpoint is not None:
                 shutil.rmtree(request.checkpoint.path, ignore_errors=True)
 
-    def finish(self) -> None:
-        """Write the run's log a last time."""
+    def finish(self, number: int) -> None:
+        """Write the run's log a last time, and let no other rank wait for a report of this one.
+
+        Parameters
+        ----------
+        number : int
+            The number of reports that this rank has made.
+        """
         if self._channel.rank == 0:
             self._manager.write_log()
+        self._channel.leave(
+            f"report/{number}/come", f"has returned after {counted(number, 'report')}"
+        )
+
+    def _agree(self, request: ReportRequest) -> dict[str, Any]:
+        """Wait for all ranks, and return the name of the checkpoint and rank 0's files."""
+        checkpoint = request.checkpoint
+        mode = None if checkpoint is None else request.mode.value
+        offer: dict[str, Any] = {"name": request.name, "mode": mode, "files": {}}
+        if self._channel.rank == 0 and checkpoint is not None and is_local(checkpoint.filesystem):
+            offer["files"] = identities_of(files_of(checkpoint.path))
+        agreed: dict[str, Any] = self._channel.agree(
+            f"{request.key}/come",
+            offer,
+            lambda offers: {
+                "name": next((each["name"] for each in offers if each["name"] is not None), None),
+                "files of rank 0": offers[0]["files"],
+                "in background": {each["mode"] for each in offers} - {None} == {"ASYNC"},
+            },
+        )
+        if request.name not in (None, agreed["name"]) and not self._has_warned:
+            self._has_warned = True
+            print(
+                f"distributor: checkpoint_dir_name is {request.name!r} on rank "
+                f"{self._channel.rank}, but the checkpoint's name is {agreed['name']!r}.",
+                flush=True,
+            )
+        return agreed
 
     def _free_name(self, target: str) -> None:
         """Remove a damaged checkpoint, whose name could otherwise never be used again."""
@@ -141,33 +197,47 @@ class ReportRounds:
             and not self._storage.contains(checkpoint)
         )
 
-    def _own_part(self, request: ReportRequest, target: str, keep: bool) -> dict[str, Any]:
+    def _own_part(
+        self, request: ReportRequest, target: str, assignment: Assignment, keep: bool
+    ) -> dict[str, Any]:
         """Upload this rank's files, and return its part of the report, with an error if any."""
         part: dict[str, Any] = {
-            "name": request.name,
+            "name": target,
             "metrics": request.metrics,
             "files": None,
+            "other versions": [],
             "positions": request.positions,
             "preempted": request.preempted,
         }
         try:
             if request.checkpoint is not None:
-                part["name"] = target
-                part["files"] = self._upload(request, request.checkpoint, target, keep)
+                uploaded, others = self._upload(
+                    request, request.checkpoint, target, assignment, keep
+                )
+                part["files"] = [asdict(file) for file in uploaded]
+                part["other versions"] = [asdict(file) for file in others]
         except Exception as error:
             part["error"] = f"{type(error).__name__}: {error}"
         return part
 
     def _upload(
-        self, request: ReportRequest, checkpoint: Checkpoint, target: str, keep: bool
-    ) -> list[dict[str, Any]]:
-        assignment = assign_among_ranks(self._channel, f"{request.key}/files")
+        self,
+        request: ReportRequest,
+        checkpoint: Checkpoint,
+        target: str,
+        assignment: Assignment,
+        keep: bool,
+    ) -> tuple[list[StoredFile], list[StoredFile]]:
         in_storage = request.mode is CheckpointUploadMode.NO_UPLOAD
+        if in_storage and request.name != target:
+            raise DistributorError(
+                f"With NO_UPLOAD its name is that of its folder, {request.name!r}, but the "
+                f"checkpoint's name is {target!r}."
+            )
         if in_storage or self._storage.contains(checkpoint, target):
-            return [asdict(file) for file in self._storage.describe(target, assignment)]
+            return self._storage.describe(target, assignment), []
         with checkpoint.as_directory() as folder:
-            files = self._storage.upload(folder, target, assignment, keep=keep)
-            return [asdict(file) for file in files]
+            return self._storage.upload(folder, target, assignment, keep=keep)
 
     def _decide(self, request: ReportRequest) -> dict[str, Any]:
         """Wait for all ranks, and commit what they have uploaded. Rank 0 only."""

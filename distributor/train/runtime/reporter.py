@@ -6,7 +6,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings, check_name
@@ -17,6 +17,7 @@ from distributor.train.runtime.resume import find_resume_point
 from distributor.train.runtime.store_channel import StoreChannel
 from distributor.train.storage.checkpoint_manager import CheckpointManager
 from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.retention import ranked
 
 
 class Reporter:
@@ -46,6 +47,7 @@ class Reporter:
         resume_from: Checkpoint | None = None,
         was_preempted: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._settings = settings
         self.storage = Storage(settings.storage_path, settings.name, filesystem)
         self._manager = CheckpointManager(self.storage, settings)
         self._resume_from = resume_from
@@ -99,25 +101,43 @@ class Reporter:
         )
         self._pending.append(self._thread.submit(self._rounds.run, request))
         self._number += 1
-        if mode is not CheckpointUploadMode.ASYNC:
+        if not self._continues_before(request):
             self._wait_for_pending()
         worker_context().completed_steps = self._number
+
+    def _continues_before(self, request: ReportRequest) -> bool:
+        """Return whether the program continues before the checkpoint is in storage.
+
+        A rank without a checkpoint need not wait if the others do not.
+        """
+        if request.mode is CheckpointUploadMode.ASYNC:
+            return True
+        if request.checkpoint is not None or request.in_background.exception() is not None:
+            return False  # the error is raised by the report itself
+        return request.in_background.result()
 
     def finish(self) -> None:
         """Wait for the reports in the background, and raise the first error among them."""
         self._wait_for_pending()
-        self._thread.submit(self._rounds.finish).result()
+        self._thread.submit(self._rounds.finish, self._number).result()
 
     def latest(self) -> Checkpoint | None:
         """Return the latest checkpoint that exists."""
         latest = self._rounds.latest
         return self._resume_from if latest is None else self.storage.checkpoint(latest)
 
-    def all(self) -> list[ReportedCheckpoint]:
-        """List the checkpoints that exist, the oldest first."""
+    def all(self, timeout: float | None = None) -> list[ReportedCheckpoint]:
+        """Wait for the reports of this rank, and list the checkpoints that exist.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds after which the checkpoints that exist then are listed; by default no limit.
+        """
+        wait(self._pending, timeout)
         return [
-            ReportedCheckpoint(self.storage.checkpoint(name), manifest.metrics)
-            for name, manifest in self.storage.committed()
+            ReportedCheckpoint(self.storage.checkpoint(name), dict(manifest.metrics))
+            for name, manifest in ranked(self.storage.committed(), self._settings)
         ]
 
     def register_loader(self, position: Callable[[], Any]) -> Any:

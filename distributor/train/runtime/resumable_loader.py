@@ -74,8 +74,10 @@ class ShardSampler(Sampler[int]):
         return order
 
 
-class DeviceLoader:
+class DeviceLoader(DataLoader[Any]):
     """Yields a loader's batches on a device, and has the loader's attributes.
+
+    It is a DataLoader, because libraries that are handed one check for the class.
 
     Parameters
     ----------
@@ -86,16 +88,14 @@ class DeviceLoader:
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
+        self.__dict__.update(vars(loader))  # DataLoader's own constructor would make another one
         self._loader = loader
         self._device = device
 
     def __len__(self) -> int:
         return len(self._loader)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for batch in self._loader:
             yield batch if self._device is None else _move(batch, self._device)
 
@@ -130,7 +130,7 @@ class ResumableLoader(DeviceLoader):
             self._sampler.epoch = position["epoch"]
             self._at = position["epoch"], position["seen"]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         sampler, position = self._sampler, self._resume_position
         if self._has_begun and not sampler.is_set:
             sampler.epoch += 1

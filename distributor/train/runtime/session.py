@@ -9,6 +9,7 @@ from typing import Any
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.node.worker.worker_context import worker_context
 from distributor.train.checkpoint import Checkpoint
+from distributor.train.runtime.collectives import Collectives
 from distributor.train.runtime.preemption import NoticeTracker, agree
 from distributor.train.runtime.reporter import Reporter
 from distributor.train.storage.filesystems import UnknownScheme
@@ -26,6 +27,19 @@ class RankSession:
     def __init__(self) -> None:
         self._reporter: Reporter | None = None
         self._notices: NoticeTracker | None = None
+        self._collectives = Collectives()
+
+    @property
+    def collectives(self) -> Collectives:
+        """Barriers and broadcasts.
+
+        Raises
+        ------
+        RuntimeError
+            If this process is not a rank of a run.
+        """
+        _require_rank("The functions of distributor.train.collective")
+        return self._collectives
 
     @property
     def reporter(self) -> Reporter:
@@ -51,11 +65,7 @@ class RankSession:
         DistributorError
             If the ranks do not share the storage, or one of them does not call this.
         """
-        if not _is_rank():
-            raise RuntimeError(
-                "report and get_checkpoint can only be called by the ranks of a run: call them in "
-                "the function that TorchTrainer or TorchDistributor runs."
-            )
+        _require_rank("report and get_checkpoint")
         settings = CheckpointSettings.from_env()
         if settings is None:
             raise RuntimeError(
@@ -92,6 +102,14 @@ def check_storage() -> None:
     """Start the reporter before the rank's program, which may run for days before it reports."""
     with contextlib.suppress(UnknownScheme):  # the program may register the scheme
         session.start_reporter()
+
+
+def _require_rank(what: str) -> None:
+    if not _is_rank():
+        raise RuntimeError(
+            f"{what} can only be called by the ranks of a run: call them in the function that "
+            "TorchTrainer or TorchDistributor runs."
+        )
 
 
 def _is_rank() -> bool:

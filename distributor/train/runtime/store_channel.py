@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,8 @@ UPLOAD_TIMEOUT_SECONDS = 6 * 3600.0
 """Seconds that a rank waits for the uploads of other ranks, all of which have begun."""
 LATE_WARNING_SECONDS = 60.0
 """Seconds after which rank 0 prints which ranks it is waiting for."""
+
+EQUALLY_OFTEN = "Every rank must call report equally often."
 
 
 class StoreChannel:
@@ -97,9 +100,7 @@ class StoreChannel:
             waits = self._waits_for(missing, LATE_WARNING_SECONDS)
             print(f"distributor: {waits} to report, or to upload files.", flush=True)
         if missing := self._missing(keys, start + timeout):
-            raise DistributorError(
-                f"{self._waits_for(missing, timeout)}. Every rank must call report equally often."
-            )
+            raise DistributorError(f"{self._waits_for(missing, timeout)}. {EQUALLY_OFTEN}")
         return [json.loads(self._get(key)) for key in keys.values()]
 
     def _waits_for(self, missing: list[int], seconds: float) -> str:
@@ -164,23 +165,51 @@ class StoreChannel:
                 self._store.delete_key(key)
         self._own_keys, self._last_round_keys, self._round_keys = [], self._round_keys, []
 
-    def barrier(self, key: str) -> None:
-        """Wait until all ranks have reached this call.
+    def agree(self, key: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """Wait until all ranks have reached this call, and return what rank 0 decides.
+
+        Parameters
+        ----------
+        key : str
+            A key of this call.
+        value : object
+            This rank's contribution.
+        decide : callable
+            Called on rank 0 with the contributions of all ranks.
 
         Raises
         ------
         DistributorError
-            If one does not in time; names the missing ranks.
+            On all ranks: if one does not reach it in time, which it names, or `decide` raises it.
         """
-        self.set_own(key, None)
+        self.set_own(key, {"value": value})
         if self.rank == 0:
-            self.set(key, self._late(key))
-        if late := self.get(key):
-            raise DistributorError(late)
+            self.set(key, self._decide(key, decide))
+        decision = self.get(key)
+        if "error" in decision:
+            raise DistributorError(decision["error"])
+        return decision["value"]
 
-    def _late(self, key: str) -> str | None:
+    def leave(self, key: str, why: str) -> None:
+        """Let the other ranks' calls of `agree` with this key fail: this rank will not call it."""
+        if self.rank == 0:
+            self.set(key, {"error": self._alone([f"rank 0 {why}"])})
+        else:
+            self.set_own(key, {"left": f"rank {self.rank} {why}"})
+
+    def _decide(self, key: str, decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
         try:
-            self.gather(key)
+            offers = self.gather(key)
+            if left := [each["left"] for each in offers if "left" in each]:
+                return {"error": self._alone(left)}
+            return {"value": decide([each["value"] for each in offers])}
         except DistributorError as error:
-            return str(error)
-        return None
+            return {"error": str(error)}
+
+    @staticmethod
+    def _alone(left: list[str]) -> str:
+        return f"{' and '.join(left)}, but other ranks report once more. {EQUALLY_OFTEN}"
+
+    def barrier(self, key: str) -> None:
+        """Wait until all ranks have reached this call; raises as `agree` does."""
+        self.agree(key, None, lambda values: None)

@@ -8,10 +8,10 @@ from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.errors import DistributorError
-from distributor.train.storage.checkpoint_store import NUMBERED, Storage
+from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import CHECKPOINT_LOG, Manifest, StoredFile
 from distributor.train.storage.report_log import RUN_LOG, Report, from_lines, to_lines
-from distributor.train.storage.retention import check_score, select_removable
+from distributor.train.storage.retention import score_of, select_removable
 
 LOG_INTERVAL = 10.0
 """Seconds after which reports without a checkpoint are written to the run's log."""
@@ -34,7 +34,7 @@ class CheckpointManager:
         self._reports: list[Report] = []
         self._logged = 0
         self._logged_at = time.monotonic()
-        self._has_warned = False
+        self._warned: set[str] = set()  # kinds of warnings
 
     def resume_from(self, checkpoint: str | None) -> int:
         """Forget the reports after a checkpoint, and return the number of those up to it."""
@@ -66,21 +66,47 @@ class CheckpointManager:
         """
         _check_parts(parts)
         files = [part["files"] for part in parts if part["files"] is not None]
-        if not files:
-            self._reports.append(report)
-        elif not any(files):
-            raise DistributorError(
-                "The checkpoint is empty: no rank has saved anything in the folder that it "
-                "reports. Report without a checkpoint if there is nothing to save."
-            )
-        else:
-            assert report.checkpoint is not None
-            if NUMBERED.fullmatch(report.checkpoint):
-                check_score(report.metrics, self._settings)
-            self._reports.append(report)
-            self._commit(report, index, _merge_files(files), parts[0]["positions"])
+        self._reports.append(report)
+        if files:
+            stored = _merge_files(files)
+            if not stored:
+                self._warn_once("empty", f"{report.checkpoint} is empty: no rank saved a file.")
+            self._warn_of_versions(stored, parts)
+            self._warn_without_score(report)
+            self._commit(report, index, stored, parts[0]["positions"])
         if files or time.monotonic() > self._logged_at + LOG_INTERVAL:
             self.write_log()
+
+    def _warn_of_versions(
+        self, stored: Sequence[StoredFile], parts: Sequence[dict[str, Any]]
+    ) -> None:
+        """Warn once if ranks have reported different files of one name."""
+        kept = set(stored)
+        for rank, part in enumerate(parts):
+            for file in (StoredFile(**fields) for fields in part["other versions"]):
+                if file not in kept:
+                    self._warn_once(
+                        "versions",
+                        f"Several ranks report a file {file.name} with different content; that of "
+                        f"rank {rank} is not in the checkpoint. Include the rank in the name of a "
+                        "file that each rank needs.",
+                    )
+
+    def _warn_without_score(self, report: Report) -> None:
+        """Warn once if a checkpoint cannot be ranked."""
+        name = self._settings.score_attribute
+        if name is not None and score_of(report.metrics, name) is None:
+            self._warn_once(
+                "score",
+                f"checkpoint_score_attribute is {name!r}, but the metrics that were reported with "
+                f"{report.checkpoint} contain no such number, so it ranks last: "
+                f"{dict(report.metrics)}.",
+            )
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            print(f"distributor: {message}", flush=True)
 
     def write_log(self) -> None:
         """Update the run's log; if that fails, each checkpoint still has its own."""
@@ -89,9 +115,7 @@ class CheckpointManager:
         try:
             self._storage.write(RUN_LOG, to_lines(self._reports))
         except OSError as error:  # mounted object stores cannot overwrite a file
-            if not self._has_warned:
-                self._has_warned = True
-                print(f"distributor: {RUN_LOG} cannot be updated: {error}.", flush=True)
+            self._warn_once("log", f"{RUN_LOG} cannot be updated: {error}.")
         self._logged, self._logged_at = len(self._reports), time.monotonic()
 
     def _commit(
@@ -123,18 +147,10 @@ class CheckpointManager:
 
 
 def _check_parts(parts: Sequence[dict[str, Any]]) -> None:
-    """Check that no rank has failed, and that ranks name the checkpoint alike."""
+    """Check that no rank has failed."""
     for rank, part in enumerate(parts):
         if "error" in part:
             raise DistributorError(f"Rank {rank} could not upload its checkpoint: {part['error']}")
-    ranked = list(enumerate(parts))
-    names = {part["name"]: rank for rank, part in reversed(ranked) if part["name"] is not None}
-    if len(names) > 1:
-        found = ", ".join(f"{name!r} on rank {rank}" for name, rank in names.items())
-        raise DistributorError(
-            f"Ranks report a checkpoint under different names: {found}. Pass the same "
-            "checkpoint_dir_name on all ranks."
-        )
 
 
 def _merge_files(parts: list[list[dict[str, Any]]]) -> tuple[StoredFile, ...]:

@@ -13,7 +13,6 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow.fs as pafs
@@ -24,7 +23,12 @@ from distributor.train.storage.filesystems import is_local, list_files, make_fol
 from distributor.train.storage.integrity import check_sizes, find_damage
 from distributor.train.storage.manifest import MANIFEST, RESERVED, Manifest, StoredFile
 from distributor.train.storage.upload import break_hardlink, size_and_checksum, upload_file
-from distributor.train.storage.upload_assignment import Assignment, assign_all, file_identity
+from distributor.train.storage.upload_assignment import (
+    Assignment,
+    assign_all,
+    files_of,
+    identities_of,
+)
 
 PREFIX = "checkpoint_"
 NUMBERED = re.compile(rf"{PREFIX}(\d+)")
@@ -101,8 +105,11 @@ class Storage:
         assignment: Assignment = assign_all,
         *,
         keep: bool = True,
-    ) -> list[StoredFile]:
+    ) -> tuple[list[StoredFile], list[StoredFile]]:
         """Upload a rank's files into a checkpoint, which does not exist until it is committed.
+
+        Returns the files that it has uploaded, and those of which another rank uploads another
+        version.
 
         Parameters
         ----------
@@ -121,23 +128,19 @@ class Storage:
             If the checkpoint is already committed: checkpoints are never overwritten.
         """
         self._check_uncommitted(checkpoint)
-        root = Path(folder)
-        paths = sorted(path for path in root.rglob("*") if path.is_file())
-        files = {str(path.relative_to(root)): path for path in paths}
-        for name in RESERVED:  # the folder may be an earlier checkpoint
-            files.pop(name, None)
+        files = files_of(folder)
         for target in {self._path(checkpoint, name).rpartition("/")[0] for name in files}:
             make_folder(self.filesystem, target)
-        stored = []
-        identities = {name: file_identity(file) for name, file in files.items()}
-        for name, uploads in assignment(identities):
+        uploaded, others = [], []
+        for name, uploads in assignment(identities_of(files)):
             if uploads:
                 target = self._path(checkpoint, name)
                 sums = upload_file(files[name], self.filesystem, target, keep=keep)
+                uploaded.append(StoredFile(name, *sums))
             else:
                 sums = size_and_checksum(pafs.LocalFileSystem(), str(files[name]))
-            stored.append(StoredFile(name, *sums))
-        return stored
+                others.append(StoredFile(name, *sums))
+        return uploaded, others
 
     def describe(self, checkpoint: str, assignment: Assignment = assign_all) -> list[StoredFile]:
         """Read the files that ranks have saved in a checkpoint's folder, and describe them.

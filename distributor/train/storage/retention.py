@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings
-from distributor.errors import DistributorError
 from distributor.train.storage.manifest import Manifest
 
 
@@ -28,30 +27,31 @@ def select_removable(
     """
     if settings.num_to_keep is None:
         return []
-    ranked = sorted(committed, key=lambda pair: _rank_key(pair[1], settings))
-    kept = {name for name, _ in [*ranked[-settings.num_to_keep :], *committed[-1:]]}
+    best = ranked(committed, settings)[-settings.num_to_keep :]
+    kept = {name for name, _ in [*best, *committed[-1:]]}
     return [name for name, _ in committed if name not in kept]
 
 
-def check_score(metrics: Mapping[str, Any], settings: CheckpointSettings) -> None:
-    """Check that metrics include the one that checkpoints are ranked by.
+def ranked(
+    committed: Sequence[tuple[str, Manifest]], settings: CheckpointSettings
+) -> list[tuple[str, Manifest]]:
+    """Return checkpoints from the worst to the best; by age if they are not ranked by a metric."""
+    return sorted(committed, key=lambda pair: _rank_key(pair[1], settings))
 
-    Raises
-    ------
-    DistributorError
-        If it is missing, or is not a number.
-    """
-    name = settings.score_attribute
-    if name is not None and not isinstance(metrics.get(name), (int, float)):
-        raise DistributorError(
-            f"checkpoint_score_attribute is {name!r}, but the metrics that were reported with the "
-            f"checkpoint contain no such number: {dict(metrics)}."
-        )
+
+def score_of(metrics: Mapping[str, Any], name: str) -> float | None:
+    """Return a metric by its name, or by a path such as ``val/loss``; None if it is no number."""
+    found: Any = metrics.get(name)
+    if found is None:
+        found = metrics
+        for key in name.split("/"):
+            found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, (int, float)) and not math.isnan(found) else None
 
 
 def _rank_key(manifest: Manifest, settings: CheckpointSettings) -> tuple[float, int]:
     """Return a sort key: the metric, which may be missing, then the age."""
-    score = manifest.metrics.get(settings.score_attribute or "")
-    if not isinstance(score, (int, float)) or math.isnan(score):
+    score = score_of(manifest.metrics, settings.score_attribute or "")
+    if score is None:
         return -math.inf, manifest.index
     return (score if settings.score_order == "max" else -score), manifest.index

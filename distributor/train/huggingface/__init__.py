@@ -1,0 +1,1 @@
+"""Libraries of Hugging Face, under the names of ``ray.train.huggingface``."""
