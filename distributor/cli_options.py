@@ -7,14 +7,28 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from distributor.core.spelling import suggestion
 from distributor.launch.settings import help_of
 from distributor.torch_distributor import TorchDistributor
 from distributor.version import __version__
 
 
+class _Parser(argparse.ArgumentParser):
+    """Answers an unknown option with the one that was likely meant."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the arguments; exit with 2 if they are invalid."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            option, *_ = unknown[0].split("=")
+            known = getattr(parsed, "known_options", [])
+            self.error(f"unrecognized argument: {option}. {suggestion(option, known)}".strip())
+        return parsed
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser. Parsed options have the name of the command in ``command``."""
-    parser = argparse.ArgumentParser(prog="distributor", description="Run PyTorch on Spark.")
+    parser = _Parser(prog="distributor", description="Run PyTorch on Spark.")
     parser.add_argument("--version", action="version", version=f"distributor {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -24,11 +38,12 @@ def make_parser() -> argparse.ArgumentParser:
         usage="distributor run [options] (script.py | -m package.module) [-- args ...]",
         argument_default=argparse.SUPPRESS,
     )
-    run.set_defaults(command="run")
+    known = ["--master", "--conf", "--module"]
+    run.set_defaults(command="run", known_options=known)
     for field in dataclasses.fields(TorchDistributor):
         one_of = run.add_mutually_exclusive_group()
         for flags, option in _flags_of(field):
-            one_of.add_argument(*flags, dest=field.name, **option)
+            known += one_of.add_argument(*flags, dest=field.name, **option).option_strings
     run.add_argument(
         "--master",
         help="with --cluster: Spark's master URL (default: from Spark's configuration)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,8 +15,13 @@ from distributor.launch import retry
 from distributor.launch.call_site import CallSite
 from distributor.launch.job import Job, Launcher, new_run_id
 from distributor.launch.local import LocalLauncher
+from distributor.launch.one_time_warnings import warn_once
 from distributor.launch.programs import program_of
-from distributor.launch.setting_checks import check_bool, check_num_processes
+from distributor.launch.setting_checks import (
+    check_bool,
+    check_num_processes,
+    ignored_settings,
+)
 from distributor.launch.settings import Settings, forwarded_env, gpu_type_of, setting
 from distributor.launch.spark.plan import plan_cluster, plan_local
 from distributor.launch.spark.session import Session
@@ -58,6 +63,7 @@ class PlannedSettings(Settings):
     )
 
     def __post_init__(self) -> None:
+        given = [field.name for field in fields(self) if _is_given(self, field)]
         super().__post_init__()
         # The dataclass is frozen for its users; here the number of ranks is resolved, once.
         name = self.spelling.num_processes
@@ -66,6 +72,13 @@ class PlannedSettings(Settings):
         resolved = planned if min_processes == max_processes else (min_processes, planned)
         object.__setattr__(self, "num_processes", resolved)
         launcher.prepare(self, planned)
+        for message in ignored_settings(self, given):
+            warn_once(message)
+
+
+def _is_given(settings: Settings, field: Field[Any]) -> bool:
+    value = getattr(settings, field.name)
+    return value is not None and value is not field.default
 
 
 def plan(settings: PlannedSettings, min_processes: int, max_processes: int) -> tuple[Launcher, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import re
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from dataclasses import fields
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from distributor.core.gpus import GPUType
-from distributor.core.spelling import Spelling
+from distributor.core.spelling import Spelling, unknown_argument
 from distributor.launch.future import RunFuture
 from distributor.launch.output.messages import warn
 from distributor.launch.setting_checks import check_bool, check_gpu_type
@@ -232,12 +233,9 @@ _ACCELERATOR = re.compile(r"(?:GPU_)?(\d+)x(\w+)", re.IGNORECASE)
 
 
 def _check_names(settings: dict[str, Any]) -> None:
-    if unknown := sorted(settings.keys() - _SETTINGS):
-        raise TypeError(
-            f"distributed got unknown arguments: {', '.join(unknown)}. It takes gpus, gpu_type, "
-            "remote, num_accelerators, accelerator_type, use_gpu, run_async, "
-            f"{', '.join(sorted(_SETTINGS))}."
-        )
+    for name in settings.keys() - _SETTINGS:
+        known = {*inspect.signature(distributed).parameters, *_SETTINGS} - {"settings"}
+        raise TypeError(unknown_argument("distributed()", name, known))
 
 
 def _one_of(name: str, value: Any, newer: str, newer_value: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
+from distributor.core.spelling import checks_keywords
 from distributor.launch.future import RunFuture, start_run
 from distributor.launch.settings import documented
 from distributor.prepared_run import PlannedSettings, prepare_run
@@ -16,6 +17,7 @@ R = TypeVar("R")
 
 
 @documented()
+@checks_keywords
 @dataclass(frozen=True)
 class TorchDistributor(PlannedSettings):
     """Runs a PyTorch function or script on several ranks, on this machine or on a Spark cluster.

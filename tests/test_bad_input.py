@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from distributor import TorchDistributor, UnpicklableError
+from distributor.launch.one_time_warnings import warn_once
 
 FOLDER = Path(__file__).parent
 NAN, INFINITY = float("nan"), float("inf")
@@ -84,6 +85,9 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_processes": [4, 2]}, ValueError, r"num_processes .*but is \[4, 2\]: the minimum is"),
     ({"num_processes": (2, 3, 4)}, TypeError, r"\(minimum, maximum\), but is \(2, 3, 4\)"),
     ({"num_processes": (1, "2")}, TypeError, "num_processes .* but is '2' of type str"),
+    ({"num_proceses": 2}, TypeError, "argument 'num_proceses'. Did you mean 'num_processes'?"),
+    ({"num_workers": 2}, TypeError, "argument 'num_workers'. Did you mean 'num_processes'?"),
+    ({"colour": "red"}, TypeError, "argument 'colour'. It takes env, .*warm"),
     ({"local_mode": "False"}, TypeError, "local_mode must be True or False, but is 'False' of"),
     ({"use_gpu": "no"}, TypeError, "use_gpu must be True or False, but is 'no' of type str"),
     ({"use_gpu": 2}, TypeError, "use_gpu must be True or False, but is 2 of type int"),
@@ -179,6 +183,26 @@ def test_an_invalid_setting(
 ) -> None:
     with nothing_launched(), pytest.raises(kind, match=message):
         local(**settings).run(train)
+
+
+def test_settings_that_have_no_effect(warned: Callable[[], list[str]]) -> None:
+    warn_once.cache_clear()
+    for _ in range(2):
+        local(pool="etl", hub_port=0, gpu_type="A10", preload=["json"])
+    assert warned() == [
+        "pool and hub_port have no effect: the ranks run on this machine, without Spark.",
+        "gpu_type has no effect: the ranks have no GPUs.",
+        "preload has no effect: with warm=False, each rank starts a new interpreter.",
+    ]
+
+
+def test_settings_of_an_administrator_are_not_said_to_have_no_effect(
+    warned: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warn_once.cache_clear()
+    monkeypatch.setenv("DISTRIBUTOR_HUB_PORT", "7000")
+    assert local().hub_port == 7000
+    assert warned() == []
 
 
 THIS, OTHER = f"{sys.version_info[0]}.{sys.version_info[1]}", "3.2"

@@ -128,7 +128,7 @@ def test_the_exit_code_is_that_of_the_script(
     ("options", "message"),
     [
         (["no-such-script.py"], "no script no-such-script.py"),
-        (["--nproc", "0", "train.py"], "num_processes has to be a positive integer, but is 0"),
+        (["--nproc", "0", "train.py"], "--nproc has to be a positive integer, but is 0"),
         (["--nproc", "two", "train.py"], "--nproc.*expected a number of ranks, or .* found 'two'"),
         (["--nproc", "1,2,3", "train.py"], "--nproc.* such as 2,4; found '1,2,3'"),
         (["--nproc", "4,2", "train.py"], "minimum is greater than the maximum"),
@@ -142,6 +142,7 @@ def test_the_exit_code_is_that_of_the_script(
         (["--hub-address", "host:abc", "train.py"], "hub_address must be 'host' or 'host:port'"),
         (["--log-dir", "train.py", "train.py"], "log_dir must be the path of a folder"),
         (["--no-such-option", "train.py"], "no-such-option"),
+        (["--nprocs=2", "train.py"], "--nprocs. Did you mean '--nproc'?"),
         ([], "required: script"),
     ],
 )
@@ -165,7 +166,7 @@ NO_SPARK = {"JAVA_HOME": "/there/is/no/java"}
     [
         (["no-such-script.py"], 2, "no script no-such-script.py"),
         (["-m", "no_such.module"], 2, "no module no_such"),
-        (["--nproc", "0", "train.py"], 2, "num_processes has to be a positive integer"),
+        (["--nproc", "0", "train.py"], 2, "--nproc has to be a positive integer"),
         (["--timeout", "-1", "train.py"], 2, "timeout must be a positive"),
         (["--master", "sprak://here:7077", "train.py"], 2, "--master is 'sprak://here:7077', .*"),
         (["--master", "spark://here", "train.py"], 2, "--master is 'spark://here', .*HOST:PORT"),

@@ -259,7 +259,7 @@ def test_bad_input_is_an_error_before_anything_is_launched(
         ({"gpu_type": "A10", "accelerator_type": "A10"}, "gpu_type and accelerator_type are two"),
         (
             {"gpus": 2, "num_gpus": 3},
-            "unknown arguments: num_gpus. It takes gpus, gpu_type, re",
+            r"distributed\(\) got an unexpected keyword argument 'num_gpus'. Did you mean 'gpus'",
         ),
     ],
 )

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True)
@@ -22,3 +27,52 @@ class Spelling:
     api: str = "TorchDistributor"
     num_processes: str = "num_processes"
     run_here: str = "pass local_mode=True"
+
+
+T = TypeVar("T")
+
+_SYNONYMS = (
+    {"num_processes", "num_workers", "gpus", "num_gpus", "num_accelerators", "nproc", "numGpus"},
+    {"local_mode", "localMode", "remote"},
+    {"use_gpu", "useGpu"},
+    {"gpu_type", "accelerator_type"},
+)
+"""Names that APIs have for one parameter."""
+
+
+def unknown_argument(function: str, name: str, known: Iterable[str]) -> str:
+    """Return the message for an argument that does not exist, with the one that was likely meant.
+
+    Examples
+    --------
+    >>> unknown_argument("run", "num_gpus", ["num_processes", "timeout"])
+    "run got an unexpected keyword argument 'num_gpus'. Did you mean 'num_processes'?"
+    """
+    return f"{function} got an unexpected keyword argument {name!r}. {suggestion(name, known)}"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return a question for the known name that is most like an unknown one, or all known names."""
+    names = sorted(known)
+    same = [each for group in _SYNONYMS if name in group for each in names if each in group]
+    if nearest := same or difflib.get_close_matches(name, names, 1):
+        return f"Did you mean {nearest[0]!r}?"
+    return f"It takes {', '.join(names)}." if names else ""
+
+
+def checks_keywords(cls: type[T]) -> type[T]:
+    """Decorate a class so that an unknown argument of its constructor is answered with a known one.
+
+    Python does so too, since 3.13, but knows no synonyms.
+    """
+    construct = cls.__init__
+    known = [*inspect.signature(construct).parameters][1:]
+
+    @functools.wraps(construct)
+    def checked(self: T, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs.keys() - set(known):
+            raise TypeError(unknown_argument(f"{cls.__name__}()", name, known))
+        construct(self, *args, **kwargs)
+
+    cls.__init__ = checked  # type: ignore[assignment, method-assign]
+    return cls

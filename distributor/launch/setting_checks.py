@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from distributor.core.gpus import GPUType
 from distributor.launch.run_listener import Listener
@@ -174,6 +175,44 @@ def check_listeners(name: str, listeners: object) -> None:
     """Check ``listeners``: objects of `Listener` classes."""
     if not isinstance(listeners, Sequence) or not all(isinstance(x, Listener) for x in listeners):
         raise TypeError(f"{name} must be a list of Listener objects, but is {listeners!r}.")
+
+
+_IGNORED: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
+    (
+        ("pool", "hub_address", "hub_port"),
+        lambda settings: settings.local_mode,
+        "the ranks run on this machine, without Spark",
+    ),
+    (("gpu_type",), lambda settings: not settings.use_gpu, "the ranks have no GPUs"),
+    (
+        ("preload",),
+        lambda settings: not settings.warm,
+        "with warm=False, each rank starts a new interpreter",
+    ),
+]
+"""Settings, when they have no effect, and why."""
+
+
+def ignored_settings(settings: Any, given: Collection[str]) -> list[str]:
+    """Return a message for each group of settings that the others make meaningless.
+
+    Parameters
+    ----------
+    settings : TorchDistributor
+        All settings.
+    given : collection of str
+        The settings that the user has chosen.
+    """
+    groups = (
+        ([name for name in names if name in given], reason)
+        for names, is_ignored, reason in _IGNORED
+        if is_ignored(settings)
+    )
+    return [
+        f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'} no effect: {reason}."
+        for names, reason in groups
+        if names
+    ]
 
 
 def _type_of(value: object) -> str:
