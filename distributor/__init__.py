@@ -2,6 +2,7 @@
 
 from distributor import runtime
 from distributor.core.telemetry import Progress, Reported
+from distributor.deepspeed_distributor import DeepspeedTorchDistributor
 from distributor.errors import (
     DistributorError,
     ExecutorNotReady,
@@ -24,6 +25,7 @@ from distributor.torch_distributor import TorchDistributor
 from distributor.version import __version__
 
 __all__ = [
+    "DeepspeedTorchDistributor",
     "DistributorError",
     "ExecutorNotReady",
     "Listener",

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from distributor.core.checkpoint_config import CheckpointSettings, absolute
 from distributor.core.redaction import Redaction
-from distributor.core.spelling import Spelling
 from distributor.launch import retry
 from distributor.launch.call_site import CallSite
 from distributor.launch.job import Job, Launcher, new_run_id
@@ -39,8 +38,6 @@ CHECK_STORAGE = "distributor.train.runtime.session:check_storage"
 class PlannedSettings(Settings):
     """Settings together with the number and place of the ranks, which are planned here."""
 
-    spelling: ClassVar[Spelling] = Spelling()
-
     num_processes: int | tuple[int, int] = setting(
         1,
         "int or (int, int)",
@@ -58,7 +55,8 @@ class PlannedSettings(Settings):
     use_gpu: bool = setting(
         True,
         "bool",
-        "Whether each rank has a GPU. If False, GPUs are hidden from the ranks.",
+        """Whether each rank has a GPU. If False, GPUs are hidden from the ranks on executors, and
+        those on this machine have its ``CUDA_VISIBLE_DEVICES``.""",
         check_bool,
     )
 
@@ -68,12 +66,31 @@ class PlannedSettings(Settings):
         # The dataclass is frozen for its users; here the number of ranks is resolved, once.
         name = self.spelling.num_processes
         min_processes, max_processes = check_num_processes(self.num_processes, name)
-        launcher, planned = plan(self, min_processes, max_processes)
-        resolved = planned if min_processes == max_processes else (min_processes, planned)
+        planned = plan(self, min_processes, max_processes)
+        ranks = planned.num_processes
+        resolved = ranks if min_processes == max_processes else (min_processes, ranks)
         object.__setattr__(self, "num_processes", resolved)
-        launcher.prepare(self, planned)
+        vars(self)["_num_tasks"] = planned.num_tasks
+        planned.launcher.prepare(self, ranks)
         for message in ignored_settings(self, given):
             warn_once(message)
+
+    @property
+    def num_tasks(self) -> int:
+        """The number of Spark tasks; for ranks on this machine, the number of ranks."""
+        return int(vars(self)["_num_tasks"])
+
+    @property
+    def input_params(self) -> dict[str, Any]:
+        """A new dict with the names and values that PySpark's class keeps in its own."""
+        names = ("num_processes", "local_mode", "use_gpu", "num_tasks")
+        return {name: getattr(self, name) for name in names}
+
+    def _program_of(
+        self, train_object: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Program:
+        """Return what ranks run for these arguments of ``run``."""
+        return program_of(train_object, args, kwargs)
 
 
 def _is_given(settings: Settings, field: Field[Any]) -> bool:
@@ -81,21 +98,39 @@ def _is_given(settings: Settings, field: Field[Any]) -> bool:
     return value is not None and value is not field.default
 
 
-def plan(settings: PlannedSettings, min_processes: int, max_processes: int) -> tuple[Launcher, int]:
-    """Return the launcher, and the maximum number of ranks that it can start."""
+class Planned(NamedTuple):
+    """How the ranks will be started.
+
+    Parameters
+    ----------
+    launcher : Launcher
+        Starts the ranks.
+    num_processes : int
+        The number of ranks, or the maximum.
+    num_tasks : int
+        The number of Spark tasks; for ranks on this machine, the number of ranks.
+    """
+
+    launcher: Launcher
+    num_processes: int
+    num_tasks: int
+
+
+def plan(settings: PlannedSettings, min_processes: int, max_processes: int) -> Planned:
+    """Plan the ranks: their number, their launcher and their GPUs."""
     if settings.local_mode:
         gpu_type = gpu_type_of(settings)
         local = plan_local(
             min_processes, max_processes, settings.use_gpu, gpu_type, settings.spelling
         )
-        return LocalLauncher(local.gpus), local.num_processes
+        return Planned(LocalLauncher(local.gpus), local.num_processes, local.num_processes)
     from distributor.launch.spark.launcher import SparkLauncher  # not needed in local mode
 
     session = Session.require_active(settings.spelling.run_here)
     cluster = plan_cluster(
         session, max_processes, settings.use_gpu, settings.pool, settings.spelling
     )
-    return SparkLauncher(session, cluster), max_processes
+    return Planned(SparkLauncher(session, cluster), max_processes, cluster.num_tasks)
 
 
 @dataclass(frozen=True)
@@ -131,11 +166,12 @@ def prepare_run(
     kwargs: Mapping[str, Any],
 ) -> PreparedRun:
     """Build the job of one call; `keep_all` requests the values of all ranks."""
-    program = program_of(train_object, args, kwargs)
+    program = settings._program_of(train_object, args, kwargs)
     if settings.storage_path is not None:
         program = replace(program, begins_with=CHECK_STORAGE)
     min_processes, max_processes = check_num_processes(settings.num_processes)
-    launcher, num_processes = plan(settings, min_processes, max_processes)
+    launcher, num_processes, _ = plan(settings, min_processes, max_processes)
+    launcher.check(settings.spelling)
     run_id = new_run_id()
     facts = {"num_processes": num_processes, "use_gpu": settings.use_gpu, **launcher.describe()}
     tracking = open_run(

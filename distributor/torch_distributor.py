@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, overload
 
-from distributor.core.spelling import checks_keywords
+from distributor.core.spelling import Spelling, checks_keywords
 from distributor.launch.future import RunFuture, start_run
 from distributor.launch.settings import documented
+from distributor.launch.spark.session import Session
 from distributor.prepared_run import PlannedSettings, prepare_run
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,8 +43,18 @@ class TorchDistributor(PlannedSettings):
     TypeError, ValueError, OSError
         If a setting is invalid. The message names the setting and its value.
     RuntimeError
-        If there are no GPUs or too few, if Spark's configuration demands encryption, or if
-        distributed mode finds no active Spark session.
+        If there are no GPUs or too few, or if distributed mode finds no active Spark session.
+
+    Attributes
+    ----------
+    num_tasks : int
+        The number of Spark tasks; in local mode, as in PySpark's class, the number of ranks.
+    input_params : dict
+        ``num_processes``, ``local_mode``, ``use_gpu`` and ``num_tasks``, in a new dict each time.
+    logger : logging.Logger
+        Receives what PySpark's class logs; other messages go to the logger "distributor".
+    spark : SparkSession or None
+        The active Spark session.
 
     Examples
     --------
@@ -50,6 +65,19 @@ class TorchDistributor(PlannedSettings):
     >>> TorchDistributor(num_processes=2, local_mode=True, use_gpu=False).run(train, 1e-3)
     2
     """
+
+    spelling = Spelling(logger="TorchDistributor", hides_gpus=False)
+
+    @property
+    def logger(self) -> logging.Logger:
+        """The logger for what PySpark's class logs."""
+        return logging.getLogger(self.spelling.logger)
+
+    @property
+    def spark(self) -> SparkSession | None:
+        """The active Spark session."""
+        session = Session.active()
+        return None if session is None else session.spark
 
     @overload
     def run(self, train_object: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
@@ -94,8 +122,11 @@ class TorchDistributor(PlannedSettings):
             If the callable, an argument or a value cannot be pickled.
         ValueTooLarge
             If a value cannot be sent to the driver; `load_value` reads it.
-        TypeError, OSError
-            If `train_object` is not a callable or a file, or ``hub_address`` cannot be bound.
+        TypeError, ValueError, OSError
+            If `train_object` is not a callable or a Python script, a script has keyword arguments,
+            or ``hub_address`` cannot be bound.
+        RuntimeError
+            If Spark's configuration requires encryption, or there are too few GPUs by now.
         DistributorError
             The base class of the errors of this package above, and raised itself if a returned
             value cannot be unpickled here.
@@ -175,8 +206,8 @@ class TorchDistributor(PlannedSettings):
 
         Raises
         ------
-        TypeError, OSError, UnpicklableError
-            If the arguments are invalid. Errors of the run itself are raised by the future.
+        TypeError, ValueError, OSError, RuntimeError, UnpicklableError
+            If the run cannot start, as `run` raises them. The future raises errors of the run.
 
         Examples
         --------
@@ -216,8 +247,8 @@ class TorchDistributor(PlannedSettings):
 
         Raises
         ------
-        TypeError, OSError, UnpicklableError
-            If the arguments are invalid. Errors of the run itself are raised by the future.
+        TypeError, ValueError, OSError, RuntimeError, UnpicklableError
+            If the run cannot start, as `run` raises them. The future raises errors of the run.
 
         Examples
         --------
@@ -226,6 +257,9 @@ class TorchDistributor(PlannedSettings):
         [0, 1]
         """
         return self._submit(lambda values: values, True, train_object, args, kwargs)
+
+    def _train_on_dataframe(self, *args: object, **kwargs: object) -> NoReturn:
+        _refuse_dataframes("TorchDistributor._train_on_dataframe")
 
     def _submit(
         self,
@@ -238,3 +272,15 @@ class TorchDistributor(PlannedSettings):
         prepared = prepare_run(self, keep_all, train_object, args, kwargs)
         cancellation, thread = prepared.job.cancellation, prepared.launcher.thread
         return start_run(lambda: pick(prepared.run()), cancellation, thread)
+
+
+def _get_spark_partition_data_loader(*args: object, **kwargs: object) -> NoReturn:
+    """Refuse what PySpark's module has under this name, for functions on DataFrames."""
+    _refuse_dataframes("_get_spark_partition_data_loader")
+
+
+def _refuse_dataframes(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{name} is not supported: ranks cannot be given a Spark DataFrame. Write it to storage "
+        "that all ranks can read (df.write.parquet), and read a part of the files on each rank."
+    )

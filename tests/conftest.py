@@ -29,6 +29,8 @@ from distributor._compat.pyspark import java_context
 
 os.environ.setdefault("DISTRIBUTOR_IDLE_IMPORT_SECONDS", "600")  # inherited by all processes
 CLUSTER = "local-cluster[2,2,1024]"
+LOGGERS = ("distributor", "TorchDistributor", "DeepspeedTorchDistributor")
+"""The loggers of this package's messages."""
 DEADLINE = 300
 """Seconds for a driver program, Spark's start included."""
 
@@ -75,7 +77,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """Return a function that lists this package's warnings so far, and no other's."""
 
     def messages() -> list[str]:
-        ours = [record for record in caplog.records if record.name == "distributor"]
+        ours = [record for record in caplog.records if record.name in LOGGERS]
         return [record.getMessage() for record in ours if record.levelno == logging.WARNING]
 
     return messages

@@ -331,7 +331,7 @@ def test_a_path_of_the_users_home(
 
 def test_a_script_given_keyword_arguments(nothing_launched: Any) -> None:
     runner: Any = local()
-    with nothing_launched(), pytest.raises(TypeError, match=r"got \['epochs', 'lr'\]") as caught:
+    with nothing_launched(), pytest.raises(ValueError, match="Pass epochs, lr as") as caught:
         runner.run(__file__, lr=0.1, epochs=3)
     assert "run('train.py', '--epochs=3')" in str(caught.value)
 

@@ -19,7 +19,13 @@ from typing import Any
 import pytest
 
 import distributor
-from distributor import RunFuture, TorchDistributor, distributed, runtime
+from distributor import (
+    DeepspeedTorchDistributor,
+    RunFuture,
+    TorchDistributor,
+    distributed,
+    runtime,
+)
 from distributor.serverless import DistributedFunction
 
 PACKAGE = Path(distributor.__file__).resolve().parent
@@ -35,7 +41,7 @@ LAYERS = [
     {"runtime", "tracking"},
     {"prepared_run"},
     {"torch_distributor"},
-    {"serverless", "train"},
+    {"deepspeed_distributor", "serverless", "train"},
     {"serverless_gpu", "cleaning", "cli_options"},
     {"", "cli", "demo"},
     {"__main__"},
@@ -341,6 +347,7 @@ def parameters_of(thing: Any) -> set[str]:
 def test_public_docstrings_name_the_apis_that_they_follow() -> None:
     pages = {
         TorchDistributor: "https://spark.apache.org/docs/latest/api/python/reference/api/",
+        DeepspeedTorchDistributor: "https://spark.apache.org/docs/latest/api/python/reference/api/",
         distributed: "https://docs.databricks.com/aws/en/machine-learning/ai-runtime/",
         RunFuture: "https://docs.python.org/3/library/concurrent.futures.html",
     }

@@ -1,4 +1,4 @@
-"""How the API that the user has called names things, for messages."""
+"""How the API that the user has called names things, and the conventions that it follows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 @dataclass(frozen=True)
 class Spelling:
-    """The names that one API uses; the defaults are those of `TorchDistributor`.
+    """The names and conventions of one API; the names are by default those of `TorchDistributor`.
 
     Parameters
     ----------
@@ -22,11 +22,24 @@ class Spelling:
         The parameter for the number of ranks.
     run_here : str
         What to do for ranks on this machine instead of a cluster.
+    run_on_cpus : str
+        What to do for ranks that use no GPUs.
+    logger : str
+        The logger for what PySpark's classes log, each to the logger of its name.
+    ignore_ssl : str
+        The Spark property that permits runs on a cluster that requires encryption.
+    hides_gpus : bool
+        Whether local ranks that use no GPUs have GPUs hidden from them. PySpark's classes leave
+        ``CUDA_VISIBLE_DEVICES`` as it is.
     """
 
     api: str = "TorchDistributor"
     num_processes: str = "num_processes"
     run_here: str = "pass local_mode=True"
+    run_on_cpus: str = "pass use_gpu=False (--cpu)"
+    logger: str = "distributor"
+    ignore_ssl: str = "pytorch.spark.distributor.ignoreSsl"
+    hides_gpus: bool = True
 
 
 T = TypeVar("T")

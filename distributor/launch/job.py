@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from distributor.core.spelling import Spelling
 from distributor.launch.call_site import CallSite
 from distributor.launch.cancellation import Cancellation
 from distributor.launch.graceful_shutdown import GracefulShutdown
@@ -108,6 +109,9 @@ class Launcher(Protocol):
 
     def training(self, num_processes: int) -> str:
         """Return how messages name a run of this size, as PySpark's class names it."""
+
+    def check(self, spelling: Spelling) -> None:
+        """Check what may keep a run from starting, although its settings are valid."""
 
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Start in advance what the first run would otherwise wait for."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from distributor.core.addresses import port_range
+from distributor.core.spelling import Spelling
 from distributor.launch.job import Job
 from distributor.launch.one_time_warnings import warn_about_nodes, warn_if_source_changed
 from distributor.launch.output.messages import notify
@@ -42,11 +43,12 @@ class LocalLauncher:
 
     Parameters
     ----------
-    gpus : tuple of str
-        Entries for ``CUDA_VISIBLE_DEVICES``, one for each rank; empty if ranks use no GPUs.
+    gpus : tuple of str or None
+        Entries for ``CUDA_VISIBLE_DEVICES``, one for each rank. If ranks use no GPUs, it is empty,
+        which hides all GPUs, or None, which leaves the variable as it is.
     """
 
-    gpus: tuple[str, ...]
+    gpus: tuple[str, ...] | None
 
     @property
     def shares_disk(self) -> bool:
@@ -56,6 +58,9 @@ class LocalLauncher:
     def training(self, num_processes: int) -> str:
         """Return how messages name a run of this size, as PySpark's class names it."""
         return f"local training with {num_processes} processes"
+
+    def check(self, spelling: Spelling) -> None:
+        """Do nothing: the plan has checked this machine."""
 
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Start the zygote in advance."""
@@ -119,7 +124,7 @@ class LocalLauncher:
 
     def describe(self) -> dict[str, object]:
         """Return where the ranks run, as tags of the run's record."""
-        return {"mode": "local", "nodes": 1, "gpus": len(self.gpus)}
+        return {"mode": "local", "nodes": 1, "gpus": len(self.gpus or ())}
 
     def thread(self, target: Callable[[], object]) -> threading.Thread:
         """Return a thread that can launch a run on behalf of the calling one."""
@@ -159,7 +164,7 @@ class _LocalListener(BaseAgentListener):
 
     def on_ranks_started(self) -> None:
         self._job.progress.add_started(self._job.num_processes)
-        notify(self._start_message)
+        notify(self._start_message, self._job.settings.spelling.logger)
 
     def on_rank_failed(self, failure: Failure) -> None:
         self._job.failures.append(failure)

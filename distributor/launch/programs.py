@@ -28,10 +28,9 @@ def program_of(
     Raises
     ------
     TypeError
-        If `train_object` is neither callable nor a path, its body would not run, or a script has
-        keyword arguments.
+        If `train_object` is neither callable nor a path, or its body would not run.
     ValueError
-        If the file is not a Python script.
+        If the file is not a Python script, or a script has keyword arguments.
     FileNotFoundError, IsADirectoryError
         If the path is not a file.
     UnpicklableError
@@ -109,9 +108,9 @@ def _find_module(name: str, path: Sequence[str]) -> ModuleSpec:
 
 def _script(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Script:
     if kwargs:
-        raise TypeError(
-            f"A script takes no keyword arguments, but got {sorted(kwargs)}. "
-            "Pass them as command-line arguments: run('train.py', '--epochs=3')."
+        raise ValueError(
+            "Running pytorch file does not support key-word type arguments. "
+            f"{instead_of_keywords(kwargs)}"
         )
     if path.is_dir():
         raise IsADirectoryError(f"run needs the path of a Python script, but {path} is a folder.")
@@ -124,6 +123,14 @@ def _script(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Scr
     source = path.read_bytes()
     _check_source(path, source)
     return Script(path.name, str(path), tuple(map(str, args)), source)
+
+
+def instead_of_keywords(kwargs: Mapping[str, Any]) -> str:
+    """Return what to do with the keyword arguments of a script."""
+    return (
+        f"Pass {', '.join(sorted(kwargs))} as command-line arguments: "
+        "run('train.py', '--epochs=3')."
+    )
 
 
 def _check_source(path: Path, source: bytes) -> None:

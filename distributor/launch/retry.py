@@ -95,7 +95,7 @@ def _run_attempts(job: Job, launcher: Launcher, listeners: Listeners, label: Run
                 raise
             notify(f"Failed: {failed[-1]}. Starting the next attempt.")
         else:
-            notify(f"Finished {launcher.training(count)}")
+            notify(f"Finished {launcher.training(count)}", job.settings.spelling.logger)
             return values
 
 

@@ -35,18 +35,19 @@ def check_num_processes(num_processes: object, name: str = "num_processes") -> t
         If a number is not positive, or the minimum is greater than the maximum.
     """
     if not isinstance(num_processes, (tuple, list)):
-        count = _checked_count(name, num_processes)
+        count = check_count(name, num_processes)
         return count, count
     expected = f"{name} as a pair must be (minimum, maximum), but is {num_processes}"
     if len(num_processes) != 2:
         raise TypeError(f"{expected}.")
-    min_processes, max_processes = (_checked_count(name, count) for count in num_processes)
+    min_processes, max_processes = (check_count(name, count) for count in num_processes)
     if min_processes > max_processes:
         raise ValueError(f"{expected}: the minimum is greater than the maximum.")
     return min_processes, max_processes
 
 
-def _checked_count(name: str, count: object) -> int:
+def check_count(name: str, count: object) -> int:
+    """Check a positive number, and return it as an int."""
     if isinstance(count, bool) or not hasattr(count, "__index__"):
         raise TypeError(
             f"{name} has to be a positive integer, but is {count!r} of type {_type_of(count)}."

@@ -12,11 +12,12 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from distributor.core.addresses import checked_port, port_range, split_address
 from distributor.core.checkpoint_config import check_name
 from distributor.core.gpus import GPUType
+from distributor.core.spelling import Spelling
 from distributor.launch import setting_checks as checks
 from distributor.launch.defaults import NOT_GIVEN, complete, folder, sources
 from distributor.launch.run_listener import Listener
@@ -108,6 +109,8 @@ class Settings:
     TypeError, ValueError, OSError
         If a setting is invalid. The message names the setting and its value.
     """
+
+    spelling: ClassVar[Spelling] = Spelling()
 
     env: Mapping[str, str] = setting(
         {},

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from distributor.serialization import oob_pickle
 from distributor.serialization.code_imports import imports_in_source
 from distributor.serialization.pickling import PickledCall
+
+
+@dataclass(frozen=True)
+class FileArgument:
+    """A command-line argument that is the path of a file, which each rank creates.
+
+    Parameters
+    ----------
+    name : str
+        The file's name.
+    content : str
+        Its content.
+    """
+
+    name: str
+    content: str
+
+
+Argument = str | FileArgument
 
 
 @dataclass(frozen=True)
@@ -22,11 +43,14 @@ class Call:
         The function and its arguments.
     begins_with : str
         A function to call first, as ``package.module:function``; empty for none.
+    args : tuple of str or FileArgument
+        The command-line arguments that the function sees in ``sys.argv``.
     """
 
     name: str
     call: PickledCall
     begins_with: str = ""
+    args: tuple[Argument, ...] = ()
 
     @property
     def size(self) -> int:
@@ -49,7 +73,7 @@ class Script:
         The file's name, for messages.
     path : str
         Its absolute path.
-    args : tuple of str
+    args : tuple of str or FileArgument
         Its command-line arguments.
     source : bytes
         Its content, for nodes that do not have the file.
@@ -59,7 +83,7 @@ class Script:
 
     name: str
     path: str
-    args: tuple[str, ...]
+    args: tuple[Argument, ...]
     source: bytes
     begins_with: str = ""
 
@@ -84,7 +108,7 @@ class Module:
         The module's name.
     folder : str
         Where the driver looks for it first; empty on nodes, which receive its files.
-    args : tuple of str
+    args : tuple of str or FileArgument
         Its command-line arguments.
     begins_with : str
         A function to call first, as ``package.module:function``; empty for none.
@@ -92,7 +116,7 @@ class Module:
 
     name: str
     folder: str
-    args: tuple[str, ...] = ()
+    args: tuple[Argument, ...] = ()
     begins_with: str = ""
 
     @property
@@ -107,6 +131,18 @@ class Module:
 
 
 Program = Call | Script | Module
+
+
+def write_files(args: Iterable[Argument], folder: str) -> list[str]:
+    """Write the files of file arguments into a folder, and return all arguments as strings."""
+    return [arg if isinstance(arg, str) else _write(arg, folder) for arg in args]
+
+
+def _write(file: FileArgument, folder: str) -> str:
+    path = os.path.join(folder, file.name)
+    with open(path, "w", encoding="utf-8") as stream:
+        stream.write(file.content)
+    return path
 
 
 def in_file(program: Program) -> BinaryIO:

@@ -203,14 +203,15 @@ def test_a_local_master_uses_the_gpus_of_the_driver(
     types, message = facts["three"]
     assert types[0] == "RuntimeError"
     assert message.startswith(
-        "On local[2] the driver needs a GPU for each of the 3 ranks, but it has 2 GPUs"
+        "On local[2] the driver needs a GPU for each of the 3 ranks, but it has 2 GPUs "
+        "('spark.task.resource.gpu.amount' was unset)"
     )
     assert facts["num_processes"] == 2
     assert stderr.count(TOO_MANY_PROCESSES) == 1
     check_numbers(facts["local"], 2, per_task=2)
     assert gpus("local") == ["0,1", "0,1"]
     check_numbers(facts["local cpu"], 3, per_task=3)
-    assert gpus("local cpu") == ["", "", ""]
+    assert gpus("local cpu") == [None, None, None]
     assert gpus("distributed, mask") == ["4", "5"]
     assert gpus("distributed, cpu") == ["", ""]
     assert gpus("local, mask") == ["4,5", "4,5"]

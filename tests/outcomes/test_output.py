@@ -244,7 +244,7 @@ def test_output_is_received_to_the_end_if_a_run_is_cut_short(distribute: Distrib
         wait_to_be_stopped()
 
     distributor, sink = distribute(1), CutShort()
-    launcher, _ = plan(distributor, 1, 1)
+    launcher = plan(distributor, 1, 1).launcher
     job = Job(
         program=program_of(program, (), {}), num_processes=1, min_processes=1, settings=distributor
     )

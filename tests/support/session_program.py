@@ -33,7 +33,8 @@ from distributor.launch.spark.monitor import rendezvous
 
 FOLDER = Path(sys.argv[2])
 """For all that a scenario reads and writes."""
-
+LOGGERS = ("distributor", "TorchDistributor")
+"""The loggers of the package's messages about runs."""
 
 Scenario = Callable[[Any, "Notes"], dict[str, Any]]
 """Gets the session and the package's messages, and returns what a test asserts on."""
@@ -49,7 +50,8 @@ class Notes(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[tuple[float, int, str]] = []
-        logging.getLogger("distributor").addHandler(self)
+        for name in LOGGERS:
+            logging.getLogger(name).addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.notes.append((time.monotonic(), record.levelno, record.getMessage()))
@@ -265,7 +267,8 @@ def one_link(spark: Any, notes: Notes) -> dict[str, Any]:
 
 
 def timeout_without_hub(spark: Any, notes: Notes) -> dict[str, Any]:
-    logging.getLogger("distributor").setLevel(logging.INFO)
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.INFO)
     distributor = ranks(timeout=10)
     with hub_without_nodes(), mock.patch.object(rendezvous, "LINK_SECONDS", 4.0):
         error = error_of(lambda: distributor.run(wait_forever))

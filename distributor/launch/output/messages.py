@@ -6,19 +6,21 @@ import logging
 
 from distributor.launch.output.screen import SCREEN
 
-_logger = logging.getLogger("distributor")
+LOGGER = "distributor"
+"""The logger of all messages except for those that PySpark's classes log too."""
 
 
-def notify(message: str) -> None:
+def notify(message: str, logger: str = LOGGER) -> None:
     """Show a message: through ``logging`` if the user has configured it, otherwise on stderr."""
-    if _logger.isEnabledFor(logging.INFO) and _logger.hasHandlers():
+    log = logging.getLogger(logger)
+    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         SCREEN.clear_line()
-        _logger.info(message, stacklevel=2)
+        log.info(message, stacklevel=2)
     else:
         SCREEN.print_message(message)
 
 
-def warn(message: str) -> None:
+def warn(message: str, logger: str = LOGGER) -> None:
     """Log a warning."""
     SCREEN.clear_line()
-    _logger.warning(message, stacklevel=2)
+    logging.getLogger(logger).warning(message, stacklevel=2)

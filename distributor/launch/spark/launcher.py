@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from distributor.core.addresses import port_range
 from distributor.core.resources import format_bytes
+from distributor.core.spelling import Spelling
 from distributor.core.text import counted
 from distributor.launch.defaults import conf_cache_dir
 from distributor.launch.job import Job
@@ -28,7 +29,7 @@ from distributor.launch.spark.log_quieting import quiet
 from distributor.launch.spark.monitor.run_monitor import RunMonitor
 from distributor.launch.spark.monitor.task_starts import TaskStarts
 from distributor.launch.spark.package_shipping import portable_task, ship_program
-from distributor.launch.spark.plan import ClusterPlan
+from distributor.launch.spark.plan import ClusterPlan, check_launch
 from distributor.launch.spark.polling import Reminder
 from distributor.launch.spark.session import Session
 from distributor.launch.spark.user_modules import ship_modules
@@ -63,6 +64,10 @@ class SparkLauncher:
     def training(self, num_processes: int) -> str:
         """Return how messages name a run of this size, as PySpark's class names it."""
         return self.plan.training(num_processes)
+
+    def check(self, spelling: Spelling) -> None:
+        """Check the cluster's configuration for what keeps a run from starting."""
+        check_launch(self.session, self.plan, spelling)
 
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Do nothing: executors may not be there yet, and the first run starts their zygotes."""

@@ -15,7 +15,6 @@ from distributor.node.agent.worker_env import mask_entries, visible_devices
 
 TASK_GPUS = "spark.task.resource.gpu.amount"
 EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
-IGNORE_SSL = "pytorch.spark.distributor.ignoreSsl"
 
 
 @dataclass(frozen=True)
@@ -26,12 +25,13 @@ class LocalPlan:
     ----------
     num_processes : int
         How many ranks, at most as many as there are GPUs if GPUs are used.
-    gpus : tuple of str
-        Entries for ``CUDA_VISIBLE_DEVICES``; if there are none, every GPU is hidden.
+    gpus : tuple of str or None
+        Entries for ``CUDA_VISIBLE_DEVICES``; if there are none, every GPU is hidden. None leaves
+        the variable as it is.
     """
 
     num_processes: int
-    gpus: tuple[str, ...]
+    gpus: tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ def plan_local(
         If GPUs are requested and there are too few, or others than of this type.
     """
     if not use_gpu:
-        return LocalPlan(max_processes, ())
+        return LocalPlan(max_processes, () if spelling.hides_gpus else None)
     gpus = driver_gpus(Session.active())
     if not gpus:
         raise RuntimeError(
             "GPUs were unable to be found on the driver. Looked at Spark's driver resources, "
-            "CUDA_VISIBLE_DEVICES and the NVIDIA driver. For CPUs pass use_gpu=False (--cpu)."
+            f"CUDA_VISIBLE_DEVICES and the NVIDIA driver. For CPUs {spelling.run_on_cpus}."
         )
     if len(gpus) < min_processes < max_processes:
         raise RuntimeError(
@@ -99,7 +99,8 @@ def plan_local(
         warn(
             f"'{spelling.num_processes}' cannot be set to a value greater than the number of "
             f"available GPUs on the driver, which is {len(gpus)}. '{spelling.num_processes}' was "
-            "reset to be equal to the number of available GPUs."
+            "reset to be equal to the number of available GPUs.",
+            spelling.logger,
         )
     used = min(max_processes, len(gpus))
     if gpu_type is not None and (lack := missing_gpus(gpu_type, used)):
@@ -115,23 +116,40 @@ def plan_cluster(
     Raises
     ------
     RuntimeError
-        If the configuration has encryption or dynamic allocation, or lacks the requested GPUs or
-        pool.
+        If the configuration has dynamic allocation, or lacks the requested GPUs or pool.
     """
     if pool is not None and (why := session.why_no_pools()):
         raise RuntimeError(f"pool is {pool!r}, but {why}.")
-    _check_encryption(session, spelling.api)
     _check_allocation(session)
     if not use_gpu:
         return ClusterPlan(num_processes, 1, use_gpu=False)
     amount = float(session.conf(TASK_GPUS) or 0)
     if session.is_local_master:
-        return _plan_local_master(session, num_processes, amount)
+        return _plan_local_master(session, num_processes, amount, spelling)
     if amount:
-        ranks_per_task = max(1, int(amount))
-        _check_multiple(num_processes, ranks_per_task, spelling)
-        return ClusterPlan(num_processes // ranks_per_task, ranks_per_task, use_gpu=True)
-    return _plan_profile(session, num_processes)
+        return _plan_tasks(num_processes, amount, spelling)
+    return _plan_profile(session, num_processes, spelling)
+
+
+def check_launch(session: Session, plan: ClusterPlan, spelling: Spelling) -> None:
+    """Check what PySpark's class accepts on construction, and what then keeps a run from starting.
+
+    Raises
+    ------
+    RuntimeError
+        If the configuration requires encryption, or the tasks would have too few GPUs.
+    """
+    _check_encryption(session, spelling)
+    if not plan.use_gpu or plan.profile_gpus:
+        return
+    if session.is_local_master:
+        _check_driver_gpus(session, plan, spelling)
+    elif not session.is_connect and not session.scheduler_conf(TASK_GPUS):
+        raise RuntimeError(
+            f"'{TASK_GPUS}' was set after Spark's start, and so Spark assigns no GPUs to tasks. "
+            "Set it when the cluster is made (conf/spark-defaults-gpu.conf), or "
+            f"{spelling.run_on_cpus}."
+        )
 
 
 def driver_gpus(session: Session | None) -> tuple[str, ...]:
@@ -144,28 +162,53 @@ def driver_gpus(session: Session | None) -> tuple[str, ...]:
     return tuple(str(index) for index in range(len(gpu_names())))
 
 
-def _plan_local_master(session: Session, num_processes: int, amount: float) -> ClusterPlan:
-    if amount:
+def _plan_tasks(num_processes: int, amount: float, spelling: Spelling) -> ClusterPlan:
+    """Plan tasks with the GPUs that the configuration requests for each."""
+    ranks_per_task = max(1, int(amount))
+    if num_processes % ranks_per_task:
+        raise RuntimeError(
+            f"{spelling.api} '{spelling.num_processes}' value ({num_processes}) must be a multiple "
+            f"of '{TASK_GPUS}' ({ranks_per_task}) value."
+        )
+    return ClusterPlan(num_processes // ranks_per_task, ranks_per_task, use_gpu=True)
+
+
+def _plan_local_master(
+    session: Session, num_processes: int, amount: float, spelling: Spelling
+) -> ClusterPlan:
+    """Plan tasks in the driver's JVM, which share the driver's GPUs.
+
+    The amount is that of the session: PySpark's class reads it too, and the scheduler does not.
+    """
+    if session.scheduler_conf(TASK_GPUS):
         raise RuntimeError(
             f"'{TASK_GPUS}' is set, but a {session.master} master cannot schedule GPUs and would "
             "never start a task. Leave it unset: ranks then share the driver's GPUs."
         )
-    gpus = driver_gpus(session)
-    if len(gpus) < num_processes:
+    plan = _plan_tasks(num_processes, amount, spelling)
+    plan = replace(plan, driver_gpus=driver_gpus(session)[:num_processes])
+    if not amount:
+        _check_driver_gpus(session, plan, spelling)
+    return plan
+
+
+def _check_driver_gpus(session: Session, plan: ClusterPlan, spelling: Spelling) -> None:
+    ranks, gpus = plan.num_tasks * plan.ranks_per_task, len(plan.driver_gpus)
+    if gpus < ranks:
+        unset = "" if session.conf(TASK_GPUS) else f" ('{TASK_GPUS}' was unset)"
         raise RuntimeError(
-            f"On {session.master} the driver needs a GPU for each of the {num_processes} ranks, "
-            f"but it has {counted(len(gpus), 'GPU')}."
+            f"On {session.master} the driver needs a GPU for each of the {ranks} ranks, "
+            f"but it has {counted(gpus, 'GPU')}{unset}. For CPUs {spelling.run_on_cpus}."
         )
-    return ClusterPlan(num_processes, 1, use_gpu=True, driver_gpus=gpus[:num_processes])
 
 
-def _plan_profile(session: Session, num_processes: int) -> ClusterPlan:
+def _plan_profile(session: Session, num_processes: int, spelling: Spelling) -> ClusterPlan:
     per_executor = int(float(session.conf(EXECUTOR_GPUS) or 0))
     if not per_executor or not session.supports_profiles():
         found = f"'{EXECUTOR_GPUS}' is {session.conf(EXECUTOR_GPUS) or 'unset too'}"
         raise RuntimeError(
             f"'{TASK_GPUS}' was unset, so gpu usage is unavailable ({found}). Set both when the "
-            "cluster is made (conf/spark-defaults-gpu.conf), or pass use_gpu=False."
+            f"cluster is made (conf/spark-defaults-gpu.conf), or {spelling.run_on_cpus}."
         )
     fits_one = num_processes <= per_executor
     ranks_per_task = num_processes if fits_one else math.gcd(num_processes, per_executor)
@@ -177,14 +220,6 @@ def _plan_profile(session: Session, num_processes: int) -> ClusterPlan:
     )
 
 
-def _check_multiple(num_processes: int, ranks_per_task: int, spelling: Spelling) -> None:
-    if num_processes % ranks_per_task:
-        raise RuntimeError(
-            f"{spelling.api} '{spelling.num_processes}' value ({num_processes}) must be a multiple "
-            f"of '{TASK_GPUS}' ({ranks_per_task}) value."
-        )
-
-
 def _check_allocation(session: Session) -> None:
     if session.allocates_dynamically and not session.is_local_master:
         raise RuntimeError(
@@ -193,18 +228,25 @@ def _check_allocation(session: Session) -> None:
         )
 
 
-def _check_encryption(session: Session, api: str) -> None:
+def _check_encryption(session: Session, spelling: Spelling) -> None:
     if (session.conf("spark.ssl.enabled") or "false").lower() != "true":
         return
-    if (session.conf(IGNORE_SSL) or "false").lower() != "true":
+    api, key = spelling.api, spelling.ignore_ssl
+    found = (
+        f"This cluster has TLS encryption enabled; however, {api} does not support data "
+        "encryption in transit."
+    )
+    consequence = (
+        "Please note this will cause model parameters and possibly training data to be sent "
+        "between nodes unencrypted."
+    )
+    if (session.conf(key) or "false").lower() != "true":
         raise RuntimeError(
-            f"This cluster has TLS encryption enabled; however, {api} does not support "
-            f"data encryption in transit. To override this configuration and use {api} "
-            f"anyway, you may set '{IGNORE_SSL}' to 'true' in the Spark configuration. Model "
-            "parameters and possibly training data are then sent between nodes unencrypted."
+            f"{found} To override this configuration and use {api} anyway, you may set '{key}' to "
+            f"'true' in the Spark configuration. {consequence}"
         )
     warn(
-        f"This cluster has TLS encryption enabled; {api} does not support data "
-        f"encryption in transit, and '{IGNORE_SSL}' is 'true': model parameters and possibly "
-        "training data are sent between nodes unencrypted."
+        f"{found} The Spark configuration '{key}' has been set to 'true' to override this "
+        f"configuration and use {api} anyway. {consequence}",
+        spelling.logger,
     )

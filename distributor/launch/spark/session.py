@@ -80,6 +80,16 @@ class Session:
         value = self.spark.conf.get(key, None)
         return None if value is None else str(value)
 
+    def scheduler_conf(self, key: str) -> str | None:
+        """Return the value of a Spark property at Spark's start, which is the scheduler's.
+
+        It is None if the property was unset then, and through Connect, which does not say.
+        """
+        if self.is_connect:
+            return None
+        value: str | None = self.spark.sparkContext.getConf().get(key)
+        return value
+
     def driver_gpu_addresses(self) -> list[str]:
         """Return the GPU addresses that Spark found for the driver; none through Connect."""
         if self.is_connect:

@@ -41,7 +41,7 @@ from distributor.node.worker.stdio import StandardStreams
 from distributor.node.worker.worker_context import WorkerContext, enter_worker
 from distributor.serialization import oob_pickle, pickling
 from distributor.serialization.outcome import failure_of
-from distributor.serialization.program import Module, Program, Script
+from distributor.serialization.program import Module, Program, Script, write_files
 
 
 def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
@@ -104,7 +104,7 @@ def _run_and_record(worker_spec: WorkerSpec, context: WorkerContext) -> bool:
     """Run the program, record its value or its failure, and return whether it succeeded."""
     with open(worker_spec.outcome, "wb") as file:
         try:
-            value = _execute(_load_program(worker_spec.program), context)
+            value = _execute(_load_program(worker_spec), context)
             if worker_spec.keep_value:
                 pickling.dump_value(value, file, what=f"rank {worker_spec.origin.rank}")
             return True
@@ -118,9 +118,12 @@ def _run_and_record(worker_spec: WorkerSpec, context: WorkerContext) -> bool:
             return False
 
 
-def _load_program(descriptor: int) -> Program:
-    program = oob_pickle.unpack(descriptor)
+def _load_program(worker_spec: WorkerSpec) -> Program:
+    """Load the program, and set the command line that it sees."""
+    program = oob_pickle.unpack(worker_spec.program)
     assert isinstance(program, Program)
+    name = program.path if isinstance(program, Script) else program.name
+    sys.argv = [name, *write_files(program.args, worker_spec.scratch)]
     return program
 
 
@@ -148,19 +151,16 @@ def _value_of(program: Program) -> Any:
 
 def _call(program: Program) -> Any:
     if isinstance(program, Script):
-        sys.argv = [program.path, *program.args]
         sys.path.insert(0, str(Path(program.path).parent))
         _call_hook(program)
         runpy.run_path(program.path, run_name="__main__")
         return None
     if isinstance(program, Module):
-        sys.argv = [program.name, *program.args]
         if program.folder:
             sys.path.insert(0, program.folder)
         _call_hook(program)
         runpy.run_module(program.name, run_name="__main__", alter_sys=True)
         return None
-    sys.argv = [program.name]
     pickling.install_sources(program.call.sources)
     function, args, kwargs = program.call.load()
     _fill_main_module(function)

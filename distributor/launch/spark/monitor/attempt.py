@@ -66,7 +66,8 @@ class Attempt:
         """Show, once, that the ranks have started."""
         if not self._start_shown:
             self._start_shown = True
-            notify(f"Started {self.plan.training(self.job.num_processes)}")
+            training = self.plan.training(self.job.num_processes)
+            notify(f"Started {training}", self.job.settings.spelling.logger)
 
     def warn_about_links(self) -> None:
         """Warn about the nodes that have no link to this process, if there are any."""
