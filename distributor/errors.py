@@ -105,6 +105,10 @@ class RunCancelled(DistributorError):
     """The run was cancelled by the process that started it."""
 
 
+class OtherRankFailed(DistributorError):
+    """A rank cannot go on because another one has failed, whose exception is the cause."""
+
+
 class NodeLost(DistributorError):
     """A node stopped answering, or Spark reported that its executor died.
 

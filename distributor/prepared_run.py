@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from distributor.core.checkpoint_config import CheckpointSettings, absolute
+from distributor.core.mlflow_env import NAMED_SERVER
 from distributor.core.redaction import Redaction
 from distributor.launch import retry
 from distributor.launch.call_site import CallSite
@@ -28,15 +29,20 @@ from distributor.serialization.code_mentions import call_mentions, script_mentio
 from distributor.serialization.program import Program, Script
 from distributor.tracking.job_facts import describe_job
 from distributor.tracking.recorder import Recorder
-from distributor.tracking.run import TrackedRun, open_run, rank_environment
+from distributor.tracking.run import TrackedRun, Untracked, open_run, rank_environment
 
 CHECK_STORAGE = "distributor.train.runtime.session:check_storage"
 """What ranks call first if they store checkpoints, so that bad storage fails before training."""
+
+NOT_TRACKED = "MLflow is off: this run has no MLflow run of its own. Return the metrics."
 
 
 @dataclass(frozen=True)
 class PlannedSettings(Settings):
     """Settings together with the number and place of the ranks, which are planned here."""
+
+    is_tracked: ClassVar[bool] = True
+    """Whether a run is logged to MLflow, if MLflow is in use."""
 
     num_processes: int | tuple[int, int] = setting(
         1,
@@ -174,12 +180,14 @@ def prepare_run(
     launcher.check(settings.spelling)
     run_id = new_run_id()
     facts = {"num_processes": num_processes, "use_gpu": settings.use_gpu, **launcher.describe()}
-    tracking = open_run(
-        program.name,
-        describe_job(run_id, facts),
-        launcher.shares_disk,
-        lambda: _mentions_mlflow(program, train_object, args, kwargs),
-    )
+    tracking: TrackedRun | Untracked = Untracked(NAMED_SERVER, NOT_TRACKED)
+    if settings.is_tracked:
+        tracking = open_run(
+            program.name,
+            describe_job(run_id, facts),
+            launcher.shares_disk,
+            lambda: _mentions_mlflow(program, train_object, args, kwargs),
+        )
     env = {
         **rank_environment(tracking, settings.mlflow_ranks),
         **_checkpoint_variables(settings, run_id),

@@ -45,6 +45,8 @@ class CheckpointSettings:
         The metric that checkpoints are ranked by; None for their age.
     score_order : "max" or "min"
         Whether a high or a low value of that metric is better.
+    validates : bool
+        Whether the driver has a function that validates checkpoints.
     """
 
     storage_path: str
@@ -52,6 +54,7 @@ class CheckpointSettings:
     num_to_keep: int | None = None
     score_attribute: str | None = None
     score_order: Literal["max", "min"] = "max"
+    validates: bool = False
 
     def to_variable(self) -> dict[str, str]:
         """Return the environment variable for the ranks."""

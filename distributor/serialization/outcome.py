@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from distributor._compat.torch import LOST_CONNECTION
 from distributor.core.resources import describe_free_space, lacks_room
 from distributor.core.text import listed
-from distributor.errors import RemoteError, RemoteTraceback, WorkerDied
+from distributor.errors import OtherRankFailed, RemoteError, RemoteTraceback, WorkerDied
 from distributor.serialization import pickling
 
 PART_BYTES = 1024 * 1024
@@ -115,7 +115,7 @@ class Failure:
     pickled : bytes or None
         The exception; None if it cannot be pickled.
     collateral : bool
-        Whether the failure looks like a consequence of another rank's (a lost connection).
+        Whether the failure looks like a consequence of another rank's, such as a lost connection.
     step : int or None
         How many steps the rank's program had made; None for a rank that did not raise.
     kind : str
@@ -152,7 +152,7 @@ def failure_of(error: BaseException, origin: Origin, step: int = 0) -> Failure:
         summary=_summary_of(error),
         text=_cut(format_traceback(error)) + (describe_free_space() if lacks_room(error) else ""),
         pickled=pickling.dump_exception(error),
-        collateral=_is_lost_connection(error),
+        collateral=_is_consequence(error),
         step=step,
         kind=type(error).__qualname__,
     )
@@ -265,9 +265,9 @@ def _is_launchers(filename: str) -> bool:
     return filename.startswith(_OURS + os.sep + "node") or "runpy" in filename
 
 
-def _is_lost_connection(error: BaseException) -> bool:
-    """Return whether an error is of the kind that a rank gets when another process has ended."""
-    if isinstance(error, ConnectionError):
+def _is_consequence(error: BaseException) -> bool:
+    """Return whether an error is of the kind that a rank gets when another rank has failed."""
+    if isinstance(error, (ConnectionError, OtherRankFailed)):
         return True
     is_torchs = type(error).__module__.startswith("torch") or type(error) is RuntimeError
     return is_torchs and any(sign in str(error).lower() for sign in LOST_CONNECTION)

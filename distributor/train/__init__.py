@@ -21,7 +21,7 @@ from distributor.train.config import (
     FailureConfig,
     ScalingConfig,
 )
-from distributor.train.context import TrainContext, get_context
+from distributor.train.context import StorageContext, TrainContext, get_context
 from distributor.train.errors import (
     ControllerError,
     NCCLHangError,
@@ -32,7 +32,13 @@ from distributor.train.errors import (
 )
 from distributor.train.result import Result
 from distributor.train.run_config import RunConfig, TrainRunContext, UserCallback
+from distributor.train.runtime.report_request import UploadFn
 from distributor.train.runtime.session import session
+from distributor.train.validation.config import (
+    ValidationConfig,
+    ValidationFn,
+    ValidationTaskConfig,
+)
 
 __all__ = [
     "Checkpoint",
@@ -49,10 +55,14 @@ __all__ = [
     "Result",
     "RunConfig",
     "ScalingConfig",
+    "StorageContext",
     "TrainContext",
     "TrainRunContext",
     "TrainingFailedError",
     "UserCallback",
+    "ValidationConfig",
+    "ValidationFn",
+    "ValidationTaskConfig",
     "WorkerGroupError",
     "get_all_reported_checkpoints",
     "get_checkpoint",
@@ -68,6 +78,8 @@ def report(
     checkpoint_dir_name: str | None = None,
     checkpoint_upload_mode: CheckpointUploadMode | str = CheckpointUploadMode.SYNC,
     delete_local_checkpoint_after_upload: bool | None = None,
+    checkpoint_upload_fn: UploadFn | None = None,
+    validation: bool | ValidationTaskConfig = False,
 ) -> None:
     """Report metrics and, optionally, a checkpoint, together with all other ranks.
 
@@ -95,7 +107,17 @@ def report(
         already in the folder `checkpoint_dir_name` of the run's folder in storage.
     delete_local_checkpoint_after_upload : bool, optional
         Whether to remove this rank's folder once the checkpoint exists; by default only if the mode
-        is ASYNC. If storage is on the same disk, its files are then not copied.
+        is ASYNC. If storage is on the same disk, its files are then not copied. A folder in storage
+        is never removed.
+    checkpoint_upload_fn : callable, optional
+        Uploads this rank's checkpoint, on another thread; by default its files are copied. It is
+        called with the checkpoint and its name, unless the mode is NO_UPLOAD, and returns the
+        uploaded checkpoint, which must be a folder in the run's folder, the same on all ranks:
+        ``get_context().get_storage().build_checkpoint_path_from_name(name)``, or another one.
+    validation : bool or ValidationTaskConfig, default False
+        Whether the driver validates the checkpoint in the background, with the function of
+        ``TorchTrainer(validation_config=...)``; a `ValidationTaskConfig` passes arguments. That of
+        the first rank with a checkpoint counts.
 
     Raises
     ------
@@ -103,15 +125,20 @@ def report(
         If a rank could not upload its files, a checkpoint of that name exists, or a rank has
         returned or does not report within 30 minutes. With ASYNC, the next report raises it, or the
         end of the run.
+    Exception
+        What `checkpoint_upload_fn` raises on this rank; the other ranks raise DistributorError.
     ConnectionError
         If rank 0 has ended.
     RuntimeError
         If this process is not a rank of a run, or the run has no storage.
     TypeError
-        If the metrics are no dict or cannot be serialized, or `checkpoint` is not a `Checkpoint`.
+        If the metrics are no dict or cannot be serialized, or `checkpoint`, `checkpoint_upload_fn`
+        or `validation` is of another type.
     ValueError
         If `checkpoint_dir_name` or `checkpoint_upload_mode` is not valid, the checkpoint's folder
-        contains the run's, or the mode is NO_UPLOAD and the checkpoint is not in the run's folder.
+        contains the run's, the mode is NO_UPLOAD and the checkpoint is not in the run's folder,
+        `checkpoint_upload_fn` returns no checkpoint there, or a validation is requested without a
+        checkpoint or without a function.
 
     Examples
     --------
@@ -136,10 +163,20 @@ def report(
         raise ValueError(
             f"checkpoint_upload_mode must be one of {modes}, but is {checkpoint_upload_mode!r}."
         ) from None
+    if checkpoint_upload_fn is not None and not callable(checkpoint_upload_fn):
+        raise TypeError(
+            f"checkpoint_upload_fn must be a function, but is {checkpoint_upload_fn!r}."
+        )
+    if not isinstance(validation, (bool, ValidationTaskConfig)):
+        raise TypeError(
+            f"validation must be True, False or a ValidationTaskConfig, but is {validation!r}."
+        )
     delete = delete_local_checkpoint_after_upload
     if delete is None:
         delete = mode.default_delete_local_checkpoint_after_upload()
-    session.reporter.report(metrics, checkpoint, checkpoint_dir_name, mode, delete)
+    session.reporter.report(
+        metrics, checkpoint, checkpoint_dir_name, mode, delete, checkpoint_upload_fn, validation
+    )
 
 
 def is_preempted() -> bool:
@@ -207,15 +244,15 @@ def get_all_reported_checkpoints(
     """Return the checkpoints that exist, with their metrics.
 
     Waits for the reports that this rank has made with ``CheckpointUploadMode.ASYNC``, and so for
-    the other ranks to make them.
+    the other ranks to make them. If one has failed, the next report raises its error.
 
     Follows ``ray.train.get_all_reported_checkpoints``:
     https://docs.ray.io/en/latest/train/api/doc/ray.train.get_all_reported_checkpoints.html
 
     Parameters
     ----------
-    consistency_mode : CheckpointConsistencyMode, default CheckpointConsistencyMode.VALIDATED
-        COMMITTED waits for checkpoints to exist. So does VALIDATED, because there is no validation.
+    consistency_mode : CheckpointConsistencyMode or str, default CheckpointConsistencyMode.VALIDATED
+        COMMITTED waits for checkpoints to exist. VALIDATED also waits for their validations.
     timeout_s : float, optional
         Seconds to wait, after which the checkpoints that exist then are returned; by default no
         limit.
@@ -224,7 +261,8 @@ def get_all_reported_checkpoints(
     -------
     list of ReportedCheckpoint
         The checkpoints, without those that have been removed: the best last if
-        ``checkpoint_score_attribute`` ranks them, otherwise the latest last.
+        ``checkpoint_score_attribute`` ranks them, otherwise the latest last. Metrics of a
+        validation have joined those of the report.
 
     Raises
     ------
@@ -233,12 +271,13 @@ def get_all_reported_checkpoints(
     RuntimeError
         If this process is not a rank of a run, or the run has no storage.
     DistributorError
-        At the first use in a rank, if the ranks do not share the storage.
+        At the first use in a rank, if the ranks do not share the storage; or if validations take
+        longer than a day and there is no `timeout_s`.
 
     Examples
     --------
     >>> def train_func():
     ...     losses = [each.metrics["loss"] for each in get_all_reported_checkpoints()]
     """
-    CheckpointConsistencyMode(consistency_mode)
-    return session.reporter.all(timeout_s)
+    mode = CheckpointConsistencyMode(consistency_mode)
+    return session.reporter.all(mode is CheckpointConsistencyMode.VALIDATED, timeout_s)

@@ -79,6 +79,10 @@ class CheckpointConsistencyMode(enum.Enum):
     COMMITTED = "COMMITTED"
     VALIDATED = "VALIDATED"
 
+    @classmethod
+    def _missing_(cls, value: object) -> CheckpointConsistencyMode | None:
+        return cls.__members__.get(value.upper()) if isinstance(value, str) else None
+
 
 class ReportedCheckpointStatus(enum.Enum):
     """What has become of a reported checkpoint.

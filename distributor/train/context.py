@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from datetime import datetime
+from typing import Any, NoReturn
 
 from distributor import runtime
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.train.runtime.session import session
-from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.run_folder import RunFolder
 
 _NO_TRIAL = (
     "Trials belong to Ray Tune, and are deprecated in Ray Train too: use get_experiment_name() for "
@@ -18,6 +19,93 @@ _NO_METADATA = (
     "get_metadata() is deprecated in Ray Train too: pass the metadata in train_loop_config, or add "
     "it to the checkpoints with Checkpoint.set_metadata."
 )
+
+
+class StorageContext:
+    """The run's folder in storage.
+
+    Follows Ray Train's ``StorageContext``, which ``ray.train.get_context().get_storage()`` returns:
+    https://docs.ray.io/en/latest/train/user-guides/checkpoints.html
+
+    Parameters
+    ----------
+    folder : RunFolder
+        The run's folder.
+    custom_fs_provided : bool
+        Whether the user has passed a file system for the storage path.
+
+    Attributes
+    ----------
+    storage_filesystem, filesystem : pyarrow.fs.FileSystem
+        The file system of the storage path.
+    storage_fs_path : str
+        The storage path in it.
+    experiment_dir_name : str
+        The name of the run, and of its folder in the storage path.
+    experiment_fs_path, path : str
+        The path of that folder.
+    custom_fs_provided : bool
+        Whether the user has passed `storage_filesystem`.
+    read_only : bool
+        Always False.
+
+    Examples
+    --------
+    >>> def train_func():
+    ...     storage = get_context().get_storage()
+    ...     path = storage.build_checkpoint_path_from_name("epoch_3")
+    ...     dcp.save(state, storage_writer=FileSystemWriter(path))
+    ...     report({}, Checkpoint(path), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+    """
+
+    read_only = False
+
+    def __init__(self, folder: RunFolder, custom_fs_provided: bool) -> None:
+        self.storage_filesystem = self.filesystem = folder.filesystem
+        self.experiment_fs_path = self.path = folder.path
+        self.storage_fs_path, _, self.experiment_dir_name = folder.path.rpartition("/")
+        self.custom_fs_provided = custom_fs_provided
+
+    @property
+    def local_working_directory(self) -> str:
+        """The working directory of this process."""
+        return os.getcwd()
+
+    def build_checkpoint_path_from_name(self, checkpoint_name: str) -> str:
+        """Return the path that a checkpoint of this name has in storage.
+
+        Names such as ``checkpoint_000003`` are those of checkpoints without a name.
+        """
+        return f"{self.path}/{checkpoint_name}"
+
+    def extract_checkpoint_dir_name_from_path(self, checkpoint_path: str) -> str:
+        """Return the name of a checkpoint from its path in storage.
+
+        Raises
+        ------
+        ValueError
+            If the path is not in the run's folder.
+        """
+        name = os.fspath(checkpoint_path).removeprefix(f"{self.path}/")
+        if name == os.fspath(checkpoint_path):
+            raise ValueError(f"{checkpoint_path} is not in the run's folder {self.path}.")
+        return name
+
+    @staticmethod
+    def make_default_checkpoint_dir_name() -> str:
+        """Return a name that no checkpoint has, made of the time."""
+        return f"checkpoint_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+
+    def persist_current_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise RuntimeError: `distributor.train.report` uploads checkpoints."""
+        raise RuntimeError(
+            "A checkpoint exists only if all ranks report it: call report(metrics, checkpoint), "
+            "which uploads it, or copy it to build_checkpoint_path_from_name(name) in a "
+            "checkpoint_upload_fn of report."
+        )
+
+    def __repr__(self) -> str:
+        return f"StorageContext(filesystem={self.filesystem.type_name}, path={self.path})"
 
 
 class TrainContext:
@@ -60,8 +148,8 @@ class TrainContext:
         settings = CheckpointSettings.from_env()
         return settings.name if settings else os.environ.get("TORCHELASTIC_RUN_ID", "")
 
-    def get_storage(self) -> Storage:
-        """Return the run's folder in storage, with attributes ``path`` and ``filesystem``.
+    def get_storage(self) -> StorageContext:
+        """Return the run's folder in storage.
 
         Raises
         ------
@@ -70,7 +158,8 @@ class TrainContext:
         DistributorError
             At the first use in a rank, if the ranks do not share the storage.
         """
-        return session.reporter.storage
+        reporter = session.reporter
+        return StorageContext(reporter.storage, reporter.custom_filesystem)
 
     def get_trial_name(self) -> str:
         """Raise DeprecationWarning: a run is no trial of Ray Tune."""

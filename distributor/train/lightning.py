@@ -14,7 +14,13 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distributor.train import Checkpoint, CheckpointUploadMode, get_context, report
+from distributor.train import (
+    Checkpoint,
+    CheckpointUploadMode,
+    ValidationTaskConfig,
+    get_context,
+    report,
+)
 from distributor.train.torch import get_device
 
 if TYPE_CHECKING:
@@ -158,6 +164,8 @@ class RayTrainReportCallback(pl.callbacks.Callback):
     ----------
     checkpoint_upload_mode : CheckpointUploadMode, optional
         Whether the checkpoint is uploaded in the background; by default ``SYNC``.
+    validation : bool or ValidationTaskConfig, default False
+        Whether the checkpoint is validated, as `distributor.train.report` documents.
 
     Attributes
     ----------
@@ -176,8 +184,13 @@ class RayTrainReportCallback(pl.callbacks.Callback):
 
     CHECKPOINT_NAME = "checkpoint.ckpt"
 
-    def __init__(self, checkpoint_upload_mode: CheckpointUploadMode | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint_upload_mode: CheckpointUploadMode | None = None,
+        validation: bool | ValidationTaskConfig = False,
+    ) -> None:
         super().__init__()
+        self.validation = validation
         self.checkpoint_upload_mode = checkpoint_upload_mode or CheckpointUploadMode.SYNC
         context = get_context()
         run = os.environ.get("TORCHELASTIC_RUN_ID", os.getpid())
@@ -198,6 +211,7 @@ class RayTrainReportCallback(pl.callbacks.Callback):
             metrics,
             checkpoint=Checkpoint.from_directory(folder) if saved else None,
             checkpoint_upload_mode=self.checkpoint_upload_mode,
+            validation=self.validation if saved else False,
         )
         trainer.strategy.barrier()
         if self.checkpoint_upload_mode is not CheckpointUploadMode.ASYNC:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.filesystems import resolve
+from distributor.train.storage.manifest import Manifest
 from distributor.train.storage.report_log import Report, read_reports
 
 if TYPE_CHECKING:
@@ -91,12 +93,12 @@ class Result:
         filesystem, inside = resolve(path, storage_filesystem)
         storage = Storage.at(filesystem, inside)
         reports = read_reports(storage)
+        committed = storage.committed()
         checkpoints = [
-            (storage.checkpoint(name), dict(manifest.metrics))
-            for name, manifest in storage.committed()
+            (storage.checkpoint(name), dict(manifest.metrics)) for name, manifest in committed
         ]
         return cls(
-            metrics=dict(reports[-1].metrics) if reports else None,
+            metrics=_latest_metrics(reports, committed),
             checkpoint=checkpoints[-1][0] if checkpoints else None,
             error=None,
             path=inside,
@@ -135,3 +137,13 @@ class Result:
             return None
         best = max if mode == "max" else min
         return best(candidates, key=lambda pair: pair[1][metric])[0]
+
+
+def _latest_metrics(
+    reports: Sequence[Report], committed: Sequence[tuple[str, Manifest]]
+) -> dict[str, Any] | None:
+    """Return the metrics of the latest report, with those of its checkpoint's validation."""
+    if not reports:
+        return None
+    manifest = dict(committed).get(reports[-1].checkpoint or "")
+    return dict(manifest.metrics if manifest else reports[-1].metrics)

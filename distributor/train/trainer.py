@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, replace
 from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings, absolute
@@ -22,6 +23,9 @@ from distributor.train.run_config import RunConfig, TrainRunContext
 from distributor.train.runtime.process_group import TorchConfig
 from distributor.train.runtime.worker_loop import WorkerLoop
 from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.validation.config import ValidationConfig
+from distributor.train.validation.process import validation_distributor
+from distributor.train.validation.queue import ValidationQueue
 
 _SET_ELSEWHERE = {
     "gpu_type",
@@ -70,6 +74,8 @@ class TorchTrainer:
     run_config : RunConfig, optional
         The storage, and the handling of failures; by default ``~/distributor_results``, without
         restarts.
+    validation_config : ValidationConfig, optional
+        A function that validates checkpoints in the background, if a report requests it.
     resume_from_checkpoint : Checkpoint, optional
         The checkpoint to start from as long as the run has none of its own.
     datasets, dataset_config, metadata
@@ -110,6 +116,7 @@ class TorchTrainer:
         torch_config: TorchConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
+        validation_config: ValidationConfig | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
         datasets: Any = None,
         dataset_config: Any = None,
@@ -128,17 +135,21 @@ class TorchTrainer:
         _check_type("torch_config", torch_config, TorchConfig)
         _check_type("scaling_config", scaling_config, ScalingConfig)
         _check_type("run_config", run_config, RunConfig)
+        _check_type("validation_config", validation_config, ValidationConfig)
         self.train_loop_per_worker = train_loop_per_worker
         self.train_loop_config = train_loop_config
         self.torch_config = torch_config or TorchConfig()
         self.scaling_config = scaling_config or ScalingConfig()
         self.run_config = run_config or RunConfig()
+        self.validation_config = validation_config
         self.resume_from_checkpoint = resume_from_checkpoint
         self._prepare()  # raises now what would otherwise be raised when the training starts
 
-    def _prepare(self) -> tuple[TorchDistributor, WorkerLoop, Storage]:
+    def _prepare(
+        self,
+    ) -> tuple[TorchDistributor, WorkerLoop, Storage, AbstractContextManager[object]]:
         """Check the configuration as it is now, and return what a run consists of."""
-        scaling, run = self.scaling_config, self.run_config
+        scaling, run, validation = self.scaling_config, self.run_config, self.validation_config
         scaling.check()
         run.check()
         loop = WorkerLoop(
@@ -149,13 +160,21 @@ class TorchTrainer:
             resume_from=self.resume_from_checkpoint,
         )
         settings = _checkpoint_settings(run, scaling)
+        settings = replace(settings, validates=validation is not None)
         storage = Storage(settings.storage_path, settings.name, run.storage_filesystem)
-        storage.next_index()  # raises now, not after the training, if storage is unreadable
+        storage.folders()  # raises now, not after the training, if storage is unreadable
         context = TrainRunContext(
             run_config=run, scaling_config=scaling, train_loop_config=loop.config
         )
         listener = CallbackListener(tuple(run.callbacks), context, storage.filesystem)
-        return _create_distributor(run, scaling, settings, listener), loop, storage
+        distributor = _create_distributor(run, scaling, settings, listener)
+        if validation is None:
+            return distributor, loop, storage, nullcontext()
+        validation.check()
+        single = validation_distributor(validation, run.settings, scaling.accelerator_type)
+        validations = ValidationQueue(validation, storage, settings, single)
+        listeners = (*distributor.listeners, validations)
+        return replace(distributor, listeners=listeners), loop, storage, validations
 
     def fit(self) -> Result:
         """Run the training; after a failure, restart it from the latest checkpoint if configured.
@@ -177,13 +196,14 @@ class TorchTrainer:
         RunCancelled
             If this process has cancelled the run.
         """
-        distributor, loop, storage = self._prepare()
-        try:
-            value = distributor.run(loop)
-        except RunCancelled:
-            raise
-        except Exception as error:
-            raise training_error(error) from error
+        distributor, loop, storage, validations = self._prepare()
+        with validations:
+            try:
+                value = distributor.run(loop)
+            except RunCancelled:
+                raise
+            except Exception as error:
+                raise training_error(error) from error
         return Result.from_path(storage.path, storage.filesystem, return_value=value)
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import pyarrow.fs as pafs
 import pytest
 from support.reports import TouchWhenPrinted, count_on, save, use_plain_writes
 from support.waiting import until
 
 from distributor import DistributorError, TorchDistributor, train
-from distributor.train import Checkpoint, CheckpointUploadMode
+from distributor.train import Checkpoint, CheckpointUploadMode, RunConfig
 from distributor.train.runtime import session, store_channel
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import RESERVED
+from distributor.train.torch import TorchTrainer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
@@ -300,3 +303,57 @@ def test_ranks_without_a_checkpoint_do_not_wait_for_an_upload_in_the_background(
         return saved
 
     TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120).run(report)
+
+
+def test_all_reported_checkpoints_are_those_that_this_rank_has_reported(tmp_path: Path) -> None:
+    """A rank that is ahead waits for the other one."""
+
+    def report() -> list[list[int]]:
+        rank = train.get_context().get_world_rank()
+        seen = []
+        for step in range(4):
+            saved = save(tmp_path / str(step), "x") if rank == 0 and step % 2 else None
+            train.report({"step": step}, saved, checkpoint_upload_mode="ASYNC")
+            if rank == 1 and step in (1, 3):
+                found = train.get_all_reported_checkpoints()
+                seen.append([each.metrics["step"] for each in found])
+        return seen
+
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
+    first, last = ranks.run_all(report)[1]
+    assert first == [1]
+    assert last == [1, 3]
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_the_storage_of_a_run_has_rays_names(tmp_path: Path, custom: bool) -> None:
+    def report() -> dict[str, Any]:
+        storage = train.get_context().get_storage()
+        path = storage.build_checkpoint_path_from_name("epoch 3")
+        with pytest.raises(ValueError, match="elsewhere is not in the run's folder"):
+            storage.extract_checkpoint_dir_name_from_path("/elsewhere")
+        with pytest.raises(RuntimeError, match=r"call report\(metrics, checkpoint\)"):
+            storage.persist_current_checkpoint(Checkpoint(path), "epoch 3")
+        assert storage.make_default_checkpoint_dir_name().startswith("checkpoint_20")
+        return {
+            "filesystems": (storage.filesystem.type_name, storage.storage_filesystem.type_name),
+            "paths": (storage.storage_fs_path, storage.experiment_fs_path, storage.path),
+            "name": storage.experiment_dir_name,
+            "custom": storage.custom_fs_provided,
+            "read_only": storage.read_only,
+            "names": (path, storage.extract_checkpoint_dir_name_from_path(path)),
+            "cwd": storage.local_working_directory,
+        }
+
+    filesystem = pafs.LocalFileSystem() if custom else None
+    run = RunConfig("mine", tmp_path / "runs", filesystem, settings={"timeout": 120})
+    folder = f"{tmp_path}/runs"
+    assert TorchTrainer(report, run_config=run).fit().return_value == {
+        "filesystems": ("local", "local"),
+        "paths": (folder, f"{folder}/mine", f"{folder}/mine"),
+        "name": "mine",
+        "custom": custom,
+        "read_only": False,
+        "names": (f"{folder}/mine/epoch 3", "epoch 3"),
+        "cwd": os.getcwd(),
+    }

@@ -164,9 +164,7 @@ def test_an_uncommitted_checkpoint_is_not_loaded(runs: str, tmp_path: Path) -> N
 
     assert two_ranks(runs).run(count, tmp_path, 1)["from"] is None
     assert [name for name, _ in storage.committed()] == ["checkpoint_000005"]
-    assert storage.find_uncommitted("checkpoint_000009") == [], (
-        "it is removed once a checkpoint is committed"
-    )
+    assert storage.survey().unfinished == [], "it is removed once a checkpoint is committed"
 
 
 def test_a_damaged_checkpoint_is_skipped(

@@ -94,18 +94,20 @@ def test_the_operations_of_a_run(storage: Storage, tmp_path: Path) -> None:
     """Every operation on storage that a run uses, in the order in which it uses them."""
     storage.write(".proof-1", b"\n")
     assert storage.remove_files([".proof-1", ".proof-2"]) == {".proof-1"}
-    assert (storage.committed(), storage.next_index()) == ([], 0)
+    found = storage.survey()
+    assert (found.committed, found.unfinished, found.next_index) == ([], [], 0)
 
     uncommitted = "checkpoint_000000"
     storage.upload(saved_by(0, tmp_path / "killed"), uncommitted)
-    assert storage.next_index() == 1
+    assert storage.survey().next_index == 1
     names = [save(storage, index, tmp_path) for index in (1, 2)]
-    assert storage.find_uncommitted(names[-1]) == [uncommitted]
+    assert storage.survey().unfinished == [uncommitted]
 
     storage.remove(uncommitted)
     storage.remove(names[0])
-    assert [name for name, _ in storage.committed()] == names[1:]
-    assert (storage.find_uncommitted(names[-1]), storage.next_index()) == ([], 3)
+    found = storage.survey()
+    assert [name for name, _ in found.committed] == names[1:]
+    assert (found.unfinished, found.next_index) == ([], 3)
 
 
 def test_a_checkpoint_without_a_manifest_is_not_committed(storage: Storage, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from distributor.node.agent.worker_env import mask_entries, visible_devices
 
 TASK_GPUS = "spark.task.resource.gpu.amount"
 EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
+GPUS_OF_NESTED_RUNS = "DISTRIBUTOR_NESTED_GPUS"
+"""The variable of a rank that has the GPUs of runs that it starts; by default they are its own."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def check_launch(session: Session, plan: ClusterPlan, spelling: Spelling) -> Non
 
 def driver_gpus(session: Session | None) -> tuple[str, ...]:
     """Return the driver's GPUs: Spark's, or those of CUDA_VISIBLE_DEVICES, or the machine's."""
-    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    mask = os.environ.get(GPUS_OF_NESTED_RUNS, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if session is not None and (addresses := session.driver_gpu_addresses()):
         return visible_devices(addresses, mask)
     if mask is not None:

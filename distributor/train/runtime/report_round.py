@@ -4,72 +4,26 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from distributor.core.telemetry import Reported
 from distributor.core.text import counted
-from distributor.errors import DistributorError
+from distributor.errors import DistributorError, OtherRankFailed
 from distributor.node.worker.worker_context import worker_context
-from distributor.train.checkpoint import Checkpoint, CheckpointUploadMode
+from distributor.train.checkpoint import CheckpointUploadMode
+from distributor.train.runtime.rank_upload import RankUpload, describe_error
+from distributor.train.runtime.report_request import ReportRequest
 from distributor.train.runtime.resume import ResumePoint
 from distributor.train.runtime.store_channel import UPLOAD_TIMEOUT_SECONDS, StoreChannel
 from distributor.train.storage.checkpoint_manager import CheckpointManager
 from distributor.train.storage.checkpoint_store import PREFIX, Storage
 from distributor.train.storage.filesystems import is_local
-from distributor.train.storage.manifest import StoredFile
 from distributor.train.storage.report_log import Report
 from distributor.train.storage.upload_assignment import (
-    Assignment,
     assign_among_ranks,
     files_of,
     identities_of,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportRequest:
-    """One rank's part of a report.
-
-    Parameters
-    ----------
-    number : int
-        The report's number, the same on all ranks.
-    metrics : mapping of str to object
-        This rank's metrics, which JSON can represent.
-    checkpoint : Checkpoint or None
-        The folder that this rank has saved.
-    name : str or None
-        The checkpoint's name; None for a numbered one.
-    mode : CheckpointUploadMode
-        Whether the folder is uploaded.
-    delete_local : bool
-        Whether the folder is removed once the checkpoint exists.
-    positions : mapping of str to object
-        The positions of this rank's data loaders.
-    preempted : bool
-        Whether the ranks know that the run is about to lose a process.
-    in_background : Future of bool
-        Set once all ranks have come: whether all that have saved a checkpoint upload it in the
-        background.
-    """
-
-    number: int
-    metrics: Mapping[str, Any]
-    checkpoint: Checkpoint | None
-    name: str | None
-    mode: CheckpointUploadMode
-    delete_local: bool
-    positions: Mapping[str, Any]
-    preempted: bool
-    in_background: Future[bool] = field(default_factory=Future)
-
-    @property
-    def key(self) -> str:
-        """The prefix of the report's keys in the store."""
-        return f"report/{self.number}"
 
 
 class ReportRounds:
@@ -123,13 +77,23 @@ class ReportRounds:
             request.in_background.set_exception(error)
             raise
         request.in_background.set_result(agreed["in background"])
-        target = agreed["name"] or f"{PREFIX}{self._next_index:06d}"
-        self._free_name(target)
         removes = request.delete_local and self._is_removable(request)
         assignment = assign_among_ranks(
             self._channel, f"{request.key}/files", agreed["files of rank 0"]
         )
-        part = self._own_part(request, target, assignment, keep=not removes)
+        upload = RankUpload(self._storage, request, agreed["name"], assignment, keep=not removes)
+        upload.run()
+        name = agreed["name"]
+        if agreed["calls upload fn"]:
+            name = self._agree_on_folder(request, upload, name)
+        part = {
+            "name": name,
+            "metrics": request.metrics,
+            "positions": request.positions,
+            "preempted": request.preempted,
+            "validation": request.validation,
+            **upload.describe(),
+        }
         self._channel.set_own(request.key, part)
         if self._channel.rank == 0:
             self._channel.set(request.key, self._decide(request))
@@ -157,20 +121,9 @@ class ReportRounds:
         )
 
     def _agree(self, request: ReportRequest) -> dict[str, Any]:
-        """Wait for all ranks, and return the name of the checkpoint and rank 0's files."""
-        checkpoint = request.checkpoint
-        mode = None if checkpoint is None else request.mode.value
-        offer: dict[str, Any] = {"name": request.name, "mode": mode, "files": {}}
-        if self._channel.rank == 0 and checkpoint is not None and is_local(checkpoint.filesystem):
-            offer["files"] = identities_of(files_of(checkpoint.path))
+        """Wait for all ranks, and agree on the checkpoint's name and on whose files are kept."""
         agreed: dict[str, Any] = self._channel.agree(
-            f"{request.key}/come",
-            offer,
-            lambda offers: {
-                "name": next((each["name"] for each in offers if each["name"] is not None), None),
-                "files of rank 0": offers[0]["files"],
-                "in background": {each["mode"] for each in offers} - {None} == {"ASYNC"},
-            },
+            f"{request.key}/come", self._offer(request), self._decide_name
         )
         if request.name not in (None, agreed["name"]) and not self._has_warned:
             self._has_warned = True
@@ -181,11 +134,89 @@ class ReportRounds:
             )
         return agreed
 
-    def _free_name(self, target: str) -> None:
+    def _offer(self, request: ReportRequest) -> dict[str, Any]:
+        """Return what the ranks need to know of this one before they upload."""
+        offer: dict[str, Any] = {
+            "name": request.name,
+            "mode": None,
+            "folder": None,
+            "calls upload fn": request.calls_upload_fn,
+            "files": {},
+        }
+        if (checkpoint := request.checkpoint) is not None:
+            offer["mode"] = request.mode.value
+            offer["folder"] = self._storage.name_of(checkpoint)
+            is_copied = is_local(checkpoint.filesystem) and not request.calls_upload_fn
+            if self._channel.rank == 0 and is_copied:
+                offer["files"] = identities_of(files_of(checkpoint.path))
+        return offer
+
+    def _decide_name(self, offers: list[dict[str, Any]]) -> dict[str, Any]:
+        """Decide the checkpoint's name, and how files become part of it. Rank 0 only."""
+        given = (each["name"] for each in offers if each["name"] is not None)
+        name = next(given, f"{PREFIX}{self._next_index:06d}")
+        for rank, each in enumerate(offers):
+            if each["mode"] == "NO_UPLOAD" and each["folder"] != name:
+                raise DistributorError(
+                    f"Rank {rank} reports the folder {each['folder']!r} with NO_UPLOAD, but the "
+                    f"checkpoint's name is {name!r}. All ranks must report one folder."
+                )
+        calls_upload_fn = any(each["calls upload fn"] for each in offers)
+        in_place = [each["folder"] == name for each in offers]
+        self._free_name(name, keep_files=calls_upload_fn or any(in_place))
+        files = offers[0]["files"]
+        return {
+            "name": name,
+            "files of rank 0": dict.fromkeys(files, "") if in_place[0] else files,
+            "calls upload fn": calls_upload_fn,
+            "in background": {each["mode"] for each in offers} - {None} == {"ASYNC"},
+        }
+
+    def _free_name(self, name: str, *, keep_files: bool) -> None:
         """Remove a damaged checkpoint, whose name could otherwise never be used again."""
-        if target in self._damaged and self._channel.rank == 0:
-            self._storage.remove(target)
-        self._damaged.discard(target)
+        if name in self._damaged:
+            self._damaged.discard(name)
+            if keep_files:  # ranks have saved the new ones among them
+                self._storage.uncommit(name)
+            else:
+                self._storage.remove(name)
+
+    def _agree_on_folder(self, request: ReportRequest, upload: RankUpload, target: str) -> str:
+        """Wait until all ranks have uploaded, and return the name under which they have."""
+        offer = {"name": upload.name, "error": None}
+        if upload.error is not None:
+            offer["error"] = describe_error(upload.error)
+        agreed = self._channel.agree(
+            f"{request.key}/uploaded",
+            offer,
+            lambda offers: self._decide_folder(offers, target),
+            UPLOAD_TIMEOUT_SECONDS,
+        )
+        if "name" in agreed:
+            return str(agreed["name"])
+        self._channel.delete_keys()
+        if upload.error is not None:
+            raise upload.error  # perhaps of the user's function
+        raise (OtherRankFailed if agreed["has failed"] else DistributorError)(agreed["error"])
+
+    def _decide_folder(self, offers: list[dict[str, Any]], target: str) -> dict[str, Any]:
+        """Decide the name of the folder that all ranks have uploaded to. Rank 0 only."""
+        for rank, each in enumerate(offers):
+            if each["error"] is not None:
+                why = f"Rank {rank} could not upload its checkpoint: {each['error']}"
+                return {"error": why, "has failed": True}
+        names = {each["name"]: rank for rank, each in enumerate(offers) if each["name"] is not None}
+        if len(names) > 1:
+            found = ", ".join(f"rank {rank} to {name!r}" for name, rank in names.items())
+            why = (
+                f"The ranks have uploaded one checkpoint to several folders: {found}. "
+                "checkpoint_upload_fn must upload to the folder that its second argument names, or "
+                "to one other folder on all ranks."
+            )
+            return {"error": why, "has failed": False}
+        name = next(iter(names), target)
+        self._free_name(name, keep_files=True)
+        return {"name": name}
 
     def _is_removable(self, request: ReportRequest) -> bool:
         """Return whether the reported folder is on this machine, and not itself in storage."""
@@ -196,48 +227,6 @@ class ReportRounds:
             and is_local(checkpoint.filesystem)
             and not self._storage.contains(checkpoint)
         )
-
-    def _own_part(
-        self, request: ReportRequest, target: str, assignment: Assignment, keep: bool
-    ) -> dict[str, Any]:
-        """Upload this rank's files, and return its part of the report, with an error if any."""
-        part: dict[str, Any] = {
-            "name": target,
-            "metrics": request.metrics,
-            "files": None,
-            "other versions": [],
-            "positions": request.positions,
-            "preempted": request.preempted,
-        }
-        try:
-            if request.checkpoint is not None:
-                uploaded, others = self._upload(
-                    request, request.checkpoint, target, assignment, keep
-                )
-                part["files"] = [asdict(file) for file in uploaded]
-                part["other versions"] = [asdict(file) for file in others]
-        except Exception as error:
-            part["error"] = f"{type(error).__name__}: {error}"
-        return part
-
-    def _upload(
-        self,
-        request: ReportRequest,
-        checkpoint: Checkpoint,
-        target: str,
-        assignment: Assignment,
-        keep: bool,
-    ) -> tuple[list[StoredFile], list[StoredFile]]:
-        in_storage = request.mode is CheckpointUploadMode.NO_UPLOAD
-        if in_storage and request.name != target:
-            raise DistributorError(
-                f"With NO_UPLOAD its name is that of its folder, {request.name!r}, but the "
-                f"checkpoint's name is {target!r}."
-            )
-        if in_storage or self._storage.contains(checkpoint, target):
-            return self._storage.describe(target, assignment), []
-        with checkpoint.as_directory() as folder:
-            return self._storage.upload(folder, target, assignment, keep=keep)
 
     def _decide(self, request: ReportRequest) -> dict[str, Any]:
         """Wait for all ranks, and commit what they have uploaded. Rank 0 only."""
@@ -257,7 +246,7 @@ class ReportRounds:
         except DistributorError as error:
             return {"error": str(error)}
         except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
+            return {"error": describe_error(error)}
 
     def _notify_driver(self, committed: str | None, parts: list[dict[str, Any]]) -> None:
         path = self._storage.checkpoint(committed).path if committed else None

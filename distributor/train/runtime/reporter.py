@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
 from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings, check_name
 from distributor.node.worker.worker_context import worker_context
 from distributor.train.checkpoint import Checkpoint, CheckpointUploadMode, ReportedCheckpoint
-from distributor.train.runtime.report_round import ReportRequest, ReportRounds
+from distributor.train.runtime.json_metrics import json_metrics
+from distributor.train.runtime.report_request import ReportRequest, UploadFn
+from distributor.train.runtime.report_round import ReportRounds
+from distributor.train.runtime.reported import reported_checkpoints, wait_for_validations
 from distributor.train.runtime.resume import find_resume_point
 from distributor.train.runtime.store_channel import StoreChannel
 from distributor.train.storage.checkpoint_manager import CheckpointManager
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.retention import ranked
+from distributor.train.validation.config import ValidationTaskConfig
 
 
 class Reporter:
@@ -38,6 +42,8 @@ class Reporter:
     ----------
     storage : Storage
         The run's folder.
+    custom_filesystem : bool
+        Whether the user has passed `filesystem`.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class Reporter:
         was_preempted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._settings = settings
+        self.custom_filesystem = filesystem is not None
         self.storage = Storage(settings.storage_path, settings.name, filesystem)
         self._manager = CheckpointManager(self.storage, settings)
         self._resume_from = resume_from
@@ -75,8 +82,11 @@ class Reporter:
         name: str | None,
         mode: CheckpointUploadMode,
         delete_local: bool,
+        upload_fn: UploadFn | None = None,
+        validation: bool | ValidationTaskConfig = False,
     ) -> None:
         """Report, as `distributor.train.report` documents."""
+        requested = self._requested_validation(validation, checkpoint)
         if name is not None:
             check_name("checkpoint_dir_name", name)
         if mode is CheckpointUploadMode.NO_UPLOAD and checkpoint is not None:
@@ -91,11 +101,13 @@ class Reporter:
         request = ReportRequest(
             number=self._number,
             # A copy: the program may change its own. Errors are raised before other ranks wait.
-            metrics=json.loads(json.dumps(dict(metrics), default=_plain_number)),
+            metrics=json_metrics(metrics),
             checkpoint=checkpoint,
             name=name,
             mode=mode,
             delete_local=delete_local,
+            upload_fn=upload_fn,
+            validation=requested,
             positions=self._loader_positions(),
             preempted=self._was_preempted(),
         )
@@ -104,6 +116,24 @@ class Reporter:
         if not self._continues_before(request):
             self._wait_for_pending()
         worker_context().completed_steps = self._number
+
+    def _requested_validation(
+        self, validation: bool | ValidationTaskConfig, checkpoint: Checkpoint | None
+    ) -> dict[str, Any] | None:
+        """Return a requested validation's own arguments, or none for the default ones."""
+        if validation is False:
+            return None
+        if checkpoint is None:
+            raise ValueError("validation needs a checkpoint: this rank reports None.")
+        if not self._settings.validates:
+            raise ValueError(
+                "report requests a validation, but the run has no function for it: pass "
+                "validation_config=ValidationConfig(fn) to TorchTrainer."
+            )
+        if validation is True:
+            return {}
+        validation.check()
+        return asdict(validation)
 
     def _continues_before(self, request: ReportRequest) -> bool:
         """Return whether the program continues before the checkpoint is in storage.
@@ -126,19 +156,21 @@ class Reporter:
         latest = self._rounds.latest
         return self._resume_from if latest is None else self.storage.checkpoint(latest)
 
-    def all(self, timeout: float | None = None) -> list[ReportedCheckpoint]:
+    def all(self, validated: bool, timeout: float | None = None) -> list[ReportedCheckpoint]:
         """Wait for the reports of this rank, and list the checkpoints that exist.
 
         Parameters
         ----------
+        validated : bool
+            Whether to wait for validations, too.
         timeout : float, optional
             Seconds after which the checkpoints that exist then are listed; by default no limit.
         """
+        deadline = None if timeout is None else time.monotonic() + timeout
         wait(self._pending, timeout)
-        return [
-            ReportedCheckpoint(self.storage.checkpoint(name), dict(manifest.metrics))
-            for name, manifest in ranked(self.storage.committed(), self._settings)
-        ]
+        if validated and self._settings.validates:
+            wait_for_validations(self.storage, deadline)
+        return reported_checkpoints(self.storage, self._settings)
 
     def register_loader(self, position: Callable[[], Any]) -> Any:
         """Save a data loader's position with each checkpoint.
@@ -169,7 +201,7 @@ class Reporter:
     def _name_in_storage(self, checkpoint: Checkpoint, name: str | None) -> str:
         """Return the name of a checkpoint that must already be in the run's folder."""
         actual = name or os.path.basename(checkpoint.path)
-        if not self.storage.contains(checkpoint, actual):
+        if self.storage.name_of(checkpoint) != actual:
             raise ValueError(
                 f"With NO_UPLOAD, a checkpoint must already be in a folder of {self.storage.path}, "
                 f"which checkpoint_dir_name may name, but it is at {checkpoint.path}"
@@ -185,13 +217,3 @@ class Reporter:
     def _wait_for_pending(self) -> None:
         while self._pending:
             self._pending.pop(0).result()
-
-
-def _plain_number(value: Any) -> Any:
-    """Convert a number of torch or numpy to Python's."""
-    try:
-        return value.item()
-    except (AttributeError, RuntimeError, ValueError):
-        raise TypeError(
-            f"Metrics must be JSON-serializable, or tensors with one element, but one is {value!r}."
-        ) from None

@@ -83,7 +83,8 @@ def find_resume_point(
         damaged.add(name)
     if channel.rank == 0:
         positions = _stored_positions(storage.checkpoint(latest) if latest else resume_from)
-        channel.set("resume", {"reports": manager.resume_from(latest), "positions": positions})
+        reports = manager.resume_from(latest, begin["unfinished"])
+        channel.set("resume", {"reports": reports, "positions": positions})
     resume = channel.get("resume")
     return ResumePoint(
         latest=latest,
@@ -123,12 +124,15 @@ def _check_shared(channel: StoreChannel, storage: Storage) -> str | None:
 
 
 def _survey(storage: Storage) -> dict[str, Any]:
-    """Return the names of the checkpoints that exist, the latest first, and the next number."""
-    committed, damaged = storage.survey()
-    for name in damaged:
+    """Return the checkpoints that exist, the latest first, and what earlier attempts left."""
+    found = storage.survey()
+    for name in found.damaged:
         print(f"distributor: {name} is skipped: its manifest is damaged.", flush=True)
-    numbers = [storage.next_index(), *(1 + manifest.index for _, manifest in committed)]
-    return {"committed": [name for name, _ in reversed(committed)], "next": max(numbers)}
+    return {
+        "committed": [name for name, _ in reversed(found.committed)],
+        "unfinished": found.unfinished,
+        "next": found.next_index,
+    }
 
 
 def _is_intact(channel: StoreChannel, storage: Storage, name: str) -> bool:

@@ -165,7 +165,13 @@ class StoreChannel:
                 self._store.delete_key(key)
         self._own_keys, self._last_round_keys, self._round_keys = [], self._round_keys, []
 
-    def agree(self, key: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+    def agree(
+        self,
+        key: str,
+        value: Any,
+        decide: Callable[[list[Any]], Any],
+        timeout: float | None = None,
+    ) -> Any:
         """Wait until all ranks have reached this call, and return what rank 0 decides.
 
         Parameters
@@ -176,6 +182,8 @@ class StoreChannel:
             This rank's contribution.
         decide : callable
             Called on rank 0 with the contributions of all ranks.
+        timeout : float, optional
+            Seconds to wait for them; by default `RANK_TIMEOUT_SECONDS`.
 
         Raises
         ------
@@ -184,8 +192,8 @@ class StoreChannel:
         """
         self.set_own(key, {"value": value})
         if self.rank == 0:
-            self.set(key, self._decide(key, decide))
-        decision = self.get(key)
+            self.set(key, self._decide(key, decide, timeout))
+        decision = self.get(key, timeout)
         if "error" in decision:
             raise DistributorError(decision["error"])
         return decision["value"]
@@ -197,9 +205,11 @@ class StoreChannel:
         else:
             self.set_own(key, {"left": f"rank {self.rank} {why}"})
 
-    def _decide(self, key: str, decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
+    def _decide(
+        self, key: str, decide: Callable[[list[Any]], Any], timeout: float | None
+    ) -> dict[str, Any]:
         try:
-            offers = self.gather(key)
+            offers = self.gather(key, timeout)
             if left := [each["left"] for each in offers if "left" in each]:
                 return {"error": self._alone(left)}
             return {"value": decide([each["value"] for each in offers])}

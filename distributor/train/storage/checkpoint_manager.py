@@ -9,9 +9,15 @@ from typing import Any
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.errors import DistributorError
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.manifest import CHECKPOINT_LOG, Manifest, StoredFile
+from distributor.train.storage.manifest import (
+    CHECKPOINT_LOG,
+    COMMITTED,
+    PENDING,
+    Manifest,
+    StoredFile,
+)
 from distributor.train.storage.report_log import RUN_LOG, Report, from_lines, to_lines
-from distributor.train.storage.retention import score_of, select_removable
+from distributor.train.storage.retention import remove_all, remove_surplus, score_of
 
 LOG_INTERVAL = 10.0
 """Seconds after which reports without a checkpoint are written to the run's log."""
@@ -35,9 +41,19 @@ class CheckpointManager:
         self._logged = 0
         self._logged_at = time.monotonic()
         self._warned: set[str] = set()  # kinds of warnings
+        self._unfinished: list[str] = []
 
-    def resume_from(self, checkpoint: str | None) -> int:
-        """Forget the reports after a checkpoint, and return the number of those up to it."""
+    def resume_from(self, checkpoint: str | None, unfinished: Sequence[str] = ()) -> int:
+        """Forget the reports after a checkpoint, and return the number of those up to it.
+
+        Parameters
+        ----------
+        checkpoint : str or None
+            The checkpoint; None if there is none.
+        unfinished : sequence of str
+            Checkpoints that earlier attempts have begun; removed after the next commit.
+        """
+        self._unfinished = [*unfinished]
         if checkpoint is not None:
             text = self._storage.read(f"{checkpoint}/{CHECKPOINT_LOG}")
             self._reports = from_lines(text or b"")
@@ -72,8 +88,9 @@ class CheckpointManager:
             if not stored:
                 self._warn_once("empty", f"{report.checkpoint} is empty: no rank saved a file.")
             self._warn_of_versions(stored, parts)
-            self._warn_without_score(report)
-            self._commit(report, index, stored, parts[0]["positions"])
+            if requested_validation(parts) is None:  # its metrics are to come
+                self._warn_without_score(report)
+            self._commit(report, index, stored, parts)
         if files or time.monotonic() > self._logged_at + LOG_INTERVAL:
             self.write_log()
 
@@ -119,31 +136,40 @@ class CheckpointManager:
         self._logged, self._logged_at = len(self._reports), time.monotonic()
 
     def _commit(
-        self, report: Report, index: int, files: tuple[StoredFile, ...], positions: dict[str, Any]
+        self,
+        report: Report,
+        index: int,
+        files: tuple[StoredFile, ...],
+        parts: Sequence[dict[str, Any]],
     ) -> None:
         """Commit a checkpoint, and only then remove others."""
         name = report.checkpoint
         assert name is not None
         log = self._storage.write(f"{name}/{CHECKPOINT_LOG}", to_lines(self._reports))
+        validation = requested_validation(parts)
         manifest = Manifest(
             index=index,
             metrics=report.metrics,
             world_size=report.world_size,
-            positions=positions,
+            positions=parts[0]["positions"],
             files=(*files, log),
+            validation=validation,
+            status=COMMITTED if validation is None else PENDING,
         )
         self._storage.commit(name, manifest)
-        for old in self._removable(name):
-            try:
-                self._storage.remove(old)
-            except Exception as error:  # the new checkpoint is committed nevertheless
-                print(f"distributor: {old} could not be removed: {error}.", flush=True)
+        unfinished = [each for each in self._unfinished if each != name]
+        self._unfinished = []
+        failures = [
+            *remove_surplus(self._storage, self._settings),
+            *remove_all(self._storage, unfinished),
+        ]
+        for failure in failures:  # the new checkpoint is committed nevertheless
+            print(f"distributor: {failure}", flush=True)
 
-    def _removable(self, latest: str) -> list[str]:
-        uncommitted = self._storage.find_uncommitted(before=latest)
-        if self._settings.num_to_keep is None:
-            return uncommitted
-        return [*select_removable(self._storage.committed(), self._settings), *uncommitted]
+
+def requested_validation(parts: Sequence[dict[str, Any]]) -> Any:
+    """Return the validation that the first rank with a checkpoint requests; None for none."""
+    return next((part["validation"] for part in parts if part["files"] is not None), None)
 
 
 def _check_parts(parts: Sequence[dict[str, Any]]) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pyarrow.fs as pafs
@@ -21,7 +21,15 @@ from distributor.errors import DistributorError
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.storage.filesystems import is_local, list_files, make_folder, resolve
 from distributor.train.storage.integrity import check_sizes, find_damage
-from distributor.train.storage.manifest import MANIFEST, RESERVED, Manifest, StoredFile
+from distributor.train.storage.manifest import (
+    MANIFEST,
+    RESERVED,
+    VALIDATION,
+    Manifest,
+    StoredFile,
+    StoredValidation,
+)
+from distributor.train.storage.run_folder import RunFolder
 from distributor.train.storage.upload import break_hardlink, size_and_checksum, upload_file
 from distributor.train.storage.upload_assignment import (
     Assignment,
@@ -31,13 +39,35 @@ from distributor.train.storage.upload_assignment import (
 )
 
 PREFIX = "checkpoint_"
-NUMBERED = re.compile(rf"{PREFIX}(\d+)")
+NUMBERED = re.compile(rf"{PREFIX}(\d{{6,}})")
 """The names of checkpoints that the user has not named."""
 DAMAGED: Literal["damaged"] = "damaged"
 
 
-class Storage:
-    """The folder of one run.
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """The folders of a run.
+
+    Parameters
+    ----------
+    committed : list of pairs of str and Manifest
+        The names and manifests of the checkpoints that exist, in the order of reports.
+    damaged : list of str
+        The names of checkpoints with a damaged manifest, which a person may be able to repair.
+    unfinished : list of str
+        The names of numbered checkpoints that were begun and not committed.
+    next_index : int
+        The number of the next checkpoint; a number is never used twice.
+    """
+
+    committed: list[tuple[str, Manifest]]
+    damaged: list[str]
+    unfinished: list[str]
+    next_index: int
+
+
+class Storage(RunFolder):
+    """The checkpoints of one run.
 
     Parameters
     ----------
@@ -60,41 +90,14 @@ class Storage:
     def __init__(
         self, storage_path: str | os.PathLike[str], name: str, filesystem: Any = None
     ) -> None:
-        self.filesystem, root = resolve(storage_path, filesystem)
-        self.path = f"{root}/{name}"
+        found, root = resolve(storage_path, filesystem)
+        super().__init__(found, f"{root}/{name}")
 
     @classmethod
     def at(cls, filesystem: pafs.FileSystem, path: str) -> Storage:
         """Return the storage in a run's folder."""
         root, _, name = path.rpartition("/")
         return cls(root, name, filesystem)
-
-    # Single files
-
-    def write(self, name: str, data: bytes) -> StoredFile:
-        """Write a file in the run's folder, in one pass."""
-        path = f"{self.path}/{name}"
-        make_folder(self.filesystem, path.rpartition("/")[0])
-        with self.filesystem.open_output_stream(path) as stream:
-            stream.write(data)
-        return StoredFile(name.rpartition("/")[2], len(data), zlib.crc32(data))
-
-    def read(self, name: str) -> bytes | None:
-        """Read a file in the run's folder; return None if it does not exist."""
-        try:
-            with self.filesystem.open_input_stream(f"{self.path}/{name}") as stream:
-                data: bytes = stream.read()
-        except FileNotFoundError:
-            return None
-        return data
-
-    def remove_files(self, names: Sequence[str]) -> set[str]:
-        """Remove files in the run's folder, and return the names of those that existed."""
-        infos = self.filesystem.get_file_info([f"{self.path}/{name}" for name in names])
-        existing = {info.base_name for info in infos if info.type == pafs.FileType.File}
-        for name in existing:
-            self.filesystem.delete_file(f"{self.path}/{name}")
-        return existing
 
     # The files of a checkpoint that is being reported
 
@@ -150,7 +153,8 @@ class Storage:
         checkpoint : str
             The checkpoint's name.
         assignment : callable
-            Selects the files that this rank reads; by default all.
+            Selects the files that this rank reads; by default all. Those that another rank uploads
+            are skipped.
 
         Raises
         ------
@@ -163,30 +167,9 @@ class Storage:
         names = sorted(set(existing).difference(RESERVED))
         return [
             StoredFile(name, *size_and_checksum(self.filesystem, f"{root}/{name}"))
-            for name, _ in assignment(dict.fromkeys(names, ""))
+            for name, is_ours in assignment(dict.fromkeys(names, ""))
+            if is_ours
         ]
-
-    def contains(self, checkpoint: Checkpoint, name: str | None = None) -> bool:
-        """Return whether a checkpoint is in the run's folder, and has this name if one is given."""
-        if (paths := self._comparable_paths(checkpoint)) is None:
-            return False
-        run, path = paths
-        return path.startswith(f"{run}/") if name is None else path == f"{run}/{name}"
-
-    def is_inside(self, checkpoint: Checkpoint) -> bool:
-        """Return whether the run's folder is a checkpoint's folder, or inside it."""
-        if (paths := self._comparable_paths(checkpoint)) is None:
-            return False
-        run, path = paths
-        return f"{run}/".startswith(f"{path}/")
-
-    def _comparable_paths(self, checkpoint: Checkpoint) -> tuple[str, str] | None:
-        """Return the paths of the run's folder and of a checkpoint; None on two file systems."""
-        if is_local(self.filesystem) and is_local(checkpoint.filesystem):
-            return os.path.realpath(self.path), os.path.realpath(checkpoint.path)
-        if self.filesystem.equals(checkpoint.filesystem):
-            return self.path, checkpoint.path
-        return None
 
     def commit(self, checkpoint: str, manifest: Manifest) -> None:
         """Check that all files of a checkpoint are in storage, and write its manifest.
@@ -223,28 +206,21 @@ class Storage:
 
     def committed(self) -> list[tuple[str, Manifest]]:
         """List the names and manifests of the checkpoints that exist, in the order of reports."""
-        return self.survey()[0]
+        return self.survey().committed
 
-    def survey(self) -> tuple[list[tuple[str, Manifest]], list[str]]:
-        """Return the same as `committed`, and the names of checkpoints with a damaged manifest."""
-        found = [(name, self._read_manifest(name)) for name in self._folders()]
-        manifests = [(name, each) for name, each in found if isinstance(each, Manifest)]
-        damaged = [name for name, each in found if each == DAMAGED]
-        return sorted(manifests, key=lambda pair: pair[1].index), damaged
-
-    def next_index(self) -> int:
-        """Return the next checkpoint number; a folder's number is never used twice."""
-        return 1 + max(map(_index_of, self._numbered()), default=-1)
-
-    def find_uncommitted(self, before: str) -> list[str]:
-        """Return the names of checkpoints before another that were begun and never committed.
-
-        A checkpoint with a damaged manifest is not included: a person may be able to repair it.
-        """
-        old = [name for name in self._numbered() if _index_of(name) < _index_of(before)]
-        infos = self.filesystem.get_file_info([self._path(name, MANIFEST) for name in old])
-        missing = pafs.FileType.NotFound
-        return [name for name, info in zip(old, infos, strict=True) if info.type == missing]
+    def survey(self) -> Survey:
+        """Read all manifests, and return what there is."""
+        found = {name: self._read_manifest(name) for name in self.folders()}
+        committed = [(name, each) for name, each in found.items() if isinstance(each, Manifest)]
+        committed.sort(key=lambda pair: pair[1].index)
+        numbers = {name: int(match[1]) for name in found if (match := NUMBERED.fullmatch(name))}
+        indices = [*numbers.values(), *(manifest.index for _, manifest in committed)]
+        return Survey(
+            committed=committed,
+            damaged=[name for name, each in found.items() if each == DAMAGED],
+            unfinished=sorted(name for name in numbers if found[name] is None),
+            next_index=1 + max(indices, default=-1),
+        )
 
     def manifest_of(self, checkpoint: str) -> Manifest | None:
         """Read a checkpoint's manifest; return None if it is not committed or is damaged."""
@@ -254,9 +230,23 @@ class Storage:
     def _read_manifest(self, checkpoint: str) -> Manifest | Literal["damaged"] | None:
         text = self.read(f"{checkpoint}/{MANIFEST}")
         try:
-            return Manifest.from_json(text) if text is not None else None
+            manifest = Manifest.from_json(text) if text is not None else None
         except (ValueError, TypeError, KeyError):
             return DAMAGED  # incomplete, or modified
+        if manifest is None or not manifest.is_pending:
+            return manifest
+        result = self.read(f"{checkpoint}/{VALIDATION}")
+        return manifest.validated(StoredValidation.from_json(result)) if result else manifest
+
+    def is_pending(self, checkpoint: str) -> bool:
+        """Return whether a checkpoint is yet to be validated; False if it does not exist."""
+        manifest = self.manifest_of(checkpoint)
+        return manifest is not None and manifest.is_pending
+
+    def add_validation(self, checkpoint: str, result: StoredValidation) -> None:
+        """Write the result of a validation, by which its metrics join those of the report."""
+        self.remove_files([f"{checkpoint}/{VALIDATION}"])  # incomplete
+        self.write(f"{checkpoint}/{VALIDATION}", result.to_json())
 
     def find_damage(self, checkpoint: str, files: Sequence[StoredFile]) -> str | None:
         """Read files of a checkpoint completely, and describe the first that is damaged."""
@@ -268,26 +258,20 @@ class Storage:
             for file in files:
                 break_hardlink(self._path(checkpoint, file.name))
 
+    def uncommit(self, checkpoint: str) -> None:
+        """Remove what makes a checkpoint count, and leave its files."""
+        self.remove_files([f"{checkpoint}/{name}" for name in RESERVED])
+
     def remove(self, checkpoint: str) -> None:
         """Remove a checkpoint: its manifest first, so that no reader sees half of it."""
-        manifest = self._path(checkpoint, MANIFEST)
-        if self.filesystem.get_file_info(manifest).type == pafs.FileType.File:
-            self.filesystem.delete_file(manifest)
+        self.remove_files([f"{checkpoint}/{MANIFEST}"])
         self.filesystem.delete_dir(self._path(checkpoint))
 
-    def _folders(self) -> list[str]:
+    def folders(self) -> list[str]:
+        """List the folders in the run's folder, which are its checkpoints."""
         selector = pafs.FileSelector(self.path, allow_not_found=True)
         infos = self.filesystem.get_file_info(selector)
         return [info.base_name for info in infos if info.type == pafs.FileType.Directory]
 
-    def _numbered(self) -> list[str]:
-        return sorted(name for name in self._folders() if NUMBERED.fullmatch(name))
-
     def _path(self, checkpoint: str, *names: str) -> str:
         return "/".join((self.path, checkpoint, *names))
-
-
-def _index_of(checkpoint: str) -> int:
-    """Return the number in a checkpoint's name; -1 if the user has named it."""
-    match = NUMBERED.fullmatch(checkpoint)
-    return int(match[1]) if match else -1

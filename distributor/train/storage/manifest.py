@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 MANIFEST = ".manifest.json"
 CHECKPOINT_LOG = ".reports.jsonl"
 """The log of the run's reports up to this checkpoint; a new attempt continues from it."""
-RESERVED = (MANIFEST, CHECKPOINT_LOG)
-"""The files of a checkpoint that rank 0 writes for the run, and that no rank saves."""
+VALIDATION = ".validation.json"
+"""The result of a checkpoint's validation, which the driver writes."""
+RESERVED = (MANIFEST, CHECKPOINT_LOG, VALIDATION)
+"""The files of a checkpoint that are written for the run, and that no rank saves."""
+COMMITTED, PENDING = "COMMITTED", "PENDING_VALIDATION"
+"""What a manifest says as long as there is no result of a validation."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,11 @@ class Manifest:
         The position of each data loader of the ranks, by the loader's number.
     files : tuple of StoredFile
         All its files.
+    validation : mapping of str to object or None
+        The validation that was requested, as keyword arguments of ``ValidationTaskConfig``; empty
+        for the default one.
+    status : str
+        The name of its ``ReportedCheckpointStatus``.
     """
 
     index: int
@@ -57,6 +66,19 @@ class Manifest:
     world_size: int
     positions: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[StoredFile, ...]
+    validation: Mapping[str, Any] | None = None
+    status: str = COMMITTED
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it is yet to be validated."""
+        return self.status == PENDING
+
+    def validated(self, result: StoredValidation | None) -> Manifest:
+        """Return the manifest with the result of a validation, if it is one of this checkpoint."""
+        if result is None or result.index != self.index:
+            return self
+        return replace(self, status=result.status, metrics={**self.metrics, **result.metrics})
 
     def to_json(self) -> bytes:
         fields = json.dumps(asdict(self))
@@ -76,3 +98,33 @@ class Manifest:
             raise ValueError("The manifest's checksum does not match its content.")
         fields = json.loads(envelope["of"])
         return cls(**{**fields, "files": tuple(StoredFile(**file) for file in fields["files"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredValidation:
+    """The result of a checkpoint's validation.
+
+    Parameters
+    ----------
+    index : int
+        The checkpoint's number: of two checkpoints of one name, one may have been removed.
+    status : str
+        The name of a ``ReportedCheckpointStatus``.
+    metrics : mapping of str to object
+        The metrics that it returned; none if it failed.
+    """
+
+    index: int
+    status: str
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> StoredValidation | None:
+        """Parse a result; return None if it is incomplete."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
+            return None

@@ -1,22 +1,41 @@
-"""Decides which checkpoints are kept: the latest, and the best."""
+"""Decides which checkpoints are kept: the latest, the best, and those yet to be validated."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import Manifest
+
+
+def remove_surplus(storage: Storage, settings: CheckpointSettings) -> list[str]:
+    """Remove the checkpoints that are not kept, and describe those that could not be removed."""
+    if settings.num_to_keep is None:
+        return []  # the manifests need not be read
+    return remove_all(storage, select_removable(storage.committed(), settings))
+
+
+def remove_all(storage: Storage, names: Iterable[str]) -> list[str]:
+    """Remove checkpoints, and describe those that could not be removed."""
+    failures = []
+    for name in names:
+        try:
+            storage.remove(name)
+        except Exception as error:
+            failures.append(f"{name} could not be removed: {error}.")
+    return failures
 
 
 def select_removable(
     committed: Sequence[tuple[str, Manifest]], settings: CheckpointSettings
 ) -> list[str]:
-    """Return the names of the checkpoints that are neither the latest nor among the best.
+    """Return the names of the checkpoints that are not kept.
 
-    As in Ray Train, the latest is kept in addition to the ``num_to_keep`` best ones, and
-    checkpoints that the user has named count too.
+    As in Ray Train, the latest and those that are yet to be validated are kept in addition to the
+    ``num_to_keep`` best ones, and checkpoints that the user has named count too.
 
     Parameters
     ----------
@@ -28,7 +47,8 @@ def select_removable(
     if settings.num_to_keep is None:
         return []
     best = ranked(committed, settings)[-settings.num_to_keep :]
-    kept = {name for name, _ in [*best, *committed[-1:]]}
+    pending = [pair for pair in committed if pair[1].is_pending]
+    kept = {name for name, _ in [*best, *committed[-1:], *pending]}
     return [name for name, _ in committed if name not in kept]
 
 

@@ -1,0 +1,1 @@
+"""Validation of checkpoints in the background, while the training continues."""

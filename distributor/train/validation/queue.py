@@ -1,0 +1,196 @@
+"""Validates the checkpoints of a run on the driver, one at a time, while the training continues."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.core.telemetry import Reported
+from distributor.errors import RunCancelled, RunTimeout
+from distributor.launch.future import RunFuture
+from distributor.launch.output.messages import notify, warn
+from distributor.launch.programs import program_of
+from distributor.launch.run_listener import Listener
+from distributor.prepared_run import plan
+from distributor.serialization.outcome import Failure
+from distributor.torch_distributor import TorchDistributor
+from distributor.train.checkpoint import ReportedCheckpointStatus
+from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.manifest import Manifest, StoredValidation
+from distributor.train.storage.retention import remove_surplus
+from distributor.train.validation.config import ValidationConfig, ValidationTaskConfig
+from distributor.train.validation.process import ValidationCall
+
+SOON = 1.0
+"""Seconds that the end of the training waits for validations without a message."""
+
+
+class ValidationQueue(Listener):
+    """Validates checkpoints in the order of their reports; a context manager around a training.
+
+    Each validation is a run with one rank, which can be ended at its time limit, and leaves nothing
+    behind. What is still to be done is in storage: the manifest of a checkpoint says that it is to
+    be validated, until the result is written beside it. So the next run of the same name continues
+    if this process is killed.
+
+    Parameters
+    ----------
+    config : ValidationConfig
+        The user's function.
+    storage : Storage
+        The run's folder.
+    settings : CheckpointSettings
+        Which checkpoints are kept.
+    distributor : TorchDistributor
+        Runs a validation, with one rank.
+
+    Raises
+    ------
+    UnpicklableError
+        When the context is entered: if the function cannot be sent to another process.
+    """
+
+    def __init__(
+        self,
+        config: ValidationConfig,
+        storage: Storage,
+        settings: CheckpointSettings,
+        distributor: TorchDistributor,
+    ) -> None:
+        self._config = config
+        self._storage = storage
+        self._settings = settings
+        self._distributor = distributor
+        self._names: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+        self._current: RunFuture[Any] | None = None
+        self._thread: threading.Thread
+
+    def reported(self, report: Reported) -> None:
+        """Remember a checkpoint."""
+        if report.checkpoint is not None:
+            self._names.put(report.checkpoint.rpartition("/")[2])
+
+    def __enter__(self) -> ValidationQueue:
+        program_of(ValidationCall(self._config.fn), (), {})  # raises before the training
+        launcher = plan(self._distributor, 1, 1).launcher
+        self._thread = launcher.thread(self._run)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for the validations, also if the training has failed; cancel them if it was."""
+        if isinstance(error, RunCancelled) or not isinstance(error, (Exception, type(None))):
+            self._cancel()  # for example, a KeyboardInterrupt
+        self._names.put(None)
+        try:
+            self._thread.join(SOON)
+            if self._thread.is_alive() and not self._is_cancelled:
+                how = "ended" if error is None else f"failed ({_summary(error)})"
+                notify(f"The training has {how}. Waiting for the validation of its checkpoints.")
+            self._thread.join()
+        except BaseException:
+            self._cancel()
+            raise
+        if not self._is_cancelled:
+            for failure in remove_surplus(self._storage, self._settings):
+                warn(failure)
+
+    def _cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+            current = self._current
+        if current is not None:
+            current.cancel()
+
+    def _run(self) -> None:
+        self._validate_all()  # of a run of this name whose driver was killed
+        while (name := self._names.get()) is not None:
+            self._validate([name])
+        self._validate_all()  # a checkpoint may exist although its report has been lost
+
+    def _validate_all(self) -> None:
+        try:
+            names = [name for name, _ in self._storage.committed()]
+        except Exception as error:
+            warn(f"The checkpoints that are to be validated cannot be listed: {error!r}.")
+        else:
+            self._validate(names)
+
+    def _validate(self, names: Sequence[str]) -> None:
+        for name in names:
+            try:
+                manifest = self._storage.manifest_of(name)
+                if manifest is not None and manifest.is_pending and not self._is_cancelled:
+                    result = self._result_of(name, manifest)
+                    if result is not None:
+                        self._storage.add_validation(name, result)
+            except Exception as error:
+                warn(f"The validation of {name} is left to the next run of this name: {error!r}.")
+
+    def _result_of(self, name: str, manifest: Manifest) -> StoredValidation | None:
+        """Validate a checkpoint; return None if that is cancelled."""
+        task = self._config.task(manifest.validation or {})
+        metrics: dict[str, Any] = {}
+        try:
+            metrics = self._metrics_of(name, task)
+        except Exception as error:
+            if self._is_cancelled:
+                return None
+            status = _status_after(error)
+            late = status is ReportedCheckpointStatus.VALIDATION_TIMEOUT
+            how = f"took longer than timeout_s, {task.timeout_s:g} s" if late else "failed"
+            warn(f"The validation of {name} {how}, so it adds no metrics. {_text(error)}")
+        else:
+            status = ReportedCheckpointStatus.VALIDATED
+            notify(f"Validated {name}: {metrics}")
+        return StoredValidation(index=manifest.index, status=status.name, metrics=metrics)
+
+    def _metrics_of(self, name: str, task: ValidationTaskConfig) -> dict[str, Any]:
+        """Run the function, and return its metrics or raise its error."""
+        call = ValidationCall(self._config.fn)
+        with self._lock:
+            if self._is_cancelled:
+                raise CancelledError
+            distributor = replace(self._distributor, timeout=task.timeout_s)
+            checkpoint = self._storage.checkpoint(name)
+            self._current = distributor.submit(call, checkpoint, task.fn_kwargs or {})
+        metrics: dict[str, Any] = self._current.result()
+        return metrics
+
+
+def _summary(error: BaseException) -> str:
+    """Return the first line of an error's cause."""
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {cause}".partition("\n")[0]
+
+
+def _status_after(error: Exception) -> ReportedCheckpointStatus:
+    """Return the status of a checkpoint whose validation has raised an error."""
+    # A run that the function itself started may have raised RunTimeout, too.
+    if isinstance(error, RunTimeout) and not _failures(error):
+        return ReportedCheckpointStatus.VALIDATION_TIMEOUT
+    return ReportedCheckpointStatus.VALIDATION_FAILED
+
+
+def _text(error: Exception) -> str:
+    """Return an error with the traceback of its rank."""
+    failures = [failure.text.rstrip() for failure in _failures(error).values()]
+    return "\n".join(failures) or f"{type(error).__name__}: {error}"
+
+
+def _failures(error: Exception) -> dict[int, Failure]:
+    failures: dict[int, Failure] = getattr(error, "rank_failures", {})
+    return failures

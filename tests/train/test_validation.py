@@ -1,0 +1,430 @@
+"""Validation of checkpoints in the background."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+from support.reports import save
+from support.waiting import assert_gone, until
+
+from distributor import TorchDistributor, UnpicklableError, train
+from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.core.telemetry import Reported
+from distributor.train import (
+    Checkpoint,
+    CheckpointConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    ValidationConfig,
+    ValidationTaskConfig,
+)
+from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.manifest import Manifest
+from distributor.train.torch import TorchTrainer
+from distributor.train.validation.process import validation_distributor
+from distributor.train.validation.queue import ValidationQueue
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+SETTINGS = {"timeout": 120, "show_output": "none"}
+
+
+def trainer(
+    folder: Path,
+    loop: Callable[[], Any],
+    validation: ValidationConfig | None,
+    *,
+    checkpoints: CheckpointConfig | None = None,
+    local_mode: bool = True,
+    workers: int = 1,
+) -> TorchTrainer:
+    return TorchTrainer(
+        loop,
+        scaling_config=ScalingConfig(num_workers=workers, local_mode=local_mode),
+        run_config=RunConfig(
+            name="mine",
+            storage_path=folder / "runs",
+            checkpoint_config=checkpoints,
+            settings=SETTINGS,
+        ),
+        validation_config=validation,
+    )
+
+
+def statuses(folder: Path) -> dict[str, str]:
+    """Return the status of each checkpoint that exists."""
+    found = Storage(folder / "runs", "mine").committed()
+    return {name.removeprefix("checkpoint_00000"): manifest.status for name, manifest in found}
+
+
+def test_metrics_of_a_validation_join_those_of_the_report(tmp_path: Path) -> None:
+    go, order = tmp_path / "go", tmp_path / "order"
+
+    def loop() -> Any:
+        for step in range(3):
+            validation = {0: True, 1: ValidationTaskConfig({"more": 5}), 2: False}[step]
+            # Only that of the first rank with a checkpoint counts.
+            rank = train.get_context().get_world_rank()
+            mine = validation if rank == 0 else not validation
+            train.report({"loss": -step}, save(tmp_path / str(step), str(step)), validation=mine)
+        early = train.get_all_reported_checkpoints("COMMITTED")
+        [*_, last] = train.get_all_reported_checkpoints(timeout_s=0.01)
+        go.touch()
+        late = train.get_all_reported_checkpoints()
+        return [[each.status.name for each in all_] for all_ in (early, late)], last.status.name
+
+    def validate(checkpoint: Checkpoint, start: int, more: int = 0) -> dict[str, Any]:
+        until(go.exists, "the training continues", 60)
+        with checkpoint.as_directory() as folder, order.open("a") as file:
+            step = Path(folder, "0.txt").read_text()
+            file.write(f"begins {step}, ends {step}, ")
+        return {"score": start + more, "loss": -10 if more else 10}
+
+    result = trainer(
+        tmp_path,
+        loop,
+        ValidationConfig(validate, ValidationTaskConfig({"start": 1})),
+        checkpoints=CheckpointConfig(checkpoint_score_attribute="loss"),
+        workers=2,
+    ).fit()
+
+    pending, validated, committed = "PENDING_VALIDATION", "VALIDATED", "COMMITTED"
+    assert result.metrics == {"loss": -2}, "of the latest report"
+    assert result.return_value == (
+        [[committed, pending, pending], [validated, committed, validated]],
+        pending,
+    )
+    assert order.read_text() == "begins 0, ends 0, begins 1, ends 1, ", "in order, one at a time"
+    found = Storage(tmp_path / "runs", "mine").committed()
+    assert [manifest.metrics for _, manifest in found] == [
+        {"loss": 10, "score": 1},
+        {"loss": -10, "score": 6},
+        {"loss": -2},
+    ]
+
+
+def test_validated_scores_decide_which_checkpoints_are_kept(tmp_path: Path) -> None:
+    def loop() -> Any:
+        kept = []
+        for score in (4, 3, 2, 1):
+            saved = save(tmp_path / str(score), "x")
+            train.report({"score": score}, saved, validation=score != 4)
+            kept.append(len(train.get_all_reported_checkpoints("COMMITTED")))
+        (tmp_path / "go").touch()
+        return kept
+
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        until((tmp_path / "go").exists, "all are reported", 60)
+        return {"score": 5} if checkpoint.path.endswith("2") else {}
+
+    config = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="score")
+    result = trainer(tmp_path, loop, ValidationConfig(validate), checkpoints=config).fit()
+
+    assert result.return_value == [1, 2, 3, 4], "none is removed that is yet to be validated"
+    assert statuses(tmp_path) == {"0": "COMMITTED", "2": "VALIDATED", "3": "VALIDATED"}
+    scores = {metrics["score"] for _, metrics in result.best_checkpoints}
+    assert scores >= {4, 5}, "the best two"
+    assert result.checkpoint
+    assert result.checkpoint.path.endswith("3"), "the latest"
+
+
+def test_a_validation_that_fails_does_not_fail_the_training(
+    tmp_path: Path, warned: Callable[[], list[str]]
+) -> None:
+    def loop() -> None:
+        for how in ("raises", "hangs", "returns"):
+            task = ValidationTaskConfig({"how": how}, timeout_s=2 if how == "hangs" else None)
+            train.report({"how": how}, save(tmp_path / how, "x"), validation=task)
+
+    def validate(checkpoint: Checkpoint, how: str) -> Any:
+        if how == "raises":
+            raise KeyError("of the user")
+        if how == "hangs":
+            (tmp_path / "pid").write_text(str(os.getpid()))
+            threading.Event().wait()
+        return 3
+
+    result = trainer(tmp_path, loop, ValidationConfig(validate)).fit()
+
+    assert result.metrics == {"how": "returns"}
+    assert statuses(tmp_path) == {
+        "0": "VALIDATION_FAILED",
+        "1": "VALIDATION_TIMEOUT",
+        "2": "VALIDATION_FAILED",
+    }
+    raised, late, returned = warned()
+    assert "The validation of checkpoint_000000 failed, so it adds no metrics" in raised
+    assert "in validate" in raised
+    assert "KeyError: 'of the user'" in raised
+    assert "The validation of checkpoint_000001 took longer than timeout_s, 2 s" in late
+    assert "in validate" in late, "its stack"
+    assert "must return a dict of metrics, but has returned 3" in returned
+    assert_gone([int((tmp_path / "pid").read_text())])
+
+
+def test_checkpoints_of_a_failed_training_are_validated(tmp_path: Path) -> None:
+    def loop() -> None:
+        train.report({"step": 1}, save(tmp_path / "local", "x"), validation=True)
+        raise KeyError("of the training")
+
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        return {"score": 1}
+
+    with pytest.raises(train.WorkerGroupError, match="of the training"):
+        trainer(tmp_path, loop, ValidationConfig(validate)).fit()
+    result = Result.from_path(tmp_path / "runs" / "mine")
+    assert [metrics for _, metrics in result.best_checkpoints] == [{"step": 1, "score": 1}]
+    assert result.metrics == {"step": 1, "score": 1}, "of the latest report"
+
+
+DRIVER = """
+import os, sys, threading
+from pathlib import Path
+from distributor import train
+from distributor.train import Checkpoint, RunConfig, ValidationConfig
+from distributor.train.torch import TorchTrainer
+
+folder = Path(sys.argv[1])
+
+def loop():
+    (folder / "local").mkdir()
+    checkpoint = Checkpoint(folder / "local")
+    train.report({"step": 1}, checkpoint, checkpoint_dir_name="a", validation=True)
+
+def validate(checkpoint):
+    (folder / "pid").write_text(str(os.getpid()))
+    threading.Event().wait()
+
+run_config = RunConfig("mine", folder / "runs")
+TorchTrainer(loop, run_config=run_config, validation_config=ValidationConfig(validate)).fit()
+"""
+
+
+@pytest.mark.parametrize(
+    "signum", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_the_next_run_repeats_a_validation_whose_driver_was_killed(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
+    pid = tmp_path / "pid"
+    command = [sys.executable, "-c", DRIVER, str(tmp_path)]
+    with subprocess.Popen(command) as driver:
+        until(lambda: pid.exists() and pid.read_text(), "the validation begins", 120)
+        driver.send_signal(signum)
+    assert driver.returncode != 0
+    assert_gone([int(pid.read_text())])
+    assert statuses(tmp_path) == {"a": "PENDING_VALIDATION"}
+
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        return {"score": 1}
+
+    trainer(tmp_path, lambda: None, None).fit()
+    assert statuses(tmp_path) == {"a": "PENDING_VALIDATION"}, "there is no function"
+    result = trainer(tmp_path, lambda: None, ValidationConfig(validate)).fit()
+    assert statuses(tmp_path) == {"a": "VALIDATED"}
+    assert [metrics for _, metrics in result.best_checkpoints] == [{"step": 1, "score": 1}]
+
+
+def queue_of(folder: Path, validate: Callable[..., Any]) -> ValidationQueue:
+    config = ValidationConfig(validate)
+    settings = CheckpointSettings(storage_path=str(folder / "runs"), name="mine")
+    distributor = validation_distributor(config, SETTINGS, None)
+    return ValidationQueue(config, Storage(folder / "runs", "mine"), settings, distributor)
+
+
+def commit(folder: Path, name: str, index: int) -> None:
+    """Write a checkpoint that is to be validated."""
+    manifest = Manifest(
+        index=index, world_size=1, files=(), validation={}, status="PENDING_VALIDATION"
+    )
+    Storage(folder / "runs", "mine").commit(name, manifest)
+
+
+def test_a_cancelled_training_ends_its_validation(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+
+    def validate(checkpoint: Checkpoint) -> None:
+        pid.write_text(str(os.getpid()))
+        threading.Event().wait()
+
+    (tmp_path / "runs" / "mine" / "a").mkdir(parents=True)
+    commit(tmp_path, "a", 0)
+
+    def interrupt() -> None:
+        with queue_of(tmp_path, validate):
+            until(lambda: pid.exists() and pid.read_text(), "the validation begins", 60)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert_gone([int(pid.read_text())])
+    assert statuses(tmp_path) == {"a": "PENDING_VALIDATION"}
+
+
+def test_a_checkpoint_is_validated_although_its_report_is_lost(tmp_path: Path) -> None:
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        return {"score": 1}
+
+    for name in ("begun", "reported", "lost"):
+        (tmp_path / "runs" / "mine" / name).mkdir(parents=True)
+    commit(tmp_path, "begun", 0)
+    with queue_of(tmp_path, validate) as queue:
+        until(lambda: statuses(tmp_path) == {"begun": "VALIDATED"}, "the first is validated", 60)
+        commit(tmp_path, "reported", 1)
+        queue.reported(Reported([{}], f"{tmp_path}/runs/mine/reported"))
+        commit(tmp_path, "lost", 2)
+    assert set(statuses(tmp_path).values()) == {"VALIDATED"}
+    assert len(statuses(tmp_path)) == 3
+
+
+def test_an_incomplete_result_of_a_validation_counts_as_none(tmp_path: Path) -> None:
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        return {"score": 1}
+
+    (tmp_path / "runs" / "mine" / "a").mkdir(parents=True)
+    commit(tmp_path, "a", 0)
+    (tmp_path / "runs" / "mine" / "a" / ".validation.json").write_text('{"index": 0, "st')
+    assert statuses(tmp_path) == {"a": "PENDING_VALIDATION"}
+    with queue_of(tmp_path, validate):
+        pass
+    assert statuses(tmp_path) == {"a": "VALIDATED"}
+
+
+def test_a_validation_can_run_a_training(tmp_path: Path) -> None:
+    def loop() -> None:
+        train.report({}, save(tmp_path / "local", "x"), validation=True)
+
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        def evaluate(config: dict[str, Any]) -> int:
+            train.report({"rank": train.get_context().get_world_rank()})
+            return len(list(Path(config["checkpoint"].path).iterdir()))
+
+        inner = TorchTrainer(
+            evaluate,
+            train_loop_config={"checkpoint": checkpoint},
+            scaling_config=ScalingConfig(num_workers=2),
+            run_config=RunConfig("inner", tmp_path / "inner", settings={"timeout": 60}),
+        ).fit()
+        return {"files": inner.return_value, "rank": (inner.metrics or {})["rank"]}
+
+    result = trainer(tmp_path, loop, ValidationConfig(validate)).fit()
+    assert [metrics for _, metrics in result.best_checkpoints] == [{"files": 3, "rank": 0}]
+
+
+@pytest.mark.spark
+def test_a_validation_can_run_on_an_executor(spark: Any, tmp_path: Path) -> None:
+    def loop() -> None:
+        train.report({}, save(tmp_path / "local", "x"), validation=True)
+
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        parents = psutil.Process().parents()
+        with checkpoint.as_directory() as folder:
+            return {
+                "files": len(list(Path(folder).glob("*.txt"))),
+                "on_executor": any("CoarseGrained" in " ".join(p.cmdline()) for p in parents),
+            }
+
+    result = trainer(
+        tmp_path, loop, ValidationConfig(validate, local_mode=False), local_mode=False, workers=2
+    ).fit()
+    [(_, metrics)] = result.best_checkpoints
+    assert metrics == {"files": 2, "on_executor": True}
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_gpus_of_a_validation_are_the_last_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int
+) -> None:
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        def visible() -> str:
+            return os.environ["CUDA_VISIBLE_DEVICES"]
+
+        nested = TorchDistributor(2, use_gpu=True, timeout=60).run_all(visible)
+        return {"own": visible(), "nested": nested}
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    (tmp_path / "runs" / "mine" / "a").mkdir(parents=True)
+    commit(tmp_path, "a", 0)
+    config = ValidationConfig(validate, ray_remote_kwargs={"num_gpus": gpus, "num_cpus": 2})
+    settings = CheckpointSettings(storage_path=str(tmp_path / "runs"), name="mine")
+    storage = Storage(tmp_path / "runs", "mine")
+    distributor = validation_distributor(config, SETTINGS, None)
+    with ValidationQueue(config, storage, settings, distributor):
+        pass
+    [(_, manifest)] = storage.committed()
+    assert manifest.metrics == {"own": "6" if gpus else "", "nested": ["6,5"] * 2}
+
+
+def test_a_validation_needs_a_function_and_a_checkpoint(tmp_path: Path) -> None:
+    def loop() -> None:
+        with pytest.raises(ValueError, match="validation needs a checkpoint"):
+            train.report({}, validation=True)
+        with pytest.raises(TypeError, match="validation must be True, False or a Validation"):
+            train.report({}, validation="yes")  # type: ignore[arg-type]
+        train.report({}, save(tmp_path / "local", "x"), validation=True)
+
+    with pytest.raises(train.WorkerGroupError, match=r"pass validation_config=ValidationConfig"):
+        trainer(tmp_path, loop, None).fit()
+
+
+def nothing(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {}
+
+
+async def later(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {}
+
+
+BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: ValidationTaskConfig(timeout_s=0), ValueError, "timeout_s must be a positive, finite"),
+    (lambda: ValidationTaskConfig([1]), TypeError, r"fn_kwargs must be a dict, but is \[1\]"),  # type: ignore[arg-type]
+    (lambda: ValidationTaskConfig({"x": print}), TypeError, "fn_kwargs must be JSON-serializable"),
+    (lambda: ValidationConfig(3), TypeError, "ValidationConfig.fn must be a function, but is 3"),  # type: ignore[arg-type]
+    (lambda: ValidationConfig(later), TypeError, "later is an async function"),  # type: ignore[arg-type]
+    (lambda: ValidationConfig(nothing, {}), TypeError, "task_config must be a Validation"),  # type: ignore[arg-type]
+    (
+        lambda: ValidationConfig(nothing, ray_remote_kwargs={"num_gpus": 0.5}),
+        ValueError,
+        "num_gpus is 0.5 in ray_remote_kwargs, which is not supported",
+    ),
+    (
+        lambda: ValidationConfig(nothing, ray_remote_kwargs={"scheduling_strategy": "SPREAD"}),
+        DeprecationWarning,
+        "scheduling_strategy is 'SPREAD' in ray_remote_kwargs",
+    ),
+    (
+        lambda: TorchTrainer(print, validation_config=nothing),  # type: ignore[arg-type]
+        TypeError,
+        "validation_config must be a ValidationConfig",
+    ),
+]
+
+
+@pytest.mark.parametrize(("create", "kind", "message"), BAD)
+def test_a_bad_configuration_raises_before_anything_starts(
+    create: Callable[[], Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        create()
+
+
+def test_a_function_that_cannot_be_sent_raises_before_the_training(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        return {"locked": lock.locked()}
+
+    ran = tmp_path / "ran"
+    with pytest.raises(UnpicklableError, match="lock"):
+        trainer(tmp_path, ran.touch, ValidationConfig(validate)).fit()
+    assert not ran.exists()
