@@ -19,6 +19,7 @@ from support.gpus import RunGpuDriver, check_numbers, local_conf
 from support.ranks import Distribute
 
 from distributor import DeepspeedTorchDistributor, TorchDistributor, WorkerDied
+from distributor.node.worker.worker_context import worker_context
 from distributor.torch_distributor import _get_spark_partition_data_loader
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -314,6 +315,11 @@ def check_clamped(ours: Any, theirs: Any) -> None:
     assert [logger, level, text] == their_record
 
 
+def gpus_of_rank() -> tuple[str | None, bool]:
+    """Return which GPUs this rank sees, and whether `distributor.train` uses them."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), worker_context().uses_gpus
+
+
 @pytest.mark.parametrize("mask", ["0,1,2", None])
 def test_local_ranks_on_cpus_have_the_drivers_mask(
     mask: str | None, monkeypatch: pytest.MonkeyPatch
@@ -323,7 +329,10 @@ def test_local_ranks_on_cpus_have_the_drivers_mask(
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
     ranks = TorchDistributor(2, use_gpu=False, timeout=120)
-    assert ranks.run_all(os.environ.get, "CUDA_VISIBLE_DEVICES") == [mask, mask]
+    assert ranks.run_all(gpus_of_rank) == [(mask, False)] * 2
+    if mask is not None:
+        ranks = TorchDistributor(2, use_gpu=True, timeout=120)
+        assert ranks.run_all(gpus_of_rank) == [("0,1", True)] * 2
 
 
 # Runs

@@ -30,7 +30,7 @@ class NodeSpec:
         The address of rank 0's store.
     gpus : tuple of str, optional
         GPUs of this node's ranks, as entries of ``CUDA_VISIBLE_DEVICES``. An empty tuple hides
-        all GPUs, and None leaves the variable unchanged.
+        all GPUs, and None leaves the variable unchanged. Both are for ranks that use no GPUs.
     env : mapping of str to str
         The user's environment variables, which override those of the agent's environment.
     modules : str

@@ -72,6 +72,7 @@ class RankStarter:
             listener=self._store_socket.fileno() if self._store_socket and is_first else None,
             scratch=scratch,
             keep_value=self._keep_all or is_first,
+            uses_gpus=bool(self._node.gpus),
             modules=self._node.modules,
             program_name=self._node.program_name,
             run_id=self._node.run_id,

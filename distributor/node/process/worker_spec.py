@@ -36,6 +36,8 @@ class WorkerSpec:
         The folder for multiprocessing's sockets; the process that ends the rank removes it.
     keep_value : bool
         Whether the value that the rank returns is wanted.
+    uses_gpus : bool
+        Whether the run's ranks use GPUs. If not, the rank may still see some.
     modules : str
         Folders with the user's modules, separated as in PYTHONPATH; empty if there are none.
     program_name, run_id : str
@@ -52,6 +54,7 @@ class WorkerSpec:
     listener: int | None
     scratch: str
     keep_value: bool
+    uses_gpus: bool = True
     modules: str = ""
     program_name: str = ""
     run_id: str = ""

@@ -69,6 +69,7 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
             NOTICE: context.preemption_notices.notify,
         }
     )
+    context.uses_gpus = worker_spec.uses_gpus
     create_scratch(worker_spec.scratch)
     faulthandler.enable()
     enable_stack_dumps(worker_spec.stacks)

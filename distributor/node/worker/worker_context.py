@@ -30,6 +30,8 @@ class WorkerContext:
         The notices that the run is about to lose a process.
     completed_steps : int
         Steps that the program has completed, in earlier attempts too; sent with its failure.
+    uses_gpus : bool
+        Whether the run's ranks use GPUs. If not, this process may still see some.
     rendezvous : tuple of str and int
         Host and port of the store that rank 0 serves, whatever the program sets.
     store : object
@@ -44,6 +46,7 @@ class WorkerContext:
     ) -> None:
         self.preemption_notices = PreemptionNotices(send_control)
         self.completed_steps = 0
+        self.uses_gpus = True
         self.rendezvous: tuple[str, int] = ("", 0)
         self.store: object = None
         self._progress_file = progress_file

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from distributor import runtime
+from distributor.node.worker.worker_context import worker_context
 
 if TYPE_CHECKING:
     import torch
@@ -67,10 +68,10 @@ class TorchConfig:
 
 
 def device() -> torch.device:
-    """Return this rank's GPU if it has one, else the CPU."""
+    """Return this rank's GPU if it has one, and the run uses GPUs, else the CPU."""
     import torch
 
-    if not torch.cuda.is_available():
+    if not (worker_context().uses_gpus and torch.cuda.is_available()):
         return torch.device("cpu")
     # Each rank sees only its own GPU, unless CUDA_VISIBLE_DEVICES has been set otherwise.
     return torch.device("cuda", runtime.get_local_rank() % torch.cuda.device_count())
