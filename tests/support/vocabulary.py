@@ -13,7 +13,10 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-PATHS = ("distributor", "benchmarks", "tests", "README.md", "ARCHITECTURE.md", "Makefile")
+PATHS = ("distributor", "benchmarks", "tests", "README.md", "ARCHITECTURE.md", "Makefile", "docs")
+
+TEXTS = (".py", ".ini", ".md")
+"""The files of a folder that are read."""
 
 IN_NAMES = {
     "keeper": "supervisor",
@@ -96,7 +99,11 @@ def main(paths: list[str]) -> int:
     files = [
         file
         for path in map(Path, paths or PATHS)
-        for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])
+        for file in (
+            sorted(each for each in path.rglob("*") if each.suffix in TEXTS)
+            if path.is_dir()
+            else [path]
+        )
         if file.resolve() != Path(__file__).resolve()
     ]
     found = [line for file in files for line in findings(file)]

@@ -1,0 +1,285 @@
+"""What of other packages' public APIs this package offers, and what of it deliberately differs.
+
+``api_surface.ini`` lists the differences: a section for each API, and in it a line for each
+difference, ``key = kind: sentence``. A key is a name, ``Class.member`` or ``function(parameter)``;
+``function(*)`` stands for all parameters that only ours has. `KINDS` has the kinds.
+
+Run as ``PYTHONPATH=tests python -m support.api_surface`` to rewrite docs/api-compatibility.md.
+"""
+
+from __future__ import annotations
+
+import configparser
+import json
+import sys
+from collections.abc import Iterator
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import distributor
+from support.api_names import NOT_READ, Surface, read_surface
+
+LIST = Path(__file__).with_suffix(".ini")
+DOCUMENT = Path(distributor.__file__).resolve().parent.parent / "docs" / "api-compatibility.md"
+
+
+class Api(NamedTuple):
+    """An API of another package, and the module that offers it here."""
+
+    title: str
+    """Its section in the list."""
+    ours: str
+    distribution: str = ""
+    """The package that has it; empty if there is none to compare with."""
+    version: str = ""
+    theirs: tuple[str, ...] = ()
+    needs: str = ""
+    """A package that both sides need."""
+
+
+RAY, SPARK = ("ray", "2.60"), ("pyspark", "4.3")
+APIS = [
+    Api(
+        "pyspark.ml",
+        "distributor",
+        *SPARK,
+        ("pyspark.ml.torch.distributor", "pyspark.ml.deepspeed.deepspeed_distributor"),
+    ),
+    *(
+        Api(f"ray.{name}", f"distributor.{name}", *RAY, (f"ray.{name}",), needs)
+        for name, needs in [
+            ("train", ""),
+            ("train.torch", ""),
+            ("train.collective", ""),
+            ("train.lightning", "lightning"),
+            ("train.huggingface.transformers", "transformers"),
+            ("train.tensorflow", ""),
+            ("train.xgboost", ""),
+            ("train.lightgbm", ""),
+            ("train.horovod", ""),
+        ]
+    ),
+    *(
+        Api(name, f"distributor.{name}")
+        for name in [
+            "serverless_gpu",
+            "serverless_gpu.launcher",
+            "serverless_gpu.compute",
+            "serverless_gpu.runtime",
+            "serverless_gpu.ray",
+        ]
+    ),
+    Api("databricks.air", "distributor.air"),
+]
+
+
+class Entry(NamedTuple):
+    """A line of the list."""
+
+    kind: str
+    sentence: str
+
+
+KINDS = {
+    "same": "as in the original",
+    "differs": "the signature differs",
+    "behaves": "the signature is the same, but it behaves differently",
+    "added": "an extension that the original does not have",
+    "refused": "an error says what to use instead",
+    "absent": "does not exist here",
+    "missing": "does not exist here yet",
+}
+"""What becomes of a name. Only APIs without an original to compare with list what is the same."""
+
+FITTING = {
+    "only theirs": {"refused", "absent", "missing"},
+    "only ours": {"added"},
+    "both": {"differs"},
+}
+"""The kinds of entries that fit to a difference, by who has the name."""
+NO_ORIGINAL = {"only ours": {"same", "differs", "behaves", "added"}}
+
+
+class Difference(NamedTuple):
+    """A key whose descriptions are not equal."""
+
+    where: str
+    theirs: str
+    ours: str
+
+
+def read_list() -> dict[str, dict[str, Entry]]:
+    """Return the entries by API and key."""
+    parser = configparser.RawConfigParser(delimiters=("=",))
+    parser.optionxform = str  # type: ignore[method-assign,assignment]
+    parser.read_string(LIST.read_text())
+    found: dict[str, dict[str, Entry]] = {}
+    for title in parser.sections():
+        found[title] = {}
+        for key, value in parser[title].items():
+            kind, _, sentence = " ".join(value.split()).partition(": ")
+            found[title][key] = Entry(kind, sentence)
+    return found
+
+
+def compare(theirs: Surface, ours: Surface) -> dict[str, Difference]:
+    """Return the differences by key; a name that only one has stands for all of its parts."""
+    found: dict[str, Difference] = {}
+    for key in sorted(theirs.keys() | ours.keys()):
+        their, our = theirs.get(key, ""), ours.get(key, "")
+        if key.endswith("()"):
+            their, our = _orders(their, our)
+        if their == our or (our and their == NOT_READ):
+            continue
+        where = "both" if their and our else "only theirs" if their else "only ours"
+        found[key] = Difference(where, their, our)
+    return {key: each for key, each in found.items() if not _is_part(key, each, found)}
+
+
+def _orders(theirs: str, ours: str) -> tuple[str, str]:
+    """Return what is comparable of the orders of positional parameters."""
+    our = ours.split(", ")
+    common = [name for name in theirs.split(", ") if name in our]
+    return ", ".join(common), ", ".join(our[: len(common)])
+
+
+def _is_part(key: str, difference: Difference, found: dict[str, Difference]) -> bool:
+    """Return True if a difference follows from one that is reported."""
+    wholes = [key.partition("(")[0], key.partition(".")[0]]
+    if difference.where != "both" and "." in key and "(" not in key:
+        cls, _, field = key.partition(".")
+        wholes.append(f"{cls}({field})")  # the attribute of a parameter
+    return any(
+        whole != key and whole in found and found[whole].where == difference.where != "both"
+        for whole in wholes
+    )
+
+
+def surfaces(api: Api) -> tuple[Surface, Surface]:
+    """Return the surfaces of the original and of ours."""
+    theirs: Surface = {}
+    for module in api.theirs:
+        theirs |= read_surface(module, api.distribution)
+    return theirs, read_surface(api.ours, "distributor", theirs)
+
+
+def check(api: Api, entries: dict[str, Entry]) -> list[str]:
+    """Return a line for each difference that is not listed, and each entry that is not true."""
+    theirs, ours = surfaces(api)
+    found = list(complaints(theirs, ours, entries, FITTING if api.theirs else NO_ORIGINAL))
+    refused = [key for key, entry in entries.items() if entry.kind == "refused"]
+    return found + [f"{key}: is not refused" for key in refused if not _is_refused(api, key)]
+
+
+def complaints(
+    theirs: Surface, ours: Surface, entries: dict[str, Entry], fitting: dict[str, set[str]]
+) -> Iterator[str]:
+    """Yield what is wrong with the entries of two surfaces."""
+    differences = compare(theirs, ours)
+    for key, each in differences.items():
+        entry = entries.get(key) or entries.get(f"{key.partition('(')[0]}(*)", Entry("", ""))
+        if entry.kind not in fitting[each.where]:
+            kinds = " or ".join(sorted(fitting[each.where]))
+            yield (
+                f"{key}: {each.where}, so {kinds}, but listed as {entry.kind or 'nothing'}; "
+                f"{each.theirs!r} there, {each.ours!r} here"
+            )
+    for key, entry in entries.items():
+        if not entry.sentence.endswith(".") or entry.kind not in KINDS:
+            yield f"{key}: needs a kind and a sentence"
+        elif not _is_true(key, entry.kind, differences, theirs, ours):
+            yield f"{key}: is not {entry.kind}"
+
+
+def _is_true(
+    key: str, kind: str, differences: dict[str, Difference], theirs: Surface, ours: Surface
+) -> bool:
+    if not theirs:
+        return (key in ours) == (kind in NO_ORIGINAL["only ours"])
+    if key.endswith("(*)"):
+        return any(other.startswith(key[:-2]) and ours.get(other) for other in differences)
+    if kind == "behaves":
+        return key in ours and key not in differences
+    return key in differences
+
+
+def _is_refused(api: Api, name: str) -> bool:
+    """Return True if a name raises an error of its own, which says what to use."""
+    try:
+        getattr(import_module(api.ours), name)
+    except (ImportError, AttributeError):
+        return False
+    except Exception:
+        return True
+    return False
+
+
+def document() -> str:
+    """Return the tables of all APIs as Markdown."""
+    lines = [HEAD]
+    listed = read_list()
+    for api in APIS:
+        theirs, ours = surfaces(api)
+        entries = listed.get(api.title, {})
+        lines += ["", f"## `{api.title}`: `{api.ours}`", ""]
+        if api.version:
+            lines += [f"Compared with {api.distribution} {api.version}.", ""]
+        lines += ["| name | here | remark |", "| --- | --- | --- |"]
+        names = {key for key in theirs | ours | entries if not set(key) & set(".(")}
+        for name in sorted(names, key=lambda name: (name not in theirs, name.lower())):
+            own = entries.get(name, Entry("same", ""))
+            lines.append(f"| `{name}` | {own.kind} | {own.sentence} |")
+            parts = [key for key in entries if key.startswith((f"{name}.", f"{name}("))]
+            lines += [
+                f"| &emsp;`{key.removeprefix(name)}` | {entries[key].kind} | "
+                f"{entries[key].sentence} |"
+                for key in sorted(parts)
+            ]
+    return "\n".join(lines) + "\n"
+
+
+HEAD = """\
+# API compatibility
+
+What becomes of every public name of the APIs that this package follows. `tests/test_api_surface.py`
+compares names, signatures and members with the installed packages, and fails if a difference is not
+in `tests/support/api_surface.ini`, from which `PYTHONPATH=tests python -m support.api_surface`
+generates these tables.
+
+""" + "\n".join(f"- *{kind}*: {text}" for kind, text in KINDS.items())
+
+
+def why_not_compared(api: Api) -> str:
+    """Return why an API cannot be compared here, or an empty string if it can."""
+    if not api.theirs:
+        return ""
+    try:
+        installed = metadata.version(api.distribution)
+    except metadata.PackageNotFoundError:
+        return f"{api.distribution} is not installed"
+    if not installed.startswith(f"{api.version}."):
+        return f"the list is of {api.distribution} {api.version}, but {installed} is installed"
+    if api.needs and find_spec(api.needs) is None:
+        return f"{api.needs} is not installed"
+    return ""
+
+
+def main() -> None:
+    """Write the document, or print what the test needs as JSON."""
+    if sys.argv[1:] == ["--check"]:
+        listed = read_list()
+        checked = {
+            api.title: check(api, listed.get(api.title, {}))
+            for api in APIS
+            if not why_not_compared(api)
+        }
+        is_complete = len(checked) == len(APIS)
+        print(json.dumps({"checked": checked, "document": document() if is_complete else ""}))
+    else:
+        DOCUMENT.write_text(document())
+
+
+if __name__ == "__main__":
+    main()
