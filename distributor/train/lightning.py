@@ -42,7 +42,8 @@ else:
         )
 
     pl = _import_lightning()
-    LightningEnvironment = pl.plugins.environments.LightningEnvironment
+    environments = importlib.import_module(f"{pl.__name__}.plugins.environments")
+    LightningEnvironment = environments.LightningEnvironment
 
 __all__ = [
     "RayDDPStrategy",
@@ -171,6 +172,8 @@ class RayTrainReportCallback(pl.callbacks.Callback):
     ----------
     CHECKPOINT_NAME : str
         The name of Lightning's file, or folder, in the checkpoint.
+    tmpdir_prefix : str
+        The beginning of the path of the folders that Lightning saves in until they are uploaded.
 
     Examples
     --------
@@ -197,12 +200,12 @@ class RayTrainReportCallback(pl.callbacks.Callback):
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         # The same on all ranks: a sharded strategy saves into the folder that rank 0 names.
         name = f"lightning_checkpoints-{run}-{attempt}-{context.get_experiment_name()}"
-        self._folder = Path(tempfile.gettempdir(), name)
+        self.tmpdir_prefix = os.path.join(tempfile.gettempdir(), name)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save a checkpoint, and report it with the metrics."""
-        folder = self._folder / str(trainer.current_epoch)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(f"{self.tmpdir_prefix}-{trainer.current_epoch}")
+        folder.mkdir(exist_ok=True)
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         trainer.save_checkpoint(folder / self.CHECKPOINT_NAME, weights_only=False)

@@ -67,6 +67,7 @@ OURS_ALONE = {
     "CUDA_VISIBLE_DEVICES",
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
+    "ACCELERATE_USE_CPU",
 }
 
 DIFFERS_BY_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
@@ -187,6 +188,14 @@ def test_the_only_rank_of_a_node_may_use_all_threads() -> None:
     alone = replace(NODE, ranks_per_node=1)
     assert "OMP_NUM_THREADS" not in rank_environment(alone, 0, {})
     assert rank_environment(alone, 0, {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
+
+
+def test_ranks_without_gpus_are_ranks_for_accelerate_too() -> None:
+    name, on_cpus = "ACCELERATE_USE_CPU", replace(NODE, gpus=())
+    assert rank_environment(on_cpus, 0, {})[name] == "true"
+    assert rank_environment(replace(on_cpus, env={name: "false"}), 0, {})[name] == "false"
+    assert name not in rank_environment(replace(NODE, gpus=("0", "1")), 0, {})
+    assert name not in rank_environment(replace(on_cpus, ranks_per_node=1, num_nodes=1), 0, {})
 
 
 def test_an_address_without_an_interface_sets_no_interface() -> None:

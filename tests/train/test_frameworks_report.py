@@ -1,4 +1,4 @@
-"""The README's examples for Lightning and Accelerate report checkpoints and resume from them."""
+"""Lightning, and the README's example for Accelerate, report checkpoints and resume from them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,10 +26,10 @@ README = Path(__file__).parents[2] / "README.md"
 EPOCHS, ROWS, BATCH = 3, 32, 4
 
 
-def example(text: str) -> str:
-    """Return the README's example that contains a text."""
+def example() -> str:
+    """Return the README's example for Accelerate."""
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    [block] = [block for block in blocks if text in block]
+    [block] = [block for block in blocks if "accelerator.save_state" in block]
     return str(block)
 
 
@@ -44,13 +45,18 @@ def maybe_die(config: dict[str, Any], epoch: int) -> None:
 
 
 def with_lightning(config: dict[str, Any]) -> list[float]:
-    import lightning
+    import lightning.pytorch as pl
+
+    from distributor.train.lightning import (
+        RayDDPStrategy,
+        RayLightningEnvironment,
+        RayTrainReportCallback,
+        prepare_trainer,
+    )
 
     torch.manual_seed(0)
-    namespace: dict[str, Any] = {}
-    exec(config["example"], namespace)
 
-    class Line(lightning.LightningModule):
+    class Line(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.line = torch.nn.Linear(1, 1)
@@ -66,19 +72,27 @@ def with_lightning(config: dict[str, Any]) -> list[float]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.Adam(self.parameters(), lr=0.1)
 
-    trainer = lightning.Trainer(
-        strategy="ddp",
-        accelerator="cpu",
-        devices=2,
+    trainer = pl.Trainer(
+        strategy=RayDDPStrategy(),
+        plugins=[RayLightningEnvironment()],
         max_epochs=EPOCHS,
-        callbacks=[namespace["Report"]()],
+        callbacks=[RayTrainReportCallback()],
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=False,
     )
+    trainer = prepare_trainer(trainer)
     line = Line()
-    namespace["fit"](trainer, line, points())
+    checkpoint = train.get_checkpoint()
+    if checkpoint is None:
+        trainer.fit(line, points())
+    else:
+        with checkpoint.as_directory() as folder:
+            path = Path(folder, RayTrainReportCallback.CHECKPOINT_NAME)
+            trainer.fit(line, points(), ckpt_path=path)
+    mine = f"lightning_checkpoints-{os.environ['TORCHELASTIC_RUN_ID']}-*"
+    assert not list(Path(tempfile.gettempdir()).glob(mine))
     return [parameter.item() for parameter in line.parameters()]
 
 
@@ -110,14 +124,14 @@ def with_accelerate(config: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("framework", "loop", "text"),
+    ("framework", "loop"),
     [
-        pytest.param("lightning", with_lightning, "lightning.Callback", marks=pytest.mark.slow),
-        ("accelerate", with_accelerate, "accelerator.save_state"),
+        pytest.param("lightning", with_lightning, marks=pytest.mark.slow),
+        ("accelerate", with_accelerate),
     ],
 )
 def test_a_framework_reports_and_resumes(
-    framework: str, loop: Callable[[dict[str, Any]], Any], text: str, tmp_path: Path
+    framework: str, loop: Callable[[dict[str, Any]], Any], tmp_path: Path
 ) -> None:
     if find_spec(framework) is None:  # importing it here would only take time
         pytest.skip(f"{framework} is not installed")
@@ -125,13 +139,16 @@ def test_a_framework_reports_and_resumes(
     def fit(name: str, *, killed: bool) -> train.Result:
         return TorchTrainer(
             loop,
-            train_loop_config={"example": example(text), "killed": killed},
+            train_loop_config={"example": example(), "killed": killed},
             scaling_config=train.ScalingConfig(num_workers=2),
             run_config=train.RunConfig(
                 name=name,
                 storage_path=tmp_path,
                 failure_config=train.FailureConfig(max_failures=1),
-                settings={"timeout": 120, "env": {"OMP_NUM_THREADS": "1"}},
+                settings={
+                    "timeout": 120,
+                    "env": {"OMP_NUM_THREADS": "1"},
+                },
             ),
         ).fit()
 

@@ -60,6 +60,7 @@ def rank_environment(
     environment = {
         **_network_defaults(node),
         **_process_defaults(node.ranks_per_node),
+        **_framework_defaults(node),
         **inherited,
         **devices,
         **node.env,
@@ -98,6 +99,13 @@ def _process_defaults(ranks_per_node: int) -> dict[str, str]:
 def _network_defaults(node: NodeSpec) -> dict[str, str]:
     interface = interface_of(node.address)
     return {f"{backend}_SOCKET_IFNAME": interface for backend in ("GLOO", "NCCL") if interface}
+
+
+def _framework_defaults(node: NodeSpec) -> dict[str, str]:
+    # Without a GPU and this variable, an Accelerator does not notice the other ranks: each would
+    # train a model of its own. So would the Trainer of Transformers, which has one.
+    uses_cpus = node.gpus == () and node.world_size > 1
+    return {"ACCELERATE_USE_CPU": "true"} if uses_cpus else {}
 
 
 def visible_devices(addresses: Sequence[str], mask: str | None) -> tuple[str, ...]:

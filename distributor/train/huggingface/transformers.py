@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers.trainer_callback import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from distributor.train import Checkpoint, collective, report
 
@@ -48,23 +49,22 @@ class RayTrainReportCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Report the checkpoint that the trainer has saved last."""
+        """Report the checkpoint that the trainer has just saved."""
         metrics = {name: value for logged in state.log_history for name, value in logged.items()}
         collective.barrier()  # another rank may still be writing into the same folder
-        source = _last_checkpoint(args.output_dir)
-        with tempfile.TemporaryDirectory() as folder:
-            if source is not None:
-                shutil.copytree(source, Path(folder, self.CHECKPOINT_NAME))
-            checkpoint = None if source is None else Checkpoint.from_directory(folder)
-            report(metrics, checkpoint=checkpoint)
+        source = Path(args.output_dir or "", f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if not source.is_dir():  # on a host whose ranks save nothing
+            return report(metrics)
+        with tempfile.TemporaryDirectory(prefix=".report-", dir=source.parent) as folder:
+            shutil.copytree(source, Path(folder, self.CHECKPOINT_NAME), copy_function=_link)
+            report(metrics, checkpoint=Checkpoint.from_directory(folder))
 
 
-def _last_checkpoint(folder: str | None) -> str | None:
+def _link(source: str, target: str) -> None:
     try:
-        found: str | None = get_last_checkpoint(folder)  # type: ignore[no-untyped-call]
-    except FileNotFoundError:  # on a host whose ranks save nothing
-        return None
-    return found
+        os.link(source, target)
+    except OSError:  # the file system has no hard links
+        shutil.copy2(source, target)
 
 
 def prepare_trainer(trainer: T) -> T:

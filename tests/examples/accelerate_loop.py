@@ -1,0 +1,59 @@
+"""Ray Train's example for Accelerate: only the main process saves; the others report no files."""
+
+import os
+import tempfile
+
+import torch
+from accelerate import Accelerator
+from synthetic import ResNet, accuracy, images
+from torch.nn import CrossEntropyLoss
+from torch.utils.data import DataLoader
+
+from distributor import train
+from distributor.train.torch import TorchTrainer, prepare_data_loader
+
+
+def train_func(config):
+    accelerator = Accelerator()
+    model = ResNet()
+    optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"])
+    model, optimizer = accelerator.prepare(model, optimizer)
+    loader = DataLoader(images(), batch_size=32, shuffle=True)
+    if config["prepares_data"]:
+        loader = accelerator.prepare(loader)
+    else:
+        loader = prepare_data_loader(loader)
+    criterion = CrossEntropyLoss()
+
+    for epoch in range(config["epochs"]):
+        model.train()
+        seen = 0
+        for pixels, labels in loader:
+            loss = criterion(model(pixels), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += len(labels)
+        losses = accelerator.gather(loss.detach()[None])
+        metrics = {"epoch": epoch, "loss": losses.mean().item(), "seen": seen}
+
+        with tempfile.TemporaryDirectory() as folder:
+            state = accelerator.unwrap_model(model).state_dict()
+            accelerator.save(state, os.path.join(folder, "model.bin"))
+            train.report(metrics, checkpoint=train.Checkpoint.from_directory(folder))
+
+
+if __name__ == "__main__":
+    for name, prepares_data in [("accelerate_loop", True), ("accelerate_data", False)]:
+        trainer = TorchTrainer(
+            train_func,
+            train_loop_config={"lr": 0.01, "epochs": 3, "prepares_data": prepares_data},
+            scaling_config=train.ScalingConfig(num_workers=2),
+            run_config=train.RunConfig(storage_path=os.path.abspath("results"), name=name),
+        )
+        result = trainer.fit()
+
+        model = ResNet()
+        with result.checkpoint.as_directory() as folder:
+            model.load_state_dict(torch.load(os.path.join(folder, "model.bin")))
+        print(f"accuracy {accuracy(model, images(seed=1)):.2f}")

@@ -1,0 +1,190 @@
+"""The examples of Ray Train and PyTorch run with other import lines: tests/examples."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from conftest import needs_java
+from support.cluster import Driver, cluster_on
+from support.machines import machines_on_loopback
+from support.ports import free_port
+
+from distributor import TorchDistributor
+from distributor.train import Result
+
+FOLDER = Path(__file__).parent / "examples"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+DEADLINE = 240
+
+
+class Expected(NamedTuple):
+    """What an example leaves behind."""
+
+    epochs: list[int]
+    """The epoch of each report, in order."""
+    attempts: list[int]
+    files: set[str]
+    """The names of the files in its latest checkpoint."""
+    needs: str = "torch"
+    name: str = ""
+    """The name of its run, if that is not its own."""
+
+
+EXAMPLES = {
+    "quick_start": Expected([0, 1, 2], [0, 0, 0], {"model.pt"}),
+    "fault_tolerance": Expected(
+        [0, 1, 2, 3], [0, 0, 1, 0], {"model.pt", "optimizer.pt", "extra.pt"}
+    ),
+    "async_checkpoints": Expected([0, 1, 2], [0, 0, 0], {"model.pt"}),
+    "accelerate_loop": Expected([0, 1, 2], [0, 0, 0], {"model.bin"}, "accelerate"),
+    "lightning_trainer": Expected([0, 1, 2], [0, 1, 1], {"checkpoint.ckpt"}, "lightning"),
+    "transformers_trainer": Expected(
+        [1, 2, 3],
+        [0, 1, 1],
+        {"model.safetensors", "trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"},
+        "transformers",
+    ),
+}
+ALL = pytest.mark.parametrize("name", EXAMPLES)
+
+
+def check(name: str, folder: Path, output: str) -> None:
+    """Check what an example has reported, and the accuracy that it prints at the end."""
+    expected = EXAMPLES[name]
+    result = Result.from_path(folder / "results" / name)
+    assert [report.metrics["epoch"] for report in result.reports] == expected.epochs
+    assert [report.attempt for report in result.reports] == expected.attempts
+    assert [report.world_size for report in result.reports] == [2] * len(expected.epochs)
+    assert result.checkpoint
+    files = {path.name for path in Path(result.checkpoint.path).rglob("*") if path.is_file()}
+    assert files >= expected.files
+    assert "seen" not in result.metrics or result.metrics["seen"] == 128, "half of the data"
+    found = re.findall(r"^accuracy (\S+)$", output, re.MULTILINE)
+    assert found
+    assert all(float(accuracy) > 0.9 for accuracy in found), found
+
+
+def run_here(name: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / f"{name}.py")],
+        env={**os.environ, **OFFLINE},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return done.stdout
+
+
+def skip_without(package: str) -> None:
+    if find_spec(package) is None:  # importing it here would only take time
+        pytest.skip(f"{package} is not installed")
+
+
+@ALL
+def test_an_example_runs_on_this_machine(name: str, tmp_path: Path) -> None:
+    skip_without(EXAMPLES[name].needs)
+    check(name, tmp_path, run_here(name, tmp_path))
+
+
+@pytest.mark.slow
+def test_lightning_shards_a_model(tmp_path: Path) -> None:
+    """A sharded checkpoint consists of the files of both ranks, and each resumes from both."""
+    skip_without("lightning")
+    output = run_here("lightning_fsdp", tmp_path)
+    [checkpoint] = (tmp_path / "results" / "lightning_fsdp").glob("checkpoint_000002")
+    shards = {path.name for path in (checkpoint / "checkpoint.ckpt").glob("*.distcp")}
+    assert shards == {"__0_0.distcp", "__1_0.distcp"}
+    reports = Result.from_path(checkpoint.parent).reports
+    assert [report.attempt for report in reports] == [0, 1, 1]
+    [accuracy] = re.findall(r"^accuracy (\S+)$", output, re.MULTILINE)
+    assert float(accuracy) > 0.9
+
+
+def on_the_cluster(name: str) -> str:
+    """Return an example that runs on the executors of the active session."""
+    source = (FOLDER / f"{name}.py").read_text()
+    assert "ScalingConfig(" in source
+    return source.replace("ScalingConfig(", "ScalingConfig(local_mode=False, ")
+
+
+def test_an_example_runs_in_a_session(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "quick_start.py"
+    program.write_text(on_the_cluster("quick_start"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(FOLDER)
+    runpy.run_path(str(program), run_name="__main__")
+    check("quick_start", tmp_path, capsys.readouterr().out)
+
+
+RUN_ALL = """
+import contextlib, io, runpy, traceback
+
+folder, programs = {folder!r}, {programs!r}
+sys.path.insert(0, folder)
+for name, program in programs.items():
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            runpy.run_path(program, run_name="__main__")
+        except Exception:
+            traceback.print_exc(file=printed)
+    send(**{{name: printed.getvalue()}})
+spark.stop()
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Driver, Path]]:
+    """Start a driver on a standalone cluster, which runs all examples in turn."""
+    folder = tmp_path_factory.mktemp("examples")
+    programs = {}
+    for name, expected in EXAMPLES.items():
+        if find_spec(expected.needs) is not None:
+            programs[name] = str(folder / f"{name}.py")
+            (folder / f"{name}.py").write_text(on_the_cluster(name))
+    source = RUN_ALL.format(folder=str(FOLDER), programs=programs)
+    with (
+        machines_on_loopback(4) as machines,
+        cluster_on(machines, folder) as cluster,
+        cluster.driver(source) as driver,
+    ):
+        yield driver, folder
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@needs_java
+@ALL
+def test_an_example_runs_on_a_standalone_cluster(name: str, driver: tuple[Driver, Path]) -> None:
+    skip_without(EXAMPLES[name].needs)
+    process, folder = driver
+    check(name, folder, process.receive(name, DEADLINE)[name])
+
+
+@pytest.mark.parametrize("wrapper", [[], pytest.param(["--ddp"], marks=pytest.mark.slow)])
+def test_a_script_that_starts_its_own_processes(
+    wrapper: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As PyTorch's tutorial for FSDP does, with an address of its own and with data loaders."""
+    saved = tmp_path / "model.pt"
+    TorchDistributor(1, use_gpu=False, timeout=DEADLINE, env=OFFLINE).run(
+        FOLDER / "fsdp_spawned.py", *wrapper, "--port", free_port(), "--save-model", saved
+    )
+    printed = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"epoch \d loss (\S+)", printed)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] / 2
+    assert float(re.findall(r"accuracy (\S+)", printed)[-1]) > 0.9
+    assert saved.stat().st_size > 1000
