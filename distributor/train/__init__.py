@@ -167,7 +167,7 @@ def report(
         raise TypeError(
             f"checkpoint_upload_fn must be a function, but is {checkpoint_upload_fn!r}."
         )
-    if not isinstance(validation, (bool, ValidationTaskConfig)):
+    if not isinstance(validation, (bool, ValidationTaskConfig, type(None))):
         raise TypeError(
             f"validation must be True, False or a ValidationTaskConfig, but is {validation!r}."
         )

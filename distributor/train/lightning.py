@@ -163,7 +163,7 @@ class RayTrainReportCallback(pl.callbacks.Callback):
 
     Parameters
     ----------
-    checkpoint_upload_mode : CheckpointUploadMode, optional
+    checkpoint_upload_mode : CheckpointUploadMode or str, optional
         Whether the checkpoint is uploaded in the background; by default ``SYNC``.
     validation : bool or ValidationTaskConfig, default False
         Whether the checkpoint is validated, as `distributor.train.report` documents.
@@ -189,12 +189,12 @@ class RayTrainReportCallback(pl.callbacks.Callback):
 
     def __init__(
         self,
-        checkpoint_upload_mode: CheckpointUploadMode | None = None,
+        checkpoint_upload_mode: CheckpointUploadMode | str | None = None,
         validation: bool | ValidationTaskConfig = False,
     ) -> None:
         super().__init__()
         self.validation = validation
-        self.checkpoint_upload_mode = checkpoint_upload_mode or CheckpointUploadMode.SYNC
+        self.checkpoint_upload_mode = CheckpointUploadMode(checkpoint_upload_mode or "SYNC")
         context = get_context()
         run = os.environ.get("TORCHELASTIC_RUN_ID", os.getpid())
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

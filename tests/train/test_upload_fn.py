@@ -148,6 +148,7 @@ BAD: list[tuple[Callable[[Checkpoint, str], Any], type[Exception], str]] = [
     ),
     (lambda checkpoint, name: copy_to(f"my {name}", checkpoint), DistributorError, "rank 1 to 'my"),
     (lambda checkpoint, name: {}[name], KeyError, "checkpoint_000000"),
+    (lambda checkpoint, name: train.report({}), RuntimeError, "cannot make or await one"),
 ]
 
 

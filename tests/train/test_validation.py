@@ -341,6 +341,41 @@ def test_a_validation_can_run_on_an_executor(spark: Any, tmp_path: Path) -> None
     assert metrics == {"files": 2, "on_executor": True}
 
 
+@pytest.mark.slow
+def test_lightnings_callback_requests_validations(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+
+    def loop() -> None:
+        import lightning.pytorch as pl
+        import torch
+        from lightning.pytorch.demos.boring_classes import BoringModel
+
+        from distributor.train.lightning import RayTrainReportCallback
+
+        torch.manual_seed(0)
+        pl.Trainer(
+            max_epochs=2,
+            limit_train_batches=1,
+            limit_val_batches=0,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            callbacks=[RayTrainReportCallback("ASYNC", ValidationTaskConfig({"factor": 10}))],
+        ).fit(BoringModel())
+
+    def validate(checkpoint: Checkpoint, factor: int) -> dict[str, Any]:
+        import torch
+
+        with checkpoint.as_directory() as folder:
+            state = torch.load(Path(folder, "checkpoint.ckpt"), weights_only=False)
+        return {"score": factor * state["epoch"]}
+
+    result = trainer(tmp_path, loop, ValidationConfig(validate)).fit()
+    found = [(metrics["epoch"], metrics["score"]) for _, metrics in result.best_checkpoints]
+    assert found == [(0, 0), (1, 10)]
+
+
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_gpus_of_a_validation_are_the_last_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -62,6 +63,7 @@ class Reporter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reports")
         self._pending: list[Future[None]] = []
         self._loaders: list[weakref.WeakMethod[Callable[[], Any]]] = []
+        self._thread_id: int
         self._number: int
         self._positions: Mapping[str, Any]
         self._rounds: ReportRounds
@@ -70,6 +72,7 @@ class Reporter:
         worker_context().add_final_step(self.finish)
 
     def _start(self) -> None:
+        self._thread_id = threading.get_ident()
         channel = StoreChannel.connect()
         start = find_resume_point(channel, self.storage, self._manager, self._resume_from)
         self._number, self._positions = start.num_reports, start.positions
@@ -83,9 +86,10 @@ class Reporter:
         mode: CheckpointUploadMode,
         delete_local: bool,
         upload_fn: UploadFn | None = None,
-        validation: bool | ValidationTaskConfig = False,
+        validation: bool | ValidationTaskConfig | None = False,
     ) -> None:
         """Report, as `distributor.train.report` documents."""
+        self._check_thread()
         requested = self._requested_validation(validation, checkpoint)
         if name is not None:
             check_name("checkpoint_dir_name", name)
@@ -118,10 +122,10 @@ class Reporter:
         worker_context().completed_steps = self._number
 
     def _requested_validation(
-        self, validation: bool | ValidationTaskConfig, checkpoint: Checkpoint | None
+        self, validation: bool | ValidationTaskConfig | None, checkpoint: Checkpoint | None
     ) -> dict[str, Any] | None:
         """Return a requested validation's own arguments, or none for the default ones."""
-        if validation is False:
+        if validation is None or validation is False:
             return None
         if checkpoint is None:
             raise ValueError("validation needs a checkpoint: this rank reports None.")
@@ -166,6 +170,7 @@ class Reporter:
         timeout : float, optional
             Seconds after which the checkpoints that exist then are listed; by default no limit.
         """
+        self._check_thread()
         deadline = None if timeout is None else time.monotonic() + timeout
         wait(self._pending, timeout)
         if validated and self._settings.validates:
@@ -208,6 +213,13 @@ class Reporter:
                 f"{f' and the name is {name!r}' if name else ''}."
             )
         return actual
+
+    def _check_thread(self) -> None:
+        """Check that this is not called by the user's function that uploads a checkpoint."""
+        if threading.get_ident() == self._thread_id:
+            raise RuntimeError(
+                "checkpoint_upload_fn is a part of a report, and cannot make or await one."
+            )
 
     def _raise_failures(self) -> None:
         """Raise the error of a report in the background that has failed."""

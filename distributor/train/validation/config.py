@@ -19,7 +19,8 @@ _REMOTE_KWARGS = {"num_gpus": (0, 1), "max_retries": (0,)}
 class ValidationFn(Protocol):
     """The type of a function that validates a checkpoint.
 
-    Follows ``ray.train.ValidationFn``.
+    Follows ``ray.train.ValidationFn``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.ValidationFn.html
 
     Examples
     --------
@@ -36,7 +37,8 @@ class ValidationFn(Protocol):
 class ValidationTaskConfig:
     """One validation, for `distributor.train.report`.
 
-    Follows ``ray.train.ValidationTaskConfig``.
+    Follows ``ray.train.ValidationTaskConfig``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.ValidationTaskConfig.html
 
     Parameters
     ----------
@@ -81,7 +83,8 @@ class ValidationTaskConfig:
 class ValidationConfig:
     """The validation of a run's checkpoints.
 
-    Follows ``ray.train.ValidationConfig``.
+    Follows ``ray.train.ValidationConfig``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.ValidationConfig.html
 
     Parameters
     ----------
@@ -92,8 +95,8 @@ class ValidationConfig:
     task_config : ValidationTaskConfig, optional
         Arguments and time limit, unless a report passes its own; by default none.
     ray_remote_kwargs : dict of str to object, optional
-        ``{"num_gpus": 1}`` gives the process a GPU. ``num_cpus`` and ``max_retries=0`` change
-        nothing, and others are not supported.
+        With ``{"num_gpus": 1}`` the process has a GPU: the last one of this machine. ``num_cpus``
+        and ``max_retries=0`` change nothing, and others are not supported.
     local_mode : bool, default True
         True: the process runs on this machine. False: it runs on an executor of the active Spark
         session, which needs a free slot beside those of the training. Not a parameter of Ray's
