@@ -78,23 +78,7 @@ class ReportRounds:
             raise
         request.in_background.set_result(agreed["in background"])
         removes = request.delete_local and self._is_removable(request)
-        assignment = assign_among_ranks(
-            self._channel, f"{request.key}/files", agreed["files of rank 0"]
-        )
-        upload = RankUpload(self._storage, request, agreed["name"], assignment, keep=not removes)
-        upload.run()
-        name = agreed["name"]
-        if agreed["calls upload fn"]:
-            name = self._agree_on_folder(request, upload, name)
-        part = {
-            "name": name,
-            "metrics": request.metrics,
-            "positions": request.positions,
-            "preempted": request.preempted,
-            "validation": request.validation,
-            **upload.describe(),
-        }
-        self._channel.set_own(request.key, part)
+        self._channel.set_own(request.key, self._own_part(request, agreed, keep=not removes))
         if self._channel.rank == 0:
             self._channel.set(request.key, self._decide(request))
         decision = self._channel.get(request.key, UPLOAD_TIMEOUT_SECONDS)
@@ -180,6 +164,25 @@ class ReportRounds:
                 self._storage.uncommit(name)
             else:
                 self._storage.remove(name)
+
+    def _own_part(
+        self, request: ReportRequest, agreed: dict[str, Any], *, keep: bool
+    ) -> dict[str, Any]:
+        """Upload this rank's files, and return its part of the report, with an error if any."""
+        name, files_of_rank_0 = agreed["name"], agreed["files of rank 0"]
+        assignment = assign_among_ranks(self._channel, f"{request.key}/files", files_of_rank_0)
+        upload = RankUpload(self._storage, request, name, assignment, keep=keep)
+        upload.run()
+        if agreed["calls upload fn"]:
+            name = self._agree_on_folder(request, upload, name)
+        return {
+            "name": name,
+            "metrics": request.metrics,
+            "positions": request.positions,
+            "preempted": request.preempted,
+            "validation": request.validation,
+            **upload.describe(),
+        }
 
     def _agree_on_folder(self, request: ReportRequest, upload: RankUpload, target: str) -> str:
         """Wait until all ranks have uploaded, and return the name under which they have."""
