@@ -84,14 +84,34 @@ def fail(folder: Path, error: Callable[[int], Exception]) -> None:
         raise error(attempt)
 
 
-def test_the_same_exception_twice_ends_the_run(distribute: Distribute, tmp_path: Path) -> None:
+def test_an_exception_that_repeats_ends_a_run_without_a_limit(
+    distribute: Distribute, tmp_path: Path
+) -> None:
     with pytest.raises(KeyError, match="a bug") as caught:
         distribute(1, max_failures=-1).run(fail, tmp_path, lambda attempt: KeyError("a bug"))
 
-    assert begun(tmp_path) == ["0-0", "1-0"]
+    assert begun(tmp_path) == ["0-0", "1-0", "2-0"]
     assert any(
-        "attempt 0 failed at the same step in the same way" in n for n in caught.value.__notes__
+        "attempts 0, 1 failed at the same step in the same way" in n
+        for n in caught.value.__notes__
     )
+
+
+def test_an_exception_that_repeats_is_counted_like_any_other(
+    tmp_path: Path, warned: Callable[[], list[str]]
+) -> None:
+    ranks = TorchDistributor(1, use_gpu=False, max_failures=4, timeout=120)
+    with pytest.raises(KeyError, match="a bug") as caught:
+        ranks.run(fail, tmp_path, lambda attempt: KeyError("a bug"))
+
+    assert begun(tmp_path) == [f"{attempt}-0" for attempt in range(5)]
+    assert any("max_failures is 4" in note for note in caught.value.__notes__)
+    assert warned() == [
+        f"Attempt {number} failed at the same step in the same way as {earlier}."
+        for number, earlier in enumerate(
+            ["attempt 0", "attempts 0, 1", "attempts 0, 1, 2"], start=1
+        )
+    ]
 
 
 def fail_one_step_later(folder: Path) -> int:

@@ -11,7 +11,7 @@ from distributor.core.text import counted, listed
 from distributor.errors import DistributorError, NodeLost, UnpicklableError, ValueTooLarge
 from distributor.launch.job import Job, Launcher
 from distributor.launch.output.labels import RunLabel
-from distributor.launch.output.messages import notify
+from distributor.launch.output.messages import notify, warn
 from distributor.launch.output.sink import DriverSink, Listeners
 from distributor.launch.spark.user_modules import how_to_send
 from distributor.launch.stack_requests import register_run
@@ -26,6 +26,8 @@ from distributor.serialization.outcome import (
 
 NOT_RETRIED = (UnpicklableError, ValueTooLarge)
 """Errors of ranks that have finished their training, and would raise the same again."""
+MAX_SAME_FAILURES = 3
+"""The same failure at the same step so often ends a run without a limit of failed attempts."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,11 @@ def _run_attempts(job: Job, launcher: Launcher, listeners: Listeners, label: Run
                     notify("".join(traceback.format_exception(error)))
                 raise
             notify(f"Failed: {failed[-1]}. Starting the next attempt.")
+            if same := _same_failures(failed):
+                warn(
+                    f"Attempt {failed[-1].number} failed at the same step in the same way as "
+                    f"{listed('attempt', same)}."
+                )
         else:
             notify(f"Finished {launcher.training(count)}", job.settings.spelling.logger)
             return values
@@ -125,10 +132,16 @@ def _reason_to_stop(
         return "another attempt would not help"
     if 0 <= max_failures < len(failed):
         return f"max_failures is {max_failures}"
-    same = [each.number for each in failed[:-1] if _is_same(each.error, last)]
-    if same:
-        return f"attempt {same[0]} failed at the same step in the same way"
+    same = _same_failures(failed)
+    if max_failures < 0 and len(same) + 1 >= MAX_SAME_FAILURES:
+        return f"{listed('attempt', same)} failed at the same step in the same way"
     return None
+
+
+def _same_failures(failed: list[FailedAttempt]) -> list[int]:
+    """Return the numbers of the earlier attempts that failed as the last one did."""
+    *earlier, last = failed
+    return [each.number for each in earlier if _is_same(each.error, last.error)]
 
 
 def _is_same(one: Exception, other: Exception) -> bool:

@@ -227,8 +227,8 @@ class Settings:
         "int",
         """Number of attempts that may fail, because a rank raises an exception or a rank,
         executor or host dies, before the run fails; -1 for no limit. The ranks of the next
-        attempt get the latest checkpoint from ``distributor.train.get_checkpoint``. The same
-        exception at the same step ends the run.""",
+        attempt get the latest checkpoint from ``distributor.train.get_checkpoint``. With -1 the
+        same exception at the same step ends the run when it is raised for the third time.""",
         checks.check_max_failures,
     )
     environment: Environment = setting(
