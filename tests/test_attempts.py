@@ -92,8 +92,7 @@ def test_an_exception_that_repeats_ends_a_run_without_a_limit(
 
     assert begun(tmp_path) == ["0-0", "1-0", "2-0"]
     assert any(
-        "attempts 0, 1 failed at the same step in the same way" in n
-        for n in caught.value.__notes__
+        "attempts 0, 1 failed at the same step in the same way" in n for n in caught.value.__notes__
     )
 
 

@@ -326,6 +326,7 @@ FLAGS: dict[str, tuple[list[str], object]] = {
     "storage_path": (["--storage-path", "s3://bucket/runs"], "s3://bucket/runs"),
     "name": (["--name", "mine"], "mine"),
     "max_failures": (["--max-failures", "2"], 2),
+    "max_preemption_failures": (["--max-preemption-failures", "-1"], -1),
     "environment": (["--environment", "env.tar.gz"], "env.tar.gz"),
 }
 NOT_ON_COMMAND_LINE = {"listeners"}

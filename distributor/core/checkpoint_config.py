@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 VARIABLE = "DISTRIBUTOR_TRAIN"
 """The environment variable of ranks that contains the settings."""
@@ -55,6 +55,12 @@ class CheckpointSettings:
     score_attribute: str | None = None
     score_order: Literal["max", "min"] = "max"
     validates: bool = False
+
+    @property
+    def retention(self) -> dict[str, Any]:
+        """The fields that determine which checkpoints are kept."""
+        names = ("num_to_keep", "score_attribute", "score_order")
+        return {name: getattr(self, name) for name in names}
 
     def to_variable(self) -> dict[str, str]:
         """Return the environment variable for the ranks."""

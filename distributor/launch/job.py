@@ -53,6 +53,8 @@ class Job:
         Hosts that stopped answering in the previous attempt.
     failures : list of Failure
         Failures of this attempt's ranks, in the order in which this process received them.
+    preempted : dict of str to list of int
+        The hosts of this attempt that are about to lose a process, with their ranks.
     progress : RunProgress
         This attempt's progress.
     stack_requests : StackRequests
@@ -75,6 +77,7 @@ class Job:
     attempt: int = 0
     silent: tuple[str, ...] = ()
     failures: list[Failure] = field(default_factory=list)
+    preempted: dict[str, list[int]] = field(default_factory=dict)
     progress: RunProgress = field(default_factory=RunProgress)
     stack_requests: StackRequests = field(default_factory=StackRequests)
     cancellation: Cancellation = field(default_factory=Cancellation)
@@ -95,6 +98,7 @@ class Job:
             attempt=attempt,
             silent=silent,
             failures=[],
+            preempted={},
             progress=RunProgress(),
             stack_requests=StackRequests(),
         )

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import copy_context
 from dataclasses import dataclass
 
 from distributor.core.addresses import port_range
@@ -115,7 +116,7 @@ class LocalLauncher:
             listener.attach(agent)
             job.stack_requests.send = agent.request_stacks
             job.cancellation.set_action(agent.stop)
-            job.graceful_shutdown.start_attempt(agent.notify_preemption)
+            job.graceful_shutdown.start_attempt(lambda: agent.notify_preemption(here=True))
             notify(job.heading)
             with agent:
                 outcomes = agent.run(start_deadline, settings.timeout or math.inf)
@@ -128,7 +129,8 @@ class LocalLauncher:
 
     def thread(self, target: Callable[[], object]) -> threading.Thread:
         """Return a thread that can launch a run on behalf of the calling one."""
-        return threading.Thread(target=target, name="run", daemon=True)
+        context = copy_context()
+        return threading.Thread(target=lambda: context.run(target), name="run", daemon=True)
 
     def _node(self, job: Job, store_socket: socket.socket, env: Mapping[str, str]) -> NodeSpec:
         return NodeSpec(
@@ -179,7 +181,8 @@ class _LocalListener(BaseAgentListener):
         self._job.graceful_shutdown.subscribe()
 
     def on_sigterm(self) -> None:
-        self._agent.notify_preemption()
+        self._job.preempted[socket.gethostname()] = list(range(self._job.num_processes))
+        self._agent.notify_preemption(here=True)
 
 
 def _memory_warnings(job: Job) -> Iterator[NodeWarning]:

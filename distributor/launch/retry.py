@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distributor.core.text import counted, listed
@@ -13,6 +13,7 @@ from distributor.launch.job import Job, Launcher
 from distributor.launch.output.labels import RunLabel
 from distributor.launch.output.messages import notify, warn
 from distributor.launch.output.sink import DriverSink, Listeners
+from distributor.launch.settings import Settings
 from distributor.launch.spark.user_modules import how_to_send
 from distributor.launch.stack_requests import register_run
 from distributor.serialization.outcome import (
@@ -42,11 +43,15 @@ class FailedAttempt:
         The number of its ranks.
     error : Exception
         The error that ended it. If ranks failed, ``rank_failures`` has the failure of each.
+    preempted : mapping of str to list of int
+        If it failed because a rank or executor died after a preemption notice: the hosts that had
+        given notice, with their ranks; otherwise empty.
     """
 
     number: int
     world_size: int
     error: Exception
+    preempted: Mapping[str, list[int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         summary = str(self.error).strip().partition("\n")[0].rstrip(".")
@@ -85,10 +90,11 @@ def _run_attempts(job: Job, launcher: Launcher, listeners: Listeners, label: Run
             )
         except Exception as error:
             job.graceful_shutdown.end_attempt()
-            failed.append(FailedAttempt(len(failed), count, error))
+            preempted = job.preempted if _is_preemption(error, job.preempted) else {}
+            failed.append(FailedAttempt(len(failed), count, error, preempted))
             listeners.attempt_failed(job.attempt, error)
             sigterm_received = job.graceful_shutdown.sigterm_received
-            reason = _reason_to_stop(failed, job.settings.max_failures, sigterm_received)
+            reason = _reason_to_stop(failed, job.settings, sigterm_received)
             if reason is not None:
                 _add_attempts(failed, reason)
                 if sigterm_received:
@@ -120,8 +126,18 @@ def _run_attempt(job: Job, launcher: Launcher, listeners: Listeners, label: RunL
             raise
 
 
+def _is_preemption(error: Exception, preempted: Mapping[str, list[int]]) -> bool:
+    """Return whether an attempt failed because a host with a preemption notice lost a process."""
+    failure = _first_failure(error)
+    if failure is not None:
+        return failure.step is None and failure.origin.host in preempted
+    silent = getattr(error, "silent", ())
+    hosts = preempted.keys() & set(silent) if silent else preempted
+    return isinstance(error, NodeLost) and bool(hosts)
+
+
 def _reason_to_stop(
-    failed: list[FailedAttempt], max_failures: int, sigterm_received: bool
+    failed: list[FailedAttempt], settings: Settings, sigterm_received: bool
 ) -> str | None:
     """Return why there is no further attempt; None if there is one."""
     if sigterm_received:
@@ -130,12 +146,24 @@ def _reason_to_stop(
     is_retried = isinstance(last, NodeLost) or _first_failure(last) is not None
     if not is_retried or isinstance(last, NOT_RETRIED):
         return "another attempt would not help"
-    if 0 <= max_failures < len(failed):
-        return f"max_failures is {max_failures}"
+    name, count = _limiting(failed, settings)
+    limit = getattr(settings, name)
+    if 0 <= limit < count:
+        return f"{name} is {limit}"
     same = _same_failures(failed)
-    if max_failures < 0 and len(same) + 1 >= MAX_SAME_FAILURES:
+    if limit < 0 and len(same) + 1 >= MAX_SAME_FAILURES:
         return f"{listed('attempt', same)} failed at the same step in the same way"
     return None
+
+
+def _limiting(failed: list[FailedAttempt], settings: Settings) -> tuple[str, int]:
+    """Return the setting that limits failures like the last, and how many of them there are."""
+    if settings.max_preemption_failures is None:
+        return "max_failures", len(failed)
+    num_preempted = sum(1 for attempt in failed if attempt.preempted)
+    if failed[-1].preempted:
+        return "max_preemption_failures", num_preempted
+    return "max_failures", len(failed) - num_preempted
 
 
 def _same_failures(failed: list[FailedAttempt]) -> list[int]:
@@ -160,6 +188,8 @@ def _first_failure(error: Exception) -> Failure | None:
 
 def _add_attempts(failed: list[FailedAttempt], reason: str) -> None:
     """Add all attempts to the error that is raised. The user's own exception may be frozen."""
+    if failed[-1].preempted:
+        vars(failed[-1].error)["preempted"] = failed[-1].preempted
     if len(failed) > 1:
         vars(failed[-1].error)["attempts"] = tuple(failed)
         earlier = "".join(f"\n  {attempt}" for attempt in failed[:-1])

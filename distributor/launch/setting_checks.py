@@ -75,6 +75,12 @@ def check_max_failures(name: str, count: object) -> None:
         )
 
 
+def check_max_preemption_failures(name: str, count: object) -> None:
+    """Check ``max_preemption_failures``: a number of attempts, -1 or None."""
+    if count is not None:
+        check_max_failures(name, count)
+
+
 def check_env(name: str, env: object) -> None:
     """Check ``env``: variables that the launcher does not set itself."""
     if not isinstance(env, Mapping):

@@ -226,10 +226,17 @@ class Settings:
         0,
         "int",
         """Number of attempts that may fail, because a rank raises an exception or a rank,
-        executor or host dies, before the run fails; -1 for no limit. The ranks of the next
-        attempt get the latest checkpoint from ``distributor.train.get_checkpoint``. With -1 the
-        same exception at the same step ends the run when it is raised for the third time.""",
+        executor or host dies, before the run fails. The ranks of the next attempt get the latest
+        checkpoint from ``distributor.train.get_checkpoint``. -1 is no limit, but the third same
+        exception at the same step ends the run.""",
         checks.check_max_failures,
+    )
+    max_preemption_failures: int | None = setting(
+        None,
+        "int",
+        """Number of attempts that may fail because a rank or executor dies after a preemption
+        notice; -1 for no limit. By default they count among those of `max_failures`.""",
+        checks.check_max_preemption_failures,
     )
     environment: Environment = setting(
         None,
@@ -289,10 +296,3 @@ def forwarded_env(settings: Settings) -> dict[str, str]:
 def gpu_type_of(settings: Settings) -> str | None:
     """Return the required type of the GPUs in capitals; None for any."""
     return None if settings.gpu_type is None else GPUType(settings.gpu_type.upper()).value
-
-
-def is_shown(settings: Settings, rank: int) -> bool:
-    """Return whether a rank's output is shown."""
-    if isinstance(settings.show_output, str):
-        return settings.show_output == "all"
-    return rank in settings.show_output

@@ -6,6 +6,7 @@ This package has what users import, under Ray Train's names. A rank's part is in
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +20,11 @@ from distributor.train.checkpoint import (
 from distributor.train.config import (
     CheckpointConfig,
     FailureConfig,
-    ScalingConfig,
+    LoggingConfig,
+    SyncConfig,
 )
 from distributor.train.context import StorageContext, TrainContext, get_context
+from distributor.train.data_config import TRAIN_DATASET_KEY, DataConfig, get_dataset_shard
 from distributor.train.errors import (
     ControllerError,
     NCCLHangError,
@@ -30,10 +33,13 @@ from distributor.train.errors import (
     TrainingFailedError,
     WorkerGroupError,
 )
+from distributor.train.preemption import get_preemption_info, is_preempted
 from distributor.train.result import Result
 from distributor.train.run_config import RunConfig, TrainRunContext, UserCallback
+from distributor.train.runtime.process_group import BackendConfig
 from distributor.train.runtime.report_request import UploadFn
 from distributor.train.runtime.session import session
+from distributor.train.scaling_config import ScalingConfig
 from distributor.train.validation.config import (
     ValidationConfig,
     ValidationFn,
@@ -41,12 +47,16 @@ from distributor.train.validation.config import (
 )
 
 __all__ = [
+    "TRAIN_DATASET_KEY",
+    "BackendConfig",
     "Checkpoint",
     "CheckpointConfig",
     "CheckpointConsistencyMode",
     "CheckpointUploadMode",
     "ControllerError",
+    "DataConfig",
     "FailureConfig",
+    "LoggingConfig",
     "NCCLHangError",
     "PreemptionError",
     "PreemptionInfo",
@@ -56,6 +66,7 @@ __all__ = [
     "RunConfig",
     "ScalingConfig",
     "StorageContext",
+    "SyncConfig",
     "TrainContext",
     "TrainRunContext",
     "TrainingFailedError",
@@ -67,9 +78,13 @@ __all__ = [
     "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
+    "get_dataset_shard",
+    "get_preemption_info",
     "is_preempted",
     "report",
 ]
+
+__path__.append(os.path.join(__path__[0], "unsupported"))  # as that package explains
 
 
 def report(
@@ -177,35 +192,6 @@ def report(
     session.reporter.report(
         metrics, checkpoint, checkpoint_dir_name, mode, delete, checkpoint_upload_fn, validation
     )
-
-
-def is_preempted() -> bool:
-    """Return whether this run is about to lose a process, so that it can save a checkpoint.
-
-    Returns True once for each notice, at the same call in all ranks. A notice comes when Spark
-    begins to decommission an executor on a host of the ranks, when a rank receives SIGTERM, or when
-    the driver receives SIGTERM while ``run`` waits on its main thread; the driver then ends after
-    the next checkpoint that is reported. Report a checkpoint when this returns True, and continue.
-
-    Every rank must call this equally often, usually once per step. Until a notice comes, a call
-    costs next to nothing. A rank that calls it on its main thread survives its first SIGTERM,
-    unless the program handles SIGTERM itself. No storage is needed. Nodes without a network link to
-    the driver receive no notices, and Spark Connect does not report decommissioning.
-
-    Follows no API of Ray Train, which has no equivalent.
-
-    Returns
-    -------
-    bool
-        Whether a notice is due at this call; False in a process that is not a rank.
-
-    Examples
-    --------
-    >>> for step in range(3):
-    ...     if is_preempted() or step % 100 == 99:
-    ...         ...  # save, and report
-    """
-    return session.is_preempted()
 
 
 def get_checkpoint() -> Checkpoint | None:

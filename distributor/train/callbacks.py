@@ -36,11 +36,17 @@ class CallbackListener(Listener):
         path = report.checkpoint
         checkpoint = None if path is None else Checkpoint(path, self._filesystem)
         for callback in self._callbacks:
-            callback.after_report(self._context, [dict(m) for m in report.metrics], checkpoint)
+            callback.after_report(
+                run_context=self._context,
+                metrics=[dict(metrics) for metrics in report.metrics],
+                checkpoint=checkpoint,
+            )
 
     def failed(self, attempt: int, error: Exception) -> None:
         """Handle the failure of an attempt."""
         failures = getattr(error, "rank_failures", {})
         exceptions = {rank: failure.exception() for rank, failure in failures.items()}
         for callback in self._callbacks:
-            callback.after_exception(self._context, exceptions or {0: error})
+            callback.after_exception(
+                run_context=self._context, worker_exceptions=exceptions or {0: error}
+            )

@@ -1,4 +1,4 @@
-"""Configuration of ranks, restarts and checkpoints, under Ray Train's names.
+"""Configuration of restarts, checkpoints and messages, under Ray Train's names.
 
 The parameters are checked when an object is created. Fields can be set afterwards, and are checked
 again when the training starts.
@@ -6,16 +6,22 @@ again when the training starts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from distributor.launch.setting_checks import (
-    check_bool,
-    check_gpu_type,
-    check_max_failures,
-    check_num_processes,
-)
+from distributor.launch.setting_checks import check_max_failures
+
+LEVELS: dict[str, int] = {
+    name: getattr(logging, name)
+    for name in ("CRITICAL", "DEBUG", "ERROR", "FATAL", "INFO", "NOTSET", "WARN", "WARNING")
+}
+"""The levels of ``logging`` by name."""
+
+
+class InvalidArgument(TypeError, ValueError):
+    """An argument has the wrong type, for which Ray raises ValueError."""
 
 
 class UnsupportedParameter(DeprecationWarning, ValueError):
@@ -44,101 +50,6 @@ class ChecksUnsupported:
         )
 
 
-_TASK_RESOURCES = (
-    "Set the resources of a task for the cluster: spark.task.cpus, spark.task.resource.gpu.amount."
-)
-
-
-@dataclass
-class ScalingConfig(ChecksUnsupported):
-    """The number of ranks, and the machines that they run on.
-
-    Follows ``ray.train.ScalingConfig``:
-    https://docs.ray.io/en/latest/train/api/doc/ray.train.ScalingConfig.html
-
-    Parameters
-    ----------
-    trainer_resources : dict, optional
-        Not supported: the driver is this process.
-    num_workers : int or (int, int), default 1
-        The number of ranks; a pair is the minimum and the maximum.
-    use_gpu : bool, default False
-        Whether each rank has a GPU.
-    resources_per_worker : dict of str to float, optional
-        The resources of a rank: ``{"CPU": 1}``, and ``"GPU": 1`` with `use_gpu`. Others are those
-        of Spark's tasks, and not supported here.
-    placement_strategy : str, default "PACK"
-        How Ray places ranks, "PACK" or "SPREAD", if it can. Spark places its tasks itself.
-    accelerator_type : str, optional
-        The type that the GPUs must have, such as ``"H100"``; by default any.
-    label_selector, use_tpu, topology
-        Not supported.
-    elastic_resize_monitor_interval_s : float, default 60.0
-        Has no effect: the number of ranks of a pair is chosen for each attempt.
-    local_mode : bool, default True
-        True: the ranks run on this machine. False: they run on the executors of the active Spark
-        session.
-
-    Raises
-    ------
-    TypeError
-        If `num_workers` is not an int or a pair of them, or a switch is neither True nor False.
-    ValueError
-        If `num_workers` is less than 1, a minimum exceeds its maximum, `resources_per_worker`
-        contradicts `use_gpu`, or a value is not supported.
-
-    Examples
-    --------
-    >>> scaling_config = ScalingConfig(num_workers=(4, 8), use_gpu=True, local_mode=False)
-    """
-
-    trainer_resources: Mapping[str, float] | None = None
-    num_workers: int | tuple[int, int] = 1
-    use_gpu: bool = False
-    resources_per_worker: Mapping[str, float] | None = None
-    placement_strategy: str = "PACK"
-    accelerator_type: str | None = None
-    label_selector: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None
-    use_tpu: bool = False
-    topology: str | None = None
-    elastic_resize_monitor_interval_s: float = 60.0
-    _: KW_ONLY
-    local_mode: bool = True
-
-    unsupported: ClassVar[Mapping[str, str]] = {
-        "trainer_resources": "The driver is this process.",
-        "use_tpu": "Use GPUs or CPUs.",
-        "topology": "Use GPUs or CPUs.",
-    }
-
-    def __post_init__(self) -> None:
-        self.check()
-
-    def check(self) -> None:
-        """Check all fields; raises what the class documents."""
-        self._check_unsupported()
-        check_num_processes(self.num_workers, "num_workers")
-        check_bool("use_gpu", self.use_gpu)
-        check_bool("local_mode", self.local_mode)
-        check_gpu_type("accelerator_type", self.accelerator_type)
-        self._check_resources()
-        selectors = self.label_selector or ()
-        if any(selectors):
-            self._refuse("label_selector", selectors, "Spark places the tasks.")
-        if self.placement_strategy not in ("PACK", "SPREAD"):
-            self._refuse("placement_strategy", self.placement_strategy, "Spark places the tasks.")
-
-    def _check_resources(self) -> None:
-        resources = {name: n for name, n in (self.resources_per_worker or {}).items() if n}
-        gpus = resources.pop("GPU", None)
-        if gpus and not self.use_gpu:
-            raise ValueError(f"resources_per_worker has {gpus} GPUs, but use_gpu is False.")
-        if self.use_gpu and "GPU" in (self.resources_per_worker or {}) and not gpus:
-            raise ValueError("resources_per_worker has no GPU, but use_gpu is True.")
-        if gpus not in (None, 1) or resources.pop("CPU", 1) != 1 or resources:
-            self._refuse("resources_per_worker", self.resources_per_worker, _TASK_RESOURCES)
-
-
 @dataclass
 class FailureConfig(ChecksUnsupported):
     """How often a failed training run is restarted.
@@ -149,22 +60,26 @@ class FailureConfig(ChecksUnsupported):
     Parameters
     ----------
     max_failures : int, default 0
-        The number of attempts that may fail before the run fails; -1 for any number.
+        The number of attempts that may fail before the run fails; -1 for any number. An exception
+        that repeats at the same step counts like any other; with -1, the third one ends the run.
     fail_fast : bool, optional
         Not supported, as in Ray Train: pass ``max_failures=0``.
     controller_failure_limit : int, default -1
-        Has no effect: the driver is this process.
+        Has no effect: a run that cannot start is not retried, but waits for slots for as long as
+        the setting ``start_timeout``.
     max_preemption_failures : int, default -1
-        Not supported: preempted attempts count among `max_failures`.
+        The number of attempts that may fail because a rank or executor dies after a preemption
+        notice (see `get_preemption_info`); -1 for any number. They do not count among
+        `max_failures`.
     relax_collectives_on_preemption : bool, default False
-        Not supported: an attempt ends when it loses a node.
+        Not supported: an attempt ends when it loses a rank.
     preemption_grace_s : float, default 0.0
-        Not supported: an attempt ends when it loses a node.
+        Not supported: an attempt ends when it loses a rank.
 
     Raises
     ------
     ValueError
-        If `max_failures` is not an int of at least -1, or a value is not supported.
+        If a number of failures is not an int of at least -1, or a value is not supported.
 
     Examples
     --------
@@ -180,8 +95,8 @@ class FailureConfig(ChecksUnsupported):
 
     unsupported: ClassVar[Mapping[str, str]] = {
         "fail_fast": "Pass max_failures=0.",
-        "relax_collectives_on_preemption": "An attempt ends when it loses a node.",
-        "preemption_grace_s": "An attempt ends when it loses a node.",
+        "relax_collectives_on_preemption": "An attempt ends when it loses a rank.",
+        "preemption_grace_s": "An attempt ends when it loses a rank.",
     }
 
     def __post_init__(self) -> None:
@@ -191,9 +106,12 @@ class FailureConfig(ChecksUnsupported):
         """Check all fields; raises what the class documents."""
         self._check_unsupported()
         check_max_failures("max_failures", self.max_failures)
-        if self.max_preemption_failures != -1:
-            instead = "Preempted attempts count among max_failures."
-            self._refuse("max_preemption_failures", self.max_preemption_failures, instead)
+        check_max_failures("max_preemption_failures", self.max_preemption_failures)
+        if self.controller_failure_limit not in (-1, 0):
+            instead = (
+                "Set how long a run waits for slots: RunConfig(settings={'start_timeout': s})."
+            )
+            self._refuse("controller_failure_limit", self.controller_failure_limit, instead)
 
 
 @dataclass
@@ -261,3 +179,79 @@ class CheckpointConfig(ChecksUnsupported):
                 "checkpoint_score_order must be 'max' or 'min', but is "
                 f"{self.checkpoint_score_order!r}."
             )
+
+
+@dataclass
+class LoggingConfig:
+    """Which messages of this package about a run are shown on the driver.
+
+    Follows ``ray.train.LoggingConfig``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.LoggingConfig.html
+
+    Parameters
+    ----------
+    log_level : str, default "INFO"
+        The level of ``logging``, in upper or lower case, below which messages are not shown. The
+        output of the ranks is not affected; ``RunConfig(settings={"show_output": ...})`` is.
+
+    Raises
+    ------
+    ValueError
+        If it is not the name of a level.
+
+    Examples
+    --------
+    >>> LoggingConfig("warning")
+    LoggingConfig(log_level='WARNING')
+    """
+
+    log_level: str = "INFO"
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Check the level; raises what the class documents."""
+        level = self.log_level.upper() if isinstance(self.log_level, str) else None
+        if level not in LEVELS:
+            raise ValueError(
+                f"log_level must be one of {', '.join(LEVELS)}, but is {self.log_level!r}."
+            )
+        self.log_level = level
+
+    @property
+    def level(self) -> int:
+        """The level's number."""
+        return LEVELS[self.log_level]
+
+
+@dataclass
+class SyncConfig:
+    """Accepted for compatibility, without effect: each report uploads its checkpoint to storage.
+
+    `RunConfig` refuses it, as Ray Train's does.
+
+    Follows ``ray.train.SyncConfig``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.SyncConfig.html
+
+    Parameters
+    ----------
+    sync_period : int, default 300
+        Has no effect.
+    sync_timeout : int, default 1800
+        Has no effect.
+    sync_artifacts : bool, default False
+        Has no effect.
+    sync_artifacts_on_checkpoint : bool, default True
+        Has no effect.
+
+    Examples
+    --------
+    >>> SyncConfig().sync_period
+    300
+    """
+
+    sync_period: int = 300
+    sync_timeout: int = 1800
+    sync_artifacts: bool = False
+    sync_artifacts_on_checkpoint: bool = True

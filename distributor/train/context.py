@@ -7,7 +7,6 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 from distributor import runtime
-from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.train.runtime.session import session
 from distributor.train.storage.run_folder import RunFolder
 
@@ -145,8 +144,7 @@ class TrainContext:
 
     def get_experiment_name(self) -> str:
         """Return the name of the training run; the run's id if it has none."""
-        settings = CheckpointSettings.from_env()
-        return settings.name if settings else os.environ.get("TORCHELASTIC_RUN_ID", "")
+        return session.run_name
 
     def get_storage(self) -> StorageContext:
         """Return the run's folder in storage.

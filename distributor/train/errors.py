@@ -159,8 +159,11 @@ class PreemptionError(TrainingFailedError):
 def training_error(error: Exception) -> TrainingFailedError:
     """Return Ray Train's error for one that `TorchDistributor.run` has raised."""
     failures: Mapping[int, Failure] = getattr(error, "rank_failures", {})
+    preempted: Mapping[str, list[int]] = getattr(error, "preempted", {})
     found: TrainingFailedError
-    if failures:
+    if preempted:
+        found = PreemptionError(PreemptionInfo(None, preempted))
+    elif failures:
         cause, *others = failures
         exceptions = {cause: error, **{rank: failures[rank].exception() for rank in others}}
         summaries = [f"Rank {rank}: {failure.summary}" for rank, failure in failures.items()]

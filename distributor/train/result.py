@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.filesystems import resolve
 from distributor.train.storage.manifest import Manifest
 from distributor.train.storage.report_log import Report, read_reports
+from distributor.train.storage.retention import best_of, score_of
 
 if TYPE_CHECKING:
     import pandas
     import pyarrow.fs as pafs
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class Result:
     """The reports, checkpoints and return value of a training run.
 
@@ -33,16 +34,22 @@ class Result:
         The latest checkpoint that exists.
     error : Exception or None
         Always None: `TorchTrainer.fit` raises the error of a run that fails.
-    path : str
-        The run's folder.
-    filesystem : pyarrow.fs.FileSystem
-        The file system of that folder.
-    best_checkpoints : list of pairs of Checkpoint and dict
-        All checkpoints that are kept, with the metrics of their reports, the oldest first.
-    return_value : object, default None
+    path : str or None
+        The run's folder; None if the training function ran in the process of ``fit``.
+    metrics_dataframe : pandas.DataFrame, optional
+        The metrics of `best_checkpoints`, one row each; None if there are none.
+    best_checkpoints : list of pairs of Checkpoint and dict, optional
+        The best checkpoints, at most ``num_to_keep``, with their metrics: the best last, or the
+        latest last if no metric ranks them.
+    return_value : object, optional
         The value that rank 0's training function returned.
     reports : list of Report
         All reports, in order.
+
+    Attributes
+    ----------
+    filesystem : pyarrow.fs.FileSystem
+        The file system of `path`.
 
     Examples
     --------
@@ -54,20 +61,16 @@ class Result:
     metrics: dict[str, Any] | None
     checkpoint: Checkpoint | None
     error: Exception | None
-    path: str
-    filesystem: pafs.FileSystem
-    best_checkpoints: list[tuple[Checkpoint, dict[str, Any]]]
+    path: str | None
+    metrics_dataframe: pandas.DataFrame | None = None
+    best_checkpoints: list[tuple[Checkpoint, dict[str, Any]]] | None = None
+    _storage_filesystem: pafs.FileSystem | None = None
     return_value: Any = None
+    _: KW_ONLY
     reports: list[Report] = field(default_factory=list, repr=False)
 
     @classmethod
-    def from_path(
-        cls,
-        path: str | os.PathLike[str],
-        storage_filesystem: Any = None,
-        *,
-        return_value: Any = None,
-    ) -> Result:
+    def from_path(cls, path: str | os.PathLike[str], storage_filesystem: Any = None) -> Result:
         """Read the reports and checkpoints of a run, which may have failed or be running.
 
         Parameters
@@ -76,11 +79,16 @@ class Result:
             The run's folder, or its address.
         storage_filesystem : pyarrow.fs.FileSystem or fsspec file system, optional
             The file system of `path`; by default the one that the path names.
-        return_value : object, optional
-            The value for `Result.return_value`, which is not in storage.
+
+        Returns
+        -------
+        Result
+            The result, without a return value.
 
         Raises
         ------
+        RuntimeError
+            If there is no such folder, or it has neither reports nor checkpoints.
         TypeError
             If `storage_filesystem` is not a file system of pyarrow or fsspec.
         ValueError
@@ -91,52 +99,101 @@ class Result:
         >>> result = Result.from_path("s3://bucket/runs/mnist")
         """
         filesystem, inside = resolve(path, storage_filesystem)
-        storage = Storage.at(filesystem, inside)
+        found = cls.from_storage(Storage.at(filesystem, inside))
+        if not found.reports and not found.checkpoint:
+            raise RuntimeError(
+                f"There is no training run in {inside}: it has neither checkpoints nor a log of "
+                "reports."
+            )
+        return found
+
+    @classmethod
+    def from_storage(cls, storage: Storage, return_value: Any = None) -> Result:
+        """Read what a run has stored, perhaps nothing.
+
+        Parameters
+        ----------
+        storage : Storage
+            The run's folder.
+        return_value : object, optional
+            The value for `Result.return_value`, which is not in storage.
+
+        Returns
+        -------
+        Result
+            The result.
+        """
         reports = read_reports(storage)
         committed = storage.committed()
-        checkpoints = [
-            (storage.checkpoint(name), dict(manifest.metrics)) for name, manifest in committed
+        best = [
+            (storage.checkpoint(name), dict(manifest.metrics))
+            for name, manifest in best_of(committed)
         ]
         return cls(
             metrics=_latest_metrics(reports, committed),
-            checkpoint=checkpoints[-1][0] if checkpoints else None,
+            checkpoint=storage.checkpoint(committed[-1][0]) if committed else None,
             error=None,
-            path=inside,
-            filesystem=filesystem,
-            best_checkpoints=checkpoints,
+            path=storage.path,
+            metrics_dataframe=_dataframe([metrics for _, metrics in best]) if best else None,
+            best_checkpoints=best,
+            _storage_filesystem=storage.filesystem,
             return_value=return_value,
             reports=reports,
         )
 
     @property
-    def metrics_dataframe(self) -> pandas.DataFrame:
-        """The metrics of all reports, one row each; needs pandas."""
-        import pandas
+    def filesystem(self) -> pafs.FileSystem:
+        """The file system of `path`."""
+        import pyarrow.fs as pafs
 
-        return pandas.DataFrame([dict(report.metrics) for report in self.reports])
+        return self._storage_filesystem or pafs.LocalFileSystem()
 
-    def get_best_checkpoint(
-        self, metric: str, mode: Literal["max", "min"] = "max"
-    ) -> Checkpoint | None:
-        """Return the checkpoint with the best value of a metric, among those that are kept.
+    @property
+    def config(self) -> NoReturn:
+        """Raise DeprecationWarning, as in Ray Train: it belongs to Ray Tune."""
+        raise DeprecationWarning(
+            "Result.config belongs to Ray Tune: the configuration of the training function is "
+            "TorchTrainer.train_loop_config."
+        )
+
+    def get_best_checkpoint(self, metric: str, mode: Literal["max", "min"]) -> Checkpoint | None:
+        """Return the checkpoint with the best value of a metric, among `best_checkpoints`.
 
         Parameters
         ----------
         metric : str
-            The metric.
-        mode : "max" or "min", default "max"
+            The metric, or a path such as ``"val/loss"`` of one in a nested dict.
+        mode : "max" or "min"
             Whether a high or a low value is better.
 
         Returns
         -------
-        Checkpoint or None
-            The checkpoint; None if none was reported with the metric.
+        Checkpoint
+            The checkpoint; the first of those with the same value.
+
+        Raises
+        ------
+        RuntimeError
+            If there are no checkpoints, or none was reported with such a number.
+        ValueError
+            If `mode` is neither "max" nor "min".
         """
-        candidates = [pair for pair in self.best_checkpoints if metric in pair[1]]
-        if not candidates:
-            return None
+        if not self.best_checkpoints:
+            raise RuntimeError("The run has no checkpoint.")
+        if mode not in ("max", "min"):
+            raise ValueError(f"mode must be 'max' or 'min', but is {mode!r}.")
+        scores = {
+            index: score
+            for index, (_, metrics) in enumerate(self.best_checkpoints)
+            if (score := score_of(metrics, metric)) is not None
+        }
+        if not scores:
+            raise RuntimeError(
+                f"No checkpoint was reported with a number {metric!r}; the latest metrics are "
+                f"{self.metrics}."
+            )
         best = max if mode == "max" else min
-        return best(candidates, key=lambda pair: pair[1][metric])[0]
+        return self.best_checkpoints[best(scores, key=scores.__getitem__)][0]
 
 
 def _latest_metrics(
@@ -147,3 +204,9 @@ def _latest_metrics(
         return None
     manifest = dict(committed).get(reports[-1].checkpoint or "")
     return dict(manifest.metrics if manifest else reports[-1].metrics)
+
+
+def _dataframe(rows: list[dict[str, Any]]) -> pandas.DataFrame:
+    import pandas
+
+    return pandas.DataFrame(rows)

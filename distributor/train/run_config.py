@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from types import ModuleType
 from typing import Any, ClassVar
 
 from distributor.core.checkpoint_config import check_name
@@ -14,9 +16,16 @@ from distributor.train.config import (
     CheckpointConfig,
     ChecksUnsupported,
     FailureConfig,
-    ScalingConfig,
+    InvalidArgument,
+    LoggingConfig,
 )
+from distributor.train.data_config import DataConfig
+from distributor.train.runtime.process_group import BackendConfig, TorchConfig
+from distributor.train.scaling_config import ScalingConfig
 
+_RUNTIME_ENV = {"env_vars": "env", "pip": "environment", "py_modules": "py_modules"}
+"""The keys of Ray's runtime environments, and the settings that they determine."""
+_ENVIRONMENT = "Pass a packed environment as settings={'environment': 'environment.tar.gz'}."
 DEFAULT_STORAGE_PATH = "~/distributor_results"
 """The default storage path if all ranks are on this machine."""
 
@@ -48,15 +57,21 @@ class RunConfig(ChecksUnsupported):
         Which checkpoints are kept; by default all.
     callbacks : UserCallback or sequence of UserCallback, optional
         Objects that are called on the driver after each report and each failed attempt.
-    worker_runtime_env, sync_config, verbose, stop, progress_reporter, log_to_file
-        Not supported; any value raises ValueError.
+    worker_runtime_env : mapping of str to object, optional
+        The environment of the ranks, by Ray's keys: ``env_vars``, a dict of environment variables;
+        ``pip``, a list of requirements; ``py_modules``, a list of modules, or of their names or
+        paths. They are added to the settings ``env``, ``environment`` and ``py_modules``.
+    logging_config : LoggingConfig, optional
+        Which messages about the run are shown on the driver; by default all.
+    sync_config, verbose, stop, progress_reporter, log_to_file
+        Not supported, as in Ray Train.
     settings : mapping of str to object, optional
         Further parameters of `TorchDistributor`: timeout, log_dir, env, environment and so on.
 
     Raises
     ------
     TypeError
-        If `failure_config`, `checkpoint_config` or a callback is of another class.
+        If a configuration or a callback is of another class.
     ValueError
         If a parameter is not supported.
 
@@ -72,7 +87,8 @@ class RunConfig(ChecksUnsupported):
     failure_config: FailureConfig = None  # type: ignore[assignment]
     checkpoint_config: CheckpointConfig = None  # type: ignore[assignment]
     callbacks: Sequence[UserCallback] = None  # type: ignore[assignment]
-    worker_runtime_env: Any = None
+    worker_runtime_env: Mapping[str, Any] = None  # type: ignore[assignment]
+    logging_config: LoggingConfig = None  # type: ignore[assignment]
     sync_config: Any = None
     verbose: Any = None
     stop: Any = None
@@ -82,7 +98,6 @@ class RunConfig(ChecksUnsupported):
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     unsupported: ClassVar[Mapping[str, str]] = {
-        "worker_runtime_env": "Pass settings={'env': ..., 'environment': ...}.",
         "sync_config": "Each report uploads its checkpoint to storage.",
         "verbose": "Pass settings={'show_output': ...}.",
         "stop": "Return from the training function.",
@@ -96,6 +111,8 @@ class RunConfig(ChecksUnsupported):
         self.storage_path = self.storage_path or _default_path()
         self.failure_config = self.failure_config or FailureConfig()
         self.checkpoint_config = self.checkpoint_config or CheckpointConfig()
+        self.logging_config = self.logging_config or LoggingConfig()
+        self.worker_runtime_env = self.worker_runtime_env or {}
         if isinstance(self.callbacks, UserCallback):
             self.callbacks = [self.callbacks]
         self.callbacks = self.callbacks or []
@@ -113,19 +130,55 @@ class RunConfig(ChecksUnsupported):
         for name, kind in (
             ("failure_config", FailureConfig),
             ("checkpoint_config", CheckpointConfig),
+            ("logging_config", LoggingConfig),
+            ("worker_runtime_env", Mapping),
         ):
             if not isinstance(value := getattr(self, name), kind):
-                raise TypeError(f"{name} must be a {kind.__name__}, but is {value!r}.")
+                raise InvalidArgument(f"{name} must be a {kind.__name__}, but is {value!r}.")
         self.failure_config.check()
         self.checkpoint_config.check()
+        self.logging_config.check()
+        self._check_runtime_env()
         callbacks = self.callbacks
         if not isinstance(callbacks, Sequence) or not all(
             isinstance(callback, UserCallback) for callback in callbacks
         ):
-            raise TypeError(f"callbacks must be UserCallback objects, but are {callbacks!r}.")
+            raise InvalidArgument(f"callbacks must be UserCallback objects, but are {callbacks!r}.")
+
+    def _check_runtime_env(self) -> None:
+        for key, value in self.worker_runtime_env.items():
+            if key not in _RUNTIME_ENV and value:
+                instead = f"It takes {', '.join(_RUNTIME_ENV)}. {_ENVIRONMENT}"
+                self._refuse(f"worker_runtime_env[{key!r}]", value, instead)
+        if isinstance(pip := self.worker_runtime_env.get("pip"), (str, Mapping)):
+            self._refuse("worker_runtime_env['pip']", pip, "Pass a list of requirements.")
+
+    def all_settings(self) -> dict[str, Any]:
+        """Return `settings` together with those of `worker_runtime_env`.
+
+        Raises
+        ------
+        ValueError
+            If both determine the same.
+        """
+        given = {
+            _RUNTIME_ENV[key]: value for key, value in self.worker_runtime_env.items() if value
+        }
+        if "py_modules" in given:
+            given["py_modules"] = [
+                each.__name__ if isinstance(each, ModuleType) else each
+                for each in given["py_modules"]
+            ]
+        settings = dict(self.settings)
+        env = {**given.pop("env", {}), **settings.pop("env", {})}
+        if twice := sorted(given.keys() & settings.keys()):
+            raise ValueError(
+                f"RunConfig.worker_runtime_env and RunConfig.settings both determine {twice}."
+            )
+        return {**given, **settings, "env": env}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrainRunContext:
     """The configuration of a training run, for callbacks.
 
@@ -136,11 +189,20 @@ class TrainRunContext:
     Parameters
     ----------
     run_config : RunConfig
+        The one of `TorchTrainer`.
+    train_loop_config : mapping of str to object, optional
         The one that was passed to `TorchTrainer`.
     scaling_config : ScalingConfig
-        The one that was passed to `TorchTrainer`.
-    train_loop_config : mapping of str to object, default {}
-        The one that was passed to `TorchTrainer`.
+        The one of `TorchTrainer`.
+    backend_config : BackendConfig
+        The ``torch_config`` of `TorchTrainer`.
+    dataset_config : DataConfig
+        The one of `TorchTrainer`.
+
+    Attributes
+    ----------
+    run_id : str
+        An id of the trainer.
 
     Examples
     --------
@@ -149,9 +211,12 @@ class TrainRunContext:
     ...         print(run_context.run_config.name)
     """
 
+    run_id: str = field(init=False, default_factory=lambda: uuid.uuid4().hex)
     run_config: RunConfig
-    scaling_config: ScalingConfig
-    train_loop_config: Mapping[str, Any] = field(default_factory=dict)
+    train_loop_config: Mapping[str, Any] | None = None
+    scaling_config: ScalingConfig = field(default_factory=ScalingConfig)
+    backend_config: BackendConfig = field(default_factory=TorchConfig)
+    dataset_config: DataConfig = field(default_factory=DataConfig)
 
     def get_run_config(self) -> RunConfig:
         """Return ``run_config``."""
@@ -162,7 +227,8 @@ class UserCallback:
     """A base class for callbacks on the driver; its methods do nothing.
 
     The methods are called one at a time, on the thread that waits for the run, while the ranks
-    continue. If one raises an exception, the run ends, and the exception is raised.
+    continue. They receive their arguments by keyword. If one raises an exception, the run ends
+    with a `ControllerError`.
 
     Follows ``ray.train.UserCallback``:
     https://docs.ray.io/en/latest/train/api/doc/ray.train.UserCallback.html

@@ -138,7 +138,9 @@ class Subscribed:
 
 @dataclass(frozen=True)
 class Preempted:
-    """The run is about to lose a process: from a node, or the driver itself, to every node."""
+    """Node to driver: a rank has received SIGTERM. Driver to nodes: hosts will lose processes."""
+
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,11 @@ def _report(
         train.report(metrics, checkpoint=Checkpoint.from_directory(folder))
 
 
+def here(num_workers: int | tuple[int, int] = 1) -> ScalingConfig:
+    """Return the configuration of ranks on this machine, also if there is a Spark session."""
+    return ScalingConfig(num_workers=num_workers, local_mode=True)
+
+
 def trainer(
     folder: str | os.PathLike[str],
     name: str = "line",

@@ -140,7 +140,7 @@ def test_a_framework_reports_and_resumes(
         return TorchTrainer(
             loop,
             train_loop_config={"example": example(), "killed": killed},
-            scaling_config=train.ScalingConfig(num_workers=2),
+            scaling_config=train.ScalingConfig(num_workers=2, local_mode=True),
             run_config=train.RunConfig(
                 name=name,
                 storage_path=tmp_path,

@@ -5,13 +5,21 @@ from __future__ import annotations
 import itertools
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from distributor import TorchDistributor, train
 from distributor.train import Checkpoint, RunConfig, ScalingConfig
@@ -125,7 +133,7 @@ def test_a_checkpoint_of_another_training_contains_the_position(tmp_path: Path) 
     def trainer(name: str, stop_at: Any, checkpoint: Checkpoint | None) -> TorchTrainer:
         return TorchTrainer(
             lambda: fit(stop_at, new_loaders=False, calls_set_epoch=True, reports_first=False),
-            scaling_config=ScalingConfig(num_workers=1),
+            scaling_config=ScalingConfig(local_mode=True),
             run_config=RunConfig(name, tmp_path, settings={"timeout": 120}),
             resume_from_checkpoint=checkpoint,
         )
@@ -145,17 +153,33 @@ def test_passes_after_one_set_epoch_have_the_same_order() -> None:
     assert list(share) == list(share)
 
 
+class Batches(Sampler[list[int]]):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3]])
+
+
 @pytest.mark.parametrize(
-    "loader_options",
-    [
-        lambda data: {
-            "batch_sampler": BatchSampler(RandomSampler(data), 4, drop_last=False),
-        },
-        lambda data: {"sampler": RandomSampler(data, replacement=True)},
-        lambda data: {"sampler": RandomSampler(data, num_samples=100)},
-    ],
+    "batch_sampler",
+    [Batches(), BatchSampler(SequentialSampler(range(SAMPLES)), 4, drop_last=False)],
 )
-def test_samplers_that_would_be_discarded_are_refused(loader_options: Any) -> None:
+def test_a_batch_sampler_would_be_discarded_and_is_refused(
+    monkeypatch: pytest.MonkeyPatch, batch_sampler: Any
+) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_sampler=batch_sampler)
+    expected = [batch[0].tolist() for batch in loader]
+    assert [batch[0].tolist() for batch in prepare_data_loader(loader)] == expected, "one rank"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"would discard the batches of its .*Batch"):
+        prepare_data_loader(loader)
+
+
+@pytest.mark.parametrize("options", [{"replacement": True}, {"num_samples": 100}])
+def test_a_sampler_that_resamples_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], options: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
     data = TensorDataset(torch.arange(SAMPLES))
-    with pytest.raises(ValueError, match=r"would discard its .*Sampler"):
-        prepare_data_loader(DataLoader(data, **loader_options(data)))
+    loader = prepare_data_loader(DataLoader(data, sampler=RandomSampler(data, **options)))
+    assert isinstance(loader.sampler, ShardSampler)
+    assert loader.sampler.shuffle
+    assert "the RandomSampler of a data loader is replaced" in capfd.readouterr().out

@@ -5,18 +5,26 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import cloudpickle
 import psutil
 import pytest
+from support.training import here
 from support.waiting import MARK, assert_gone, marked, until
 
-from distributor.train import Result
+from distributor import WorkerDied, train
+from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.torch import TorchTrainer
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 TRAINING = """
 import os, signal, sys, tempfile, threading, time
@@ -126,8 +134,8 @@ class Run:
 
     def checkpointed_steps(self) -> list[int]:
         """Return the steps whose checkpoints are in storage."""
-        checkpoints = Result.from_path(self.folder / "run").best_checkpoints
-        return [metrics["step"] for _, metrics in checkpoints]
+        checkpoints = Storage(self.folder, "run").committed()
+        return [manifest.metrics["step"] for _, manifest in checkpoints]
 
 
 @contextmanager
@@ -331,3 +339,30 @@ def save(step, mode):
         code, output = run.wait()
     assert code == -signal.SIGTERM, output
     assert run.checkpointed_steps() == [0, 1]
+
+
+def lose_rank_1() -> None:
+    rank = train.get_context().get_world_rank()
+    assert train.get_preemption_info() is None
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    until(lambda: train.get_preemption_info() is not None, "all ranks are notified", 60)
+    info = train.get_preemption_info()
+    assert info is not None
+    assert (info.preempted_node_ids, info.preempted_ranks) == ([socket.gethostname()], [0, 1])
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait()
+
+
+def test_failures_after_a_notice_are_counted_for_themselves(tmp_path: Path) -> None:
+    run = train.RunConfig(
+        storage_path=tmp_path,
+        failure_config=train.FailureConfig(max_failures=0, max_preemption_failures=1),
+        settings={"timeout": 100},
+    )
+    with pytest.raises(train.PreemptionError, match=r"preempted_ranks=\[0, 1\]") as failed:
+        TorchTrainer(lose_rank_1, scaling_config=here(2), run_config=run).fit()
+    assert isinstance(failed.value.__cause__, WorkerDied)
+    assert [attempt.number for attempt in failed.value.attempts] == [0, 1]  # type: ignore[attr-defined]
+    assert any("max_preemption_failures is 1" in note for note in failed.value.__notes__)

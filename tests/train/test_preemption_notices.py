@@ -13,9 +13,10 @@ import pytest
 from support.waiting import until
 
 from distributor import TorchDistributor, train
+from distributor.core.host import use_host_name
 from distributor.node.worker.worker_context import worker_context
 from distributor.train.runtime import preemption
-from distributor.train.runtime.preemption import NoticeTracker
+from distributor.train.runtime.preemption import Agreement, NoticeTracker
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -30,7 +31,7 @@ def test_a_notice_that_reaches_a_rank_too_late_is_ignored_by_all(tmp_path: Path,
         answers = [train.is_preempted()]
         if rank == late:
             until(timed_out.exists, "the other rank gives up", 60)
-        worker_context().preemption_notices.notify()
+        worker_context().preemption_notices.notify(here=False)
         answers += [train.is_preempted() for _ in range(3)]
         timed_out.touch()
         return answers
@@ -40,24 +41,33 @@ def test_a_notice_that_reaches_a_rank_too_late_is_ignored_by_all(tmp_path: Path,
 
 
 def test_notices_to_all_ranks_are_due_at_one_call() -> None:
-    def subscribe() -> list[bool]:
+    def subscribe() -> tuple[list[bool], list[train.PreemptionInfo | None]]:
         rank = train.get_context().get_world_rank()
+        use_host_name("a" if rank == 0 else "b")
+        infos = [train.get_preemption_info()]
         answers = [train.is_preempted() for _ in range(3 * rank)]
-        worker_context().preemption_notices.notify()
-        return answers + [train.is_preempted() for _ in range(10 - 3 * rank)]
+        worker_context().preemption_notices.notify(here=rank > 0)
+        answers += [train.is_preempted() for _ in range(10 - 3 * rank)]
+        infos += [train.get_preemption_info() for _ in range(2)]
+        worker_context().preemption_notices.notify(here=rank == 0)
+        return answers, [*infos, train.get_preemption_info()]
 
-    answers = TorchDistributor(3, use_gpu=False, timeout=120).run_all(subscribe)
-    assert answers == [[False] * 6 + [True] + [False] * 3] * 3
+    for answers, infos in TorchDistributor(3, use_gpu=False, timeout=120).run_all(subscribe):
+        assert answers == [False] * 6 + [True] + [False] * 3
+        first = train.PreemptionInfo(None, {"b": [1, 2]})
+        second = train.PreemptionInfo(None, {"a": [0], "b": [1, 2]})
+        assert infos == [None, first, first, second]
 
 
 def test_is_preempted_is_false_in_a_subprocess_of_a_rank() -> None:
-    program = "from distributor import train; print(train.is_preempted(), train.is_preempted())"
+    calls = "train.is_preempted(), train.get_preemption_info()"
+    program = f"from distributor import train; print({calls})"
 
     def run_program() -> str:
         child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         return child.stdout + child.stderr
 
-    assert TorchDistributor(1, use_gpu=False, timeout=60).run(run_program) == "False False\n"
+    assert TorchDistributor(1, use_gpu=False, timeout=60).run(run_program) == "False None\n"
 
 
 def test_two_notices_are_each_due_at_one_call_although_one_rank_is_ahead() -> None:
@@ -66,23 +76,23 @@ def test_two_notices_are_each_due_at_one_call_although_one_rank_is_ahead() -> No
     published: list[list[int]] = [[], []]
     lock, complete = threading.Lock(), [threading.Event(), threading.Event()]
 
-    def agree(number: int, calls: int) -> int:
+    def agree(number: int, calls: int, here: bool) -> Agreement:
         with lock:
             published[number].append(calls)
             if len(published[number]) == 3:
                 complete[number].set()
         assert complete[number].wait(30)
-        return max(published[number]) + 1
+        return Agreement(max(published[number]) + 1)
 
     due_calls: list[list[int]] = [[], [], []]
 
     def run_rank(rank: int) -> None:
         notices = NoticeTracker(agree)
         answers = [notices.is_due() for _ in range(calls_before_notice[rank])]
-        notices.receive()
+        notices.receive(here=False)
         answers += [notices.is_due() for _ in range(10 - calls_before_notice[rank] + 1)]
         barrier.wait()
-        notices.receive()
+        notices.receive(here=False)
         answers += [notices.is_due() for _ in range(5)]
         due_calls[rank] = [call for call, is_due in enumerate(answers, 1) if is_due]
 
@@ -97,4 +107,6 @@ def test_two_notices_are_each_due_at_one_call_although_one_rank_is_ahead() -> No
 def test_outside_a_run_is_preempted_returns_false() -> None:
     before = signal.getsignal(signal.SIGTERM)
     assert not train.is_preempted()
+    with pytest.raises(RuntimeError, match="get_preemption_info can only be called by"):
+        train.get_preemption_info()
     assert signal.getsignal(signal.SIGTERM) == before

@@ -17,20 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import plain, training
-from support.training import BATCH, EPOCHS, SAMPLES, Fault, curve, samples, trainer
+from support.training import BATCH, EPOCHS, SAMPLES, Fault, curve, here, samples, trainer
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from distributor import RunTimeout, TorchDistributor, train
 from distributor.train import (
     Checkpoint,
     CheckpointConfig,
-    FailureConfig,
     RunConfig,
-    ScalingConfig,
 )
 from distributor.train.runtime.resumable_loader import ShardSampler, prepare
 from distributor.train.torch import (
-    TorchConfig,
     TorchTrainer,
     get_device,
     prepare_data_loader,
@@ -67,7 +64,51 @@ def test_a_killed_training_resumes_on_the_cluster(spark: Any, tmp_path: Path) ->
 
     assert curve(killed) == curve(trainer(tmp_path, "undisturbed").fit())
     assert [each.attempt for each in killed.reports] == 4 * [0] + 12 * [1]
-    assert killed.metrics_dataframe["loss"].tolist() == curve(killed)
+
+
+@pytest.mark.spark
+def test_the_ranks_run_on_the_active_spark_session(
+    spark: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = RunConfig(storage_path=tmp_path, settings=TIMEOUT)
+    trainer = TorchTrainer(lambda: train.report({"a": 1}), run_config=run)
+    assert trainer.fit().metrics == {"a": 1}
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == (
+        "TorchTrainer runs its ranks on executors of the active Spark session, because there is "
+        "one; ScalingConfig(local_mode=True) runs them on this machine."
+    )
+    assert "Started distributed training with 1 executor processes" in lines
+
+
+NO_SESSION = """
+import sys, tempfile
+from pathlib import Path
+from distributor import train
+from distributor.train.torch import TorchTrainer
+
+def save():
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "weights").write_text("1, 2, 3")
+        train.report({"a": 1}, checkpoint=train.Checkpoint.from_directory(folder))
+
+for _ in range(2):
+    TorchTrainer(save, run_config=train.RunConfig("mine", sys.argv[1])).fit()
+"""
+
+
+def test_the_ranks_run_here_without_a_session_and_a_name_continues(
+    run_driver: Any, tmp_path: Path
+) -> None:
+    lines = run_driver(NO_SESSION, str(tmp_path)).stderr.splitlines()
+    first = "TorchTrainer runs its ranks on this machine, because there is no active Spark session."
+    begins = [number for number, line in enumerate(lines) if line == first]
+    assert (len(begins), begins[0]) == (2, 0)
+    assert lines[begins[1] + 1] == (
+        "The run 'mine' continues from checkpoint_000000, the latest checkpoint in "
+        f"{tmp_path}/mine. Another RunConfig.name starts anew."
+    )
+    assert "continues from" not in lines[begins[0] + 1]
 
 
 def test_best_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -82,17 +123,25 @@ def test_best_checkpoints_are_kept(tmp_path: Path) -> None:
 
     config = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="accuracy")
     run = RunConfig(storage_path=tmp_path, checkpoint_config=config, settings=TIMEOUT)
-    result = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=run).fit()
+    result = TorchTrainer(loop, scaling_config=here(2), run_config=run).fit()
 
-    kept = [metrics["accuracy"] for _, metrics in result.best_checkpoints]
-    assert kept == [0.9, 0.7, 0.6], "the best two, and the latest"
-    best = result.get_best_checkpoint("accuracy")
-    assert best
+    assert result.best_checkpoints is not None
+    assert [metrics["accuracy"] for _, metrics in result.best_checkpoints] == [0.7, 0.9]
+    assert result.metrics_dataframe is not None
+    assert result.metrics_dataframe["accuracy"].tolist() == [0.7, 0.9]
+    best = result.get_best_checkpoint("accuracy", "max")
+    assert best == result.best_checkpoints[1][0]
     assert best.path.endswith("checkpoint_000001")
     assert result.checkpoint
-    assert result.checkpoint.path.endswith("checkpoint_000003")
+    assert result.checkpoint.path.endswith("checkpoint_000003"), "the latest is kept, too"
+    assert sorted(path.name for path in Path(result.path or "").glob("checkpoint_*")) == [
+        f"checkpoint_00000{number}" for number in (1, 2, 3)
+    ]
     assert result.metrics == {"accuracy": 0.1}
-    lines = Path(result.path, "reports.jsonl").read_text().splitlines()
+    again = train.Result.from_path(f"{result.path}/")
+    assert again.best_checkpoints == result.best_checkpoints
+    assert (again.checkpoint, again.reports) == (result.checkpoint, result.reports)
+    lines = Path(result.path or "", "reports.jsonl").read_text().splitlines()
     assert [json.loads(line)["metrics"]["accuracy"] for line in lines] == [0.5, 0.9, 0.7, 0.6, 0.1]
 
 
@@ -105,9 +154,9 @@ def test_training_continues_if_the_report_log_cannot_be_written(tmp_path: Path) 
 
     files = plain.plain(pafs.LocalFileSystem())
     run = RunConfig(storage_path=str(tmp_path), storage_filesystem=files, settings=TIMEOUT)
-    result = TorchTrainer(loop, run_config=run).fit()
+    result = TorchTrainer(loop, scaling_config=here(), run_config=run).fit()
 
-    assert len(Path(result.path, "reports.jsonl").read_text().splitlines()) == 1, (
+    assert len(Path(result.path or "", "reports.jsonl").read_text().splitlines()) == 1, (
         "only the first report"
     )
     assert [report.metrics for report in result.reports] == [{"step": 0}, {"step": 1}]
@@ -126,11 +175,11 @@ def test_a_checkpoint_without_the_score_ranks_last(
         num_to_keep=1, checkpoint_score_attribute="val/loss", checkpoint_score_order="min"
     )
     run = RunConfig(storage_path=tmp_path, checkpoint_config=config, settings={"timeout": 120})
-    result = TorchTrainer(loop, run_config=run).fit()
-    assert [metrics for _, metrics in result.best_checkpoints] == [
-        {"val": {"loss": 2.0}},
-        {"val/loss": 3.0},
-    ]
+    result = TorchTrainer(loop, scaling_config=here(), run_config=run).fit()
+    assert result.best_checkpoints is not None
+    assert [metrics for _, metrics in result.best_checkpoints] == [{"val": {"loss": 2.0}}]
+    assert result.checkpoint
+    assert result.checkpoint.path.endswith("checkpoint_000003")
     warning = "checkpoint_score_attribute is 'val/loss', but the metrics .* no such number"
     assert len(re.findall(warning, capfd.readouterr().out)) == 1
 
@@ -141,7 +190,7 @@ def test_failed_ranks_raise_their_exceptions_inside_rays(tmp_path: Path) -> None
         raise KeyError(f"of rank {rank}")
 
     run = RunConfig(storage_path=tmp_path, settings=TIMEOUT)
-    trainer = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=run)
+    trainer = TorchTrainer(loop, scaling_config=here(2), run_config=run)
     with pytest.raises(train.TrainingFailedError, match="KeyError: 'of rank") as failed:
         trainer.fit()
     error = failed.value
@@ -155,7 +204,7 @@ def test_failed_ranks_raise_their_exceptions_inside_rays(tmp_path: Path) -> None
 def test_a_deadline_is_an_error_of_the_run(tmp_path: Path) -> None:
     run = RunConfig(storage_path=tmp_path, settings={"timeout": 2})
     with pytest.raises(train.ControllerError, match="timeout") as failed:
-        TorchTrainer(lambda: time.sleep(100), run_config=run).fit()
+        TorchTrainer(lambda: time.sleep(100), scaling_config=here(), run_config=run).fit()
     assert isinstance(failed.value.__cause__, RunTimeout)
 
 
@@ -168,7 +217,7 @@ def test_the_training_function_has_a_process_group_and_a_device(tmp_path: Path) 
         return str(get_device()), sizes, context.get_experiment_name(), storage.path
 
     run = RunConfig(name="mine", storage_path=tmp_path, settings=TIMEOUT)
-    result = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=run).fit()
+    result = TorchTrainer(loop, scaling_config=here(2), run_config=run).fit()
 
     assert result.return_value == ("cpu", (2, 2), "mine", str(tmp_path / "mine"))
     assert (result.metrics, result.checkpoint, result.error) == (None, None, None)
@@ -186,9 +235,10 @@ def test_a_training_resumes_from_the_checkpoint_of_another(tmp_path: Path) -> No
     (tmp_path / "old" / "weights").write_text("1, 2, 3")
     run = RunConfig(storage_path=tmp_path / "new", settings=TIMEOUT)
     checkpoint = Checkpoint.from_directory(tmp_path / "old")
-    assert TorchTrainer(
-        loop, run_config=run, resume_from_checkpoint=checkpoint
-    ).fit().return_value == ("1, 2, 3")
+    resumed = TorchTrainer(
+        loop, scaling_config=here(), run_config=run, resume_from_checkpoint=checkpoint
+    )
+    assert resumed.fit().return_value == "1, 2, 3"
     (tmp_path / "old" / "weights").unlink()
     (tmp_path / "old").rmdir()
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
@@ -208,131 +258,41 @@ def test_prepare_model_works_in_a_run_without_a_trainer(tmp_path: Path) -> None:
     assert kinds == ["DistributedDataParallel", "FullyShardedDataParallel", "Linear"]
 
 
-async def sleep() -> None: ...
-
-
-BAD: list[tuple[Any, type[Exception], str]] = [
-    (lambda: ScalingConfig(num_workers=0), ValueError, "num_workers has to be .*, but is 0"),
-    (lambda: ScalingConfig(use_gpu="True"), TypeError, "use_gpu must be True or False, but is"),
-    (lambda: ScalingConfig(local_mode=None), TypeError, "local_mode must be True or False, but"),
-    (lambda: ScalingConfig(num_workers=(3, 2)), ValueError, "minimum is greater than the maximum"),
-    (
-        lambda: ScalingConfig(resources_per_worker={"CPU": 2}),
-        ValueError,
-        r"ScalingConfig: resources_per_worker is .* not supported on Spark.*spark\.task\.cpus",
-    ),
-    (
-        lambda: ScalingConfig(resources_per_worker={"GPU": 1}),
-        ValueError,
-        "resources_per_worker has 1 GPUs, but use_gpu is False",
-    ),
-    (
-        lambda: ScalingConfig(placement_strategy="STRICT_SPREAD"),
-        DeprecationWarning,
-        "placement_strategy is 'STRICT_SPREAD', which is not supported on Spark",
-    ),
-    (lambda: ScalingConfig(label_selector=[{"a": "b"}]), ValueError, "label_selector is "),
-    (lambda: FailureConfig(fail_fast=True), DeprecationWarning, "Pass max_failures=0"),
-    (lambda: FailureConfig(max_preemption_failures=2), ValueError, "max_preemption_failures is 2"),
-    (lambda: CheckpointConfig(num_to_keep=0), ValueError, "num_to_keep is 0, but the latest"),
-    (lambda: CheckpointConfig(checkpoint_score_order="up"), ValueError, "'max' or 'min'"),
-    (lambda: FailureConfig(max_failures=-2), ValueError, "-1 for no limit, but is -2"),
-    (lambda: RunConfig(stop=3), ValueError, "RunConfig: stop is 3"),
-    (lambda: RunConfig(failure_config=3), TypeError, "failure_config must be a FailureConfig"),
-    (lambda: TorchConfig(init_method="file"), ValueError, "'env' or 'tcp', but is 'file'"),
-    (lambda: TorchTrainer(lambda a, b: None), TypeError, r"but is <lambda>\(a, b\)"),
-    (lambda: TorchTrainer(sleep), TypeError, "sleep is an async function: to call it does not"),
-    (lambda: TorchTrainer(3), TypeError, "train_loop_per_worker must be a function, but is 3"),
-    (lambda: TorchTrainer(print, datasets={"a": 1}), ValueError, "datasets is not supported"),
-    (
-        lambda: TorchTrainer(print, run_config=RunConfig(storage_path="nobody://knows")),
-        ValueError,
-        "No file system is known for nobody://knows",
-    ),
-    (
-        lambda: TorchTrainer(print, scaling_config=4),
-        TypeError,
-        "scaling_config must be a ScalingConfig, but is 4",
-    ),
-    (lambda: TorchTrainer(print, run_config={}), TypeError, "run_config must be a RunConfig"),
-    (
-        lambda: TorchTrainer(print, torch_config="nccl"),
-        TypeError,
-        "must be a TorchConfig, but is",
-    ),
-    (lambda: TorchTrainer(print, train_loop_config=5), TypeError, "must be a Mapping, but is 5"),
-    (
-        lambda: TorchTrainer(print, resume_from_checkpoint="runs/x"),
-        TypeError,
-        r"such as Checkpoint\(path\), but is 'runs/x'",
-    ),
-    (
-        lambda: RunConfig(".."),
-        ValueError,
-        "RunConfig.name must be the name of a folder, but is '..'",
-    ),
-    (
-        lambda: TorchTrainer(print, run_config=RunConfig(settings={"use_gpu": True})),
-        ValueError,
-        r"RunConfig.settings has \['use_gpu'\], which other",
-    ),
-    (
-        lambda: TorchTrainer(print, run_config=RunConfig(settings={"timeot": 3})),
-        ValueError,
-        r"RunConfig.settings has \['timeot'\]; it takes env, ",
-    ),
-    (lambda: TorchConfig(timeout_s="x"), ValueError, "positive number of seconds, but is x"),
-    (lambda: TorchConfig(backend=3), TypeError, "but is 3"),
-    (
-        lambda: TorchTrainer(print, run_config=RunConfig(settings={"name": "x"})),
-        ValueError,
-        r"RunConfig.settings has \['name'\]",
-    ),
-]
-
-
-def test_values_that_change_nothing_are_accepted() -> None:
-    ScalingConfig(
-        trainer_resources={},
-        resources_per_worker={"CPU": 1, "memory": 0},
-        placement_strategy="SPREAD",
-        label_selector={},
-        use_tpu=False,
-    )
-    ScalingConfig(use_gpu=True, resources_per_worker={"GPU": 1})
-    FailureConfig(3, False, controller_failure_limit=-1)
-    CheckpointConfig(2, "loss", "min", checkpoint_at_end=False)
-    RunConfig("a", "b", None, FailureConfig(), CheckpointConfig(), [], {}, verbose=0)
-
-
-def test_a_configuration_can_change_until_the_training_starts(tmp_path: Path) -> None:
-    run, scaling = RunConfig(), ScalingConfig()
+def test_a_configuration_can_change_until_the_training_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, scaling = RunConfig(), here()
     assert run.name != RunConfig().name
     assert run.storage_path == str(Path("~/distributor_results").expanduser())
     run.storage_path, run.settings = tmp_path, TIMEOUT
     trainer = TorchTrainer(lambda: None, run_config=run, scaling_config=scaling)
     trainer.run_config.name, scaling.num_workers = "later", 2
+    trainer.run_config.logging_config.log_level = "warning"
     assert trainer.fit().path == str(tmp_path / "later")
+    assert capfd.readouterr().err == "", "messages are below the level"
     scaling.num_workers = -1
     with pytest.raises(ValueError, match="num_workers has to be a positive integer"):
         trainer.fit()
 
 
-@pytest.mark.parametrize(("create", "kind", "message"), BAD)
-def test_bad_input_raises_before_anything_starts(
-    create: Any, kind: type[Exception], message: str
+def test_a_custom_sampler_is_kept_on_one_rank_and_replaced_on_several(
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(kind) as caught:
-        create()
-    assert re.search(message, str(caught.value)), str(caught.value)
+    def share() -> Any:
+        data = TensorDataset(torch.arange(4))
+        weighted = DataLoader(data, sampler=WeightedRandomSampler([1.0, 0, 0, 0], 4))
+        loader = prepare_data_loader(weighted)
+        kept = prepare_data_loader(weighted, add_dist_sampler=False)
+        sampler = loader.sampler
+        return [int(x) for (x,) in loader], len(kept), getattr(sampler, "num_replicas", None)
 
-
-def test_prepare_data_loader_refuses_to_discard_a_custom_sampler() -> None:
-    data = TensorDataset(torch.arange(4))
-    weighted = DataLoader(data, sampler=WeightedRandomSampler([1.0] * 4, 4))
-    with pytest.raises(ValueError, match="discard its WeightedRandomSampler"):
-        prepare_data_loader(weighted)
-    assert len(prepare_data_loader(weighted, add_dist_sampler=False)) == 4
+    assert share() == ([0] * 4, 4, None), "one rank"
+    values = TorchDistributor(2, use_gpu=False, timeout=120).run_all(share)
+    shares, lengths, replicas = zip(*values, strict=True)
+    assert sorted(shares[0] + shares[1]) == [0, 1, 2, 3]
+    assert (lengths, replicas) == ((4, 4), (2, 2))
+    warning = "the WeightedRandomSampler of a data loader is replaced"
+    assert capfd.readouterr().out.count(warning) == 1
 
 
 def test_tensors_in_batches_of_any_type_are_moved_to_the_device() -> None:

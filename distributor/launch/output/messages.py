@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from distributor.launch.output.screen import SCREEN
 
 LOGGER = "distributor"
 """The logger of all messages except for those that PySpark's classes log too."""
+_level = ContextVar("level", default=logging.NOTSET)
+
+
+@contextmanager
+def shown_from(level: int) -> Iterator[None]:
+    """Show only messages of this level or above, in this thread and in runs that it starts."""
+    token = _level.set(level)
+    try:
+        yield
+    finally:
+        _level.reset(token)
 
 
 def notify(message: str, logger: str = LOGGER) -> None:
     """Show a message: through ``logging`` if the user has configured it, otherwise on stderr."""
+    if _level.get() > logging.INFO:
+        return
     log = logging.getLogger(logger)
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         SCREEN.clear_line()
@@ -22,5 +38,7 @@ def notify(message: str, logger: str = LOGGER) -> None:
 
 def warn(message: str, logger: str = LOGGER) -> None:
     """Log a warning."""
+    if _level.get() > logging.WARNING:
+        return
     SCREEN.clear_line()
     logging.getLogger(logger).warning(message, stacklevel=2)

@@ -12,7 +12,7 @@ from distributor.launch.job import Job
 from distributor.launch.output.console import Console
 from distributor.launch.output.labels import RunLabel
 from distributor.launch.run_listener import Listener
-from distributor.launch.settings import is_shown
+from distributor.launch.settings import Settings
 from distributor.node.agent.output.log_files import LogFiles
 from distributor.serialization.outcome import Failure
 from distributor.wire.messages import Source, Stream
@@ -43,7 +43,7 @@ class DriverSink:
     def __init__(self, job: Job, listeners: Listeners, label: RunLabel) -> None:
         log_dir, progress = job.settings.log_dir, job.progress
         self._console = Console(
-            lambda rank: is_shown(job.settings, rank),
+            lambda rank: _is_shown(job.settings, rank),
             prefix=label.prefix,
             status=lambda: progress.line(label.name, job.num_processes),
             has_progress=lambda: progress.is_reported,
@@ -108,3 +108,10 @@ class DriverSink:
         self._console.tick()
         self._graceful_shutdown.advance()
         return True
+
+
+def _is_shown(settings: Settings, rank: int) -> bool:
+    """Return whether a rank's output is shown."""
+    if isinstance(settings.show_output, str):
+        return settings.show_output == "all"
+    return rank in settings.show_output

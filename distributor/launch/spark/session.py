@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from typing import Any
 
 from distributor._compat import pyspark as private
@@ -138,7 +139,10 @@ class Session:
         from pyspark import InheritableThread
 
         options = {"session": self.spark} if self.is_connect else {}
-        thread: threading.Thread = InheritableThread(target=target, daemon=True, **options)
+        context = copy_context()
+        thread: threading.Thread = InheritableThread(
+            target=lambda: context.run(target), daemon=True, **options
+        )
         return thread
 
     def barrier_frame(self, task: Any, num_tasks: int, schema: str, profile: Any = None) -> Any:

@@ -161,9 +161,10 @@ class Agent:
         self._stacks_requested.set()
         self._selector.wake()
 
-    def notify_preemption(self) -> None:
-        """Notify the ranks that a process of the run is about to end. From any thread."""
-        self._notices.append(control_channel.NOTICE)  # ranks count them: each one is sent
+    def notify_preemption(self, here: bool) -> None:
+        """Notify the ranks that a process is about to end, here or elsewhere. From any thread."""
+        notice = control_channel.NOTICE_HERE if here else control_channel.NOTICE
+        self._notices.append(notice)  # ranks count them: each one is sent
         self._selector.wake()
 
     # Starting

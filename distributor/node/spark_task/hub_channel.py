@@ -81,7 +81,7 @@ class HubChannel:
         self._exchanged_through_spark = False
         self._delivery = ValueDelivery()
         self._agent: Agent | None = None
-        self._num_early_notices = 0
+        self._early_notices: list[bool] = []
         self._lock = threading.Lock()
         self._link: Link
         self._host: str
@@ -107,6 +107,7 @@ class HubChannel:
         OSError
             If the hub cannot be reached, or does not prove that it holds the run's secret.
         """
+        self._host = host
         self._link = Link.connect(
             *self._spec.hub,
             self._spec.secret,
@@ -117,15 +118,14 @@ class HubChannel:
             on_lost=self._handle_link_lost,
         )
         self._lease.start()
-        self._host = host
         self._link.send(Preparing(host))
 
     def attach(self, agent: Agent) -> None:
         self._spark_channel.attach(agent)
         with self._lock:
             self._agent = agent
-            for _ in range(self._num_early_notices):  # every rank has to count the same number
-                agent.notify_preemption()
+            for here in self._early_notices:  # every rank has to count the same number
+                agent.notify_preemption(here)
         if self._lifecycle.is_ended_by_driver:
             agent.stop()
 
@@ -209,11 +209,12 @@ class HubChannel:
             self._agent.request_stacks()
 
     def _handle_preemption(self, message: Preempted) -> None:
+        here = self._host in message.hosts
         with self._lock:
             if self._agent:
-                self._agent.notify_preemption()
+                self._agent.notify_preemption(here)
             else:
-                self._num_early_notices += 1
+                self._early_notices.append(here)
 
     def _handle_release(self, message: Release | None = None) -> None:
         if self._agent:

@@ -29,6 +29,7 @@ from distributor.node.worker.control_channel import (
     FAILURE,
     MANY_LINES,
     NOTICE,
+    NOTICE_HERE,
     STARTED,
     VALUE,
     ControlChannel,
@@ -66,7 +67,8 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     control.listen(
         {
             MANY_LINES: StandardStreams().expect_many_lines,
-            NOTICE: context.preemption_notices.notify,
+            NOTICE: lambda: context.preemption_notices.notify(here=False),
+            NOTICE_HERE: lambda: context.preemption_notices.notify(here=True),
         }
     )
     context.uses_gpus = worker_spec.uses_gpus

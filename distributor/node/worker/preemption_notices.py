@@ -24,22 +24,28 @@ class PreemptionNotices:
     def __init__(self, send: Callable[[bytes], object] | None) -> None:
         self._send = send
         self._lock = threading.Lock()
-        self._count = 0
-        self._callback: Callable[[], object] | None = None
+        self._notices: list[bool] = []
+        self._callbacks: list[Callable[[bool], object]] = []
 
-    def notify(self) -> None:
-        """Receive a notice. Can be called from any thread."""
-        with self._lock:
-            self._count += 1
-            if self._callback is not None:
-                self._callback()
+    def notify(self, here: bool) -> None:
+        """Receive a notice. Can be called from any thread.
 
-    def subscribe(self, callback: Callable[[], object]) -> None:
-        """Call `callback` for each notice, also for those that have come already."""
+        Parameters
+        ----------
+        here : bool
+            Whether the process is on this rank's host.
+        """
         with self._lock:
-            self._callback = callback
-            for _ in range(self._count):
-                callback()
+            self._notices.append(here)
+            for callback in self._callbacks:
+                callback(here)
+
+    def subscribe(self, callback: Callable[[bool], object]) -> None:
+        """Call `callback` with `here` for each notice, also for those that have come already."""
+        with self._lock:
+            self._callbacks.append(callback)
+            for here in self._notices:
+                callback(here)
         self._send_if_rank(SUBSCRIBED)
         self._survive_sigterm()
 

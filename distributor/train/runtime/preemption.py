@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
 
+from distributor.core.host import host_name
 from distributor.errors import DistributorError
 from distributor.train.runtime.store_channel import StoreChannel
 
 AGREEMENT_TIMEOUT_SECONDS = 30.0
 """Seconds for all ranks to agree on a call; if they do not, the notice is ignored."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks agree on for a notice.
+
+    Parameters
+    ----------
+    call : int
+        The call at which it is due, from 1; 0 for none.
+    ranks : mapping of str to list of int
+        The hosts that are about to lose a process, with their ranks.
+    """
+
+    call: int
+    ranks: Mapping[str, list[int]] = field(default_factory=dict)
+
+
+Agree = Callable[[int, int, bool], Agreement]
+"""Takes a notice's number, the number of calls that this rank has begun, and whether its host is
+about to lose a process."""
 
 
 class NoticeTracker:
@@ -24,8 +48,7 @@ class NoticeTracker:
     Parameters
     ----------
     agree : callable
-        Takes a notice's number, and the number of calls that this rank has begun. Returns the call
-        at which the notice is due, or 0 for none.
+        Agrees with the other ranks on a notice, see `Agree`.
 
     Attributes
     ----------
@@ -33,72 +56,94 @@ class NoticeTracker:
         Whether a notice has been due at a call by now.
     """
 
-    def __init__(self, agree: Callable[[int, int], int]) -> None:
+    def __init__(self, agree: Agree) -> None:
         self._agree = agree
         self._lock = threading.Lock()
         self._calls = 0
-        self._due_at: list[Future[int]] = []
+        self._notices: list[Future[Agreement]] = []
         self.was_due = False
 
-    def receive(self) -> None:
-        """Receive a notice. Can be called by any thread."""
-        due_at: Future[int] = Future()
+    def receive(self, here: bool) -> None:
+        """Receive a notice. Can be called by any thread.
+
+        Parameters
+        ----------
+        here : bool
+            Whether this rank's host is about to lose a process.
+        """
+        agreement: Future[Agreement] = Future()
         with self._lock:
-            number, calls = len(self._due_at), self._calls
+            number, calls = len(self._notices), self._calls
 
             def settle() -> None:
-                due_at.set_result(self._agree(number, calls))
+                agreement.set_result(self._agree(number, calls, here))
 
             threading.Thread(target=settle, name="notice", daemon=True).start()
-            self._due_at.append(due_at)
+            self._notices.append(agreement)
 
     def is_due(self) -> bool:
         """Count a call, and return whether a notice is due at it."""
+        call, agreements = self._count_call()
+        return call in [each.call for each in agreements]
+
+    def preempted_ranks(self) -> dict[str, list[int]] | None:
+        """Count a call, and return the hosts and ranks of all notices due by now; None if none."""
+        call, agreements = self._count_call()
+        due = [each.ranks for each in agreements if 0 < each.call <= call]
+        return {host: list(ranks[host]) for ranks in due for host in ranks} if due else None
+
+    def _count_call(self) -> tuple[int, list[Agreement]]:
         with self._lock:
             self._calls += 1
-            call, due_at = self._calls, list(self._due_at)
-        is_due = call in [each.result() for each in due_at]
-        self.was_due = self.was_due or is_due
-        return is_due
+            call, notices = self._calls, list(self._notices)
+        agreements = [each.result() for each in notices]
+        self.was_due = self.was_due or any(0 < each.call <= call for each in agreements)
+        return call, agreements
 
 
-def agree(number: int, calls: int) -> int:
+def agree(name: str, number: int, calls: int, here: bool) -> Agreement:
     """Agree with all ranks on the call at which a notice is due.
 
     All ranks adopt the first recorded decision. A rank that has waited in vain for a late one
-    records 0, and has not gone beyond the call at which the notice would otherwise be due.
+    records that there is none, and has not gone beyond the call at which the notice would otherwise
+    be due.
 
     Parameters
     ----------
+    name : str
+        What is called, because calls of each function are counted separately.
     number : int
         The notice's number.
     calls : int
         The number of calls that this rank has begun.
-
-    Returns
-    -------
-    int
-        The call, from 1; 0 for none, if the ranks cannot agree.
+    here : bool
+        Whether this rank's host is about to lose a process.
     """
-    key = f"notice/{number}"
+    key = f"{name}/{number}"
     try:
         channel = StoreChannel.connect(AGREEMENT_TIMEOUT_SECONDS)
-        channel.set_own(key, calls)
-        return int(channel.set_first(f"{key}/due at", str(_first_free_call(channel, key))))
+        channel.set_own(key, {"calls": calls, "host": host_name() if here else None})
+        decision = json.dumps(asdict(_gather_calls(channel, key, name)))
+        return Agreement(**json.loads(channel.set_first(f"{key}/decision", decision)))
     except Exception as error:
-        _warn(error)
-        return 0
+        _warn(name, error)
+        return Agreement(0)
 
 
-def _first_free_call(channel: StoreChannel, key: str) -> int:
+def _gather_calls(channel: StoreChannel, key: str, name: str) -> Agreement:
+    """Return the first call that no rank has begun, and which hosts will lose a process."""
     try:
-        calls: list[int] = channel.gather(key, AGREEMENT_TIMEOUT_SECONDS)
-        return max(calls) + 1
+        answers = channel.gather(key, AGREEMENT_TIMEOUT_SECONDS)
     except DistributorError as error:
-        _warn(error)
-        return 0
+        _warn(name, error)
+        return Agreement(0)
+    ranks: dict[str, list[int]] = {}
+    for rank, answer in enumerate(answers):
+        if answer["host"] is not None:
+            ranks.setdefault(answer["host"], []).append(rank)
+    return Agreement(1 + max(answer["calls"] for answer in answers), ranks)
 
 
-def _warn(error: Exception) -> None:
-    problem = "this run is about to lose a process, but is_preempted cannot return True"
+def _warn(name: str, error: Exception) -> None:
+    problem = f"this run is about to lose a process, but {name} cannot report it"
     print(f"distributor: {problem} at the same call in all ranks: {error}", flush=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distributor import runtime
 from distributor.node.worker.worker_context import worker_context
@@ -16,8 +17,44 @@ if TYPE_CHECKING:
     import torch
 
 
+class BackendConfig:
+    """The base class of `TorchConfig`.
+
+    Follows ``ray.train.BackendConfig``, whose other subclasses have no counterpart here:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.backend.BackendConfig.html
+
+    Examples
+    --------
+    >>> isinstance(TorchConfig(), BackendConfig)
+    True
+    """
+
+    @property
+    def backend_cls(self) -> Any:
+        """Not supported: raises NotImplementedError."""
+        raise NotImplementedError(
+            "Backends of Ray Train are not supported: the ranks of TorchTrainer always have the "
+            "process group of its TorchConfig, and code that prepares them belongs in "
+            "train_loop_per_worker."
+        )
+
+    @property
+    def train_func_context(self) -> Callable[[], AbstractContextManager[object]]:
+        """What the training function runs in: nothing."""
+        return nullcontext
+
+    @property
+    def framework(self) -> str | None:
+        """The framework's name."""
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration."""
+        return {}
+
+
 @dataclass
-class TorchConfig:
+class TorchConfig(BackendConfig):
     """Configuration of the process group that `TorchTrainer` creates.
 
     Follows ``ray.train.torch.TorchConfig``:
@@ -66,13 +103,27 @@ class TorchConfig:
                 f"timeout_s must be a positive number of seconds, but is {self.timeout_s}."
             )
 
+    @property
+    def framework(self) -> str:
+        """The framework's name: ``"torch"``."""
+        return "torch"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration."""
+        return asdict(self)
+
 
 def device() -> torch.device:
-    """Return this rank's GPU if it has one, and the run uses GPUs, else the CPU."""
+    """Return this rank's GPU if it has one, and the run uses GPUs, else the CPU.
+
+    Outside a run it is the current GPU.
+    """
     import torch
 
     if not (worker_context().uses_gpus and torch.cuda.is_available()):
         return torch.device("cpu")
+    if "LOCAL_RANK" not in os.environ:
+        return torch.device("cuda", torch.cuda.current_device())
     # Each rank sees only its own GPU, unless CUDA_VISIBLE_DEVICES has been set otherwise.
     return torch.device("cuda", runtime.get_local_rank() % torch.cuda.device_count())
 
@@ -100,6 +151,7 @@ def process_group(config: TorchConfig) -> Iterator[None]:
     import torch.distributed as dist
 
     ensure_group(config)
+    os.environ.setdefault("ACCELERATE_TORCH_DEVICE", str(device()))  # for Accelerate, as in Ray
     yield
     gc.collect()  # a model in a reference cycle would outlive its group, and gloo could hang
     if dist.is_initialized():

@@ -42,34 +42,41 @@ class ShardSampler(Sampler[int]):
         The number of its samples that all ranks together have already consumed.
     is_set : bool
         Whether `set_epoch` has been called since the last pass began.
+    length, shuffle, rank, num_replicas, seed, drop_last, num_samples, total_size
+        What torch's DistributedSampler has: the parameters, False, and the samples of an epoch for
+        this rank and for all ranks.
     """
+
+    drop_last = False
 
     def __init__(self, length: int, shuffle: bool, rank: int, size: int, seed: int = 0) -> None:
         self.epoch = self.start = 0
         self.is_set = False
-        self.length, self.size = length, size
-        self._shuffle, self._rank, self._seed = shuffle, rank, seed
+        self.length, self.shuffle, self.rank, self.seed = length, shuffle, rank, seed
+        self.num_replicas = size
+        self.num_samples = -(-length // size)
+        self.total_size = self.num_samples * size
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass; by default it is the one after that of the last pass."""
         self.epoch, self.is_set = epoch, True
 
     def __len__(self) -> int:
-        return -(-self.length // self.size)
+        return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
         rest = self._order()[self.start :]
-        missing = -len(rest) % self.size
+        missing = -len(rest) % self.num_replicas
         while missing and rest:  # all ranks need equally many, or a collective would hang
             rest += rest[:missing]
-            missing = -len(rest) % self.size
-        return iter(rest[self._rank :: self.size])
+            missing = -len(rest) % self.num_replicas
+        return iter(rest[self.rank :: self.num_replicas])
 
     def _order(self) -> list[int]:
-        if not self._shuffle:
+        if not self.shuffle:
             return list(range(self.length))
         generator = torch.Generator()
-        generator.manual_seed(self._seed + self.epoch)
+        generator.manual_seed(self.seed + self.epoch)
         order: list[int] = torch.randperm(self.length, generator=generator).tolist()
         return order
 
@@ -140,7 +147,7 @@ class ResumableLoader(DeviceLoader):
         self._resume_position = None
         epoch, seen = sampler.epoch, sampler.start
         for batch in super().__iter__():
-            seen = min(seen + (self._loader.batch_size or 1) * sampler.size, sampler.length)
+            seen = min(seen + (self._loader.batch_size or 1) * sampler.num_replicas, sampler.length)
             self._at = epoch, seen
             yield batch
         self._at = epoch + 1, 0
@@ -155,6 +162,10 @@ def prepare(
         return DeviceLoader(loader, device)
     if isinstance(loader.sampler, DistributedSampler):
         return DeviceLoader(loader, device)
+    if (custom := _custom_sampler(loader)) is not None:
+        if runtime.get_world_size() == 1:
+            return DeviceLoader(loader, device)
+        _warn_of_replacement(loader, custom)
     prepared = ResumableLoader(_with_shard_sampler(loader, pin), device)
     if has_storage():
         position = session.reporter.register_loader(prepared.position)
@@ -164,10 +175,9 @@ def prepare(
 
 
 def _with_shard_sampler(loader: DataLoader[Any], pin: bool) -> DataLoader[Any]:
-    _check_samplers(loader)
     sampler = ShardSampler(
         len(loader.dataset),  # type: ignore[arg-type]
-        shuffle=isinstance(loader.sampler, RandomSampler),
+        shuffle=not isinstance(loader.sampler, SequentialSampler),
         rank=runtime.get_global_rank(),
         size=runtime.get_world_size(),
     )
@@ -189,17 +199,35 @@ def _with_shard_sampler(loader: DataLoader[Any], pin: bool) -> DataLoader[Any]:
     )
 
 
-def _check_samplers(loader: DataLoader[Any]) -> None:
-    batches = loader.batch_sampler
-    sampler = loader.sampler
+def _custom_sampler(loader: DataLoader[Any]) -> Any:
+    """Return the sampler or batch sampler that the loader was given; None if it made its own."""
+    batches, sampler = loader.batch_sampler, loader.sampler
+    if batches is not None and (type(batches) is not BatchSampler or loader.batch_size is None):
+        return batches
     is_known = type(sampler) in (SequentialSampler, RandomSampler) and not _resamples(sampler)
-    is_plain = batches is None or (type(batches) is BatchSampler and loader.batch_size is not None)
-    if not is_known or not is_plain:
-        unsupported = batches if is_known else sampler
+    return None if is_known else sampler
+
+
+def _warn_of_replacement(loader: DataLoader[Any], custom: Any) -> None:
+    """Warn that a loader's own sampler is replaced; a batch sampler would be lost, and is refused.
+
+    Raises
+    ------
+    ValueError
+        If it is a batch sampler.
+    """
+    name = type(custom).__name__
+    if custom is loader.batch_sampler:
         raise ValueError(
             "prepare_data_loader replaces the loader's sampler to shard the dataset, which would "
-            f"discard its {type(unsupported).__name__}. If that one shards the dataset, pass "
+            f"discard the batches of its {name}. If that one shards the dataset, pass "
             "add_dist_sampler=False."
+        )
+    if runtime.get_global_rank() == 0:
+        print(
+            f"distributor: the {name} of a data loader is replaced: the ranks shuffle the dataset "
+            "and share it. Pass prepare_data_loader(..., add_dist_sampler=False) to keep it.",
+            flush=True,
         )
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.node.worker.worker_context import worker_context
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.runtime.collectives import Collectives
+from distributor.train.runtime.in_process import InProcessRun
 from distributor.train.runtime.preemption import NoticeTracker, agree
 from distributor.train.runtime.reporter import Reporter
 from distributor.train.storage.filesystems import UnknownScheme
@@ -26,11 +29,31 @@ class RankSession:
 
     def __init__(self) -> None:
         self._reporter: Reporter | None = None
-        self._notices: NoticeTracker | None = None
+        self._notices: dict[str, NoticeTracker] = {}
         self._collectives = Collectives()
+        self._in_process: InProcessRun | None = None
+
+    @contextlib.contextmanager
+    def run_in_process(
+        self, name: str, resume_from: Checkpoint | None = None
+    ) -> Iterator[InProcessRun]:
+        """Make this process the only rank of a run, for the duration of the context."""
+        outer, self._in_process = self._in_process, InProcessRun(name, resume_from)
+        try:
+            yield self._in_process
+        finally:
+            self._in_process = outer
 
     @property
-    def collectives(self) -> Collectives:
+    def run_name(self) -> str:
+        """The name of the run; its id if it has none, and empty outside a run."""
+        if self._in_process is not None:
+            return self._in_process.name
+        settings = CheckpointSettings.from_env()
+        return settings.name if settings else os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+    @property
+    def collectives(self) -> Collectives | InProcessRun:
         """Barriers and broadcasts.
 
         Raises
@@ -38,13 +61,13 @@ class RankSession:
         RuntimeError
             If this process is not a rank of a run.
         """
-        _require_rank("The functions of distributor.train.collective")
-        return self._collectives
+        self.require_rank("The functions of distributor.train.collective")
+        return self._in_process or self._collectives
 
     @property
-    def reporter(self) -> Reporter:
+    def reporter(self) -> Reporter | InProcessRun:
         """The reporter; started first if necessary, see `start_reporter` for what that raises."""
-        return self._reporter or self.start_reporter()
+        return self._in_process or self._reporter or self.start_reporter()
 
     def start_reporter(
         self, filesystem: Any = None, resume_from: Checkpoint | None = None
@@ -65,7 +88,7 @@ class RankSession:
         DistributorError
             If the ranks do not share the storage, or one of them does not call this.
         """
-        _require_rank("report and get_checkpoint")
+        self.require_rank("report and get_checkpoint")
         settings = CheckpointSettings.from_env()
         if settings is None:
             raise RuntimeError(
@@ -77,16 +100,39 @@ class RankSession:
 
     def is_preempted(self) -> bool:
         """Return, at the same call in all ranks, whether the run is about to lose a process."""
-        if not worker_context().is_rank:
-            return False
-        if self._notices is None:
-            self._notices = NoticeTracker(agree)
-            worker_context().preemption_notices.subscribe(self._notices.receive)
-        return self._notices.is_due()
+        return worker_context().is_rank and self._notices_of("is_preempted").is_due()
+
+    def preempted_ranks(self) -> dict[str, list[int]] | None:
+        """Return, from the same call on in all ranks, the hosts that are about to lose a process.
+
+        Raises
+        ------
+        RuntimeError
+            If this process is not a rank of a run.
+        """
+        self.require_rank("get_preemption_info")
+        if not worker_context().is_rank:  # a subprocess of a rank, or the process of `fit`
+            return None
+        return self._notices_of("get_preemption_info").preempted_ranks()
+
+    def _notices_of(self, function: str) -> NoticeTracker:
+        """Return the notices of a function, whose calls are counted for themselves."""
+        if function not in self._notices:
+            tracker = self._notices[function] = NoticeTracker(partial(agree, function))
+            worker_context().preemption_notices.subscribe(tracker.receive)
+        return self._notices[function]
 
     def was_preempted(self) -> bool:
-        """Return whether `is_preempted` has been True."""
-        return self._notices is not None and self._notices.was_due
+        """Return whether the program knows that the run is about to lose a process."""
+        return any(notices.was_due for notices in self._notices.values())
+
+    def require_rank(self, what: str) -> None:
+        """Raise RuntimeError if this process is not a rank of a run; says what cannot be called."""
+        if self._in_process is None and not _is_rank():
+            raise RuntimeError(
+                f"{what} can only be called by the ranks of a run: call them in the function that "
+                "TorchTrainer or TorchDistributor runs."
+            )
 
 
 session = RankSession()
@@ -102,14 +148,6 @@ def check_storage() -> None:
     """Start the reporter before the rank's program, which may run for days before it reports."""
     with contextlib.suppress(UnknownScheme):  # the program may register the scheme
         session.start_reporter()
-
-
-def _require_rank(what: str) -> None:
-    if not _is_rank():
-        raise RuntimeError(
-            f"{what} can only be called by the ranks of a run: call them in the function that "
-            "TorchTrainer or TorchDistributor runs."
-        )
 
 
 def _is_rank() -> bool:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from distributor.launch.programs import check_runs
 from distributor.serialization.pickle_diagnostics import name_of
 from distributor.train.checkpoint import Checkpoint
+from distributor.train.config import InvalidArgument
+from distributor.train.runtime.in_process import InProcessRun, needs_process_group
 from distributor.train.runtime.process_group import TorchConfig, process_group
 from distributor.train.runtime.session import session
 
@@ -44,7 +47,7 @@ class WorkerLoop:
     resume_from: Checkpoint | None
 
     def __post_init__(self) -> None:
-        _takes_config(self.func)
+        _takes_config(self.func, self.config)
 
     @property
     def __name__(self) -> str:
@@ -54,29 +57,39 @@ class WorkerLoop:
         """Run the function; storage is checked first, not at the first report."""
         session.start_reporter(self.filesystem, self.resume_from)
         with process_group(self.torch_config):
-            args = [dict(self.config)] if _takes_config(self.func) else []
-            return self.func(*args)
+            return self.run_func()
+
+    def run_in_process(self, name: str) -> tuple[InProcessRun, Any]:
+        """Run the function in this process, and return what it has reported, and its value."""
+        group = process_group(self.torch_config) if needs_process_group() else nullcontext()
+        with session.run_in_process(name, self.resume_from) as run, group:
+            return run, self.run_func()
+
+    def run_func(self) -> Any:
+        """Call the function with its configuration, or with nothing."""
+        args = [dict(self.config)] if _takes_config(self.func, self.config) else []
+        return self.func(*args)
 
 
-def _takes_config(function: Callable[..., Any]) -> bool:
-    """Return whether a training function takes its configuration.
+def _takes_config(function: Callable[..., Any], config: Mapping[str, Any]) -> bool:
+    """Return whether a training function is called with its configuration.
+
+    If it takes it or nothing, it is called with one that is not empty.
 
     Raises
     ------
-    TypeError
+    InvalidArgument
         If it is not a function of one argument or of none.
     """
     if not callable(function):
-        raise TypeError(f"train_loop_per_worker must be a function, but is {function!r}.")
+        raise InvalidArgument(f"train_loop_per_worker must be a function, but is {function!r}.")
     check_runs(function)
     signature = inspect.signature(function)
-    for takes_config in (True, False):
-        try:
+    for takes_config in (True, False) if config else (False, True):
+        with suppress(TypeError):
             signature.bind(*[{}] * takes_config)
-        except TypeError:
-            continue
-        return takes_config
-    raise TypeError(
+            return takes_config
+    raise InvalidArgument(
         "train_loop_per_worker must take train_loop_config or no argument, but is "
         f"{name_of(function)}{signature}."
     )

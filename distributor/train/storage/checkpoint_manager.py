@@ -155,6 +155,7 @@ class CheckpointManager:
             files=(*files, log),
             validation=validation,
             status=COMMITTED if validation is None else PENDING,
+            retention=self._settings.retention,
         )
         self._storage.commit(name, manifest)
         unfinished = [each for each in self._unfinished if each != name]

@@ -59,6 +59,8 @@ class Manifest:
         for the default one.
     status : str
         The name of its ``ReportedCheckpointStatus``.
+    retention : mapping of str to object
+        The fields of `CheckpointSettings` that determined which checkpoints were kept.
     """
 
     index: int
@@ -68,6 +70,7 @@ class Manifest:
     files: tuple[StoredFile, ...]
     validation: Mapping[str, Any] | None = None
     status: str = COMMITTED
+    retention: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_pending(self) -> bool:

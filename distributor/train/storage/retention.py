@@ -59,6 +59,19 @@ def ranked(
     return sorted(committed, key=lambda pair: _rank_key(pair[1], settings))
 
 
+def best_of(committed: Sequence[tuple[str, Manifest]]) -> list[tuple[str, Manifest]]:
+    """Return the checkpoints that are kept for their rank, from the worst to the best.
+
+    The latest manifest says how many they are, and how they are ranked. The latest checkpoint is
+    missing if it is kept for its age alone.
+    """
+    if not committed:
+        return []
+    settings = CheckpointSettings(storage_path="", name="", **committed[-1][1].retention)
+    best = ranked(committed, settings)
+    return best if settings.num_to_keep is None else best[-settings.num_to_keep :]
+
+
 def score_of(metrics: Mapping[str, Any], name: str) -> float | None:
     """Return a metric by its name, or by a path such as ``val/loss``; None if it is no number."""
     found: Any = metrics.get(name)

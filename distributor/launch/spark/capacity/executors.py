@@ -47,8 +47,8 @@ class Executors:
         hosts = private.executor_hosts(self.session.spark.sparkContext)
         return set(hosts) - {self.session.conf("spark.driver.host")}
 
-    def leaving(self, hosts: Container[str] | None) -> set[str]:
-        """Return the ids of executors that Spark is about to end; none through Connect.
+    def leaving(self, hosts: Container[str] | None) -> dict[str, str]:
+        """Return the executors that Spark is about to end, with their hosts; none through Connect.
 
         Parameters
         ----------
@@ -56,7 +56,7 @@ class Executors:
             Only executors on these hosts are returned; None for all.
         """
         if self.session.is_connect or self.session.is_local_master:
-            return set()
+            return {}
         try:
             context = self.session.spark.sparkContext
             host_of = _HOSTS.setdefault(context, {})
@@ -65,9 +65,13 @@ class Executors:
                 if executor not in host_of:
                     host_of[executor] = private.executor_host(context, executor)
             on_hosts = [each for each in ids if hosts is None or host_of[each] in hosts]
-            return {each for each in on_hosts if not private.is_executor_active(context, each)}
+            return {
+                each: host_of[each]
+                for each in on_hosts
+                if not private.is_executor_active(context, each)
+            }
         except Exception:
-            return set()  # the JVM has ended; the end of the job shows why
+            return {}  # the JVM has ended; the end of the job shows why
 
     def slots(self, profile: Any = None) -> int | None:
         """Return how many tasks the registered executors can run at once; None through Connect.

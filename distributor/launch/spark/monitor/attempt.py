@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from distributor.core.text import listed
@@ -15,6 +16,7 @@ from distributor.launch.spark.monitor.run_state import run_state_machine
 from distributor.launch.spark.plan import ClusterPlan
 from distributor.node.agent.failure_grace import FailureGracePeriod
 from distributor.node.agent.output.sink import Sink
+from distributor.wire import messages
 from distributor.wire.hub import Hub
 
 
@@ -68,6 +70,11 @@ class Attempt:
             self._start_shown = True
             training = self.plan.training(self.job.num_processes)
             notify(f"Started {training}", self.job.settings.spelling.logger)
+
+    def preempt(self, hosts: Collection[str]) -> None:
+        """Note that hosts are about to lose a process, and notify all ranks."""
+        self.job.preempted.update(self.nodes.ranks_on(hosts))
+        self.hub.broadcast(messages.Preempted(tuple(hosts)))
 
     def warn_about_links(self) -> None:
         """Warn about the nodes that have no link to this process, if there are any."""

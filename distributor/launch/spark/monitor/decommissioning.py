@@ -8,8 +8,9 @@ from collections.abc import Callable
 POLL_SECONDS = 1.0
 """Seconds between two looks at which executors are about to end."""
 
-LeavingExecutors = Callable[[set[str] | None], set[str]]
-"""Returns the ids of executors that are about to end, on these hosts or (None) on any."""
+LeavingExecutors = Callable[[set[str] | None], dict[str, str]]
+"""Returns the executors that are about to end, on these hosts or (None) on any, by their ids: the
+host of each."""
 
 
 class DecommissioningWatch:
@@ -26,15 +27,16 @@ class DecommissioningWatch:
 
     def __init__(self, leaving_executors: LeavingExecutors, attempt: int) -> None:
         self._leaving_executors = leaving_executors
-        self._known = leaving_executors(None) if attempt else set()
+        self._known = set(leaving_executors(None)) if attempt else set()
         self._poll_at = 0.0
 
-    def poll(self, hosts: set[str]) -> set[str]:
+    def poll(self, hosts: set[str]) -> dict[str, str]:
         """Return the executors on these hosts that are new; ask Spark at most once a second."""
         now = time.monotonic()
         if now <= self._poll_at:
-            return set()
+            return {}
         self._poll_at = now + POLL_SECONDS
-        new = self._leaving_executors(hosts) - self._known
-        self._known |= new
+        leaving = self._leaving_executors(hosts)
+        new = {each: host for each, host in leaving.items() if each not in self._known}
+        self._known |= new.keys()
         return new

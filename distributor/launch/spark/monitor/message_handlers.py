@@ -103,7 +103,7 @@ def _subscribed(attempt: Attempt, node: int, message: messages.Subscribed) -> No
 
 
 def _preempted(attempt: Attempt, node: int, message: messages.Preempted) -> None:
-    attempt.hub.broadcast(message)
+    attempt.preempt({attempt.nodes.hosts[node]})
 
 
 def _node_done(attempt: Attempt, node: int, message: messages.NodeDone) -> None:

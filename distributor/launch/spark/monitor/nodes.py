@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 
 from distributor.core.versions import Software
 from distributor.wire.messages import NodeUp, NodeWarning
@@ -109,9 +110,19 @@ class Nodes:
 
     def describe(self, nodes: set[int]) -> str:
         """Return the ranks and hosts of nodes that have been up."""
-        return ", ".join(f"{self._ranks_of(node)} on {self.hosts[node]}" for node in sorted(nodes))
+        return ", ".join(f"{self._describe(node)} on {self.hosts[node]}" for node in sorted(nodes))
 
-    def _ranks_of(self, node: int) -> str:
-        count = self._ranks_per_node
-        first = node * count
-        return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
+    def ranks_on(self, hosts: Container[str]) -> dict[str, list[int]]:
+        """Return the ranks of the nodes that have been up, by host, for some hosts."""
+        ranks: dict[str, list[int]] = {}
+        for node, host in sorted(self.hosts.items()):
+            if host in hosts:
+                ranks.setdefault(host, []).extend(self._ranks_of(node))
+        return ranks
+
+    def _describe(self, node: int) -> str:
+        ranks = self._ranks_of(node)
+        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+    def _ranks_of(self, node: int) -> range:
+        return range(node * self._ranks_per_node, (node + 1) * self._ranks_per_node)

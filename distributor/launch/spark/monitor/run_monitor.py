@@ -50,8 +50,8 @@ class RunMonitor:
     start_deadline : float
         When, by ``time.monotonic``, the ranks of all nodes must have started.
     leaving_executors : callable, optional
-        Returns the ids of executors that are about to end, on these hosts or (None) on any. By
-        default there are none.
+        Returns the executors that are about to end, with their hosts, on these hosts or (None) on
+        any. By default there are none.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RunMonitor:
         hub: Hub,
         sink: Sink,
         start_deadline: float,
-        leaving_executors: LeavingExecutors = lambda hosts: set(),
+        leaving_executors: LeavingExecutors = lambda hosts: {},
     ) -> None:
         self._attempt = Attempt(job, plan, hub, sink, start_deadline)
         self._tasks = TaskStarts(plan.num_tasks)
@@ -117,7 +117,7 @@ class RunMonitor:
         self._tasks = tasks or self._tasks
         attempt.job.stack_requests.send = lambda: attempt.hub.post(messages.StackRequest())
         attempt.job.graceful_shutdown.start_attempt(
-            lambda: attempt.hub.broadcast(messages.Preempted())
+            lambda: attempt.hub.broadcast(messages.Preempted(tuple(attempt.nodes.hosts.values())))
         )
         try:
             while attempt.ending is None:
@@ -160,7 +160,8 @@ class RunMonitor:
         if settled and attempt.machine.fire(RunEvent.FAILURE_SETTLED):
             attempt.nodes.stop()
             attempt.hub.broadcast(messages.Stop("a rank failed"))
-        if attempt.job.graceful_shutdown.is_subscribed:
+        counts_preemptions = attempt.job.settings.max_preemption_failures is not None
+        if attempt.job.graceful_shutdown.is_subscribed or counts_preemptions:
             self._notify_leaving()
 
     def _start_rendezvous(self) -> None:
@@ -219,7 +220,7 @@ class RunMonitor:
         if leaving := self._decommissioning.poll(set(attempt.nodes.hosts.values())):
             executors = listed("executor", sorted(leaving))
             notify(f"Spark is about to end {executors}: the ranks are notified.")
-            attempt.hub.broadcast(messages.Preempted())
+            attempt.preempt(set(leaving.values()))
 
     def _drain(self) -> None:
         """Receive messages until all links are closed, for at most `DRAIN_SECONDS`."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distributor import runtime
 from distributor.train.runtime.process_group import TorchConfig, device, ensure_group
+from distributor.train.torch.checkpoint import TorchCheckpoint
 from distributor.train.trainer import TorchTrainer
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 __all__ = [
+    "TorchCheckpoint",
     "TorchConfig",
     "TorchTrainer",
     "accelerate",
@@ -151,7 +153,8 @@ def prepare_data_loader(
     Parameters
     ----------
     data_loader : torch.utils.data.DataLoader
-        A loader of a dataset with a known length, sequential or shuffled.
+        A loader of a dataset with a known length, sequential or shuffled. If it has a sampler of
+        another kind and there are several ranks, they shuffle the dataset instead, with a warning.
     add_dist_sampler : bool, default True
         Whether to shard the dataset. If False, the loader's own sampler is kept.
     move_to_device : bool, default True
@@ -169,7 +172,7 @@ def prepare_data_loader(
     Raises
     ------
     ValueError
-        If the loader has a sampler or batch sampler of another kind, which would be discarded.
+        If the loader has a batch sampler of its own, which would be discarded.
 
     Examples
     --------

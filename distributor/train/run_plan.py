@@ -1,0 +1,140 @@
+"""Where the ranks of a `TorchTrainer` run, and the distributor and the storage that it uses."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+
+from distributor.core.checkpoint_config import CheckpointSettings, absolute
+from distributor.core.spelling import Spelling
+from distributor.launch.run_listener import Listener
+from distributor.launch.spark.session import Session
+from distributor.torch_distributor import TorchDistributor
+from distributor.train.run_config import RunConfig
+from distributor.train.scaling_config import ScalingConfig
+
+_SET_ELSEWHERE = {
+    "gpu_type",
+    "local_mode",
+    "max_failures",
+    "max_preemption_failures",
+    "name",
+    "num_processes",
+    "storage_path",
+    "use_gpu",
+}
+"""Parameters of `TorchDistributor` that other parameters than ``RunConfig.settings`` determine."""
+_SPELLING = Spelling("TorchTrainer", "num_workers", "pass ScalingConfig(local_mode=True)")
+
+
+class _Distributor(TorchDistributor):
+    """Names in messages what the user of `TorchTrainer` wrote."""
+
+    spelling = _SPELLING
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the ranks run.
+
+    Parameters
+    ----------
+    local_mode : bool
+        Whether they run on this machine, and not on the executors of the active Spark session.
+    reason : str
+        Why.
+    """
+
+    local_mode: bool
+    reason: str
+
+    @classmethod
+    def of(cls, scaling: ScalingConfig) -> Placement:
+        """Choose the place: the one that the user has chosen, or the active Spark session's."""
+        if scaling.local_mode is not None:
+            chosen = bool(scaling.local_mode)
+            return cls(chosen, f"as ScalingConfig(local_mode={chosen}) says")
+        if Session.active() is None:
+            return cls(True, "because there is no active Spark session")
+        otherwise = "ScalingConfig(local_mode=True) runs them on this machine"
+        return cls(False, f"because there is one; {otherwise}")
+
+    def __str__(self) -> str:
+        place = "on this machine" if self.local_mode else "on executors of the active Spark session"
+        return f"TorchTrainer runs its ranks {place}, {self.reason}."
+
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether all ranks certainly share this machine's files."""
+        return self.local_mode or Session.require_active(_SPELLING.run_here).is_one_machine
+
+
+def checkpoint_settings(
+    run: RunConfig, placement: Placement, validates: bool
+) -> CheckpointSettings:
+    """Return the storage of a run, and whether it validates checkpoints.
+
+    Raises
+    ------
+    ValueError
+        If it has the default path, which other hosts do not see.
+    RuntimeError
+        If there is no active Spark session.
+    """
+    if run.uses_default_path and not placement.is_one_machine:
+        raise ValueError(
+            "On a cluster of several hosts, RunConfig needs a storage_path that all of them see: a "
+            "mounted folder, or an address such as s3://bucket/runs. (Or pass "
+            "ScalingConfig(local_mode=True) to run on this machine.)"
+        )
+    checkpoints, path = run.checkpoint_config, os.fspath(run.storage_path)
+    if run.storage_filesystem is None:
+        path = absolute(path)  # ranks may have another working directory
+    return CheckpointSettings(
+        storage_path=path,
+        name=run.name,
+        num_to_keep=checkpoints.num_to_keep,
+        score_attribute=checkpoints.checkpoint_score_attribute,
+        score_order=checkpoints.checkpoint_score_order,
+        validates=validates,
+    )
+
+
+def create_distributor(
+    run: RunConfig,
+    scaling: ScalingConfig,
+    placement: Placement,
+    settings: CheckpointSettings,
+    listener: Listener,
+) -> TorchDistributor:
+    """Return a distributor for a trainer's configuration.
+
+    Raises
+    ------
+    ValueError
+        If ``RunConfig.settings`` has a parameter that `TorchDistributor` does not know, or that is
+        set elsewhere.
+    """
+    given = run.all_settings()
+    if misplaced := _SET_ELSEWHERE & given.keys():
+        raise ValueError(
+            f"RunConfig.settings has {sorted(misplaced)}, which other parameters of TorchTrainer "
+            "and its configuration determine."
+        )
+    known = {field.name for field in fields(TorchDistributor)} - _SET_ELSEWHERE
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(f"RunConfig.settings has {unknown}; it takes {', '.join(sorted(known))}.")
+    env = {**given.pop("env"), **settings.to_variable()}
+    others = given.pop("listeners", ())
+    listeners = (*([others] if isinstance(others, Listener) else others), listener)
+    return _Distributor(
+        scaling.num_workers,
+        local_mode=placement.local_mode,
+        use_gpu=scaling.use_gpu,
+        gpu_type=scaling.gpu_type,
+        max_failures=run.failure_config.max_failures,
+        max_preemption_failures=run.failure_config.max_preemption_failures,
+        env=env,
+        listeners=listeners,
+        **given,
+    )
