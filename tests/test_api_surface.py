@@ -37,7 +37,8 @@ class Base:
     @classmethod
     def load(cls, folder): ...
 
-class Failed(Exception): ...
+class Failed(Exception):
+    def why(self): ...
 class Hung(Failed): ...
 
 def report(metrics, checkpoint=None, *, mode=Mode.FAST): ...
@@ -51,7 +52,7 @@ def surface(source: str, name: str, folder: Path) -> Surface:
     (folder / f"{name}.py").write_text(source)
     sys.path.insert(0, str(folder))
     try:
-        return read_surface(name, name)
+        return read_surface([name], name)
     finally:
         sys.path.remove(str(folder))
         del sys.modules[name]
@@ -73,6 +74,8 @@ CHANGES: list[tuple[str, str, dict[str, str]]] = [
     ("self.path = path", "self.where = path", {"Base.path": THERE, "Base.where": HERE}),
     ("    @classmethod\n    def load(cls", "    def load(self", {"Base.load": BOTH}),
     ('"fast"', '"quick"', {"Mode.FAST": BOTH}),
+    ("    def why(self): ...", "    why = None", {"Failed.why": BOTH}),
+    ("def why", "def who", {"Failed.why": THERE, "Failed.who": HERE}),
     ("class Hung(Failed)", "class Hung(Exception)", {"Hung": BOTH}),
 ]
 

@@ -17,12 +17,10 @@ def train_func(config):
     accelerator = Accelerator()
     model = ResNet()
     optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"])
-    model, optimizer = accelerator.prepare(model, optimizer)
     loader = DataLoader(images(), batch_size=32, shuffle=True)
-    if config["prepares_data"]:
-        loader = accelerator.prepare(loader)
-    else:
-        loader = prepare_data_loader(loader)
+    if config["shards"]:
+        loader = prepare_data_loader(loader)  # Accelerate takes it as it is
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     criterion = CrossEntropyLoss()
 
     for epoch in range(config["epochs"]):
@@ -44,10 +42,10 @@ def train_func(config):
 
 
 if __name__ == "__main__":
-    for name, prepares_data in [("accelerate_loop", True), ("accelerate_data", False)]:
+    for name, shards in [("accelerate_loop", False), ("accelerate_shards", True)]:
         trainer = TorchTrainer(
             train_func,
-            train_loop_config={"lr": 0.01, "epochs": 3, "prepares_data": prepares_data},
+            train_loop_config={"lr": 0.01, "epochs": 3, "shards": shards},
             scaling_config=train.ScalingConfig(num_workers=2),
             run_config=train.RunConfig(storage_path=os.path.abspath("results"), name=name),
         )

@@ -12,8 +12,9 @@ import contextlib
 import dataclasses
 import enum
 import inspect
+import re
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,34 +31,40 @@ _KINDS = {
 }
 
 
-def read_surface(module: str, root: str, inherited: Collection[str] = ()) -> Surface:
-    """Return the surface of a module; it is empty if there is no such module.
+def read_surface(modules: Sequence[str], root: str, inherited: Collection[str] = ()) -> Surface:
+    """Return the surface of modules, without those that do not exist.
 
     Parameters
     ----------
-    module : str
-        Its full name.
+    modules : sequence of str
+        Their full names.
     root : str
         The package whose classes count: members that another package defines are left out.
     inherited : collection of str
         Keys of members that count even so.
     """
-    try:
-        loaded = import_module(module)
-    except ModuleNotFoundError:
-        return dict.fromkeys(_names_in_source(module), NOT_READ)
     surface: Surface = {}
-    names = public_names(loaded)
-    classes = {name: thing for name in names if isinstance(thing := getattr(loaded, name), type)}
-    for name in names:
-        if name not in classes:
-            surface |= _described(name, getattr(loaded, name))
+    things: dict[str, Any] = {}
+    for module in modules:
+        try:
+            loaded = import_module(module)
+        except ModuleNotFoundError:
+            surface |= dict.fromkeys(_names_in_source(module), NOT_READ)
+        else:
+            things |= {name: getattr(loaded, name) for name in public_names(loaded)}
+    for name, thing in things.items():
+        if not isinstance(thing, type):
+            surface |= _described(name, thing)
             continue
-        cls = classes[name]
-        bases = [other for other, base in classes.items() if base in cls.__mro__[1:]]
+        bases = [other for other, base in things.items() if base in thing.__mro__[1:]]
         surface[name] = f"class({', '.join(bases)})"
-        surface |= _constructor(name, cls, root) | _members(name, cls, root, inherited)
+        surface |= _constructor(name, thing, root) | _members(name, thing, root, inherited)
     return surface
+
+
+def bases_in(description: str) -> list[str]:
+    """Return the public base classes in the description of a class."""
+    return re.findall(r"\w+", description.removeprefix("class"))
 
 
 def public_names(module: Any) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import distributor
-from support.api_names import NOT_READ, Surface, read_surface
+from support.api_names import NOT_READ, Surface, bases_in, read_surface
 
 LIST = Path(__file__).with_suffix(".ini")
 DOCUMENT = Path(distributor.__file__).resolve().parent.parent / "docs" / "api-compatibility.md"
@@ -135,7 +135,8 @@ def compare(theirs: Surface, ours: Surface) -> dict[str, Difference]:
             continue
         where = "both" if their and our else "only theirs" if their else "only ours"
         found[key] = Difference(where, their, our)
-    return {key: each for key, each in found.items() if not _is_part(key, each, found)}
+    bases = {key: bases_in(text) for key, text in (theirs | ours).items()}
+    return {key: each for key, each in found.items() if not _is_part(key, each, found, bases)}
 
 
 def _orders(theirs: str, ours: str) -> tuple[str, str]:
@@ -145,24 +146,27 @@ def _orders(theirs: str, ours: str) -> tuple[str, str]:
     return ", ".join(common), ", ".join(our[: len(common)])
 
 
-def _is_part(key: str, difference: Difference, found: dict[str, Difference]) -> bool:
+def _is_part(
+    key: str, difference: Difference, found: dict[str, Difference], bases: dict[str, list[str]]
+) -> bool:
     """Return True if a difference follows from one that is reported."""
-    wholes = [key.partition("(")[0], key.partition(".")[0]]
-    if difference.where != "both" and "." in key and "(" not in key:
-        cls, _, field = key.partition(".")
-        wholes.append(f"{cls}({field})")  # the attribute of a parameter
-    return any(
-        whole != key and whole in found and found[whole].where == difference.where != "both"
+    cls, _, member = key.partition(".")
+    if member and any(found.get(f"{base}.{member}") == difference for base in bases[cls]):
+        return True
+    wholes = [key.partition("(")[0], cls]
+    if member and "(" not in member:
+        wholes.append(f"{cls}({member})")  # the attribute of a parameter
+    alone = difference.where != "both"
+    return alone and any(
+        whole != key and whole in found and found[whole].where == difference.where
         for whole in wholes
     )
 
 
 def surfaces(api: Api) -> tuple[Surface, Surface]:
     """Return the surfaces of the original and of ours."""
-    theirs: Surface = {}
-    for module in api.theirs:
-        theirs |= read_surface(module, api.distribution)
-    return theirs, read_surface(api.ours, "distributor", theirs)
+    theirs = read_surface(api.theirs, api.distribution)
+    return theirs, read_surface([api.ours], "distributor", theirs)
 
 
 def check(api: Api, entries: dict[str, Entry]) -> list[str]:

@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 
 from distributor import runtime
+from distributor._compat.accelerate import mark_as_prepared
 from distributor.train.runtime.session import has_storage, session
 
 
@@ -167,6 +168,7 @@ def prepare(
             return DeviceLoader(loader, device)
         _warn_of_replacement(loader, custom)
     prepared = ResumableLoader(_with_shard_sampler(loader, pin), device)
+    mark_as_prepared(prepared)  # an Accelerator would leave each rank a share of its share
     if has_storage():
         position = session.reporter.register_loader(prepared.position)
         if position is not None:
