@@ -453,6 +453,14 @@ def test_a_bad_configuration_raises_before_anything_starts(
         create()
 
 
+def test_a_validation_that_has_no_gpu_raises_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(RuntimeError, match=r"leave num_gpus out of ray_remote_kwargs"):
+        trainer(tmp_path, print, ValidationConfig(nothing, ray_remote_kwargs={"num_gpus": 1}))
+
+
 def test_a_function_that_cannot_be_sent_raises_before_the_training(tmp_path: Path) -> None:
     lock = threading.Lock()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from distributor.core.spelling import Spelling
 from distributor.launch.spark.plan import GPUS_OF_NESTED_RUNS, driver_gpus
 from distributor.launch.spark.session import Session
 from distributor.serialization.pickle_diagnostics import name_of
@@ -22,6 +23,11 @@ class ValidationDistributor(TorchDistributor):
     """Runs validations, which have no MLflow runs of their own."""
 
     is_tracked: ClassVar[bool] = False
+    spelling = Spelling(
+        "ValidationConfig",
+        run_here="leave out local_mode=False",
+        run_on_cpus="leave num_gpus out of ray_remote_kwargs",
+    )
 
 
 def validation_distributor(
