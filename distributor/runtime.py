@@ -13,15 +13,30 @@ from distributor.core.telemetry import checked
 from distributor.node.worker.worker_context import worker_context
 
 
-def get_global_rank() -> int:
-    """Return this rank's number among all ranks; 0 outside a run.
+def get_global_rank(group: Any = None) -> int:
+    """Return this rank's number among all ranks, or in a process group; 0 outside a run.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup, optional
+        A process group of this rank. By default all ranks count.
 
     Returns
     -------
     int
-        From 0 to ``get_world_size() - 1``: torchrun's ``RANK``.
+        From 0 to ``get_world_size() - 1``: torchrun's ``RANK``. With a group it is
+        ``torch.distributed.get_rank(group)``, which is -1 if this rank is not in the group.
+
+    Raises
+    ------
+    ValueError
+        If a group is given and no process group has been initialized.
     """
-    return int(os.environ.get("RANK", "0"))
+    if group is None:
+        return int(os.environ.get("RANK", "0"))
+    import torch.distributed as dist
+
+    return int(dist.get_rank(group))
 
 
 def get_local_rank() -> int:
@@ -35,6 +50,17 @@ def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def get_local_world_size() -> int:
+    """Return the number of ranks of this rank's node; 1 outside a run.
+
+    Returns
+    -------
+    int
+        torchrun's ``LOCAL_WORLD_SIZE``.
+    """
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def get_node_rank() -> int:
     """Return the number of this rank's node; 0 outside a run.
 
@@ -44,6 +70,17 @@ def get_node_rank() -> int:
         torchrun's ``GROUP_RANK``.
     """
     return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def get_replica_rank() -> int:
+    """Return the number of this rank's replica of the run: always 0, because a run has one.
+
+    Returns
+    -------
+    int
+        0.
+    """
+    return 0
 
 
 def get_world_size() -> int:
