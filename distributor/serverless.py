@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import re
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 from distributor.core.gpus import GPUType
 from distributor.core.spelling import Spelling, unknown_argument
+from distributor.decorated_function import DecoratedFunction
 from distributor.launch.future import RunFuture
 from distributor.launch.output.messages import warn
 from distributor.launch.setting_checks import check_bool, check_gpu_type
@@ -29,7 +29,7 @@ POOLS = {True: "reserved", False: "on-demand"}
 """The pool for each value of that variable, as defined in conf/fairscheduler.xml."""
 
 
-class DistributedFunction(Generic[P, R]):
+class DistributedFunction(DecoratedFunction[P, R]):
     """A function that can run on many ranks, as ``@distributed`` returns it.
 
     A plain call runs the function once, in this process.
@@ -37,23 +37,12 @@ class DistributedFunction(Generic[P, R]):
     Parameters
     ----------
     function : callable
-        The decorated function.
+        The decorated function, or a ``classmethod`` or ``staticmethod`` of one.
     launcher : callable
         Returns the `TorchDistributor` for a run.
     run_async : bool
         Whether `distributed` returns a future.
     """
-
-    def __init__(
-        self, function: Callable[P, R], launcher: Callable[[], TorchDistributor], run_async: bool
-    ) -> None:
-        functools.update_wrapper(self, function)
-        self._function = function
-        self._launcher = launcher
-        self._run_async = run_async
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._function(*args, **kwargs)
 
     def distributed(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Run the function on every rank, with the same arguments.
@@ -72,7 +61,8 @@ class DistributedFunction(Generic[P, R]):
         Raises
         ------
         TypeError, ValueError
-            If an argument of ``@distributed`` is invalid.
+            If an argument of ``@distributed`` is invalid, or the function does not take these
+            arguments.
         Exception
             The failed rank's own exception, or an error of this package, as
             `TorchDistributor.run` raises them.
@@ -83,10 +73,13 @@ class DistributedFunction(Generic[P, R]):
         """
         if self._run_async:
             return self.distributed_async(*args, **kwargs)
+        self._check_arguments(args, kwargs)
         return self._launcher().run_all(self._function, *args, **kwargs)
 
     def distributed_async(self, *args: P.args, **kwargs: P.kwargs) -> RunFuture[list[R]]:
         """Start a run of the function on every rank. Several runs may be active at once.
+
+        A script that reaches its end waits for its active runs.
 
         Parameters
         ----------
@@ -102,13 +95,15 @@ class DistributedFunction(Generic[P, R]):
         Raises
         ------
         TypeError, ValueError, OSError, RuntimeError
-            If an argument is invalid, as `TorchDistributor.submit` raises it.
+            If an argument is invalid, as `TorchDistributor.submit` raises it, or the function does
+            not take these arguments.
 
         Examples
         --------
         >>> future = train.distributed_async(num_epochs=3)  # doctest: +SKIP
         >>> future.result()  # doctest: +SKIP
         """
+        self._check_arguments(args, kwargs)
         return self._launcher().submit_all(self._function, *args, **kwargs)
 
 
@@ -221,7 +216,7 @@ def distributed(
         )
 
     def decorate(function: Callable[P, R]) -> DistributedFunction[P, R]:
-        if not callable(function):
+        if not callable(function) and not isinstance(function, classmethod):
             raise TypeError(f"@distributed must decorate a function, but got {function!r}.")
         return DistributedFunction(function, launcher, run_async)
 

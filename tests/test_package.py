@@ -41,6 +41,7 @@ LAYERS = [
     {"runtime", "tracking"},
     {"prepared_run"},
     {"torch_distributor"},
+    {"decorated_function"},
     {"deepspeed_distributor", "serverless", "train"},
     {"serverless_gpu", "cleaning", "cli_options"},
     {"", "cli", "demo"},

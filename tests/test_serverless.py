@@ -48,6 +48,23 @@ def who(*added: object, **named: object) -> tuple[Any, ...]:
     )
 
 
+def ranks_in_a_group() -> tuple[int, int, int]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    group = dist.new_group([1, 2])
+    found = runtime.get_global_rank(), runtime.get_global_rank(group)
+    dist.barrier()  # no rank leaves while another one still connects
+    dist.destroy_process_group()
+    return *found, runtime.get_local_world_size()
+
+
+def test_a_rank_has_a_number_in_each_of_its_groups() -> None:
+    fn = distributed(gpus=3, use_gpu=False, timeout=120)(ranks_in_a_group)
+
+    assert fn.distributed() == [(0, -1, 3), (1, 0, 3), (2, 1, 3)]
+
+
 def test_a_plain_call_runs_once_here() -> None:
     here = distributed(gpus=2, use_gpu=False)(lambda: (os.getpid(), who()))
 
@@ -76,6 +93,91 @@ def test_the_decorated_function_keeps_its_name_and_can_be_pickled_by_name() -> N
     assert countdown.__name__ == "countdown"
     assert countdown.__doc__ == "Count down."
     assert countdown.distributed(2) == [[2, 1, 0]] * 2
+
+
+class Model:
+    """A class of this module, which the ranks get by value."""
+
+    kind = "linear"
+
+    def __init__(self, scale: int) -> None:
+        self.scale = scale
+
+    @distributed(gpus=2, use_gpu=False, timeout=120, env={"API_KEY": "a secret of the launcher"})
+    def fit(self, x: int) -> tuple[int, int]:
+        """Scale x."""
+        return runtime.get_global_rank(), self.scale * x
+
+    @distributed(gpus=2, use_gpu=False, timeout=120)
+    @classmethod
+    def name_kind(cls, suffix: str) -> str:
+        return cls.kind + suffix
+
+    @distributed(gpus=1, use_gpu=False, timeout=120)
+    @staticmethod
+    def double(x: int) -> int:
+        return 2 * x
+
+    @staticmethod
+    @distributed(gpus=1, use_gpu=False, timeout=120)
+    def triple(x: int) -> int:
+        return 3 * x
+
+    @distributed(gpus=1, use_gpu=False, timeout=120)
+    def start_another_run(self) -> Any:
+        return self.fit.distributed(1)
+
+    @distributed(gpus=1, use_gpu=False, timeout=120)
+    def itself(self) -> Any:
+        return self
+
+
+def test_methods_get_their_instance_or_class() -> None:
+    assert Model(3).fit(2) == (0, 6)
+    assert Model(3).fit.distributed(2) == [(0, 6), (1, 6)]
+    assert Model.fit.__doc__ == "Scale x."
+    assert Model.name_kind.distributed("!") == ["linear!"] * 2
+    assert Model(1).name_kind("?") == "linear?"
+    assert Model.double.distributed(2) == [4]
+    assert Model(1).triple.distributed(2) == [6]
+
+
+def test_settings_are_not_pickled_with_a_decorated_function() -> None:
+    pickled = cloudpickle.dumps(Model(3))
+
+    assert b"API_KEY" not in pickled
+    assert b"a secret of the launcher" not in pickled
+    with pytest.raises(RuntimeError, match="fit was pickled, and the settings of its runs were"):
+        Model(3).start_another_run.distributed()
+
+
+def test_a_decorated_function_that_a_rank_returns_has_its_settings_here() -> None:
+    """cloudpickle replaces the attributes of the class here by those that a rank has sent."""
+    [returned] = Model(3).itself.distributed()
+
+    assert type(returned) is Model
+    assert returned.fit(2) == (0, 6)
+    assert Model.fit.__doc__ == "Scale x."
+    assert Model(4).fit.distributed(2) == [(0, 8), (1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("args", "named", "says"),
+    [
+        ((), {"epoch": 3}, r"train\(epochs, \*, lr=0.1\) cannot be .* 'epochs'"),
+        ((1, 2), {}, "too many positional arguments"),
+    ],
+)
+def test_arguments_are_checked_before_anything_starts(
+    args: tuple[Any, ...], named: dict[str, Any], says: str
+) -> None:
+    def train(epochs, *, lr=0.1):  # type: ignore[no-untyped-def]
+        raise AssertionError("a rank has started")
+
+    fn = distributed(gpus=2, use_gpu=False)(train)
+    for start in (fn.distributed, fn.distributed_async):
+        with pytest.raises(TypeError, match=says):
+            start(*args, **named)
 
 
 def test_variables_are_forwarded_by_pattern(remote: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +291,19 @@ def executors_of(spark: Any) -> set[str]:
 
 def test_the_names_of_the_other_package() -> None:
     assert serverless_gpu.distributed is launcher.distributed is distributed
+    assert launcher.DistributedFunction is serverless.DistributedFunction
     assert compute.GPUType is GPUType
-    assert their_runtime.get_world_size is runtime.get_world_size
+    ours = {name for name in dir(runtime) if name.startswith("get_")}
+    assert set(their_runtime.__all__) == ours
+    assert {getattr(their_runtime, name) for name in ours} == {
+        getattr(runtime, name) for name in ours
+    }
+
+
+def test_functions_of_the_runtime_outside_a_run() -> None:
+    values = {name: getattr(runtime, name)() for name in their_runtime.__all__}
+    ones = {"get_world_size": 1, "get_local_world_size": 1}
+    assert values == {**dict.fromkeys(values, 0), **ones}
 
 
 @pytest.mark.parametrize(

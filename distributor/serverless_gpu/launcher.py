@@ -1,5 +1,5 @@
 """The decorator, under the names of ``serverless_gpu.launcher``."""
 
-from distributor.serverless import distributed
+from distributor.serverless import DistributedFunction, distributed
 
-__all__ = ["distributed"]
+__all__ = ["DistributedFunction", "distributed"]

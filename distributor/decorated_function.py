@@ -1,0 +1,100 @@
+"""What ``@distributed`` and ``@ray_launch`` make of a function: their common part."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import uuid
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
+
+from distributor.serialization.pickle_diagnostics import name_of
+from distributor.torch_distributor import TorchDistributor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Launcher = Callable[[], TorchDistributor]
+Decorated = TypeVar("Decorated", bound="DecoratedFunction[Any, Any]")
+
+
+class DecoratedFunction(Generic[P, R]):
+    """A function with settings for its runs. A plain call runs it once, in this process.
+
+    In a class it is a method: each access binds it, as it binds a function, so that runs get the
+    instance or the class as their first argument.
+
+    Parameters
+    ----------
+    function : callable
+        The decorated function, or a ``classmethod`` or ``staticmethod`` of one.
+    launcher : callable
+        Returns the `TorchDistributor` for a run.
+    run_async : bool
+        Whether `distributed` returns a future.
+    """
+
+    def __init__(self, function: Callable[P, R], launcher: Launcher, run_async: bool) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._launcher = launcher
+        self._run_async = run_async
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._function(*args, **kwargs)
+
+    def __get__(self: Decorated, instance: object, owner: type | None = None) -> Decorated:
+        bind = getattr(type(self._function), "__get__", None)
+        bound = bind(self._function, instance, owner) if bind else self._function
+        if bound is self._function:
+            return self
+        return type(self)(bound, self._launcher, self._run_async)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle this without its settings, which may hold secrets and what cannot be pickled."""
+        state = {name: value for name, value in vars(self).items() if name != "_launcher"}
+        return _load, (type(self), self._function, _key_of(self._launcher)), state
+
+    def _check_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Check that the function takes these arguments.
+
+        Raises
+        ------
+        TypeError
+            If it does not.
+        """
+        try:
+            signature = inspect.signature(self._function)
+        except ValueError:
+            return  # some functions written in C have none
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            name = name_of(self._function)
+            raise TypeError(f"{name}{signature} cannot be called like this: {error}.") from None
+
+
+_keys: weakref.WeakKeyDictionary[Launcher, str] = weakref.WeakKeyDictionary()
+_launchers: weakref.WeakValueDictionary[str, Launcher] = weakref.WeakValueDictionary()
+"""The launchers of pickled functions and their keys. A function that returns to the process that
+has its settings, inside the value of a run, has them again."""
+
+
+def _key_of(launcher: Launcher) -> str:
+    key = _keys.setdefault(launcher, uuid.uuid4().hex)
+    _launchers[key] = launcher
+    return key
+
+
+def _load(kind: type[Decorated], function: Callable[..., Any], key: str) -> Decorated:
+    def refuse() -> NoReturn:
+        raise RuntimeError(
+            f"{name_of(function)} was pickled, and the settings of its runs were not: it cannot "
+            "start a run in this process. Call it directly, or decorate it again here."
+        )
+
+    launcher = _launchers.get(key)
+    if launcher is None:
+        launcher = refuse
+        _keys[launcher], _launchers[key] = key, launcher
+    return kind(function, launcher, False)
