@@ -189,6 +189,9 @@ class TorchDistributor(PlannedSettings):
     def submit(self, train_object: Any, *args: Any, **kwargs: Any) -> RunFuture[Any]:
         """Start a run in the background. Several runs may be active at the same time.
 
+        A script that reaches its end waits for its active runs, and then shows the errors that it
+        has not read. Ctrl-C ends the wait and the runs.
+
         Parameters
         ----------
         train_object : callable or path
@@ -270,8 +273,9 @@ class TorchDistributor(PlannedSettings):
         kwargs: dict[str, Any],
     ) -> RunFuture[Any]:
         prepared = prepare_run(self, keep_all, train_object, args, kwargs)
-        cancellation, thread = prepared.job.cancellation, prepared.launcher.thread
-        return start_run(lambda: pick(prepared.run()), cancellation, thread)
+        job, thread = prepared.job, prepared.launcher.thread
+        name = job.program.name
+        return start_run(lambda: pick(prepared.run()), job.cancellation, thread, name)
 
 
 def _get_spark_partition_data_loader(*args: object, **kwargs: object) -> NoReturn:

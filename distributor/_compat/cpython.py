@@ -8,7 +8,7 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +49,17 @@ def add_source_lines(filename: str, lines: Sequence[str]) -> None:
 def split_stacks(dump: str) -> list[str]:
     """Split what `faulthandler` writes into one text for each thread, without the threads' ids."""
     return [stack for stack in _THREAD.sub(r"\1", dump).strip().split("\n\n") if stack]
+
+
+def before_thread_pools_end(function: Callable[[], object]) -> None:
+    """Call a function when the main thread has ended, while threads can start and pools take work.
+
+    `atexit` is too late: by then pools refuse work and, since Python 3.12, no thread can start.
+    """
+    import concurrent.futures.thread  # noqa: F401  its function is called after those registered later
+
+    register: Any = threading._register_atexit  # type: ignore[attr-defined]
+    register(function)
 
 
 _lock = threading.Lock()

@@ -40,6 +40,24 @@ def test_finalizers_can_be_disabled() -> None:
         assert printed == "after\n"
 
 
+def test_a_function_is_called_before_thread_pools_end() -> None:
+    with relies_on("Python", "threading._register_atexit", "cpython.before_thread_pools_end"):
+        printed = printed_by(
+            "import threading\n"
+            "from distributor._compat.cpython import before_thread_pools_end\n"
+            "def work():\n"
+            "    print(pool.submit(str, 'from a pool').result())\n"
+            "    thread = threading.Thread(target=print, args=['from a thread'])\n"
+            "    thread.start()\n"
+            "    thread.join()\n"
+            "before_thread_pools_end(work)\n"
+            "from concurrent.futures import ThreadPoolExecutor\n"
+            "pool = ThreadPoolExecutor(1)\n"
+            "print('end of the script')\n"
+        )
+        assert printed == "end of the script\nfrom a pool\nfrom a thread\n"
+
+
 def test_multiprocessing_takes_a_folder() -> None:
     with relies_on(
         "Python",
