@@ -1,4 +1,4 @@
-"""What ``@distributed`` and ``@ray_launch`` make of a function: their common part."""
+"""What decorators make of a function: an object that starts runs of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
+from distributor.launch.future import RunFuture
 from distributor.serialization.pickle_diagnostics import name_of
 from distributor.torch_distributor import TorchDistributor
 
@@ -72,6 +73,84 @@ class DecoratedFunction(Generic[P, R]):
         except TypeError as error:
             name = name_of(self._function)
             raise TypeError(f"{name}{signature} cannot be called like this: {error}.") from None
+
+
+class DistributedFunction(DecoratedFunction[P, R]):
+    """A function that can run on many ranks, as ``@distributed`` returns it.
+
+    A plain call runs the function once, in this process.
+
+    Parameters
+    ----------
+    function : callable
+        The decorated function, or a ``classmethod`` or ``staticmethod`` of one.
+    launcher : callable
+        Returns the `TorchDistributor` for a run.
+    run_async : bool
+        Whether `distributed` returns a future.
+    """
+
+    def distributed(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Run the function on every rank, with the same arguments.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            Arguments of the function.
+
+        Returns
+        -------
+        list or RunFuture
+            The values of all ranks, in the order of global ranks; with ``run_async=True`` a future
+            of them, as `distributed_async` returns.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument of ``@distributed`` is invalid, or the function does not take these
+            arguments.
+        Exception
+            The failed rank's own exception, or an error of this package, as
+            `TorchDistributor.run` raises them.
+
+        Examples
+        --------
+        >>> train.distributed(num_epochs=3)  # doctest: +SKIP
+        """
+        if self._run_async:
+            return self.distributed_async(*args, **kwargs)
+        self._check_arguments(args, kwargs)
+        return self._launcher().run_all(self._function, *args, **kwargs)
+
+    def distributed_async(self, *args: P.args, **kwargs: P.kwargs) -> RunFuture[list[R]]:
+        """Start a run of the function on every rank. Several runs may be active at once.
+
+        A script that reaches its end waits for its active runs.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            Arguments of the function.
+
+        Returns
+        -------
+        RunFuture
+            A `concurrent.futures.Future` of what `distributed` returns or raises. Its ``cancel()``
+            ends the run.
+
+        Raises
+        ------
+        TypeError, ValueError, OSError, RuntimeError
+            If an argument is invalid, as `TorchDistributor.submit` raises it, or the function does
+            not take these arguments.
+
+        Examples
+        --------
+        >>> future = train.distributed_async(num_epochs=3)  # doctest: +SKIP
+        >>> future.result()  # doctest: +SKIP
+        """
+        self._check_arguments(args, kwargs)
+        return self._launcher().submit_all(self._function, *args, **kwargs)
 
 
 _keys: weakref.WeakKeyDictionary[Launcher, str] = weakref.WeakKeyDictionary()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, ParamSpec, TypeVar, overload
 
 from distributor.core.gpus import GPUType
 from distributor.core.spelling import Spelling, unknown_argument
-from distributor.decorated_function import DecoratedFunction
-from distributor.launch.future import RunFuture
+from distributor.decorated_function import DistributedFunction, Launcher
 from distributor.launch.output.messages import warn
 from distributor.launch.setting_checks import check_bool, check_gpu_type
 from distributor.launch.settings import Settings, documented
@@ -24,87 +23,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 POOL_VARIABLE = "DISTRIBUTOR_POOL"
+POOL_ID_VARIABLE = "DATABRICKS_REMOTE_GPU_POOL_ID"
 RESERVED_VARIABLE = "DATABRICKS_USE_RESERVED_GPU_POOL"
 POOLS = {True: "reserved", False: "on-demand"}
-"""The pool for each value of that variable, as defined in conf/fairscheduler.xml."""
-
-
-class DistributedFunction(DecoratedFunction[P, R]):
-    """A function that can run on many ranks, as ``@distributed`` returns it.
-
-    A plain call runs the function once, in this process.
-
-    Parameters
-    ----------
-    function : callable
-        The decorated function, or a ``classmethod`` or ``staticmethod`` of one.
-    launcher : callable
-        Returns the `TorchDistributor` for a run.
-    run_async : bool
-        Whether `distributed` returns a future.
-    """
-
-    def distributed(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Run the function on every rank, with the same arguments.
-
-        Parameters
-        ----------
-        *args, **kwargs
-            Arguments of the function.
-
-        Returns
-        -------
-        list or RunFuture
-            The values of all ranks, in the order of global ranks; with ``run_async=True`` a future
-            of them, as `distributed_async` returns.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If an argument of ``@distributed`` is invalid, or the function does not take these
-            arguments.
-        Exception
-            The failed rank's own exception, or an error of this package, as
-            `TorchDistributor.run` raises them.
-
-        Examples
-        --------
-        >>> train.distributed(num_epochs=3)  # doctest: +SKIP
-        """
-        if self._run_async:
-            return self.distributed_async(*args, **kwargs)
-        self._check_arguments(args, kwargs)
-        return self._launcher().run_all(self._function, *args, **kwargs)
-
-    def distributed_async(self, *args: P.args, **kwargs: P.kwargs) -> RunFuture[list[R]]:
-        """Start a run of the function on every rank. Several runs may be active at once.
-
-        A script that reaches its end waits for its active runs.
-
-        Parameters
-        ----------
-        *args, **kwargs
-            Arguments of the function.
-
-        Returns
-        -------
-        RunFuture
-            A `concurrent.futures.Future` of what `distributed` returns or raises. Its ``cancel()``
-            ends the run.
-
-        Raises
-        ------
-        TypeError, ValueError, OSError, RuntimeError
-            If an argument is invalid, as `TorchDistributor.submit` raises it, or the function does
-            not take these arguments.
-
-        Examples
-        --------
-        >>> future = train.distributed_async(num_epochs=3)  # doctest: +SKIP
-        >>> future.result()  # doctest: +SKIP
-        """
-        self._check_arguments(args, kwargs)
-        return self._launcher().submit_all(self._function, *args, **kwargs)
+"""The pool for each value of the last variable, as defined in conf/fairscheduler.xml."""
 
 
 @overload
@@ -163,7 +85,8 @@ def distributed(
         Whether ``.distributed()`` returns a future at once, as ``.distributed_async()`` does.
     **settings
         Settings of `TorchDistributor`, listed below. The default of `pool` is the variable
-        DISTRIBUTOR_POOL or, if DATABRICKS_USE_RESERVED_GPU_POOL is set, "reserved" or "on-demand".
+        DISTRIBUTOR_POOL or DATABRICKS_REMOTE_GPU_POOL_ID or, if DATABRICKS_USE_RESERVED_GPU_POOL is
+        set, "reserved" or "on-demand".
 
     Other Parameters
     ----------------
@@ -191,7 +114,53 @@ def distributed(
     """
     if callable(gpus):  # @distributed, without parentheses
         return distributed()(gpus)
-    _check_names(settings)
+    launcher = launcher_of(
+        "@distributed",
+        gpus=gpus,
+        gpu_type=gpu_type,
+        remote=remote,
+        num_accelerators=num_accelerators,
+        accelerator_type=accelerator_type,
+        use_gpu=use_gpu,
+        run_async=run_async,
+        settings=settings,
+    )
+
+    def decorate(function: Callable[P, R]) -> DistributedFunction[P, R]:
+        if not callable(function) and not isinstance(function, classmethod):
+            raise TypeError(f"@distributed must decorate a function, but got {function!r}.")
+        return DistributedFunction(function, launcher, run_async)
+
+    return decorate
+
+
+def launcher_of(
+    api: str,
+    *,
+    gpus: int | None,
+    gpu_type: GPUType | str | None,
+    remote: bool,
+    num_accelerators: int | None,
+    accelerator_type: str | None,
+    use_gpu: bool,
+    run_async: bool,
+    settings: Mapping[str, Any],
+) -> Launcher:
+    """Return what creates the distributor of a run, for a decorator's arguments.
+
+    Parameters
+    ----------
+    api : str
+        The decorator, for messages.
+    gpus, gpu_type, remote, num_accelerators, accelerator_type, use_gpu, run_async, settings
+        As for `distributed`.
+
+    Raises
+    ------
+    TypeError
+        As `distributed` does.
+    """
+    _check_names(api, settings)
     count = _one_of("gpus", gpus, "num_accelerators", num_accelerators)
     type_ = _one_of("gpu_type", gpu_type, "accelerator_type", accelerator_type)
     of_node, type_ = _split(type_)
@@ -200,7 +169,7 @@ def distributed(
     type_name = "gpu_type" if accelerator_type is None else "accelerator_type"
 
     class Distributor(TorchDistributor):
-        spelling = Spelling("@distributed", name, "pass remote=False")
+        spelling = Spelling(api, name, "pass remote=False")
 
     def launcher() -> TorchDistributor:
         switches = {"remote": remote, "use_gpu": use_gpu, "run_async": run_async}
@@ -215,22 +184,17 @@ def distributed(
             **{"pool": _pool() if remote else None, **settings},
         )
 
-    def decorate(function: Callable[P, R]) -> DistributedFunction[P, R]:
-        if not callable(function) and not isinstance(function, classmethod):
-            raise TypeError(f"@distributed must decorate a function, but got {function!r}.")
-        return DistributedFunction(function, launcher, run_async)
-
-    return decorate
+    return launcher
 
 
 _SETTINGS = {field.name for field in fields(Settings)} - {"gpu_type"}
 _ACCELERATOR = re.compile(r"(?:GPU_)?(\d+)x(\w+)", re.IGNORECASE)
 
 
-def _check_names(settings: dict[str, Any]) -> None:
+def _check_names(api: str, settings: Mapping[str, Any]) -> None:
     for name in settings.keys() - _SETTINGS:
         known = {*inspect.signature(distributed).parameters, *_SETTINGS} - {"settings"}
-        raise TypeError(unknown_argument("distributed()", name, known))
+        raise TypeError(unknown_argument(api, name, known))
 
 
 def _one_of(name: str, value: Any, newer: str, newer_value: Any) -> Any:
@@ -270,13 +234,17 @@ def _ranks(name: str, wanted: int | None, remote: bool, use_gpu: bool) -> Any:
 
 
 def _pool() -> str | None:
+    """Return the pool that the variables name; those of Databricks only if Spark has pools."""
     if name := os.environ.get(POOL_VARIABLE):
         return name
-    reserved = os.environ.get(RESERVED_VARIABLE)
-    if reserved is None:
-        return None
+    variable, pool = POOL_ID_VARIABLE, os.environ.get(POOL_ID_VARIABLE)
+    if not pool:
+        variable, reserved = RESERVED_VARIABLE, os.environ.get(RESERVED_VARIABLE)
+        if reserved is None:
+            return None
+        pool = POOLS[reserved.strip().lower() not in ("false", "0", "no")]
     session = Session.active()
     if session is not None and (why := session.why_no_pools()):
-        warn(f"{RESERVED_VARIABLE} is ignored: {why}.")
+        warn(f"{variable} is ignored: {why}.")
         return None
-    return POOLS[reserved.strip().lower() not in ("false", "0", "no")]
+    return pool

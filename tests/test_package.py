@@ -23,10 +23,12 @@ from distributor import (
     DeepspeedTorchDistributor,
     RunFuture,
     TorchDistributor,
+    air,
     distributed,
     runtime,
 )
-from distributor.serverless import DistributedFunction
+from distributor.decorated_function import DistributedFunction
+from distributor.ray import RayFunction, ray_launch
 
 PACKAGE = Path(distributor.__file__).resolve().parent
 HEAVY = ("torch", "pyspark", "py4j", "mlflow", "ray", "pandas", "numpy", "pyarrow")
@@ -43,7 +45,8 @@ LAYERS = [
     {"torch_distributor"},
     {"decorated_function"},
     {"deepspeed_distributor", "serverless", "train"},
-    {"serverless_gpu", "cleaning", "cli_options"},
+    {"ray"},
+    {"serverless_gpu", "air", "cleaning", "cli_options"},
     {"", "cli", "demo"},
     {"__main__"},
 ]
@@ -212,7 +215,7 @@ def test_no_module_is_long() -> None:
 def test_an_import_is_light() -> None:
     output = python(
         f"""
-        import distributor
+        import distributor, distributor.air, distributor.serverless_gpu
         print(sorted(set({HEAVY!r}) & set(sys.modules)), distributor.__version__)
         """
     )
@@ -304,8 +307,13 @@ CALLABLES = {
         for name, function in inspect.getmembers(runtime, inspect.isfunction)
         if function.__module__ == runtime.__name__
     },
-    "DistributedFunction.distributed": DistributedFunction.distributed,
-    "DistributedFunction.distributed_async": DistributedFunction.distributed_async,
+    **{
+        f"{kind.__name__}.{method}": getattr(kind, method)
+        for kind in (DistributedFunction, RayFunction)
+        for method in ("distributed", "distributed_async")
+    },
+    "air.ray_init": air.ray_init,
+    "ray.ray_launch": ray_launch,
 }
 INTERNAL = {"Progress.to_line", "Reported.to_line"}
 
@@ -350,6 +358,7 @@ def test_public_docstrings_name_the_apis_that_they_follow() -> None:
         TorchDistributor: "https://spark.apache.org/docs/latest/api/python/reference/api/",
         DeepspeedTorchDistributor: "https://spark.apache.org/docs/latest/api/python/reference/api/",
         distributed: "https://docs.databricks.com/aws/en/machine-learning/ai-runtime/",
+        ray_launch: "https://docs.databricks.com/aws/en/machine-learning/ai-runtime/",
         RunFuture: "https://docs.python.org/3/library/concurrent.futures.html",
     }
     for thing, page in pages.items():

@@ -291,7 +291,7 @@ def executors_of(spark: Any) -> set[str]:
 
 def test_the_names_of_the_other_package() -> None:
     assert serverless_gpu.distributed is launcher.distributed is distributed
-    assert launcher.DistributedFunction is serverless.DistributedFunction
+    assert isinstance(distributed(who), launcher.DistributedFunction)
     assert compute.GPUType is GPUType
     ours = {name for name in dir(runtime) if name.startswith("get_")}
     assert set(their_runtime.__all__) == ours
@@ -528,6 +528,7 @@ def test_a_requested_pool_is_an_error_if_spark_has_no_pools(spark: Any) -> None:
         ({"DATABRICKS_USE_RESERVED_GPU_POOL": "True"}, "reserved"),
         ({"DATABRICKS_USE_RESERVED_GPU_POOL": "False"}, "on-demand"),
         ({"DATABRICKS_USE_RESERVED_GPU_POOL": "0", "DISTRIBUTOR_POOL": "mine"}, "mine"),
+        ({"DATABRICKS_USE_RESERVED_GPU_POOL": "0", "DATABRICKS_REMOTE_GPU_POOL_ID": "id"}, "id"),
     ],
 )
 def test_variables_name_a_pool(

@@ -1,6 +1,12 @@
 """The names of the ``serverless_gpu`` package, for code that was written for it."""
 
-from distributor.serverless import distributed
-from distributor.serverless_gpu import compute, launcher, runtime
+from typing import TYPE_CHECKING
 
-__all__ = ["compute", "distributed", "launcher", "runtime"]
+from distributor.serverless import distributed
+from distributor.serverless_gpu import compute, launcher, ray, runtime
+from distributor.serverless_gpu.unsupported import RAY_METRICS, VOLUMES, refusing
+
+__all__ = ["compute", "distributed", "launcher", "ray", "runtime"]
+
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = refusing(__name__, {**RAY_METRICS, **VOLUMES})

@@ -1,5 +1,6 @@
 """The decorator, under the names of ``serverless_gpu.launcher``."""
 
-from distributor.serverless import DistributedFunction, distributed
+from distributor.decorated_function import DistributedFunction
+from distributor.serverless import distributed
 
 __all__ = ["DistributedFunction", "distributed"]

@@ -1,13 +1,17 @@
-"""The temporary folder of a rank's multiprocessing, which is removed even if the rank is killed."""
+"""The temporary folders of a rank, which are removed even if the rank is killed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
 import tempfile
 
 from distributor._compat.cpython import set_multiprocessing_folder
+
+ELSEWHERE = "elsewhere"
+"""A link in the scratch folder to a second folder."""
 
 
 def new_scratch_path() -> str:
@@ -24,6 +28,33 @@ def create_scratch(folder: str) -> None:
     set_multiprocessing_folder(folder)
 
 
+def create_elsewhere(scratch: str, parent: str) -> str:
+    """Create a folder that is removed together with a scratch folder, and return its path.
+
+    Parameters
+    ----------
+    scratch : str
+        The scratch folder.
+    parent : str
+        Where to create the other one.
+
+    Raises
+    ------
+    OSError
+        If the folder cannot be created, or the scratch folder already has another one.
+    """
+    folder = os.path.join(parent, os.path.basename(scratch))
+    os.symlink(folder, os.path.join(scratch, ELSEWHERE))
+    os.makedirs(parent, exist_ok=True)
+    os.mkdir(folder, 0o700)
+    return folder
+
+
 def remove_scratch(folder: str) -> None:
-    """Remove the folder; another process may do so at the same time."""
+    """Remove the folder, and the one elsewhere; another process may do so at the same time."""
+    with contextlib.suppress(OSError):
+        elsewhere = os.readlink(os.path.join(folder, ELSEWHERE))
+        # The rank's program can write here too, and must not choose what is removed.
+        if os.path.basename(elsewhere) == os.path.basename(folder):
+            shutil.rmtree(elsewhere, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -73,6 +73,7 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     )
     context.uses_gpus = worker_spec.uses_gpus
     create_scratch(worker_spec.scratch)
+    context.scratch = worker_spec.scratch
     faulthandler.enable()
     enable_stack_dumps(worker_spec.stacks)
     context.rendezvous = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

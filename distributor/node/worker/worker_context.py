@@ -37,6 +37,8 @@ class WorkerContext:
     store : object
         Rank 0's rendezvous store. It serves the other ranks for as long as the process lives,
         because shutting it down would take time.
+    scratch : str
+        A folder for temporary files, which is removed after the rank, even if the rank is killed.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class WorkerContext:
         self.uses_gpus = True
         self.rendezvous: tuple[str, int] = ("", 0)
         self.store: object = None
+        self.scratch = ""
         self._progress_file = progress_file
         self._final_steps: list[Callable[[], object]] = []
 

@@ -1,0 +1,269 @@
+"""The decorator ``@ray_launch``, and what it returns."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ParamSpec, TypeVar, overload
+
+from distributor.core.gpus import GPUType
+from distributor.decorated_function import DecoratedFunction
+from distributor.launch.future import RunFuture
+from distributor.launch.programs import check_runs
+from distributor.launch.settings import Settings, documented
+from distributor.launch.spark.session import Session
+from distributor.ray.node import TEMP_DIR_VARIABLE, why_no_ray
+from distributor.ray.program import RayProgram
+from distributor.serverless import launcher_of
+from distributor.torch_distributor import TorchDistributor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def require_ray() -> None:
+    """Check that Ray is installed.
+
+    Raises
+    ------
+    ImportError
+        If it is not, or is too old.
+    """
+    if why := why_no_ray():
+        raise ImportError(
+            f"{why} in this Python. Install the same version here and on all nodes: "
+            "pip install 'distributor[ray]'.",
+            name="ray",
+        )
+
+
+class RayFunction(DecoratedFunction[P, R]):
+    """A function that can run on a Ray cluster of its own, as ``@ray_launch`` returns it.
+
+    A plain call runs the function once, in this process, and starts no Ray cluster.
+
+    Parameters
+    ----------
+    function : callable
+        The decorated function, or a ``classmethod`` or ``staticmethod`` of one.
+    launcher : callable
+        Returns the `TorchDistributor` for a run.
+    run_async : bool
+        Whether `distributed` returns a future.
+    """
+
+    def distributed(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Start a Ray cluster, run the function once on its head node, and end the cluster.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            Arguments of the function.
+
+        Returns
+        -------
+        object or RunFuture
+            The function's value; with ``run_async=True`` a future of it, as `distributed_async`
+            returns.
+
+        Raises
+        ------
+        ImportError
+            If Ray is not installed, or is too old.
+        TypeError, ValueError
+            If an argument of ``@ray_launch`` is invalid, or the function does not take these
+            arguments.
+        StartTimeout
+            If not all Ray nodes have started within ``start_timeout``.
+        Exception
+            The function's own exception, or an error of this package, as `TorchDistributor.run`
+            raises them.
+
+        Examples
+        --------
+        >>> count_gpus.distributed()  # doctest: +SKIP
+        """
+        if self._run_async:
+            return self.distributed_async(*args, **kwargs)
+        distributor, program = self._prepare(args, kwargs)
+        return distributor.run(program, *args, **kwargs)
+
+    def distributed_async(self, *args: P.args, **kwargs: P.kwargs) -> RunFuture[R]:
+        """Start what `distributed` does in the background. Several runs may be active at once.
+
+        Each run has a Ray cluster of its own. A script that reaches its end waits for its active
+        runs.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            Arguments of the function.
+
+        Returns
+        -------
+        RunFuture
+            A `concurrent.futures.Future` of what `distributed` returns or raises. Its ``cancel()``
+            ends the run and its cluster.
+
+        Raises
+        ------
+        ImportError
+            If Ray is not installed, or is too old.
+        TypeError, ValueError, OSError, RuntimeError
+            If an argument is invalid, as `TorchDistributor.submit` raises it, or the function does
+            not take these arguments.
+
+        Examples
+        --------
+        >>> future = count_gpus.distributed_async()  # doctest: +SKIP
+        >>> future.result()  # doctest: +SKIP
+        """
+        distributor, program = self._prepare(args, kwargs)
+        return distributor.submit(program, *args, **kwargs)
+
+    def _prepare(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[TorchDistributor, RayProgram]:
+        require_ray()
+        check_runs(self._function)
+        self._check_arguments(args, kwargs)
+        distributor = self._launcher()
+        cores = None if distributor.local_mode else _executor_cores(Session.active())
+        return distributor, RayProgram(self._function, distributor.start_timeout, cores)
+
+
+@overload
+def ray_launch(gpus: Callable[P, R]) -> RayFunction[P, R]: ...
+
+
+@overload
+def ray_launch(
+    gpus: int | None = None,
+    gpu_type: GPUType | str | None = None,
+    remote: bool = False,
+    *,
+    num_accelerators: int | None = None,
+    accelerator_type: str | None = None,
+    use_gpu: bool = True,
+    run_async: bool = False,
+    **settings: Any,
+) -> Callable[[Callable[P, R]], RayFunction[P, R]]: ...
+
+
+@documented(Settings, skip=["gpu_type"])
+def ray_launch(
+    gpus: Any = None,
+    gpu_type: GPUType | str | None = None,
+    remote: bool = False,
+    *,
+    num_accelerators: int | None = None,
+    accelerator_type: str | None = None,
+    use_gpu: bool = True,
+    run_async: bool = False,
+    **settings: Any,
+) -> Any:
+    """Decorate a function so that it can run on a Ray cluster of its own.
+
+    ``.distributed()`` starts a Ray node in each Spark task (or one on this machine), with the CPUs
+    and GPUs of that node, and waits until all of them have joined. The function then runs once, on
+    the head node, with Ray initialized. All processes and files of the cluster are gone when the
+    run has ended, however it ends. The cluster accepts only clients with the token of its run.
+
+    The decorator follows ``serverless_gpu.ray.ray_launch`` of Databricks:
+    https://docs.databricks.com/aws/en/machine-learning/ai-runtime/distributed-training.
+
+    Parameters
+    ----------
+    gpus : int, optional
+        Number of GPUs of the cluster; with ``use_gpu=False`` and ``remote=True`` the number of Ray
+        nodes. By default it is the number of GPUs of this machine.
+    gpu_type : GPUType or str, optional
+        Required type of the GPUs, such as "A10", in upper or lower case.
+    remote : bool, default False
+        Whether Ray nodes run on the executors of the active Spark session instead of this machine.
+    num_accelerators : int, optional
+        The newer name of `gpus`.
+    accelerator_type : str, optional
+        The newer name of `gpu_type`. "GPU_8xH100" includes the number of GPUs of a node, which is
+        the number of GPUs if none is given.
+    use_gpu : bool, default True
+        Whether Ray nodes have GPUs.
+    run_async : bool, default False
+        Whether ``.distributed()`` returns a future at once, as ``.distributed_async()`` does.
+    **settings
+        Settings of `TorchDistributor`, listed below, as for ``@distributed``. ``start_timeout``
+        also bounds the start of the Ray cluster. The cluster's files are in the folder that the
+        variable RAY_TEMP_DIR names, if it is set here or in ``env``.
+
+    Other Parameters
+    ----------------
+    {settings}
+
+    Returns
+    -------
+    callable
+        The decorator, which returns a `RayFunction`. Values are checked at each run.
+
+    Raises
+    ------
+    TypeError
+        If an argument is unknown, or both names of one argument are given.
+
+    Examples
+    --------
+    >>> @ray_launch(use_gpu=False)  # doctest: +SKIP
+    ... def sum_of_squares(count):
+    ...     import ray
+    ...     square = ray.remote(lambda x: x**2)
+    ...     return sum(ray.get([square.remote(x) for x in range(count)]))
+    >>> sum_of_squares.distributed(10)  # doctest: +SKIP
+    285
+    """
+    if callable(gpus):  # @ray_launch, without parentheses
+        return ray_launch()(gpus)
+    if not remote and not use_gpu:
+        gpus, num_accelerators = 1, None  # this machine is one Ray node
+    launch_with = partial(
+        launcher_of,
+        "@ray_launch",
+        gpus=gpus,
+        gpu_type=gpu_type,
+        remote=remote,
+        num_accelerators=num_accelerators,
+        accelerator_type=accelerator_type,
+        use_gpu=use_gpu,
+        run_async=run_async,
+    )
+    launch_with(settings=settings)  # checks the names of the arguments now
+
+    def launcher() -> TorchDistributor:
+        return launch_with(settings=_with_variables(settings))()
+
+    def decorate(function: Callable[P, R]) -> RayFunction[P, R]:
+        if not callable(function) and not isinstance(function, classmethod):
+            raise TypeError(f"@ray_launch must decorate a function, but got {function!r}.")
+        return RayFunction(function, launcher, run_async)
+
+    return decorate
+
+
+def _with_variables(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the environment variables of a new Ray cluster to a run's settings."""
+    env = settings.get("env", {})
+    if not isinstance(env, Mapping):
+        return dict(settings)  # the distributor raises the error
+    temp_dir = os.environ.get(TEMP_DIR_VARIABLE)
+    variables = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        **({TEMP_DIR_VARIABLE: temp_dir} if temp_dir else {}),
+    }
+    return {**settings, "env": {**variables, **env}}
+
+
+def _executor_cores(session: Session | None) -> int | None:
+    """Return how many cores each executor has; None if Spark's configuration does not say so."""
+    cores = session.conf("spark.executor.cores") if session else None
+    return int(cores) if cores else None

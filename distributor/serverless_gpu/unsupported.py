@@ -1,0 +1,46 @@
+"""Names of other packages that have no equivalent here, refused with what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+_READ_FILES = (
+    "Unity Catalog volumes are folders: read their files with torch.utils.data or pyarrow, and "
+    "divide them among ranks with distributor.train.torch.prepare_data_loader."
+)
+VOLUMES: Mapping[str, str] = {
+    "UCVolumeDataset": _READ_FILES,
+    "UCVolumeReader": _READ_FILES,
+    "UCVolumeWriter": "Unity Catalog volumes are folders: write files with open().",
+    "DataLoader": "Use torch.utils.data.DataLoader with distributor.train.torch."
+    "prepare_data_loader.",
+    "Checkpointable": "Use distributor.train.report and get_checkpoint; a loader of "
+    "distributor.train.torch.prepare_data_loader resumes within its epoch.",
+}
+"""Names of ``databricks.air.data`` and ``serverless_gpu.data``."""
+
+RAY_METRICS: Mapping[str, str] = {
+    "RayMetricsMonitor": "The CPU, memory, network and GPU use of each node is recorded in the "
+    "job's MLflow run without it.",
+}
+"""Names that belong to ``ray_launch`` of ``serverless_gpu``."""
+
+
+def refusing(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
+    """Return a module's ``__getattr__`` for names that are not supported.
+
+    Parameters
+    ----------
+    module : str
+        The module's name.
+    names : mapping of str to str
+        What to use instead of each name.
+    """
+
+    def refuse(name: str) -> Any:
+        if instead := names.get(name):
+            raise ImportError(f"{module}.{name} is not supported. {instead}", name=module)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return refuse

@@ -1,0 +1,424 @@
+"""``@ray_launch``: its Ray clusters, and that nothing is left of them, however a run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+from support.cluster import DEADLINE, cluster_on
+from support.driver_process import driver
+from support.machines import machines_apart, why_not_apart
+from support.ray_clusters import assert_ended, assert_nodes_ended, describe, nodes_used
+from support.waiting import assert_gone, until
+
+import distributor.air
+from distributor import DistributorError, ExecutorNotReady, RunTimeout, air, runtime, serverless_gpu
+from distributor.node.agent.worker_env import RANK_VARIABLES
+from distributor.node.process.scratch import create_elsewhere, create_scratch, remove_scratch
+from distributor.ray import RayFunction, ray_launch
+from distributor.ray.program import RayProgram
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+STARTED = 240.0
+"""Seconds until a function runs on its cluster, at most."""
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Create a folder in which sockets can be created: pytest's has too long a path."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@needs_ray
+def test_a_function_drives_a_cluster_of_its_own(tmp_path: Path) -> None:
+    @ray_launch(use_gpu=False, env={"HOME": str(tmp_path)}, timeout=STARTED)
+    def sum_of_powers(count: int, *, power: int) -> tuple[Any, ...]:
+        import ray
+
+        def raise_to_power(x: int) -> tuple[int, list[str]]:
+            return x**power, sorted(RANK_VARIABLES & os.environ.keys())
+
+        task = ray.remote(raise_to_power)
+        results = ray.get([task.remote(x) for x in range(count)])
+        identity = [found for _, found in results] + [sorted(RANK_VARIABLES & os.environ.keys())]
+        return sum(x for x, _ in results), identity, runtime.get_world_size(), describe()
+
+    value, identity, world_size, cluster = sum_of_powers.distributed(4, power=2)
+
+    assert value == 14
+    assert identity == [[]] * 5, "frameworks would wait for other ranks"
+    assert world_size == 1
+    assert cluster["cpus"] == os.cpu_count()
+    [node] = cluster["nodes"]
+    assert node.startswith("node0-")
+    assert_ended(cluster)
+    assert list(tmp_path.iterdir()) == [], "nothing in the home folder"
+
+
+@needs_ray
+@pytest.mark.spark
+def test_each_spark_task_is_a_node(spark: Any) -> None:
+    @ray_launch(gpus=2, remote=True, use_gpu=False, timeout=STARTED)
+    def spread() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        return nodes_used(2), describe()
+
+    used, cluster = spread.distributed()
+
+    assert len({each["node"] for each in used}) == 2
+    assert [name.partition("-")[0] for name in cluster["nodes"]] == ["node0", "node1"]
+    assert cluster["cpus"] == 2 * max(1, (os.cpu_count() or 1) // 2), "the nodes share the host"
+    assert_ended(cluster)
+    assert_nodes_ended(used)
+
+
+@needs_ray
+def test_nothing_is_left_after_an_exception(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TEMP_DIR", str(short_folder))
+
+    @ray_launch(use_gpu=False, timeout=STARTED)
+    def fail() -> None:
+        raise Broken(describe())
+
+    with pytest.raises(Broken) as caught:
+        fail.distributed()
+
+    cluster = caught.value.args[0]
+    assert any(Path(folder).parent == short_folder for folder in cluster["folders"])
+    assert_ended(cluster)
+    assert list(short_folder.iterdir()) == []
+
+
+DRIVER = """
+import json, sys, threading
+from pathlib import Path
+sys.path.append(sys.argv[1])
+from support.ray_clusters import describe
+from distributor.ray import ray_launch
+
+@ray_launch(use_gpu=False)
+def stay(folder):
+    note = Path(folder, "note")
+    note.with_suffix(".part").write_text(json.dumps(describe()))
+    note.with_suffix(".part").rename(note)
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    stay.distributed(sys.argv[2])
+"""
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_if_the_driver_is_killed(tmp_path: Path, signum: int) -> None:
+    with driver(DRIVER, tmp_path, str(Path(__file__).parent), str(tmp_path)) as (process, _):
+        until((tmp_path / "note").exists, "the function runs", 140)
+        process.send_signal(signum)
+        process.wait(30)
+
+        assert_ended(json.loads((tmp_path / "note").read_text()))
+
+
+def stay(note: str) -> None:
+    path = Path(note)
+    path.with_suffix(".part").write_text(json.dumps(describe()))
+    path.with_suffix(".part").rename(path)
+    threading.Event().wait()
+
+
+@needs_ray
+@pytest.mark.slow
+def test_nothing_is_left_of_a_cancelled_run(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    future = ray_launch(use_gpu=False)(stay).distributed_async(str(note))
+    until(note.exists, "the function runs", STARTED)
+
+    assert future.cancel()
+    assert_ended(json.loads(note.read_text()))
+
+
+@needs_ray
+@pytest.mark.slow
+def test_nothing_is_left_after_a_timeout(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+
+    with pytest.raises(RunTimeout, match="in stay"):
+        ray_launch(use_gpu=False, timeout=60)(stay).distributed(str(note))
+    assert_ended(json.loads(note.read_text()))
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.spark
+def test_clusters_at_the_same_time_do_not_know_each_other(spark: Any, tmp_path: Path) -> None:
+    """Each function waits until the other one runs."""
+
+    @ray_launch(gpus=2, remote=True, use_gpu=False, timeout=STARTED)
+    def see(me: str, other: str) -> dict[str, Any]:
+        (tmp_path / me).touch()
+        until((tmp_path / other).exists, "the other cluster is there", STARTED)
+        nodes_used(2)
+        return describe()
+
+    futures = [see.distributed_async("a", "b"), see.distributed_async("b", "a")]
+    first, second = (future.result(2 * STARTED) for future in futures)
+
+    assert len(first["nodes"]) == len(second["nodes"]) == 2
+    assert first["address"] != second["address"]
+    assert not {*first["folders"]} & {*second["folders"]}
+    assert_ended(first)
+    assert_ended(second)
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.spark
+def test_a_node_that_dies_fails_the_run(spark: Any, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    future = ray_launch(gpus=2, remote=True, use_gpu=False)(stay).distributed_async(str(note))
+    until(note.exists, "the function runs", STARTED)
+    cluster = json.loads(note.read_text())
+    raylets = [each for each in psutil.process_iter() if is_raylet_of(each, cluster)]
+    [other] = [each for each in raylets if each.pid not in cluster["pids"]]
+    other.kill()
+
+    with pytest.raises(DistributorError, match=r"Ray node node1-.* has ended \(exit code 1\)"):
+        future.result(120)
+    assert_ended(cluster)
+    assert_gone(raylets)
+
+
+def is_raylet_of(process: psutil.Process, cluster: dict[str, Any]) -> bool:
+    try:
+        command = process.cmdline()
+    except psutil.Error:
+        return False
+    is_raylet = bool(command) and command[0].endswith("/raylet")
+    return is_raylet and any(cluster["address"] in part for part in command)
+
+
+TWO_HOSTS = """
+sys.path.append({tests!r})
+from support.ray_clusters import describe, nodes_used
+from distributor.ray import ray_launch
+
+@ray_launch(gpus=2, remote=True, use_gpu=False, timeout=240)
+def use_both():
+    import ray
+
+    return nodes_used(2), [node["NodeManagerAddress"] for node in ray.nodes()], describe()
+
+used, addresses, cluster = use_both.distributed()
+send(used=used, addresses=addresses, cluster=cluster)
+time.sleep(1000)
+"""
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.spark
+@pytest.mark.skipif(bool(why_not_apart()), reason=why_not_apart())
+def test_a_cluster_of_two_hosts(tmp_path: Path) -> None:
+    source = TWO_HOSTS.format(tests=str(Path(__file__).parent))
+    with machines_apart(4) as machines, cluster_on(machines, tmp_path) as cluster:
+        with cluster.driver(source, **{"spark.cores.max": "2"}) as spark_driver:
+            found = spark_driver.receive("cluster", DEADLINE + STARTED)
+
+        addresses = sorted(machine.address for machine in cluster.on_workers)
+        assert sorted(found["addresses"]) == addresses
+        assert_nodes_ended(found["used"])
+        assert_gone(found["cluster"]["pids"])
+        assert list(cluster.temporary.glob("pymp-*")) == []
+
+
+@needs_ray
+@pytest.mark.slow
+def test_ten_runs_leave_nothing(short_folder: Path) -> None:
+    """Not even a file in a folder for temporary files that all of them use."""
+
+    @ray_launch(use_gpu=False, timeout=STARTED, env={"TMPDIR": str(short_folder)})
+    def look() -> dict[str, Any]:
+        return describe()
+
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    for _ in range(10):
+        assert_ended(look.distributed())
+    left = {child.pid for child in psutil.Process().children(recursive=True)} - before
+    assert len(left) <= 1, "the zygote alone may be new"
+    assert list(short_folder.iterdir()) == []
+
+
+@needs_ray
+@pytest.mark.slow
+def test_ray_data_and_ray_train_work(tmp_path: Path) -> None:
+    pytest.importorskip("ray.data")
+    pytest.importorskip("ray.train")
+
+    @ray_launch(use_gpu=False, timeout=2 * STARTED)
+    def train(storage: str) -> tuple[int, list[float]]:
+        import ray
+        import ray.train.torch
+
+        total = ray.data.range(100).map(lambda row: {"square": row["id"] ** 2}).sum("square")
+
+        def loop() -> None:
+            import torch
+
+            value = torch.ones(1) * (ray.train.get_context().get_world_rank() + 1)
+            torch.distributed.all_reduce(value)
+            ray.train.report({"sum": value.item()})
+
+        result = ray.train.torch.TorchTrainer(
+            loop,
+            scaling_config=ray.train.ScalingConfig(num_workers=2),
+            run_config=ray.train.RunConfig(storage_path=storage),
+        ).fit()
+        return total, result.metrics["sum"]
+
+    assert train.distributed(str(tmp_path)) == (328350, 3.0)
+
+
+# Without a cluster
+
+
+def test_the_names_of_the_other_packages() -> None:
+    assert serverless_gpu.ray.ray_launch is air.ray_launch is ray_launch
+    assert distributor.air.distributed is serverless_gpu.distributed
+    assert isinstance(ray_launch(stay), serverless_gpu.ray.RayFunction)
+
+
+@pytest.mark.parametrize(
+    ("statement", "says"),
+    [
+        ("from distributor.serverless_gpu.ray import RayMetricsMonitor", "recorded in the job's"),
+        ("from distributor.serverless_gpu import RayMetricsMonitor", "recorded in the job's"),
+        ("from distributor.serverless_gpu.data import UCVolumeDataset", "are folders: read"),
+        ("from distributor.air.data import Checkpointable", "distributor.train.report"),
+        ("import distributor.air; distributor.air.UCVolumeWriter", "write files with open"),
+        ("from distributor.air import no_such_name", "cannot import name 'no_such_name'"),
+    ],
+)
+def test_names_that_are_not_supported_say_what_to_use(statement: str, says: str) -> None:
+    with pytest.raises(ImportError, match=says):
+        exec(statement, {})
+
+
+def test_a_method_is_bound() -> None:
+    class Model:
+        @ray_launch
+        def fit(self, x: int) -> tuple[object, int]:
+            return self, x
+
+    model = Model()
+    assert model.fit(3) == (model, 3)
+    assert isinstance(model.fit, RayFunction)
+
+
+async def wait() -> None:
+    pass
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("settings", "function", "args", "kind", "says"),
+    [
+        ({}, stay, (), TypeError, "stay.* missing a required argument: 'note'"),
+        ({}, wait, (), TypeError, "wait is an async function"),
+        ({"remote": True}, stay, ("a",), ValueError, "gpus, the number of ranks, is missing"),
+        ({"remote": "yes"}, stay, ("a",), TypeError, "remote must be True or False"),
+        ({"env": 3}, stay, ("a",), TypeError, "env must map strings to strings"),
+    ],
+)
+def test_bad_input_is_an_error_before_anything_is_launched(
+    settings: dict[str, Any], function: Any, args: Any, kind: type[Exception], says: str
+) -> None:
+    launched = ray_launch(**{"use_gpu": False, **settings})(function)
+    with pytest.raises(kind, match=says):
+        launched.distributed(*args)
+
+
+def test_unknown_arguments_are_an_error_at_once() -> None:
+    with pytest.raises(TypeError, match="@ray_launch got unknown arguments: min_workers"):
+        ray_launch(gpus=2, min_workers=3)
+    with pytest.raises(TypeError, match="@ray_launch must decorate a function"):
+        ray_launch(gpus=2)(3)  # type: ignore[arg-type]
+
+
+def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+
+    with pytest.raises(ImportError, match=r"pip install 'distributor\[ray\]'"):
+        ray_launch(use_gpu=False)(stay).distributed("a")
+    with pytest.raises(ImportError, match=r"pip install 'distributor\[ray\]'"):
+        air.ray_init()
+    with pytest.raises(
+        ExecutorNotReady, match=r"On .*: Ray is not installed\. Install the driver's"
+    ):
+        RayProgram(stay, 60.0, None)("a")
+
+
+@needs_ray
+def test_a_ray_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "2.54.1")
+
+    with pytest.raises(ImportError, match=r"Ray 2\.54\.1 is installed, which is older than 2\.55"):
+        ray_launch(use_gpu=False)(stay).distributed("a")
+
+
+@needs_ray
+def test_a_folder_with_too_long_a_path_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 10)
+    launched = ray_launch(use_gpu=False, env={"RAY_TEMP_DIR": str(folder)}, timeout=60)(stay)
+
+    with pytest.raises(DistributorError, match=r"RAY_TEMP_DIR is '.*long', which is too long"):
+        launched.distributed("a")
+    assert list(folder.iterdir()) == []
+
+
+def test_each_run_has_its_own_token() -> None:
+    launched = ray_launch(use_gpu=False, env={"MINE": "x"})(stay)
+    first, second = (launched._launcher().env for _ in range(2))
+
+    assert first["MINE"] == second["MINE"] == "x"
+    assert first["RAY_AUTH_MODE"] == "token"
+    assert len(first["RAY_AUTH_TOKEN"]) == 64
+    assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
+
+
+def test_a_scratch_folder_is_removed_with_the_one_elsewhere(tmp_path: Path) -> None:
+    scratch, parent, foreign = tmp_path / "pymp-1", tmp_path / "parent", tmp_path / "foreign"
+    create_scratch(str(scratch))
+    elsewhere = Path(create_elsewhere(str(scratch), str(parent)))
+    (elsewhere / "file").touch()
+    remove_scratch(str(scratch))
+    assert list(tmp_path.iterdir()) == [parent]
+    assert list(parent.iterdir()) == []
+
+    foreign.mkdir()
+    scratch.mkdir()
+    (scratch / "elsewhere").symlink_to(foreign)
+    remove_scratch(str(scratch))
+    assert sorted(tmp_path.iterdir()) == [foreign, parent], "the program's link is not followed"
