@@ -76,7 +76,7 @@ CHANGES: list[tuple[str, str, dict[str, str]]] = [
     ('"fast"', '"quick"', {"Mode.FAST": BOTH}),
     ("    def why(self): ...", "    why = None", {"Failed.why": BOTH}),
     ("def why", "def who", {"Failed.why": THERE, "Failed.who": HERE}),
-    ("class Hung(Failed)", "class Hung(Exception)", {"Hung": BOTH}),
+    ("class Hung(Failed)", "class Hung(Exception)", {"Hung": BOTH, "Hung.why": THERE}),
 ]
 
 

@@ -40,7 +40,7 @@ def refusing(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]
 
     def refuse(name: str) -> Any:
         if instead := names.get(name):
-            raise ImportError(f"{module}.{name} is not supported. {instead}", name=module)
+            raise NotImplementedError(f"{module}.{name} is not supported. {instead}")
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return refuse

@@ -130,7 +130,7 @@ def added(ranks: list[dict[str, str]], inherited: Mapping[str, str]) -> list[dic
     ]
 
 
-def test_ranks_have_the_variables_of_torchrun_and_four_more(dumps: Dumps) -> None:
+def test_ranks_have_the_variables_of_torchrun_and_five_more(dumps: Dumps) -> None:
     torchrun = added(dumps.torchrun, dumps.inherited)
     ours = added(dumps.ours, dumps.inherited)
     assert len(torchrun) == len(ours) == 2

@@ -50,6 +50,8 @@ def read_surface(modules: Sequence[str], root: str, inherited: Collection[str] =
             loaded = import_module(module)
         except ModuleNotFoundError:
             surface |= dict.fromkeys(_names_in_source(module), NOT_READ)
+        except NotImplementedError:  # a module that refuses each of its names
+            continue
         else:
             things |= {name: getattr(loaded, name) for name in public_names(loaded)}
     for name, thing in things.items():
