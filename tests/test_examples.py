@@ -111,33 +111,23 @@ def test_lightning_shards_a_model(tmp_path: Path) -> None:
     assert float(accuracy) > 0.9
 
 
-def on_the_cluster(name: str) -> str:
-    """Return an example that runs on the executors of the active session."""
-    source = (FOLDER / f"{name}.py").read_text()
-    assert "ScalingConfig(" in source
-    return source.replace("ScalingConfig(", "ScalingConfig(local_mode=False, ")
-
-
 def test_an_example_runs_in_a_session(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = tmp_path / "quick_start.py"
-    program.write_text(on_the_cluster("quick_start"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(FOLDER)
-    runpy.run_path(str(program), run_name="__main__")
+    runpy.run_path(str(FOLDER / "quick_start.py"), run_name="__main__")
     check("quick_start", tmp_path, capsys.readouterr().out)
 
 
 RUN_ALL = """
 import contextlib, io, runpy, traceback
 
-folder, programs = {folder!r}, {programs!r}
-sys.path.insert(0, folder)
-for name, program in programs.items():
+sys.path.insert(0, "{folder}")
+for name in {names!r}:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
-            runpy.run_path(program, run_name="__main__")
+            runpy.run_path(f"{folder}/{{name}}.py", run_name="__main__")
         except Exception:
             traceback.print_exc(file=printed)
     send(**{{name: printed.getvalue()}})
@@ -149,12 +139,8 @@ spark.stop()
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Driver, Path]]:
     """Start a driver on a standalone cluster, which runs all examples in turn."""
     folder = tmp_path_factory.mktemp("examples")
-    programs = {}
-    for name, expected in EXAMPLES.items():
-        if find_spec(expected.needs) is not None:
-            programs[name] = str(folder / f"{name}.py")
-            (folder / f"{name}.py").write_text(on_the_cluster(name))
-    source = RUN_ALL.format(folder=str(FOLDER), programs=programs)
+    names = [name for name, each in EXAMPLES.items() if find_spec(each.needs) is not None]
+    source = RUN_ALL.format(folder=FOLDER, names=names)
     with (
         machines_on_loopback(4) as machines,
         cluster_on(machines, folder) as cluster,

@@ -21,7 +21,13 @@ import pytest
 from support.cluster import DEADLINE, cluster_on
 from support.driver_process import driver
 from support.machines import machines_apart, why_not_apart
-from support.ray_clusters import assert_ended, assert_nodes_ended, describe, nodes_used
+from support.ray_clusters import (
+    assert_ended,
+    assert_files_and_processes_ended,
+    assert_nodes_ended,
+    describe,
+    nodes_used,
+)
 from support.waiting import assert_gone, until
 
 import distributor.air
@@ -221,17 +227,26 @@ def is_raylet_of(process: psutil.Process, cluster: dict[str, Any]) -> bool:
 
 TWO_HOSTS = """
 sys.path.append({tests!r})
-from support.ray_clusters import describe, nodes_used
+from support.ray_clusters import describe, nodes_used, train_with_ray
 from distributor.ray import ray_launch
 
-@ray_launch(gpus=2, remote=True, use_gpu=False, timeout=240)
-def use_both():
+settings = dict(gpus=2, remote=True, use_gpu=False, timeout=240)
+
+@ray_launch(**settings)
+def train():
     import ray
 
-    return nodes_used(2), [node["NodeManagerAddress"] for node in ray.nodes()], describe()
+    addresses = sorted(node["NodeManagerAddress"] for node in ray.nodes())
+    return addresses, train_with_ray({storage!r}), nodes_used(2), describe()
 
-used, addresses, cluster = use_both.distributed()
-send(used=used, addresses=addresses, cluster=cluster)
+@ray_launch(**settings)
+def look():
+    return nodes_used(2), describe()
+
+addresses, trained, *run = train.distributed()
+send(addresses=addresses, trained=trained, run=run)
+_channel.recv(100)
+send(runs=[look.distributed() for _ in range(9)])
 time.sleep(1000)
 """
 
@@ -240,17 +255,35 @@ time.sleep(1000)
 @pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.skipif(bool(why_not_apart()), reason=why_not_apart())
-def test_a_cluster_of_two_hosts(tmp_path: Path) -> None:
-    source = TWO_HOSTS.format(tests=str(Path(__file__).parent))
+def test_ray_data_and_ray_train_on_two_hosts_and_ten_runs_leave_nothing(tmp_path: Path) -> None:
+    source = TWO_HOSTS.format(tests=str(Path(__file__).parent), storage=str(tmp_path / "results"))
     with machines_apart(4) as machines, cluster_on(machines, tmp_path) as cluster:
-        with cluster.driver(source, **{"spark.cores.max": "2"}) as spark_driver:
-            found = spark_driver.receive("cluster", DEADLINE + STARTED)
+        hosts = cluster.on_workers
 
-        addresses = sorted(machine.address for machine in cluster.on_workers)
-        assert sorted(found["addresses"]) == addresses
-        assert_nodes_ended(found["used"])
-        assert_gone(found["cluster"]["pids"])
+        def ports() -> list[set[int]]:
+            return [host.listening_ports() for host in hosts]
+
+        with cluster.driver(source, **{"spark.cores.max": "2"}) as spark_driver:
+            first = spark_driver.receive("run", DEADLINE + 2 * STARTED)
+            assert first["addresses"] == sorted(host.address for host in hosts)
+            assert first["trained"] == {"sum_of_squares": 328350, "sum_of_ranks": 3, "hosts": 2}
+            assert_run_ended(first["run"])
+            before = ports()
+            assert int(first["run"][1]["address"].rpartition(":")[2]) not in set.union(*before)
+
+            spark_driver.send("go on")
+            runs = spark_driver.receive("runs", 10 * STARTED)["runs"]
+            assert len(runs) == 9
+            for run in runs:
+                assert_run_ended(run)
+            until(lambda: ports() == before, "ports are left")
         assert list(cluster.temporary.glob("pymp-*")) == []
+
+
+def assert_run_ended(run: list[Any]) -> None:
+    used, ray_cluster = run
+    assert_nodes_ended(used)
+    assert_files_and_processes_ended(ray_cluster)
 
 
 @needs_ray
@@ -268,36 +301,6 @@ def test_ten_runs_leave_nothing(short_folder: Path) -> None:
     left = {child.pid for child in psutil.Process().children(recursive=True)} - before
     assert len(left) <= 1, "the zygote alone may be new"
     assert list(short_folder.iterdir()) == []
-
-
-@needs_ray
-@pytest.mark.slow
-def test_ray_data_and_ray_train_work(tmp_path: Path) -> None:
-    pytest.importorskip("ray.data")
-    pytest.importorskip("ray.train")
-
-    @ray_launch(use_gpu=False, timeout=2 * STARTED)
-    def train(storage: str) -> tuple[int, list[float]]:
-        import ray
-        import ray.train.torch
-
-        total = ray.data.range(100).map(lambda row: {"square": row["id"] ** 2}).sum("square")
-
-        def loop() -> None:
-            import torch
-
-            value = torch.ones(1) * (ray.train.get_context().get_world_rank() + 1)
-            torch.distributed.all_reduce(value)
-            ray.train.report({"sum": value.item()})
-
-        result = ray.train.torch.TorchTrainer(
-            loop,
-            scaling_config=ray.train.ScalingConfig(num_workers=2),
-            run_config=ray.train.RunConfig(storage_path=storage),
-        ).fit()
-        return total, result.metrics["sum"]
-
-    assert train.distributed(str(tmp_path)) == (328350, 3.0)
 
 
 # Without a cluster
@@ -364,7 +367,9 @@ def test_bad_input_is_an_error_before_anything_is_launched(
 
 
 def test_unknown_arguments_are_an_error_at_once() -> None:
-    with pytest.raises(TypeError, match="@ray_launch got unknown arguments: min_workers"):
+    with pytest.raises(
+        TypeError, match="@ray_launch got an unexpected keyword argument 'min_workers'"
+    ):
         ray_launch(gpus=2, min_workers=3)
     with pytest.raises(TypeError, match="@ray_launch must decorate a function"):
         ray_launch(gpus=2)(3)  # type: ignore[arg-type]

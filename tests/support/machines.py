@@ -44,16 +44,26 @@ class Machine:
 
     def start(self, command: Sequence[str], **settings: Any) -> subprocess.Popen[Any]:
         """Start a process on this machine; it is killed together with the machine."""
-        inside = ["ip", "netns", "exec", self.namespace] if self.namespace else []
         given = {**self.environment, **settings.pop("env", {})}
         env = {**os.environ, "SPARK_LOCAL_IP": self.address, **given}
         if ":" in self.address:
             options = env.get("JDK_JAVA_OPTIONS", "")
             env["JDK_JAVA_OPTIONS"] = f"{options} -Djava.net.preferIPv6Addresses=true".lstrip()
             env["SPARK_PREFER_IPV6"] = "true"
-        process = subprocess.Popen([*inside, *command], env=env, **settings)
+        process = subprocess.Popen([*self._inside, *command], env=env, **settings)
         self._started.append(process)
         return process
+
+    @property
+    def _inside(self) -> list[str]:
+        return ["ip", "netns", "exec", self.namespace] if self.namespace else []
+
+    def listening_ports(self) -> set[int]:
+        """Return the ports on which processes of this machine's network listen."""
+        tables = [*self._inside, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
+        text = subprocess.run(tables, check=True, capture_output=True, text=True).stdout
+        rows = [line.split() for line in text.splitlines()]
+        return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == LISTENING}
 
     @property
     def host(self) -> str:

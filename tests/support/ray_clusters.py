@@ -30,14 +30,45 @@ def describe() -> dict[str, Any]:
     }
 
 
-def assert_ended(cluster: dict[str, Any]) -> None:
-    """Check that no process, no port and no file of a cluster is left."""
+def assert_files_and_processes_ended(cluster: dict[str, Any]) -> None:
+    """Check that no process and no file of a cluster is left."""
     assert len(cluster["pids"]) > 4, "the rank, ray start, the GCS, the raylet, and a worker"
     assert_gone(cluster["pids"])
     until(lambda: not any(Path(folder).exists() for folder in cluster["folders"]), "files are left")
+
+
+def assert_ended(cluster: dict[str, Any]) -> None:
+    """Check that no process, no port and no file of a cluster of this host is left."""
+    assert_files_and_processes_ended(cluster)
     host, _, port = cluster["address"].rpartition(":")
     with socket.socket() as client:
         assert client.connect_ex((host, int(port))) != 0, "the cluster's port is open"
+
+
+def train_with_ray(storage: str) -> dict[str, Any]:
+    """Run Ray Data, and two ranks of Ray Train, one on each node."""
+    import ray.data
+    import ray.train.torch
+
+    def square(row: dict[str, int]) -> dict[str, int]:
+        return {"square": row["id"] ** 2}
+
+    def add_ranks() -> None:
+        import torch
+
+        rank = ray.train.get_context().get_world_rank()
+        values = torch.tensor([rank + 1.0, float(ray.train.get_context().get_local_rank() == 0)])
+        torch.distributed.all_reduce(values)
+        sum_of_ranks, hosts = values.tolist()
+        ray.train.report({"sum_of_ranks": sum_of_ranks, "hosts": hosts})
+
+    result = ray.train.torch.TorchTrainer(
+        add_ranks,
+        scaling_config=ray.train.ScalingConfig(num_workers=2, placement_strategy="STRICT_SPREAD"),
+        run_config=ray.train.RunConfig(storage_path=storage),
+    ).fit()
+    assert result.metrics is not None
+    return {"sum_of_squares": ray.data.range(100).map(square).sum("square"), **result.metrics}
 
 
 def nodes_used(count: int) -> list[dict[str, Any]]:
