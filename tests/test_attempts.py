@@ -84,18 +84,6 @@ def fail(folder: Path, error: Callable[[int], Exception]) -> None:
         raise error(attempt)
 
 
-def test_an_exception_that_repeats_ends_a_run_without_a_limit(
-    distribute: Distribute, tmp_path: Path
-) -> None:
-    with pytest.raises(KeyError, match="a bug") as caught:
-        distribute(1, max_failures=-1).run(fail, tmp_path, lambda attempt: KeyError("a bug"))
-
-    assert begun(tmp_path) == ["0-0", "1-0", "2-0"]
-    assert any(
-        "attempts 0, 1 failed at the same step in the same way" in n for n in caught.value.__notes__
-    )
-
-
 def test_an_exception_that_repeats_is_counted_like_any_other(
     tmp_path: Path, warned: Callable[[], list[str]]
 ) -> None:
@@ -108,9 +96,20 @@ def test_an_exception_that_repeats_is_counted_like_any_other(
     assert warned() == [
         f"Attempt {number} failed at the same step in the same way as {earlier}."
         for number, earlier in enumerate(
-            ["attempt 0", "attempts 0, 1", "attempts 0, 1, 2"], start=1
+            ["1 earlier attempt", "2 earlier attempts", "3 earlier attempts"], start=1
         )
     ]
+
+
+def fail_often(folder: Path) -> int:
+    attempt = begin(folder)
+    if attempt < 5:
+        raise KeyError("a bug")
+    return attempt
+
+
+def test_minus_one_is_no_limit(distribute: Distribute, tmp_path: Path) -> None:
+    assert distribute(1, max_failures=-1).run(fail_often, tmp_path) == 5
 
 
 def fail_one_step_later(folder: Path) -> int:
@@ -123,13 +122,16 @@ def fail_one_step_later(folder: Path) -> int:
     return attempt
 
 
-def test_an_exception_at_a_later_step_is_another(tmp_path: Path) -> None:
+def test_an_exception_at_a_later_step_is_another(
+    tmp_path: Path, warned: Callable[[], list[str]]
+) -> None:
     ranks = TorchDistributor(
         1, use_gpu=False, max_failures=-1, storage_path=tmp_path / "runs", timeout=120
     )
     folder = tmp_path / "begun"
     folder.mkdir()
     assert ranks.run(fail_one_step_later, folder) == 3
+    assert warned() == []
 
 
 def return_a_lock(folder: Path) -> Any:

@@ -488,9 +488,9 @@ def test_an_invalid_setting_on_a_cluster(
     kind: type[Exception],
     message: str,
 ) -> None:
-    settings = {"num_processes": 2, **settings}
+    settings = {"num_processes": 2, "local_mode": False, "use_gpu": False, **settings}
     with nothing_launched(), pytest.raises(kind, match=message):
-        TorchDistributor(local_mode=False, use_gpu=False, **settings).run(train)
+        TorchDistributor(**settings).run(train)
 
 
 @pytest.mark.spark

@@ -258,7 +258,7 @@ def test_timeout_counts_from_when_the_ranks_have_started(
 
 
 HANGING_RUNS = """
-    import signal, sys
+    import sys
 
     from distributor import TorchDistributor
 
@@ -270,7 +270,6 @@ HANGING_RUNS = """
         threading.Event().wait()
 
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.argv[1] == "cluster":
         from pyspark.sql import SparkSession
 

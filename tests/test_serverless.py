@@ -372,7 +372,7 @@ def test_bad_input_is_an_error_before_anything_is_launched(
         ({"gpu_type": "A10", "accelerator_type": "A10"}, "gpu_type and accelerator_type are two"),
         (
             {"gpus": 2, "num_gpus": 3},
-            r"distributed\(\) got an unexpected keyword argument 'num_gpus'. Did you mean 'gpus'",
+            r"@distributed got an unexpected keyword argument 'num_gpus'\. Did you mean 'gpus'",
         ),
     ],
 )

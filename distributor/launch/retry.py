@@ -27,8 +27,6 @@ from distributor.serialization.outcome import (
 
 NOT_RETRIED = (UnpicklableError, ValueTooLarge)
 """Errors of ranks that have finished their training, and would raise the same again."""
-MAX_SAME_FAILURES = 3
-"""The same failure at the same step so often ends a run without a limit of failed attempts."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def _run_attempts(job: Job, launcher: Launcher, listeners: Listeners, label: Run
             if same := _same_failures(failed):
                 warn(
                     f"Attempt {failed[-1].number} failed at the same step in the same way as "
-                    f"{listed('attempt', same)}."
+                    f"{counted(same, 'earlier attempt')}."
                 )
         else:
             notify(f"Finished {launcher.training(count)}", job.settings.spelling.logger)
@@ -148,12 +146,7 @@ def _reason_to_stop(
         return "another attempt would not help"
     name, count = _limiting(failed, settings)
     limit = getattr(settings, name)
-    if 0 <= limit < count:
-        return f"{name} is {limit}"
-    same = _same_failures(failed)
-    if limit < 0 and len(same) + 1 >= MAX_SAME_FAILURES:
-        return f"{listed('attempt', same)} failed at the same step in the same way"
-    return None
+    return f"{name} is {limit}" if 0 <= limit < count else None
 
 
 def _limiting(failed: list[FailedAttempt], settings: Settings) -> tuple[str, int]:
@@ -166,10 +159,10 @@ def _limiting(failed: list[FailedAttempt], settings: Settings) -> tuple[str, int
     return "max_failures", len(failed) - num_preempted
 
 
-def _same_failures(failed: list[FailedAttempt]) -> list[int]:
-    """Return the numbers of the earlier attempts that failed as the last one did."""
+def _same_failures(failed: list[FailedAttempt]) -> int:
+    """Return how many of the earlier attempts failed as the last one did."""
     *earlier, last = failed
-    return [each.number for each in earlier if _is_same(each.error, last.error)]
+    return sum(1 for each in earlier if _is_same(each.error, last.error))
 
 
 def _is_same(one: Exception, other: Exception) -> bool:

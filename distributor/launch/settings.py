@@ -227,8 +227,8 @@ class Settings:
         "int",
         """Number of attempts that may fail, because a rank raises an exception or a rank,
         executor or host dies, before the run fails. The ranks of the next attempt get the latest
-        checkpoint from ``distributor.train.get_checkpoint``. -1 is no limit, but the third same
-        exception at the same step ends the run.""",
+        checkpoint from ``distributor.train.get_checkpoint``. -1 is no limit. An exception that
+        repeats at the same step counts like any other, with a warning.""",
         checks.check_max_failures,
     )
     max_preemption_failures: int | None = setting(
@@ -268,7 +268,8 @@ class Settings:
         object.__setattr__(self, "log_dir", _expanded(self.log_dir))
         object.__setattr__(self, "environment", _expanded(self.environment))
         if isinstance(self.py_modules, (list, tuple)):
-            object.__setattr__(self, "py_modules", tuple(map(_expanded, self.py_modules)))
+            modules = type(self.py_modules)(map(_expanded, self.py_modules))
+            object.__setattr__(self, "py_modules", modules)
         for field in dataclasses.fields(self):
             field.metadata["check"](field.name, getattr(self, field.name))
         if self.name is not None and self.storage_path is None:

@@ -61,7 +61,7 @@ class FailureConfig(ChecksUnsupported):
     ----------
     max_failures : int, default 0
         The number of attempts that may fail before the run fails; -1 for any number. An exception
-        that repeats at the same step counts like any other; with -1, the third one ends the run.
+        that repeats at the same step counts like any other, with a warning.
     fail_fast : bool, optional
         Not supported, as in Ray Train: pass ``max_failures=0``.
     controller_failure_limit : int, default -1

@@ -74,7 +74,7 @@ def takes_a_function(function: Callable[[], None]) -> None:
         (functools.partial(takes_a_function, imports_inside),),
         (takes_a_function, (imports_inside,), {}),
         (takes_a_function, (), {"function": calls_another}),
-        (TorchTrainer(imports_inside)._loop,),
+        (TorchTrainer(imports_inside)._checked_loop(),),
     ],
 )
 def test_functions_that_mention_the_package_are_found(parts: tuple[object, ...]) -> None:

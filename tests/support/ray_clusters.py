@@ -60,7 +60,8 @@ def train_with_ray(storage: str) -> dict[str, Any]:
         values = torch.tensor([rank + 1.0, float(ray.train.get_context().get_local_rank() == 0)])
         torch.distributed.all_reduce(values)
         sum_of_ranks, hosts = values.tolist()
-        ray.train.report({"sum_of_ranks": sum_of_ranks, "hosts": hosts})
+        checkpoint = ray.train.Checkpoint(storage)  # without one, the result has no metrics
+        ray.train.report({"sum_of_ranks": sum_of_ranks, "hosts": hosts}, checkpoint=checkpoint)
 
     result = ray.train.torch.TorchTrainer(
         add_ranks,

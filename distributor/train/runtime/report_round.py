@@ -82,6 +82,8 @@ class ReportRounds:
         if self._channel.rank == 0:
             self._channel.set(request.key, self._decide(request))
         decision = self._channel.get(request.key, UPLOAD_TIMEOUT_SECONDS)
+        if "error" in decision:
+            self._channel.await_readers(request.key)
         self._channel.delete_keys()
         if "error" in decision:
             raise DistributorError(decision["error"])
@@ -197,6 +199,7 @@ class ReportRounds:
         )
         if "name" in agreed:
             return str(agreed["name"])
+        self._channel.await_readers(f"{request.key}/uploaded")
         self._channel.delete_keys()
         if upload.error is not None:
             raise upload.error  # perhaps of the user's function

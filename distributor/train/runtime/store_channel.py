@@ -18,6 +18,8 @@ RANK_TIMEOUT_SECONDS = 1800.0
 """Seconds that a rank waits for the other ranks to report, as in torch's collectives."""
 UPLOAD_TIMEOUT_SECONDS = 6 * 3600.0
 """Seconds that a rank waits for the uploads of other ranks, all of which have begun."""
+READ_SECONDS = 10.0
+"""Seconds that rank 0 waits until the other ranks have read an error."""
 LATE_WARNING_SECONDS = 60.0
 """Seconds after which rank 0 prints which ranks it is waiting for."""
 
@@ -195,8 +197,21 @@ class StoreChannel:
             self.set(key, self._decide(key, decide, timeout))
         decision = self.get(key, timeout)
         if "error" in decision:
+            self.await_readers(key)
             raise DistributorError(decision["error"])
         return decision["value"]
+
+    def await_readers(self, key: str) -> None:
+        """Tell rank 0 that this rank has read an error; on rank 0, wait for all others.
+
+        Rank 0 raises the error too, and the store ends with it: a rank that had not read the error
+        would raise a `ConnectionError` instead.
+        """
+        with contextlib.suppress(ConnectionError):
+            self.set_own(f"{key}/read", None)
+            if self.rank == 0:
+                keys = {rank: f"{key}/read/{rank}" for rank in range(self.size)}
+                self._missing(keys, time.monotonic() + READ_SECONDS)
 
     def leave(self, key: str, why: str) -> None:
         """Let the other ranks' calls of `agree` with this key fail: this rank will not call it."""
