@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -163,7 +164,16 @@ def _summary_of(error: BaseException) -> str:
     lines = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
     name = type(error).__qualname__
     named = (line for line in lines if line.partition(":")[0].endswith(name))
-    return next(named, lines[-1])[:MAX_SUMMARY]
+    return (next(named, lines[-1]) + _checkpoint_cause(error))[:MAX_SUMMARY]
+
+
+def _checkpoint_cause(error: BaseException) -> str:
+    """Return why torch.distributed.checkpoint failed: the line that names its error does not."""
+    module = sys.modules.get("torch.distributed.checkpoint.api")
+    if module is None or not isinstance(error, module.CheckpointException):
+        return ""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f": rank {rank}: {_summary_of(cause)}"
 
 
 def _cut(text: str) -> str:

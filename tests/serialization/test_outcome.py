@@ -6,9 +6,12 @@ import pickle
 import signal
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 
 from distributor.errors import RemoteError, RemoteTraceback, WorkerDied
 from distributor.serialization import oob_pickle, outcome
@@ -129,6 +132,14 @@ def test_the_summary_is_the_line_that_names_the_exception() -> None:
     assert failure_of(ValueError("one\ntwo"), origin(0)).summary == "ValueError: one"
     assert failure_of(ValueError("only"), origin(0)).summary == "ValueError: only"
     assert failure_of(KeyError(), origin(0)).summary == "KeyError"
+
+
+def test_the_summary_of_a_failed_checkpoint_has_the_cause(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load({"step": 0}, checkpoint_id=tmp_path)
+    summary = failure_of(raised.value, origin(0)).summary
+    assert ": rank 0: AssertionError: " in summary
+    assert str(tmp_path / ".metadata") in summary
 
 
 class TorchsError(RuntimeError):
