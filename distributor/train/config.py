@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from distributor.core.spelling import checks_keywords
 from distributor.launch.setting_checks import check_max_failures
 
 LEVELS: dict[str, int] = {
@@ -50,6 +51,7 @@ class ChecksUnsupported:
         )
 
 
+@checks_keywords
 @dataclass
 class FailureConfig(ChecksUnsupported):
     """How often a failed training run is restarted.
@@ -114,6 +116,7 @@ class FailureConfig(ChecksUnsupported):
             self._refuse("controller_failure_limit", self.controller_failure_limit, instead)
 
 
+@checks_keywords
 @dataclass
 class CheckpointConfig(ChecksUnsupported):
     """Which checkpoints are kept: the latest, and the best.

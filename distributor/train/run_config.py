@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from distributor.core.checkpoint_config import check_name
+from distributor.core.spelling import checks_keywords
 from distributor.launch.job import new_run_id
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.config import (
@@ -34,6 +35,7 @@ def _default_path() -> str:
     return os.path.expanduser(DEFAULT_STORAGE_PATH)
 
 
+@checks_keywords
 @dataclass
 class RunConfig(ChecksUnsupported):
     """The storage of a training run, and its handling of failures.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
+from distributor.core.spelling import checks_keywords
 from distributor.launch.setting_checks import check_bool, check_gpu_type, check_num_processes
 from distributor.train.config import ChecksUnsupported, InvalidArgument
 
@@ -18,6 +19,7 @@ _GPU_TYPES = {"A10G": "A10"}
 """The types that Ray names differently."""
 
 
+@checks_keywords
 @dataclass
 class ScalingConfig(ChecksUnsupported):
     """The number of ranks, and the machines that they run on.

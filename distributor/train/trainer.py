@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from distributor.core.spelling import checks_keywords
 from distributor.errors import RunCancelled
 from distributor.launch.output.messages import notify, shown_from
 from distributor.torch_distributor import TorchDistributor
@@ -32,6 +33,7 @@ _UNSUPPORTED = {
 }
 
 
+@checks_keywords
 class TorchTrainer:
     """Runs a training function on several ranks, and resumes from its checkpoints.
 

@@ -160,6 +160,41 @@ BAD: list[tuple[Any, type[Exception], str]] = [
         ValueError,
         r"RunConfig.settings has \['name'\]",
     ),
+    (
+        lambda: ScalingConfig(num_worker=2),  # type: ignore[call-arg]
+        TypeError,
+        r"^ScalingConfig\(\) got an unexpected .* 'num_worker'. Did you mean 'num_workers'\?$",
+    ),
+    (
+        lambda: ScalingConfig(num_gpus=2),  # type: ignore[call-arg]
+        TypeError,
+        "Did you mean 'num_workers'",
+    ),
+    (
+        lambda: RunConfig(storage="runs"),  # type: ignore[call-arg]
+        TypeError,
+        "Did you mean 'storage_path'",
+    ),
+    (
+        lambda: CheckpointConfig(num_keep=1),  # type: ignore[call-arg]
+        TypeError,
+        "Did you mean 'num_to_keep'",
+    ),
+    (
+        lambda: FailureConfig(max_failure=1),  # type: ignore[call-arg]
+        TypeError,
+        "Did you mean 'max_failures'",
+    ),
+    (
+        lambda: TorchConfig(timeout=1),  # type: ignore[call-arg]
+        TypeError,
+        "Did you mean 'timeout_s'",
+    ),
+    (
+        lambda: TorchTrainer(print, scaling=None),  # type: ignore[call-arg]
+        TypeError,
+        "Did you mean 'scaling_config'",
+    ),
 ]
 
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from distributor import runtime
+from distributor.core.spelling import checks_keywords
 from distributor.node.worker.worker_context import worker_context
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class BackendConfig:
         return {}
 
 
+@checks_keywords
 @dataclass
 class TorchConfig(BackendConfig):
     """Configuration of the process group that `TorchTrainer` creates.
