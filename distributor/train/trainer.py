@@ -51,7 +51,8 @@ class TorchTrainer:
         The function that each rank runs, inside a process group. It takes `train_loop_config`, or
         nothing. One that takes it or nothing is called with it if it is not empty.
     train_loop_config : mapping of str to object, optional
-        The argument of the function; by default empty.
+        The argument of the function, by default an empty dict. Any object that can be pickled is
+        passed as it is, for example an ``argparse.Namespace``.
     torch_config : TorchConfig, optional
         The process group; by default gloo for CPUs and NCCL for GPUs.
     scaling_config : ScalingConfig, optional
@@ -128,7 +129,6 @@ class TorchTrainer:
                     f"TorchTrainer: {name} is not supported. {_UNSUPPORTED[name]}"
                 )
         _check_resume_from(resume_from_checkpoint)
-        _check_type("train_loop_config", train_loop_config, Mapping)
         _check_type("torch_config", torch_config, TorchConfig)
         _check_type("scaling_config", scaling_config, ScalingConfig)
         _check_type("run_config", run_config, RunConfig)
@@ -202,7 +202,7 @@ class TorchTrainer:
         self.run_config.check()
         return WorkerLoop(
             func=self.train_loop_per_worker,
-            config=dict(self.train_loop_config or {}),
+            config=self.train_loop_config or {},
             torch_config=self.backend_config,
             filesystem=self.run_config.storage_filesystem,
             resume_from=self.resume_from_checkpoint,

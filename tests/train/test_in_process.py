@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from support.training import here
 
 from distributor import TorchDistributor, train
 from distributor.train import Checkpoint, RunConfig, ScalingConfig, collective
@@ -87,6 +89,25 @@ def test_a_function_that_takes_a_configuration_or_nothing() -> None:
     assert fit(loop).return_value is None
     assert fit(loop, train_loop_config={"a": 1}).return_value == {"a": 1}
     assert fit(lambda config: config).return_value == {}
+
+
+def test_a_configuration_of_any_class_is_passed_as_it_is(tmp_path: Path) -> None:
+    class Config(dict[str, Any]):
+        """Has attributes, as the configurations of other packages do."""
+
+        __getattr__ = dict.__getitem__
+
+    config = Config(lr=0.5)
+    assert fit(lambda config: config, train_loop_config=config).return_value is config
+    trainer = TorchTrainer(
+        lambda config: (type(config).__name__, config.lr),
+        train_loop_config=argparse.Namespace(lr=0.5),  # type: ignore[arg-type]
+        scaling_config=here(),
+        run_config=RunConfig(storage_path=tmp_path),
+    )
+    assert trainer.fit().return_value == ("Namespace", 0.5)
+    trainer.train_loop_config = config
+    assert trainer.fit().return_value == ("Config", 0.5)
 
 
 def test_processes_that_torchrun_has_started_train_together() -> None:

@@ -132,7 +132,6 @@ BAD: list[tuple[Any, type[Exception], str]] = [
         TypeError,
         "must be a TorchConfig, but is",
     ),
-    (lambda: TorchTrainer(print, train_loop_config=5), TypeError, "must be a Mapping, but is 5"),
     (
         lambda: TorchTrainer(print, resume_from_checkpoint="runs/x"),
         TypeError,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +25,8 @@ class WorkerLoop:
     ----------
     func : callable
         The function. It takes the configuration, or nothing.
-    config : mapping of str to object
-        The configuration.
+    config : object
+        The configuration, usually a dict.
     torch_config : TorchConfig
         The process group.
     filesystem : FileSystem or None
@@ -41,7 +41,7 @@ class WorkerLoop:
     """
 
     func: Callable[..., Any]
-    config: Mapping[str, Any]
+    config: Any
     torch_config: TorchConfig
     filesystem: Any
     resume_from: Checkpoint | None
@@ -67,11 +67,11 @@ class WorkerLoop:
 
     def run_func(self) -> Any:
         """Call the function with its configuration, or with nothing."""
-        args = [dict(self.config)] if _takes_config(self.func, self.config) else []
+        args = [self.config] if _takes_config(self.func, self.config) else []
         return self.func(*args)
 
 
-def _takes_config(function: Callable[..., Any], config: Mapping[str, Any]) -> bool:
+def _takes_config(function: Callable[..., Any], config: object) -> bool:
     """Return whether a training function is called with its configuration.
 
     If it takes it or nothing, it is called with one that is not empty.
