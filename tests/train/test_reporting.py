@@ -12,6 +12,7 @@ import cloudpickle
 import pyarrow.fs as pafs
 import pytest
 from support.reports import TouchWhenPrinted, count_on, save, use_plain_writes
+from support.training import here
 from support.waiting import until
 
 from distributor import DistributorError, TorchDistributor, train
@@ -208,10 +209,10 @@ def test_only_local_folders_are_deleted_after_the_upload(tmp_path: Path) -> None
 
 
 def test_without_upload_the_name_is_that_of_the_folder(tmp_path: Path) -> None:
-    def report(name: str | None) -> None:
+    def report(saved: str, name: str | None) -> None:
         train.report({})
-        folder = tmp_path / "mine" / "a"
-        folder.mkdir(exist_ok=True)
+        folder = tmp_path / "mine" / saved
+        folder.mkdir(parents=True)
         (folder / "x").write_text("x")
         train.report(
             {},
@@ -221,10 +222,11 @@ def test_without_upload_the_name_is_that_of_the_folder(tmp_path: Path) -> None:
         )
 
     ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="mine")
-    with pytest.raises(ValueError, match=r"With NO_UPLOAD, .* and the name is 'b'"):
-        ranks.run(report, "b")
-    ranks.run(report, None)
-    assert [name for name, _ in Storage(tmp_path, "mine").committed()] == ["a"]
+    ranks.run(report, "a", None)
+    ranks.run(report, "b", "other")
+    assert [name for name, _ in Storage(tmp_path, "mine").committed()] == ["a", "b"]
+    with pytest.raises(ValueError, match=r"must already be a folder in .*/mine, but .*/mine/c/d"):
+        ranks.run(report, "c/d", None)
 
 
 def test_ranks_without_a_checkpoint_need_not_pass_its_name(tmp_path: Path) -> None:
@@ -348,7 +350,8 @@ def test_the_storage_of_a_run_has_rays_names(tmp_path: Path, custom: bool) -> No
     filesystem = pafs.LocalFileSystem() if custom else None
     run = RunConfig("mine", tmp_path / "runs", filesystem, settings={"timeout": 120})
     folder = f"{tmp_path}/runs"
-    assert TorchTrainer(report, run_config=run).fit().return_value == {
+    trainer = TorchTrainer(report, scaling_config=here(), run_config=run)
+    assert trainer.fit().return_value == {
         "filesystems": ("local", "local"),
         "paths": (folder, f"{folder}/mine", f"{folder}/mine"),
         "name": "mine",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -94,7 +93,7 @@ class Reporter:
         if name is not None:
             check_name("checkpoint_dir_name", name)
         if mode is CheckpointUploadMode.NO_UPLOAD and checkpoint is not None:
-            name = self._name_in_storage(checkpoint, name)
+            name = self._name_in_storage(checkpoint)
         elif checkpoint is not None and self.storage.is_inside(checkpoint):
             raise ValueError(
                 f"The run's own folder {self.storage.path} is inside the reported checkpoint "
@@ -203,16 +202,14 @@ class Reporter:
         registered = len(self._loaders)
         return {n: at for n, at in self._positions.items() if int(n) >= registered} | current
 
-    def _name_in_storage(self, checkpoint: Checkpoint, name: str | None) -> str:
+    def _name_in_storage(self, checkpoint: Checkpoint) -> str:
         """Return the name of a checkpoint that must already be in the run's folder."""
-        actual = name or os.path.basename(checkpoint.path)
-        if self.storage.name_of(checkpoint) != actual:
+        if (name := self.storage.name_of(checkpoint)) is None:
             raise ValueError(
-                f"With NO_UPLOAD, a checkpoint must already be in a folder of {self.storage.path}, "
-                f"which checkpoint_dir_name may name, but it is at {checkpoint.path}"
-                f"{f' and the name is {name!r}' if name else ''}."
+                f"With NO_UPLOAD, a checkpoint must already be a folder in {self.storage.path}, "
+                f"but it is at {checkpoint.path}."
             )
-        return actual
+        return name
 
     def _check_thread(self) -> None:
         """Check that this is not called by the user's function that uploads a checkpoint."""
