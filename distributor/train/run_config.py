@@ -52,7 +52,8 @@ class RunConfig(ChecksUnsupported):
         A folder that all nodes mount, or an address such as ``s3://bucket/runs``; by default
         ``~/distributor_results``, which must then be on one machine with all ranks.
     storage_filesystem : pyarrow.fs.FileSystem or fsspec file system, optional
-        The file system of `storage_path`; by default the one that the path names.
+        The file system of `storage_path`, also of the default one; by default the one that the path
+        names.
     failure_config : FailureConfig, optional
         How often the run is restarted; by default never.
     checkpoint_config : CheckpointConfig, optional
@@ -110,7 +111,7 @@ class RunConfig(ChecksUnsupported):
     def __post_init__(self) -> None:
         self.name = self.name or new_run_id()
         self._had_no_path = not self.storage_path
-        self.storage_path = self.storage_path or _default_path()
+        self.storage_path = os.fspath(self.storage_path or _default_path())
         self.failure_config = self.failure_config or FailureConfig()
         self.checkpoint_config = self.checkpoint_config or CheckpointConfig()
         self.logging_config = self.logging_config or LoggingConfig()

@@ -12,6 +12,7 @@ from distributor.launch.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
 from distributor.train.run_config import RunConfig
 from distributor.train.scaling_config import ScalingConfig
+from distributor.train.storage.checkpoint_store import Storage
 
 _SET_ELSEWHERE = {
     "gpu_type",
@@ -98,6 +99,21 @@ def checkpoint_settings(
         score_order=checkpoints.checkpoint_score_order,
         validates=validates,
     )
+
+
+def open_storage(run: RunConfig, settings: CheckpointSettings) -> Storage:
+    """Return the storage of a run; raises now, not after the training, if it is unreadable."""
+    storage = Storage(settings.storage_path, settings.name, run.storage_filesystem)
+    try:
+        storage.folders()
+    except Exception as error:
+        if run.storage_filesystem is None or not run.uses_default_path:
+            raise
+        raise ValueError(
+            f"RunConfig has a storage_filesystem, but no storage_path, and {settings.storage_path} "
+            f"cannot be read in it: {error}. Pass a path in it, such as storage_path='bucket/runs'."
+        ) from error
+    return storage
 
 
 def create_distributor(

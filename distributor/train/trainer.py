@@ -18,7 +18,12 @@ from distributor.train.data_config import DataConfig
 from distributor.train.errors import training_error
 from distributor.train.result import Result
 from distributor.train.run_config import RunConfig, TrainRunContext
-from distributor.train.run_plan import Placement, checkpoint_settings, create_distributor
+from distributor.train.run_plan import (
+    Placement,
+    checkpoint_settings,
+    create_distributor,
+    open_storage,
+)
 from distributor.train.runtime.process_group import TorchConfig
 from distributor.train.runtime.worker_loop import WorkerLoop
 from distributor.train.scaling_config import ScalingConfig
@@ -215,8 +220,7 @@ class TorchTrainer:
         run, scaling, validation = self.run_config, self.scaling_config, self.validation_config
         placement = Placement.of(scaling)
         settings = checkpoint_settings(run, placement, validates=validation is not None)
-        storage = Storage(settings.storage_path, settings.name, run.storage_filesystem)
-        storage.folders()  # raises now, not after the training, if storage is unreadable
+        storage = open_storage(run, settings)
         listener = CallbackListener(
             tuple(run.callbacks), self.train_run_context, storage.filesystem
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,16 @@ from distributor.train import (
     RunConfig,
     ScalingConfig,
     SyncConfig,
+    report,
 )
 from distributor.train.torch import TorchConfig, TorchTrainer
 
 
 async def sleep() -> None: ...
+
+
+def s3() -> Any:
+    return pafs.S3FileSystem(anonymous=True, region="us-east-1")
 
 
 BAD: list[tuple[Any, type[Exception], str]] = [
@@ -155,6 +161,13 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (lambda: TorchConfig(timeout_s="x"), ValueError, "positive number of seconds, but is x"),
     (lambda: TorchConfig(backend=3), TypeError, "but is 3"),
     (
+        lambda: TorchTrainer(
+            print, scaling_config=here(), run_config=RunConfig(storage_filesystem=s3())
+        ),
+        ValueError,
+        "has a storage_filesystem, but no storage_path, and /.* cannot be read in it: Path cannot",
+    ),
+    (
         lambda: TorchTrainer(print, run_config=RunConfig(settings={"name": "x"})),
         ValueError,
         r"RunConfig.settings has \['name'\]",
@@ -228,6 +241,20 @@ def test_the_resources_of_all_ranks() -> None:
     assert (scaling.num_cpus_per_worker, scaling.num_gpus_per_worker) == (1, 1)
     assert (scaling.num_tpus_per_worker, scaling.additional_resources_per_worker) == (0, {})
     assert (scaling.min_workers, scaling.max_workers, scaling.elasticity_enabled) == (2, 3, True)
+
+
+def test_the_default_path_is_in_the_file_system_that_was_passed(tmp_path: Path) -> None:
+    def loop() -> None:
+        report({"loss": 1.0}, Checkpoint.from_directory(tmp_path / "saved"))
+
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "model.pt").write_text("x")
+    inner = pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem())
+    run = RunConfig("mine", storage_filesystem=inner)
+    result = TorchTrainer(loop, scaling_config=here(), run_config=run).fit()
+    assert f"/{result.path}" == os.path.expanduser("~/distributor_results/mine")
+    assert (tmp_path / result.path / "checkpoint_000000" / "model.pt").exists()
+    assert RunConfig(storage_path=tmp_path).storage_path == str(tmp_path)
 
 
 def test_a_runtime_environment_becomes_settings() -> None:

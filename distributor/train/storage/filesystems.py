@@ -45,7 +45,9 @@ def resolve(path: str | os.PathLike[str], filesystem: Any = None) -> tuple[pafs.
     text = os.fspath(path)
     if filesystem is not None:
         adapted = _adapt(filesystem)
-        return adapted, absolute(text) if is_local(adapted) else text.rstrip("/")
+        # Normalized as the file system lists it: a SubTreeFileSystem, without the first slash.
+        inside = absolute(text) if is_local(adapted) else adapted.normalize_path(text)
+        return adapted, inside.rstrip("/")
     if "://" not in text:
         return pafs.LocalFileSystem(), absolute(text)
     try:
@@ -82,8 +84,8 @@ def _adapt(filesystem: Any) -> pafs.FileSystem:
     if hasattr(filesystem, "ls") and hasattr(filesystem, "open"):
         return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem))
     raise TypeError(
-        "storage_filesystem must be a file system of pyarrow (pyarrow.fs) or fsspec, but is "
-        f"{filesystem!r}."
+        "A file system must be one of pyarrow (pyarrow.fs) or fsspec, but the one that was passed "
+        f"is {filesystem!r}."
     )
 
 
@@ -95,6 +97,6 @@ def _resolve_with_fsspec(address: str, unknown: Exception) -> tuple[pafs.FileSys
     except (ImportError, ValueError) as error:
         raise UnknownScheme(
             f"No file system is known for {address}: pyarrow says {str(unknown)!r}, and fsspec "
-            f"{str(error)!r}. Install the package that provides it, or pass storage_filesystem."
+            f"{str(error)!r}. Install the package that provides it, or pass a file system."
         ) from error
     return _adapt(found), str(inside).rstrip("/")
