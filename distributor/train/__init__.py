@@ -109,8 +109,8 @@ def report(
     Parameters
     ----------
     metrics : mapping of str to object
-        This rank's metrics. They must be JSON-serializable, or tensors with one element. Those of
-        rank 0 are recorded.
+        This rank's metrics. They must be JSON-serializable, tensors with one element, or NumPy
+        arrays, which become lists. Those of rank 0 are recorded.
     checkpoint : Checkpoint, optional
         What this rank has saved. Ranks that have saved nothing pass None, the default.
     checkpoint_dir_name : str, optional

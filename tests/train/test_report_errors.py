@@ -116,18 +116,27 @@ def test_the_folder_of_the_run_is_no_checkpoint(tmp_path: Path, mode: str) -> No
     assert (tmp_path / "runs/mine/checkpoint_000000/0.txt").read_text() == "x"
 
 
-def test_metrics_can_be_tensors_with_one_element(tmp_path: Path) -> None:
+def test_metrics_can_be_tensors_with_one_element_and_arrays(tmp_path: Path) -> None:
     def report() -> None:
+        import numpy
         import torch
 
-        train.report({"loss": torch.tensor(0.5), "names": ["a"]}, checkpoint=save(tmp_path, "x"))
+        metrics = {"loss": torch.tensor(0.5), "names": ["a"], "classes": numpy.ones(1)}
+        metrics |= {"confusion": numpy.eye(2), "count": numpy.int64(3)}
+        train.report(metrics, checkpoint=save(tmp_path, "x"))
         train.report({"weights": torch.ones(2)})
 
     ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path / "runs", name="mine")
     with pytest.raises(TypeError, match=r"Metrics must be JSON-serializable.* one is tensor\(\[1"):
         ranks.run(report)
     [(_, manifest)] = Storage(tmp_path / "runs", "mine").committed()
-    assert manifest.metrics == {"loss": 0.5, "names": ["a"]}
+    assert manifest.metrics == {
+        "loss": 0.5,
+        "names": ["a"],
+        "classes": [1.0],
+        "confusion": [[1.0, 0.0], [0.0, 1.0]],
+        "count": 3,
+    }
 
 
 def test_report_outside_a_run_is_an_error() -> None:
