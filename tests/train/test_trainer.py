@@ -295,6 +295,16 @@ def test_a_custom_sampler_is_kept_on_one_rank_and_replaced_on_several(
     assert capfd.readouterr().out.count(warning) == 1
 
 
+def test_a_loader_can_be_prepared_twice(capfd: pytest.CaptureFixture[str]) -> None:
+    def share() -> list[int]:
+        loader = DataLoader(TensorDataset(torch.arange(5)))
+        return [int(x) for (x,) in prepare_data_loader(prepare_data_loader(loader))]
+
+    ranks = TorchDistributor(2, use_gpu=False, timeout=120)
+    assert ranks.run_all(share) == [[0, 2, 4], [1, 3, 0]]
+    assert "is replaced" not in capfd.readouterr().out
+
+
 def test_tensors_in_batches_of_any_type_are_moved_to_the_device() -> None:
     device = torch.device("meta")
     batches = [{"x": torch.ones(2), "names": ["a"]}, (torch.ones(1), 3)]

@@ -161,8 +161,8 @@ def prepare(
     pin = pin_memory and device is not None and device.type == "cuda"
     if not shard or isinstance(loader.dataset, IterableDataset):
         return DeviceLoader(loader, device)
-    if isinstance(loader.sampler, DistributedSampler):
-        return DeviceLoader(loader, device)
+    if isinstance(loader.sampler, (DistributedSampler, ShardSampler)):
+        return DeviceLoader(loader, device)  # it yields this rank's share already
     if (custom := _custom_sampler(loader)) is not None:
         if runtime.get_world_size() == 1:
             return DeviceLoader(loader, device)
