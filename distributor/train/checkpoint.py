@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow.fs as pafs
@@ -202,11 +201,11 @@ class Checkpoint:
             If the checkpoint does not exist.
         """
         chosen = tempfile.mkdtemp(prefix="checkpoint-") if path is None else path
-        folder = Path(chosen).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = os.path.normpath(os.path.expanduser(chosen))
+        os.makedirs(folder, exist_ok=True)
         self.check_exists()
-        pafs.copy_files(self.path, str(folder), self.filesystem, pafs.LocalFileSystem())
-        return str(folder)
+        pafs.copy_files(self.path, folder, self.filesystem, pafs.LocalFileSystem())
+        return folder
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the metadata that `set_metadata` wrote; empty if there is none."""

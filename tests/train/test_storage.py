@@ -234,6 +234,19 @@ def test_a_pickled_checkpoint_keeps_its_metadata(tmp_path: Path) -> None:
         assert folder == str(tmp_path), "a local checkpoint is not copied"
 
 
+def test_paths_of_a_checkpoint_are_expanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "model.pt").write_text("x")
+    for checkpoint in (Checkpoint("~/saved"), Checkpoint.from_directory("~/saved")):
+        assert checkpoint.path == str(tmp_path / "saved")
+        assert checkpoint.to_directory("~/missing/../copy") == str(tmp_path / "copy")
+    assert (tmp_path / "copy" / "model.pt").read_text() == "x"
+    assert not (tmp_path / "missing").exists()
+
+
 def test_uris_of_pyarrow_and_of_fsspec_are_accepted(tmp_path: Path) -> None:
     local = Checkpoint(tmp_path.as_uri())
     assert isinstance(local.filesystem, pafs.LocalFileSystem)
