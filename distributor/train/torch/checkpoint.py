@@ -142,9 +142,8 @@ class TorchCheckpoint(Checkpoint):
         model.load_state_dict(saved)
         return model
 
-    def get_preprocessor(self) -> NoReturn:
-        """Raise NotImplementedError: preprocessors belong to Ray Data."""
-        raise NotImplementedError(_NO_PREPROCESSOR)
+    def get_preprocessor(self) -> None:
+        """Return None: a checkpoint has no preprocessor."""
 
     def set_preprocessor(self, preprocessor: object) -> NoReturn:
         """Raise NotImplementedError: preprocessors belong to Ray Data."""
