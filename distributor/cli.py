@@ -24,12 +24,20 @@ from distributor.launch.stack_requests import stacks
 from distributor.node.worker.stack_dump import append_stacks
 from distributor.torch_distributor import TorchDistributor
 
-_SPELLING = Spelling("distributor run", "--nproc", "leave out --cluster")
+_SPELLING = Spelling(
+    "distributor run", "--nproc", "leave out --cluster", "pass --cpu", has_options=True
+)
 BAD_INPUT, FAILED, TIMED_OUT, INTERRUPTED = 2, 1, 124, 130
 
 
 class _Distributor(TorchDistributor):
     """Names in messages what the user of the command line wrote."""
+
+    spelling = _SPELLING
+
+
+class _Settings(Settings):
+    """The same, without a plan, which needs Spark."""
 
     spelling = _SPELLING
 
@@ -83,7 +91,7 @@ def _cluster(
     master = options.master or conf.pop("spark.master", None)
     check_num_processes(settings.get("num_processes", 1), _SPELLING.num_processes)
     names = {field.name for field in dataclasses.fields(Settings)}
-    Settings(**{name: value for name, value in settings.items() if name in names})
+    _Settings(**{name: value for name, value in settings.items() if name in names})
     check_application(master, conf)
     return application(master, conf)
 

@@ -65,9 +65,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="run a module, as python -m does, instead of a script",
     )
     run.add_argument("script", help="the Python script, or with -m the module's name")
-    run.add_argument(
+    args = run.add_argument(
         "args", nargs=argparse.REMAINDER, help="arguments of the script or module, after --"
     )
+    args.required = False  # the error without a script would name it too
 
     clean = commands.add_parser(
         "clean",

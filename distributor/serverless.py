@@ -163,24 +163,27 @@ def launcher_of(
     _check_names(api, settings)
     count = _one_of("gpus", gpus, "num_accelerators", num_accelerators)
     type_ = _one_of("gpu_type", gpu_type, "accelerator_type", accelerator_type)
-    of_node, type_ = _split(type_)
+    of_node, kind = _split(type_)
 
-    name = "gpus" if num_accelerators is None else "num_accelerators"
     type_name = "gpu_type" if accelerator_type is None else "accelerator_type"
+    is_newer = num_accelerators is not None or (gpus is None and accelerator_type is not None)
+    name = "num_accelerators" if is_newer else "gpus"
+    if count is None and of_node is not None:
+        name = f"the number of GPUs in {type_name}={type_!r}"
 
     class Distributor(TorchDistributor):
-        spelling = Spelling(api, name, "pass remote=False")
+        spelling = Spelling(api, name, "pass remote=False", gpu_type=type_name)
 
     def launcher() -> TorchDistributor:
         switches = {"remote": remote, "use_gpu": use_gpu, "run_async": run_async}
         for each, value in switches.items():
             check_bool(each, value)
-        check_gpu_type(type_name, type_)
+        check_gpu_type(type_name, kind)
         return Distributor(
             _ranks(name, of_node if count is None else count, remote, use_gpu),
             local_mode=not remote,
             use_gpu=use_gpu,
-            gpu_type=type_,
+            gpu_type=kind,
             **{"pool": _pool() if remote else None, **settings},
         )
 

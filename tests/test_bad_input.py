@@ -192,7 +192,7 @@ def test_settings_that_have_no_effect(warned: Callable[[], list[str]]) -> None:
     assert warned() == [
         "pool and hub_port have no effect: the ranks run on this machine, without Spark.",
         "gpu_type has no effect: the ranks have no GPUs.",
-        "preload has no effect: with warm=False, each rank starts a new interpreter.",
+        "preload has no effect: each rank starts a new interpreter (warm is off).",
     ]
 
 

@@ -18,6 +18,8 @@ from support.waiting import assert_gone, until
 
 from distributor import UnpicklableError, distributed, runtime, serverless, serverless_gpu
 from distributor.core.gpus import GPUType, describe, is_of_type
+from distributor.launch.one_time_warnings import warn_once
+from distributor.ray import ray_launch
 from distributor.serverless_gpu import compute, launcher
 from distributor.serverless_gpu import runtime as their_runtime
 
@@ -354,6 +356,7 @@ def test_gpus_are_described() -> None:
         ({"gpus": 1, "use_gpu": False, "pool": ""}, ValueError, "pool must be the name"),
         ({"num_accelerators": 0, "use_gpu": False}, ValueError, "num_accelerators has to be a"),
         ({"num_accelerators": 2, "accelerator_type": "Z"}, ValueError, "accelerator_type must be"),
+        ({"accelerator_type": "H100", "remote": True}, ValueError, "num_accelerators, the number"),
         ({"gpus": 1, "remote": "False"}, TypeError, "remote must be True or False, but is 'False'"),
         ({"gpus": 1, "run_async": "no"}, TypeError, "run_async must be True or False"),
     ],
@@ -379,6 +382,40 @@ def test_bad_input_is_an_error_before_anything_is_launched(
 def test_contradicting_arguments_are_an_error_at_once(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(TypeError, match=says):
         distributed(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"gpus": 3}, "gpus is 3, but this machine has 2"),
+        ({"num_accelerators": 3}, "num_accelerators is 3, but this machine has 2"),
+        ({"accelerator_type": "GPU_8xH100"}, "in accelerator_type='GPU_8xH100' is 8, but this"),
+    ],
+)
+def test_more_gpus_than_there_are(
+    arguments: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ValueError, match=says):
+        distributed(**arguments)(who).distributed()
+
+
+def test_what_has_no_effect_has_the_name_that_was_passed(
+    warned: Callable[[], list[str]],
+) -> None:
+    warn_once.cache_clear()
+    distributed(gpus=1, accelerator_type="A10", use_gpu=False, timeout=120)(who).distributed()
+    assert warned() == ["accelerator_type has no effect: the ranks have no GPUs."]
+
+
+@pytest.mark.parametrize("function", [distributed, ray_launch])
+def test_without_gpus_nothing_of_another_api_is_proposed(
+    function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(RuntimeError, match=r"For CPUs pass use_gpu=False\.$"):
+        function(who).distributed()
 
 
 def test_a_captured_lock_is_named() -> None:

@@ -31,22 +31,37 @@ class Spelling:
     hides_gpus : bool
         Whether local ranks that use no GPUs have GPUs hidden from them. PySpark's classes leave
         ``CUDA_VISIBLE_DEVICES`` as it is.
+    gpu_type : str
+        The parameter for the type of the GPUs.
+    has_options : bool
+        Whether settings are options of a command line.
     """
 
     api: str = "TorchDistributor"
     num_processes: str = "num_processes"
     run_here: str = "pass local_mode=True"
-    run_on_cpus: str = "pass use_gpu=False (--cpu)"
+    run_on_cpus: str = "pass use_gpu=False"
     logger: str = "distributor"
     ignore_ssl: str = "pytorch.spark.distributor.ignoreSsl"
     hides_gpus: bool = True
+    gpu_type: str = "gpu_type"
+    has_options: bool = False
+
+    def of(self, setting: str) -> str:
+        """Return what the user writes for a setting of `TorchDistributor`."""
+        if setting == "gpu_type":
+            setting = self.gpu_type
+        return f"--{setting.replace('_', '-')}" if self.has_options else setting
 
 
 T = TypeVar("T")
 
 _SYNONYMS = (
-    {"num_processes", "num_workers", "gpus", "num_gpus", "num_accelerators", "nproc", "numGpus"},
-    {"local_mode", "localMode", "remote"},
+    {
+        *("num_processes", "num_workers", "num_accelerators", "nproc", "nproc_per_node"),
+        *("gpus", "num_gpus", "numGpus", "world_size"),
+    },
+    {"local_mode", "localMode", "remote", "cluster"},
     {"use_gpu", "useGpu"},
     {"gpu_type", "accelerator_type"},
 )
@@ -67,10 +82,18 @@ def unknown_argument(function: str, name: str, known: Iterable[str]) -> str:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return a question for the known name that is most like an unknown one, or all known names."""
     names = sorted(known)
-    same = [each for group in _SYNONYMS if name in group for each in names if each in group]
-    if nearest := same or difflib.get_close_matches(name, names, 1):
+    plain = {each: _plain(each) for each in names}
+    groups = [group for group in _SYNONYMS if _plain(name) in group]
+    same = [each for each in names if any(plain[each] in group for group in groups)]
+    alike = difflib.get_close_matches(_plain(name), plain.values(), 1)
+    if nearest := same or [each for each in names if plain[each] in alike]:
         return f"Did you mean {nearest[0]!r}?"
     return f"It takes {', '.join(names)}." if names else ""
+
+
+def _plain(name: str) -> str:
+    """Return the parameter's name for an option of the command line; another name unchanged."""
+    return name.lstrip("-").replace("-", "_")
 
 
 def checks_keywords(cls: type[T]) -> type[T]:

@@ -194,7 +194,7 @@ _IGNORED: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
     (
         ("preload",),
         lambda settings: not settings.warm,
-        "with warm=False, each rank starts a new interpreter",
+        "each rank starts a new interpreter (warm is off)",
     ),
 ]
 """Settings, when they have no effect, and why."""
@@ -211,7 +211,7 @@ def ignored_settings(settings: Any, given: Collection[str]) -> list[str]:
         The settings that the user has chosen.
     """
     groups = (
-        ([name for name in names if name in given], reason)
+        ([settings.spelling.of(name) for name in names if name in given], reason)
         for names, is_ignored, reason in _IGNORED
         if is_ignored(settings)
     )

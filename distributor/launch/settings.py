@@ -271,10 +271,11 @@ class Settings:
             modules = type(self.py_modules)(map(_expanded, self.py_modules))
             object.__setattr__(self, "py_modules", modules)
         for field in dataclasses.fields(self):
-            field.metadata["check"](field.name, getattr(self, field.name))
+            field.metadata["check"](self.spelling.of(field.name), getattr(self, field.name))
         if self.name is not None and self.storage_path is None:
+            name, path = self.spelling.of("name"), self.spelling.of("storage_path")
             raise ValueError(
-                f"name is {self.name!r}, but storage_path is not set: name is a folder in it."
+                f"{name} is {self.name!r}, but {path} is not set: {name} is a folder in it."
             )
 
 

@@ -25,7 +25,12 @@ _SET_ELSEWHERE = {
     "use_gpu",
 }
 """Parameters of `TorchDistributor` that other parameters than ``RunConfig.settings`` determine."""
-_SPELLING = Spelling("TorchTrainer", "num_workers", "pass ScalingConfig(local_mode=True)")
+_SPELLING = Spelling(
+    "TorchTrainer",
+    "num_workers",
+    "pass ScalingConfig(local_mode=True)",
+    "pass ScalingConfig(use_gpu=False)",
+)
 
 
 class _Distributor(TorchDistributor):

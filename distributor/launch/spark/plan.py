@@ -121,7 +121,7 @@ def plan_cluster(
         If the configuration has dynamic allocation, or lacks the requested GPUs or pool.
     """
     if pool is not None and (why := session.why_no_pools()):
-        raise RuntimeError(f"pool is {pool!r}, but {why}.")
+        raise RuntimeError(f"{spelling.of('pool')} is {pool!r}, but {why}.")
     _check_allocation(session)
     if not use_gpu:
         return ClusterPlan(num_processes, 1, use_gpu=False)
