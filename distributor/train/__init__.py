@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from distributor.launch.setting_checks import check_bool
 from distributor.train.checkpoint import (
     Checkpoint,
     CheckpointConsistencyMode,
@@ -148,8 +149,8 @@ def report(
     RuntimeError
         If this process is not a rank of a run, or the run has no storage.
     TypeError
-        If the metrics are no dict or cannot be serialized, or `checkpoint`, `checkpoint_upload_fn`
-        or `validation` is of another type.
+        If the metrics are no dict or cannot be serialized, or `checkpoint`, `checkpoint_upload_fn`,
+        `delete_local_checkpoint_after_upload` or `validation` is of another type.
     ValueError
         If `checkpoint_dir_name` or `checkpoint_upload_mode` is not valid, the checkpoint's folder
         contains the run's, the mode is NO_UPLOAD and the checkpoint is not in the run's folder,
@@ -188,7 +189,9 @@ def report(
             f"validation must be True, False or a ValidationTaskConfig, but is {validation!r}."
         )
     delete = delete_local_checkpoint_after_upload
-    if delete is None:
+    if delete is not None:
+        check_bool("delete_local_checkpoint_after_upload", delete)
+    else:
         delete = mode.default_delete_local_checkpoint_after_upload()
     session.reporter.report(
         metrics, checkpoint, checkpoint_dir_name, mode, delete, checkpoint_upload_fn, validation

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from distributor.core.spelling import checks_keywords
+from distributor.launch.one_time_warnings import warn_once
 from distributor.launch.setting_checks import check_max_failures
 
 LEVELS: dict[str, int] = {
@@ -140,7 +141,7 @@ class CheckpointConfig(ChecksUnsupported):
     Raises
     ------
     TypeError
-        If `num_to_keep` is not an int.
+        If `num_to_keep` is not an int, or `checkpoint_score_attribute` not a str.
     ValueError
         If `num_to_keep` is less than 1, `checkpoint_score_order` is neither "max" nor "min", or a
         value is not supported.
@@ -177,13 +178,24 @@ class CheckpointConfig(ChecksUnsupported):
                 f"num_to_keep is {count}, but the latest checkpoint is always kept: pass 1 or "
                 "more, or None for all."
             )
+        attribute = self.checkpoint_score_attribute
+        if attribute is not None and not isinstance(attribute, str):
+            raise TypeError(
+                f"checkpoint_score_attribute must be the name of a metric, but is {attribute!r}."
+            )
         if self.checkpoint_score_order not in ("max", "min"):
             raise ValueError(
                 "checkpoint_score_order must be 'max' or 'min', but is "
                 f"{self.checkpoint_score_order!r}."
             )
+        if attribute is None and self.checkpoint_score_order != "max":
+            warn_once(
+                "checkpoint_score_order has no effect: without checkpoint_score_attribute, "
+                "checkpoints are ranked by their age."
+            )
 
 
+@checks_keywords
 @dataclass
 class LoggingConfig:
     """Which messages of this package about a run are shown on the driver.

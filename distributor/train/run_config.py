@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from distributor.core.checkpoint_config import check_name
 from distributor.core.spelling import checks_keywords
 from distributor.launch.job import new_run_id
+from distributor.launch.setting_checks import check_env, check_storage_path
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.config import (
     CheckpointConfig,
@@ -135,12 +136,15 @@ class RunConfig(ChecksUnsupported):
             ("checkpoint_config", CheckpointConfig),
             ("logging_config", LoggingConfig),
             ("worker_runtime_env", Mapping),
+            ("settings", Mapping),
         ):
             if not isinstance(value := getattr(self, name), kind):
                 raise InvalidArgument(f"{name} must be a {kind.__name__}, but is {value!r}.")
         self.failure_config.check()
         self.checkpoint_config.check()
         self.logging_config.check()
+        check_storage_path("storage_path", self.storage_path)
+        check_env("RunConfig.settings['env']", self.settings.get("env", {}))
         self._check_runtime_env()
         callbacks = self.callbacks
         if not isinstance(callbacks, Sequence) or not all(
@@ -155,6 +159,13 @@ class RunConfig(ChecksUnsupported):
                 self._refuse(f"worker_runtime_env[{key!r}]", value, instead)
         if isinstance(pip := self.worker_runtime_env.get("pip"), (str, Mapping)):
             self._refuse("worker_runtime_env['pip']", pip, "Pass a list of requirements.")
+        check_env("worker_runtime_env['env_vars']", self.worker_runtime_env.get("env_vars") or {})
+        modules = self.worker_runtime_env.get("py_modules") or []
+        if isinstance(modules, str) or not isinstance(modules, Sequence):
+            raise InvalidArgument(
+                "worker_runtime_env['py_modules'] must be a list of modules, or of their names or "
+                f"paths, but is {modules!r}."
+            )
 
     def all_settings(self) -> dict[str, Any]:
         """Return `settings` together with those of `worker_runtime_env`.

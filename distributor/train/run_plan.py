@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass, fields
 
 from distributor.core.checkpoint_config import CheckpointSettings, absolute
-from distributor.core.spelling import Spelling
+from distributor.core.spelling import Spelling, suggestion
 from distributor.launch.run_listener import Listener
+from distributor.launch.setting_checks import check_listeners
 from distributor.launch.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
 from distributor.train.run_config import RunConfig
@@ -144,10 +145,11 @@ def create_distributor(
         )
     known = {field.name for field in fields(TorchDistributor)} - _SET_ELSEWHERE
     if unknown := sorted(given.keys() - known):
-        raise ValueError(f"RunConfig.settings has {unknown}; it takes {', '.join(sorted(known))}.")
+        raise ValueError(f"RunConfig.settings has {unknown}. {suggestion(unknown[0], known)}")
     env = {**given.pop("env"), **settings.to_variable()}
     others = given.pop("listeners", ())
-    listeners = (*([others] if isinstance(others, Listener) else others), listener)
+    others = [others] if isinstance(others, Listener) else others
+    check_listeners("listeners", others)
     return _Distributor(
         scaling.num_workers,
         local_mode=placement.local_mode,
@@ -156,6 +158,6 @@ def create_distributor(
         max_failures=run.failure_config.max_failures,
         max_preemption_failures=run.failure_config.max_preemption_failures,
         env=env,
-        listeners=listeners,
+        listeners=(*others, listener),
         **given,
     )

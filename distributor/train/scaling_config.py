@@ -112,6 +112,11 @@ class ScalingConfig(ChecksUnsupported):
         except TypeError as error:
             raise InvalidArgument(str(error)) from None
         interval = self.elastic_resize_monitor_interval_s
+        if isinstance(interval, bool) or not isinstance(interval, (int, float)):
+            raise InvalidArgument(
+                "elastic_resize_monitor_interval_s must be a number of seconds, but is "
+                f"{interval!r}."
+            )
         if interval < 0:
             raise ValueError(f"elastic_resize_monitor_interval_s is negative: {interval}.")
         if self.elasticity_enabled and interval != _RESIZE_INTERVAL:
@@ -120,6 +125,11 @@ class ScalingConfig(ChecksUnsupported):
 
     def _check_resources(self) -> None:
         given = self.resources_per_worker or {}
+        if not isinstance(given, Mapping):
+            raise InvalidArgument(
+                "resources_per_worker must map names of resources to amounts, such as {'CPU': 1}, "
+                f"but is {given!r}."
+            )
         resources = {name: amount for name, amount in given.items() if amount}
         if resources.get("TPU"):
             raise ValueError("resources_per_worker has TPUs, but use_tpu is False.")
@@ -132,8 +142,9 @@ class ScalingConfig(ChecksUnsupported):
             self._refuse("resources_per_worker", given, _TASK_RESOURCES)
 
     def _check_placement(self) -> None:
-        if any(self.label_selector or ()):
-            self._refuse("label_selector", self.label_selector, "Spark places the tasks.")
+        labels = self.label_selector or ()
+        if not isinstance(labels, Sequence) or any(labels):
+            self._refuse("label_selector", labels, "Spark places the tasks.")
         strategy = self.placement_strategy
         if strategy not in _STRATEGIES:
             raise ValueError(

@@ -147,6 +147,12 @@ def test_report_outside_a_run_is_an_error() -> None:
     assert train.get_context().get_world_size() == 1
 
 
+def test_a_text_does_not_have_the_local_checkpoint_deleted() -> None:
+    deletes: Any = "False"
+    with pytest.raises(TypeError, match=r"after_upload must be True or False, but is 'False'"):
+        train.report({"loss": 1.0}, delete_local_checkpoint_after_upload=deletes)
+
+
 def test_report_without_storage_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="This run has no storage: pass a storage_path"):
         TorchDistributor(1, use_gpu=False).run(lambda: train.report({}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from support import plain
 from support.training import here
 
+from distributor import Listener
+from distributor.launch.one_time_warnings import warn_once
 from distributor.train import (
     Checkpoint,
     CheckpointConfig,
@@ -156,7 +159,37 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: TorchTrainer(print, run_config=RunConfig(settings={"timeot": 3})),
         ValueError,
-        r"RunConfig.settings has \['timeot'\]; it takes env, ",
+        r"RunConfig.settings has \['timeot'\]. Did you mean 'timeout'\?",
+    ),
+    (lambda: ScalingConfig(resources_per_worker="GPU"), ValueError, "to amounts.* but is 'GPU'"),
+    (
+        lambda: ScalingConfig(elastic_resize_monitor_interval_s="x"),
+        ValueError,
+        "interval_s must be a number of seconds, but is 'x'",
+    ),
+    (lambda: ScalingConfig(label_selector=3), ValueError, "label_selector is 3"),
+    (
+        lambda: CheckpointConfig(checkpoint_score_attribute=3),
+        TypeError,
+        "must be the name of a metric, but is 3",
+    ),
+    (lambda: RunConfig(storage_path=3), TypeError, "storage_path must be a path or a URI"),
+    (lambda: RunConfig(settings=None), ValueError, "settings must be a Mapping, but is None"),
+    (lambda: RunConfig(settings={"env": 3}), TypeError, r"settings\['env'\] must map strings"),
+    (
+        lambda: RunConfig(worker_runtime_env={"env_vars": ["A=1"]}),
+        TypeError,
+        r"worker_runtime_env\['env_vars'\] must map strings to strings, but is \['A=1'\]",
+    ),
+    (
+        lambda: RunConfig(worker_runtime_env={"py_modules": "helpers"}),
+        ValueError,
+        r"worker_runtime_env\['py_modules'\] must be a list .*, but is 'helpers'",
+    ),
+    (
+        lambda: TorchTrainer(print, run_config=RunConfig(settings={"listeners": Listener})),
+        TypeError,
+        "listeners must be a list of Listener objects, but is <class",
     ),
     (lambda: TorchConfig(timeout_s="x"), ValueError, "positive number of seconds, but is x"),
     (lambda: TorchConfig(backend=3), TypeError, "but is 3"),
@@ -229,6 +262,18 @@ def test_values_that_change_nothing_are_accepted() -> None:
     TorchTrainer(
         print, scaling_config=here(), datasets={}, dataset_config=DataConfig(), metadata={}
     )
+
+
+def test_an_order_of_checkpoints_without_a_metric_has_no_effect(
+    warned: Callable[[], list[str]],
+) -> None:
+    warn_once.cache_clear()
+    CheckpointConfig(checkpoint_score_order="min")
+    CheckpointConfig(checkpoint_score_attribute="loss", checkpoint_score_order="min")
+    assert warned() == [
+        "checkpoint_score_order has no effect: without checkpoint_score_attribute, checkpoints are "
+        "ranked by their age."
+    ]
 
 
 def test_the_resources_of_all_ranks() -> None:
