@@ -32,6 +32,7 @@ from support.waiting import assert_gone, until
 
 import distributor.air
 from distributor import DistributorError, ExecutorNotReady, RunTimeout, air, runtime, serverless_gpu
+from distributor.launch.one_time_warnings import warn_once
 from distributor.node.agent.worker_env import RANK_VARIABLES
 from distributor.node.process.scratch import create_elsewhere, create_scratch, remove_scratch
 from distributor.ray import RayFunction, ray_launch
@@ -360,6 +361,8 @@ async def wait() -> None:
         ({"remote": True}, stay, ("a",), ValueError, "gpus, the number of ranks, is missing"),
         ({"remote": "yes"}, stay, ("a",), TypeError, "remote must be True or False"),
         ({"env": 3}, stay, ("a",), TypeError, "env must map strings to strings"),
+        ({"gpus": "2"}, stay, ("a",), TypeError, "gpus has to be a positive integer, but is '2'"),
+        ({"num_accelerators": 0}, stay, ("a",), ValueError, "num_accelerators has to be a"),
     ],
 )
 def test_bad_input_is_an_error_before_anything_is_launched(
@@ -368,6 +371,13 @@ def test_bad_input_is_an_error_before_anything_is_launched(
     launched = ray_launch(**{"use_gpu": False, **settings})(function)
     with pytest.raises(kind, match=says):
         launched.distributed(*args)
+
+
+def test_a_number_of_gpus_without_gpus_has_no_effect(warned: Callable[[], list[str]]) -> None:
+    warn_once.cache_clear()
+    ranks = ray_launch(gpus=4, use_gpu=False)(stay)._launcher()
+    assert ranks.num_processes == 1
+    assert warned() == ["gpus has no effect: without GPUs, this machine is one Ray node."]
 
 
 def test_unknown_arguments_are_an_error_at_once() -> None:

@@ -11,7 +11,9 @@ from typing import Any, ParamSpec, TypeVar, overload
 from distributor.core.gpus import GPUType
 from distributor.decorated_function import DecoratedFunction
 from distributor.launch.future import RunFuture
+from distributor.launch.one_time_warnings import warn_once
 from distributor.launch.programs import check_runs
+from distributor.launch.setting_checks import check_num_processes
 from distributor.launch.settings import Settings, documented
 from distributor.launch.spark.session import Session
 from distributor.ray.node import TEMP_DIR_VARIABLE, why_no_ray
@@ -223,7 +225,9 @@ def ray_launch(
     """
     if callable(gpus):  # @ray_launch, without parentheses
         return ray_launch()(gpus)
+    unused: dict[str, Any] = {}
     if not remote and not use_gpu:
+        unused = {"gpus": gpus, "num_accelerators": num_accelerators}
         gpus, num_accelerators = 1, None  # this machine is one Ray node
     launch_with = partial(
         launcher_of,
@@ -239,6 +243,7 @@ def ray_launch(
     launch_with(settings=settings)  # checks the names of the arguments now
 
     def launcher() -> TorchDistributor:
+        _check_unused(unused)
         return launch_with(settings=_with_variables(settings))()
 
     def decorate(function: Callable[P, R]) -> RayFunction[P, R]:
@@ -247,6 +252,13 @@ def ray_launch(
         return RayFunction(function, launcher, run_async)
 
     return decorate
+
+
+def _check_unused(counts: Mapping[str, Any]) -> None:
+    """Check the numbers of GPUs that a cluster of this machine without GPUs has no use for."""
+    for name, count in counts.items():
+        if count is not None and check_num_processes(count, name) != (1, 1):
+            warn_once(f"{name} has no effect: without GPUs, this machine is one Ray node.")
 
 
 def _with_variables(settings: Mapping[str, Any]) -> dict[str, Any]:
