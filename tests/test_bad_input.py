@@ -301,6 +301,11 @@ def test_an_invalid_train_object(
 
 SCRIPTS = {
     "train.ipynb": (b'{"cells": []}', ValueError, "train.ipynb is a notebook. .* nbconvert"),
+    "train.IPYNB": (b"", ValueError, "train.IPYNB is a notebook"),
+    "notebook": (b'{"cells": [], "nbformat": 4}', ValueError, "notebook is a notebook"),
+    "config.json": (b'{"lr": 1}', ValueError, "config.json is not a Python script"),
+    "run": (b"#!/bin/sh\nexit\n", ValueError, "run is not a Python script"),
+    "null.py": (b"x = 1\0", ValueError, "null.py is not a Python script"),
     "train.sh": (b"torchrun --nproc 2 train.py", ValueError, "train.sh is not a Python script"),
     "train.pyc": (b"\0\1\2", ValueError, "train.pyc is not a Python script"),
     "train.py": (b"def (:", SyntaxError, r"invalid syntax .*train.py, line 1"),

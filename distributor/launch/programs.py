@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 import sys
 import warnings
@@ -134,11 +135,17 @@ def instead_of_keywords(kwargs: Mapping[str, Any]) -> str:
 
 
 def _check_source(path: Path, source: bytes) -> None:
-    if path.suffix == ".ipynb":
+    document = _json_of(source)
+    is_notebook = isinstance(document, dict) and "cells" in document
+    if is_notebook or path.suffix.lower() == ".ipynb":
         raise ValueError(
             f"{path} is a notebook. Run a function of it, or convert it: jupyter nbconvert --to "
             "script."
         )
+    first, _, _ = source.partition(b"\n")
+    is_of_other_program = first.startswith(b"#!") and b"python" not in first
+    if isinstance(document, (dict, list)) or is_of_other_program or b"\0" in source:
+        raise ValueError(f"{path} is not a Python script.")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a rank will show them
@@ -147,5 +154,11 @@ def _check_source(path: Path, source: bytes) -> None:
         if path.suffix == ".py":
             raise
         raise ValueError(f"{path} is not a Python script.") from None
-    except ValueError:  # a null byte
-        raise ValueError(f"{path} is not a Python script.") from None
+
+
+def _json_of(source: bytes) -> Any:
+    """Return the object of a JSON file, which is often a valid Python expression; else None."""
+    try:
+        return json.loads(source)
+    except ValueError:
+        return None
