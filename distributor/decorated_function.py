@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from distributor.launch.future import RunFuture
+from distributor.launch.programs import check_arguments
 from distributor.serialization.pickle_diagnostics import name_of
 from distributor.torch_distributor import TorchDistributor
 
@@ -56,24 +56,6 @@ class DecoratedFunction(Generic[P, R]):
         state = {name: value for name, value in vars(self).items() if name != "_launcher"}
         return _load, (type(self), self._function, _key_of(self._launcher)), state
 
-    def _check_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Check that the function takes these arguments.
-
-        Raises
-        ------
-        TypeError
-            If it does not.
-        """
-        try:
-            signature = inspect.signature(self._function)
-        except ValueError:
-            return  # some functions written in C have none
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            name = name_of(self._function)
-            raise TypeError(f"{name}{signature} cannot be called like this: {error}.") from None
-
 
 class DistributedFunction(DecoratedFunction[P, R]):
     """A function that can run on many ranks, as ``@distributed`` returns it.
@@ -119,7 +101,7 @@ class DistributedFunction(DecoratedFunction[P, R]):
         """
         if self._run_async:
             return self.distributed_async(*args, **kwargs)
-        self._check_arguments(args, kwargs)
+        check_arguments(self._function, args, kwargs)
         return self._launcher().run_all(self._function, *args, **kwargs)
 
     def distributed_async(self, *args: P.args, **kwargs: P.kwargs) -> RunFuture[list[R]]:
@@ -149,7 +131,7 @@ class DistributedFunction(DecoratedFunction[P, R]):
         >>> future = train.distributed_async(num_epochs=3)  # doctest: +SKIP
         >>> future.result()  # doctest: +SKIP
         """
-        self._check_arguments(args, kwargs)
+        check_arguments(self._function, args, kwargs)
         return self._launcher().submit_all(self._function, *args, **kwargs)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from distributor import TorchDistributor, UnpicklableError
+from distributor import TorchDistributor, UnpicklableError, distributed
 from distributor.launch.one_time_warnings import warn_once
 
 FOLDER = Path(__file__).parent
@@ -297,6 +297,29 @@ def test_an_invalid_train_object(
 ) -> None:
     with nothing_launched(), pytest.raises(kind, match=message):
         local().run(train_object)
+
+
+def epochs_of(epochs: int, *, lr: float = 0.1) -> int:
+    return epochs
+
+
+@functools.wraps(epochs_of)
+def of_three_epochs() -> int:
+    return epochs_of(3)
+
+
+def test_arguments_that_do_not_fit(nothing_launched: Any) -> None:
+    runner: Any = local()
+    says = r"epochs_of\(epochs.*\) cannot be called like this: got an unexpected .* 'epoch'"
+    with nothing_launched(), pytest.raises(TypeError, match=says):
+        runner.run(epochs_of, 3, epoch=3)
+    with nothing_launched(), pytest.raises(TypeError, match="missing a required argument"):
+        runner.submit(epochs_of)
+
+
+def test_a_decorator_may_add_arguments() -> None:
+    assert local().run(of_three_epochs) == 3
+    assert distributed(gpus=1, use_gpu=False)(of_three_epochs).distributed() == [3]
 
 
 SCRIPTS = {

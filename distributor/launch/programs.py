@@ -29,7 +29,8 @@ def program_of(
     Raises
     ------
     TypeError
-        If `train_object` is neither callable nor a path, or its body would not run.
+        If `train_object` is neither callable nor a path, its body would not run, or it does not
+        take the arguments.
     ValueError
         If the file is not a Python script, or a script has keyword arguments.
     FileNotFoundError, IsADirectoryError
@@ -47,6 +48,7 @@ def program_of(
             f"but got {train_object!r} of type {type(train_object).__name__}."
         )
     check_runs(train_object)
+    check_arguments(train_object, args, kwargs)
     call = pickling.dump_call(train_object, args, kwargs)
     return Call(name_of(train_object), call)
 
@@ -67,6 +69,28 @@ def check_runs(function: Callable[..., Any]) -> None:
         if is_kind(called):
             name = name_of(function)
             raise TypeError(f"{name} is {kind}: to call it does not run its body. {instead}")
+
+
+def check_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Check that a function takes these arguments.
+
+    Raises
+    ------
+    TypeError
+        If it does not.
+    """
+    try:
+        # A decorator may take other arguments than the function that it wraps.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return  # some functions written in C have none
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = name_of(function)
+        raise TypeError(f"{name}{signature} cannot be called like this: {error}.") from None
 
 
 _BODIES_THAT_DO_NOT_RUN: tuple[tuple[Callable[[object], bool], str, str], ...] = (
@@ -143,8 +167,8 @@ def _check_source(path: Path, source: bytes) -> None:
             "script."
         )
     first, _, _ = source.partition(b"\n")
-    is_of_other_program = first.startswith(b"#!") and b"python" not in first
-    if isinstance(document, (dict, list)) or is_of_other_program or b"\0" in source:
+    is_other = path.suffix != ".py" and first.startswith(b"#!") and b"python" not in first
+    if isinstance(document, (dict, list)) or is_other or b"\0" in source:
         raise ValueError(f"{path} is not a Python script.")
     try:
         with warnings.catch_warnings():

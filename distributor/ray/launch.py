@@ -12,7 +12,7 @@ from distributor.core.gpus import GPUType
 from distributor.decorated_function import DecoratedFunction
 from distributor.launch.future import RunFuture
 from distributor.launch.one_time_warnings import warn_once
-from distributor.launch.programs import check_runs
+from distributor.launch.programs import check_arguments, check_runs
 from distributor.launch.setting_checks import check_num_processes
 from distributor.launch.settings import Settings, documented
 from distributor.launch.spark.session import Session
@@ -130,7 +130,7 @@ class RayFunction(DecoratedFunction[P, R]):
     ) -> tuple[TorchDistributor, RayProgram]:
         require_ray()
         check_runs(self._function)
-        self._check_arguments(args, kwargs)
+        check_arguments(self._function, args, kwargs)
         distributor = self._launcher()
         cores = None if distributor.local_mode else _executor_cores(Session.active())
         return distributor, RayProgram(self._function, distributor.start_timeout, cores)
