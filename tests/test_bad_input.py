@@ -310,7 +310,7 @@ def of_three_epochs() -> int:
 
 def test_arguments_that_do_not_fit(nothing_launched: Any) -> None:
     runner: Any = local()
-    says = r"epochs_of\(epochs.*\) cannot be called like this: got an unexpected .* 'epoch'"
+    says = r"epochs_of\(epochs.*\).* cannot be called like this: got an unexpected .* 'epoch'"
     with nothing_launched(), pytest.raises(TypeError, match=says):
         runner.run(epochs_of, 3, epoch=3)
     with nothing_launched(), pytest.raises(TypeError, match="missing a required argument"):
