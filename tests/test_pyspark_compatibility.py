@@ -214,6 +214,13 @@ def test_tasks_by_the_gpus_of_each(conf: Any, name: str, amount: str, tasks: int
         ours.run(print, "not run")
 
 
+@pytest.mark.spark
+def test_an_amount_that_is_no_number_is_named(conf: Any) -> None:
+    conf.set(TASK_GPUS, "many")
+    with pytest.raises(ValueError, match=f"'{TASK_GPUS}' must be a number, but is 'many'"):
+        TorchDistributor(2, local_mode=False)
+
+
 MADE = """
 import logging
 from distributor import DeepspeedTorchDistributor

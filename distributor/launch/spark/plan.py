@@ -119,13 +119,15 @@ def plan_cluster(
     ------
     RuntimeError
         If the configuration has dynamic allocation, or lacks the requested GPUs or pool.
+    ValueError
+        If a number of GPUs in the configuration is not a number.
     """
     if pool is not None and (why := session.why_no_pools()):
         raise RuntimeError(f"{spelling.of('pool')} is {pool!r}, but {why}.")
     _check_allocation(session)
     if not use_gpu:
         return ClusterPlan(num_processes, 1, use_gpu=False)
-    amount = float(session.conf(TASK_GPUS) or 0)
+    amount = _amount(session, TASK_GPUS)
     if session.is_local_master:
         return _plan_local_master(session, num_processes, amount, spelling)
     if amount:
@@ -162,6 +164,15 @@ def driver_gpus(session: Session | None) -> tuple[str, ...]:
     if mask is not None:
         return mask_entries(mask)
     return tuple(str(index) for index in range(len(gpu_names())))
+
+
+def _amount(session: Session, key: str) -> float:
+    """Return the number that a property has; 0 if it is not set."""
+    text = session.conf(key) or "0"
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"'{key}' must be a number, but is {text!r}.") from None
 
 
 def _plan_tasks(num_processes: int, amount: float, spelling: Spelling) -> ClusterPlan:
@@ -205,7 +216,7 @@ def _check_driver_gpus(session: Session, plan: ClusterPlan, spelling: Spelling) 
 
 
 def _plan_profile(session: Session, num_processes: int, spelling: Spelling) -> ClusterPlan:
-    per_executor = int(float(session.conf(EXECUTOR_GPUS) or 0))
+    per_executor = int(_amount(session, EXECUTOR_GPUS))
     if not per_executor or not session.supports_profiles():
         found = f"'{EXECUTOR_GPUS}' is {session.conf(EXECUTOR_GPUS) or 'unset too'}"
         raise RuntimeError(
