@@ -27,6 +27,7 @@ POOL_ID_VARIABLE = "DATABRICKS_REMOTE_GPU_POOL_ID"
 RESERVED_VARIABLE = "DATABRICKS_USE_RESERVED_GPU_POOL"
 POOLS = {True: "reserved", False: "on-demand"}
 """The pool for each value of the last variable, as defined in conf/fairscheduler.xml."""
+_SWITCHES = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 @overload
@@ -237,17 +238,35 @@ def _ranks(name: str, wanted: int | None, remote: bool, use_gpu: bool) -> Any:
 
 
 def _pool() -> str | None:
-    """Return the pool that the variables name; those of Databricks only if Spark has pools."""
-    if name := os.environ.get(POOL_VARIABLE):
-        return name
-    variable, pool = POOL_ID_VARIABLE, os.environ.get(POOL_ID_VARIABLE)
-    if not pool:
-        variable, reserved = RESERVED_VARIABLE, os.environ.get(RESERVED_VARIABLE)
-        if reserved is None:
-            return None
-        pool = POOLS[reserved.strip().lower() not in ("false", "0", "no")]
-    session = Session.active()
-    if session is not None and (why := session.why_no_pools()):
-        warn(f"{variable} is ignored: {why}.")
+    """Return the pool that the variables name; those of Databricks only if Spark has pools.
+
+    Raises
+    ------
+    RuntimeError
+        If DISTRIBUTOR_POOL names a pool and Spark has none.
+    ValueError
+        If DATABRICKS_USE_RESERVED_GPU_POOL is neither true nor false.
+    """
+    variables = (POOL_VARIABLE, POOL_ID_VARIABLE, RESERVED_VARIABLE)
+    given = next(((name, text) for name in variables if (text := os.environ.get(name))), None)
+    if given is None:
         return None
-    return pool
+    variable, pool = given
+    if variable == RESERVED_VARIABLE:
+        pool = _reserved_or_not(pool.strip())
+    session = Session.active()
+    if session is None or not (why := session.why_no_pools()):
+        return pool
+    if variable == POOL_VARIABLE:
+        raise RuntimeError(f"The environment variable {variable} is {pool!r}, but {why}.")
+    warn(f"{variable} is ignored: {why}.")
+    return None
+
+
+def _reserved_or_not(text: str) -> str:
+    if text.lower() not in _SWITCHES:
+        raise ValueError(
+            f"The environment variable {RESERVED_VARIABLE} must be one of {', '.join(_SWITCHES)}, "
+            f"but is {text!r}."
+        )
+    return POOLS[_SWITCHES[text.lower()]]

@@ -558,10 +558,32 @@ def test_a_requested_pool_is_an_error_if_spark_has_no_pools(spark: Any) -> None:
         fn.distributed()
 
 
+@pytest.mark.spark
+@pytest.mark.parametrize(
+    ("value", "kind", "says"),
+    [
+        ({"DISTRIBUTOR_POOL": "etl"}, RuntimeError, "variable DISTRIBUTOR_POOL is 'etl', but 'sp"),
+        ({"DATABRICKS_USE_RESERVED_GPU_POOL": "maybe"}, ValueError, "POOL must be .* is 'maybe'"),
+    ],
+)
+def test_a_variable_without_such_a_pool_is_named(
+    spark: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    value: dict[str, str],
+    kind: type[Exception],
+    says: str,
+) -> None:
+    for name, text in value.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(kind, match=says):
+        distributed(gpus=1, use_gpu=False, remote=True)(who).distributed()
+
+
 @pytest.mark.parametrize(
     ("variables", "pool"),
     [
         ({}, None),
+        ({"DATABRICKS_USE_RESERVED_GPU_POOL": ""}, None),
         ({"DATABRICKS_USE_RESERVED_GPU_POOL": "True"}, "reserved"),
         ({"DATABRICKS_USE_RESERVED_GPU_POOL": "False"}, "on-demand"),
         ({"DATABRICKS_USE_RESERVED_GPU_POOL": "0", "DISTRIBUTOR_POOL": "mine"}, "mine"),
