@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -28,6 +29,8 @@ from distributor import TorchDistributor
 from distributor._compat.pyspark import java_context
 
 os.environ.setdefault("DISTRIBUTOR_IDLE_IMPORT_SECONDS", "600")  # inherited by all processes
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell's script
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # inherited, too
 CLUSTER = "local-cluster[2,2,1024]"
 LOGGERS = ("distributor", "TorchDistributor", "DeepspeedTorchDistributor")
 """The loggers of this package's messages."""

@@ -351,7 +351,7 @@ def test_a_path_of_the_users_home(
     with nothing_launched():
         settings = local(log_dir="~/logs", py_modules=["~/helpers.py"])
     assert settings.log_dir == str(tmp_path / "logs")
-    assert settings.py_modules == (str(tmp_path / "helpers.py"),)
+    assert settings.py_modules == [str(tmp_path / "helpers.py")]
     for call in (lambda: local(environment="~/no.tar.gz"), lambda: local().run("~/no.py")):
         with nothing_launched(), pytest.raises(FileNotFoundError, match=f"{tmp_path}/no."):
             call()

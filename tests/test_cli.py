@@ -417,8 +417,6 @@ def test_ctrl_backslash_shows_stacks_and_ctrl_c_is_130(script: Any, tmp_path: Pa
         stderr=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
-        # The process that started the tests may have set it to be ignored, which is inherited.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     watchdog = threading.Timer(DEADLINE, process.kill)
     watchdog.start()

@@ -68,13 +68,15 @@ def test_a_function_drives_a_cluster_of_its_own(tmp_path: Path) -> None:
         task = ray.remote(raise_to_power)
         results = ray.get([task.remote(x) for x in range(count)])
         identity = [found for _, found in results] + [sorted(RANK_VARIABLES & os.environ.keys())]
-        return sum(x for x, _ in results), identity, runtime.get_world_size(), describe()
+        address = ray.get(ray.remote(lambda: os.environ["RAY_ADDRESS"]).remote())
+        return sum(x for x, _ in results), identity, runtime.get_world_size(), address, describe()
 
-    value, identity, world_size, cluster = sum_of_powers.distributed(4, power=2)
+    value, identity, world_size, address, cluster = sum_of_powers.distributed(4, power=2)
 
     assert value == 14
     assert identity == [[]] * 5, "frameworks would wait for other ranks"
     assert world_size == 1
+    assert address == cluster["address"], "tasks find their own cluster among others"
     assert cluster["cpus"] == os.cpu_count()
     [node] = cluster["nodes"]
     assert node.startswith("node0-")

@@ -81,7 +81,8 @@ class RayProgram:
         os.environ[ADDRESS_VARIABLE] = address
         import ray
 
-        ray.init(address=address)
+        # Tasks have the address too: another cluster of this machine may be found without it.
+        ray.init(address=address, runtime_env={"env_vars": {ADDRESS_VARIABLE: address}})
         _await_nodes({_name(rank, hosts) for rank in range(len(hosts))}, deadline)
 
     def _serve(self, node_rank: int, peers: Peers, deadline: float) -> None:

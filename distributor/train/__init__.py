@@ -131,6 +131,7 @@ def report(
         called with the checkpoint and its name, unless the mode is NO_UPLOAD, and returns the
         uploaded checkpoint, which must be a folder in the run's folder, the same on all ranks:
         ``get_context().get_storage().build_checkpoint_path_from_name(name)``, or another one.
+        Ranks that report a checkpoint must either all pass a function, or none.
     validation : bool or ValidationTaskConfig, default False
         Whether the driver validates the checkpoint in the background, with the function of
         ``TorchTrainer(validation_config=...)``; a `ValidationTaskConfig` passes arguments. That of

@@ -112,6 +112,7 @@ class RunConfig(ChecksUnsupported):
     def __post_init__(self) -> None:
         self.name = self.name or new_run_id()
         self._had_no_path = not self.storage_path
+        check_storage_path("storage_path", self.storage_path)
         self.storage_path = os.fspath(self.storage_path or _default_path())
         self.failure_config = self.failure_config or FailureConfig()
         self.checkpoint_config = self.checkpoint_config or CheckpointConfig()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import signal
 import subprocess
 import sys
 import textwrap
@@ -22,10 +21,7 @@ from support.waiting import MARK, marked
 
 @contextmanager
 def driver(source: str, folder: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start a driver; at the end kill it and whatever it has left behind.
-
-    It accepts Ctrl-C, which processes that a shell starts in the background ignore.
-    """
+    """Start a driver; at the end kill it and whatever it has left behind."""
     script, mark = folder / "driver.py", uuid.uuid4().hex
     script.write_text(textwrap.dedent(source))
     process = subprocess.Popen(
@@ -35,7 +31,6 @@ def driver(source: str, folder: Path, *args: str) -> Iterator[tuple[subprocess.P
         env=variables_for(source, {MARK: mark}),
         text=True,
         cwd=folder,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     too_late = threading.Timer(150, process.kill)
     too_late.start()

@@ -147,7 +147,7 @@ class ReportRounds:
                     f"Rank {rank} reports the folder {each['folder']!r} with NO_UPLOAD, but the "
                     f"checkpoint's name is {name!r}. All ranks must report one folder."
                 )
-        calls_upload_fn = any(each["calls upload fn"] for each in offers)
+        calls_upload_fn = _calls_upload_fn(offers)
         in_place = [each["folder"] == name for each in offers]
         self._free_name(name, keep_files=calls_upload_fn or any(in_place))
         files = offers[0]["files"]
@@ -258,3 +258,25 @@ class ReportRounds:
         path = self._storage.checkpoint(committed).path if committed else None
         metrics = [part["metrics"] for part in parts]
         worker_context().send(Reported(metrics, path, parts[0]["preempted"]))
+
+
+def _calls_upload_fn(offers: list[dict[str, Any]]) -> bool:
+    """Return whether the user's functions upload the checkpoint.
+
+    Raises
+    ------
+    DistributorError
+        If they do on some ranks only: a function could replace files while they are uploaded.
+    """
+    calls = [rank for rank, each in enumerate(offers) if each["calls upload fn"]]
+    copies = [
+        rank
+        for rank, each in enumerate(offers)
+        if each["mode"] not in (None, "NO_UPLOAD") and rank not in calls
+    ]
+    if calls and copies:
+        raise DistributorError(
+            f"Rank {calls[0]} passes a checkpoint_upload_fn, but rank {copies[0]} does not. Pass "
+            "it on all ranks that report a checkpoint, or on none."
+        )
+    return bool(calls)

@@ -202,13 +202,13 @@ class StoreChannel:
         return decision["value"]
 
     def await_readers(self, key: str) -> None:
-        """Tell rank 0 that this rank has read an error; on rank 0, wait for all others.
+        """Report to rank 0 that this rank has read an error; on rank 0, wait for the others.
 
         Rank 0 raises the error too, and the store ends with it: a rank that had not read the error
         would raise a `ConnectionError` instead.
         """
         with contextlib.suppress(ConnectionError):
-            self.set_own(f"{key}/read", None)
+            self._set(f"{key}/read/{self.rank}", None)
             if self.rank == 0:
                 keys = {rank: f"{key}/read/{rank}" for rank in range(self.size)}
                 self._missing(keys, time.monotonic() + READ_SECONDS)

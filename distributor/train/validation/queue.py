@@ -79,7 +79,7 @@ class ValidationQueue(Listener):
             self._names.put(report.checkpoint.rpartition("/")[2])
 
     def __enter__(self) -> ValidationQueue:
-        program_of(ValidationCall(self._config.fn), (), {})  # raises before the training
+        program_of(ValidationCall(self._config.fn), (None, {}), {})  # raises before the training
         launcher = plan(self._distributor, 1, 1).launcher
         self._thread = launcher.thread(self._run)
         self._thread.start()
