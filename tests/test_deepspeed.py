@@ -122,6 +122,7 @@ def check(reports: list[Report], stage: int) -> None:
         assert report.parameters == pytest.approx(expected_parameters(), abs=1e-4)
 
 
+@pytest.mark.slow
 @cluster_is_slow
 def test_every_stage_trains_with_torch_distributor(distribute: Distribute) -> None:
     stages = [1, 2, 3]

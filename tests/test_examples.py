@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -91,12 +92,6 @@ def skip_without(package: str) -> None:
         pytest.skip(f"{package} is not installed")
 
 
-@ALL
-def test_an_example_runs_on_this_machine(name: str, tmp_path: Path) -> None:
-    skip_without(EXAMPLES[name].needs)
-    check(name, tmp_path, run_here(name, tmp_path))
-
-
 @pytest.mark.slow
 def test_lightning_shards_a_model(tmp_path: Path) -> None:
     """A sharded checkpoint consists of the files of both ranks, and each resumes from both."""
@@ -121,7 +116,7 @@ def test_an_example_runs_in_a_session(
 
 
 RUN_ALL = """
-import contextlib, io, runpy, traceback
+import contextlib, io, json, runpy, sys, traceback
 
 sys.path.insert(0, "{folder}")
 for name in {names!r}:
@@ -130,17 +125,45 @@ for name in {names!r}:
             runpy.run_path(f"{folder}/{{name}}.py", run_name="__main__")
         except Exception:
             traceback.print_exc(file=printed)
-    send(**{{name: printed.getvalue()}})
-spark.stop()
+    {send}
 """
+"""Runs the examples in one process, as the cells of a notebook would."""
+
+
+def run_all(send: str) -> str:
+    """Return a program that runs all examples, and sends the output of each."""
+    names = [name for name, each in EXAMPLES.items() if find_spec(each.needs) is not None]
+    return RUN_ALL.format(folder=FOLDER, names=names, send=send)
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Path]:
+    """Run all examples on this machine; return the output of each, and their folder."""
+    folder = tmp_path_factory.mktemp("examples")
+    done = subprocess.run(
+        [sys.executable, "-c", run_all("print(json.dumps([name, printed.getvalue()]))")],
+        env={**os.environ, **OFFLINE},
+        capture_output=True,
+        text=True,
+        timeout=len(EXAMPLES) * DEADLINE,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return dict(json.loads(line) for line in done.stdout.splitlines()), folder
+
+
+@ALL
+def test_an_example_runs_on_this_machine(name: str, outputs: tuple[dict[str, str], Path]) -> None:
+    skip_without(EXAMPLES[name].needs)
+    printed, folder = outputs
+    check(name, folder, printed[name])
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Driver, Path]]:
     """Start a driver on a standalone cluster, which runs all examples in turn."""
     folder = tmp_path_factory.mktemp("examples")
-    names = [name for name, each in EXAMPLES.items() if find_spec(each.needs) is not None]
-    source = RUN_ALL.format(folder=FOLDER, names=names)
+    source = run_all("send(**{name: printed.getvalue()})")
     with (
         machines_on_loopback(4) as machines,
         cluster_on(machines, folder) as cluster,

@@ -101,6 +101,7 @@ def test_each_spark_task_is_a_node(spark: Any) -> None:
 
 
 @needs_ray
+@pytest.mark.slow
 def test_nothing_is_left_after_an_exception(
     short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
