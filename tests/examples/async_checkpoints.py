@@ -1,4 +1,4 @@
-"""Ray Train's example of asynchronous checkpoints: rank 0 goes on while its files are uploaded."""
+"""Ray Train's example of asynchronous checkpoints and validation, while the training goes on."""
 
 import os
 import tempfile
@@ -35,6 +35,7 @@ def train_func():
                 checkpoint=train.Checkpoint.from_directory(folder),
                 checkpoint_upload_mode=train.CheckpointUploadMode.ASYNC,
                 checkpoint_dir_name=f"epoch_{epoch}",
+                validation=train.ValidationTaskConfig(fn_kwargs={"seed": 1}),
             )
         else:
             train.report(metrics, None)
@@ -42,9 +43,17 @@ def train_func():
     return [each.metrics["epoch"] for each in reported]
 
 
+def validate(checkpoint, seed):
+    model = ResNet()
+    with checkpoint.as_directory() as folder:
+        model.load_state_dict(torch.load(os.path.join(folder, "model.pt")))
+    return {"accuracy": accuracy(model, images(seed=seed))}
+
+
 if __name__ == "__main__":
     trainer = TorchTrainer(
         train_func,
+        validation_config=train.ValidationConfig(fn=validate),
         scaling_config=train.ScalingConfig(num_workers=2),
         run_config=train.RunConfig(
             storage_path=os.path.abspath("results"), name="async_checkpoints"
@@ -53,7 +62,6 @@ if __name__ == "__main__":
     result = trainer.fit()
     print(f"epochs {result.return_value}")
 
-    model = ResNet()
-    with result.checkpoint.as_directory() as folder:
-        model.load_state_dict(torch.load(os.path.join(folder, "model.pt")))
-    print(f"accuracy {accuracy(model, images(seed=1)):.2f}")
+    validated = [metrics["accuracy"] for _, metrics in result.best_checkpoints]
+    print(f"validated {len(validated)}")
+    print(f"accuracy {validated[-1]:.2f}")
