@@ -57,6 +57,29 @@ class DecoratedFunction(Generic[P, R]):
         return _load, (type(self), self._function, _key_of(self._launcher)), state
 
 
+def decorator_of(
+    kind: type[Decorated], api: str, launcher: Launcher, run_async: bool
+) -> Callable[[Callable[..., Any]], Decorated]:
+    """Return a decorator, which returns an object of this kind.
+
+    Parameters
+    ----------
+    kind : type
+        A subclass of `DecoratedFunction`.
+    api : str
+        The decorator, for messages.
+    launcher, run_async
+        As for `DecoratedFunction`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Decorated:
+        if not callable(function) and not isinstance(function, classmethod):
+            raise TypeError(f"{api} must decorate a function, but got {function!r}.")
+        return kind(function, launcher, run_async)
+
+    return decorate
+
+
 class DistributedFunction(DecoratedFunction[P, R]):
     """A function that can run on many ranks, as ``@distributed`` returns it.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from distributor.core.spelling import Spelling, unknown_argument
+from distributor.core.spelling import Spelling, check_names
 from distributor.launch.programs import instead_of_keywords
 from distributor.launch.setting_checks import check_bool, check_count
 from distributor.launch.settings import Settings, documented, setting
@@ -122,8 +122,7 @@ class DeepspeedTorchDistributor(TorchDistributor):
 def _check_names(settings: Mapping[str, Any]) -> None:
     known = {field.name for field in fields(Settings)}
     own = ("numGpus", "nnodes", "localMode", "useGpu", "deepspeedConfig")
-    for name in settings.keys() - known:
-        raise TypeError(unknown_argument("DeepspeedTorchDistributor()", name, {*known, *own}))
+    check_names("DeepspeedTorchDistributor()", settings, {*known, *own})
 
 
 def _config_arguments(config: Any) -> tuple[Argument, ...]:

@@ -10,8 +10,8 @@ from dataclasses import fields
 from typing import Any, ParamSpec, TypeVar, overload
 
 from distributor.core.gpus import GPUType
-from distributor.core.spelling import Spelling, unknown_argument
-from distributor.decorated_function import DistributedFunction, Launcher
+from distributor.core.spelling import Spelling, check_names
+from distributor.decorated_function import DistributedFunction, Launcher, decorator_of
 from distributor.launch.output.messages import warn
 from distributor.launch.setting_checks import check_bool, check_gpu_type
 from distributor.launch.settings import Settings, documented
@@ -126,13 +126,7 @@ def distributed(
         run_async=run_async,
         settings=settings,
     )
-
-    def decorate(function: Callable[P, R]) -> DistributedFunction[P, R]:
-        if not callable(function) and not isinstance(function, classmethod):
-            raise TypeError(f"@distributed must decorate a function, but got {function!r}.")
-        return DistributedFunction(function, launcher, run_async)
-
-    return decorate
+    return decorator_of(DistributedFunction, "@distributed", launcher, run_async)
 
 
 def launcher_of(
@@ -161,7 +155,8 @@ def launcher_of(
     TypeError
         As `distributed` does.
     """
-    _check_names(api, settings)
+    own = inspect.signature(distributed).parameters.keys() - {"settings"}
+    check_names(api, settings, {*own, *_SETTINGS})
     count = _one_of("gpus", gpus, "num_accelerators", num_accelerators)
     type_ = _one_of("gpu_type", gpu_type, "accelerator_type", accelerator_type)
     of_node, kind = _split(type_)
@@ -193,12 +188,6 @@ def launcher_of(
 
 _SETTINGS = {field.name for field in fields(Settings)} - {"gpu_type"}
 _ACCELERATOR = re.compile(r"(?:GPU_)?(\d+)x(\w+)", re.IGNORECASE)
-
-
-def _check_names(api: str, settings: Mapping[str, Any]) -> None:
-    for name in settings.keys() - _SETTINGS:
-        known = {*inspect.signature(distributed).parameters, *_SETTINGS} - {"settings"}
-        raise TypeError(unknown_argument(api, name, known))
 
 
 def _one_of(name: str, value: Any, newer: str, newer_value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -79,6 +79,19 @@ def unknown_argument(function: str, name: str, known: Iterable[str]) -> str:
     return f"{function} got an unexpected keyword argument {name!r}. {suggestion(name, known)}"
 
 
+def check_names(function: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Check the names of keyword arguments.
+
+    Raises
+    ------
+    TypeError
+        If one is not known.
+    """
+    for name in given:
+        if name not in known:
+            raise TypeError(unknown_argument(function, name, known))
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return a question for the known name that is most like an unknown one, or all known names."""
     names = sorted(known)
@@ -106,8 +119,7 @@ def checks_keywords(cls: type[T]) -> type[T]:
 
     @functools.wraps(construct)
     def checked(self: T, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() - set(known):
-            raise TypeError(unknown_argument(f"{cls.__name__}()", name, known))
+        check_names(f"{cls.__name__}()", kwargs, known)
         construct(self, *args, **kwargs)
 
     cls.__init__ = checked  # type: ignore[assignment, method-assign]

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar, overload
 
 from distributor.core.gpus import GPUType
-from distributor.decorated_function import DecoratedFunction
+from distributor.decorated_function import DecoratedFunction, decorator_of
 from distributor.launch.future import RunFuture
 from distributor.launch.one_time_warnings import warn_once
 from distributor.launch.programs import check_arguments, check_runs
@@ -246,12 +246,7 @@ def ray_launch(
         _check_unused(unused)
         return launch_with(settings=_with_variables(settings))()
 
-    def decorate(function: Callable[P, R]) -> RayFunction[P, R]:
-        if not callable(function) and not isinstance(function, classmethod):
-            raise TypeError(f"@ray_launch must decorate a function, but got {function!r}.")
-        return RayFunction(function, launcher, run_async)
-
-    return decorate
+    return decorator_of(RayFunction, "@ray_launch", launcher, run_async)
 
 
 def _check_unused(counts: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from distributor.errors import StartTimeout
-from distributor.node.worker.worker_context import worker_context
+from distributor.node.worker.store_client import connect_store
 
 
 class Peers:
@@ -21,13 +21,8 @@ class Peers:
     """
 
     def __init__(self, deadline: float) -> None:
-        import torch.distributed as dist
-
         self._deadline = deadline
-        client = dist.TCPStore(  # type: ignore[attr-defined]
-            *worker_context().rendezvous, is_master=False, wait_for_workers=False
-        )
-        self._store = dist.PrefixStore("distributor/ray", client)  # type: ignore[attr-defined]
+        self._store = connect_store("distributor/ray")
 
     def set(self, name: str, value: object) -> None:
         """Share a value with all nodes."""

@@ -79,14 +79,10 @@ class ReportRounds:
         request.in_background.set_result(agreed["in background"])
         removes = request.delete_local and self._is_removable(request)
         self._channel.set_own(request.key, self._own_part(request, agreed, keep=not removes))
-        if self._channel.rank == 0:
-            self._channel.set(request.key, self._decide(request))
-        decision = self._channel.get(request.key, UPLOAD_TIMEOUT_SECONDS)
-        if "error" in decision:
-            self._channel.await_readers(request.key)
+        decision = self._channel.decide(
+            request.key, lambda: self._decide(request), UPLOAD_TIMEOUT_SECONDS
+        )
         self._channel.delete_keys()
-        if "error" in decision:
-            raise DistributorError(decision["error"])
         if decision["committed"]:
             self.latest, self._next_index = decision["committed"], self._next_index + 1
             if removes and request.checkpoint is not None:

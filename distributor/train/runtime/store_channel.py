@@ -12,14 +12,14 @@ from typing import Any
 from distributor import runtime
 from distributor.core.text import listed
 from distributor.errors import DistributorError
-from distributor.node.worker.worker_context import worker_context
+from distributor.node.worker.store_client import connect_store
 
 RANK_TIMEOUT_SECONDS = 1800.0
 """Seconds that a rank waits for the other ranks to report, as in torch's collectives."""
 UPLOAD_TIMEOUT_SECONDS = 6 * 3600.0
 """Seconds that a rank waits for the uploads of other ranks, all of which have begun."""
 READ_SECONDS = 10.0
-"""Seconds that rank 0 waits until the other ranks have read an error."""
+"""Seconds for a decision of rank 0 to reach the other ranks."""
 LATE_WARNING_SECONDS = 60.0
 """Seconds after which rank 0 prints which ranks it is waiting for."""
 
@@ -52,15 +52,7 @@ class StoreChannel:
         timeout : float
             The time that the store may take to answer, in seconds.
         """
-        import torch.distributed as dist
-
-        client = dist.TCPStore(  # type: ignore[attr-defined]
-            *worker_context().rendezvous,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
-        )
-        store = dist.PrefixStore("distributor/train", client)  # type: ignore[attr-defined]
+        store = connect_store("distributor/train", timeout=timedelta(seconds=timeout))
         return cls(runtime.get_global_rank(), runtime.get_world_size(), store)
 
     def set(self, key: str, value: Any) -> None:
@@ -193,13 +185,42 @@ class StoreChannel:
             On all ranks: if one does not reach it in time, which it names, or `decide` raises it.
         """
         self.set_own(key, {"value": value})
+        return self.decide(key, lambda: self._decision(key, decide, timeout), timeout)["value"]
+
+    def decide(
+        self, key: str, make: Callable[[], dict[str, Any]], timeout: float | None = None
+    ) -> dict[str, Any]:
+        """Return rank 0's decision.
+
+        Parameters
+        ----------
+        key : str
+            Its key.
+        make : callable
+            Called on rank 0. It may take `timeout` itself, because it waits for the other ranks;
+            their own time therefore starts anew when rank 0 has reached this call.
+        timeout : float, optional
+            Seconds to wait; by default `RANK_TIMEOUT_SECONDS`.
+
+        Raises
+        ------
+        DistributorError
+            On all ranks: if rank 0 decides that there is an error, or does not reach this call.
+        """
         if self.rank == 0:
-            self.set(key, self._decide(key, decide, timeout))
-        decision = self.get(key, timeout)
+            self._set_decision(key, make)
+        else:
+            self.get(f"{key}/begun", timeout)
+        limit = RANK_TIMEOUT_SECONDS if timeout is None else timeout
+        decision: dict[str, Any] = self.get(key, limit + READ_SECONDS)
         if "error" in decision:
             self.await_readers(key)
             raise DistributorError(decision["error"])
-        return decision["value"]
+        return decision
+
+    def _set_decision(self, key: str, make: Callable[[], dict[str, Any]]) -> None:
+        self.set(f"{key}/begun", None)
+        self.set(key, make())
 
     def await_readers(self, key: str) -> None:
         """Report to rank 0 that this rank has read an error; on rank 0, wait for the others.
@@ -216,11 +237,11 @@ class StoreChannel:
     def leave(self, key: str, why: str) -> None:
         """Let the other ranks' calls of `agree` with this key fail: this rank will not call it."""
         if self.rank == 0:
-            self.set(key, {"error": self._alone([f"rank 0 {why}"])})
+            self._set_decision(key, lambda: {"error": self._alone([f"rank 0 {why}"])})
         else:
             self.set_own(key, {"left": f"rank {self.rank} {why}"})
 
-    def _decide(
+    def _decision(
         self, key: str, decide: Callable[[list[Any]], Any], timeout: float | None
     ) -> dict[str, Any]:
         try:

@@ -1,0 +1,25 @@
+"""Connections of this rank to the store that rank 0 of the run serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distributor.node.worker.worker_context import worker_context
+
+
+def connect_store(prefix: str, **options: Any) -> Any:
+    """Return a store with its own connection, whatever rendezvous the program has chosen.
+
+    Parameters
+    ----------
+    prefix : str
+        The prefix of its keys.
+    **options
+        Of ``torch.distributed.TCPStore``.
+    """
+    import torch.distributed as dist
+
+    client = dist.TCPStore(  # type: ignore[attr-defined]
+        *worker_context().rendezvous, is_master=False, wait_for_workers=False, **options
+    )
+    return dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
