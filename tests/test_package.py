@@ -39,6 +39,7 @@ LAYERS = [
     {"serialization"},
     {"wire"},
     {"node"},
+    {"data"},
     {"launch"},
     {"runtime", "tracking"},
     {"prepared_run"},
@@ -56,7 +57,7 @@ COMPAT = "distributor._compat"
 DOCUMENTED = {"_exit", "_fields"}
 """Names of the standard library that begin with an underscore and are documented."""
 
-EXECUTOR_SIDE = {"_compat", "core", "serialization", "wire", "node"}
+EXECUTOR_SIDE = {"_compat", "core", "serialization", "wire", "node", "data"}
 """The parts that a node imports."""
 
 MAX_MODULES = 15

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 from distributor.core.telemetry import Progress, Reported
 from distributor.node.worker.preemption_notices import PreemptionNotices
@@ -37,6 +38,10 @@ class WorkerContext:
     store : object
         Rank 0's rendezvous store. It serves the other ranks for as long as the process lives,
         because shutting it down would take time.
+    register_loader : callable or None
+        Called with a bound method that returns a data loader's position, which each checkpoint then
+        contains. Returns the position to resume from, or None. It is None itself if the run stores
+        no checkpoints.
     scratch : str
         A folder for temporary files, which is removed after the rank, even if the rank is killed.
     """
@@ -52,6 +57,7 @@ class WorkerContext:
         self.rendezvous: tuple[str, int] = ("", 0)
         self.store: object = None
         self.scratch = ""
+        self.register_loader: Callable[[Callable[[], Any]], Any] | None = None
         self._progress_file = progress_file
         self._final_steps: list[Callable[[], object]] = []
 

@@ -68,6 +68,7 @@ class Reporter:
         self._rounds: ReportRounds
         self._thread.submit(self._start).result()
         worker_context().completed_steps = self._number
+        worker_context().register_loader = self.register_loader
         worker_context().add_final_step(self.finish)
 
     def _start(self) -> None:

@@ -1,0 +1,243 @@
+"""Which rows each rank reads in an epoch, and in which order.
+
+Everything here is a function of a dataset's chunks, the number of ranks, and what they have read
+already, so that all ranks and the driver compute the same without communicating. Rows are numbered
+through the chunks of the dataset.
+
+A *piece* is a range of rows of one chunk: (chunk, start, stop). A *window* is a list of pieces that
+is read at once, and may be shuffled. A *span* is a part of a window, in the window's order. What
+ranks have left of an epoch is a list of spans, which other ranks can share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Equal: TypeAlias = Literal["drop", "pad", False]
+"""How ranks get equally many rows: rows that do not divide are dropped, or some are repeated."""
+EQUAL: tuple[Equal, ...] = ("drop", "pad", False)
+
+WINDOW_BYTES = 32 * 1024 * 1024
+"""Bytes of a window, if its order does not set the number of its rows."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of a rank's rows in an epoch.
+
+    Parameters
+    ----------
+    shuffle : bool
+        Whether the pieces of the rank's share are shuffled, and the rows within windows.
+    buffer_rows : int or None
+        Rows of a window within which rows are shuffled, whether or not the pieces are.
+    seed : int
+        Determines the order, together with the epoch and the rank.
+    """
+
+    shuffle: bool = False
+    buffer_rows: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch, and what ranks have already read of it.
+
+    Parameters
+    ----------
+    number : int
+        The number of the epoch, from 0.
+    order : Order
+        The order of its rows.
+    history : tuple of (int, int)
+        For each earlier attempt at the epoch: the number of ranks, and the rows that each has read.
+    """
+
+    number: int
+    order: Order
+    history: tuple[tuple[int, int], ...] = ()
+
+    def after(self, num_ranks: int, rows: int) -> Epoch:
+        """Return the epoch after each of `num_ranks` ranks has read so many more rows."""
+        return replace(self, history=(*self.history, (num_ranks, rows)))
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Some of a window's rows.
+
+    Parameters
+    ----------
+    pieces : array of int64, shape (n, 3)
+        The window: chunk, start and stop of each piece.
+    seed : tuple of int or None
+        Determines the order of the window's rows; None leaves them in order.
+    begin, end : int
+        The positions in that order of the span's rows.
+    """
+
+    pieces: NDArray[np.int64]
+    seed: tuple[int, ...] | None
+    begin: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def permutation(self) -> NDArray[np.int64] | None:
+        """Return the positions in the window of the span's rows; None if they are in order."""
+        if self.seed is None:
+            return None
+        rng = np.random.default_rng(self.seed)
+        order: NDArray[np.int64] = rng.permutation(_num_rows(self.pieces))
+        return order[self.begin : self.end]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The chunks of a dataset, and how the ranks share them.
+
+    Parameters
+    ----------
+    chunk_rows, chunk_bytes : array of int64, shape (chunks,)
+        The rows and the size of each chunk.
+    equal : "drop", "pad" or False
+        How ranks get equally many rows. If False, they differ by at most one.
+    split : bool, default True
+        Whether the ranks share the dataset. If not, each reads all of it.
+    """
+
+    chunk_rows: NDArray[np.int64]
+    chunk_bytes: NDArray[np.int64]
+    equal: Equal
+    split: bool = True
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the whole dataset."""
+        return int(self.chunk_rows.sum())
+
+    def rows_per_rank(self, num_ranks: int) -> list[int]:
+        """Return the number of rows that each rank reads in an epoch."""
+        if not self.split:
+            return [self.num_rows] * num_ranks
+        *cuts, _ = _cuts(self.num_rows, num_ranks, self.equal)
+        sizes = [stop - start for start, stop in pairwise(cuts)]
+        return [max(sizes)] * num_ranks if self.equal == "pad" else sizes
+
+    def plan(self, epoch: Epoch, rank: int, num_ranks: int) -> list[Span]:
+        """Return what a rank reads in the rest of an epoch."""
+        if not self.split:
+            alone = tuple((1, rows) for _, rows in epoch.history)
+            rank, num_ranks, epoch = 0, 1, replace(epoch, history=alone)
+        left: list[Span] | None = None
+        for earlier_ranks, rows in epoch.history:
+            *parts, rest = self._parts(epoch, left, earlier_ranks)
+            left = [span for part in parts for span in _without_first(part, rows)] + rest
+        *parts, _ = self._parts(epoch, left, num_ranks)
+        missing = max(map(_total, parts)) - _total(parts[rank]) if self.equal == "pad" else 0
+        if not missing:
+            return parts[rank]
+        source = next(part for part in (parts[rank], *parts) if part)
+        return [*parts[rank], replace(source[0], end=source[0].begin + missing)]
+
+    def _parts(self, epoch: Epoch, left: list[Span] | None, num_ranks: int) -> list[list[Span]]:
+        """Divide what is left of an epoch (None: all of it) into the ranks' parts and the rest."""
+        total = self.num_rows if left is None else _total(left)
+        cuts = _cuts(total, num_ranks, self.equal)
+        if left is not None:
+            return [_between(left, start, stop) for start, stop in pairwise(cuts)]
+        return [
+            self._windows(self._pieces(start, stop), epoch, part)
+            for part, (start, stop) in enumerate(pairwise(cuts))
+        ]
+
+    def _pieces(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the pieces that consist of the rows from `start` to `stop`."""
+        ends = np.cumsum(self.chunk_rows)
+        begins = ends - self.chunk_rows
+        first = np.maximum(begins, start) - begins
+        last = np.minimum(ends, stop) - begins
+        chunks = np.flatnonzero(last > first)
+        return np.stack([chunks, first[chunks], last[chunks]], axis=1)
+
+    def _windows(self, pieces: NDArray[np.int64], epoch: Epoch, part: int) -> list[Span]:
+        order = epoch.order
+        seed = (order.seed % 2**64, epoch.number, part)
+        if order.shuffle:
+            pieces = pieces[np.random.default_rng((*seed, 0)).permutation(len(pieces))]
+        shuffles_rows = order.shuffle or order.buffer_rows is not None
+        return [
+            Span(window, (*seed, number) if shuffles_rows else None, 0, _num_rows(window))
+            for number, window in enumerate(self._grouped(pieces, order.buffer_rows), 1)
+        ]
+
+    def _grouped(
+        self, pieces: NDArray[np.int64], buffer_rows: int | None
+    ) -> list[NDArray[np.int64]]:
+        """Divide a list of pieces into windows."""
+        if not len(pieces):
+            return []
+        if buffer_rows is not None:
+            pieces = _split_every(pieces, buffer_rows)
+            numbers = (np.cumsum(_lengths(pieces)) - 1) // buffer_rows
+        else:
+            row_bytes = self.chunk_bytes / np.maximum(self.chunk_rows, 1)
+            sizes = _lengths(pieces) * row_bytes[pieces[:, 0]]
+            numbers = ((np.cumsum(sizes) - sizes) // WINDOW_BYTES).astype(np.int64)
+        return np.split(pieces, np.flatnonzero(np.diff(numbers)) + 1)
+
+
+def _cuts(total: int, num_ranks: int, equal: Equal) -> list[int]:
+    """Return where each rank's rows begin, and where those of the last rank and of all end."""
+    if equal == "drop":
+        return [rank * (total // num_ranks) for rank in range(num_ranks + 1)] + [total]
+    return [rank * total // num_ranks for rank in range(num_ranks + 1)] + [total]
+
+
+def _lengths(pieces: NDArray[np.int64]) -> NDArray[np.int64]:
+    lengths: NDArray[np.int64] = pieces[:, 2] - pieces[:, 1]
+    return lengths
+
+
+def _num_rows(pieces: NDArray[np.int64]) -> int:
+    return int(_lengths(pieces).sum())
+
+
+def _total(spans: Sequence[Span]) -> int:
+    return sum(map(len, spans))
+
+
+def _split_every(pieces: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
+    """Split pieces so that none contains a boundary between two windows of so many rows."""
+    ends = np.cumsum(_lengths(pieces))
+    boundaries = np.union1d(ends, np.arange(rows, ends[-1], rows))
+    begins = np.concatenate([[0], boundaries[:-1]])
+    at = np.searchsorted(ends, begins, side="right")
+    offsets = pieces[at, 1] + begins - (ends - _lengths(pieces))[at]
+    return np.stack([pieces[at, 0], offsets, offsets + boundaries - begins], axis=1)
+
+
+def _between(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
+    """Return the rows from `start` to `stop` of a list of spans."""
+    found = []
+    at = 0
+    for span in spans:
+        begin, end = max(start - at, 0), min(stop - at, len(span))
+        if begin < end:
+            found.append(replace(span, begin=span.begin + begin, end=span.begin + end))
+        at += len(span)
+    return found
+
+
+def _without_first(spans: Sequence[Span], rows: int) -> list[Span]:
+    return _between(spans, rows, _total(spans))
