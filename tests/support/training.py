@@ -45,8 +45,9 @@ class Fault:
     Parameters
     ----------
     event : str
-        "step" (a batch begins), "upload", "check", "commit", "prune" or "record" (half of a file
-        is written, or a folder is about to be read or removed), or "any" operation in storage.
+        "step" (a batch begins), "upload", "check", "commit", "uncommit", "prune" or "record" (half
+        of a file is written, or something is about to be read or removed), or "any" operation in
+        storage.
     count : int
         The occurrence of the event at which the fault is injected, from 1.
     rank : int
@@ -141,6 +142,8 @@ class FaultyFiles(pafs.FSSpecHandler):  # type: ignore[misc]
 
     def delete_file(self, path: str) -> None:
         self._events.record("any")
+        if os.path.basename(path) == MANIFEST:
+            self._events.record("uncommit")
         super().delete_file(path)
 
 

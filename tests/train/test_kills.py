@@ -37,6 +37,7 @@ RESUMED = {
     "between upload and commit": (Fault("check", COUNT, 0, ""), 4),
     "in commit": (Fault("commit", COUNT, 0, ""), 4),
     "in pruning": (Fault("prune", 1, 0, ""), 6),
+    "before the last pruning": (Fault("uncommit", 6, 0, ""), 16),
     "while the log of the run is written": (Fault("record", COUNT, 0, ""), 6),
 }
 """For each moment: the fault, and the number of reports from which the training resumes."""

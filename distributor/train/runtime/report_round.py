@@ -89,7 +89,7 @@ class ReportRounds:
                 shutil.rmtree(request.checkpoint.path, ignore_errors=True)
 
     def finish(self, number: int) -> None:
-        """Write the run's log a last time, and let no other rank wait for a report of this one.
+        """Finish the reports, and let no other rank wait for one of this rank.
 
         Parameters
         ----------
@@ -97,7 +97,7 @@ class ReportRounds:
             The number of reports that this rank has made.
         """
         if self._channel.rank == 0:
-            self._manager.write_log()
+            self._manager.finish()
         self._channel.leave(
             f"report/{number}/come", f"has returned after {counted(number, 'report')}"
         )

@@ -125,6 +125,11 @@ class CheckpointManager:
             self._warned.add(kind)
             print(f"distributor: {message}", flush=True)
 
+    def finish(self) -> None:
+        """Write the run's log, and remove what an attempt that was killed left to be removed."""
+        self.write_log()
+        self._remove_others([])
+
     def write_log(self) -> None:
         """Update the run's log; if that fails, each checkpoint still has its own."""
         if self._logged == len(self._reports):
@@ -160,11 +165,15 @@ class CheckpointManager:
         self._storage.commit(name, manifest)
         unfinished = [each for each in self._unfinished if each != name]
         self._unfinished = []
+        self._remove_others(unfinished)
+
+    def _remove_others(self, unfinished: Sequence[str]) -> None:
+        """Remove unfinished checkpoints, and those that are not to be kept."""
         failures = [
             *remove_surplus(self._storage, self._settings),
             *remove_all(self._storage, unfinished),
         ]
-        for failure in failures:  # the new checkpoint is committed nevertheless
+        for failure in failures:  # what is committed stays so
             print(f"distributor: {failure}", flush=True)
 
 
