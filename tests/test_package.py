@@ -38,11 +38,11 @@ LAYERS = [
     {"core"},
     {"serialization"},
     {"wire"},
-    {"node"},
-    {"data"},
+    {"data", "node"},
     {"launch"},
     {"runtime", "tracking"},
     {"prepared_run"},
+    {"partition_training"},
     {"torch_distributor"},
     {"decorated_function"},
     {"deepspeed_distributor", "serverless", "train"},
@@ -57,7 +57,7 @@ COMPAT = "distributor._compat"
 DOCUMENTED = {"_exit", "_fields"}
 """Names of the standard library that begin with an underscore and are documented."""
 
-EXECUTOR_SIDE = {"_compat", "core", "serialization", "wire", "node", "data"}
+EXECUTOR_SIDE = {"_compat", "core", "serialization", "wire", "node"}
 """The parts that a node imports."""
 
 MAX_MODULES = 15

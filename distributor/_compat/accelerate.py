@@ -2,7 +2,46 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
 
 def mark_as_prepared(loader: object) -> None:
     """Have ``Accelerator.prepare`` return a data loader as it is, without sharding it again."""
     loader._is_accelerate_prepared = True  # type: ignore[attr-defined]
+
+
+def keep_shares_whole(accelerator: ModuleType, is_share: Callable[[object], bool]) -> None:
+    """Have an ``Accelerator`` leave a dataset whole that is one rank's share already.
+
+    The Transformers ``Trainer`` prepares its data loaders by an ``Accelerator``, too.
+
+    Parameters
+    ----------
+    accelerator : module
+        ``accelerate.accelerator``, whose ``prepare_data_loader`` is changed. An ``Accelerator``
+        calls it with the number of processes among which the data are to be divided.
+    is_share : callable
+        Called with a dataset; returns whether it is one rank's share.
+    """
+    prepare = accelerator.prepare_data_loader
+    signature = inspect.signature(prepare)
+
+    @functools.wraps(prepare)
+    def prepare_whole(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(dataloader, *args, **kwargs)
+        if not is_share(dataloader.dataset):
+            return prepare(*call.args, **call.kwargs)
+        # Neither divided, nor read by rank 0 and distributed by it.
+        call.arguments.update(
+            num_processes=1, process_index=0, dispatch_batches=False, torch_device_mesh=None
+        )
+        prepared = prepare(*call.args, **call.kwargs)
+        # Otherwise gather_for_metrics would cut the last batches of all ranks to the rows of one.
+        prepared._drop_last = True
+        return prepared
+
+    accelerator.prepare_data_loader = prepare_whole  # type: ignore[attr-defined]

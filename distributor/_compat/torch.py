@@ -138,5 +138,36 @@ def keep_groups_of_models(parallel: ModuleType) -> None:
     parallel.DistributedDataParallel.__init__ = keep_group
 
 
+def keep_shares_whole(distributed: ModuleType, is_share: Callable[[object], bool]) -> None:
+    """Have ``DistributedSampler`` sample all of a dataset that is one rank's share already.
+
+    Parameters
+    ----------
+    distributed : module
+        ``torch.utils.data.distributed``, whose ``DistributedSampler`` is changed. Subclasses call
+        its constructor, Lightning's too.
+    is_share : callable
+        Called with a dataset; returns whether it is one rank's share.
+    """
+    initialize = distributed.DistributedSampler.__init__
+
+    @functools.wraps(initialize)
+    def initialize_whole(
+        self: Any,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        # Lightning's wrapper of a sampler passes the sampler as the dataset's `_sampler`.
+        sampler = getattr(dataset, "_sampler", None)
+        if is_share(getattr(sampler, "data_source", dataset)):
+            num_replicas, rank = 1, 0
+        initialize(self, dataset, num_replicas, rank, *args, **kwargs)
+
+    distributed.DistributedSampler.__init__ = initialize_whole
+
+
 def _release(group: object) -> None:
     """Release a group: `weakref.finalize` has referred to it until now."""

@@ -1,1 +1,31 @@
 """Spark DataFrames and Parquet files as training data: each rank reads its share."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distributor.data.parquet import from_parquet
+    from distributor.data.shard import DatasetShard
+    from distributor.data.spark.dataset import SparkDataset, from_spark
+
+__all__ = ["DatasetShard", "SparkDataset", "from_parquet", "from_spark"]
+
+_MODULES = {
+    "DatasetShard": "distributor.data.shard",
+    "SparkDataset": "distributor.data.spark.dataset",
+    "from_parquet": "distributor.data.parquet",
+    "from_spark": "distributor.data.spark.dataset",
+}
+"""The module of each public name. It is imported on first use, because it may need torch."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,19 +11,17 @@ ranks have left of an epoch is a list of spans, which other ranks can share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from distributor.data.equal_shares import Equal
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-Equal: TypeAlias = Literal["drop", "pad", False]
-"""How ranks get equally many rows: rows that do not divide are dropped, or some are repeated."""
-EQUAL: tuple[Equal, ...] = ("drop", "pad", False)
 
 WINDOW_BYTES = 32 * 1024 * 1024
 """Bytes of a window, if its order does not set the number of its rows."""
@@ -65,6 +63,20 @@ class Epoch:
     number: int
     order: Order
     history: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def from_position(cls, position: Mapping[str, Any]) -> Epoch:
+        """Return the epoch of a position, as checkpoints contain it."""
+        history = tuple((int(ranks), int(rows)) for ranks, rows in position["history"])
+        return cls(position["epoch"], Order(**position["order"]), history)
+
+    def to_position(self) -> dict[str, Any]:
+        """Return the epoch as values for JSON."""
+        return {
+            "epoch": self.number,
+            "order": asdict(self.order),
+            "history": [list(attempt) for attempt in self.history],
+        }
 
     def after(self, num_ranks: int, rows: int) -> Epoch:
         """Return the epoch after each of `num_ranks` ranks has read so many more rows."""
@@ -155,7 +167,7 @@ class Layout:
         total = self.num_rows if left is None else _total(left)
         cuts = _cuts(total, num_ranks, self.equal)
         if left is not None:
-            return [_between(left, start, stop) for start, stop in pairwise(cuts)]
+            return [between(left, start, stop) for start, stop in pairwise(cuts)]
         return [
             self._windows(self._pieces(start, stop), epoch, part)
             for part, (start, stop) in enumerate(pairwise(cuts))
@@ -198,7 +210,7 @@ class Layout:
 
 
 def _cuts(total: int, num_ranks: int, equal: Equal) -> list[int]:
-    """Return where each rank's rows begin, and where those of the last rank and of all end."""
+    """Return the first row of each rank, the row after the last rank's, and the number of rows."""
     if equal == "drop":
         return [rank * (total // num_ranks) for rank in range(num_ranks + 1)] + [total]
     return [rank * total // num_ranks for rank in range(num_ranks + 1)] + [total]
@@ -227,7 +239,7 @@ def _split_every(pieces: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
     return np.stack([pieces[at, 0], offsets, offsets + boundaries - begins], axis=1)
 
 
-def _between(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
+def between(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
     """Return the rows from `start` to `stop` of a list of spans."""
     found = []
     at = 0
@@ -240,4 +252,4 @@ def _between(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
 
 
 def _without_first(spans: Sequence[Span], rows: int) -> list[Span]:
-    return _between(spans, rows, _total(spans))
+    return between(spans, rows, _total(spans))

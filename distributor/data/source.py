@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,3 +46,39 @@ class Source(Protocol):
         LookupError
             If this rank cannot read it.
         """
+
+
+class CachedSource:
+    """A source that keeps the chunks read last, within this process.
+
+    Parameters
+    ----------
+    source : Source
+        The source of the chunks.
+    max_bytes : float
+        The size of the chunks that are kept at most; infinite keeps all.
+    """
+
+    def __init__(self, source: Source, max_bytes: float) -> None:
+        self.name, self.schema, self.vectors = source.name, source.schema, source.vectors
+        self.chunk_rows, self.chunk_bytes = source.chunk_rows, source.chunk_bytes
+        self.null_counts = source.null_counts
+        self._source, self._max_bytes = source, max_bytes
+        self._chunks: dict[int, pa.RecordBatch | pa.Table] = {}  # the least recently used first
+        self._size = 0
+
+    def read(self, chunk: int) -> pa.RecordBatch | pa.Table:
+        """Return a chunk."""
+        found = self._chunks.pop(chunk, None)
+        if found is None:
+            found = self._source.read(chunk)
+            self._size += int(self.chunk_bytes[chunk])
+        self._chunks[chunk] = found
+        while self._size > self._max_bytes and len(self._chunks) > 1:
+            oldest = next(iter(self._chunks))
+            del self._chunks[oldest]
+            self._size -= int(self.chunk_bytes[oldest])
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_chunks": {}, "_size": 0}

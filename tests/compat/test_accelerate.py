@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from support.canary import relies_on
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from distributor._compat import accelerate as private
 
@@ -18,3 +21,26 @@ def test_a_marked_loader_is_not_prepared_again() -> None:
     assert accelerator.prepare(plain) is not plain
     with relies_on("accelerate", "the mark of prepared objects", "accelerate.mark_as_prepared"):
         assert accelerator.prepare(marked) is marked
+
+
+class Numbers(IterableDataset[int]):
+    """Four numbers."""
+
+    def __iter__(self) -> Any:
+        return iter(range(4))
+
+
+@pytest.mark.parametrize("dataset", [[0, 1, 2, 3], Numbers()], ids=["map", "iterable"])
+def test_a_share_is_left_whole(dataset: Any) -> None:
+    """Neither divided among two processes, nor read by the first for both."""
+    module: Any = accelerate.accelerator
+    inside = SimpleNamespace(prepare_data_loader=module.prepare_data_loader)
+    private.keep_shares_whole(inside, is_share=lambda found: found is dataset)  # type: ignore[arg-type]
+    arguments = {"num_processes": 2, "process_index": 1, "put_on_device": True}
+    with relies_on("accelerate", "prepare_data_loader", "accelerate.keep_shares_whole"):
+        assert "prepare_data_loader" in accelerate.Accelerator.prepare_data_loader.__code__.co_names
+        prepared = inside.prepare_data_loader(DataLoader(dataset, batch_size=3), **arguments)
+        assert [batch.tolist() for batch in prepared] == [[0, 1, 2], [3]]
+        assert prepared.remainder == -1, "gather_for_metrics drops nothing"
+    other = inside.prepare_data_loader(DataLoader([0, 1, 2, 3]), **arguments)
+    assert [batch.tolist() for batch in other] == [[1], [3]]

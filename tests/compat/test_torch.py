@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,3 +127,46 @@ def test_torch_starts_processes_in_one_function(monkeypatch: pytest.MonkeyPatch)
         torch.multiprocessing.spawn(len, nprocs=1)
         torch.multiprocessing.start_processes(max, nprocs=1, start_method="fork")
         assert wrapped == [len, max]
+
+
+def test_subclasses_of_the_distributed_sampler_call_its_constructor() -> None:
+    module = sys.modules["torch.utils.data.distributed"]
+    share, other = [0, 1, 2], [0, 1, 2, 3]
+    sampler = torch.utils.data.SequentialSampler(share)
+
+    class Changed(module.DistributedSampler):  # type: ignore[name-defined,misc]
+        """With a constructor that can be changed."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    class Wrapper(Changed):
+        """As Lightning's, whose dataset is a sampler."""
+
+        def __init__(self, sampler: Any, **kwargs: Any) -> None:
+            super().__init__(DatasetOfSampler(sampler), **kwargs)
+
+    class DatasetOfSampler(list[int]):
+        def __init__(self, sampler: Any) -> None:
+            super().__init__(sampler)
+            self._sampler = sampler
+
+    with relies_on("torch", "DistributedSampler's constructor", "torch.keep_shares_whole"):
+        private.keep_shares_whole(
+            SimpleNamespace(DistributedSampler=Changed),  # type: ignore[arg-type]
+            is_share=lambda dataset: dataset is share,
+        )
+        ranks = {"num_replicas": 2, "rank": 1, "shuffle": False}
+        assert list(Changed(share, **ranks)) == [0, 1, 2]
+        assert list(Changed(share, 2, 1, False)) == [0, 1, 2]
+        assert list(Wrapper(sampler, **ranks)) == [0, 1, 2]
+        assert list(Changed(other, **ranks)) == [1, 3]
+
+
+def test_lightning_wraps_samplers_as_datasets() -> None:
+    distributed = pytest.importorskip("lightning.fabric.utilities.distributed")
+    sampler = torch.utils.data.SequentialSampler([1, 2])
+    with relies_on("lightning", "_DatasetSamplerWrapper", "torch.keep_shares_whole"):
+        wrapper = distributed.DistributedSamplerWrapper(sampler, num_replicas=2, rank=0)
+        assert isinstance(wrapper, torch.utils.data.DistributedSampler)
+        assert wrapper.dataset._sampler is sampler

@@ -38,10 +38,12 @@ class WorkerContext:
     store : object
         Rank 0's rendezvous store. It serves the other ranks for as long as the process lives,
         because shutting it down would take time.
+    data : int or None
+        Descriptor of the file with this node's part of the run's datasets; None if it has none.
     register_loader : callable or None
         Called with a bound method that returns a data loader's position, which each checkpoint then
-        contains. Returns the position to resume from, or None. It is None itself if the run stores
-        no checkpoints.
+        contains, and the loader's name. Returns the position to resume from, or None. It is None
+        itself if the run stores no checkpoints.
     scratch : str
         A folder for temporary files, which is removed after the rank, even if the rank is killed.
     """
@@ -57,7 +59,8 @@ class WorkerContext:
         self.rendezvous: tuple[str, int] = ("", 0)
         self.store: object = None
         self.scratch = ""
-        self.register_loader: Callable[[Callable[[], Any]], Any] | None = None
+        self.data: int | None = None
+        self.register_loader: Callable[[Callable[[], Any], str], Any] | None = None
         self._progress_file = progress_file
         self._final_steps: list[Callable[[], object]] = []
 

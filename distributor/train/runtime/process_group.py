@@ -1,4 +1,4 @@
-"""A rank's device and its process group."""
+"""A rank's process group."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from distributor import runtime
 from distributor.core.spelling import checks_keywords
-from distributor.node.worker.worker_context import worker_context
-
-if TYPE_CHECKING:
-    import torch
+from distributor.node.worker.devices import device
 
 
 class BackendConfig:
@@ -113,21 +109,6 @@ class TorchConfig(BackendConfig):
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration."""
         return asdict(self)
-
-
-def device() -> torch.device:
-    """Return this rank's GPU if it has one, and the run uses GPUs, else the CPU.
-
-    Outside a run it is the current GPU.
-    """
-    import torch
-
-    if not (worker_context().uses_gpus and torch.cuda.is_available()):
-        return torch.device("cpu")
-    if "LOCAL_RANK" not in os.environ:
-        return torch.device("cuda", torch.cuda.current_device())
-    # Each rank sees only its own GPU, unless CUDA_VISIBLE_DEVICES has been set otherwise.
-    return torch.device("cuda", runtime.get_local_rank() % torch.cuda.device_count())
 
 
 def ensure_group(config: TorchConfig | None = None) -> None:

@@ -62,6 +62,7 @@ class Reporter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reports")
         self._pending: list[Future[None]] = []
         self._loaders: list[weakref.WeakMethod[Callable[[], Any]]] = []
+        self._named_loaders: dict[str, weakref.WeakMethod[Callable[[], Any]]] = {}
         self._thread_id: int
         self._number: int
         self._positions: Mapping[str, Any]
@@ -177,19 +178,24 @@ class Reporter:
             wait_for_validations(self.storage, deadline)
         return reported_checkpoints(self.storage, self._settings)
 
-    def register_loader(self, position: Callable[[], Any]) -> Any:
+    def register_loader(self, position: Callable[[], Any], name: str | None = None) -> Any:
         """Save a data loader's position with each checkpoint.
 
         Parameters
         ----------
         position : bound method
             Returns the loader's position. Only a weak reference to the loader is kept.
+        name : str, optional
+            A name that no other loader has; by default loaders are numbered.
 
         Returns
         -------
         object
             Its position in the checkpoint from which the training resumes; None if there is none.
         """
+        if name is not None:
+            self._named_loaders[name] = weakref.WeakMethod(position)
+            return self._positions.get(name)
         self._loaders.append(weakref.WeakMethod(position))
         return self._positions.get(str(len(self._loaders) - 1))
 
@@ -200,8 +206,11 @@ class Reporter:
         """
         existing = [position for loader in self._loaders if (position := loader()) is not None]
         current = {str(number): position() for number, position in enumerate(existing)}
-        registered = len(self._loaders)
-        return {n: at for n, at in self._positions.items() if int(n) >= registered} | current
+        for name, loader in self._named_loaders.items():
+            if (position := loader()) is not None:
+                current[name] = position()
+        registered = {*map(str, range(len(self._loaders))), *self._named_loaders}
+        return {n: at for n, at in self._positions.items() if n not in registered} | current
 
     def _name_in_storage(self, checkpoint: Checkpoint) -> str:
         """Return the name of a checkpoint that must already be in the run's folder."""

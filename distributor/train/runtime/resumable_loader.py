@@ -18,6 +18,8 @@ from torch.utils.data import (
 
 from distributor import runtime
 from distributor._compat.accelerate import mark_as_prepared
+from distributor.data.rank_share import is_rank_share, rows_of_all_ranks
+from distributor.node.worker.devices import move
 from distributor.train.runtime.session import has_storage, session
 
 
@@ -105,7 +107,7 @@ class DeviceLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for batch in self._loader:
-            yield batch if self._device is None else _move(batch, self._device)
+            yield batch if self._device is None else move(batch, self._device)
 
 
 class ResumableLoader(DeviceLoader):
@@ -117,23 +119,37 @@ class ResumableLoader(DeviceLoader):
         The loader of the batches; its sampler is a `ShardSampler`.
     device : device or None
         The device to move the batches to.
+    identity : mapping of str to int
+        What is the same on all ranks, and must be when it resumes: the length of the dataset, and
+        the number of ranks if the dataset is one rank's share.
     """
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], device: torch.device | None, identity: Mapping[str, int]
+    ) -> None:
         super().__init__(loader, device)
+        self._identity = dict(identity)
         self._sampler: ShardSampler = loader.sampler  # type: ignore[assignment]
         self._at: tuple[int, int] = (0, 0)
         self._has_begun = False
         self._resume_position: Mapping[str, int] | None = None
 
     def position(self) -> dict[str, int]:
-        """Return the epoch, and the number of its samples that all ranks together have yielded."""
+        """Return the epoch, and the number of its samples that have been yielded.
+
+        All ranks together have yielded so many, or each of its share.
+        """
         epoch, seen = self._at
-        return {"epoch": epoch, "seen": seen, "length": self._sampler.length}
+        return {"epoch": epoch, "seen": seen, **self._identity}
 
     def resume_from(self, position: Mapping[str, int]) -> None:
-        """Begin the first pass at a position, if that is in the same epoch and dataset."""
-        if position["length"] == self._sampler.length:
+        """Begin the first pass at a position, if that is in the same epoch and dataset.
+
+        If the dataset is a share, which other ranks had, begin its epoch again.
+        """
+        if position.get("length") == self._identity["length"]:
+            if not self._identity.items() <= position.items():
+                position = {**position, "seen": 0}
             self._resume_position = position
             self._sampler.epoch = position["epoch"]
             self._at = position["epoch"], position["seen"]
@@ -163,11 +179,18 @@ def prepare(
         return DeviceLoader(loader, device)
     if isinstance(loader.sampler, (DistributedSampler, ShardSampler)):
         return DeviceLoader(loader, device)  # it yields this rank's share already
+    is_share = is_rank_share(loader.dataset)
     if (custom := _custom_sampler(loader)) is not None:
-        if runtime.get_world_size() == 1:
+        if is_share or runtime.get_world_size() == 1:
             return DeviceLoader(loader, device)
         _warn_of_replacement(loader, custom)
-    prepared = ResumableLoader(_with_shard_sampler(loader, pin), device)
+    rank, size = runtime.get_global_rank(), runtime.get_world_size()
+    if is_share:  # divided already, in another way for each number of ranks
+        identity = {"length": rows_of_all_ranks(loader.dataset), "ranks": size}
+        rank, size = 0, 1
+    else:
+        identity = {"length": len(loader.dataset)}  # type: ignore[arg-type]
+    prepared = ResumableLoader(_with_shard_sampler(loader, pin, rank, size), device, identity)
     mark_as_prepared(prepared)  # an Accelerator would leave each rank a share of its share
     if has_storage():
         position = session.reporter.register_loader(prepared.position)
@@ -176,12 +199,14 @@ def prepare(
     return prepared
 
 
-def _with_shard_sampler(loader: DataLoader[Any], pin: bool) -> DataLoader[Any]:
+def _with_shard_sampler(
+    loader: DataLoader[Any], pin: bool, rank: int, size: int
+) -> DataLoader[Any]:
     sampler = ShardSampler(
         len(loader.dataset),  # type: ignore[arg-type]
         shuffle=not isinstance(loader.sampler, SequentialSampler),
-        rank=runtime.get_global_rank(),
-        size=runtime.get_world_size(),
+        rank=rank,
+        size=size,
     )
     return DataLoader(
         loader.dataset,
@@ -238,15 +263,3 @@ def _resamples(sampler: Any) -> bool:
     if not isinstance(sampler, RandomSampler):
         return False
     return sampler.replacement or sampler.num_samples != len(sampler.data_source)
-
-
-def _move(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return type(batch)({key: _move(part, device) for key, part in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_move(part, device) for part in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_move(part, device) for part in batch)
-    return batch

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from distributor import runtime
-from distributor.train.runtime.process_group import TorchConfig, device, ensure_group
+from distributor.node.worker.devices import device
+from distributor.train.runtime.process_group import TorchConfig, ensure_group
 from distributor.train.torch.checkpoint import TorchCheckpoint
 from distributor.train.trainer import TorchTrainer
 
@@ -146,6 +147,10 @@ def prepare_data_loader(
     twice, and none is left out. (If the size of an epoch is not divisible by the number of ranks,
     some samples are repeated at its end, as in torch's DistributedSampler.) The batch that is being
     processed when ``report`` is called counts as trained.
+
+    A dataset that `DatasetShard.dataset` or `DatasetShard.iterable` returns is this rank's share
+    already, and is left whole. After a restart, the loader of a `DatasetShard.dataset` resumes
+    within the epoch on the same number of ranks; on another number the epoch begins again.
 
     Follows ``ray.train.torch.prepare_data_loader``:
     https://docs.ray.io/en/latest/train/api/doc/ray.train.torch.prepare_data_loader.html

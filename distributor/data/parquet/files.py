@@ -1,0 +1,172 @@
+"""The data files that paths, folders and patterns name, in an order that all ranks share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+PathLike = str | os.PathLike[str]
+HIDDEN = ("_", ".")
+"""Files and folders whose names begin so contain no data, as in Spark."""
+NULL = "__HIVE_DEFAULT_PARTITION__"
+"""A partition's name for a null, in Spark."""
+DELTA_LOG = "_delta_log"
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """Files of one file system.
+
+    Parameters
+    ----------
+    filesystem : FileSystem
+        The file system.
+    folders : dict of str to list of str
+        The files by the folder in which they were found, perhaps in subfolders.
+    """
+
+    filesystem: pafs.FileSystem
+    folders: dict[str, list[str]]
+
+
+def find_files(path: PathLike | Sequence[PathLike]) -> DataFiles:
+    """Find the files that a path names.
+
+    Parameters
+    ----------
+    path : str, path, or sequence of them
+        Files, folders, and patterns with ``*``, ``?``, ``[...]`` and ``**``, on this machine or as
+        the address of a file system that pyarrow knows.
+
+    Returns
+    -------
+    DataFiles
+        Each file once, sorted within each path.
+
+    Raises
+    ------
+    FileNotFoundError
+        If a path names no file; says which.
+    ValueError
+        If paths are of several file systems, or name a Delta table.
+    """
+    paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+    if not paths:
+        raise FileNotFoundError("No paths were passed: the list is empty.")
+    (filesystem, _), *others = resolved = [_resolve(os.fspath(each)) for each in paths]
+    if any(other != filesystem for other, _ in others):
+        raise ValueError(f"The paths must be of one file system, but are {paths}.")
+    folders: dict[str, dict[str, None]] = {}
+    for written, (_, inside) in zip(paths, resolved, strict=True):
+        found = [
+            file for match in _matches(filesystem, inside) for file in _files(filesystem, match)
+        ]
+        if not found:
+            raise FileNotFoundError(f"No data files were found at {os.fspath(written)!r}.")
+        known = {file for files in folders.values() for file in files}
+        for folder, file in found:
+            if file not in known:
+                folders.setdefault(folder, {})[file] = None
+    return DataFiles(filesystem, {folder: list(files) for folder, files in folders.items()})
+
+
+def partitions_of(folder: str, paths: Sequence[str]) -> list[dict[str, pa.Scalar]]:
+    """Return for each path the values in the names of its subfolders, such as ``label=3``."""
+    texts = [_folder_values(path[len(folder) :]) for path in paths]
+    names = {name for each in texts for name in each}
+    types = {name: _type_of([each.get(name) for each in texts]) for name in names}
+    return [
+        {name: pa.scalar(text, pa.string()).cast(types[name]) for name, text in each.items()}
+        for each in texts
+    ]
+
+
+def _folder_values(path: str) -> dict[str, str | None]:
+    parts = (part.partition("=") for part in path.split("/")[:-1])
+    return {
+        unquote(name): None if value == NULL else unquote(value)
+        for name, equals, value in parts
+        if equals
+    }
+
+
+def _type_of(texts: Sequence[str | None]) -> pa.DataType:
+    """Return the type of a column whose values are in names of folders."""
+    for type in (pa.int32(), pa.int64()):
+        with contextlib.suppress(pa.ArrowInvalid):
+            pa.array(texts, pa.string()).cast(type)
+            return type
+    return pa.string()
+
+
+def _resolve(path: str) -> tuple[pafs.FileSystem, str]:
+    if "://" in path:
+        filesystem, inside = pafs.FileSystem.from_uri(path)
+        return filesystem, str(inside).rstrip("/")
+    return pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(path))
+
+
+def _matches(filesystem: pafs.FileSystem, path: str) -> list[pafs.FileInfo]:
+    """Return the files and folders that a path or a pattern names, sorted."""
+    info = filesystem.get_file_info(path)
+    if info.type != pafs.FileType.NotFound:
+        return [info]
+    parts = path.split("/")
+    names = _expand(filesystem, parts[0], parts[1:]) if _is_pattern(path) else []
+    infos = filesystem.get_file_info(sorted(set(names)))
+    return [info for info in infos if info.type != pafs.FileType.NotFound]
+
+
+def _expand(filesystem: pafs.FileSystem, folder: str, parts: list[str]) -> list[str]:
+    """Return paths that match a pattern, of which only the last part may not exist."""
+    if not parts:
+        return [folder]
+    first, *rest = parts
+    if not _is_pattern(first):
+        return _expand(filesystem, f"{folder}/{first}", rest)
+    anywhere = first == "**"
+    selector = pafs.FileSelector(folder or "/", allow_not_found=True, recursive=anywhere)
+    found = [
+        info.path
+        for info in filesystem.get_file_info(selector)
+        if (anywhere or fnmatchcase(info.base_name, first))
+        and not (rest and info.type == pafs.FileType.File)
+    ]
+    return [
+        path
+        for each in ([folder, *found] if anywhere else found)
+        for path in _expand(filesystem, each, rest)
+    ]
+
+
+def _is_pattern(text: str) -> bool:
+    return any(character in text for character in "*?[")
+
+
+def _files(filesystem: pafs.FileSystem, match: pafs.FileInfo) -> list[tuple[str, str]]:
+    """Return pairs of folder and file for what a path names."""
+    if match.type == pafs.FileType.File:
+        return [(os.path.dirname(match.path), match.path)]
+    infos = filesystem.get_file_info(pafs.FileSelector(match.path, recursive=True))
+    if any(info.base_name == DELTA_LOG for info in infos):
+        raise ValueError(
+            f"{match.path} is a Delta table, whose folder also contains files of earlier versions. "
+            'Read it with Spark, spark.read.format("delta").load(path), and pass the DataFrame.'
+        )
+    return sorted(
+        (match.path, info.path)
+        for info in infos
+        if info.type == pafs.FileType.File and not _is_hidden(info.path[len(match.path) :])
+    )
+
+
+def _is_hidden(path: str) -> bool:
+    # Folders of partitions may begin so: _year=2024.
+    return any(part.startswith(HIDDEN) and "=" not in part for part in path.split("/"))

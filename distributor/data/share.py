@@ -1,0 +1,172 @@
+"""A rank's share of a dataset: its rows in each epoch, and how far it has read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from distributor.data.batches import Format, prefetched, read_batches
+from distributor.data.epochs import Epoch, Layout, Order, Span
+from distributor.data.options import PassOptions
+from distributor.data.source import Source
+from distributor.node.worker.worker_context import worker_context
+
+
+@dataclass
+class Pass:
+    """One pass over what is left of an epoch.
+
+    Parameters
+    ----------
+    epoch : Epoch
+        The epoch, with what was read of it before the pass.
+    rows : int
+        The rows that each rank has yielded since, or all that it had.
+    """
+
+    epoch: Epoch
+    rows: int = 0
+
+
+class Progress:
+    """Counts a shard's epochs and the rows read, and resumes from a checkpoint's position.
+
+    Ranks read in lockstep: what rank 0 has read, each rank has read of its own rows.
+
+    Parameters
+    ----------
+    name : str
+        The dataset's name, for messages.
+    num_rows : int
+        The rows of the whole dataset.
+    rank, num_ranks : int
+        This rank, and the number of ranks.
+    """
+
+    def __init__(self, name: str, num_rows: int, rank: int, num_ranks: int) -> None:
+        self._name, self._num_rows = name, num_rows
+        self._rank, self._num_ranks = rank, num_ranks
+        self._pass = Pass(Epoch(0, Order()))
+        self._next_epoch = 0
+        self._resumed: Epoch | None = None
+        self._is_registered = False
+        self._has_chosen_epoch = False
+
+    def position(self) -> dict[str, Any]:
+        """Return the epoch of the latest pass, and what has been read of it, for JSON."""
+        self._register()
+        epoch = self._pass.epoch
+        if self._pass.rows:
+            epoch = epoch.after(self._num_ranks, self._pass.rows)
+        return {"name": self._name, "rows": self._num_rows, **epoch.to_position()}
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch of the next pass."""
+        self._register()
+        return self._next_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass; by default it is the one after that of the last pass."""
+        self._next_epoch = epoch
+        self._has_chosen_epoch = True
+
+    def begin(self, order: Order) -> Pass:
+        """Begin a pass; the rest of an epoch that is resumed keeps its order."""
+        self._register()
+        resumed, self._resumed = self._resumed, None
+        if resumed is None or resumed.number != self._next_epoch:
+            resumed = Epoch(self._next_epoch, order)
+        self._next_epoch += 1
+        self._pass = Pass(resumed)
+        return self._pass
+
+    def _register(self) -> None:
+        """Take part in the run's checkpoints. They begin only after arguments are unpickled."""
+        register = worker_context().register_loader
+        if self._is_registered or register is None:
+            return
+        self._is_registered = True
+        if (position := register(self.position, self._name)) is not None:
+            self._resume_from(position)
+
+    def end(self, finished: Pass) -> None:
+        """Go on to the next epoch, rows that the pass has dropped included."""
+        if self._pass is finished:
+            self._pass = Pass(Epoch(finished.epoch.number + 1, finished.epoch.order))
+
+    def _resume_from(self, position: Mapping[str, Any]) -> None:
+        epoch = Epoch.from_position(position)
+        if position.get("rows") == self._num_rows:
+            self._resumed = epoch
+        else:
+            epoch = Epoch(epoch.number, epoch.order)
+            if self._rank == 0:
+                print(
+                    f"distributor: the checkpoint was stored with {position.get('rows')} rows of "
+                    f"{self._name}, which has {self._num_rows} now: epoch {epoch.number} begins "
+                    "again.",
+                    flush=True,
+                )
+        if not self._has_chosen_epoch:
+            self._next_epoch = epoch.number
+        self._pass = Pass(epoch)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rows that are a rank's.
+
+    Parameters
+    ----------
+    source : Source
+        The chunks of the dataset.
+    layout : Layout
+        How the ranks share them.
+    rank : int
+        The rank.
+    num_ranks : int
+        The number of ranks.
+    progress : Progress
+        What it has read.
+    """
+
+    source: Source
+    layout: Layout
+    rank: int
+    num_ranks: int
+    progress: Progress
+
+    def __len__(self) -> int:
+        return self.layout.rows_per_rank(self.num_ranks)[self.rank]
+
+    def spans(self, epoch: Epoch) -> list[Span]:
+        """Return the rows that are left of an epoch."""
+        return self.layout.plan(epoch, self.rank, self.num_ranks)
+
+    def read(self, options: PassOptions, form: Format, counts: bool = True) -> Iterator[Any]:
+        """Yield the batches of the next pass.
+
+        Parameters
+        ----------
+        options : PassOptions
+            Which batches.
+        form : Format
+            What they are.
+        counts : bool, default True
+            Whether the position has what has been yielded of an epoch, or whole epochs only.
+        """
+        now = self.progress.begin(options.order)
+        if options.batch_size is None and self.layout.split and self.num_ranks > 1:
+            counts = False  # other ranks' windows have other numbers of rows
+        batches = read_batches(
+            self.source, self.spans(now.epoch), form, options.batch_size, options.drop_last
+        )
+        with closing(prefetched(batches, options.prefetch_batches)) as ready:
+            for rows, batch in ready:
+                if counts:  # the last batch of another rank may be larger by a row
+                    now.rows += options.batch_size or rows
+                yield batch
+        self.progress.end(now)

@@ -1,0 +1,1 @@
+"""Spark DataFrames as arguments of a run, and their rows as chunks on the way to the ranks."""

@@ -1,0 +1,163 @@
+"""A rank's share as a dataset of PyTorch, which data loaders must not share out again."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from distributor._compat import accelerate as private_accelerate
+from distributor._compat import torch as private_torch
+from distributor.data.batches import Format, pieces_of, read_batches, read_chunk
+from distributor.data.epochs import Epoch, Order, between
+from distributor.data.formats import items
+from distributor.data.options import PassOptions, whole_number
+from distributor.data.rank_share import RankShare, is_rank_share
+from distributor.data.share import Share
+from distributor.data.source import CachedSource
+from distributor.data.tensors import TensorOptions
+from distributor.node.worker.import_hooks import after_import
+
+CACHE_BYTES = 256 * 1024 * 1024
+"""Bytes of chunks that a dataset keeps for the next rows."""
+MAX_WORKERS = 1024
+"""Workers of a data loader that have an epoch of their own."""
+
+
+class ShardDataset(Dataset[Any], RankShare):
+    """A rank's share as a map-style dataset; `DatasetShard.dataset` documents it.
+
+    Parameters
+    ----------
+    share : Share
+        The rows.
+    options : TensorOptions
+        How they become tensors.
+    transform : callable, optional
+        Makes the item of a row.
+    """
+
+    def __init__(
+        self,
+        share: Share,
+        options: TensorOptions,
+        transform: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> None:
+        self.rows_of_all_ranks = share.layout.num_rows
+        self._source = CachedSource(share.source, CACHE_BYTES)
+        self._options, self._transform = options, transform
+        empty = np.empty((0, 3), np.int64)
+        spans = share.spans(Epoch(0, Order()))
+        self._pieces = np.concatenate([empty, *map(pieces_of, spans)])
+        self._ends = np.cumsum(self._pieces[:, 2] - self._pieces[:, 1])
+        _keep_shares_whole()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, index: int) -> Any:
+        [item] = self.__getitems__([index])
+        return item
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the items of many rows, in the order of `indices`."""
+        rows = np.array([self._checked(index) for index in indices], dtype=np.int64)
+        order = np.argsort(rows, kind="stable")
+        table = self._read(rows[order])
+        if (order[1:] < order[:-1]).any():
+            table = table.take(pa.array(np.argsort(order)))
+        return items(table, self._options, self._transform)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _keep_shares_whole()
+
+    def _checked(self, index: int) -> int:
+        row, length = operator.index(index), len(self)
+        if not -length <= row < length:
+            raise IndexError(f"row {row} of a dataset of {length} rows")
+        return row % length
+
+    def _read(self, rows: Any) -> pa.Table:
+        """Read rows, whose numbers ascend."""
+        at = np.searchsorted(self._ends, rows, side="right")
+        chunks, _, stops = self._pieces[at].T
+        in_chunk = stops - (self._ends[at] - rows)
+        firsts = np.flatnonzero(np.diff(at, prepend=-1))
+        tables = [
+            read_chunk(self._source, int(chunks[part[0]])).take(pa.array(in_chunk[part]))
+            for part in np.split(np.arange(len(rows)), firsts[1:])
+            if len(part)
+        ]
+        return pa.concat_tables(tables or [self._source.schema.empty_table()]).combine_chunks()
+
+
+class ShardIterable(IterableDataset[Any], RankShare):
+    """A rank's share as an iterable dataset; `DatasetShard.iterable` documents it.
+
+    Parameters
+    ----------
+    share : Share
+        The rows.
+    options : PassOptions
+        The order and the size of what it yields.
+    form : Format
+        What that is.
+    """
+
+    def __init__(self, share: Share, options: PassOptions, form: Format) -> None:
+        self.rows_of_all_ranks = share.layout.num_rows
+        self._share, self._options, self._form = share, options, form
+        self._batch_size = options.batch_size or 1
+        # Of each worker's next pass. Workers inherit the memory, so that it outlives them.
+        epochs = torch.full((MAX_WORKERS,), share.progress.next_epoch, dtype=torch.int64)
+        self._epochs = epochs.share_memory_()  # type: ignore[no-untyped-call]
+        _keep_shares_whole()
+
+    def __len__(self) -> int:
+        rows, size = len(self._share), self._batch_size
+        return rows // size if self._options.drop_last else -(-rows // size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass; by default it is the one after that of the last pass."""
+        epoch = whole_number("epoch", epoch, 0)
+        self._share.progress.set_epoch(epoch)
+        self._epochs.fill_(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        if worker is None:
+            # A framework may ask for more batches than it has trained on.
+            return self._share.read(self._options, self._form, counts=False)
+        return self._of_worker(worker.id, worker.num_workers)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _keep_shares_whole()
+
+    def _of_worker(self, worker: int, num_workers: int) -> Iterator[Any]:
+        """Yield a worker's part, which begins where a batch does."""
+        epoch = Epoch(int(self._epochs[worker]), self._options.order)
+        self._epochs[worker] += 1
+        size = self._batch_size
+        batches = -(-len(self._share) // size)
+        start, stop = (size * (part * batches // num_workers) for part in (worker, worker + 1))
+        spans = between(self._share.spans(epoch), start, stop)
+        drop_last = self._options.drop_last
+        for _, batch in read_batches(self._share.source, spans, self._form, size, drop_last):
+            yield batch
+
+
+@functools.cache
+def _keep_shares_whole() -> None:
+    """Change what would share a share out again, so that most of its rows would not be read."""
+    change = functools.partial(private_torch.keep_shares_whole, is_share=is_rank_share)
+    after_import("torch.utils.data.distributed", change)
+    change = functools.partial(private_accelerate.keep_shares_whole, is_share=is_rank_share)
+    after_import("accelerate.accelerator", change)

@@ -1,0 +1,267 @@
+"""Parquet files as training data: which files, columns and rows the ranks read."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distributor import TorchDistributor
+from distributor.data.epochs import Epoch, Layout, Order
+from distributor.data.parquet import from_parquet, open_parquet
+from distributor.data.parquet.source import ParquetSource
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Return a function that writes columns to a file: ``write("part.parquet", x=[1, 2])``."""
+    return partial(write_columns, tmp_path)
+
+
+def write_columns(folder: Path, name: str, row_group_size: int = 4, **columns: Any) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, row_group_size=row_group_size)
+    return path
+
+
+def table_of(source: ParquetSource) -> pa.Table:
+    chunks = [source.read(chunk) for chunk in range(len(source.chunk_rows))]
+    assert [len(chunk) for chunk in chunks] == source.chunk_rows.tolist()
+    return pa.concat_tables([*chunks, source.schema.empty_table()])
+
+
+def values(source: ParquetSource, name: str = "x") -> list[Any]:
+    found: list[Any] = table_of(source)[name].to_pylist()
+    return found
+
+
+def rows_of_rank(source: ParquetSource, rank: int, num_ranks: int, order: Order) -> list[Any]:
+    layout = Layout(source.chunk_rows, source.chunk_bytes, False)
+    found: list[Any] = []
+    for span in layout.plan(Epoch(0, order), rank, num_ranks):
+        window = [source.read(chunk).slice(start, end - start) for chunk, start, end in span.pieces]
+        column = pa.concat_tables(window)["x"].combine_chunks()
+        order_in_window = span.permutation()
+        found += (column if order_in_window is None else column.take(order_in_window)).to_pylist()
+    return found
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=4),
+    st.integers(1, 8),
+    st.integers(1, 5),
+    st.sampled_from([Order(), Order(shuffle=True, seed=1), Order(buffer_rows=5)]),
+    st.none() | st.integers(-1, 60),
+)
+def test_the_ranks_read_each_row_once(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[int],
+    row_group_size: int,
+    num_ranks: int,
+    order: Order,
+    limit: int | None,
+) -> None:
+    folder = tmp_path_factory.mktemp("files")
+    for number, length in enumerate(rows):
+        first = sum(rows[:number])
+        x = pa.array(range(first, first + length), pa.int64())
+        write_columns(folder, f"{number}.parquet", row_group_size, x=x)
+    source = open_parquet(folder, filters=None if limit is None else pc.field("x") <= limit)
+    found = [x for rank in range(num_ranks) for x in rows_of_rank(source, rank, num_ranks, order)]
+    assert sorted(found) == [x for x in range(sum(rows)) if limit is None or x <= limit]
+
+
+def test_files_are_found_by_paths_folders_and_patterns(write: Write, tmp_path: Path) -> None:
+    for name in ("b/2.parquet", "a/1.parquet", "a/sub/3.parquet", "b/_metadata", "a/_tmp/4", "[c]"):
+        write(name, x=[name])
+    (tmp_path / "a" / ".hidden").write_text("not Parquet")
+    pattern = str(tmp_path / "[ab]" / "*.parquet")
+    assert values(open_parquet(tmp_path)) == [
+        "[c]",
+        "a/1.parquet",
+        "a/sub/3.parquet",
+        "b/2.parquet",
+    ]
+    assert values(open_parquet(pattern)) == ["a/1.parquet", "b/2.parquet"]
+    assert values(open_parquet(f"file://{tmp_path}/b")) == ["b/2.parquet"]
+    assert values(open_parquet(f"{tmp_path}/**/?.parquet")) == [
+        "a/1.parquet",
+        "a/sub/3.parquet",
+        "b/2.parquet",
+    ]
+    assert values(open_parquet(tmp_path / "[c]")) == ["[c]"]
+    both = open_parquet([tmp_path / "b", pattern])
+    assert values(both) == ["b/2.parquet", "a/1.parquet"]
+    assert both.name == f"{tmp_path / 'b'} and 1 other path"
+
+
+def test_a_path_without_files_is_an_error(write: Write, tmp_path: Path) -> None:
+    write("folder/_SUCCESS", x=[1])
+    for path in (tmp_path / "folder", tmp_path / "absent", tmp_path / "*.parquet"):
+        with pytest.raises(FileNotFoundError) as error:
+            from_parquet(path)
+        assert repr(str(path)) in str(error.value)
+    with pytest.raises(FileNotFoundError, match="list is empty"):
+        from_parquet([])
+
+
+def test_a_delta_table_is_an_error(write: Write, tmp_path: Path) -> None:
+    write("part.parquet", x=[1])
+    (tmp_path / "_delta_log").mkdir()
+    with pytest.raises(ValueError, match=r"Delta table.*Read it with Spark"):
+        from_parquet(tmp_path)
+
+
+def test_folders_of_partitions_are_columns(write: Write, tmp_path: Path) -> None:
+    for label in ("1", "2", "__HIVE_DEFAULT_PARTITION__"):
+        write(f"table/label={label}/part.parquet", x=[1, 2])
+    source = open_parquet(tmp_path / "table", columns=["label", "x"])
+    assert source.schema == pa.schema([("label", pa.int32()), ("x", pa.int64())])
+    assert values(source, "label") == [1, 1, 2, 2, None, None]
+    assert source.null_counts == {"label": 2, "x": 0}
+    selected = pickle.loads(pickle.dumps(open_parquet(tmp_path, filters=[("label", "=", 2)])))
+    assert table_of(selected).to_pydict() == {"x": [1, 2], "label": [2, 2]}
+
+
+def test_columns_are_selected(write: Write) -> None:
+    path = write("part.parquet", x=[1, 2], y=["a", "b"], z=[0.5, 1.5])
+    source = open_parquet(path, columns=["z", "x"])
+    assert source.schema.names == table_of(source).column_names == ["z", "x"]
+    with pytest.raises(ValueError, match=r"no column 'w'.*columns of the files are x, y, z"):
+        open_parquet(path, columns=["x", "w"])
+    with pytest.raises(ValueError, match="each once"):
+        open_parquet(path, columns=["x", "x"])
+    with pytest.raises(TypeError, match="columns must be a list"):
+        open_parquet(path, columns="xyz")
+
+
+def test_row_groups_that_filters_exclude_are_not_read(write: Write) -> None:
+    path = write("part.parquet", x=range(12), y=[i % 2 for i in range(12)], s=["s"] * 12)
+    source = open_parquet(path, columns=["x"], filters=[("x", ">=", 6), ("y", "==", 0)])
+    assert source.chunk_rows.tolist() == [1, 2]
+    assert values(source) == [6, 8, 10]
+    assert source.null_counts == {"x": 0}
+    for filters in (
+        [[("x", "<", 2)], [("x", ">", 10)]],
+        (pc.field("x") < 2) | (pc.field("x") == 11),
+    ):
+        assert values(open_parquet(path, filters=filters)) == [0, 1, 11]
+    assert values(open_parquet(path, filters=pc.field("x") > 99)) == []
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [[("w", ">", 1)], pc.field("w") > 1, [("s", ">", 1)], [("x", ">")], "x > 1", [("x", "~", 1)]],
+)
+def test_filters_that_cannot_be_applied_are_errors(write: Write, filters: Any) -> None:
+    path = write("part.parquet", x=[1], s=["s"])
+    with pytest.raises(ValueError, match=r"filters=.* cannot be applied: .*columns.* are x, s"):
+        from_parquet(path, filters=filters)
+
+
+def test_files_with_other_columns_are_errors(write: Write, tmp_path: Path) -> None:
+    write("1.parquet", x=[1], y=[1])
+    path = write("2.parquet", y=[2], x=[2])
+    assert table_of(open_parquet(tmp_path)).to_pydict() == {"x": [1, 2], "y": [1, 2]}
+    for others, difference in (
+        ({"x": [1.5], "y": [2]}, "'x' is double in {path}, and int64 in the first file"),
+        ({"x": [1]}, "'y' is missing in {path}"),
+        ({"x": [1], "y": [2], "z": [3]}, "'z' is int64 in {path}, and missing in the first"),
+    ):
+        write(path.name, **others)
+        with pytest.raises(ValueError, match="different columns") as error:
+            from_parquet(tmp_path)
+        assert difference.format(path=path) in str(error.value)
+    assert values(open_parquet(tmp_path, columns=["x"])) == [1, 1]
+    write(path.name, x=[1])
+    with pytest.raises(ValueError, match=rf"filters cannot be applied to {path}: .*\(y\)"):
+        from_parquet(tmp_path, columns=["x"], filters=pc.field("y") > 0)
+    path.write_text("PAR1, but not Parquet")
+    with pytest.raises(ValueError, match=f"{path} cannot be read as a Parquet file"):
+        from_parquet(tmp_path)
+
+
+def test_null_counts_are_those_of_the_statistics(write: Write, tmp_path: Path) -> None:
+    path = write(
+        "part.parquet", x=[1, None, 3, 4, None], y=[[1], [2], [], [3], [4]], z=[{"a": 1}] * 5
+    )
+    assert open_parquet(path, columns=["x", "z"]).null_counts == {"x": 2, "z": 0}
+    assert open_parquet(path).null_counts is None  # an empty list, or a null
+    assert open_parquet(path, columns=["x"], filters=[("x", "==", 1)]).null_counts is None
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "none", write_statistics=False)
+    assert open_parquet(tmp_path / "none").null_counts is None
+
+
+def test_one_row_group_is_kept(write: Write) -> None:
+    path = write("part.parquet", x=range(8))
+    source = open_parquet(path)
+    first = source.read(0)
+    assert source.read(0) is first
+    assert pickle.loads(pickle.dumps(source)).read(0) == first
+    write("part.parquet", x=range(7))
+    with pytest.raises(RuntimeError, match=f"{path} has changed since"):
+        source.read(1)
+
+
+def test_shares_need_rows(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write("part.parquet", x=[1, 2])
+    with pytest.raises(ValueError, match="equal must be 'pad', 'drop' or False, but is True"):
+        from_parquet(path, equal=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"{path} has no rows that the filters select"):
+        from_parquet(path, filters=[("x", ">", 2)])
+    with pytest.raises(ValueError, match="has no rows"):
+        from_parquet(write("empty.parquet", x=pa.array([], pa.int64())))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="2 rows, which is less than one for each of the 3 ranks"):
+        from_parquet(path)
+
+
+def read_both(passed: Any, path: str) -> list[list[Any]]:
+    """Return this rank's rows of a shard that was passed, and of one that is made here."""
+    return [
+        [x for batch in shard.iter_batches(batch_size=2) for x in batch["x"].tolist()]
+        for shard in (passed, from_parquet(path, equal="pad"))
+    ]
+
+
+def test_a_shard_can_be_passed_to_the_ranks_or_made_there(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("files/part.parquet", x=range(11))
+    monkeypatch.chdir(tmp_path)
+    shard = from_parquet("files", equal="drop")
+    assert shard.count() == 11
+    distributor = TorchDistributor(3, local_mode=True, use_gpu=False, timeout=120)
+    found = distributor.run_all(read_both, shard, os.path.abspath("files"))
+    passed, made = zip(*found, strict=True)
+    assert list(passed) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert [len(rows) for rows in made] == [4, 4, 4]
+    assert {x for rows in made for x in rows} == set(range(11))
+
+
+@pytest.mark.spark
+def test_vectors_that_spark_wrote_are_known(spark: Any, tmp_path: Path) -> None:
+    from pyspark.ml.linalg import Vectors
+
+    rows = [(i, Vectors.dense([i, 0.5]), Vectors.sparse(3, {1: float(i)})) for i in range(6)]
+    frame = spark.createDataFrame(rows, ["x", "dense", "sparse"])
+    frame.repartition(3).write.parquet(str(tmp_path / "vectors"))
+    source = open_parquet(tmp_path / "vectors", columns=["x", "dense", "sparse"])
+    assert source.vectors == {"dense", "sparse"}
+    assert open_parquet(tmp_path / "vectors", columns=["x"]).vectors == set()
+    dense = {row["x"]: row["dense"]["values"] for row in table_of(source).to_pylist()}
+    assert dense == {i: [i, 0.5] for i in range(6)}

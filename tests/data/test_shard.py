@@ -1,0 +1,389 @@
+"""A rank's batches: which rows, in what form, prepared ahead, and after a restart."""
+
+from __future__ import annotations
+
+import doctest
+import gc
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tables import TableSource, points, shard_of
+from support.waiting import until
+
+from distributor import DistributorError
+from distributor.data import DatasetShard, iteration, shard
+from distributor.node.worker import worker_context as contexts
+
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
+BATCH = st.integers(1, 50)
+
+
+def ids(batches: Any) -> list[int]:
+    """Return the numbers of the rows in batches."""
+    return list(chain(*(batch["id"].tolist() for batch in batches)))
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "distributor-batches"]
+
+
+@pytest.fixture
+def checkpoints(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """Return a function after which shards resume from a position."""
+
+    def resume_from(position: Any) -> None:
+        monkeypatch.setattr(contexts._context, "register_loader", lambda *_: position)
+
+    return resume_from
+
+
+@pytest.mark.parametrize("module", [iteration, shard], ids=["iteration", "shard"])
+def test_the_examples_run(module: Any) -> None:
+    globs = {"shard": shard_of(points([6, 4]))}
+    result = doctest.testmod(module, extraglobs=globs)
+    assert result.failed == 0
+    assert result.attempted > 2
+
+
+@settings(deadline=None)  # threads start
+@given(SIZES, BATCH, st.integers(1, 3), st.booleans(), st.booleans(), st.integers(0, 2))
+def test_batches_have_their_size_and_each_row_once(
+    sizes: list[int], batch: int, ranks: int, shuffle: bool, drop_last: bool, ahead: int
+) -> None:
+    source = points(sizes)
+    seen = []
+    for rank in range(ranks):
+        share = shard_of(source, rank, ranks)
+        options = {"drop_last": drop_last, "shuffle": shuffle, "prefetch_batches": ahead}
+        batches = [b["id"].tolist() for b in share.iter_torch_batches(batch_size=batch, **options)]
+        rows = share.count()
+        lengths = [batch] * (rows // batch) + ([] if drop_last else [rows % batch])
+        assert [len(found) for found in batches] == [length for length in lengths if length]
+        seen += chain(*batches)
+    assert len(set(seen)) == len(seen)
+    if not drop_last:
+        assert sorted(seen) == list(range(sum(sizes)))
+        assert shuffle or seen == sorted(seen)
+
+
+@settings(deadline=None)  # threads start
+@given(
+    SIZES,
+    st.lists(st.tuples(st.integers(1, 4), BATCH, st.integers(0, 3)), max_size=3),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_after_kills_each_row_is_read_once(
+    sizes: list[int], attempts: list[tuple[int, int, int]], ranks: int, shuffle: bool
+) -> None:
+    """Each attempt has its ranks and batch size, and is killed while it processes a batch."""
+    source, context = points(sizes), contexts.worker_context()
+    seen: list[int] = []
+    position = None
+    try:
+        for num_ranks, batch, number in [*attempts, (ranks, 7, 1000)]:
+            context.register_loader = lambda *_, stored=position: stored  # type: ignore[misc]
+            shares = [shard_of(source, rank, num_ranks) for rank in range(num_ranks)]
+            for share in shares:
+                passes = iter(share.iter_torch_batches(batch_size=batch, shuffle=shuffle, seed=5))
+                seen += ids(islice(passes, number))
+            position = json.loads(json.dumps(shares[0].position()))
+            if position["epoch"] > 0:  # they had fewer batches left
+                break
+    finally:
+        context.register_loader = None
+    assert sorted(seen) == list(range(sum(sizes)))
+
+
+def test_each_pass_is_the_next_epoch() -> None:
+    share = shard_of(points([30]))
+    batches = share.iter_torch_batches(batch_size=8, shuffle=True)
+    epochs = [ids(batches) for _ in range(3)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(30))] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+    share.set_epoch(1)
+    assert ids(batches) == epochs[1]
+    assert ids(share.iter_batches(batch_size=8, shuffle=True)) == epochs[2]
+
+
+def test_the_rest_of_an_epoch_keeps_its_order(checkpoints: Callable[[Any], Any]) -> None:
+    share = shard_of(points([30]))
+    whole = ids(share.iter_torch_batches(batch_size=10, shuffle=True, seed=3))
+    share.set_epoch(0)
+    passed = iter(share.iter_torch_batches(batch_size=10, shuffle=True, seed=3))
+    assert next(passed)["id"].tolist() == whole[:10]
+    checkpoints(share.position())
+
+    resumed = shard_of(points([30]))
+    assert resumed.position() == share.position(), "before the first batch, too"
+    again = resumed.iter_torch_batches(batch_size=4, shuffle=True, seed=8)
+    assert ids(again) == whole[10:]
+    assert sorted(ids(again)) == list(range(30))
+    elsewhere = shard_of(points([30]))
+    elsewhere.set_epoch(4)
+    assert len(ids(elsewhere.iter_torch_batches())) == 30
+    assert elsewhere.position()["epoch"] == 5
+
+
+def test_another_dataset_begins_the_epoch_again(
+    checkpoints: Callable[[Any], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    share = shard_of(points([30]))
+    share.set_epoch(2)
+    next(iter(share.iter_torch_batches(batch_size=10)))
+    checkpoints(share.position())
+
+    changed = shard_of(points([31]))
+
+    assert ids(changed.iter_torch_batches()) == list(range(31))
+    assert "30 rows of points, which has 31 now: epoch 2 begins again" in capsys.readouterr().out
+    assert changed.position()["epoch"] == 3
+
+
+def test_the_position_is_never_ahead_of_other_ranks(checkpoints: Callable[[Any], Any]) -> None:
+    """With windows as batches ranks are not in lockstep, and rows that are dropped are done."""
+    windows = shard_of(points([30]), 0, 2)
+    next(iter(windows.iter_torch_batches(batch_size=None)))
+    assert windows.position()["history"] == []
+    dropped = shard_of(points([30]))
+    assert len(list(dropped.iter_torch_batches(batch_size=20, drop_last=True))) == 1
+    assert (dropped.position()["epoch"], dropped.position()["history"]) == (1, [])
+
+
+def test_rows_on_another_node_are_an_error() -> None:
+    source = points([3, 4])
+    share = shard_of(TableSource(source.tables, missing=frozenset([1])))
+    with pytest.raises(DistributorError, match=r"did not know the checkpoint's position") as raised:
+        list(share.iter_torch_batches(batch_size=3))
+    assert "the number of ranks that stored the checkpoint" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, but is 0"),
+        ({"batch_size": -1}, ValueError, "batch_size must be at least 1, but is -1"),
+        ({"batch_size": True}, TypeError, "batch_size must be an integer, but is True"),
+        ({"batch_size": "4"}, TypeError, "batch_size must be an integer, but is '4'"),
+        ({"prefetch_batches": -1}, ValueError, "prefetch_batches must be at least 0"),
+        ({"drop_last": 1}, TypeError, "drop_last must be True or False, but is 1"),
+        ({"shuffle": "yes"}, TypeError, "shuffle must be True or False"),
+        ({"pin_memory": None}, TypeError, "pin_memory must be True or False"),
+        ({"seed": 0.5}, TypeError, "seed must be an integer"),
+        ({"local_shuffle_seed": "a"}, TypeError, "local_shuffle_seed must be an integer"),
+        (
+            {"local_shuffle_buffer_size": 8, "batch_size": 9},
+            ValueError,
+            "batch_size must be between 1 and 8, but is 9",
+        ),
+        (
+            {"local_shuffle_buffer_size": 8, "batch_size": None},
+            ValueError,
+            "batch_size must be between 1 and 8, but is None",
+        ),
+        ({"device": "gpu"}, ValueError, "device must be .auto. or a device of torch"),
+        ({"collate_fn": 3}, TypeError, "collate_fn must be callable, but is 3"),
+        ({"collate_fn": len, "dtypes": torch.int8}, ValueError, "dtypes and collate_fn exclude"),
+        ({"collate_fn": len, "fill": 0}, ValueError, "fill and collate_fn exclude"),
+        ({"dtypes": {"ids": torch.int8}}, ValueError, "names .ids., but the columns of points are"),
+        ({"fill": {"ids": 0}}, ValueError, "names .ids., but the columns of points are"),
+    ],
+)
+def test_bad_arguments_are_errors_of_the_call(
+    arguments: dict[str, Any], error: Any, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        shard_of(points([3])).iter_torch_batches(**arguments)
+
+
+def test_bad_arguments_of_other_passes() -> None:
+    share = shard_of(points([3]))
+    with pytest.raises(ValueError, match="batch_format must be one of 'default', 'numpy'"):
+        share.iter_batches(batch_format="tensors")
+    with pytest.raises(ValueError, match="epoch must be at least 0, but is -1"):
+        share.set_epoch(-1)
+    with pytest.raises(TypeError, match="transform must be callable"):
+        share.dataset(transform=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
+        share.iterable(batch_size=0)
+    for name in ("to_tf", "iter_tf_batches", "iter_jax_batches", "to_torch"):
+        with pytest.raises(NotImplementedError, match=f"has no {name}. Use .*iter"):
+            getattr(share, name)()
+
+
+def test_a_type_without_a_tensor_is_an_error_of_the_call() -> None:
+    maps = pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))
+    share = shard_of(TableSource([pa.table({"options": maps})]))
+    for call in (share.iter_torch_batches, share.dataset, share.iterable):
+        with pytest.raises(TypeError, match=r"options.*has no tensor"):
+            call()
+
+
+def test_formats() -> None:
+    table = pa.table(
+        {
+            "id": [0, 1, 2],
+            "name": ["a", "b", None],
+            "pixels": pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.float32())),
+            "ragged": [[1], [1, 2], []],
+        }
+    )
+    share = shard_of(TableSource([table.slice(0, 2), table.slice(2)]))
+    assert share.names == share.schema().names == ["id", "name", "pixels", "ragged"]
+    for batch_format in ("numpy", "default"):
+        [arrays] = share.iter_batches(batch_format=batch_format)
+        assert arrays["name"].tolist() == ["a", "b", None]
+        assert arrays["pixels"].tolist() == [[1, 2], [3, 4], [5, 6]]
+        assert arrays["pixels"].dtype == np.float32
+        assert [list(value) for value in arrays["ragged"]] == [[1], [1, 2], []]
+        arrays["id"] += 1
+    [frame] = share.iter_batches(batch_format="pandas")
+    assert isinstance(frame, pd.DataFrame)
+    assert frame["id"].tolist() == [0, 1, 2], "changed batches do not change the rows"
+    for batch_format in ("pyarrow", None):
+        [found] = share.iter_batches(batch_format=batch_format)
+        assert found.equals(table)
+    assert list(share.iter_rows()) == table.to_pylist()
+
+
+def test_a_batch_can_be_changed() -> None:
+    """Rows may be in memory that ranks share."""
+    source = points([4])
+    for batch in shard_of(source).iter_torch_batches(batch_size=4):
+        batch["id"] += 1
+        batch["label"].zero_()
+    assert source.tables[0].to_pydict() == points([4]).tables[0].to_pydict()
+
+
+class ArrowBatchCollateFn:
+    """Named as Ray's class."""
+
+
+class SumTables(ArrowBatchCollateFn):
+    def __call__(self, batch: pa.Table) -> torch.Tensor:
+        return torch.tensor(sum(batch["id"].to_pylist()))
+
+
+def test_collate_fn() -> None:
+    share = shard_of(points([6]))
+    sums = share.iter_torch_batches(
+        batch_size=3, collate_fn=lambda batch: torch.as_tensor(batch["id"]).sum()
+    )
+    assert [batch.item() for batch in sums] == [3, 12]
+    tables = share.iter_torch_batches(batch_size=3, collate_fn=SumTables())
+    assert [batch.item() for batch in tables] == [3, 12]
+
+
+def test_ragged_arrays() -> None:
+    lists = [[1.0], [2.0, 3.0], [], [4.0]]
+    share = shard_of(TableSource([pa.table({"x": lists})]))
+    for ragged in ("list", "nested"):
+        batches = list(share.iter_torch_batches(batch_size=3, ragged=ragged))  # type: ignore[arg-type]
+        rows = [list(b["x"] if ragged == "list" else b["x"].unbind()) for b in batches]
+        assert [[row.tolist() for row in batch] for batch in rows] == [lists[:3], lists[3:]]
+        assert [row["x"].tolist() for row in share.iterable(ragged=ragged)] == lists  # type: ignore[arg-type]
+
+
+def test_batches_are_prepared_ahead_and_the_thread_ends() -> None:
+    made = []
+    share = shard_of(points([100]))
+
+    def collate(batch: Any) -> Any:
+        made.append(threading.current_thread())
+        return batch
+
+    batches = iter(share.iter_torch_batches(batch_size=10, prefetch_batches=3, collate_fn=collate))
+    assert made == [], "nothing is made before it is wanted"
+    next(batches)
+    until(lambda: len(made) == 4, "three batches are ready", 20)
+    assert share.position()["history"] == [[1, 10]], "batches that are ready are not read yet"
+    assert set(made) == set(threads())
+    assert made[0].daemon
+    del batches
+    gc.collect()
+    until(lambda: not threads(), "the thread of an abandoned pass ends", 20)
+    assert len(made) == 4
+    for _ in share.iter_torch_batches(batch_size=10, prefetch_batches=0, collate_fn=collate):
+        assert made[-1] is threading.current_thread()
+
+
+def test_an_error_in_the_thread_is_raised_with_its_traceback() -> None:
+    def collate(batch: Any) -> Any:
+        if 5 in batch["id"]:
+            raise ArithmeticError("row 5")
+        return batch["id"]
+
+    batches = iter(shard_of(points([9])).iter_torch_batches(batch_size=4, collate_fn=collate))
+    assert next(batches).tolist() == [0, 1, 2, 3]
+    with pytest.raises(ArithmeticError, match="row 5") as raised:
+        next(batches)
+    frames = traceback.extract_tb(raised.value.__traceback__)
+    assert frames[-1].name == "collate"
+    until(lambda: not threads(), "the thread ends", 20)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_begins_a_pass_of_its_own() -> None:
+    program = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+from support.tables import points, shard_of
+share = shard_of(points([50]))
+batches = share.iter_torch_batches(batch_size=5)
+begun = iter(batches)
+next(begun)
+if os.fork() == 0:
+    try:
+        next(begun)
+    except RuntimeError as error:
+        print("forked" in str(error), sum(len(batch["id"]) for batch in batches), flush=True)
+    os._exit(0)
+os.wait()
+print(len(list(begun)), flush=True)
+"""
+    tests = os.path.dirname(os.path.dirname(__file__))
+    path = os.pathsep.join([tests, os.path.dirname(tests)])
+    command = [sys.executable, "-c", program]
+    env = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["True 50", "9"], done.stderr
+
+
+def test_a_shard_can_be_pickled_and_held_in_memory() -> None:
+    share = shard_of(points([5, 5]), 1, 2)
+    next(iter(share.iter_torch_batches(batch_size=2)))
+    copied: DatasetShard = pickle.loads(pickle.dumps(share))
+    assert copied.position() == share.position()
+    assert ids(copied.iter_batches()) == [5, 6, 7, 8, 9]
+
+    held = share.materialize()
+    held._share.source._source = None  # type: ignore[attr-defined]
+    assert ids(held.iter_batches()) == [5, 6, 7, 8, 9]
+    assert share.position()["epoch"] == 2, "it is the same share"
+
+
+def test_an_import_is_light() -> None:
+    program = (
+        "import sys, distributor.data\n"
+        "print(sorted({'torch', 'pyarrow', 'pandas', 'numpy'} & set(sys.modules)))\n"
+        "print(distributor.data.DatasetShard.__name__, 'DatasetShard' in dir(distributor.data))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "[]\nDatasetShard True\n"

@@ -1,0 +1,669 @@
+"""Arrow tables become tensors: every type, chunked and sliced; and what cannot is an error."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distributor.data.tensors import TensorOptions, check_columns, to_tensors
+
+DAY = 24 * 3600 * 10**6
+PARIS = ZoneInfo("Europe/Paris")
+VECTOR = pa.struct(
+    [
+        ("type", pa.int8()),
+        ("size", pa.int32()),
+        ("indices", pa.list_(pa.int32())),
+        ("values", pa.list_(pa.float64())),
+    ]
+)
+NAN = float("nan")
+
+
+def dense(*values: float) -> dict[str, Any]:
+    return {"type": 1, "size": None, "indices": None, "values": list(values)}
+
+
+def sparse(size: int, values: dict[int, float]) -> dict[str, Any]:
+    return {
+        "type": 0,
+        "size": size,
+        "indices": list(values),
+        "values": list(values.values()),
+    }
+
+
+def variants(values: list[Any], kind: pa.DataType) -> Iterator[pa.Table]:
+    """Yield tables with the same values: in one chunk, in several, and with offsets."""
+    array = pa.array(values, kind)
+    yield pa.table({"x": array})
+    single = [array.slice(at, 1) for at in range(len(array))]
+    yield pa.table({"x": pa.chunked_array([*single[:1], array[:0], *single[1:]], kind)})
+    around = pa.array([*values[-1:], *values, *values[:1]], kind)
+    yield pa.table({"x": around}).slice(len(values[-1:]), len(values))
+
+
+def same(found: Any, expected: Any) -> bool:
+    if isinstance(found, torch.Tensor):
+        same_type = found.dtype == expected.dtype and found.shape == expected.shape
+        return same_type and torch.equal(found, expected)
+    if isinstance(found, dict):
+        return list(found) == list(expected) and all(same(found[k], expected[k]) for k in found)
+    if isinstance(found, list):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return bool(found == expected)
+
+
+def utc(*args: int) -> dt.datetime:
+    return dt.datetime(*args, tzinfo=dt.timezone.utc)  # type: ignore[arg-type, misc]
+
+
+INTEGERS = {
+    pa.int8(): torch.int8,
+    pa.int16(): torch.int16,
+    pa.int32(): torch.int32,
+    pa.int64(): torch.int64,
+    pa.uint8(): torch.uint8,
+    pa.uint16(): torch.int32,
+    pa.uint32(): torch.int64,
+    pa.uint64(): torch.int64,
+}
+FLOATS = {
+    pa.float16(): torch.float16,
+    pa.float32(): torch.float32,
+    pa.float64(): torch.float64,
+}
+NUMBERS = [
+    *((kind, [0, 1, 127], torch.tensor([0, 1, 127], dtype=t)) for kind, t in INTEGERS.items()),
+    *(
+        # The oldest pyarrow converts no float of Python to float16.
+        (kind, [np.float16(0.5), np.float16(-2)], torch.tensor([0.5, -2], dtype=t))
+        for kind, t in FLOATS.items()
+    ),
+    (pa.bool_(), [True, False, True] * 7, torch.tensor([True, False, True] * 7)),
+    (
+        pa.decimal128(38, 2),
+        [Decimal("1.25"), Decimal("-3")],
+        torch.tensor([1.25, -3], dtype=torch.float64),
+    ),
+]
+TIMES = [
+    (
+        pa.date32(),
+        [dt.date(1970, 1, 2), dt.date(1969, 12, 31)],
+        torch.tensor([1, -1], dtype=torch.int32),
+    ),
+    (pa.date64(), [dt.date(1970, 1, 2)], torch.tensor([1], dtype=torch.int32)),
+    (
+        pa.timestamp("us"),
+        [dt.datetime(1970, 1, 2), dt.datetime(1969, 12, 31)],
+        torch.tensor([DAY, -DAY]),
+    ),
+    (pa.timestamp("us", "UTC"), [utc(1970, 1, 1, 0, 0, 1)], torch.tensor([10**6])),
+    (
+        pa.timestamp("s", "Europe/Paris"),
+        [dt.datetime(1970, 1, 1, 1, tzinfo=PARIS)],
+        torch.tensor([0]),
+    ),
+    (pa.timestamp("ns"), [1_999, -1_000], torch.tensor([1, -1])),
+    (pa.time64("us"), [dt.time(0, 0, 1)], torch.tensor([10**6])),
+    (pa.time32("ms"), [dt.time(0, 0, 1)], torch.tensor([10**6])),
+    (pa.duration("us"), [dt.timedelta(days=-1)], torch.tensor([-DAY])),
+]
+TEXTS: list[tuple[pa.DataType, list[Any], Any]] = [
+    (pa.string(), ["a", "", "ü"], ["a", "", "ü"]),
+    (pa.large_string(), ["a", "b"], ["a", "b"]),
+    (pa.binary(), [b"\0a", b""], [b"\0a", b""]),
+    (pa.large_binary(), [b"a", b"b"], [b"a", b"b"]),
+    (pa.binary(2), [b"ab", b"cd"], [b"ab", b"cd"]),
+    (pa.dictionary(pa.int32(), pa.string()), ["a", "b", "a"], ["a", "b", "a"]),
+    (pa.dictionary(pa.int8(), pa.int64()), [5, 6, 5], torch.tensor([5, 6, 5])),
+]
+ARRAYS: list[tuple[pa.DataType, list[Any], Any]] = [
+    (pa.list_(pa.float32()), [[1, 2], [3, 4], [5, 6]], torch.tensor([[1.0, 2], [3, 4], [5, 6]])),
+    (pa.large_list(pa.int64()), [[1], [2]], torch.tensor([[1], [2]])),
+    (pa.list_(pa.int64(), 2), [[1, 2], [3, 4], [5, 6]], torch.tensor([[1, 2], [3, 4], [5, 6]])),
+    (
+        pa.list_(pa.bool_()),
+        [[True, False], [False, True]],
+        torch.tensor([[True, False], [False, True]]),
+    ),
+    (pa.list_(pa.int64()), [[], []], torch.empty(2, 0, dtype=torch.int64)),
+    (
+        pa.list_(pa.list_(pa.float32())),
+        [[[1], [2]], [[3], [4]], [[5], [6]]],
+        torch.tensor([[[1.0], [2]], [[3], [4]], [[5], [6]]]),
+    ),
+    (
+        pa.list_(pa.list_(pa.int64(), 2), 1),
+        [[[1, 2]], [[3, 4]]],
+        torch.tensor([[[1, 2]], [[3, 4]]]),
+    ),
+    (pa.list_(pa.date32()), [[dt.date(1970, 1, 3)]], torch.tensor([[2]], dtype=torch.int32)),
+    (pa.list_(pa.string()), [["a"], [], ["b", "c"]], [["a"], [], ["b", "c"]]),
+    (pa.list_(pa.binary(), 1), [[b"a"], [b"b"]], [[b"a"], [b"b"]]),
+    (pa.list_(pa.list_(pa.string())), [[["a"], []], []], [[["a"], []], []]),
+]
+STRUCTS: list[tuple[pa.DataType, list[Any], Any]] = [
+    (
+        pa.struct([("a", pa.int64()), ("b", pa.struct([("c", pa.list_(pa.float32())),
+                                                       ("d", pa.string())]))]),
+        [{"a": 1, "b": {"c": [1, 2], "d": "x"}}, {"a": 2, "b": {"c": [3, 4], "d": "y"}}],
+        {"a": torch.tensor([1, 2]), "b": {"c": torch.tensor([[1.0, 2], [3, 4]]), "d": ["x", "y"]}},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        pytest.param(*case, id=str(case[0]))
+        for case in [*NUMBERS, *TIMES, *TEXTS, *ARRAYS, *STRUCTS]
+    ],
+)
+def test_each_type_becomes_what_the_table_says(
+    kind: pa.DataType, values: list[Any], expected: Any
+) -> None:
+    for table in variants(values, kind):
+        check_columns(table.schema, TensorOptions(), {"x": 0}, "train")
+        [found] = to_tensors(table, TensorOptions()).values()
+        assert same(found, expected), found
+
+
+@pytest.mark.parametrize(
+    "vectors",
+    [
+        [dense(1, 2, 0), dense(3, 4, 5)],
+        [sparse(3, {0: 1, 1: 2}), sparse(3, {}), sparse(3, {2: 7})],
+        [dense(1, 2, 0), sparse(3, {1: 5}), dense(0, 0, 9), sparse(3, {0: 1, 2: 2})],
+    ],
+    ids=["dense", "sparse", "mixed"],
+)
+def test_vectors_become_rows(vectors: list[dict[str, Any]]) -> None:
+    expected = []
+    for vector in vectors:
+        row = vector["values"]
+        if not vector["type"]:
+            row = [0.0] * vector["size"]
+            for index, value in zip(vector["indices"], vector["values"], strict=True):
+                row[index] = value
+        expected.append(row)
+    options = TensorOptions(vectors=frozenset({"x", "of another dataset"}))
+    for table in variants(vectors, VECTOR):
+        assert same(to_tensors(table, options)["x"], torch.tensor(expected, dtype=torch.float64))
+
+
+def test_vectors_of_unequal_sizes_and_nulls() -> None:
+    options = TensorOptions(vectors=frozenset("x"))
+    unequal = pa.table({"x": pa.array([dense(1, 2), sparse(3, {})], VECTOR)})
+    with pytest.raises(ValueError, match=r"'x' has unequal lengths, from 2 to 3\."):
+        to_tensors(unequal, options)
+    null = pa.table({"x": pa.array([None, dense(1, 2), None, sparse(2, {1: 3})], VECTOR)})
+    with pytest.raises(ValueError, match="'x' has 2 nulls"):
+        to_tensors(null, options)
+    filled = to_tensors(null, TensorOptions(torch.float32, -1, vectors=options.vectors))["x"]
+    assert same(filled, torch.tensor([[-1.0, -1], [1, 2], [-1, -1], [0, 3]]))
+    with pytest.raises(TypeError, match=r"'x' has the type int64, which is not that of Spark ML"):
+        check_columns(pa.schema({"x": pa.int64()}), options, None, "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shape"),
+    [
+        (pa.int16(), torch.int16, (0,)),
+        (pa.bool_(), torch.bool, (0,)),
+        (pa.decimal128(5, 1), torch.float64, (0,)),
+        (pa.timestamp("us", "UTC"), torch.int64, (0,)),
+        (pa.list_(pa.float32()), torch.float32, (0, 0)),
+        (pa.list_(pa.float32(), 7), torch.float32, (0, 7)),
+        (pa.list_(pa.list_(pa.int8(), 3), 7), torch.int8, (0, 7, 3)),
+        (VECTOR, torch.float64, (0, 0)),
+    ],
+    ids=str,
+)
+def test_an_empty_table_has_the_dtype_and_the_known_shape(
+    kind: pa.DataType, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    options = TensorOptions(vectors=frozenset("x" if kind == VECTOR else ""))
+    for chunks in ([], [pa.array([], kind)]):
+        found = to_tensors(pa.table({"x": pa.chunked_array(chunks, kind)}), options)["x"]
+        assert (found.dtype, tuple(found.shape)) == (dtype, shape)
+
+
+def test_an_empty_table_of_ragged_arrays() -> None:
+    for kind in (pa.list_(pa.float32()), pa.list_(pa.string())):
+        table = pa.table({"x": pa.array([], kind)})
+        assert to_tensors(table, TensorOptions(ragged="list")) == {"x": []}
+    found = to_tensors(pa.table({"x": pa.array([], pa.list_(pa.int8()))}), ragged("nested"))["x"]
+    assert found.is_nested
+    assert (found.dtype, len(found)) == (torch.int8, 0)
+
+
+def ragged(value: Any) -> TensorOptions:
+    return TensorOptions(ragged=value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (pa.int64(), [1, 2, 3]),
+        (pa.bool_(), [True, False]),
+        (pa.decimal128(9, 2), [Decimal("1.5")]),
+        (pa.date32(), [1, 2]),
+        (pa.timestamp("us"), [1, 2]),
+        (pa.list_(pa.float32()), [[1, 2], [3, 4]]),
+        (pa.list_(pa.float32(), 2), [[1, 2], [3, 4]]),
+        (VECTOR, [dense(1, 2), dense(3, 4)]),
+        (VECTOR, [sparse(2, {1: 1}), dense(3, 4)]),
+    ],
+    ids=str,
+)
+def test_tensors_own_their_memory(kind: pa.DataType, values: list[Any], tmp_path: Path) -> None:
+    """Arrow's memory is a read-only map here, of which a write would end the process."""
+    options = TensorOptions(vectors=frozenset("x" if kind == VECTOR else ""))
+    path = tmp_path / "rows.arrow"
+    source = pa.table({"x": pa.array(values, kind)})
+    with pa.ipc.new_file(str(path), source.schema) as writer:
+        writer.write_table(source)
+        writer.write_table(source)
+    before = path.read_bytes()
+    with pa.memory_map(str(path)) as file:
+        table = pa.ipc.open_file(file).read_all()
+        for part in (table, table.slice(0, 1)):
+            tensor = to_tensors(part, options)["x"]
+            copy = tensor.clone()
+            tensor.zero_()
+            assert same(to_tensors(part, options)["x"], copy)
+    assert path.read_bytes() == before
+
+
+@given(
+    st.integers(0, 5).flatmap(
+        lambda n: st.lists(
+            st.lists(st.floats(width=32, allow_nan=False), min_size=n, max_size=n), min_size=1
+        )
+    ),
+    st.data(),
+)
+def test_arrays_of_equal_lengths_round_trip(rows: list[list[float]], data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
+    kind = data.draw(
+        st.sampled_from([pa.list_(pa.float32()), pa.list_(pa.float32(), len(rows[0]))])
+    )
+    whole = pa.array(rows, kind)
+    chunks = [whole[a:b] for a, b in pairwise([0, *cuts, len(rows)])]
+    table = pa.table({"x": pa.chunked_array(chunks)})
+    start = data.draw(st.integers(0, len(rows) - 1))
+    found = to_tensors(table.slice(start), TensorOptions())["x"]
+    assert same(found, torch.tensor(rows[start:], dtype=torch.float32))
+
+
+@given(
+    st.lists(st.none() | st.lists(st.none() | st.integers(-9, 9), max_size=4), max_size=8),
+    st.integers(0, 8),
+)
+def test_ragged_arrays_round_trip(rows: list[list[int | None] | None], cut: int) -> None:
+    filled = [[-1 if value is None else value for value in row or []] for row in rows]
+    array = pa.array(rows, pa.list_(pa.int64())).fill_null([])
+    table = pa.table({"x": pa.chunked_array([array[:cut], array[cut:]])})
+    listed = to_tensors(table, TensorOptions(fill=-1, ragged="list"))["x"]
+    nested = to_tensors(table, TensorOptions(fill=-1, ragged="nested"))["x"]
+    assert [row.tolist() for row in listed] == filled
+    assert [row.tolist() for row in nested.unbind()] == filled
+
+
+RAGGED = pa.table({"x": pa.array([[1, 2], [], [3]], pa.list_(pa.float32())), "y": [[1], [2], [3]]})
+
+
+def test_arrays_of_unequal_lengths_are_an_error_that_says_what_to_pass() -> None:
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"^Column 'x' has unequal lengths, from 0 to 2\. Pass ragged='nested' for a nested "
+            r"tensor, or ragged='list' for a list of tensors\.$"
+        ),
+    ):
+        to_tensors(RAGGED, TensorOptions())
+
+
+def test_ragged_is_by_column_or_for_all() -> None:
+    found = to_tensors(RAGGED, ragged({"x": "nested"}))
+    assert found["x"].layout == torch.jagged
+    assert [row.tolist() for row in found["x"].unbind()] == [[1, 2], [], [3]]
+    assert same(found["y"], torch.tensor([[1], [2], [3]]))
+    found = to_tensors(RAGGED, TensorOptions(torch.float64, ragged="list"))
+    assert same(found["x"], [torch.tensor(row).double() for row in ([1, 2], [], [3])])
+    assert same(found["y"], [torch.tensor([row]).double() for row in (1, 2, 3)])
+    # They are equal in some batches by chance, which does not change what they become.
+    assert to_tensors(RAGGED.slice(1, 1), ragged("nested"))["x"].is_nested
+    assert isinstance(to_tensors(RAGGED.slice(1, 1), ragged("list"))["x"], list)
+    assert [ragged(value).has_nested for value in ("list", "nested", {"x": "nested"})] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_arrays_of_ragged_arrays() -> None:
+    inner = pa.table({"x": [[[1], [2, 3]], [[4], []]]})
+    for options in (ragged("error"), ragged("nested")):
+        with pytest.raises(ValueError, match=r"'x' .* from 0 to 2\. Pass ragged='list' for a list"):
+            to_tensors(inner, options)
+    expected = [
+        [torch.tensor(array, dtype=torch.int64) for array in row] for row in inner["x"].to_pylist()
+    ]
+    assert same(to_tensors(inner, ragged("list"))["x"], expected)
+    outer = pa.table({"x": [[[1, 2]], [], [[3, 4], [5, 6]]]})
+    rows = to_tensors(outer, ragged("nested"))["x"].unbind()
+    assert [row.tolist() for row in rows] == [[[1, 2]], [], [[3, 4], [5, 6]]]
+    vectors = pa.table({"x": pa.array([[[1, 2]], []], pa.list_(pa.list_(pa.int64(), 2)))})
+    assert same(
+        to_tensors(vectors, ragged("list"))["x"],
+        [
+            torch.tensor([[1, 2]]),
+            torch.empty(0, 2, dtype=torch.int64),
+        ],
+    )
+
+
+ADDRESS = pa.struct([("zip", pa.int64()), ("city", pa.string())])
+NULLS: list[tuple[pa.DataType, list[Any], str, Any, Any, Any]] = [
+    (pa.int64(), [1, None, 3, None], "'x' has 2 nulls", "{'x': 0}", 7, torch.tensor([1, 7, 3, 7])),
+    (
+        pa.float16(),
+        [np.float16(1.5), None],
+        "'x' has 1 null",
+        "{'x': 0}",
+        np.float16(0.5),
+        torch.tensor([1.5, 0.5]).half(),
+    ),
+    (
+        pa.bool_(),
+        [None, True],
+        "'x' has 1 null",
+        "{'x': False}",
+        False,
+        torch.tensor([False, True]),
+    ),
+    (
+        pa.decimal128(9, 2),
+        [None, Decimal(2)],
+        "'x' has 1 null",
+        "{'x': 0}",
+        Decimal("0.5"),
+        torch.tensor([0.5, 2]).double(),
+    ),
+    (
+        pa.date32(),
+        [None, dt.date(1970, 1, 3)],
+        "'x' has 1 null",
+        "{'x': 0}",
+        dt.date(1970, 1, 2),
+        torch.tensor([1, 2], dtype=torch.int32),
+    ),
+    (
+        pa.timestamp("ms", "UTC"),
+        [None],
+        "'x' has 1 null",
+        "{'x': 0}",
+        utc(1970, 1, 2),
+        torch.tensor([DAY]),
+    ),
+    (pa.uint64(), [None, 5], "'x' has 1 null", "{'x': 0}", 2**40, torch.tensor([2**40, 5])),
+    (pa.string(), ["a", None], "'x' has 1 null", "{'x': ''}", "b", ["a", "b"]),
+    (pa.binary(), [b"a", None], "'x' has 1 null", "{'x': b''}", b"b", [b"a", b"b"]),
+    (
+        pa.dictionary(pa.int8(), pa.string()),
+        ["a", None],
+        "'x' has 1 null",
+        "{'x': ''}",
+        "b",
+        ["a", "b"],
+    ),
+    (
+        pa.list_(pa.int64()),
+        [[1, None], [None, 4]],
+        "'x' (inside its arrays) has 2 nulls",
+        "{'x': 0}",
+        9,
+        torch.tensor([[1, 9], [9, 4]]),
+    ),
+    (
+        pa.list_(pa.int64()),
+        [None, [1, 2], None],
+        "'x' has 2 nulls",
+        "{'x': 0}",
+        9,
+        torch.tensor([[9, 9], [1, 2], [9, 9]]),
+    ),
+    (
+        pa.list_(pa.int64(), 2),
+        [None, [1, None]],
+        "'x' has 1 null.",
+        "{'x': 0}",
+        9,
+        torch.tensor([[9, 9], [1, 9]]),
+    ),
+    (
+        pa.list_(pa.int64(), 2),
+        [None, None],
+        "'x' has 2 nulls",
+        "{'x': 0}",
+        9,
+        torch.tensor([[9, 9], [9, 9]]),
+    ),
+    (
+        pa.list_(pa.list_(pa.int64())),
+        [[[1, 2], None]],
+        "'x' (inside its arrays) has 1 null",
+        "{'x': 0}",
+        9,
+        torch.tensor([[[1, 2], [9, 9]]]),
+    ),
+    (
+        pa.list_(pa.string()),
+        [["a", None], []],
+        "'x' (inside its arrays) has 1 null",
+        "{'x': ''}",
+        "b",
+        [["a", "b"], []],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "found", "advice", "fill", "expected"),
+    [pytest.param(*case, id=f"{case[0]} {case[1]}") for case in NULLS],
+)
+def test_nulls_are_an_error_or_filled(
+    kind: pa.DataType, values: list[Any], found: str, advice: str, fill: Any, expected: Any
+) -> None:
+    for table in variants(values, kind):
+        with pytest.raises(ValueError, match=re.escape(f"Column {found}")) as error:
+            to_tensors(table, TensorOptions())
+        assert f"fill={advice}." in str(error.value)
+        options = TensorOptions(fill={"x": fill})
+        check_columns(table.schema, options, {"x": table["x"].null_count}, "train")
+        assert same(to_tensors(table, options)["x"], expected)
+
+
+def test_nulls_in_structs_are_those_of_their_fields() -> None:
+    values = [None, {"zip": None, "city": "a"}, {"zip": 3, "city": "b"}]
+    for table in variants(values, ADDRESS):
+        with pytest.raises(ValueError, match=r"'x\.zip' has 2 nulls.* fill={'x\.zip': 0}\."):
+            to_tensors(table, TensorOptions())
+        with pytest.raises(ValueError, match=r"'x\.city' has 1 null\."):
+            to_tensors(table, TensorOptions(fill={"x.zip": 1}))
+        found = to_tensors(table, TensorOptions(fill={"x.zip": 1, "x.city": ""}))["x"]
+        assert same(found, {"zip": torch.tensor([1, 1, 3]), "city": ["", "a", "b"]})
+
+
+def test_null_arrays_of_unknown_length_cannot_be_filled() -> None:
+    for kind, mode in (
+        (pa.list_(pa.int64()), "list"),
+        (pa.list_(pa.int64()), "nested"),
+        (pa.list_(pa.string()), "error"),
+    ):
+        table = pa.table({"x": pa.array([None, []], kind)})
+        fill = {"x": "" if kind.value_type == pa.string() else 0}
+        with pytest.raises(ValueError, match="'x' has 1 null instead of arrays, which fill cannot"):
+            to_tensors(table, TensorOptions(fill=fill, ragged=mode))  # type: ignore[arg-type]
+    table = pa.table({"x": pa.array([None, None], pa.list_(pa.int64()))})
+    with pytest.raises(ValueError, match="'x' is null in each of 2 rows"):
+        to_tensors(table, TensorOptions(fill=0))
+
+
+def test_one_number_fills_all_columns_of_numbers() -> None:
+    table = pa.table({"a": [1, None], "b": [None, 0.5], "c": pa.array([[1, None]] * 2)})
+    found = to_tensors(table, TensorOptions(fill=-1))
+    assert [column.tolist() for column in found.values()] == [[1, -1], [-1, 0.5], [[1, -1]] * 2]
+    others = pa.table({"flag": pa.array([None], pa.bool_()), "name": pa.array([None], pa.string())})
+    for name in others.column_names:
+        with pytest.raises(ValueError, match=f"'{name}' has 1 null"):
+            to_tensors(others.select([name]), TensorOptions(fill=-1))
+
+
+def test_integers_that_become_floats_can_be_filled_with_nan() -> None:
+    found = to_tensors(pa.table({"x": [1, None]}), TensorOptions(torch.float32, {"x": NAN}))["x"]
+    assert found.dtype == torch.float32
+    assert found[0] == 1
+    assert found[1].isnan()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fill"),
+    [
+        (pa.int64(), 1.5),
+        (pa.int64(), NAN),
+        (pa.int64(), "a"),
+        (pa.int64(), None),
+        (pa.int8(), 1000),
+        (pa.uint8(), -1),
+        (pa.float32(), "a"),
+        (pa.bool_(), 0),
+        (pa.string(), 0),
+        (pa.binary(), 0),
+        (pa.date32(), "1970-01-01"),
+        (pa.list_(pa.int64()), [0]),
+        (VECTOR, "a"),
+    ],
+    ids=str,
+)
+def test_a_fill_that_does_not_fit_is_an_error(kind: pa.DataType, fill: Any) -> None:
+    options = TensorOptions(fill={"x": fill}, vectors=frozenset("x" if kind == VECTOR else ""))
+    message = rf"Column 'x' of train .*has the type .*, which fill={re.escape(repr(fill))} does not"
+    with pytest.raises(ValueError, match=message):
+        check_columns(pa.schema({"x": kind}), options, None, "train")
+
+
+def test_dtypes_are_for_all_tensors_or_by_column() -> None:
+    table = pa.table({"a": [1], "b": [[2.5]], "s": ["x"], "c": [{"d": True, "e": 5}]})
+    found = to_tensors(table, TensorOptions(torch.float32))
+    assert same(
+        found,
+        {
+            "a": torch.tensor([1.0]),
+            "b": torch.tensor([[2.5]]),
+            "s": ["x"],
+            "c": {"d": torch.tensor([1.0]), "e": torch.tensor([5.0])},
+        },
+    )
+    found = to_tensors(table, TensorOptions({"b": torch.bfloat16, "c.e": torch.uint8}))
+    assert [found["a"].dtype, found["b"].dtype] == [torch.int64, torch.bfloat16]
+    assert [column.dtype for column in found["c"].values()] == [torch.bool, torch.uint8]
+
+
+SCHEMA = pa.schema({"a": pa.int64(), "s": pa.string(), "l": pa.list_(pa.int64()), "c": ADDRESS})
+COLUMNS = "but the columns of train are 'a', 's', 'l', 'c.zip', 'c.city'"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (TensorOptions(fill={"b": 0, "a": 0}), f"fill names 'b', {COLUMNS}"),
+        (TensorOptions({"zip": torch.int8}), f"dtypes names 'zip', {COLUMNS}"),
+        (ragged({"m": "list"}), f"ragged names 'm', {COLUMNS}"),
+        (TensorOptions(fill={"c": 0}), "fill names 'c', but .* 'c.zip'"),
+        (TensorOptions({"s": torch.int8}), "'s' of train has the type string, .* without a dtype"),
+        (ragged({"a": "list"}), "'a' of train has the type int64, to which ragged does not apply"),
+    ],
+)
+def test_options_name_columns_that_exist(options: TensorOptions, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_columns(SCHEMA, options, None, "train")
+    with pytest.raises(ValueError, match=message.replace(" of train", "")):
+        to_tensors(SCHEMA.empty_table(), options)
+
+
+def test_options_have_the_right_types() -> None:
+    for dtypes in ("float32", {"a": np.float32}):
+        with pytest.raises(TypeError, match=r"dtypes must be a torch\.dtype.*float32"):
+            TensorOptions(dtypes)  # type: ignore[arg-type]
+    for value in ("lists", {"a": None}):
+        with pytest.raises(ValueError, match="ragged must be 'error', 'nested' or 'list'"):
+            ragged(value)
+    with pytest.raises(TypeError, match=r"fill must be a number.*but is ''"):
+        TensorOptions(fill="")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.map_(pa.string(), pa.int64()),
+        pa.null(),
+        pa.month_day_nano_interval(),
+        pa.dense_union([pa.field("a", pa.int64())]),
+        pa.list_(pa.map_(pa.string(), pa.int64())),
+        pa.list_(pa.struct([("a", pa.int64())])),
+        pa.struct([("f", pa.null())]),
+    ],
+    ids=str,
+)
+def test_a_type_without_a_tensor_is_an_error(kind: pa.DataType) -> None:
+    message = r"^Column 'x(\.f)?' of train .*has the type .*, which has no tensor\. .*df\.drop"
+    with pytest.raises(TypeError, match=message):
+        check_columns(pa.schema({"a": pa.int64(), "x": kind}), TensorOptions(), None, "train")
+
+
+def test_known_nulls_are_an_error_before_the_first_batch() -> None:
+    for counts, message in (
+        ({"a": 12_345}, "'a' of train has 12,345 nulls"),
+        ({"s": 1}, "'s' of train has 1 null"),
+        ({"c": 3}, r"'c\.zip' of train has 3 nulls"),
+        ({"c": 0, "c.city": 2}, r"'c\.city' of train has 2 nulls"),
+        ({"l": 2}, r"'l' of train has 2 nulls\."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_columns(SCHEMA, TensorOptions(), counts, "train")
+        fill = {"a": 0, "s": "", "c.zip": 0, "c.city": "", "l": 0}
+        check_columns(SCHEMA, TensorOptions(fill=fill), counts, "train")
+    with pytest.raises(ValueError, match="'l' of train has 2 nulls instead of arrays"):
+        check_columns(SCHEMA, TensorOptions(fill=0, ragged="list"), {"l": 2}, "train")
+
+
+def test_values_that_do_not_fit_name_the_column() -> None:
+    table = pa.table({"x": pa.array([2**63], pa.uint64())})
+    with pytest.raises(ValueError, match="Column 'x' has a value that does not fit int64"):
+        to_tensors(table, TensorOptions())
+    table = pa.table({"x": pa.array([2**62], pa.timestamp("s"))})
+    with pytest.raises(ValueError, match="Column 'x' has a value that does not fit int64"):
+        to_tensors(table, TensorOptions())
+
+
+def test_two_columns_of_one_name_are_an_error() -> None:
+    schema = pa.schema([("x", pa.int64()), ("x", pa.int64())])
+    with pytest.raises(ValueError, match="Column 'x' of train exists twice"):
+        check_columns(schema, TensorOptions(), None, "train")
