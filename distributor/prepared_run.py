@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import Field, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from distributor.core.checkpoint_config import CheckpointSettings, absolute
 from distributor.core.mlflow_env import NAMED_SERVER
 from distributor.core.redaction import Redaction
+from distributor.data.spark.dataset import DatasetFinder
 from distributor.launch import retry
 from distributor.launch.call_site import CallSite
 from distributor.launch.job import Job, Launcher, new_run_id
@@ -23,6 +26,7 @@ from distributor.launch.setting_checks import (
     ignored_settings,
 )
 from distributor.launch.settings import Settings, forwarded_env, gpu_type_of, setting
+from distributor.launch.spark.datasets.arguments import check_datasets, datasets_of
 from distributor.launch.spark.plan import plan_cluster, plan_local
 from distributor.launch.spark.session import Session
 from distributor.serialization.code_mentions import call_mentions, script_mentions
@@ -33,6 +37,9 @@ from distributor.tracking.run import TrackedRun, Untracked, open_run, rank_envir
 
 CHECK_STORAGE = "distributor.train.runtime.session:check_storage"
 """What ranks call first if they store checkpoints, so that bad storage fails before training."""
+
+LATEST_POSITIONS = "distributor.train.storage.positions:latest_positions"
+"""What reads the positions of data loaders from a run's latest checkpoint."""
 
 NOT_TRACKED = "MLflow is off: this run has no MLflow run of its own. Return the metrics."
 
@@ -91,6 +98,20 @@ class PlannedSettings(Settings):
         """A new dict with the names and values that PySpark's class keeps in its own."""
         names = ("num_processes", "local_mode", "use_gpu", "num_tasks")
         return {name: getattr(self, name) for name in names}
+
+    def _stored_positions(self, env: Mapping[str, str]) -> Mapping[str, Any]:
+        """Return the positions of data loaders from which the next attempt resumes.
+
+        Parameters
+        ----------
+        env : mapping of str to str
+            The environment variables of the ranks.
+        """
+        settings = CheckpointSettings.from_env(env)
+        if settings is None:
+            return {}
+        positions: Mapping[str, Any] = pkgutil.resolve_name(LATEST_POSITIONS)(settings)
+        return positions
 
     def _program_of(
         self, train_object: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -170,8 +191,24 @@ def prepare_run(
     train_object: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    finder: DatasetFinder | None = None,
 ) -> PreparedRun:
-    """Build the job of one call; `keep_all` requests the values of all ranks."""
+    """Build the job of one call.
+
+    Parameters
+    ----------
+    settings : PlannedSettings
+        The user's settings.
+    keep_all : bool
+        Whether the values of all ranks are wanted.
+    train_object, args, kwargs
+        The arguments of ``run``.
+    finder : DatasetFinder, optional
+        Has the datasets that ranks get without being passed them as arguments.
+    """
+    finder = finder or DatasetFinder()
+    args, kwargs = finder.replace_in(args, kwargs)
+    check_datasets(finder.datasets, train_object, args)
     program = settings._program_of(train_object, args, kwargs)
     if settings.storage_path is not None:
         program = replace(program, begins_with=CHECK_STORAGE)
@@ -204,6 +241,7 @@ def prepare_run(
         num_processes=num_processes,
         min_processes=min_processes,
         settings=settings,
+        datasets=datasets_of(finder.datasets, partial(settings._stored_positions, env)),
         env=env,
         listeners=(*([recorder] if recorder else []), *settings.listeners),
         keep_all=keep_all,

@@ -6,25 +6,35 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from distributor.core.spelling import Spelling, checks_keywords
+from distributor.data.spark.partition_loader import get_spark_partition_data_loader
 from distributor.launch.future import RunFuture, start_run
 from distributor.launch.settings import documented
 from distributor.launch.spark.session import Session
-from distributor.prepared_run import PlannedSettings, prepare_run
+from distributor.partition_training import PartitionTraining
+from distributor.prepared_run import prepare_run
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+__all__ = [
+    "TorchDistributor",
+    "_get_spark_partition_data_loader",
+    "get_spark_partition_data_loader",
+]
+
 P = ParamSpec("P")
 R = TypeVar("R")
+_get_spark_partition_data_loader = get_spark_partition_data_loader
+"""The name that PySpark's module has for it."""
 
 
 @documented()
 @checks_keywords
 @dataclass(frozen=True)
-class TorchDistributor(PlannedSettings):
+class TorchDistributor(PartitionTraining):
     """Runs a PyTorch function or script on several ranks, on this machine or on a Spark cluster.
 
     A drop-in replacement for `pyspark.ml.torch.distributor.TorchDistributor
@@ -261,9 +271,6 @@ class TorchDistributor(PlannedSettings):
         """
         return self._submit(lambda values: values, True, train_object, args, kwargs)
 
-    def _train_on_dataframe(self, *args: object, **kwargs: object) -> NoReturn:
-        _refuse_dataframes("TorchDistributor._train_on_dataframe")
-
     def _submit(
         self,
         pick: Callable[[list[Any]], Any],
@@ -276,15 +283,3 @@ class TorchDistributor(PlannedSettings):
         job, thread = prepared.job, prepared.launcher.thread
         name = job.program.name
         return start_run(lambda: pick(prepared.run()), job.cancellation, thread, name)
-
-
-def _get_spark_partition_data_loader(*args: object, **kwargs: object) -> NoReturn:
-    """Refuse what PySpark's module has under this name, for functions on DataFrames."""
-    _refuse_dataframes("_get_spark_partition_data_loader")
-
-
-def _refuse_dataframes(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{name} is not supported: ranks cannot be given a Spark DataFrame. Write it to storage "
-        "that all ranks can read (df.write.parquet), and read a part of the files on each rank."
-    )

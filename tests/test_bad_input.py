@@ -501,13 +501,6 @@ def test_a_spark_session_cannot_be_sent(
 
 
 @pytest.mark.spark
-def test_a_data_frame_cannot_be_sent(spark: Any, nothing_launched: Any) -> None:
-    frame, expected = spark.range(3), "argument 0 is a DataFrame .*Ranks have no Spark"
-    with nothing_launched(), pytest.raises(UnpicklableError, match=expected):
-        local().run(train, frame)
-
-
-@pytest.mark.spark
 @pytest.mark.parametrize(("settings", "kind", "message"), BAD_SETTINGS[::4])
 def test_an_invalid_setting_on_a_cluster(
     spark: Any,

@@ -39,6 +39,7 @@ OF_CONNECT = (
     "values",
     "environments",
     "failures",
+    "dataframes",
     "hub_port",
     "more_ranks_than_slots",
     *WITHOUT_HUB,
@@ -70,6 +71,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionProgram
 @pytest.fixture
 def session(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
+
+
+@needs_connect
+def test_data_frames(connect: SessionProgram) -> None:
+    facts = connect.facts("dataframes")
+    for shares in (facts["executors"], facts["here"]):
+        assert [len(share) for share in shares] == [51, 51]
+        assert set(shares[0]) | set(shares[1]) == set(range(101))
+    assert "bad row" in facts["error"]
 
 
 @needs_connect

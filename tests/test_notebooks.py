@@ -6,6 +6,7 @@ Every day one notebook's beginning runs, and the code of all is checked against 
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,6 +154,48 @@ def test_the_serverless_quick_start(place: Place) -> None:
     assert sorted(len(losses_of(place, run)) for run in finished) == [10, 10, 20, 20]
     assert sorted(run.info.status for run in trained) == ["FINISHED"] * 4 + ["KILLED"]
     assert {run.info.status for run in by_name["divide"]} == {"FAILED"}
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@needs_java
+def test_training_on_dataframes(place: Place) -> None:
+    """Prepare digits in Spark; the three ways to train on them are equally accurate."""
+    ran = Ran(place.run("dataframes"))
+
+    unequal, equal = ran.value("count_digits(rows)"), ran.value("count_digits(train_rows)")
+    assert max(unequal) > min(unequal) > 350
+    assert equal == [min(unequal)] * 10
+    held_out = 5000 - sum(unequal)
+
+    name = "TorchDistributor"
+    accuracies = {name: ran.value(f'accuracies = {{"{name}": trained["accuracy"]}}')}
+    accuracies |= ran.value('accuracies["TorchTrainer"] = result.metrics["accuracy"]')
+    assert list(accuracies) == [name, "@distributed", "TorchTrainer"]
+    [accuracy] = set(accuracies.values())
+    assert accuracy > 0.88
+
+    # Each rank has half of the training rows, and prints the same in each way to train.
+    steps = math.ceil(sum(equal) / 2 / 32)
+    ways = [
+        "trained = ranks.run(train_on_ranks, train_rows, test_data)",
+        'accuracies["@distributed"], *_ = train_on_cluster.distributed(train_rows, test_data)',
+        ").fit()",
+    ]
+    shown = [sorted(line for line in ran.lines(way) if " steps, loss " in line) for way in ways]
+    assert [line.partition(", loss")[0] for line in shown[0]] == [
+        f"[{rank}] epoch {epoch}: {steps} steps" for rank in (0, 1) for epoch in range(1, 6)
+    ]
+    assert shown[1:] == shown[:1] * 2
+
+    # Spark counts the same correct answers, among all rows that were held out.
+    scores = ran.table("scores").values()
+    assert sum(row["rows"] for row in scores) == held_out
+    in_spark, on_ranks = ran.value(
+        'float(scores["correct"].sum() / scores["rows"].sum()), trained["accuracy"]'
+    )
+    assert in_spark == on_ranks == accuracy
+    assert ran.errors() == []
 
 
 def check_introduction(ran: Ran) -> None:

@@ -20,7 +20,6 @@ from support.ranks import Distribute
 
 from distributor import DeepspeedTorchDistributor, TorchDistributor, WorkerDied
 from distributor.node.worker.worker_context import worker_context
-from distributor.torch_distributor import _get_spark_partition_data_loader
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -104,14 +103,6 @@ def test_attributes_cannot_be_set() -> None:
         ranks.num_processes = 3
     more = dataclasses.replace(ranks, num_processes=3)
     assert (ranks.num_processes, more.num_processes, more.num_tasks) == (2, 3, 3)
-
-
-def test_dataframes_are_refused_by_name() -> None:
-    ranks = TorchDistributor(use_gpu=False)
-    for call in (ranks._train_on_dataframe, _get_spark_partition_data_loader):
-        refused = rf"{call.__name__} is not supported.*parquet"
-        with pytest.raises(NotImplementedError, match=refused):
-            call(print, object())
 
 
 # Checks

@@ -31,6 +31,15 @@ def is_connect_session(spark: Any) -> bool:
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
+def is_same_session(one: Any, other: Any) -> bool:
+    """Return whether two sessions are one; classic PySpark may wrap one session twice."""
+    if one is other:
+        return True
+    if is_connect_session(one) or is_connect_session(other):
+        return False
+    return bool(one._jsparkSession == other._jsparkSession)
+
+
 def java_context(context: Any) -> Any:
     """Return the JVM's ``SparkContext``."""
     return context._jsc.sc()

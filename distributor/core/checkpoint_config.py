@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -67,7 +68,7 @@ class CheckpointSettings:
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
-    def from_env(cls) -> CheckpointSettings | None:
-        """Read the settings of this rank's run; return None if it has no storage."""
-        text = os.environ.get(VARIABLE)
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> CheckpointSettings | None:
+        """Read the settings of a run, by default this rank's; return None if it has no storage."""
+        text = env.get(VARIABLE)
         return cls(**json.loads(text)) if text else None

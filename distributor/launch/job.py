@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from distributor.core.spelling import Spelling
 from distributor.launch.call_site import CallSite
@@ -21,6 +21,9 @@ from distributor.launch.stack_requests import StackRequests
 from distributor.node.agent.output.sink import Sink
 from distributor.serialization.outcome import Failure, Outcome
 from distributor.serialization.program import Program
+
+if TYPE_CHECKING:
+    from distributor.launch.spark.datasets.collection import Datasets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,8 @@ class Job:
         The minimum number of ranks, if the cluster has no room for more.
     settings : Settings
         The user's settings.
+    datasets : Datasets or None
+        The DataFrames among the arguments, if there are any.
     env : mapping of str to str
         Environment variables of every rank: the user's, and the run's own.
     keep_all : bool
@@ -69,6 +74,7 @@ class Job:
     num_processes: int
     min_processes: int
     settings: Settings
+    datasets: Datasets | None = None
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     keep_all: bool = False
     listeners: tuple[Listener, ...] = ()

@@ -111,6 +111,7 @@ class LocalLauncher:
                 spawner,
                 listener,
                 store_socket=store_socket,
+                data=job.datasets.file() if job.datasets else None,
                 keep_all=job.keep_all,
             )
             listener.attach(agent)

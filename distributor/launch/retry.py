@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,8 +73,14 @@ def run(job: Job, launcher: Launcher) -> list[Any]:
         there were several attempts, ``attempts`` has all of them.
     """
     listeners = Listeners(job.listeners)
-    with RunLabel(job.program.name) as label:
+    with RunLabel(job.program.name) as label, _opened_datasets(job):
         return _run_attempts(job, launcher, listeners, label)
+
+
+def _opened_datasets(job: Job) -> AbstractContextManager[None]:
+    if job.datasets is None:
+        return nullcontext()
+    return job.datasets.opened(job.run_id, job.call_site, job.settings.pool, job.cancellation)
 
 
 def _run_attempts(job: Job, launcher: Launcher, listeners: Listeners, label: RunLabel) -> list[Any]:
@@ -82,6 +89,8 @@ def _run_attempts(job: Job, launcher: Launcher, listeners: Listeners, label: Run
         silent = getattr(failed[-1].error, "silent", ()) if failed else ()
         job = job.for_attempt(len(failed), silent)
         resized_launcher, count = launcher.resolve_size(job)
+        if job.datasets is not None:
+            job.datasets.check(count)
         try:
             values = _run_attempt(
                 replace(job, num_processes=count), resized_launcher, listeners, label

@@ -19,7 +19,8 @@ from distributor.serialization.oob_pickle import PROTOCOL
 _MAX_DEPTH = 6
 _ADVICE = "Create it inside the function, or pass what it is made from as an argument."
 _SPARK_ADVICE = (
-    "Ranks have no Spark session: pass collected data, or the path of files written by Spark."
+    "Ranks have no Spark session. A DataFrame is sent if it is itself an argument of the function, "
+    "or in a list, tuple or dict among them; pass anything else as collected data."
 )
 
 

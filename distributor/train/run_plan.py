@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings, absolute
 from distributor.core.spelling import Spelling, suggestion
 from distributor.launch.run_listener import Listener
 from distributor.launch.setting_checks import check_listeners
+from distributor.launch.settings import setting
 from distributor.launch.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
+from distributor.train.checkpoint import Checkpoint
 from distributor.train.run_config import RunConfig
 from distributor.train.scaling_config import ScalingConfig
 from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.positions import latest_positions
 
 _SET_ELSEWHERE = {
     "gpu_type",
@@ -34,10 +39,19 @@ _SPELLING = Spelling(
 )
 
 
+@dataclass(frozen=True)
 class _Distributor(TorchDistributor):
     """Names in messages what the user of `TorchTrainer` wrote."""
 
     spelling = _SPELLING
+
+    storage_filesystem: Any = setting(None, "FileSystem", "The file system of the storage.")
+    resume_from: Checkpoint | None = setting(None, "Checkpoint", "The checkpoint to start from.")
+
+    def _stored_positions(self, env: Mapping[str, str]) -> Mapping[str, Any]:
+        settings = CheckpointSettings.from_env(env)
+        assert settings is not None, "a trainer's run has storage"
+        return latest_positions(settings, self.storage_filesystem, self.resume_from)
 
 
 @dataclass(frozen=True)
@@ -128,6 +142,7 @@ def create_distributor(
     placement: Placement,
     settings: CheckpointSettings,
     listener: Listener,
+    resume_from: Checkpoint | None,
 ) -> TorchDistributor:
     """Return a distributor for a trainer's configuration.
 
@@ -159,5 +174,7 @@ def create_distributor(
         max_preemption_failures=run.failure_config.max_preemption_failures,
         env=env,
         listeners=(*others, listener),
+        storage_filesystem=run.storage_filesystem,
+        resume_from=resume_from,
         **given,
     )

@@ -15,6 +15,7 @@ from distributor.train.callbacks import CallbackListener
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.config import InvalidArgument, UnsupportedParameter
 from distributor.train.data_config import DataConfig
+from distributor.train.datasets import shards_in_process
 from distributor.train.errors import training_error
 from distributor.train.result import Result
 from distributor.train.run_config import RunConfig, TrainRunContext
@@ -31,11 +32,6 @@ from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.validation.config import ValidationConfig
 from distributor.train.validation.process import validation_distributor
 from distributor.train.validation.queue import ValidationQueue
-
-_UNSUPPORTED = {
-    "datasets": "Read the data in train_loop_per_worker, depending on the rank.",
-    "metadata": "Add it to the checkpoints: Checkpoint.set_metadata.",
-}
 
 
 @checks_keywords
@@ -69,10 +65,11 @@ class TorchTrainer:
         A function that validates checkpoints in the background, if a report requests it.
     resume_from_checkpoint : Checkpoint, optional
         The checkpoint to start from as long as the run has none of its own.
-    datasets : mapping of str to object, optional
-        Not supported, except for an empty one.
+    datasets : mapping of str to DataFrame, optional
+        Spark DataFrames, or what ``distributor.data.from_parquet`` returns, by name.
+        `get_dataset_shard` returns each rank's part.
     dataset_config : DataConfig, optional
-        How datasets are split; has no effect yet.
+        Which datasets the ranks share; by default all of them.
     metadata
         Not supported, as in Ray Train.
 
@@ -128,17 +125,18 @@ class TorchTrainer:
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
     ) -> None:
-        for name, value in (("datasets", datasets), ("metadata", metadata)):
-            if value:
-                raise UnsupportedParameter(
-                    f"TorchTrainer: {name} is not supported. {_UNSUPPORTED[name]}"
-                )
+        if metadata:
+            raise UnsupportedParameter(
+                "TorchTrainer: metadata is not supported. Add it to the checkpoints: "
+                "Checkpoint.set_metadata."
+            )
         _check_resume_from(resume_from_checkpoint)
         _check_type("torch_config", torch_config, TorchConfig)
         _check_type("scaling_config", scaling_config, ScalingConfig)
         _check_type("run_config", run_config, RunConfig)
         _check_type("dataset_config", dataset_config, DataConfig)
         _check_type("validation_config", validation_config, ValidationConfig)
+        _check_type("datasets", datasets, Mapping)
         self.train_loop_per_worker = train_loop_per_worker
         self.train_loop_config = train_loop_config
         self.backend_config = torch_config or TorchConfig()
@@ -157,6 +155,7 @@ class TorchTrainer:
             self.data_config,
         )
         self._checked_loop()
+        self._datasets()
         if not self.running_in_local_mode:
             self._prepare()  # raises now what would be raised when the training starts
 
@@ -194,7 +193,7 @@ class TorchTrainer:
             _announce_continuation(storage, self.run_config.name)
             with validations:
                 try:
-                    value = distributor.run(loop)
+                    value = distributor.run(loop, self._datasets())
                 except RunCancelled:
                     raise
                 except Exception as error:
@@ -213,6 +212,10 @@ class TorchTrainer:
             resume_from=self.resume_from_checkpoint,
         )
 
+    def _datasets(self) -> dict[str, Any]:
+        """Return the datasets with how ranks share them; check them as they are now."""
+        return self.data_config.datasets_of(self.datasets)
+
     def _prepare(
         self,
     ) -> tuple[TorchDistributor, Storage, Placement, AbstractContextManager[object]]:
@@ -224,7 +227,9 @@ class TorchTrainer:
         listener = CallbackListener(
             tuple(run.callbacks), self.train_run_context, storage.filesystem
         )
-        distributor = create_distributor(run, scaling, placement, settings, listener)
+        distributor = create_distributor(
+            run, scaling, placement, settings, listener, self.resume_from_checkpoint
+        )
         if validation is None:
             return distributor, storage, placement, nullcontext()
         validation.check()
@@ -235,7 +240,8 @@ class TorchTrainer:
 
     def _fit_in_process(self, loop: WorkerLoop) -> Result:
         notify("TorchTrainer runs the training function in this process, because num_workers is 0.")
-        run, value = loop.run_in_process(self.run_config.name)
+        with shards_in_process(self._datasets()) as shards:
+            run, value = loop.run_in_process(self.run_config.name, shards)
         return Result(run.metrics, run.checkpoint, error=None, path=None, return_value=value)
 
     @classmethod

@@ -211,7 +211,10 @@ def test_the_rendezvous_waits_for_nodes_that_prepare_their_environment(
     first.send(Rendezvous("127.0.0.1", 1))
     with pytest.raises(queue.Empty):
         first.received.get(timeout=3 * SHORT)
-    assert "Waiting: the environment is not ready on host1, host2." in capsys.readouterr().err
+    assert (
+        "Waiting: the environment or the data is not ready on host1, host2."
+        in capsys.readouterr().err
+    )
     for node in slow:
         node.come_up()
     assert [node.receive() for node in (first, *slow)] == [Rendezvous("127.0.0.1", 1)] * NODES

@@ -16,9 +16,9 @@ from support.waiting import until
 from distributor import TorchDistributor
 from distributor.errors import StartTimeout
 from distributor.launch.call_site import CallSite
-from distributor.launch.spark.barrier_job import BarrierJob
 from distributor.launch.spark.error_translation import explain
 from distributor.launch.spark.session import Session
+from distributor.launch.spark.spark_job import SparkJob
 from distributor.node.spark_task.result_rows import ROW_SCHEMA
 
 pytestmark = pytest.mark.spark
@@ -153,9 +153,9 @@ def test_a_jobs_own_tasks_are_not_among_those_of_others(spark: Any, tmp_path: Pa
 
     session = Session(spark)
     ends: list[Any] = []
-    with BarrierJob(
+    with SparkJob(
         session,
-        session.barrier_frame(hold, 2, ROW_SCHEMA),
+        session.map_in_arrow(spark.range(0, 2, 1, 2), hold, ROW_SCHEMA, barrier=True),
         "a-tag-of-its-own",
         ends.append,
         description="two tasks",

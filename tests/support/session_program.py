@@ -225,6 +225,23 @@ def bare_executors(spark: Any, notes: Notes) -> dict[str, Any]:
     return {"without": [row.found for row in rows], "files": files, "broken": described(broken)}
 
 
+def ids(shard: Any) -> list[int]:
+    return [value for batch in shard.iter_batches() for value in batch["id"].tolist()]
+
+
+def dataframes(spark: Any, notes: Notes) -> dict[str, Any]:
+    """Run with DataFrames on executors and here, and in a way that fails in Spark."""
+    frame = spark.range(0, 101, 1, 3)
+    broken = frame.selectExpr("raise_error(concat('bad row ', id)) AS x")
+    error = error_of(lambda: ranks().run(ids, broken))
+    here = TorchDistributor(2, use_gpu=False, timeout=60)
+    return {
+        "executors": ranks().run_all(ids, frame),
+        "here": here.run_all(ids, frame),
+        "error": str(error),
+    }
+
+
 def failures(spark: Any, notes: Notes) -> dict[str, Any]:
     found = failure_beside_one_that_waits(ranks())
     died = error_of(lambda: ranks().run(die_beside_one_that_waits))

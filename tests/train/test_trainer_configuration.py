@@ -124,7 +124,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (lambda: TorchTrainer(lambda a, b: None), TypeError, r"but is <lambda>\(a, b\)"),
     (lambda: TorchTrainer(sleep), TypeError, "sleep is an async function: to call it does not"),
     (lambda: TorchTrainer(3), TypeError, "train_loop_per_worker must be a function, but is 3"),
-    (lambda: TorchTrainer(print, datasets={"a": 1}), ValueError, "datasets is not supported"),
+    (lambda: TorchTrainer(print, datasets={"a": 1}), TypeError, "Pass a Spark DataFrame, or"),
     (
         lambda: TorchTrainer(print, run_config=RunConfig(storage_path="nobody://knows")),
         ValueError,

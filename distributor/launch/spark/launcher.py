@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from distributor.core.addresses import port_range
 from distributor.core.resources import format_bytes
@@ -19,7 +20,6 @@ from distributor.launch.job import Job
 from distributor.launch.one_time_warnings import warn_once
 from distributor.launch.output.messages import notify
 from distributor.launch.settings import Settings, gpu_type_of
-from distributor.launch.spark.barrier_job import BarrierJob
 from distributor.launch.spark.capacity.container_memory import container_shortage
 from distributor.launch.spark.capacity.executors import Executors
 from distributor.launch.spark.capacity.slots import Slots
@@ -32,6 +32,7 @@ from distributor.launch.spark.package_shipping import portable_task, ship_progra
 from distributor.launch.spark.plan import ClusterPlan, check_launch
 from distributor.launch.spark.polling import Reminder
 from distributor.launch.spark.session import Session
+from distributor.launch.spark.spark_job import SparkJob
 from distributor.launch.spark.user_modules import ship_modules
 from distributor.node.agent.output.sink import Sink
 from distributor.node.spark_task.result_rows import ROW_SCHEMA
@@ -105,6 +106,7 @@ class SparkLauncher:
             If the executors can never have enough slots, or Spark ended the job and no rank
             reported a cause.
         """
+        rows = self._rows_of_tasks(job)
         deadline = time.monotonic() + job.settings.start_timeout
         reminder = Reminder()
         secret = secrets.token_bytes(32)
@@ -117,14 +119,15 @@ class SparkLauncher:
             spec = self._spec(
                 job, (address.advertised, hub.port), secret, check_memory=not shortage
             )
-            task = portable_task(self.session, pickle.dumps(spec, protocol=5))
-            frame = self.session.barrier_frame(task, self.plan.num_tasks, ROW_SCHEMA, slots.profile)
+            task = portable_task(self.session, TASK, pickle.dumps(spec, protocol=5))
+            profile = {} if slots.profile is None else {"profile": slots.profile}
+            frame = self.session.map_in_arrow(rows, task, ROW_SCHEMA, barrier=True, **profile)
             with (
                 quiet(self.session),
                 RunMonitor(
                     job, self.plan, hub, sink, deadline, Executors(self.session).leaving
                 ) as monitor,
-                BarrierJob(
+                SparkJob(
                     self.session,
                     frame,
                     job.run_id,
@@ -155,6 +158,13 @@ class SparkLauncher:
     def thread(self, target: Callable[[], object]) -> threading.Thread:
         """Return a thread that can launch a run on behalf of the calling thread."""
         return self.session.thread(target)
+
+    def _rows_of_tasks(self, job: Job) -> Any:
+        """Return a DataFrame with a partition for each task: the datasets' rows, or a number."""
+        tasks = self.plan.num_tasks
+        if job.datasets:
+            return job.datasets.frame(tasks, self.plan.ranks_per_task)
+        return self.session.spark.range(0, tasks, 1, tasks)
 
     def _program_to_send(self, program: Program) -> Program | str:
         if program.size <= LARGE_PROGRAM:
@@ -198,6 +208,7 @@ class SparkLauncher:
             timeout=job.settings.timeout,
             warm=job.settings.warm,
             preload=tuple(job.settings.preload),
+            datasets=job.datasets.specs if job.datasets else (),
             gpu_type=gpu_type_of(job.settings),
             modules=ship_modules(self.session, job.program, job.settings.py_modules),
             environment=ship_environment(self.session, job.settings.environment),
@@ -207,6 +218,8 @@ class SparkLauncher:
         )
 
 
+TASK = "distributor.node.spark_task.task:run"
+"""The function that each task runs."""
 LARGE_PROGRAM = 512 * 1024
 """Bytes above which a program is sent as a file, once, and not with the task, each time.
 

@@ -23,15 +23,20 @@ from distributor.serialization import oob_pickle
 from distributor.serialization.program import Program
 
 
-def portable_task(session: Session, spec: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
+def portable_task(
+    session: Session, function: str, argument: bytes
+) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """Return the function that Spark runs in each task, and send the source that it needs.
 
     Parameters
     ----------
     session : Session
         The session.
-    spec : bytes
-        The pickled `TaskSpec`.
+    function : str
+        A function of this package, as ``package.module:function``. It is called with `argument`,
+        the task's batches, and the path of a copy of this package there that differs, if any.
+    argument : bytes
+        The function's first argument.
 
     Returns
     -------
@@ -42,14 +47,15 @@ def portable_task(session: Session, spec: bytes) -> Callable[[Iterator[Any]], It
     own = _own_source()
     archive = f"{source.ARCHIVE}{hashlib.sha256(own.archive).hexdigest()[:16]}.zip"
     send_file(session, archive, lambda path: path.write_bytes(own.archive))
-    return _bootstrap(spec, archive, own.digest, own.importing)
+    return _bootstrap(function, argument, archive, own.digest, own.importing)
 
 
 def _bootstrap(
-    spec: bytes, archive: str, digest: str, importing: bytes
+    function: str, argument: bytes, archive: str, digest: str, importing: bytes
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
     # No name of this module may be used inside: being local is what makes it travel by value.
     def task(batches: Iterator[Any]) -> Iterator[Any]:
+        import pkgutil
         import sys
         import types
 
@@ -60,9 +66,7 @@ def _bootstrap(
             module = types.ModuleType("distributor.source")
             exec(compile(importing, "distributor/source.py", "exec"), vars(module))
         replaced = module.import_drivers_source(digest, lambda: SparkFiles.get(archive))
-        from distributor.node.spark_task.task import run
-
-        yield from run(spec, batches, replaced)
+        yield from pkgutil.resolve_name(function)(argument, batches, replaced)
 
     return task
 

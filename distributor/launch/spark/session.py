@@ -76,6 +76,10 @@ class Session:
         """Whether executors certainly share the driver's disk and interpreter."""
         return self.master.startswith("local") and not self.is_connect
 
+    def owns(self, frame: Any) -> bool:
+        """Return whether a DataFrame belongs to this session."""
+        return private.is_same_session(frame.sparkSession, self.spark)
+
     def conf(self, key: str) -> str | None:
         """Return the value of a Spark property; None if it is unset."""
         value = self.spark.conf.get(key, None)
@@ -145,25 +149,22 @@ class Session:
         )
         return thread
 
-    def barrier_frame(self, task: Any, num_tasks: int, schema: str, profile: Any = None) -> Any:
-        """Plan a barrier job; nothing is submitted yet.
+    def map_in_arrow(self, frame: Any, task: Any, schema: str, **options: Any) -> Any:
+        """Plan a job; nothing is submitted yet.
 
         Parameters
         ----------
+        frame : DataFrame
+            The rows that the tasks get, one task for each partition.
         task : callable
             The function that each task runs.
-        num_tasks : int
-            The number of tasks.
         schema : str
             The columns of the rows that the tasks return.
-        profile : pyspark.resource.ResourceProfile, optional
-            What each task needs; by default the application's default profile.
+        **options
+            Further arguments of ``mapInArrow``.
         """
-        options = {} if profile is None else {"profile": profile}
         with self._driver_python(), no_warning():
-            return self.spark.range(0, num_tasks, 1, num_tasks).mapInArrow(
-                task, schema, barrier=True, **options
-            )
+            return frame.mapInArrow(task, schema, **options)
 
     @contextlib.contextmanager
     def _driver_python(self) -> Iterator[None]:

@@ -48,6 +48,8 @@ class Agent:
         Receives the ranks' output, and the events of their lives.
     store_socket : socket, optional
         The bound socket for the rendezvous store, on the node that has rank 0.
+    data : BinaryIO, optional
+        A file with the node's part of the run's datasets.
     keep_all : bool, default False
         Whether every rank's value is wanted, or rank 0's alone.
     head_start : float, default 0.0
@@ -62,6 +64,7 @@ class Agent:
         listener: AgentListener,
         *,
         store_socket: socket.socket | None = None,
+        data: BinaryIO | None = None,
         keep_all: bool = False,
         head_start: float = 0.0,
     ) -> None:
@@ -70,9 +73,8 @@ class Agent:
         self._store_socket = store_socket
         self._workers: list[WorkerHandle] = []
         self._selector = WorkerSelector(self._handle)
-        self._starter = RankStarter(
-            node, program, spawner, store_socket, keep_all, on_exit=self._selector.wake
-        )
+        wake = self._selector.wake
+        self._starter = RankStarter(node, program, spawner, store_socket, data, keep_all, wake)
         self._failures: list[Failure] = []
         self._grace_period = FailureGracePeriod(node.ranks_per_node, head_start)
         self._redaction = Redaction(node.env)
@@ -80,8 +82,7 @@ class Agent:
         self._log_relay = LogRelay(self._workers, listener, self._redaction, system_metrics)
         self._num_starting = node.ranks_per_node
         self._all_started_at = math.inf
-        self._has_reported_done = False
-        self._is_stopping = False
+        self._has_reported_done = self._is_stopping = False
         self._release_requested = threading.Event()
         self._stop_requested = threading.Event()
         self._stacks_requested = threading.Event()

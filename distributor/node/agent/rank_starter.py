@@ -31,6 +31,8 @@ class RankStarter:
         Starts the processes.
     store_socket : socket or None
         The bound socket for the rendezvous store, on the node that has rank 0.
+    data : BinaryIO or None
+        A file with the node's part of the run's datasets.
     keep_all : bool
         Whether every rank's value is wanted, or rank 0's alone.
     on_exit : callable
@@ -43,6 +45,7 @@ class RankStarter:
         program: BinaryIO,
         spawner: Spawner,
         store_socket: socket.socket | None,
+        data: BinaryIO | None,
         keep_all: bool,
         on_exit: Callable[[], object],
     ) -> None:
@@ -50,6 +53,7 @@ class RankStarter:
         self._program = program
         self._spawner = spawner
         self._store_socket = store_socket
+        self._data = data
         self._keep_all = keep_all
         self._on_exit = on_exit
 
@@ -70,6 +74,7 @@ class RankStarter:
             stacks=answers.fileno(),
             progress=progress.fileno(),
             listener=self._store_socket.fileno() if self._store_socket and is_first else None,
+            data=self._data.fileno() if self._data else None,
             scratch=scratch,
             keep_value=self._keep_all or is_first,
             uses_gpus=bool(self._node.gpus),

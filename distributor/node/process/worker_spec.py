@@ -32,6 +32,8 @@ class WorkerSpec:
         A file for the rank's telemetry.
     listener : int or None
         The bound socket for the rendezvous store; only rank 0 has it.
+    data : int or None
+        A file with the node's part of the run's datasets; None if it has none.
     scratch : str
         The folder for multiprocessing's sockets; the process that ends the rank removes it.
     keep_value : bool
@@ -55,6 +57,7 @@ class WorkerSpec:
     scratch: str
     keep_value: bool
     uses_gpus: bool = True
+    data: int | None = None
     modules: str = ""
     program_name: str = ""
     run_id: str = ""
@@ -77,5 +80,5 @@ class WorkerSpec:
         return replace(self, parent=parent, **numbers)
 
     def _descriptor_names(self) -> list[str]:
-        names = ("control", "program", "outcome", "stacks", "progress", "listener")
+        names = ("control", "program", "outcome", "stacks", "progress", "listener", "data")
         return [name for name in names if getattr(self, name) is not None]

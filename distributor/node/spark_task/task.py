@@ -8,7 +8,7 @@ import pickle
 import socket
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from distributor.core.host import use_host_name
 from distributor.core.versions import check_interpreter
@@ -24,6 +24,7 @@ from distributor.node.process.interpreter import Interpreter
 from distributor.node.process.process_title import temporary_run_title
 from distributor.node.process.zygote_client import ZygoteSpec
 from distributor.node.spark_task.channel import Channel
+from distributor.node.spark_task.dataset_file import dataset_file
 from distributor.node.spark_task.hub_channel import open_channel
 from distributor.node.spark_task.node_resources import (
     assigned_gpus,
@@ -74,16 +75,14 @@ def run(
     ValueTooLarge
         If a value cannot reach the driver.
     """
-    for _ in batches:  # the rows only number the tasks
-        pass
     spec: TaskSpec = pickle.loads(pickled_spec)
     try:
-        yield from _run_node(spec, replaced)
+        yield from _run_node(spec, batches, replaced)
     except (StartTimeout, RunTimeout) as error:
         raise TaskFailed.timed_out(error, spec.secret) from None
 
 
-def _run_node(spec: TaskSpec, replaced: str) -> Iterator[pa.RecordBatch]:
+def _run_node(spec: TaskSpec, batches: Iterator[Any], replaced: str) -> Iterator[pa.RecordBatch]:
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()
@@ -100,14 +99,16 @@ def _run_node(spec: TaskSpec, replaced: str) -> Iterator[pa.RecordBatch]:
         open_channel(spec, node_rank, host, context, lifecycle) as channel,
     ):
         lifecycle.fire(NodeEvent.CHANNEL_OPENED)
-        with prepare_environment(spec) as prepared:
+        with prepare_environment(spec) as prepared, dataset_file(spec, batches) as data:
             lifecycle.fire(NodeEvent.ENVIRONMENT_READY)
             warnings = (*node_warnings(replaced), *warnings_about_memory(spec, context))
             node, store_socket = _join(spec, node_rank, hosts, context, channel, prepared, warnings)
             lifecycle.fire(NodeEvent.RENDEZVOUS_KNOWN)
             if node_rank != 0:
                 check_reachable(Rendezvous(node.master_addr, node.master_port))
-            values = _run_ranks(spec, node, store_socket, channel, prepared.interpreter, lifecycle)
+            values = _run_ranks(
+                spec, node, store_socket, data, channel, prepared.interpreter, lifecycle
+            )
             yield from _deliver(spec, channel, values)
             lifecycle.fire(NodeEvent.VALUES_DELIVERED)
 
@@ -149,6 +150,7 @@ def _run_ranks(
     spec: TaskSpec,
     node: NodeSpec,
     store_socket: socket.socket | None,
+    data: BinaryIO | None,
     channel: Channel,
     interpreter: Interpreter,
     lifecycle: NodeLifecycle,
@@ -167,6 +169,7 @@ def _run_ranks(
             spawner,
             channel,
             store_socket=store_socket,
+            data=data,
             keep_all=spec.keep_all,
             head_start=channel.head_start,
         )

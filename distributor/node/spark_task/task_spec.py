@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from distributor.serialization.program import Program
+
+if TYPE_CHECKING:
+    from distributor.data.spark.chunk_file import DatasetSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,8 @@ class TaskSpec:
         itself if it has no link to the driver.
     warm, preload : bool, tuple of str
         Whether ranks are forked from a warm process, and what it imports in addition to torch.
+    datasets : tuple of DatasetSpec
+        The datasets, whose rows Spark passes to the tasks.
     gpu_type : str or None
         The required type of GPU.
     modules : str or None
@@ -76,6 +82,7 @@ class TaskSpec:
     timeout: float | None
     warm: bool
     preload: tuple[str, ...]
+    datasets: tuple[DatasetSpec, ...]
     gpu_type: str | None
     modules: str | None
     environment: str | tuple[str, ...] | None

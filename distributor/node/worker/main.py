@@ -72,6 +72,7 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
         }
     )
     context.uses_gpus = worker_spec.uses_gpus
+    context.data = worker_spec.data
     create_scratch(worker_spec.scratch)
     context.scratch = worker_spec.scratch
     faulthandler.enable()

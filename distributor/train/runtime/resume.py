@@ -13,6 +13,7 @@ from distributor.train.checkpoint import Checkpoint
 from distributor.train.runtime.store_channel import StoreChannel
 from distributor.train.storage.checkpoint_manager import CheckpointManager
 from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.positions import stored_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ def find_resume_point(
             break
         damaged.add(name)
     if channel.rank == 0:
-        positions = _stored_positions(storage.checkpoint(latest) if latest else resume_from)
+        positions = stored_positions(storage.checkpoint(latest) if latest else resume_from)
         reports = manager.resume_from(latest, begin["unfinished"])
         channel.set("resume", {"reports": reports, "positions": positions})
     resume = channel.get("resume")
@@ -150,12 +151,3 @@ def _is_intact(channel: StoreChannel, storage: Storage, name: str) -> bool:
     if damages and channel.rank == 0:
         print(f"distributor: {name} is skipped: {'; '.join(damages)}.", flush=True)
     return not damages
-
-
-def _stored_positions(checkpoint: Checkpoint | None) -> Mapping[str, Any]:
-    """Read the positions of data loaders from a checkpoint's manifest."""
-    if checkpoint is None:
-        return {}
-    root, _, name = checkpoint.path.rpartition("/")
-    manifest = Storage.at(checkpoint.filesystem, root).manifest_of(name)
-    return manifest.positions if manifest else {}

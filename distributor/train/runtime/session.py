@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.node.worker.worker_context import worker_context
@@ -17,6 +17,9 @@ from distributor.train.runtime.preemption import NoticeTracker, agree
 from distributor.train.runtime.reporter import Reporter
 from distributor.train.storage.filesystems import UnknownScheme
 
+if TYPE_CHECKING:
+    from distributor.data.shard import DatasetShard
+
 
 class RankSession:
     """The reporter and the preemption notices of this process.
@@ -25,9 +28,15 @@ class RankSession:
     first needed, and live until the process ends: a rank is one process of one attempt, so that
     nothing is ever reset. Creating the reporter is collective: it waits until all ranks do it. It
     is finished when the rank's program has returned (`Reporter.finish`).
+
+    Attributes
+    ----------
+    dataset_shards : mapping of str to DatasetShard
+        This rank's part of the trainer's datasets.
     """
 
     def __init__(self) -> None:
+        self.dataset_shards: Mapping[str, DatasetShard] = {}
         self._reporter: Reporter | None = None
         self._notices: dict[str, NoticeTracker] = {}
         self._collectives = Collectives()

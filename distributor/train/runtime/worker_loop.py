@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributor.launch.programs import check_runs
 from distributor.serialization.pickle_diagnostics import name_of
@@ -15,6 +15,9 @@ from distributor.train.config import InvalidArgument
 from distributor.train.runtime.in_process import InProcessRun, needs_process_group
 from distributor.train.runtime.process_group import TorchConfig, process_group
 from distributor.train.runtime.session import session
+
+if TYPE_CHECKING:
+    from distributor.data.shard import DatasetShard
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,18 @@ class WorkerLoop:
     def __name__(self) -> str:
         return name_of(self.func)
 
-    def __call__(self) -> Any:
+    def __call__(self, datasets: Mapping[str, DatasetShard] | None = None) -> Any:
         """Run the function; storage is checked first, not at the first report."""
+        session.dataset_shards = datasets or {}
         session.start_reporter(self.filesystem, self.resume_from)
         with process_group(self.torch_config):
             return self.run_func()
 
-    def run_in_process(self, name: str) -> tuple[InProcessRun, Any]:
+    def run_in_process(
+        self, name: str, datasets: Mapping[str, DatasetShard]
+    ) -> tuple[InProcessRun, Any]:
         """Run the function in this process, and return what it has reported, and its value."""
+        session.dataset_shards = datasets
         group = process_group(self.torch_config) if needs_process_group() else nullcontext()
         with session.run_in_process(name, self.resume_from) as run, group:
             return run, self.run_func()

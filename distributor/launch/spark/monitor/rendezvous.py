@@ -123,4 +123,4 @@ class RendezvousDecision:
 
     def _unprepared(self) -> str:
         hosts = sorted(set(self._nodes.preparing.values()))
-        return f"the environment is not ready on {', '.join(hosts)}"
+        return f"the environment or the data is not ready on {', '.join(hosts)}"

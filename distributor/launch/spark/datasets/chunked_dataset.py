@@ -1,0 +1,130 @@
+"""A DataFrame as chunks that Spark keeps on its disks, and what is known of each."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distributor.data.spark.chunk_file import DatasetSpec
+from distributor.data.spark.dataset import SparkDataset
+from distributor.data.spark.packing import CHUNK_COLUMNS, INDEX_COLUMNS
+from distributor.launch.spark.datasets.data_jobs import DataJobs
+from distributor.launch.spark.package_shipping import portable_task
+from distributor.launch.spark.session import Session
+
+CHUNK_BYTES = 1024 * 1024
+ARROW_BATCH_BYTES = 128 * 1024 * 1024
+"""Bytes of a batch of chunks that Spark may send to a Python worker."""
+
+
+@dataclass(frozen=True)
+class ChunkedDataset:
+    """A DataFrame's rows as chunks.
+
+    Parameters
+    ----------
+    frame : DataFrame
+        A row for each chunk, with `CHUNK_COLUMNS`, which Spark keeps on its disks.
+    places : sequence of (int, int)
+        The part and the number in it of each chunk, in the order of the DataFrame's rows.
+    spec : DatasetSpec
+        What the ranks know of it.
+    """
+
+    frame: Any
+    places: Sequence[tuple[int, int]]
+    spec: DatasetSpec
+
+
+@contextlib.contextmanager
+def chunked(datasets: Sequence[SparkDataset], jobs: DataJobs) -> Iterator[list[ChunkedDataset]]:
+    """Compute DataFrames once; Spark keeps their rows for the duration of the context.
+
+    Raises
+    ------
+    ValueError
+        If one has no rows, or no columns.
+    """
+    with contextlib.ExitStack() as stack:
+        frames = [stack.enter_context(_persisted_chunks(each, jobs.session)) for each in datasets]
+        indexes = _indexes(frames, jobs, ", ".join(dataset.name for dataset in datasets))
+        yield [
+            ChunkedDataset(frame, [(row.part, row.number) for row in rows], _spec_of(dataset, rows))
+            for frame, dataset, rows in zip(frames, datasets, indexes, strict=True)
+        ]
+
+
+@contextlib.contextmanager
+def _persisted_chunks(dataset: SparkDataset, session: Session) -> Iterator[Any]:
+    """Yield a DataFrame of chunks, which Spark keeps on its disks once it has computed them."""
+    from pyspark import StorageLevel
+
+    if not dataset.frame.columns:
+        raise ValueError(f"The DataFrame {dataset.name} has no columns.")
+    size = json.dumps(_chunk_bytes(session)).encode()
+    task = portable_task(session, "distributor.data.spark.packing:pack", size)
+    frame = session.map_in_arrow(dataset.frame, task, CHUNK_COLUMNS)
+    frame.persist(StorageLevel.DISK_ONLY)
+    try:
+        yield frame
+    finally:
+        with contextlib.suppress(Exception):  # the session may have ended
+            frame.unpersist()
+
+
+def _indexes(frames: Sequence[Any], jobs: DataJobs, names: str) -> list[list[Any]]:
+    """Compute all chunks in one job, and return what describes those of each DataFrame."""
+    from pyspark.sql import functions
+
+    columns = [column.split()[0] for column in INDEX_COLUMNS.split(", ")]
+    selected = [
+        frame.select(functions.lit(number).alias("dataset"), *columns)
+        for number, frame in enumerate(frames)
+    ]
+    union = functools.reduce(lambda one, other: one.union(other), selected)
+    indexes: list[list[Any]] = [[] for _ in frames]
+    for row in jobs.run(union, f"Rows of {names}"):
+        indexes[row.dataset].append(row)
+    for rows in indexes:
+        rows.sort(key=lambda row: (row.part, row.number))
+    return indexes
+
+
+def _chunk_bytes(session: Session) -> int:
+    """Return the size of chunks with which batches of chunks stay small.
+
+    Spark 3.5 limits only the number of rows of a batch, later versions also its size.
+    """
+    if session.conf("spark.sql.execution.arrow.maxBytesPerBatch") is not None:
+        return CHUNK_BYTES
+    max_rows = int(session.conf("spark.sql.execution.arrow.maxRecordsPerBatch") or 10_000)
+    return CHUNK_BYTES if max_rows <= 0 else min(CHUNK_BYTES, max(1, ARROW_BATCH_BYTES // max_rows))
+
+
+def _spec_of(dataset: SparkDataset, rows: list[Any]) -> DatasetSpec:
+    if not rows:
+        raise ValueError(f"The DataFrame {dataset.name} has no rows.")
+    nulls: dict[str, int] = {}
+    for row in rows:
+        for column, count in json.loads(row.nulls).items():
+            nulls[column] = nulls.get(column, 0) + count
+    return DatasetSpec(
+        name=dataset.name,
+        schema=bytes(next(row.schema for row in rows if row.schema is not None)),
+        vectors=frozenset(
+            field.name
+            for field in dataset.frame.schema.fields
+            if type(field.dataType).__name__ == "VectorUDT"
+        ),
+        chunk_rows=np.array([row.num_rows for row in rows], dtype=np.int64),
+        chunk_bytes=np.array([row.num_bytes for row in rows], dtype=np.int64),
+        null_counts=nulls,
+        equal=dataset.equal,
+        split=dataset.split,
+    )

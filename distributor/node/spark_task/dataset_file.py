@@ -1,0 +1,45 @@
+"""The rows of the run's datasets that Spark passes to a node."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from distributor.node.spark_task.task_spec import TaskSpec
+
+
+@contextlib.contextmanager
+def dataset_file(spec: TaskSpec, batches: Iterator[Any]) -> Iterator[BinaryIO | None]:
+    """Write the rows into a file on one of Spark's local disks, for the node's ranks to map.
+
+    Parameters
+    ----------
+    spec : TaskSpec
+        What the driver passed to the task.
+    batches : iterator
+        The rows that Spark passes to the task. Without datasets they only number the tasks.
+
+    Raises
+    ------
+    ExecutorNotReady
+        If the disk is full.
+    """
+    if not spec.datasets:
+        for _ in batches:
+            pass
+        yield None
+        return
+    from distributor.data.spark.packing import write_chunks
+
+    with write_chunks(batches, spec.datasets, spec.ranks_per_node, _local_folder()) as file:
+        yield file
+
+
+def _local_folder() -> str:
+    """Return the one of Spark's local folders that has the most room."""
+    folders = os.environ.get("SPARK_LOCAL_DIRS", tempfile.gettempdir()).split(",")
+    return max(folders, key=lambda folder: shutil.disk_usage(folder).free)

@@ -1,0 +1,222 @@
+"""Spark DataFrames as arguments of runs, on this machine and on executors."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.waiting import until
+
+from distributor import DistributorError, TorchDistributor, distributed
+from distributor.data import from_spark
+from distributor.errors import UnpicklableError, WorkerDied
+
+pytestmark = pytest.mark.spark
+
+Make = Callable[..., TorchDistributor]
+
+
+@pytest.fixture(params=["local", "cluster"])
+def ranks(request: pytest.FixtureRequest, spark: Any) -> Make:
+    """Make a distributor on CPU ranks, beside the session and on its executors: ``ranks(2)``."""
+
+    def make(num_processes: int = 2, **settings: Any) -> TorchDistributor:
+        local_mode = request.param == "local"
+        settings = {"timeout": 120, **settings}
+        return TorchDistributor(num_processes, local_mode=local_mode, use_gpu=False, **settings)
+
+    return make
+
+
+@pytest.fixture
+def on_executors(spark: Any) -> Make:
+    def make(num_processes: int = 2, **settings: Any) -> TorchDistributor:
+        settings = {"timeout": 120, **settings}
+        return TorchDistributor(num_processes, local_mode=False, use_gpu=False, **settings)
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Any:
+    """Check that Spark keeps no rows after a test, however its runs ended."""
+    yield
+    if "spark" in request.fixturenames:
+        context = request.getfixturevalue("spark").sparkContext
+        assert dict(context._jsc.getPersistentRDDs()) == {}
+
+
+def ids(shard: Any, column: str = "id") -> list[int]:
+    return [value for batch in shard.iter_batches() for value in batch[column].tolist()]
+
+
+def test_each_row_reaches_one_rank(ranks: Make, spark: Any) -> None:
+    frame = spark.range(0, 1003, 1, 7).selectExpr("id", "cast(id AS string) AS text")
+
+    def read(shard: Any, factor: int) -> tuple[list[int], list[str], int]:
+        texts = [text for batch in shard.iter_batches() for text in batch["text"].tolist()]
+        return ids(shard), texts, shard.count() * factor
+
+    shares = ranks(2).run_all(read, from_spark(frame, equal=False), factor=1)
+    assert [len(found) for found, _, _ in shares] == [count for _, _, count in shares] == [501, 502]
+    assert sorted(number for found, _, _ in shares for number in found) == list(range(1003))
+    assert all(texts == list(map(str, found)) for found, texts, _ in shares)
+
+
+def test_data_frames_in_lists_tuples_and_dicts(ranks: Make, spark: Any) -> None:
+    first, second = spark.range(10), spark.range(100, 104)
+
+    def read(pair: Any, named: Any, whole: Any) -> list[list[int]]:
+        return [ids(pair[0]), ids(pair[1][0]), ids(named["again"]), ids(whole)]
+
+    arguments = ([first, (second,)], {"again": first}, from_spark(spark.range(3), split=False))
+    one, other = ranks(2).run_all(read, *arguments)
+    assert [sorted(a + b) for a, b in zip(one[:2], other[:2], strict=True)] == [
+        list(range(10)),
+        list(range(100, 104)),
+    ]
+    assert one[2] == one[0], "it is the same dataset"
+    assert one[3] == other[3] == [0, 1, 2]
+
+
+def test_shares_are_padded_or_cut(ranks: Make, spark: Any, capfd: Any) -> None:
+    frame = spark.range(0, 7, 1, 3)
+
+    def read(*shards: Any) -> list[list[int]]:
+        return [ids(shard) for shard in shards]
+
+    one, other = ranks(2).run_all(read, frame, from_spark(spark.range(7), equal="drop"))
+    assert (len(one[0]), len(other[0])) == (4, 4)
+    assert sorted({*one[0], *other[0]}) == list(range(7))
+    assert sorted(one[1] + other[1]) == list(range(6))
+    shown = capfd.readouterr().err
+    assert re.search("argument 0: 7 rows .* 4 for each of 2 ranks; 1 row repeated", shown)
+    assert re.search("argument 1: 7 rows .* 3 for each of 2 ranks; 1 row dropped", shown)
+
+
+def test_the_decorator_takes_data_frames(spark: Any) -> None:
+    @distributed(gpus=2, remote=False, use_gpu=False)
+    def read(shard: Any) -> list[int]:
+        return ids(shard)
+
+    assert sorted(chain(*read.distributed(spark.range(4)))) == [0, 1, 2, 3]
+
+
+def test_submitted_runs_take_data_frames(on_executors: Make, spark: Any) -> None:
+    future = on_executors(2).submit_all(lambda shard: ids(shard), spark.range(4))
+    assert sorted(chain(*future.result(120))) == [0, 1, 2, 3]
+
+
+def test_ranks_of_one_node_share_a_file(spark: Any) -> None:
+    def file_of(shard: Any) -> tuple[int, int]:
+        from distributor.node.worker.worker_context import worker_context
+
+        descriptor = worker_context().data
+        assert descriptor is not None
+        status = os.fstat(descriptor)
+        return status.st_ino, status.st_nlink
+
+    one, other = TorchDistributor(2, use_gpu=False).run_all(file_of, spark.range(4))
+    assert one == other
+    assert one[1] == 0, "it has no name"
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (0, "The DataFrame df has no rows"),
+        (1, "The DataFrame df has 1 row, which are too few for 2 ranks"),
+    ],
+)
+def test_too_few_rows_are_an_error_before_the_start(
+    ranks: Make, spark: Any, tmp_path: Path, rows: int, message: str
+) -> None:
+    started = tmp_path / "started"
+    with pytest.raises(ValueError, match=message):
+        ranks(2).run(lambda df: started.touch(), df=spark.range(rows))
+    assert not started.exists()
+
+
+def test_an_error_in_the_users_transformation_is_sparks(ranks: Make, spark: Any) -> None:
+    frame = spark.range(4).selectExpr("raise_error(concat('bad row ', id)) AS x")
+    with pytest.raises(Exception, match="bad row") as caught:
+        ranks(2).run(lambda shard: None, frame)
+    assert not isinstance(caught.value, DistributorError)
+
+
+def test_rows_are_freed_after_a_failed_run(ranks: Make, spark: Any) -> None:
+    def die(shard: Any) -> None:
+        os.kill(os.getpid(), 9)
+
+    with pytest.raises(WorkerDied):
+        ranks(2).run(die, spark.range(4))
+
+
+def test_a_run_is_cancelled_while_spark_computes(on_executors: Make, spark: Any) -> None:
+    def never_end(batches: Any) -> Any:
+        import threading
+
+        threading.Event().wait()
+        yield from batches
+
+    tracker = spark.sparkContext.statusTracker()
+    frame = spark.range(0, 4, 1, 2).mapInArrow(never_end, "id long")
+    future = on_executors(2).submit(lambda shard: None, frame)
+    until(lambda: tracker.getActiveStageIds(), "Spark computes the DataFrame", 60)
+    assert future.cancel()
+    with pytest.raises(CancelledError):
+        future.result(60)
+    until(lambda: not tracker.getActiveStageIds(), "Spark's job has ended", 60)
+
+
+def test_a_data_frame_inside_an_object_names_the_way(spark: Any) -> None:
+    class Holder:
+        def __init__(self, frame: Any) -> None:
+            self.frame = frame
+
+    with pytest.raises(UnpicklableError, match="in a list, tuple or dict among them"):
+        TorchDistributor(2, use_gpu=False).run(lambda holder: None, Holder(spark.range(3)))
+
+
+def test_a_script_takes_no_data_frame(spark: Any, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    with pytest.raises(TypeError, match="argument 0 is a DataFrame"):
+        TorchDistributor(1, use_gpu=False).run(str(script), spark.range(3))
+
+
+def test_a_streaming_data_frame_is_refused(spark: Any) -> None:
+    stream = spark.readStream.format("rate").load()
+    with pytest.raises(ValueError, match="streaming DataFrame has no end"):
+        TorchDistributor(1, use_gpu=False).run(lambda shard: None, stream)
+
+
+def test_a_data_frame_of_another_session_is_refused(spark: Any) -> None:
+    other = spark.newSession().range(3)
+    assert spark.range(1) is not None
+    with pytest.raises(ValueError, match="argument 0 belongs to another Spark session"):
+        TorchDistributor(1, use_gpu=False).run(lambda shard: None, other)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda df: from_spark(3), TypeError, "takes a Spark DataFrame, but got .*int"),
+        (lambda df: from_spark(df, equal="cut"), ValueError, "'pad', 'drop' or False.*'cut'"),
+        (lambda df: from_spark(df, split=1), TypeError, "split must be True or False"),
+    ],
+)
+def test_invalid_arguments_of_from_spark(
+    spark: Any, call: Callable[[Any], Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        call(spark.range(3))

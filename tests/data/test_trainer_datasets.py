@@ -1,0 +1,149 @@
+"""DataFrames as the datasets of a `TorchTrainer`, under Ray Train's names."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributor import train
+from distributor.data import from_spark
+from distributor.train import CheckpointConfig, DataConfig, RunConfig, ScalingConfig
+from distributor.train.torch import TorchTrainer
+
+pytestmark = pytest.mark.spark
+
+ROWS = 97
+
+
+def scaling(num_workers: int, local_mode: bool = False) -> ScalingConfig:
+    return ScalingConfig(num_workers=num_workers, local_mode=local_mode)
+
+
+def run_config(folder: Path) -> RunConfig:
+    return RunConfig(
+        name="rows",
+        storage_path=str(folder),
+        checkpoint_config=CheckpointConfig(num_to_keep=1),
+    )
+
+
+def read_datasets() -> dict[str, list[int]]:
+    found = {}
+    for name in ("train", "valid"):
+        batches = train.get_dataset_shard(name).iter_torch_batches(batch_size=5)
+        found[name] = [number for batch in batches for number in batch["id"].tolist()]
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [2, 0])
+def test_datasets_are_split_or_whole(spark: Any, tmp_path: Path, num_workers: int) -> None:
+    def loop() -> None:
+        shard = train.get_dataset_shard()
+        assert train.get_dataset_shard("train") is shard
+        (tmp_path / f"{train.get_context().get_world_rank()}.json").write_text(
+            json.dumps(read_datasets())
+        )
+        train.report({"rows": shard.count()})
+
+    result = TorchTrainer(
+        loop,
+        datasets={"train": spark.range(0, ROWS, 1, 3), "valid": spark.range(10)},
+        dataset_config=DataConfig(datasets_to_split=["train"]),
+        scaling_config=scaling(num_workers),
+        run_config=run_config(tmp_path / "runs"),
+    ).fit()
+
+    size = max(num_workers, 1)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
+    assert [len(each["train"]) for each in found] == [ROWS // size] * size, "the rest is dropped"
+    assert sorted(chain(*(each["train"] for each in found))) == list(range(ROWS // size * size))
+    assert [each["valid"] for each in found] == [list(range(10))] * size
+    assert result.metrics == {"rows": ROWS // size}
+
+
+def read_and_report(config: dict[str, Any]) -> None:
+    """Read an epoch in steps, note the rows of each step, and let a rank die after one."""
+    rank = train.get_context().get_world_rank()
+    shard = train.get_dataset_shard("train")
+    batches = shard.iter_torch_batches(batch_size=4, shuffle=True, seed=5)
+    notes = Path(config["notes"], f"{config['run']}-{rank}")
+    for step, batch in enumerate(batches, 1):
+        with notes.open("a") as file:
+            file.write(json.dumps([step, batch["id"].tolist()]) + "\n")
+        with tempfile.TemporaryDirectory() as folder:
+            train.report({"step": step}, checkpoint=train.Checkpoint.from_directory(folder))
+        if step == config["dies_after"] and rank == config["ranks"] - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("local_mode", "sizes"),
+    [
+        (False, (2, 3, 1)),
+        (True, (3, 2, 1)),
+        pytest.param(False, (1, 4, 2, 1), marks=pytest.mark.slow),
+        pytest.param(False, (4, 2, 2, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_after_kills_each_row_is_read_once_on_other_numbers_of_ranks(
+    spark: Any, tmp_path: Path, local_mode: bool, sizes: tuple[int, ...]
+) -> None:
+    frame = spark.range(0, ROWS, 1, 5)
+    rows: list[int] = []
+    for run, size in enumerate(sizes):
+        dies_after = run + 2 if run < len(sizes) - 1 else None
+        trainer = TorchTrainer(
+            read_and_report,
+            train_loop_config={
+                "notes": str(tmp_path),
+                "run": run,
+                "ranks": size,
+                "dies_after": dies_after,
+            },
+            datasets={"train": from_spark(frame, equal=False)},
+            scaling_config=scaling(size, local_mode),
+            run_config=run_config(tmp_path / "runs"),
+        )
+        if dies_after is None:
+            trainer.fit()
+        else:
+            with pytest.raises(train.WorkerGroupError):
+                trainer.fit()
+        for rank in range(size):
+            for line in (tmp_path / f"{run}-{rank}").read_text().splitlines():
+                step, numbers = json.loads(line)
+                if dies_after is None or step <= dies_after:  # later ones are not reported
+                    rows += numbers
+    assert sorted(rows) == list(range(ROWS))
+
+
+@pytest.mark.parametrize(
+    ("datasets", "config", "kind", "message"),
+    [
+        ({"train": [1]}, None, TypeError, r"datasets\['train'\] is of type builtins.list. Pass a"),
+        ({1: None}, None, TypeError, "names of datasets must be strings, but 1 is not"),
+        ([], None, TypeError, "datasets must be a Mapping"),
+        ({}, ["trian"], ValueError, r"datasets_to_split has \['trian'\]"),
+    ],
+)
+def test_invalid_datasets(datasets: Any, config: Any, kind: type[Exception], message: str) -> None:
+    data_config = DataConfig(datasets_to_split=config) if config else None
+    with pytest.raises(kind, match=message):
+        TorchTrainer(lambda: None, datasets=datasets, dataset_config=data_config)
+
+
+def test_an_unknown_dataset_names_those_there_are(spark: Any, tmp_path: Path) -> None:
+    with pytest.raises(train.WorkerGroupError, match=r"no dataset 'test': there are \['train'\]"):
+        TorchTrainer(
+            lambda: train.get_dataset_shard("test"),
+            datasets={"train": spark.range(4)},
+            scaling_config=scaling(1, local_mode=True),
+            run_config=run_config(tmp_path),
+        ).fit()
