@@ -1,12 +1,9 @@
-"""Reads windows of a dataset, makes batches of them, and prepares batches ahead in a thread."""
+"""Reads windows of a dataset, and makes batches of them."""
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -31,16 +28,39 @@ class Format:
     Parameters
     ----------
     convert : callable
-        Converts a table, which may contain many batches.
-    cut : callable
-        Returns the batch from one row to another of a converted table.
+        Converts a table.
+    cut : callable, optional
+        Returns the batch from one row to another of a converted table, without much work. By
+        default each batch is converted by itself.
     max_rows : int, optional
-        The most rows to convert at once.
+        The most rows to convert at once, if they are more than a batch.
     """
 
     convert: Callable[[pa.Table], Any]
-    cut: Callable[[Any, int, int], Any]
+    cut: Callable[[Any, int, int], Any] | None = None
     max_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Batches that have been converted at once.
+
+    Parameters
+    ----------
+    value : object
+        What a `Format` has made of them.
+    rows : int
+        The rows of all.
+    batch_size : int
+        The rows of each; the last may have fewer.
+    """
+
+    value: Any
+    rows: int
+    batch_size: int
+
+    def __len__(self) -> int:
+        return -(-self.rows // self.batch_size)
 
 
 class Batches(Generic[T]):
@@ -105,14 +125,10 @@ def pieces_of(span: Span) -> NDArray[np.int64]:
     return pieces
 
 
-def read_batches(
-    source: Source,
-    spans: Sequence[Span],
-    form: Format,
-    batch_size: int | None,
-    drop_last: bool = False,
-) -> Iterator[tuple[int, Any]]:
-    """Yield the batches of spans, and the number of rows of each.
+def converted(
+    source: Source, spans: Sequence[Span], form: Format, batch_size: int | None, drop_last: bool
+) -> Iterator[Converted]:
+    """Read spans, and convert their rows.
 
     Parameters
     ----------
@@ -121,22 +137,31 @@ def read_batches(
     spans : list of Span
         The rows, in order.
     form : Format
-        What the batches are.
+        What batches are.
     batch_size : int or None
         The rows of a batch; None makes each window a batch.
-    drop_last : bool, default False
+    drop_last : bool
         Whether the last batch is dropped if it is smaller.
     """
     windows = (read_window(source, span) for span in spans)
     for table in windows if batch_size is None else _regrouped(windows, batch_size):
         size = batch_size or table.num_rows
-        at_once = table.num_rows if form.max_rows is None else -(-form.max_rows // size) * size
-        for part in _slices(table, at_once):
-            converted = form.convert(part)
-            for start in range(0, part.num_rows, size):
-                stop = min(start + size, part.num_rows)
-                if not drop_last or stop - start == size:
-                    yield stop - start, form.cut(converted, start, stop)
+        if drop_last:
+            table = table.slice(0, table.num_rows // size * size)
+        at_once = size if form.cut is None else form.max_rows or max(table.num_rows, 1)
+        for part in _slices(table, -(-at_once // size) * size):
+            yield Converted(form.convert(part), part.num_rows, size)
+
+
+def batches_of(parts: Iterable[Converted], form: Format) -> Iterator[tuple[int, Any]]:
+    """Yield batches, and the number of rows of each."""
+    for part in parts:
+        for start in range(0, part.rows, part.batch_size):
+            stop = min(start + part.batch_size, part.rows)
+            yield (
+                stop - start,
+                part.value if form.cut is None else form.cut(part.value, start, stop),
+            )
 
 
 def _slices(table: pa.Table, rows: int) -> Iterator[pa.Table]:
@@ -165,70 +190,3 @@ def _regrouped(windows: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
             missing = rows - rest[0].num_rows
     if rest:
         yield pa.concat_tables(rest)
-
-
-def prefetched(items: Iterator[T], ahead: int) -> Generator[T, None, None]:
-    """Yield items that a thread makes, up to so many before they are wanted.
-
-    Parameters
-    ----------
-    items : iterator
-        The items. The thread owns it.
-    ahead : int
-        The number of items that are ready before they are wanted; 0 makes them in this thread.
-    """
-    if ahead == 0:
-        yield from items
-        return
-    channel: _Channel[T] = _Channel(ahead)
-    thread = threading.Thread(
-        target=channel.fill, args=(items,), name="distributor-batches", daemon=True
-    )
-    del items
-    thread.start()
-    try:
-        yield from channel.received()
-    finally:
-        channel.close()
-
-
-class _Channel(Generic[T]):
-    """Passes items from a thread to another one."""
-
-    def __init__(self, ahead: int) -> None:
-        self._room = threading.Semaphore(ahead)
-        self._ready: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        self._closed = False
-        self._process = os.getpid()
-
-    def fill(self, items: Iterator[T]) -> None:
-        """Make items while there is room for them, until the channel is closed."""
-        try:
-            while self._room.acquire() and not self._closed:
-                try:
-                    self._ready.put(("item", next(items)))
-                except StopIteration:
-                    return self._ready.put(("end", None))
-        except BaseException as error:
-            self._ready.put(("error", error))
-
-    def received(self) -> Iterator[T]:
-        """Yield the items; an error in the thread is raised here."""
-        while True:
-            if os.getpid() != self._process:
-                raise RuntimeError(
-                    "These batches are prepared by a thread of another process, from which this "
-                    "one was forked. Begin a new pass here, or set prefetch_batches=0."
-                )
-            kind, item = self._ready.get()
-            if kind == "error":
-                raise item
-            if kind == "end":
-                return
-            self._room.release()
-            yield item
-
-    def close(self) -> None:
-        """End the thread as soon as it has made its current item."""
-        self._closed = True
-        self._room.release()

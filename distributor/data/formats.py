@@ -21,34 +21,49 @@ ROWS_AT_ONCE = 1024
 """Rows that are converted at once to be yielded one by one."""
 
 
-def tensor_format(options: TensorOptions, change: Change | None = None) -> Format:
-    """Return the format of dicts of tensors, each changed by a function."""
-    convert = partial(to_tensors, options=options)
+def tensor_format(
+    options: TensorOptions, change: Change | None = None, finish: Change | None = None
+) -> Format:
+    """Return the format of dicts of tensors.
+
+    Parameters
+    ----------
+    options : TensorOptions
+        How columns become tensors.
+    change : callable, optional
+        Changes each batch.
+    finish : callable, optional
+        Changes tensors, of many batches at once.
+    """
+    convert = chained(partial(to_tensors, options=options), finish)
     if options.has_nested:
-        return Format(_same, partial(_cut_table, _chain(convert, change)))
+        return Format(chained(convert, change))
     max_rows = ROWS_AT_ONCE if options.vectors else None  # sparse vectors become dense
     return Format(convert, partial(_cut_batch, change), max_rows)
 
 
 def collated_format(
-    collate_fn: Change, vectors: frozenset[str], change: Change | None = None
+    collate_fn: Change, vectors: frozenset[str], finish: Change | None = None
 ) -> Format:
     """Return the format of what `collate_fn` makes of NumPy arrays, or of what its class says."""
     kinds = {"ArrowBatchCollateFn": "pyarrow", "PandasBatchCollateFn": "pandas"}
     named = [kinds[base.__name__] for base in type(collate_fn).__mro__ if base.__name__ in kinds]
-    return table_format(named[0] if named else "numpy", vectors, _chain(collate_fn, change))
+    plain = table_format(named[0] if named else "numpy", vectors)
+    return Format(chained(plain.convert, chained(collate_fn, finish)))
 
 
-def table_format(
-    batch_format: str | None, vectors: frozenset[str], change: Change | None = None
-) -> Format:
-    """Return one of the `BATCH_FORMATS`, each batch changed by a function."""
-    convert: Change = _same
+def table_format(batch_format: str | None, vectors: frozenset[str]) -> Format:
+    """Return one of the `BATCH_FORMATS`."""
     if batch_format == "pandas":
-        convert = partial(_to_pandas, vectors=vectors)
-    elif batch_format in ("numpy", "default"):
-        convert = partial(_to_numpy, vectors=vectors)
-    return Format(_same, partial(_cut_table, _chain(convert, change)))
+        return Format(partial(_to_pandas, vectors=vectors))
+    if batch_format in ("numpy", "default"):
+        return Format(partial(_to_numpy, vectors=vectors))
+    return Format(_same)
+
+
+def chained(first: Change, second: Change | None) -> Change:
+    """Return a function that calls one function, and another one with what it returns."""
+    return first if second is None else partial(_call_both, first, second)
 
 
 def row_format(vectors: frozenset[str]) -> Format:
@@ -83,16 +98,8 @@ def _same(table: pa.Table) -> pa.Table:
     return table
 
 
-def _chain(first: Change, second: Change | None) -> Change:
-    return first if second is None else partial(_call_both, first, second)
-
-
 def _call_both(first: Change, second: Change, value: Any) -> Any:
     return second(first(value))
-
-
-def _cut_table(convert: Change, table: pa.Table, start: int, stop: int) -> Any:
-    return convert(table.slice(start, stop - start))
 
 
 def _cut_batch(change: Change | None, batch: Any, start: int, stop: int) -> Any:

@@ -131,7 +131,7 @@ class ShareIterator:
         pins = torch.cuda.is_available() and (pin_memory or target.type == "cuda")
         finish = pin if pins else None
         if collate_fn is None:
-            form = tensor_format(self._tensor_options(dtypes, fill, ragged), finish)
+            form = tensor_format(self._tensor_options(dtypes, fill, ragged), finish=finish)
         else:
             form = collated_format(collate_fn, self._share.source.vectors, finish)
         return Batches(partial(_on_device, partial(self._share.read, options, form), target))

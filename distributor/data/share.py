@@ -7,9 +7,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from distributor.data.batches import Format, prefetched, read_batches
+from distributor.data.batches import Format, batches_of, converted
 from distributor.data.epochs import Epoch, Layout, Order, Span
 from distributor.data.options import PassOptions
+from distributor.data.prefetch import prefetched
 from distributor.data.source import Source
 from distributor.node.worker.worker_context import worker_context
 
@@ -161,11 +162,10 @@ class Share:
         now = self.progress.begin(options.order)
         if options.batch_size is None and self.layout.split and self.num_ranks > 1:
             counts = False  # other ranks' windows have other numbers of rows
-        batches = read_batches(
-            self.source, self.spans(now.epoch), form, options.batch_size, options.drop_last
-        )
-        with closing(prefetched(batches, options.prefetch_batches)) as ready:
-            for rows, batch in ready:
+        spans = self.spans(now.epoch)
+        parts = converted(self.source, spans, form, options.batch_size, options.drop_last)
+        with closing(prefetched(parts, options.prefetch_batches)) as ready:
+            for rows, batch in batches_of(ready, form):
                 if counts:  # the last batch of another rank may be larger by a row
                     now.rows += options.batch_size or rows
                 yield batch

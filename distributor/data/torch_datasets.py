@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from distributor._compat import accelerate as private_accelerate
 from distributor._compat import torch as private_torch
-from distributor.data.batches import Format, pieces_of, read_batches, read_chunk
+from distributor.data.batches import Format, batches_of, converted, pieces_of, read_chunk
 from distributor.data.epochs import Epoch, Order, between
 from distributor.data.formats import items
 from distributor.data.options import PassOptions, whole_number
@@ -142,16 +142,16 @@ class ShardIterable(IterableDataset[Any], RankShare):
         _keep_shares_whole()
 
     def _of_worker(self, worker: int, num_workers: int) -> Iterator[Any]:
-        """Yield a worker's part, which begins where a batch does."""
+        """Begin a pass over a worker's part, which begins where a batch does."""
         epoch = Epoch(int(self._epochs[worker]), self._options.order)
         self._epochs[worker] += 1
         size = self._batch_size
         batches = -(-len(self._share) // size)
         start, stop = (size * (part * batches // num_workers) for part in (worker, worker + 1))
         spans = between(self._share.spans(epoch), start, stop)
-        drop_last = self._options.drop_last
-        for _, batch in read_batches(self._share.source, spans, self._form, size, drop_last):
-            yield batch
+        source, form = self._share.source, self._form
+        parts = converted(source, spans, form, size, self._options.drop_last)
+        return (batch for _, batch in batches_of(parts, form))
 
 
 @functools.cache

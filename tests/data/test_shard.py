@@ -261,6 +261,27 @@ def test_formats() -> None:
     assert list(share.iter_rows()) == table.to_pylist()
 
 
+def test_vectors_are_dense_in_each_format() -> None:
+    kind = pa.struct(
+        [
+            ("type", pa.int8()),
+            ("size", pa.int32()),
+            ("indices", pa.list_(pa.int32())),
+            ("values", pa.list_(pa.float64())),
+        ]
+    )
+    dense = {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]}
+    sparse = {"type": 0, "size": 2, "indices": [1], "values": [3.0]}
+    table = pa.table({"id": [0, 1], "features": pa.array([dense, sparse], kind)})
+    share = shard_of(TableSource([table], vectors=frozenset(["features"])))
+    [tensors] = share.iter_torch_batches()
+    [arrays] = share.iter_batches()
+    [frame] = share.iter_batches(batch_format="pandas")
+    rows = [tensors["features"], arrays["features"], frame["features"]]
+    rows.append([row["features"] for row in share.iter_rows()])
+    assert [[list(row) for row in found] for found in rows] == [[[1, 2], [0, 3]]] * 4
+
+
 def test_a_batch_can_be_changed() -> None:
     """Rows may be in memory that ranks share."""
     source = points([4])
@@ -344,7 +365,7 @@ import os, sys, warnings
 warnings.simplefilter("ignore")
 from support.tables import points, shard_of
 share = shard_of(points([50]))
-batches = share.iter_torch_batches(batch_size=5)
+batches = share.iter_batches(batch_size=5)
 begun = iter(batches)
 next(begun)
 if os.fork() == 0:
