@@ -11,6 +11,7 @@ from pyspark.ml.linalg import Vectors
 from pyspark.ml.torch.distributor import TorchDistributor as PySparks
 
 from distributor import TorchDistributor
+from distributor._compat.pyspark import python_executable
 from distributor.torch_distributor import (
     _get_spark_partition_data_loader,
     get_spark_partition_data_loader,
@@ -59,7 +60,8 @@ def test_the_batches_are_pysparks(spark: Any) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # PySpark's class sends no modules
     theirs = PySparks(2, local_mode=False, use_gpu=False)
     ours = TorchDistributor(2, local_mode=False, use_gpu=False)
-    expected = theirs._train_on_dataframe(lambda: load_pysparks(5, 0), frame(spark))
+    with python_executable(spark.sparkContext, sys.executable):
+        expected = theirs._train_on_dataframe(lambda: load_pysparks(5, 0), frame(spark))
     found = ours._train_on_dataframe(
         lambda: load(_get_spark_partition_data_loader, 5, 0), frame(spark)
     )

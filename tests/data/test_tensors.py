@@ -383,14 +383,6 @@ ADDRESS = pa.struct([("zip", pa.int64()), ("city", pa.string())])
 NULLS: list[tuple[pa.DataType, list[Any], str, Any, Any, Any]] = [
     (pa.int64(), [1, None, 3, None], "'x' has 2 nulls", "{'x': 0}", 7, torch.tensor([1, 7, 3, 7])),
     (
-        pa.float16(),
-        [np.float16(1.5), None],
-        "'x' has 1 null",
-        "{'x': 0}",
-        np.float16(0.5),
-        torch.tensor([1.5, 0.5]).half(),
-    ),
-    (
         pa.bool_(),
         [None, True],
         "'x' has 1 null",
