@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from distributor.core.spelling import suggestion
@@ -84,7 +85,7 @@ def _dataset(name: str, value: Any, split: bool) -> Any:
     if is_dataframe(value):
         return SparkDataset(value, "drop", split, name)
     if isinstance(value, SparkDataset):
-        return value
+        return replace(value, name=name, split=value.split and split)
     from distributor.data.shard import DatasetShard  # which needs pyarrow
 
     if isinstance(value, DatasetShard):

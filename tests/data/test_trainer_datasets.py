@@ -54,7 +54,7 @@ def test_datasets_are_split_or_whole(spark: Any, tmp_path: Path, num_workers: in
 
     result = TorchTrainer(
         loop,
-        datasets={"train": spark.range(0, ROWS, 1, 3), "valid": spark.range(10)},
+        datasets={"train": spark.range(0, ROWS, 1, 3), "valid": from_spark(spark.range(10))},
         dataset_config=DataConfig(datasets_to_split=["train"]),
         scaling_config=scaling(num_workers),
         run_config=run_config(tmp_path / "runs"),

@@ -185,5 +185,5 @@ def _describe(spec: DatasetSpec, num_ranks: int) -> str:
     if difference > 0:
         note = f"; {counted(difference, 'row')} repeated"
     least, most = min(per_rank), max(per_rank)
-    share = f"{most:,}" if least == most else f"{least:,} or {most:,}"
+    share = f"{most}" if least == most else f"{least} or {most}"
     return f"{rows}, {share} for each of {counted(num_ranks, 'rank')}{note}"
