@@ -86,6 +86,17 @@ def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return messages
 
 
+@pytest.fixture
+def restored_loggers() -> Iterator[None]:
+    """Restore the loggers, which PySpark's classes configure."""
+    found = [logging.getLogger(name) for name in LOGGERS]
+    before = [(logger.level, list(logger.handlers)) for logger in found]
+    yield
+    for logger, (level, handlers) in zip(found, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers = handlers
+
+
 @pytest.fixture(scope="session")
 def spark() -> Iterator[Any]:
     """Return the session's one Spark: two executors of two cores, in processes of their own."""

@@ -27,6 +27,7 @@ CLASSES = ("TorchDistributor", "DeepspeedTorchDistributor")
 OURS: dict[str, Any] = {"TorchDistributor": TorchDistributor}
 OURS["DeepspeedTorchDistributor"] = DeepspeedTorchDistributor
 TASK_GPUS = "spark.task.resource.gpu.amount"
+pytestmark = pytest.mark.usefixtures("restored_loggers")
 both_classes = pytest.mark.parametrize("name", CLASSES)
 
 
@@ -35,17 +36,6 @@ def pysparks(name: str) -> Any:
     from pyspark.ml.deepspeed import deepspeed_distributor
 
     return getattr(deepspeed_distributor, name)  # that module imports the other class
-
-
-@pytest.fixture(autouse=True)
-def loggers() -> Iterator[None]:
-    """Restore the loggers, which PySpark's classes configure."""
-    found = [logging.getLogger(name) for name in CLASSES]
-    before = [(logger.level, list(logger.handlers)) for logger in found]
-    yield
-    for logger, (level, handlers) in zip(found, before, strict=True):
-        logger.setLevel(level)
-        logger.handlers = handlers
 
 
 @pytest.fixture

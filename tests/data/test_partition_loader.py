@@ -17,7 +17,7 @@ from distributor.torch_distributor import (
     get_spark_partition_data_loader,
 )
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("restored_loggers")]
 
 
 def frame(spark: Any) -> Any:

@@ -93,7 +93,8 @@ def test_the_title_of_a_spark_worker_is_restored_after_the_run(spark: Any) -> No
     for rank, titles in enumerate(ranks.run_all(workers)):
         own = f"distributor: node {rank} of workers ("
         assert any(title.startswith(own) for title in titles), titles
-    rows = Session(spark).barrier_frame(own_title, 4, "title string").collect()
+    frame = spark.range(0, 4, 1, 4)
+    rows = Session(spark).map_in_arrow(frame, own_title, "title string", barrier=True).collect()
     assert all("pyspark.daemon" in row.title for row in rows), rows
 
 
