@@ -119,6 +119,12 @@ def test_a_path_without_files_is_an_error(write: Write, tmp_path: Path) -> None:
         from_parquet([])
 
 
+def test_messages_do_not_show_credentials() -> None:
+    with pytest.raises(ValueError, match=r"but are s3://bucket\?region=x, /tmp") as error:
+        from_parquet(["s3://key:secret@bucket?region=x", "/tmp"])
+    assert "secret" not in str(error.value)
+
+
 def test_a_delta_table_is_an_error(write: Write, tmp_path: Path) -> None:
     write("part.parquet", x=[1])
     (tmp_path / "_delta_log").mkdir()
@@ -230,11 +236,11 @@ def test_shares_need_rows(write: Write, monkeypatch: pytest.MonkeyPatch) -> None
         from_parquet(path)
 
 
-def read_both(passed: Any, path: str) -> list[list[Any]]:
-    """Return this rank's rows of a shard that was passed, and of one that is made here."""
+def read_shards(passed: Any, path: str) -> list[list[Any]]:
+    """Return this rank's rows of a shard that was passed, and of shards that are made here."""
     return [
         [x for batch in shard.iter_batches(batch_size=2) for x in batch["x"].tolist()]
-        for shard in (passed, from_parquet(path, equal="pad"))
+        for shard in (passed, from_parquet(path, equal="drop"), from_parquet(path, split=False))
     ]
 
 
@@ -243,14 +249,15 @@ def test_a_shard_can_be_passed_to_the_ranks_or_made_there(
 ) -> None:
     write("files/part.parquet", x=range(11))
     monkeypatch.chdir(tmp_path)
-    shard = from_parquet("files", equal="drop")
+    shard = from_parquet("files")
     assert shard.count() == 11
     distributor = TorchDistributor(3, local_mode=True, use_gpu=False, timeout=120)
-    found = distributor.run_all(read_both, shard, os.path.abspath("files"))
-    passed, made = zip(*found, strict=True)
-    assert list(passed) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert [len(rows) for rows in made] == [4, 4, 4]
-    assert {x for rows in made for x in rows} == set(range(11))
+    found = distributor.run_all(read_shards, shard, os.path.abspath("files"))
+    passed, made, whole = zip(*found, strict=True)
+    assert list(made) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert [len(rows) for rows in passed] == [4, 4, 4]
+    assert {x for rows in passed for x in rows} == set(range(11))
+    assert list(whole) == [list(range(11))] * 3
 
 
 @pytest.mark.spark

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from distributor.core.text import counted
 from distributor.data.epochs import Layout
 from distributor.data.equal_shares import Equal, check_equal
-from distributor.data.parquet.files import PathLike, find_files, partitions_of
+from distributor.data.parquet.files import PathLike, find_files, partitions_of, shown
 from distributor.data.parquet.footers import Query, RowGroup, read_footer, schema_of, vectors_of
 from distributor.data.parquet.source import ParquetFile, ParquetSource
 from distributor.data.shard import DatasetShard
@@ -30,6 +30,7 @@ def from_parquet(
     columns: Sequence[str] | None = None,
     filters: Any = None,
     equal: Equal = "pad",
+    split: bool = True,
 ) -> DatasetShard:
     """Return this rank's share of the rows of Parquet files, without Spark.
 
@@ -58,8 +59,9 @@ def from_parquet(
         the rows, the columns of the filter are read once when this function is called; without
         filters, only the files' footers are read.
     equal : "pad", "drop" or False, default "pad"
-        How ranks get the same number of rows: up to ``ranks - 1`` rows are repeated, or at most as
-        many at the end are dropped. If False, the ranks' shares differ by up to one row.
+        How all ranks get the same number of rows, as for `from_spark`.
+    split : bool, default True
+        Whether the ranks share the rows. If not, each rank reads all of them.
 
     Returns
     -------
@@ -71,6 +73,8 @@ def from_parquet(
     ------
     FileNotFoundError
         If a path names no file.
+    TypeError
+        If `columns` is a string, or `split` not a bool.
     ValueError
         If a file is not a Parquet file or lacks a column, if types differ between files, if
         `columns` or `filters` name a column that does not exist, if `equal` has another value, or
@@ -85,7 +89,9 @@ def from_parquet(
     2
     """
     check_equal(equal)
-    return ParquetShard(open_parquet(path, columns, filters), equal)
+    if not isinstance(split, bool):
+        raise TypeError(f"split must be True or False, but is {split!r}.")
+    return ParquetShard(open_parquet(path, columns, filters), equal, split)
 
 
 class ParquetShard(DatasetShard):
@@ -95,26 +101,32 @@ class ParquetShard(DatasetShard):
     ----------
     source : ParquetSource
         The row groups.
-    equal : "drop", "pad" or False
-        How ranks get the same number of rows.
+    equal, split
+        As for `from_parquet`.
     """
 
-    def __init__(self, source: ParquetSource, equal: Equal) -> None:
+    def __init__(self, source: ParquetSource, equal: Equal, split: bool) -> None:
         rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        layout = Layout(source.chunk_rows, source.chunk_bytes, equal)
+        layout = Layout(source.chunk_rows, source.chunk_bytes, equal, split)
         if not layout.num_rows:
             selected = "" if source.expression is None else " that the filters select"
             raise ValueError(f"{source.name} has no rows{selected}.")
-        if layout.num_rows < num_ranks:
+        if split and layout.num_rows < num_ranks:
             raise ValueError(
                 f"{source.name} has {counted(layout.num_rows, 'row')}, which is less than one for "
                 f"each of the {num_ranks} ranks. Use fewer ranks."
             )
         super().__init__(source, layout, rank, num_ranks)
-        self._arguments = (source, equal)
+        self._arguments = (source, equal, split)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments
+
+    def __copy__(self) -> ParquetShard:
+        # Within a rank, a copy has the same epochs and position.
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
 
 
 def open_parquet(
@@ -198,6 +210,6 @@ def _null_counts(names: Sequence[str], row_groups: Sequence[RowGroup]) -> dict[s
 
 def _name(path: PathLike | Sequence[PathLike]) -> str:
     if isinstance(path, (str, os.PathLike)):
-        return os.fspath(path)
+        return shown(path)
     first, *others = path
-    return os.fspath(first) + (f" and {counted(len(others), 'other path')}" if others else "")
+    return shown(first) + (f" and {counted(len(others), 'other path')}" if others else "")

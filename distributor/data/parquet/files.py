@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -62,14 +63,15 @@ def find_files(path: PathLike | Sequence[PathLike]) -> DataFiles:
         raise FileNotFoundError("No paths were passed: the list is empty.")
     (filesystem, _), *others = resolved = [_resolve(os.fspath(each)) for each in paths]
     if any(other != filesystem for other, _ in others):
-        raise ValueError(f"The paths must be of one file system, but are {paths}.")
+        names = ", ".join(map(shown, paths))
+        raise ValueError(f"The paths must be of one file system, but are {names}.")
     folders: dict[str, dict[str, None]] = {}
     for written, (_, inside) in zip(paths, resolved, strict=True):
         found = [
             file for match in _matches(filesystem, inside) for file in _files(filesystem, match)
         ]
         if not found:
-            raise FileNotFoundError(f"No data files were found at {os.fspath(written)!r}.")
+            raise FileNotFoundError(f"No data files were found at {shown(written)!r}.")
         known = {file for files in folders.values() for file in files}
         for folder, file in found:
             if file not in known:
@@ -86,6 +88,11 @@ def partitions_of(folder: str, paths: Sequence[str]) -> list[dict[str, pa.Scalar
         {name: pa.scalar(text, pa.string()).cast(types[name]) for name, text in each.items()}
         for each in texts
     ]
+
+
+def shown(path: PathLike) -> str:
+    """Return a path for messages: without the credentials that an address may contain."""
+    return re.sub("://[^/@]*@", "://", os.fspath(path))
 
 
 def _folder_values(path: str) -> dict[str, str | None]:
