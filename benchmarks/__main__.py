@@ -8,7 +8,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import checkpoint, launch, memory, output, plots, progress, scale, training, values
+from benchmarks import (
+    checkpoint,
+    data,
+    launch,
+    memory,
+    output,
+    plots,
+    progress,
+    scale,
+    training,
+    values,
+)
 from benchmarks.measure import adopt_orphans, end_descendants
 from benchmarks.packages import machine, versions
 from benchmarks.report import Row, load, save, table, with_ratios
@@ -24,6 +35,7 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "progress": progress.measure,
     "checkpoint": checkpoint.measure,
     "training": training.measure,
+    "data": data.measure,
     "memory": memory.measure,
     "scale": scale.measure,
 }

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from benchmarks import checkpoint, launch, memory, output, progress, scale, training, values
+from benchmarks import (
+    checkpoint,
+    data,
+    launch,
+    loaders,
+    memory,
+    output,
+    progress,
+    scale,
+    training,
+    values,
+)
 from benchmarks.spark import EMBEDDED, LOCAL
 
 HEAD = ("median", "distributor", "PySpark's class", "torchrun", "lower bound")
@@ -40,6 +51,7 @@ _ON_CLUSTER = launch.titled(EMBEDDED, launch.RANKS)
 _STANDALONE = launch.titled("spark://", launch.RANKS)
 _MANY_LINES = output.titled(output.LINES, kept=False)
 _TRAINED = training.titled(training.STEPS)
+_SCALARS = data.titled(loaders.SCALARS)
 GIGABYTE = 1000
 
 LINES = (
@@ -97,6 +109,15 @@ LINES = (
         "floor_save",
     ),
     Line("training, 2 ranks", "training", _TRAINED, training.SPEED),
+    Line("rows of 16 floats from a DataFrame", "data", _SCALARS, data.RATE, "floor_pyarrow"),
+    Line("arrays of 784 floats", "data", data.titled(loaders.ARRAY), data.RATE, "floor_pyarrow"),
+    Line("images of 3 kB", "data", data.titled(loaders.IMAGE), data.RATE, "floor_pyarrow"),
+    Line(
+        "from `run` to the first batch of a million rows",
+        "data",
+        data.titled(loaders.SCALARS, data.START_ROWS),
+        data.LATER_START,
+    ),
     Line("memory of each of 8 ranks", "memory", memory.titled(memory.MORE_RANKS), memory.EACH),
     Line(
         "rendezvous of 1,000 simulated nodes",
