@@ -236,6 +236,16 @@ def test_shares_need_rows(write: Write, monkeypatch: pytest.MonkeyPatch) -> None
         from_parquet(path)
 
 
+def test_a_materialized_shard_has_the_same_epochs(write: Write) -> None:
+    shard = from_parquet(write("part.parquet", x=range(5)))
+    list(shard.iter_batches(batch_size=2))
+    materialized = shard.materialize()
+    assert materialized.position() == shard.position()
+    assert materialized.position()["epoch"] == 1
+    assert [x for batch in materialized.iter_batches() for x in batch["x"]] == list(range(5))
+    assert shard.position()["epoch"] == 2
+
+
 def read_shards(passed: Any, path: str) -> list[list[Any]]:
     """Return this rank's rows of a shard that was passed, and of shards that are made here."""
     return [
