@@ -227,22 +227,25 @@ def with_accelerate(source: TableSource, folder: str) -> list[list[int]]:
     return seen.epochs()
 
 
-def with_transformers(source: TableSource, folder: str) -> list[list[int]]:
-    from transformers import Trainer, TrainingArguments
+class Line(torch.nn.Module):
+    """A model whose predictions are the numbers of the rows."""
 
-    class Line(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.line = torch.nn.Linear(1, 1)
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(1, 1)
 
-        def forward(self, id: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            values = self.line(labels.float()[:, None])
-            return {"loss": values.square().mean(), "logits": id[:, None]}
+    def forward(self, id: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        values = self.line(labels.float()[:, None])
+        return {"loss": values.square().mean(), "logits": id[:, None]}
 
-    arguments = TrainingArguments(
+
+def training_arguments(folder: str, **length: int) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
         output_dir=folder,
         use_cpu=True,
-        num_train_epochs=EPOCHS,
+        **length,
         per_device_train_batch_size=BATCH,
         per_device_eval_batch_size=BATCH,
         remove_unused_columns=False,
@@ -250,12 +253,45 @@ def with_transformers(source: TableSource, folder: str) -> list[list[int]]:
         report_to="none",
         disable_tqdm=True,
     )
+
+
+def with_transformers(source: TableSource, folder: str) -> list[list[int]]:
+    from transformers import Trainer
+
+    arguments = training_arguments(folder, num_train_epochs=EPOCHS)
     seen = Seen(source)
     trainer = Trainer(Line(), arguments, train_dataset=seen.shard.dataset(transform=seen))
     trainer.train()
     predicted = trainer.predict(seen.shard.dataset()).predictions
     assert sorted(predicted.ravel().tolist()) == list(range(ROWS)), "of all ranks"
     return seen.epochs()
+
+
+def with_prepared_trainer(source: TableSource, folder: str) -> list[list[int]]:
+    from transformers import Trainer
+
+    from distributor.train.huggingface.transformers import prepare_trainer
+
+    seen = Seen(source)
+
+    def named(batch: Any) -> dict[str, torch.Tensor]:
+        rows = torch.as_tensor(batch["id"])
+        seen({"id": rows})
+        return {"id": rows, "labels": torch.as_tensor(batch["label"])}
+
+    options: dict[str, Any] = {"batch_size": BATCH, "collate_fn": named, "prefetch_batches": 0}
+    trainer = Trainer(
+        Line(),
+        training_arguments(folder, max_steps=EPOCHS * -(-SHARE // BATCH)),
+        train_dataset=seen.shard.iter_torch_batches(shuffle=True, **options),
+        eval_dataset={"whole": seen.shard.iter_torch_batches(**options)},
+    )
+    assert prepare_trainer(trainer) is trainer
+    trainer.train()
+    epochs = seen.epochs()
+    assert "eval_whole_loss" in trainer.evaluate()
+    assert sorted(seen.rows[EPOCHS * SHARE :]) == sorted(epochs[0])
+    return epochs
 
 
 @pytest.mark.parametrize(
@@ -265,6 +301,7 @@ def with_transformers(source: TableSource, folder: str) -> list[list[int]]:
         ("accelerate", with_accelerate),
         pytest.param("lightning", with_lightning, marks=pytest.mark.slow),
         pytest.param("transformers", with_transformers, marks=pytest.mark.slow),
+        ("transformers", with_prepared_trainer),
     ],
 )
 def test_a_framework_reads_each_row_of_a_share_once(

@@ -11,6 +11,7 @@ import mmap
 import os
 import pickle
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 64
 _SIZE = struct.Struct("<Q")
+_OTHER_ROWS = (
+    "The DataFrame {name} has other rows than when the run started: Spark lost an executor, "
+    "computed a part of the DataFrame again, and found other rows there, or the same in another "
+    "order. Write the DataFrame to storage and pass what is read from there, or make it "
+    "deterministic: sort before functions that depend on the order of rows, and give rand() a seed."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +53,8 @@ class DatasetSpec:
         The columns that contain Spark ML vectors.
     chunk_rows, chunk_bytes : array of int64, shape (chunks,)
         The rows and the size of each chunk of the whole dataset.
+    checksums : array of int64, shape (chunks,)
+        The CRC-32 of each chunk.
     null_counts : mapping of str to int
         The number of nulls in each column.
     equal : "drop", "pad" or False
@@ -59,6 +68,7 @@ class DatasetSpec:
     vectors: frozenset[str]
     chunk_rows: NDArray[np.int64]
     chunk_bytes: NDArray[np.int64]
+    checksums: NDArray[np.int64]
     null_counts: Mapping[str, int]
     equal: Equal
     split: bool
@@ -106,10 +116,18 @@ class ChunkFileWriter:
         self._end = 0
 
     def add(self, dataset: int, chunk: int, message: Any) -> None:
-        """Write a chunk, as a message of Arrow's IPC format, unless the file has it."""
+        """Write a chunk, as a message of Arrow's IPC format, unless the file has it.
+
+        Raises
+        ------
+        DistributorError
+            If it is not what Spark had computed first.
+        """
         if chunk in self._places[dataset]:
             return
-        size = memoryview(message).nbytes
+        spec, size = self._datasets[dataset], memoryview(message).nbytes
+        if zlib.crc32(message) != spec.checksums[chunk]:
+            raise DistributorError(_OTHER_ROWS.format(name=spec.name))
         self._places[dataset][chunk] = (self._end, size)
         self._file.write(message)
         self._file.write(bytes(-size % ALIGNMENT))
@@ -175,18 +193,9 @@ class ChunkSource:
         ------
         KeyError
             If it is not in the file.
-        DistributorError
-            If it has another number of rows than Spark counted.
         """
         offset, size = self._contents.places[self._number][chunk]
-        batch = pa.ipc.read_record_batch(self._buffer.slice(offset, size), self.schema)
-        if batch.num_rows != self._spec.chunk_rows[chunk]:
-            raise DistributorError(
-                f"{self.name} has other rows than before: Spark has lost an executor, computed its "
-                "part of the DataFrame again, and found other rows there. Write the DataFrame to "
-                "storage and read it from there, or make it deterministic."
-            )
-        return batch
+        return pa.ipc.read_record_batch(self._buffer.slice(offset, size), self.schema)
 
 
 def _contents_of(path: str) -> tuple[Contents, pa.Buffer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
@@ -14,7 +15,10 @@ from distributor.core.resources import format_bytes
 from distributor.data.spark.chunk_file import ChunkFileWriter, DatasetSpec
 from distributor.errors import ExecutorNotReady
 
-INDEX_COLUMNS = "part int, number int, num_rows long, num_bytes long, nulls string, schema binary"
+INDEX_COLUMNS = (
+    "part int, number int, num_rows long, num_bytes long, checksum long, nulls string, "
+    "schema binary"
+)
 """What describes a chunk: its task and its number there, its size, and the nulls in each column."""
 CHUNK_COLUMNS = f"{INDEX_COLUMNS}, message binary"
 
@@ -49,6 +53,7 @@ def pack(argument: bytes, batches: Iterator[pa.RecordBatch], _: str) -> Iterator
                 pa.array([number], pa.int32()),
                 pa.array([rows.num_rows], pa.int64()),
                 pa.array([message.size], pa.int64()),
+                pa.array([zlib.crc32(message)], pa.int64()),
                 pa.array([json.dumps(nulls)], pa.string()),
                 pa.array([schema if number == 0 else None], pa.binary()),
                 _binary(message),
@@ -115,6 +120,8 @@ def write_chunks(
     ------
     ExecutorNotReady
         If the disk is full.
+    DistributorError
+        If Spark has computed other rows than before.
     """
     file = tempfile.TemporaryFile(dir=folder)
     writer = ChunkFileWriter(file, datasets)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from distributor.data.batches import Batches
 from distributor.train import Checkpoint, collective, report
 
 if TYPE_CHECKING:
@@ -67,10 +70,51 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def prepare_trainer(trainer: T) -> T:
-    """Return the trainer, which needs no preparation here.
+class _BatchReader:
+    """The methods of a trainer that reads batches of shards."""
 
-    Ray's function gives it the data of Ray Data.
+    train_dataset: Any
+    eval_dataset: Any
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the training data."""
+        if isinstance(self.train_dataset, Batches):
+            return _loader_of(self.train_dataset)
+        loader: DataLoader[Any] = super().get_train_dataloader()  # type: ignore[misc]
+        return loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Return the data of an evaluation."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        if isinstance(dataset, Batches):
+            return _loader_of(dataset)
+        loader: DataLoader[Any] = super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        return loader
+
+
+class _Stream(IterableDataset[Any]):
+    """Batches as a dataset of PyTorch, which the trainer's checks know."""
+
+    def __init__(self, batches: Batches[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+def _loader_of(batches: Batches[Any]) -> DataLoader[Any]:
+    return DataLoader(_Stream(batches), batch_size=None)
+
+
+def prepare_trainer(trainer: T) -> T:
+    """Let a trainer read the batches of this rank's shards.
+
+    If its ``train_dataset`` or ``eval_dataset`` is what `DatasetShard.iter_torch_batches` returns,
+    each rank trains on, or evaluates, the batches of its own share. A run that resumes reads the
+    rest of the epoch from the shard's position in the checkpoint; the trainer skips no batches
+    (``ignore_data_skip``). Other datasets are left to the trainer.
 
     Follows ``ray.train.huggingface.transformers.prepare_trainer``:
     https://docs.ray.io/en/latest/train/api/doc/ray.train.huggingface.transformers.prepare_trainer.html
@@ -78,7 +122,7 @@ def prepare_trainer(trainer: T) -> T:
     Parameters
     ----------
     trainer : transformers.Trainer
-        The trainer.
+        The trainer. Batches have no length, so its ``max_steps`` must be set.
 
     Returns
     -------
@@ -87,6 +131,19 @@ def prepare_trainer(trainer: T) -> T:
 
     Examples
     --------
-    >>> trainer = prepare_trainer(transformers.Trainer(...))  # doctest: +SKIP
+    >>> def train_func():  # doctest: +SKIP
+    ...     batches = train.get_dataset_shard("train").iter_torch_batches(batch_size=16)
+    ...     trainer = transformers.Trainer(model, arguments, train_dataset=batches)
+    ...     prepare_trainer(trainer).train()
     """
+    reader: Any = trainer
+    evaluated = reader.eval_dataset
+    given = [
+        reader.train_dataset,
+        *(evaluated.values() if type(evaluated) is dict else [evaluated]),
+    ]
+    if any(isinstance(dataset, Batches) for dataset in given):
+        kind = type(reader)
+        reader.__class__ = type(kind.__name__, (_BatchReader, kind), {})
+        reader.args.ignore_data_skip |= isinstance(reader.train_dataset, Batches)
     return trainer

@@ -124,6 +124,7 @@ def _spec_of(dataset: SparkDataset, rows: list[Any]) -> DatasetSpec:
         ),
         chunk_rows=np.array([row.num_rows for row in rows], dtype=np.int64),
         chunk_bytes=np.array([row.num_bytes for row in rows], dtype=np.int64),
+        checksums=np.array([row.checksum for row in rows], dtype=np.int64),
         null_counts=nulls,
         equal=dataset.equal,
         split=dataset.split,

@@ -54,6 +54,8 @@ class DataJobs:
             If the run was cancelled.
         DistributorError
             If a disk of Spark is full.
+        OSError
+            If `action` raised it: not Spark's disk is full, but the one to which that writes.
         Exception
             Spark's own exception, for example of a function of the user.
         """
@@ -78,7 +80,8 @@ class DataJobs:
                 self.cancellation.set_action(lambda: None)
         self.cancellation.check()
         if isinstance(ending, BaseException):
-            if found := re.search(spark_texts.FULL_DISK, str(ending)):
+            found = re.search(spark_texts.FULL_DISK, str(ending))
+            if found and not isinstance(ending, OSError):
                 raise DistributorError(
                     f"{description}: a disk is full, to which Spark writes the rows (below "
                     f"spark.local.dir).\n{found.group(1)}"
