@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.waiting import until
 
@@ -67,6 +68,14 @@ def test_each_row_reaches_one_rank(ranks: Make, spark: Any) -> None:
     assert [len(found) for found, _, _ in shares] == [count for _, _, count in shares] == [501, 502]
     assert sorted(number for found, _, _ in shares for number in found) == list(range(1003))
     assert all(texts == list(map(str, found)) for found, texts, _ in shares)
+
+
+def test_a_partition_becomes_several_chunks(ranks: Make, spark: Any) -> None:
+    def read(shard: Any) -> Any:
+        return np.concatenate([batch["id"] for batch in shard.iter_batches(batch_size=None)])
+
+    shares = ranks(2).run_all(read, spark.range(0, 400_000, 1, 2))
+    assert np.array_equal(np.concatenate(shares), np.arange(400_000))
 
 
 def test_data_frames_in_lists_tuples_and_dicts(ranks: Make, spark: Any) -> None:
