@@ -35,7 +35,7 @@ def frame(spark: Any) -> Any:
         "cast(ints AS array<int>) AS ints",
         "v",
     )
-    return made.repartitionByRange(2, "id")
+    return made.repartitionByRange(2, "id").sortWithinPartitions("id")
 
 
 def sparse(value: int) -> Any:
