@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -104,7 +105,8 @@ print("FACTS " + json.dumps(facts))
 def test_rows_of_a_lost_executor_are_computed_again_and_must_be_the_same(
     run_driver: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    facts = facts_in(run_driver(LOSING, str(tmp_path)))
+    python = {"PYSPARK_PYTHON": sys.executable}
+    facts = facts_in(run_driver(LOSING, str(tmp_path), env=python))
     assert isinstance(facts["same"], list), facts["same"]
     assert sorted(chain(*facts["same"])) == list(range(40))
     assert facts["same computed"] > 8
