@@ -99,8 +99,9 @@ class Numbers(Leaf):
 
     def convert(self, chunks: Sequence[pa.Array]) -> torch.Tensor:
         chunks = self._filled([self._cast(_decoded(chunk)) for chunk in chunks])
-        arrays = [chunk.to_numpy(zero_copy_only=False) for chunk in chunks]
-        tensor = torch.from_numpy(joined(arrays, self.types[-1].to_pandas_dtype()))
+        tensor = torch.from_numpy(
+            joined([numpy_view(chunk) for chunk in chunks], _numpy_dtype(self.types[-1]))
+        )
         return tensor if self.dtype is None else tensor.to(self.dtype)
 
     def _example(self) -> str:
@@ -152,6 +153,23 @@ def count_nulls(chunks: Sequence[pa.Array]) -> int:
 
 def _decoded(chunk: pa.Array) -> pa.Array:
     return chunk.dictionary_decode() if isinstance(chunk, pa.DictionaryArray) else chunk
+
+
+def numpy_view(array: pa.Array) -> NDArray[Any]:
+    """Return numbers or booleans without nulls; numbers are not copied.
+
+    ``Array.to_numpy`` does the same, but imports pandas, which takes longer than a rank's start.
+    """
+    if pa.types.is_boolean(array.type):
+        return numpy_view(array.cast(pa.uint8())).view(np.bool_)
+    dtype = _numpy_dtype(array.type)
+    if not len(array):
+        return np.empty(0, dtype)
+    return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * dtype.itemsize)
+
+
+def _numpy_dtype(kind: pa.DataType) -> np.dtype[Any]:
+    return np.dtype({"halffloat": "float16", "float": "float32"}.get(str(kind), str(kind)))
 
 
 def joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:

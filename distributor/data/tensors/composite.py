@@ -19,6 +19,7 @@ from distributor.data.tensors.columns import (
     count_nulls,
     describe_nulls,
     joined,
+    numpy_view,
 )
 from distributor.data.tensors.options import Ragged
 
@@ -63,11 +64,11 @@ class _Vectors:
     def of(cls, chunk: pa.StructArray) -> _Vectors:
         names = [field.name for field in chunk.type]
         part = dict(zip(names, chunk.flatten(), strict=True))
-        is_dense = part["type"].to_numpy(zero_copy_only=False) == 1
+        is_dense = numpy_view(part["type"]) == 1
         lengths = _lengths(part["values"])
-        sizes = np.where(is_dense, lengths, part["size"].fill_null(0).to_numpy())
-        indices = part["indices"].flatten().to_numpy(zero_copy_only=False)
-        values = part["values"].flatten().to_numpy(zero_copy_only=False)
+        sizes = np.where(is_dense, lengths, numpy_view(part["size"].fill_null(0)))
+        indices = numpy_view(part["indices"].flatten())
+        values = numpy_view(part["values"].flatten())
         return cls(is_dense, sizes, lengths, indices, values)
 
     def to_rows(self, size: int) -> NDArray[np.float64]:
@@ -194,7 +195,7 @@ def _lengths(chunk: pa.Array) -> NDArray[np.int64]:
     """Return the length of each array of a chunk without nulls."""
     if pa.types.is_fixed_size_list(chunk.type):
         return np.full(len(chunk), chunk.type.list_size)
-    lengths: NDArray[np.int64] = np.diff(chunk.offsets.to_numpy())
+    lengths: NDArray[np.int64] = np.diff(numpy_view(chunk.offsets))
     return lengths
 
 
@@ -221,7 +222,7 @@ def _with_null_rows(
     """Return the rows that are not null with those that are, which `fill` replaces."""
     if fill is None or not count_nulls(chunks):
         return rows
-    is_valid = [chunk.is_valid().to_numpy(zero_copy_only=False) for chunk in chunks]
+    is_valid = [numpy_view(chunk.is_valid()) for chunk in chunks]
     valid = torch.from_numpy(np.concatenate(is_valid))
     filled = rows.new_full((len(valid), *rows.shape[1:]), fill.as_py())
     filled[valid] = rows
