@@ -17,10 +17,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
-import cloudpickle
-
 from distributor._compat.torch import is_typed_storage, typed_storage, untyped_storage
 from distributor.core.kernel import lacking_for_memory_files
+from distributor.serialization import code_pickle
 
 PROTOCOL = 5
 LARGE_BUFFER = 64 * 1024
@@ -46,7 +45,7 @@ def give_back(file: BinaryIO, length: int) -> None:
         ctypes.CDLL(None).fallocate(file.fileno(), keep_size_and_punch_hole, offset, size)
 
 
-class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class Pickler(code_pickle.Pickler):
     """Pickles tensors like arrays: a storage is a buffer, once for all tensors that share it.
 
     Parameters

@@ -6,6 +6,7 @@ import functools
 import inspect
 import io
 import linecache
+import pickle
 import sys
 import threading
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from distributor.errors import UnpicklableError
+from distributor.serialization import code_pickle
 from distributor.serialization.oob_pickle import anonymous_file
 from distributor.serialization.pickle_diagnostics import find_unpicklable, heaviest, name_of
 from distributor.serialization.pickling import (
@@ -66,6 +68,13 @@ def test_a_call_loads_and_runs() -> None:
     call = dump_call(lambda *terms, start: add(*terms, start=start) * factor, (1, 2), {"start": 3})
     function, args, kwargs = call.load()
     assert function(*args, **kwargs) == 60
+
+
+def test_a_function_keeps_the_name_of_its_file() -> None:
+    function, _, _ = dump_call(lambda: [add for _ in range(2)], (), {}).load()
+    assert function.__code__.co_filename == __file__
+    pickled = code_pickle.dumps(lambda: None)
+    assert pickle.loads(pickled).__code__.co_filename == __file__
 
 
 def test_sources_of_notebook_cells_are_sent() -> None:

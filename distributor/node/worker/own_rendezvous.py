@@ -9,16 +9,16 @@ therefore wait for a store that nobody serves. So would the processes of
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import cloudpickle
-
 from distributor._compat import torch as private
 from distributor.core.addresses import is_loopback, joined, resolve
 from distributor.node.worker.import_hooks import after_import
+from distributor.serialization import code_pickle
 
 USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
@@ -92,8 +92,8 @@ class _SpawnedFunction:
         self.function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load_spawned, (self.host, self.port, cloudpickle.dumps(self.function))
+        return _load_spawned, (self.host, self.port, code_pickle.dumps(self.function))
 
 
 def _load_spawned(host: str, port: int, pickled: bytes) -> _SpawnedFunction:
-    return _SpawnedFunction(host, port, cloudpickle.loads(pickled))
+    return _SpawnedFunction(host, port, pickle.loads(pickled))

@@ -126,18 +126,21 @@ class Datasets:
             If the disk is full.
         """
         if self._file is None:
-            self._file = tempfile.TemporaryFile(dir=_folder(self._jobs.session))
+            folder = _folder(self._jobs.session)
+            file = tempfile.TemporaryFile(dir=folder)
             try:
-                self._write(self._file)
-            except OSError as error:
+                self._write(file)
+            except BaseException as error:
+                with contextlib.suppress(OSError):  # of what it has not yet written
+                    file.close()
+                if not isinstance(error, OSError):
+                    raise
                 raise DistributorError(
-                    f"The rows of the DataFrames cannot be written to {self._folder_name()} "
-                    f"({error}). Free space there, or set spark.local.dir to a larger disk."
+                    f"The rows of the DataFrames cannot be written to {folder} ({error}). "
+                    "Free space there, or set spark.local.dir to a larger disk."
                 ) from error
+            self._file = file
         return self._file
-
-    def _folder_name(self) -> str:
-        return _folder(self._jobs.session)
 
     def _write(self, file: BinaryIO) -> None:
         writer = ChunkFileWriter(file, self.specs)
