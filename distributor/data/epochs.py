@@ -39,11 +39,14 @@ class Order:
         Rows of a window within which rows are shuffled, whether or not the pieces are.
     seed : int
         Determines the order, together with the epoch and the rank.
+    whole : bool
+        Whether the rank's share is one window, so that any of its rows may follow another.
     """
 
     shuffle: bool = False
     buffer_rows: int | None = None
     seed: int = 0
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,20 @@ class Layout:
         source = next(part for part in (parts[rank], *parts) if part)
         return [*parts[rank], replace(source[0], end=source[0].begin + missing)]
 
+    def row_numbers(self, spans: Sequence[Span]) -> NDArray[np.int64]:
+        """Return the numbers of the rows of spans, in their order."""
+        begins = np.cumsum(self.chunk_rows) - self.chunk_rows
+        found = [np.empty(0, np.int64)]
+        for span in spans:
+            chunks, starts, stops = span.pieces.T
+            ends = np.cumsum(stops - starts)
+            at = span.permutation()
+            if at is None:
+                at = np.arange(span.begin, span.end)
+            piece = np.searchsorted(ends, at, side="right")
+            found.append(begins[chunks[piece]] + stops[piece] - (ends[piece] - at))
+        return np.concatenate(found)
+
     def _parts(self, epoch: Epoch, left: list[Span] | None, num_ranks: int) -> list[list[Span]]:
         """Divide what is left of an epoch (None: all of it) into the ranks' parts and the rest."""
         total = self.num_rows if left is None else _total(left)
@@ -190,18 +207,18 @@ class Layout:
         shuffles_rows = order.shuffle or order.buffer_rows is not None
         return [
             Span(window, (*seed, number) if shuffles_rows else None, 0, _num_rows(window))
-            for number, window in enumerate(self._grouped(pieces, order.buffer_rows), 1)
+            for number, window in enumerate(self._grouped(pieces, order), 1)
         ]
 
-    def _grouped(
-        self, pieces: NDArray[np.int64], buffer_rows: int | None
-    ) -> list[NDArray[np.int64]]:
+    def _grouped(self, pieces: NDArray[np.int64], order: Order) -> list[NDArray[np.int64]]:
         """Divide a list of pieces into windows."""
         if not len(pieces):
             return []
-        if buffer_rows is not None:
-            pieces = _split_every(pieces, buffer_rows)
-            numbers = (np.cumsum(_lengths(pieces)) - 1) // buffer_rows
+        if order.whole:
+            return [pieces]
+        if order.buffer_rows is not None:
+            pieces = _split_every(pieces, order.buffer_rows)
+            numbers = (np.cumsum(_lengths(pieces)) - 1) // order.buffer_rows
         else:
             row_bytes = self.chunk_bytes / np.maximum(self.chunk_rows, 1)
             sizes = _lengths(pieces) * row_bytes[pieces[:, 0]]

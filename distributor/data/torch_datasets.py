@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,11 @@ class ShardDataset(Dataset[Any], RankShare):
         How they become tensors.
     transform : callable, optional
         Makes the item of a row.
+
+    Attributes
+    ----------
+    share : Share
+        The rows.
     """
 
     def __init__(
@@ -50,13 +56,28 @@ class ShardDataset(Dataset[Any], RankShare):
         transform: Callable[[dict[str, Any]], Any] | None = None,
     ) -> None:
         self.rows_of_all_ranks = share.layout.num_rows
+        self.share = share
         self._source = CachedSource(share.source, CACHE_BYTES)
         self._options, self._transform = options, transform
         empty = np.empty((0, 3), np.int64)
         spans = share.spans(Epoch(0, Order()))
-        self._pieces = np.concatenate([empty, *map(pieces_of, spans)])
-        self._ends = np.cumsum(self._pieces[:, 2] - self._pieces[:, 1])
+        self._set_pieces(np.concatenate([empty, *map(pieces_of, spans)]))
         _keep_shares_whole()
+
+    def of_all_rows(self) -> ShardDataset:
+        """Return a dataset whose indices are the numbers of rows in the whole dataset.
+
+        Only the rows that ranks of this node may read can be read.
+        """
+        whole = copy.copy(self)
+        rows = self.share.layout.chunk_rows
+        whole._set_pieces(np.stack([np.arange(len(rows)), np.zeros_like(rows), rows], axis=1))
+        return whole
+
+    def _set_pieces(self, pieces: Any) -> None:
+        """Set the rows, as an array of chunk, start and stop of each piece."""
+        self._pieces = pieces
+        self._ends = np.cumsum(pieces[:, 2] - pieces[:, 1])
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

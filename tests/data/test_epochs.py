@@ -15,7 +15,9 @@ from distributor.data.equal_shares import Equal
 
 CHUNKS = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 RANKS = st.integers(1, 5)
-ORDERS = st.builds(Order, st.booleans(), st.none() | st.integers(1, 30), st.integers(0, 3))
+ORDERS = st.builds(
+    Order, st.booleans(), st.none() | st.integers(1, 30), st.integers(0, 3), st.booleans()
+)
 ATTEMPTS = st.lists(st.tuples(RANKS, st.integers(0, 60)), max_size=3)
 
 
@@ -36,6 +38,7 @@ def rows_of(layout: Layout, spans: list[Span]) -> list[int]:
         order = span.permutation()
         rows = window[span.begin : span.end] if order is None else window[order]
         found += rows.tolist()
+    assert layout.row_numbers(spans).tolist() == found
     return found
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from support.tables import TableSource, points, shard_of
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset
 
-from distributor import TorchDistributor, runtime, train
+from distributor import DistributorError, TorchDistributor, runtime, train
 from distributor.train import Checkpoint
 from distributor.train.torch import prepare_data_loader
 
@@ -319,12 +319,15 @@ def test_a_framework_reads_each_row_of_a_share_once(
         assert epochs[0] != epochs[1], "each epoch is shuffled"
 
 
-def read_until(source: TableSource, stop_at: int, prepares: bool) -> list[int]:
+def read_until(source: TableSource, stop_at: int, reads: str) -> list[int]:
     """Return the rows of the first epoch, and report each batch with a checkpoint."""
     seen = Seen(source)
     loader: Any = seen.shard.iter_torch_batches(batch_size=BATCH, shuffle=True)
-    if prepares:
-        loader = prepare_data_loader(DataLoader(seen.shard.dataset(), BATCH, shuffle=True))
+    if reads != "batches":
+        dataset: Any = seen.shard.dataset()
+        if reads == "subset":
+            dataset = Subset(dataset, range(len(dataset)))
+        loader = prepare_data_loader(DataLoader(dataset, BATCH, shuffle=True))
     rows = []
     for number, batch in enumerate(loader, 1):
         rows += batch["id"].tolist()
@@ -335,25 +338,50 @@ def read_until(source: TableSource, stop_at: int, prepares: bool) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize(("prepares", "ranks"), [(True, 2), (False, 3)])
-def test_a_restarted_run_reads_the_rest_of_an_epoch(
-    tmp_path: Path, prepares: bool, ranks: int
-) -> None:
+def read_in_two_runs(reads: str, ranks: int, folder: Path) -> list[list[int]]:
+    """Return what each rank has read of an epoch, first on two ranks and then on others."""
     seen: list[list[int]] = []
     for num_ranks, stop_at in ((2, 2), (ranks, 100)):
         run = TorchDistributor(
-            num_ranks, use_gpu=False, timeout=120, storage_path=tmp_path, name="share", env=ENV
+            num_ranks, use_gpu=False, timeout=120, storage_path=folder, name="share", env=ENV
         )
-        seen += run.run_all(read_until, points([9, 9, 4]), stop_at, prepares)
-    assert list(map(len, seen)) == ([8, 8, 3, 3] if ranks == 2 else [8, 8, 2, 2, 2])
+        seen += run.run_all(read_until, points([9, 9, 4]), stop_at, reads)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("reads", "ranks"), [("loader", 1), ("loader", 2), ("subset", 2), ("batches", 3)]
+)
+def test_a_restarted_run_reads_the_rest_of_an_epoch(tmp_path: Path, reads: str, ranks: int) -> None:
+    seen = read_in_two_runs(reads, ranks, tmp_path)
+    rest = {1: [6], 2: [3, 3], 3: [2, 2, 2]}
+    assert list(map(len, seen)) == [8, 8, *rest[ranks]]
     assert sorted(chain(*seen)) == list(range(ROWS))
 
 
-def test_a_share_of_another_number_of_ranks_begins_its_epoch_again(tmp_path: Path) -> None:
-    seen = []
-    for num_ranks, stop_at in ((2, 2), (1, 100)):
-        run = TorchDistributor(
-            num_ranks, use_gpu=False, timeout=120, storage_path=tmp_path, name="share", env=ENV
-        )
-        seen += run.run_all(read_until, points([9, 9, 4]), stop_at, True)
+def test_a_part_of_a_share_begins_its_epoch_again_on_other_ranks(tmp_path: Path) -> None:
+    seen = read_in_two_runs("subset", 1, tmp_path)
     assert list(map(len, seen)) == [8, 8, ROWS]
+
+
+def test_a_checkpoint_of_ranks_that_do_not_read_in_step_is_refused(tmp_path: Path) -> None:
+    def read(source: TableSource, ranks: int, until: int) -> None:
+        rank = runtime.get_global_rank()
+        shard = shard_of(source, rank, RANKS)
+        if rank < ranks:
+            for number, _ in enumerate(shard.iter_batches(batch_size=BATCH), 1):
+                if number == until:
+                    break
+        with tempfile.TemporaryDirectory() as folder:
+            train.report({}, checkpoint=Checkpoint.from_directory(folder))
+
+    def run(name: str, ranks: int, until: int) -> None:
+        storage: dict[str, Any] = {"storage_path": tmp_path, "name": name}
+        distributor = TorchDistributor(RANKS, use_gpu=False, timeout=120, env=ENV, **storage)
+        distributor.run(read, points([9, 9, 4]), ranks, until)
+
+    with pytest.raises(DistributorError, match="points in step: rank 0 has read 8 rows") as raised:
+        run("one", ranks=1, until=2)
+    assert "but rank 1 has not read it" in str(raised.value)
+    run("both", ranks=2, until=2)
+    run("whole", ranks=1, until=100)

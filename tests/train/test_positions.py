@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from distributor import TorchDistributor, train
 from distributor.train import Checkpoint, RunConfig, ScalingConfig
-from distributor.train.runtime.resumable_loader import ShardSampler
+from distributor.train.runtime.loaders.resumable_loader import ShardSampler
 from distributor.train.torch import TorchTrainer, prepare_data_loader
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

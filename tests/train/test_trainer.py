@@ -26,7 +26,8 @@ from distributor.train import (
     CheckpointConfig,
     RunConfig,
 )
-from distributor.train.runtime.resumable_loader import ShardSampler, prepare
+from distributor.train.runtime.loaders.prepare import prepare
+from distributor.train.runtime.loaders.resumable_loader import ShardSampler
 from distributor.train.torch import (
     TorchTrainer,
     get_device,

@@ -16,6 +16,7 @@ from distributor.train.storage.manifest import (
     Manifest,
     StoredFile,
 )
+from distributor.train.storage.positions import check_in_step
 from distributor.train.storage.report_log import RUN_LOG, Report, from_lines, to_lines
 from distributor.train.storage.retention import remove_all, remove_surplus, score_of
 
@@ -82,6 +83,8 @@ class CheckpointManager:
         """
         _check_parts(parts)
         files = [part["files"] for part in parts if part["files"] is not None]
+        if files:
+            check_in_step([part["positions"] for part in parts])
         self._reports.append(report)
         if files:
             stored = _merge_files(files)

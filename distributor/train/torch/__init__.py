@@ -149,8 +149,9 @@ def prepare_data_loader(
     processed when ``report`` is called counts as trained.
 
     A dataset that `DatasetShard.dataset` or `DatasetShard.iterable` returns is this rank's share
-    already, and is left whole. After a restart, the loader of a `DatasetShard.dataset` resumes
-    within the epoch on the same number of ranks; on another number the epoch begins again.
+    already, and is left whole. The passes of a loader of a `DatasetShard.dataset` are passes of the
+    shard, whose position they have. Inside a ``Subset`` or ``ConcatDataset``, it resumes within the
+    epoch on the same number of ranks only; on another number the epoch begins again.
 
     Follows ``ray.train.torch.prepare_data_loader``:
     https://docs.ray.io/en/latest/train/api/doc/ray.train.torch.prepare_data_loader.html
@@ -186,7 +187,7 @@ def prepare_data_loader(
     ...     for batch in loader:
     ...         ...
     """
-    from distributor.train.runtime.resumable_loader import prepare
+    from distributor.train.runtime.loaders.prepare import prepare
 
     target = device() if move_to_device else None
     return prepare(data_loader, shard=add_dist_sampler, device=target, pin_memory=auto_transfer)
