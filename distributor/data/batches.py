@@ -143,7 +143,7 @@ def converted(
     drop_last : bool
         Whether the last batch is dropped if it is smaller.
     """
-    windows = (read_window(source, span) for span in spans)
+    windows = _windows(source, spans)
     for table in windows if batch_size is None else _regrouped(windows, batch_size):
         size = batch_size or table.num_rows
         if drop_last:
@@ -162,6 +162,14 @@ def batches_of(parts: Iterable[Converted], form: Format) -> Iterator[tuple[int, 
                 stop - start,
                 part.value if form.cut is None else form.cut(part.value, start, stop),
             )
+
+
+def _windows(source: Source, spans: Iterable[Span]) -> Iterator[pa.Table]:
+    """Read spans; a chunk's memory is freed once what was read with it has been converted."""
+    for span in spans:
+        yield read_window(source, span)
+        for chunk in span.pieces[:, 0].tolist():
+            source.release(chunk)
 
 
 def _slices(table: pa.Table, rows: int) -> Iterator[pa.Table]:

@@ -47,6 +47,9 @@ class Source(Protocol):
             If this rank cannot read it.
         """
 
+    def release(self, chunk: int) -> None:
+        """Free memory of a chunk that has been read. It can be read again, and views stay valid."""
+
 
 class CachedSource:
     """A source that keeps the chunks read last, within this process.
@@ -77,8 +80,12 @@ class CachedSource:
         while self._size > self._max_bytes and len(self._chunks) > 1:
             oldest = next(iter(self._chunks))
             del self._chunks[oldest]
+            self._source.release(oldest)
             self._size -= int(self.chunk_bytes[oldest])
         return found
+
+    def release(self, chunk: int) -> None:
+        """Do nothing: chunks are kept while there is room."""
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_chunks": {}, "_size": 0}

@@ -21,6 +21,7 @@ from distributor.errors import UnpicklableError, WorkerDied
 pytestmark = pytest.mark.spark
 
 Make = Callable[..., TorchDistributor]
+MEGABYTE = 2**20
 
 
 @pytest.fixture(params=["local", "cluster"])
@@ -134,6 +135,23 @@ def test_ranks_of_one_node_share_a_file(spark: Any) -> None:
     one, other = TorchDistributor(2, use_gpu=False).run_all(file_of, spark.range(4))
     assert one == other
     assert one[1] == 0, "it has no name"
+
+
+def test_rows_that_were_read_take_no_memory_of_a_rank(spark: Any) -> None:
+    """They are mapped, and would count as the rank's where YARN adds up resident memory."""
+
+    def read(shard: Any) -> tuple[int, int]:
+        def mapped() -> int:
+            status = dict(line.split(":", 1) for line in Path("/proc/self/status").open())
+            return int(status["RssFile"].split()[0]) * 1024
+
+        before = mapped()
+        rows = sum(len(batch["id"]) for batch in shard.iter_torch_batches(batch_size=None))
+        return rows, mapped() - before
+
+    rows, left = TorchDistributor(1, use_gpu=False).run(read, spark.range(6_000_000))
+    assert rows == 6_000_000
+    assert left < 10 * MEGABYTE, "of 48"
 
 
 # Failures

@@ -51,6 +51,8 @@ class TableSource:
         whole = pa.concat_tables(self.tables)
         return {name: whole[name].null_count for name in whole.column_names}
 
+    def release(self, chunk: int) -> None: ...
+
     def read(self, chunk: int) -> pa.Table:
         if chunk in self.missing:
             raise LookupError(chunk)

@@ -77,6 +77,9 @@ class ParquetSource:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_last": None}
 
+    def release(self, chunk: int) -> None:
+        """Do nothing: the next row group that is read replaces it."""
+
     def read(self, chunk: int) -> pa.Table:
         """Read a row group, unless it is the one that was read last.
 

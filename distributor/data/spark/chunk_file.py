@@ -154,7 +154,8 @@ class ChunkSource:
     def __init__(self, path: str, number: int) -> None:
         self._path = path
         self._number = number
-        self._contents, self._buffer = _contents_of(path)
+        self._contents, self._mapped = _contents_of(path)
+        self._buffer = pa.py_buffer(self._mapped)
         self._spec = self._contents.datasets[number]
         self.schema: pa.Schema = pa.ipc.read_schema(pa.py_buffer(self._spec.schema))
 
@@ -197,21 +198,27 @@ class ChunkSource:
         offset, size = self._contents.places[self._number][chunk]
         return pa.ipc.read_record_batch(self._buffer.slice(offset, size), self.schema)
 
+    def release(self, chunk: int) -> None:
+        """Unmap a chunk's pages, which remain in the system's cache, until it is read again."""
+        offset, size = self._contents.places[self._number][chunk]
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._mapped.madvise(mmap.MADV_DONTNEED, start, offset + size - start)
 
-def _contents_of(path: str) -> tuple[Contents, pa.Buffer]:
+
+def _contents_of(path: str) -> tuple[Contents, mmap.mmap]:
     status = os.stat(path)
     return _read(path, status.st_ino, status.st_ctime_ns)
 
 
 @functools.lru_cache(1)
-def _read(path: str, inode: int, changed: int) -> tuple[Contents, pa.Buffer]:
+def _read(path: str, inode: int, changed: int) -> tuple[Contents, mmap.mmap]:
     """Map a file; the path of a descriptor may be another file's later."""
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     view = memoryview(mapped)
     (size,) = _SIZE.unpack(view[-_SIZE.size :])
     contents = pickle.loads(view[-_SIZE.size - size : -_SIZE.size])
-    return contents, pa.py_buffer(mapped)
+    return contents, mapped
 
 
 def open_source(number: int) -> tuple[ChunkSource, Layout, int, int]:

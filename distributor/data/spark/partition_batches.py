@@ -84,6 +84,7 @@ def _pieces(source: Source, span: Span) -> Iterator[pa.Table]:
     for chunk, start, stop in span.pieces.tolist():
         rows = source.read(chunk).slice(start, stop - start)
         yield rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows])
+        source.release(chunk)
 
 
 def _dtypes(source: Source) -> dict[str, torch.dtype]:

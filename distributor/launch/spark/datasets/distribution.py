@@ -89,12 +89,19 @@ def _targets(
             yield (*places[chunk], keys[node], node, dataset, chunk)
 
 
+_keys: dict[int, list[int]] = {}
+"""What Spark returned earlier, by the number of partitions: its hash function never changes."""
+
+
 def _partition_keys(spark: Any, count: int) -> list[int]:
     """Return a key for each partition, such that Spark's hash of the key is that partition."""
-    found: dict[int, int] = {}
-    size = 16 * count
-    while len(found) < count:
-        for row in spark.range(size).selectExpr("id", f"pmod(hash(id), {count}) AS part").collect():
-            found.setdefault(row.part, row.id)
-        size *= 2
-    return [found[part] for part in range(count)]
+    if count not in _keys:
+        found: dict[int, int] = {}
+        size = 16 * count
+        while len(found) < count:
+            hashed = spark.range(size).selectExpr("id", f"pmod(hash(id), {count}) AS part")
+            for row in hashed.collect():
+                found.setdefault(row.part, row.id)
+            size *= 2
+        _keys[count] = [found[part] for part in range(count)]
+    return _keys[count]
