@@ -18,6 +18,7 @@ from benchmarks import (
     progress,
     scale,
     training,
+    transport,
     values,
 )
 from benchmarks.measure import adopt_orphans, end_descendants
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "checkpoint": checkpoint.measure,
     "training": training.measure,
     "data": data.measure,
+    "transport": transport.measure,
     "memory": memory.measure,
     "scale": scale.measure,
 }

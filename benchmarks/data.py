@@ -40,7 +40,7 @@ FEWER_ROWS = {
     "ray": {SCALARS: 1_000_000, ARRAY: 50_000, IMAGE: 50_000},
 }
 """For slow loaders. PySpark's takes no binary columns."""
-START_ROWS = 1_000_000
+START_ROWS = (100_000, 1_000_000)
 GROWING_ROWS = (100_000, 1_000_000, 5_000_000, 20_000_000)
 QUICKER = 100
 """How many times fewer rows the quick measurements have."""
@@ -127,8 +127,9 @@ def _cases(effort: Effort) -> list[Case]:
         if (rows := FEWER_ROWS.get(peer.name, ROWS).get(kind))
     ]
     starts = [
-        Case(LOADERS[name], SCALARS, START_ROWS // fewer, START)
+        Case(LOADERS[name], SCALARS, rows // fewer, START)
         for name in ("ours", "ours_parquet", "pyspark")
+        for rows in START_ROWS
     ]
     wholes = [
         Case(LOADERS["ours"], SCALARS, rows // fewer, WHOLE)

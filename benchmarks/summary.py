@@ -113,9 +113,15 @@ LINES = (
     Line("arrays of 784 floats", "data", data.titled(loaders.ARRAY), data.RATE, "floor_pyarrow"),
     Line("images of 3 kB", "data", data.titled(loaders.IMAGE), data.RATE, "floor_pyarrow"),
     Line(
-        "from `run` to the first batch of a million rows",
+        "from `run` to the first batch of 100,000 rows",
         "data",
-        data.titled(loaders.SCALARS, data.START_ROWS),
+        data.titled(loaders.SCALARS, data.START_ROWS[0]),
+        data.LATER_START,
+    ),
+    Line(
+        "the same of a million rows",
+        "data",
+        data.titled(loaders.SCALARS, data.START_ROWS[1]),
         data.LATER_START,
     ),
     Line("memory of each of 8 ranks", "memory", memory.titled(memory.MORE_RANKS), memory.EACH),

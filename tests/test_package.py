@@ -143,6 +143,26 @@ def test_nothing_imports_in_a_circle() -> None:
     tuple(graphlib.TopologicalSorter(graph()).static_order())
 
 
+def test_every_module_is_used() -> None:
+    """By an import, or by its name in a string, unless users or interpreters start with it."""
+    known = graph()
+    used = set().union(*known.values())
+    source = "\n".join(path.read_text() for path in modules().values())
+    unused = {
+        module
+        for module in known
+        if module not in used
+        and not any(other.startswith(f"{module}.") for other in known)
+        and not re.search(rf"\b{re.escape(module)}[:\"']", source)
+    }
+    assert "distributor.__main__" in unused, "otherwise this could not fail"
+    public = ("distributor.air.", "distributor.serverless_gpu.", "distributor.train.")
+    assert {module for module in unused if not module.startswith(public)} == {
+        "distributor.__main__",
+        "distributor.node.bootstrap",
+    }
+
+
 def foreign_private_names(module: str, path: Path, own: set[str]) -> Iterator[str]:
     """List the private names of other packages that a module refers to."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyspark
 import pytest
 from support.waiting import until
 
@@ -73,10 +74,13 @@ def test_each_row_reaches_one_rank(ranks: Make, spark: Any) -> None:
 
 def test_a_partition_becomes_several_chunks(ranks: Make, spark: Any) -> None:
     def read(shard: Any) -> Any:
-        return np.concatenate([batch["id"] for batch in shard.iter_batches(batch_size=None)])
+        rows = [batch["id"] for batch in shard.iter_batches(batch_size=None)]
+        return np.concatenate(rows), shard.stats()
 
-    shares = ranks(2).run_all(read, spark.range(0, 400_000, 1, 2))
+    shares, stats = zip(*ranks(2).run_all(read, spark.range(0, 400_000, 1, 2)), strict=True)
     assert np.array_equal(np.concatenate(shares), np.arange(400_000))
+    if pyspark.__version__ >= "4":  # before, Spark does not limit the size of its own batches
+        assert "in all 4 chunks" in stats[0]
 
 
 def test_data_frames_in_lists_tuples_and_dicts(ranks: Make, spark: Any) -> None:

@@ -85,6 +85,14 @@ class Session:
         value = self.spark.conf.get(key, None)
         return None if value is None else str(value)
 
+    def has_conf(self, key: str) -> bool:
+        """Return whether this version of Spark has a property, set or not."""
+        try:
+            self.spark.conf.get(key)
+        except Exception:  # of another type in each kind of session
+            return False
+        return True
+
     def scheduler_conf(self, key: str) -> str | None:
         """Return the value of a Spark property at Spark's start, which is the scheduler's.
 

@@ -101,7 +101,7 @@ def _chunk_bytes(session: Session) -> int:
 
     Spark 3.5 limits only the number of rows of a batch, later versions also its size.
     """
-    if session.conf("spark.sql.execution.arrow.maxBytesPerBatch") is not None:
+    if session.has_conf("spark.sql.execution.arrow.maxBytesPerBatch"):
         return CHUNK_BYTES
     max_rows = int(session.conf("spark.sql.execution.arrow.maxRecordsPerBatch") or 10_000)
     return CHUNK_BYTES if max_rows <= 0 else min(CHUNK_BYTES, max(1, ARROW_BATCH_BYTES // max_rows))
