@@ -14,6 +14,7 @@ from benchmarks import (
     progress,
     scale,
     training,
+    transport,
     values,
 )
 from benchmarks.spark import EMBEDDED, LOCAL
@@ -140,6 +141,19 @@ def summary(results: dict[str, Any]) -> str:
     figures = [(line, _figures(line, results)) for line in LINES]
     rows = [(line.title, *figures) for line, figures in figures if figures[0]]
     return "\n".join(map(_row, [HEAD, ("---",) * len(HEAD), *rows]))
+
+
+def transport_table(results: dict[str, Any]) -> str:
+    """Lay the ways for rows to reach the nodes out as a table in Markdown."""
+    rows = results["transport"]["rows"]
+    figures = {(row["title"], row["what"]): _figure(row) for row in rows}
+    columns = (transport.FIRST, transport.AGAIN)
+    ways = [
+        (peer.title, *(figures[peer.title, what] for what in columns))
+        for peer in transport.WAYS.values()
+    ]
+    head = (transport.titled(transport.ROWS), *columns)
+    return "\n".join(map(_row, [head, ("---",) * len(head), *ways]))
 
 
 def _figures(line: Line, results: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.report import load
-from benchmarks.summary import summary
+from benchmarks.summary import summary, transport_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -74,6 +74,10 @@ def test_the_summary_ends_what_is_printed(measured: Measured) -> None:
     table = summary(measured.results)
     assert table.count("\n") > 2
     assert measured.printed.endswith(f"{table}\n")
+
+
+def test_the_comparison_of_ways_for_rows_is_that_of_the_results() -> None:
+    assert transport_table(load(RESULTS)) in (ROOT / "ARCHITECTURE.md").read_text()
 
 
 def test_the_readme_shows_the_summary_of_the_results() -> None:

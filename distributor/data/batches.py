@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from distributor.data.epochs import Span
+from distributor.data.row_order import reordered
 from distributor.data.source import Source
 from distributor.errors import DistributorError
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MAX_PIECES = 64
 """Pieces of a table that are not copied into one, although each takes time when it is sliced."""
+PART_BYTES = 8 * 1024 * 1024
+"""Bytes that are converted at once: the C library reuses the memory of smaller arrays."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def read_window(source: Source, span: Span) -> pa.Table:
     table = pa.concat_tables(tables)
     if order is None:
         return table if len(tables) <= MAX_PIECES else table.combine_chunks()
-    return table.combine_chunks().take(pa.array(order))
+    return reordered(table, order)
 
 
 def pieces_of(span: Span) -> NDArray[np.int64]:
@@ -148,7 +151,9 @@ def converted(
         size = batch_size or table.num_rows
         if drop_last:
             table = table.slice(0, table.num_rows // size * size)
-        at_once = size if form.cut is None else form.max_rows or max(table.num_rows, 1)
+        at_once = size
+        if form.cut is not None:
+            at_once = min(form.max_rows or max(table.num_rows, 1), _fitting(table))
         for part in _slices(table, -(-at_once // size) * size):
             yield Converted(form.convert(part), part.num_rows, size)
 
@@ -170,6 +175,11 @@ def _windows(source: Source, spans: Iterable[Span]) -> Iterator[pa.Table]:
         yield read_window(source, span)
         for chunk in span.pieces[:, 0].tolist():
             source.release(chunk)
+
+
+def _fitting(table: pa.Table) -> int:
+    """Return about how many rows of a table have `PART_BYTES`, at least one."""
+    return max(1, int(table.num_rows * PART_BYTES / max(1, table.nbytes)))
 
 
 def _slices(table: pa.Table, rows: int) -> Iterator[pa.Table]:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar, overload
 
 from distributor.core.gpus import GPUType
+from distributor.data.spark.dataset import DatasetFinder
 from distributor.decorated_function import DecoratedFunction, decorator_of
 from distributor.launch.future import RunFuture
 from distributor.launch.one_time_warnings import warn_once
@@ -131,6 +132,7 @@ class RayFunction(DecoratedFunction[P, R]):
         require_ray()
         check_runs(self._function)
         check_arguments(self._function, args, kwargs)
+        _check_no_datasets(args, kwargs)
         distributor = self._launcher()
         cores = None if distributor.local_mode else _executor_cores(Session.active())
         return distributor, RayProgram(self._function, distributor.start_timeout, cores)
@@ -247,6 +249,18 @@ def ray_launch(
         return launch_with(settings=_with_variables(settings))()
 
     return decorator_of(RayFunction, "@ray_launch", launcher, run_async)
+
+
+def _check_no_datasets(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Check that there is no Spark DataFrame among the arguments, of which a node has a share."""
+    finder = DatasetFinder()
+    finder.replace_in(args, kwargs)
+    if finder.datasets:
+        raise TypeError(
+            f"{finder.datasets[0].name} is a Spark DataFrame, but the function of @ray_launch runs "
+            "once, on the head node. Write the rows with df.write.parquet(path), and read them in "
+            "the function with ray.data.read_parquet(path)."
+        )
 
 
 def _check_unused(counts: Mapping[str, Any]) -> None:

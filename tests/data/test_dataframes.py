@@ -18,6 +18,7 @@ from support.waiting import until
 from distributor import DistributorError, TorchDistributor, distributed
 from distributor.data import from_spark
 from distributor.errors import UnpicklableError, WorkerDied
+from distributor.ray import ray_launch
 
 pytestmark = pytest.mark.spark
 
@@ -223,6 +224,30 @@ def test_a_script_takes_no_data_frame(spark: Any, tmp_path: Path) -> None:
     script.write_text("")
     with pytest.raises(TypeError, match="argument 0 is a DataFrame"):
         TorchDistributor(1, use_gpu=False).run(str(script), spark.range(3))
+
+
+def test_columns_of_one_name_are_refused(spark: Any) -> None:
+    frame = spark.range(3).selectExpr("id", "id AS x", "2 * id AS x")
+    with pytest.raises(ValueError, match="argument 0 has several columns of the name 'x'"):
+        TorchDistributor(1, use_gpu=False).run(lambda shard: None, frame)
+
+
+@pytest.mark.parametrize(
+    "value", ["interval 1 year", "make_interval(1, 2)", "array(interval 1 month)"]
+)
+def test_types_that_arrow_does_not_have_are_refused(spark: Any, value: str) -> None:
+    frame = spark.range(3).selectExpr("id", f"{value} AS x")
+    with pytest.raises(
+        TypeError, match=r"Column 'x' of the DataFrame argument 0 has the type .*interval"
+    ):
+        TorchDistributor(1, use_gpu=False).run(lambda shard: None, frame)
+
+
+def test_a_function_on_ray_takes_no_data_frame(spark: Any) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    function = ray_launch(use_gpu=False)(lambda options: None)
+    with pytest.raises(TypeError, match=r"options\['df'\] is a Spark DataFrame.*read_parquet"):
+        function.distributed(options={"df": spark.range(3)})
 
 
 def test_a_streaming_data_frame_is_refused(spark: Any) -> None:

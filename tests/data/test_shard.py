@@ -27,6 +27,7 @@ from support.waiting import until
 
 from distributor import DistributorError
 from distributor.data import DatasetShard, iteration, shard
+from distributor.data.row_order import reordered
 from distributor.node.worker import worker_context as contexts
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -408,3 +409,31 @@ def test_an_import_is_light() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout == "[]\nDatasetShard True\n"
+
+
+LISTS = pa.list_(pa.float32())
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([[1, 2], [3, 4], [5, 6], [7, 8]], LISTS),
+        pa.array([[1, 2], [3], [], [7, 8]], LISTS),
+        pa.array([[1, 2], None, [5, 6], [7, 8]], LISTS),
+        pa.array([[1, 2], [3, None], [5, 6], [7, 8]], pa.large_list(pa.int64())),
+        pa.array([[[1, 2]], [[3, 4]], [[5, 6]], [[7, 8]]], pa.list_(LISTS)),
+        pa.array([[1, 2], [3, 4], [5, 6], [7, 8]], pa.list_(pa.float32(), 2)),
+        pa.array([[], [], [], []], LISTS),
+        pa.array([{"a": [1, 2], "b": None}, {"a": [3, 4], "b": "x"}] * 2),
+        pa.array([{"a": [1]}, None, {"a": [2]}, {"a": [3]}]),
+        pa.array(["a", "b", None, "d"]),
+    ],
+    ids=lambda column: str(column.type),
+)
+def test_rows_of_any_type_are_reordered(column: pa.Array) -> None:
+    table = pa.table({"x": pa.chunked_array([column[:1], column[1:]])})
+    for order in ([2, 0, 3, 1], [3, 3], []):
+        found = reordered(table, np.array(order, np.int64))
+        assert found.schema == table.schema
+        assert found["x"].to_pylist() == [column[number].as_py() for number in order]
+        found.validate(full=True)

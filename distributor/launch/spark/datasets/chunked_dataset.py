@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from distributor.launch.spark.session import Session
 CHUNK_BYTES = 1024 * 1024
 ARROW_BATCH_BYTES = 128 * 1024 * 1024
 """Bytes of a batch of chunks that Spark may send to a Python worker."""
+NOT_IN_ARROW = re.compile(r"\binterval\b(?! (day|hour|minute|second))")
+"""In the name of a type: intervals of months, and those of the past, of months, days and time."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,10 @@ def chunked(datasets: Sequence[SparkDataset], jobs: DataJobs) -> Iterator[list[C
 
     Raises
     ------
+    TypeError
+        If a column has a type that Arrow does not have.
     ValueError
-        If one has no rows, or no columns.
+        If one has no rows, no columns, or several columns of one name.
     """
     with contextlib.ExitStack() as stack:
         frames = [stack.enter_context(_persisted_chunks(each, jobs.session)) for each in datasets]
@@ -65,8 +70,7 @@ def _persisted_chunks(dataset: SparkDataset, session: Session) -> Iterator[Any]:
     """Yield a DataFrame of chunks, which Spark keeps on its disks once it has computed them."""
     from pyspark import StorageLevel
 
-    if not dataset.frame.columns:
-        raise ValueError(f"The DataFrame {dataset.name} has no columns.")
+    _check_columns(dataset)
     size = json.dumps(_chunk_bytes(session)).encode()
     task = portable_task(session, "distributor.data.spark.packing:pack", size)
     frame = session.map_in_arrow(dataset.frame, task, CHUNK_COLUMNS)
@@ -76,6 +80,25 @@ def _persisted_chunks(dataset: SparkDataset, session: Session) -> Iterator[Any]:
     finally:
         with contextlib.suppress(Exception):  # the session may have ended
             frame.unpersist()
+
+
+def _check_columns(dataset: SparkDataset) -> None:
+    """Check that a DataFrame has columns, and that batches can have them."""
+    columns = dataset.frame.columns
+    if not columns:
+        raise ValueError(f"The DataFrame {dataset.name} has no columns.")
+    if repeated := sorted({name for name in columns if columns.count(name) > 1}):
+        raise ValueError(
+            f"The DataFrame {dataset.name} has several columns of the name {repeated[0]!r}, by "
+            "which batches have them: drop or rename all but one, such as with toDF(...)."
+        )
+    for field in dataset.frame.schema.fields:
+        if NOT_IN_ARROW.search(kind := field.dataType.simpleString()):
+            raise TypeError(
+                f"Column {field.name!r} of the DataFrame {dataset.name} has the type {kind}, which "
+                "Spark cannot pass to Python as Arrow data. Leave it out, as with df.drop, or cast "
+                "it to another type."
+            )
 
 
 def _indexes(frames: Sequence[Any], jobs: DataJobs, names: str) -> list[list[Any]]:
