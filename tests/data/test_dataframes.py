@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from itertools import chain
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyspark
 import pytest
+from conftest import facts_in
 from support.waiting import until
 
 from distributor import DistributorError, TorchDistributor, distributed
@@ -157,6 +160,38 @@ def test_rows_that_were_read_take_no_memory_of_a_rank(spark: Any) -> None:
     rows, left = TorchDistributor(1, use_gpu=False).run(read, spark.range(6_000_000))
     assert rows == 6_000_000
     assert left < 10 * MEGABYTE, "of 48"
+
+
+IN_ONE_PROCESS = """
+import json
+import torch
+from pyspark.sql import SparkSession
+from distributor import TorchDistributor
+
+spark = SparkSession.builder.master("local[3]").config("spark.ui.enabled", "false").getOrCreate()
+
+
+def ids(shard):
+    return torch.cat([batch["id"] for batch in shard.iter_torch_batches()]).tolist()
+
+
+frame = spark.range(0, 11, 1, 3)
+facts = {
+    place: TorchDistributor(2, local_mode=place == "here", use_gpu=False).run_all(ids, frame)
+    for place in ("here", "executors")
+}
+print("FACTS " + json.dumps(facts))
+"""
+
+
+@pytest.mark.slow
+def test_a_master_that_has_its_executor_in_the_driver(
+    run_driver: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    facts = facts_in(run_driver(IN_ONE_PROCESS, env={"PYSPARK_PYTHON": sys.executable}))
+    for shares in facts.values():
+        assert list(map(len, shares)) == [6, 6]
+        assert sorted({*chain(*shares)}) == list(range(11))
 
 
 # Failures
