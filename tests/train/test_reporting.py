@@ -99,6 +99,32 @@ def test_ranks_that_save_into_one_folder_report_it_together(
     assert (tmp_path / "0").exists() == (mode == "SYNC")
 
 
+def test_a_file_that_a_late_rank_still_writes_is_complete(tmp_path: Path) -> None:
+    """Rank 0 finds the file of rank 1, incomplete, in the folder that they share."""
+    warned = tmp_path / "warned"
+    folder = tmp_path / "local"
+
+    def report() -> None:
+        train.report({})  # makes the channel
+        store_channel.LATE_WARNING_SECONDS = 0.5
+        rank = train.get_context().get_world_rank()
+        folder.mkdir(exist_ok=True)
+        with (folder / f"{rank}.txt").open("w", buffering=1) as file:
+            file.write("x\n")
+            if rank == 1:
+                until(warned.exists, "rank 0 waits in its report", 60)
+            file.write("y\n")
+        train.report({}, checkpoint=Checkpoint.from_directory(folder), checkpoint_dir_name="both")
+
+    listener = TouchWhenPrinted(b"rank 0 still waits for rank 1", warned)
+    TorchDistributor(
+        2, use_gpu=False, storage_path=tmp_path, name="mine", timeout=120, listeners=[listener]
+    ).run(report)
+
+    stored = tmp_path / "mine" / "both"
+    assert [(stored / f"{rank}.txt").read_text() for rank in (0, 1)] == ["x\ny\n"] * 2
+
+
 @pytest.mark.parametrize("mode", ["SYNC", "NO_UPLOAD"])
 def test_a_checkpoint_that_was_saved_in_storage_is_not_moved(tmp_path: Path, mode: str) -> None:
     """It is complete, although a rank is late."""

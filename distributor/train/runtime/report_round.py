@@ -105,7 +105,9 @@ class ReportRounds:
     def _agree(self, request: ReportRequest) -> dict[str, Any]:
         """Wait for all ranks, and agree on the checkpoint's name and on whose files are kept."""
         agreed: dict[str, Any] = self._channel.agree(
-            f"{request.key}/come", self._offer(request), self._decide_name
+            f"{request.key}/come",
+            self._offer(request),
+            lambda offers: self._decide_name(request, offers),
         )
         if request.name not in (None, agreed["name"]) and not self._has_warned:
             self._has_warned = True
@@ -123,17 +125,13 @@ class ReportRounds:
             "mode": None,
             "folder": None,
             "calls upload fn": request.calls_upload_fn,
-            "files": {},
         }
         if (checkpoint := request.checkpoint) is not None:
             offer["mode"] = request.mode.value
             offer["folder"] = self._storage.name_of(checkpoint)
-            is_copied = is_local(checkpoint.filesystem) and not request.calls_upload_fn
-            if self._channel.rank == 0 and is_copied:
-                offer["files"] = identities_of(files_of(checkpoint.path))
         return offer
 
-    def _decide_name(self, offers: list[dict[str, Any]]) -> dict[str, Any]:
+    def _decide_name(self, request: ReportRequest, offers: list[dict[str, Any]]) -> dict[str, Any]:
         """Decide the checkpoint's name, and how files become part of it. Rank 0 only."""
         given = (each["name"] for each in offers if each["name"] is not None)
         name = next(given, f"{PREFIX}{self._next_index:06d}")
@@ -146,7 +144,7 @@ class ReportRounds:
         calls_upload_fn = _calls_upload_fn(offers)
         in_place = [each["folder"] == name for each in offers]
         self._free_name(name, keep_files=calls_upload_fn or any(in_place))
-        files = offers[0]["files"]
+        files = _identities_of_local_files(request)
         return {
             "name": name,
             "files of rank 0": dict.fromkeys(files, "") if in_place[0] else files,
@@ -254,6 +252,23 @@ class ReportRounds:
         path = self._storage.checkpoint(committed).path if committed else None
         metrics = [part["metrics"] for part in parts]
         worker_context().send(Reported(metrics, path, parts[0]["preempted"]))
+
+
+def _identities_of_local_files(request: ReportRequest) -> dict[str, str]:
+    """Return the identities of the files that this rank copies to storage.
+
+    Called once all ranks have come: in a folder that they share, another rank may have been writing
+    a file until then, which changes its identity.
+    """
+    checkpoint = request.checkpoint
+    if checkpoint is None or request.calls_upload_fn or not is_local(checkpoint.filesystem):
+        return {}
+    try:
+        return identities_of(files_of(checkpoint.path))
+    except OSError as error:
+        raise DistributorError(
+            f"The checkpoint in {checkpoint.path} cannot be read: {error}."
+        ) from error
 
 
 def _calls_upload_fn(offers: list[dict[str, Any]]) -> bool:
