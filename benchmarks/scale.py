@@ -47,14 +47,31 @@ class Case(NamedTuple):
 
     @property
     def title(self) -> str:
-        printing = f", each prints {self.lines} lines" if self.lines else ""
-        limit = f", at most {self.descriptors:,} descriptors" if self.descriptors else ""
-        return titled(self.nodes) + printing + limit
+        if self.lines:
+            return printing_title(self.nodes, self.lines)
+        if self.descriptors:
+            return limited_title(self.nodes, self.descriptors)
+        return titled(self.nodes)
 
 
 def titled(nodes: int) -> str:
     """Return the title of a plain case."""
     return f"{nodes:,} nodes"
+
+
+def printing_title(nodes: int, lines: int) -> str:
+    """Return the title of a case in which the nodes print."""
+    return f"{titled(nodes)}, each prints {lines} lines"
+
+
+def limited_title(nodes: int, descriptors: int) -> str:
+    """Return the title of a case in which the driver's descriptors are limited."""
+    return f"{titled(nodes)}, at most {descriptors:,} descriptors"
+
+
+def growth_title(first: int, last: int) -> str:
+    """Return the title of the growth between two numbers of nodes."""
+    return f"growth from {first:,} to {titled(last)}"
 
 
 def measure(effort: Effort) -> list[Row]:
@@ -254,6 +271,8 @@ def _drive(case: Case) -> Driven:
 
 RENDEZVOUSED, RELEASED = "until all have rendezvoused", "until all are released"
 BUSY = "the driver's CPU time"
+MEASURED = (RENDEZVOUSED, RELEASED, BUSY)
+UNLINKED, THROUGH_SPARK = "nodes without a link", "sent through Spark"
 
 
 def _rows(case: Case, measurements: list[Driven]) -> list[Row]:
@@ -271,14 +290,14 @@ def _rows_of_limit(case: Case, measurements: list[Driven]) -> list[Row]:
         row(
             case.peer,
             case.title,
-            "nodes without a link",
+            UNLINKED,
             gathered(measurements, "refused"),
             "nodes",
         ),
         row(
             case.peer,
             case.title,
-            "sent through Spark",
+            THROUGH_SPARK,
             gathered(measurements, "through_spark"),
             "nodes",
         ),
@@ -288,7 +307,7 @@ def _rows_of_limit(case: Case, measurements: list[Driven]) -> list[Row]:
 
 def _growths(peer: Peer, rows: Sequence[Row]) -> list[Row]:
     grown = []
-    for what in (RENDEZVOUSED, RELEASED, BUSY):
+    for what in MEASURED:
         points = [
             (nodes, found.median)
             for nodes in NODES
@@ -299,7 +318,7 @@ def _growths(peer: Peer, rows: Sequence[Row]) -> list[Row]:
             and found.median
         ]
         if len(points) > 1:
-            title = f"growth from {points[0][0]:,} to {points[-1][0]:,} nodes"
+            title = growth_title(points[0][0], points[-1][0])
             note = "the power of the number of nodes: 1 is linear"
             grown.append(row(peer, title, what, [slope(points)], "", note))
     return grown

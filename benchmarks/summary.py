@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import (
@@ -139,21 +140,19 @@ LINES = (
 def summary(results: dict[str, Any]) -> str:
     """Lay the main figures out as a table in Markdown; what was not measured is left out."""
     figures = [(line, _figures(line, results)) for line in LINES]
-    rows = [(line.title, *figures) for line, figures in figures if figures[0]]
-    return "\n".join(map(_row, [HEAD, ("---",) * len(HEAD), *rows]))
+    return markdown(HEAD, [(line.title, *figures) for line, figures in figures if figures[0]])
 
 
 def transport_table(results: dict[str, Any]) -> str:
     """Lay the ways for rows to reach the nodes out as a table in Markdown."""
     rows = results["transport"]["rows"]
-    figures = {(row["title"], row["what"]): _figure(row) for row in rows}
+    figures = {(row["title"], row["what"]): figure(row) for row in rows}
     columns = (transport.FIRST, transport.AGAIN)
     ways = [
         (peer.title, *(figures[peer.title, what] for what in columns))
         for peer in transport.WAYS.values()
     ]
-    head = (transport.titled(transport.ROWS), *columns)
-    return "\n".join(map(_row, [head, ("---",) * len(head), *ways]))
+    return markdown((transport.titled(transport.ROWS), *columns), ways)
 
 
 def _figures(line: Line, results: dict[str, Any]) -> list[str]:
@@ -161,16 +160,20 @@ def _figures(line: Line, results: dict[str, Any]) -> list[str]:
     found = {
         row["peer"]: row for row in rows if (row["case"], row["what"]) == (line.case, line.what)
     }
-    return [_figure(found.get(peer)) for peer in (line.ours, *PEERS[1:], line.floor)]
+    return [figure(found.get(peer)) for peer in (line.ours, *PEERS[1:], line.floor)]
 
 
-def _figure(row: dict[str, Any] | None) -> str:
+def figure(row: dict[str, Any] | None) -> str:
+    """Return a row's median with its unit; nothing without a row."""
     if row is None or row["median"] is None:
         return NOTHING
     median = row["median"]
+    if not row["unit"]:
+        return f"{median:.2f}"
     shown = f"{median:,.0f}" if median >= 10 else f"{median:.2g}"
     return f"{shown} {row['unit']}"
 
 
-def _row(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cells)} |"
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lay cells out as a table in Markdown."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *rows))

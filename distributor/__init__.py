@@ -9,6 +9,7 @@ from distributor.errors import (
     NodeLost,
     RemoteError,
     RunCancelled,
+    RunStalled,
     RunTimeout,
     StartTimeout,
     UnpicklableError,
@@ -16,9 +17,9 @@ from distributor.errors import (
     WorkerDied,
 )
 from distributor.launch.future import RunFuture
+from distributor.launch.hangs.stack_requests import stacks
 from distributor.launch.local import cool_down
 from distributor.launch.run_listener import Listener
-from distributor.launch.stack_requests import stacks
 from distributor.serialization.outcome import load_value
 from distributor.serverless import distributed
 from distributor.torch_distributor import TorchDistributor
@@ -35,6 +36,7 @@ __all__ = [
     "Reported",
     "RunCancelled",
     "RunFuture",
+    "RunStalled",
     "RunTimeout",
     "StartTimeout",
     "TorchDistributor",

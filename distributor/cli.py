@@ -16,12 +16,12 @@ from distributor.cli_options import make_parser
 from distributor.core.spelling import Spelling
 from distributor.errors import WorkerDied
 from distributor.launch.application import application, check_application
+from distributor.launch.hangs.stack_requests import stacks
 from distributor.launch.output.screen import SCREEN
 from distributor.launch.programs import module_of, program_of
 from distributor.launch.setting_checks import check_num_processes
 from distributor.launch.settings import Settings
-from distributor.launch.stack_requests import stacks
-from distributor.node.worker.stack_dump import append_stacks
+from distributor.node.worker.stack_text import append_stacks
 from distributor.torch_distributor import TorchDistributor
 
 _SPELLING = Spelling(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from distributor.core.spelling import suggestion
-from distributor.launch.settings import help_of
+from distributor.launch.setting_descriptions import help_of
 from distributor.torch_distributor import TorchDistributor
 from distributor.version import __version__
 
@@ -171,6 +171,13 @@ _SPECIAL_FLAGS: dict[str, list[tuple[list[str], dict[str, Any]]]] = {
     "use_gpu": [
         (["--gpu"], {"action": "store_true", "help": "one GPU per rank (default)"}),
         (["--cpu"], {"action": "store_false", "help": "no GPUs"}),
+    ],
+    "stall_warning": [
+        (["--stall-warning"], {"type": float, "metavar": "SECONDS"}),
+        (
+            ["--no-stall-warning"],
+            {"action": "store_const", "const": None, "help": "no such warning"},
+        ),
     ],
     "environment": [
         (

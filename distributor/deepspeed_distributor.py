@@ -13,7 +13,8 @@ from typing import Any
 from distributor.core.spelling import Spelling, check_names
 from distributor.launch.programs import instead_of_keywords
 from distributor.launch.setting_checks import check_bool, check_count
-from distributor.launch.settings import Settings, documented, setting
+from distributor.launch.setting_descriptions import documented, setting
+from distributor.launch.settings import Settings
 from distributor.serialization.program import Argument, FileArgument, Program
 from distributor.torch_distributor import TorchDistributor
 

@@ -101,6 +101,18 @@ class RunTimeout(_Timeout):
     """
 
 
+class RunStalled(_Timeout):
+    """No rank printed, reported, or used its CPU or GPU for ``stall_timeout`` seconds.
+
+    Parameters
+    ----------
+    message : str
+        The limit, the place of each rank in the user's code, and the stacks of the ranks.
+    stacks : mapping of int to str, optional
+        The Python stacks of the ranks, by rank.
+    """
+
+
 class RunCancelled(DistributorError):
     """The run was cancelled by the process that started it."""
 

@@ -25,7 +25,8 @@ from distributor.launch.setting_checks import (
     check_num_processes,
     ignored_settings,
 )
-from distributor.launch.settings import Settings, forwarded_env, gpu_type_of, setting
+from distributor.launch.setting_descriptions import setting
+from distributor.launch.settings import Settings, forwarded_env, gpu_type_of
 from distributor.launch.spark.datasets.arguments import check_datasets, datasets_of
 from distributor.launch.spark.plan import plan_cluster, plan_local
 from distributor.launch.spark.session import Session

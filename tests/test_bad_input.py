@@ -125,6 +125,8 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"timeout": INFINITY}, ValueError, "timeout must be a .*finite .*or None, but is inf"),
     ({"timeout": "x"}, TypeError, "timeout must be a .*number of seconds.* but is 'x'"),
     ({"timeout": True}, TypeError, "timeout must be a .*number of seconds.* but is True"),
+    ({"stall_warning": 0}, ValueError, "stall_warning must be a positive, .* or None, but is 0"),
+    ({"stall_timeout": "1"}, TypeError, "stall_timeout must be a positive, .* but is '1'"),
     ({"start_timeout": 0}, ValueError, "start_timeout must be a positive, .* but is 0"),
     ({"start_timeout": INFINITY}, ValueError, "start_timeout must be a .*finite .* but is inf"),
     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.report import load
+from benchmarks.scale_tables import descriptor_table, growth_table
 from benchmarks.summary import summary, transport_table
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +80,14 @@ def test_the_summary_ends_what_is_printed(measured: Measured) -> None:
 
 def test_the_comparison_of_ways_for_rows_is_that_of_the_results() -> None:
     assert transport_table(load(RESULTS)) in (ROOT / "ARCHITECTURE.md").read_text()
+
+
+def test_the_page_about_scale_has_the_figures_of_the_results_and_no_others() -> None:
+    text = (ROOT / "benchmarks" / "SCALE.md").read_text()
+    for table in growth_table(load(RESULTS)), descriptor_table(load(RESULTS)):
+        assert table in text
+        text = text.replace(table, "")
+    assert re.findall(r"\d+\.\d+", text) == []
 
 
 def test_the_readme_shows_the_summary_of_the_results() -> None:

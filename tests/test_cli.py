@@ -318,6 +318,8 @@ FLAGS: dict[str, tuple[list[str], object]] = {
     "forward_env": (["--forward-env", "HF_*", "--forward-env", "A"], ["HF_*", "A"]),
     "timeout": (["--timeout", "1.5"], 1.5),
     "start_timeout": (["--start-timeout", "2"], 2.0),
+    "stall_warning": (["--no-stall-warning"], None),
+    "stall_timeout": (["--stall-timeout", "60"], 60.0),
     "log_dir": (["--log-dir", "logs"], "logs"),
     "py_modules": (["--py-modules", "a", "--py-modules", "b.py"], ["a", "b.py"]),
     "show_output": (["--show-output", "0,2"], (0, 2)),

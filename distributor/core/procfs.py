@@ -5,6 +5,7 @@ psutil can do this too, but its import would slow down the launch of every rank.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from enum import IntEnum
@@ -20,6 +21,8 @@ class Stat(IntEnum):
 
     STATE = 3
     PARENT_PID = 4
+    USER_TIME = 14
+    REAPED_SYSTEM_TIME = 17
     START_TIME = 22
     ARG_START = 48
     ARG_END = 49
@@ -59,9 +62,31 @@ def stat_field(pid: int, field: Stat) -> str:
     OSError
         If the process has ended and was reaped, or the system has no ``/proc``.
     """
-    # The second field, the process's name, is in parentheses and may contain anything.
-    fields = _read(pid, "stat").rpartition(b")")[2].split()
-    return fields[field - Stat.STATE].decode()
+    return _stat(pid)[field - Stat.STATE].decode()
+
+
+def cpu_seconds_of_descendants(ancestor: int) -> float:
+    """Return the CPU time of all descendants of a process, including children that they reaped.
+
+    Raises
+    ------
+    OSError
+        If the system has no ``/proc``.
+    """
+    children: dict[int, list[int]] = {}
+    ticks: dict[int, int] = {}
+    for pid in all_pids():
+        with contextlib.suppress(OSError):  # it has ended
+            stat = _stat(pid)
+            children.setdefault(int(stat[Stat.PARENT_PID - Stat.STATE]), []).append(pid)
+            times = stat[Stat.USER_TIME - Stat.STATE : Stat.REAPED_SYSTEM_TIME - Stat.STATE + 1]
+            ticks[pid] = sum(map(int, times))
+    total, unseen = 0, [ancestor]
+    while unseen:
+        found = children.pop(unseen.pop(), [])
+        total += sum(ticks[pid] for pid in found)
+        unseen += found
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def status_field(pid: int, name: str) -> str:
@@ -119,6 +144,12 @@ def command_line_of(pid: int) -> bytes:
 
 def _has_ended(pid: int) -> bool:
     return stat_field(pid, Stat.STATE) in ("Z", "X")
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Return the fields of ``/proc/<pid>/stat`` from `Stat.STATE` on."""
+    # The second field, the process's name, is in parentheses and may contain anything.
+    return _read(pid, "stat").rpartition(b")")[2].split()
 
 
 def _read(pid: int, name: str) -> bytes:

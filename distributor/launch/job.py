@@ -14,10 +14,10 @@ from distributor.core.spelling import Spelling
 from distributor.launch.call_site import CallSite
 from distributor.launch.cancellation import Cancellation
 from distributor.launch.graceful_shutdown import GracefulShutdown
+from distributor.launch.hangs.stack_requests import StackRequests
 from distributor.launch.output.run_progress import RunProgress
 from distributor.launch.run_listener import Listener
 from distributor.launch.settings import Settings
-from distributor.launch.stack_requests import StackRequests
 from distributor.node.agent.output.sink import Sink
 from distributor.serialization.outcome import Failure, Outcome
 from distributor.serialization.program import Program

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from distributor.core.addresses import port_range
 from distributor.core.spelling import Spelling
+from distributor.launch.hangs.stalls import Stall, StallWatch, activity_interval
 from distributor.launch.job import Job
 from distributor.launch.one_time_warnings import warn_about_nodes, warn_if_source_changed
 from distributor.launch.output.messages import notify
@@ -36,6 +37,8 @@ from distributor.serialization.program import in_file
 from distributor.wire.messages import NodeWarning
 
 LOOPBACK = "127.0.0.1"
+NODE = 0
+"""The number of the only node of a local run."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,8 @@ class LocalLauncher:
 
         Raises
         ------
-        StartTimeout, RunTimeout
-            If ``start_timeout`` or ``timeout`` has passed.
+        StartTimeout, RunTimeout, RunStalled
+            If ``start_timeout``, ``timeout`` or ``stall_timeout`` has passed.
         ExecutorNotReady
             If the environment cannot be prepared here, or none of ``rank_ports`` is free.
         """
@@ -113,6 +116,7 @@ class LocalLauncher:
                 store_socket=store_socket,
                 data=job.datasets.file() if job.datasets else None,
                 keep_all=job.keep_all,
+                activity_interval=activity_interval(settings),
             )
             listener.attach(agent)
             job.stack_requests.send = agent.request_stacks
@@ -158,6 +162,8 @@ class _LocalListener(BaseAgentListener):
     def __init__(self, job: Job, sink: Sink, start_message: str) -> None:
         self._job = job
         self._start_message = start_message
+        self._stalls = StallWatch(job.settings)
+        self._stall: Stall | None = None
         self._agent: Agent
         self.write = sink.write
         self.has_room = sink.has_room
@@ -172,8 +178,17 @@ class _LocalListener(BaseAgentListener):
     def on_rank_failed(self, failure: Failure) -> None:
         self._job.failures.append(failure)
 
+    def on_idle(self, seconds: float) -> None:
+        self._stalls.note(NODE, seconds)
+        if stall := self._stalls.check({NODE}):
+            self._stall = stall
+            self._agent.request_stacks()
+
     def on_stacks(self, stacks: dict[int, str]) -> None:
         self._job.stack_requests.answer(stacks)
+        stall, self._stall = self._stall, None
+        if stall:
+            stall.report(stacks)
 
     def on_work_done(self) -> None:
         self._agent.release()

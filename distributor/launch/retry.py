@@ -9,14 +9,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distributor.core.text import counted, listed
-from distributor.errors import DistributorError, NodeLost, UnpicklableError, ValueTooLarge
+from distributor.errors import (
+    DistributorError,
+    NodeLost,
+    RunStalled,
+    UnpicklableError,
+    ValueTooLarge,
+)
+from distributor.launch.hangs.stack_requests import register_run
 from distributor.launch.job import Job, Launcher
 from distributor.launch.output.labels import RunLabel
 from distributor.launch.output.messages import notify, warn
 from distributor.launch.output.sink import DriverSink, Listeners
 from distributor.launch.settings import Settings
 from distributor.launch.spark.user_modules import how_to_send
-from distributor.launch.stack_requests import register_run
 from distributor.serialization.outcome import (
     Failure,
     Outcome,
@@ -150,7 +156,7 @@ def _reason_to_stop(
     if sigterm_received:
         return "this process received SIGTERM"
     last = failed[-1].error
-    is_retried = isinstance(last, NodeLost) or _first_failure(last) is not None
+    is_retried = isinstance(last, (NodeLost, RunStalled)) or _first_failure(last) is not None
     if not is_retried or isinstance(last, NOT_RETRIED):
         return "another attempt would not help"
     name, count = _limiting(failed, settings)

@@ -15,7 +15,8 @@ from distributor.launch.future import RunFuture
 from distributor.launch.one_time_warnings import warn_once
 from distributor.launch.programs import check_arguments, check_runs
 from distributor.launch.setting_checks import check_num_processes
-from distributor.launch.settings import Settings, documented
+from distributor.launch.setting_descriptions import documented
+from distributor.launch.settings import Settings
 from distributor.launch.spark.session import Session
 from distributor.ray.node import TEMP_DIR_VARIABLE, why_no_ray
 from distributor.ray.program import RayProgram

@@ -11,7 +11,7 @@ from distributor.core.checkpoint_config import CheckpointSettings, absolute
 from distributor.core.spelling import Spelling, suggestion
 from distributor.launch.run_listener import Listener
 from distributor.launch.setting_checks import check_listeners
-from distributor.launch.settings import setting
+from distributor.launch.setting_descriptions import setting
 from distributor.launch.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
 from distributor.train.checkpoint import Checkpoint

@@ -120,6 +120,13 @@ class NodeDone:
 
 
 @dataclass(frozen=True)
+class Idle:
+    """Node to driver: its ranks have done nothing for these seconds; 0.0 if they are active."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class StackRequest:
     """Driver to nodes: report the stacks of your ranks."""
 

@@ -13,7 +13,13 @@ import pytest
 from support.waiting import until
 
 from distributor import TorchDistributor
-from distributor.errors import DistributorError, ExecutorNotReady, RunTimeout, StartTimeout
+from distributor.errors import (
+    DistributorError,
+    ExecutorNotReady,
+    RunStalled,
+    RunTimeout,
+    StartTimeout,
+)
 from distributor.launch.job import Job
 from distributor.launch.programs import program_of
 from distributor.launch.spark import polling
@@ -28,6 +34,7 @@ from distributor.wire.hub import Hub
 from distributor.wire.link import Link
 from distributor.wire.messages import (
     Failed,
+    Idle,
     NodeUp,
     Preparing,
     RanksStarted,
@@ -318,3 +325,55 @@ def test_a_timeout_has_the_stacks_of_nodes_with_and_without_a_link(
     assert isinstance(error, RunTimeout)
     assert error.stacks == {0: "in step", 1: "in wait"}
     assert f"timeout of {SHORT:g} s" in str(error)
+
+
+def test_a_stall_needs_idle_ranks_on_all_nodes(
+    start: Start, warned: Callable[[], list[str]]
+) -> None:
+    run = start(settings={"stall_warning": 60.0, "stall_timeout": 100.0}, seconds=60)
+    nodes = [FakeNode(run.hub, number) for number in range(NODES)]
+    nodes[0].send(Rendezvous("127.0.0.1", 1))
+    for node in nodes:
+        assert node.receive() == Rendezvous("127.0.0.1", 1)
+        node.send(RanksStarted())
+    nodes[0].send(Idle(70.0))
+    nodes[1].send(Idle(90.0))
+    nodes[2].send(Idle(90.0))
+    for node in nodes:
+        assert node.receive() == StackRequest(), "for the warning"
+        node.send(Stacks({0: "in step"}))
+    until(lambda: bool(warned()), "the driver warns", SOON)
+    nodes[1].send(Idle(0.0))
+    nodes[2].send(Idle(200.0))
+    nodes[0].send(Idle(200.0))
+    with pytest.raises(queue.Empty):
+        nodes[0].received.get(timeout=3 * SHORT)
+    nodes[1].send(Idle(120.0))
+    for node in nodes:
+        assert node.receive() == StackRequest(), "for the error"
+        node.send(Stacks({0: "in step"}))
+        node.close()
+    error = run.error()
+    assert isinstance(error, RunStalled)
+    assert error.stacks == {0: "in step"}
+    assert len(warned()) == 1
+
+
+def test_a_node_that_lost_its_link_may_be_active(
+    start: Start, warned: Callable[[], list[str]]
+) -> None:
+    run = start(settings={"stall_warning": 60.0}, seconds=60)
+    nodes = [FakeNode(run.hub, number) for number in range(NODES)]
+    nodes[0].send(Rendezvous("127.0.0.1", 1))
+    for node in nodes:
+        assert node.receive() == Rendezvous("127.0.0.1", 1)
+        node.send(RanksStarted())
+    nodes[0].send(Idle(90.0))
+    nodes[0].close()
+    for node in nodes[1:]:
+        node.send(Idle(90.0))
+        with pytest.raises(queue.Empty):
+            node.received.get(timeout=SHORT)
+        node.close()
+    assert run.end() == []
+    assert warned() == []

@@ -16,6 +16,7 @@ from distributor.core.resources import format_bytes
 from distributor.core.spelling import Spelling
 from distributor.core.text import counted
 from distributor.launch.defaults import conf_cache_dir
+from distributor.launch.hangs.stalls import activity_interval
 from distributor.launch.job import Job
 from distributor.launch.one_time_warnings import warn_once
 from distributor.launch.output.messages import notify
@@ -94,8 +95,8 @@ class SparkLauncher:
         ------
         OSError
             If ``hub_address`` or ``hub_port`` cannot be bound.
-        StartTimeout, RunTimeout
-            If a deadline has passed.
+        StartTimeout, RunTimeout, RunStalled
+            If a deadline has passed, or all ranks have been idle for too long.
         ExecutorNotReady
             If an executor lacks what a rank needs.
         NodeLost
@@ -206,6 +207,7 @@ class SparkLauncher:
             // (tasks if job.keep_all else 1),
             rendezvous_timeout=job.settings.start_timeout,
             timeout=job.settings.timeout,
+            activity_interval=activity_interval(job.settings),
             warm=job.settings.warm,
             preload=tuple(job.settings.preload),
             datasets=job.datasets.specs if job.datasets else (),

@@ -14,6 +14,8 @@ from typing import BinaryIO, NoReturn
 from distributor.core.mlflow_env import RUN_ID
 from distributor.core.redaction import Redaction
 from distributor.errors import RunTimeout, StartTimeout
+from distributor.node.agent import termination
+from distributor.node.agent.activity import ActivityMonitor
 from distributor.node.agent.failure_grace import FailureGracePeriod
 from distributor.node.agent.listener import AgentListener
 from distributor.node.agent.node_spec import NodeSpec
@@ -21,12 +23,12 @@ from distributor.node.agent.output.log_relay import LogRelay
 from distributor.node.agent.output.system_metrics import SystemMetrics
 from distributor.node.agent.rank_failures import failure_at_exit, redact
 from distributor.node.agent.rank_starter import RankStarter
-from distributor.node.agent.termination import limit_lingering, release_finished, terminate
 from distributor.node.agent.worker_handle import WorkerHandle
 from distributor.node.agent.worker_selector import WorkerSelector
 from distributor.node.process.spawner import Spawner
 from distributor.node.worker import control_channel
-from distributor.node.worker.stack_dump import append_stacks, dump_stacks
+from distributor.node.worker.stack_dump import dump_stacks
+from distributor.node.worker.stack_text import append_stacks
 from distributor.serialization.outcome import Failure, Outcome, Value
 
 RELAY_INTERVAL = 0.05
@@ -54,6 +56,8 @@ class Agent:
         Whether every rank's value is wanted, or rank 0's alone.
     head_start : float, default 0.0
         Seconds in which the driver may decide about a failure before the agent does.
+    activity_interval : float, optional
+        Seconds between two measurements of whether the ranks are idle; by default there are none.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Agent:
         data: BinaryIO | None = None,
         keep_all: bool = False,
         head_start: float = 0.0,
+        activity_interval: float | None = None,
     ) -> None:
         self._node = node
         self._listener = listener
@@ -80,6 +85,9 @@ class Agent:
         self._redaction = Redaction(node.env)
         system_metrics = SystemMetrics(node.name) if RUN_ID in node.env else None
         self._log_relay = LogRelay(self._workers, listener, self._redaction, system_metrics)
+        self._activity = ActivityMonitor(
+            self._workers, listener, activity_interval, uses_gpus=bool(node.gpus)
+        )
         self._num_starting = node.ranks_per_node
         self._all_started_at = math.inf
         self._has_reported_done = self._is_stopping = False
@@ -136,6 +144,7 @@ class Agent:
             self._log_relay.report_system_metrics()
             self._note_exits()
             self._check_deadlines(start_deadline, timeout)
+            self._activity.report_idleness()
             self._answer_requests()
             self._release_or_stop()
             self._report_work_done()
@@ -189,6 +198,7 @@ class Agent:
         self._num_starting -= 1
         if not self._num_starting:
             self._all_started_at = time.monotonic()
+            self._activity.start()
             self._listener.on_ranks_started()
 
     def _note_value(self, worker: WorkerHandle) -> None:
@@ -199,7 +209,8 @@ class Agent:
         self._note_failure(worker, pickle.load(worker.outcome_file))
 
     def _note_exit_code(self, worker: WorkerHandle) -> None:
-        self._note_death(worker, worker.control.recv(1)[0])
+        exit_code = worker.control.recv(1)[0]
+        self._note_failure(worker, failure_at_exit(worker, exit_code, self._redaction))
 
     def _note_subscription(self, worker: WorkerHandle) -> None:
         self._listener.on_preemption_subscribed()
@@ -219,10 +230,7 @@ class Agent:
                 if worker.outcome is None:
                     returncode = worker.process.returncode
                     assert returncode is not None, "the process has ended"
-                    self._note_death(worker, returncode)
-
-    def _note_death(self, worker: WorkerHandle, returncode: int) -> None:
-        self._note_failure(worker, failure_at_exit(worker, returncode, self._redaction))
+                    self._note_failure(worker, failure_at_exit(worker, returncode, self._redaction))
 
     def _note_failure(self, worker: WorkerHandle, failure: Failure) -> None:
         if self._is_stopping:
@@ -244,7 +252,7 @@ class Agent:
 
     def _raise_timeout(self, kind: type[RunTimeout] | type[StartTimeout], reason: str) -> NoReturn:
         stacks = self._stacks()
-        busy = [str(worker.origin) for worker in self._workers if worker.outcome is None]
+        busy = [str(worker.origin) for worker in self._workers if worker.working]
         text = f"{reason} Still busy: {'; '.join(busy) or 'no rank'}."
         raise kind(append_stacks(text, stacks), stacks=stacks)
 
@@ -259,30 +267,22 @@ class Agent:
 
     def _stacks(self) -> dict[int, str]:
         """Return the stacks of the ranks that have no outcome yet."""
-        active = {w.origin.rank: w for w in self._workers if w.running and w.outcome is None}
-        return dump_stacks(active)
+        return dump_stacks({w.origin.rank: w for w in self._workers if w.working})
 
     def _release_or_stop(self) -> None:
         if self._stop_requested.is_set() or self._grace_period.is_over():
             self._stop_all()
-        release_finished(self._workers, run_is_done=self._release_requested.is_set())
-        limit_lingering(self._workers, self._listener)
+        termination.release_finished(self._workers, run_is_done=self._release_requested.is_set())
+        termination.limit_lingering(self._workers, self._listener)
 
     def _report_work_done(self) -> None:
-        if not self._has_reported_done and self._work_is_done():
+        if not self._has_reported_done and termination.all_have_values(self._workers):
             self._has_reported_done = True
             self._listener.on_work_done()
 
-    def _work_is_done(self) -> bool:
-        """Return whether all ranks have ended with a value; rank 0 may still run."""
-        return all(
-            isinstance(worker.outcome, Value) and (worker.origin.rank == 0 or not worker.running)
-            for worker in self._workers
-        )
-
     def _stop_all(self) -> None:
         self._is_stopping = True
-        terminate(self._workers, self._wait_while_stopping)
+        termination.terminate(self._workers, self._wait_while_stopping)
 
     def _wait_while_stopping(self) -> None:
         self._selector.wait(RELAY_INTERVAL)

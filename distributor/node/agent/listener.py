@@ -20,6 +20,12 @@ class AgentListener(Sink, Protocol):
     def on_rank_failed(self, failure: Failure) -> None:
         """Called for each failure, in the order in which the failures become known."""
 
+    def on_idle(self, seconds: float) -> None:
+        """Called again and again while all ranks are idle, with the seconds since they are.
+
+        It is called with 0.0 once they are active again.
+        """
+
     def on_stacks(self, stacks: dict[int, str]) -> None:
         """Called after `Agent.request_stacks`, with the stacks of the active ranks, by rank."""
 
@@ -43,6 +49,9 @@ class BaseAgentListener:
         pass
 
     def on_rank_failed(self, failure: Failure) -> None:
+        pass
+
+    def on_idle(self, seconds: float) -> None:
         pass
 
     def on_stacks(self, stacks: dict[int, str]) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 from distributor.node.agent.output.sink import Sink
 from distributor.node.agent.worker_handle import WorkerHandle
-from distributor.node.worker.stack_dump import append_stacks, dump_stacks
+from distributor.node.worker.stack_dump import dump_stacks
+from distributor.node.worker.stack_text import append_stacks
 from distributor.serialization.outcome import Value
 
 TERMINATION_GRACE_SECONDS = 5.0
@@ -17,6 +18,14 @@ LINGERING_WARNING_SECONDS, LINGERING_KILL_SECONDS = 30.0, 600.0
 """Seconds after its work at which a rank that has not ended is reported, and is killed."""
 KILL_SECONDS = 30.0
 """Seconds from SIGKILL after which a process is left alone, because it hangs in the kernel."""
+
+
+def all_have_values(workers: Sequence[WorkerHandle]) -> bool:
+    """Return whether all workers have ended with a value; rank 0 may still run."""
+    return all(
+        isinstance(worker.outcome, Value) and (worker.origin.rank == 0 or not worker.running)
+        for worker in workers
+    )
 
 
 def release_finished(workers: Sequence[WorkerHandle], run_is_done: bool) -> None:

@@ -71,6 +71,11 @@ class WorkerHandle:
         return self.process.running
 
     @property
+    def working(self) -> bool:
+        """Whether the process runs and has no outcome yet."""
+        return self.running and self.outcome is None
+
+    @property
     def pid(self) -> int:
         return self.process.pid
 

@@ -25,6 +25,7 @@ from distributor.serialization.outcome import Failure, Value
 from distributor.wire.link import Link
 from distributor.wire.messages import (
     Failed,
+    Idle,
     NodeDone,
     NodeUp,
     NodeWarning,
@@ -163,6 +164,9 @@ class HubChannel:
     def on_rank_failed(self, failure: Failure) -> None:
         self._lifecycle.fire(NodeEvent.RANK_FAILED)
         self._link.send(Failed(failure))
+
+    def on_idle(self, seconds: float) -> None:
+        self._link.send(Idle(seconds))
 
     def on_stacks(self, stacks: dict[int, str]) -> None:
         self._link.send(Stacks(stacks))

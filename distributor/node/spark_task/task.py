@@ -172,6 +172,7 @@ def _run_ranks(
             data=data,
             keep_all=spec.keep_all,
             head_start=channel.head_start,
+            activity_interval=spec.activity_interval,
         )
         with agent:
             channel.attach(agent)

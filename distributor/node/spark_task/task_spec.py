@@ -46,6 +46,8 @@ class TaskSpec:
     timeout : float or None
         Seconds that the ranks may take once they have started. The driver enforces it, or the node
         itself if it has no link to the driver.
+    activity_interval : float or None
+        Seconds between two measurements of whether the ranks are idle; None for no measurement.
     warm, preload : bool, tuple of str
         Whether ranks are forked from a warm process, and what it imports in addition to torch.
     datasets : tuple of DatasetSpec
@@ -80,6 +82,7 @@ class TaskSpec:
     max_spark_result_bytes: int
     rendezvous_timeout: float
     timeout: float | None
+    activity_interval: float | None
     warm: bool
     preload: tuple[str, ...]
     datasets: tuple[DatasetSpec, ...]

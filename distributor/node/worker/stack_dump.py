@@ -13,7 +13,6 @@ from typing import BinaryIO, Protocol
 
 from distributor._compat.cpython import split_stacks
 from distributor.core.procfs import is_in_signal_mask
-from distributor.core.text import listed
 from distributor.node.worker import control_channel
 
 SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (3 if hasattr(signal, "SIGRTMAX") else 0)
@@ -69,17 +68,6 @@ def dump_stacks(ranks: Mapping[int, DumpTarget]) -> dict[int, str]:
         sizes |= now
         time.sleep(POLL_INTERVAL)
     return {rank: _read_stack(target, begun[rank]) for rank, target in ranks.items()}
-
-
-def append_stacks(text: str, stacks: Mapping[int, str]) -> str:
-    """Append stacks to a text; ranks with the same stack share one."""
-    if not stacks:
-        return text
-    ranks_with: dict[str, list[int]] = {}
-    for rank, stack in sorted(stacks.items()):
-        ranks_with.setdefault(stack, []).append(rank)
-    parts = "\n".join(f"{listed('rank', ranks)}:\n{stack}" for stack, ranks in ranks_with.items())
-    return f"{text}\n\nStacks of the ranks, the most recent call first:\n{parts}"
 
 
 def _signal(pid: int) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from distributor.core.text import listed
+from distributor.launch.hangs.stalls import StallWatch
 from distributor.launch.job import Job
 from distributor.launch.output.messages import notify, warn
 from distributor.launch.spark.monitor.deadlines import Deadlines, StackReports
@@ -40,7 +41,7 @@ class Attempt:
     ----------
     machine : StateMachine of RunState
         The state.
-    nodes, rendezvous, deadlines, stacks, outcomes, grace_period
+    nodes, rendezvous, deadlines, stalls, stacks, outcomes, grace_period
         The parts. None of them knows the others, except that the rendezvous reads the nodes.
     ending : list or BaseException or None
         The job's rows, or the exception that ended it, once it has ended.
@@ -57,6 +58,7 @@ class Attempt:
         self.nodes = Nodes(plan.num_tasks, plan.ranks_per_task)
         self.rendezvous = RendezvousDecision(self.nodes, start_deadline)
         self.deadlines = Deadlines(job.settings, start_deadline)
+        self.stalls = StallWatch(job.settings)
         self.stacks = StackReports()
         num_ranks = plan.num_tasks * plan.ranks_per_task
         self.outcomes = Outcomes(plan.num_tasks, num_ranks, hub.secret)

@@ -27,6 +27,7 @@ def handle(attempt: Attempt, node: int, message: Any) -> None:
 
 
 def _link_event(attempt: Attempt, node: int, message: wire_hub.Lost) -> None:
+    attempt.stalls.forget(node)
     if message is LOST:
         attempt.nodes.lose_link(node)
     else:
@@ -87,6 +88,10 @@ def _failed(attempt: Attempt, node: int, message: messages.Failed) -> None:
     attempt.grace_period.note_failure(message.failure)
 
 
+def _idle(attempt: Attempt, node: int, message: messages.Idle) -> None:
+    attempt.stalls.note(node, message.seconds)
+
+
 def _stack_request(attempt: Attempt, node: int, message: messages.StackRequest) -> None:
     attempt.stacks.clear()
     attempt.hub.broadcast(message)
@@ -123,6 +128,7 @@ _HANDLERS: dict[type, Callable[[Attempt, int, Any], None]] = {
     messages.ValueStart: _value_start,
     messages.ValuePart: _value_part,
     messages.Failed: _failed,
+    messages.Idle: _idle,
     messages.StackRequest: _stack_request,
     messages.Stacks: _stacks,
     messages.Subscribed: _subscribed,

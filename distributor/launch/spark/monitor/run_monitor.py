@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from distributor.core.text import listed
 from distributor.core.versions import check_alike, pickling_software
-from distributor.errors import NodeLost, RunTimeout, StartTimeout
+from distributor.errors import NodeLost, RunTimeout
 from distributor.launch.job import Job
 from distributor.launch.one_time_warnings import warn_about_nodes
 from distributor.launch.output.messages import notify
@@ -21,7 +21,7 @@ from distributor.launch.spark.monitor.run_state import RunEvent, RunState
 from distributor.launch.spark.monitor.task_starts import TaskStarts
 from distributor.launch.spark.plan import ClusterPlan
 from distributor.node.agent.output.sink import Sink
-from distributor.node.worker.stack_dump import append_stacks
+from distributor.node.worker.stack_text import append_stacks
 from distributor.serialization.outcome import Outcome
 from distributor.wire import messages
 from distributor.wire.hub import HERE, Hub
@@ -102,8 +102,8 @@ class RunMonitor:
 
         Raises
         ------
-        StartTimeout, RunTimeout
-            If a deadline has passed.
+        StartTimeout, RunTimeout, RunStalled
+            If a deadline has passed, or all ranks have been idle for ``stall_timeout``.
         NodeLost
             If a node no longer answers, or Spark lost its executor.
         ExecutorNotReady
@@ -153,7 +153,11 @@ class RunMonitor:
         if self.state is RunState.WAITING:
             self._start_rendezvous()
         elif error := attempt.deadlines.passed(attempt.nodes, attempt.rendezvous.late_nodes()):
-            self._raise_with_stacks(error)
+            attempt.machine.fire(RunEvent.DEADLINE_PASSED)
+            stacks = self._collect_stacks(await_job=isinstance(error, RunTimeout))
+            raise type(error)(append_stacks(str(error), stacks), stacks=stacks)
+        elif self.state is RunState.RUNNING:
+            self._check_stall()
         if self.state is not RunState.STOPPING:
             self._check_nodes()
         settled = attempt.grace_period.is_over() or attempt.outcomes.all_failed
@@ -196,14 +200,28 @@ class RunMonitor:
                 silent=tuple(nodes.hosts[node] for node in lost),
             )
 
-    def _raise_with_stacks(self, error: StartTimeout | RunTimeout) -> NoReturn:
-        """Raise an error with the stacks of the ranks that are still at work."""
+    def _check_stall(self) -> None:
+        """Report where the ranks are if all of them have been idle for too long."""
         attempt = self._attempt
-        attempt.machine.fire(RunEvent.DEADLINE_PASSED)
+        if attempt.nodes.unreported:
+            return  # the activity of these nodes is not known
+        if stall := attempt.stalls.check(attempt.nodes.working):
+            if stall.ends_attempt:
+                attempt.machine.fire(RunEvent.DEADLINE_PASSED)
+            stall.report(self._collect_stacks())
+
+    def _collect_stacks(self, await_job: bool = False) -> dict[int, str]:
+        """Return the stacks of the ranks that are still at work, by rank.
+
+        Parameters
+        ----------
+        await_job : bool
+            Whether nodes without a link report theirs in the error that ends their task.
+        """
+        attempt = self._attempt
         handle(attempt, HERE, messages.StackRequest())
         asked = set(attempt.nodes.linked)
-        # Nodes without a link report their stacks in the error that ends their task.
-        await_job = isinstance(error, RunTimeout) and bool(attempt.nodes.unreported)
+        await_job = await_job and bool(attempt.nodes.unreported)
         seconds = deadlines.UNLINKED_STACKS_SECONDS if await_job else deadlines.STACKS_SECONDS
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and (
@@ -211,8 +229,7 @@ class RunMonitor:
             or (await_job and attempt.ending is None)
         ):
             self._receive(TICK)
-        stacks = attempt.outcomes.stacks_in(attempt.ending) | attempt.stacks.by_rank()
-        raise type(error)(append_stacks(str(error), stacks), stacks=stacks)
+        return attempt.outcomes.stacks_in(attempt.ending) | attempt.stacks.by_rank()
 
     def _notify_leaving(self) -> None:
         """Notify the ranks if Spark is about to end an executor."""

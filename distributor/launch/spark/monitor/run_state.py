@@ -44,7 +44,7 @@ class RunEvent(enum.Enum):
     FAILURE_SETTLED = "failure settled"
     """A rank failed, and the other ranks have had the time to report failures of their own."""
     DEADLINE_PASSED = "deadline passed"
-    """``start_timeout`` or ``timeout`` has passed, and there may be ranks to ask for stacks."""
+    """``start_timeout``, ``timeout`` or ``stall_timeout`` has passed; ranks may have stacks."""
     JOB_ENDED = "job ended"
     """Spark returned the job's rows, or raised."""
     ERROR_RAISED = "error raised"

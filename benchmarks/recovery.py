@@ -1,0 +1,223 @@
+"""Time from a kill to the first collective of the next attempt, with the checkpoint loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import spark
+from benchmarks.functions import MEGABYTE, weights
+from benchmarks.launchers import Run
+from benchmarks.measure import Driven, apart
+from benchmarks.packages import library
+from benchmarks.peers import Peer
+from benchmarks.report import Row, gathered, row
+from benchmarks.spark import EMBEDDED, LOCAL
+from benchmarks.turns import Effort, measured
+
+RANKS = 2
+ONE_CORE = "local-cluster[2,1,1024]"
+"""A cluster on which the ranks need both executors."""
+RANK, EXECUTOR = "a rank is killed", "an executor is killed"
+SIZES = (1, 1000)
+"""Megabytes of the checkpoint."""
+RECOVERED = "until the first collective of the next attempt"
+REPEATS = 4
+"""Runs of one driver. The first is not counted: it also starts warm processes."""
+DEADLINE = 900.0
+WAIT_SECONDS = 120.0
+
+
+class Case(NamedTuple):
+    """A launcher, a place, what is killed, and the megabytes of the checkpoint."""
+
+    peer: Peer
+    place: str
+    fault: str
+    megabytes: int
+
+    @property
+    def title(self) -> str:
+        return titled(self.place, self.fault, self.megabytes)
+
+
+def titled(place: str, fault: str, megabytes: int) -> str:
+    """Return the title of a case."""
+    return f"{place}, {fault}, a checkpoint of {megabytes:,} MB"
+
+
+def measure(effort: Effort) -> list[Row]:
+    """Measure recoveries."""
+    sizes = SIZES[:1] if effort.quick else SIZES
+    places = [
+        ("ours", LOCAL, RANK),
+        ("ray", LOCAL, RANK),
+        ("ours", EMBEDDED, RANK),
+        ("ours", ONE_CORE, EXECUTOR),
+    ]
+    cases = [
+        Case(PEERS[name], place, fault, megabytes)
+        for name, place, fault in places
+        for megabytes in sizes
+    ]
+    cases += [Case(PEERS[FLOOR], ONE_CORE, EXECUTOR, size) for size in sizes[:1]]
+    wanted = [c for c in cases if not effort.families or c.peer.family in effort.families]
+    return measured(wanted, effort.few_rounds, _drive, _rows)
+
+
+def drive(peer: str, place: str, fault: str, size: int) -> dict[str, Any]:
+    """Run a training several times in which a process is killed once, and which then goes on."""
+    with PEERS[peer].open(place) as opened:
+        seconds = [
+            _restart_of_executor(opened) if peer == FLOOR else _recovery(opened, fault, size)
+            for _ in range(REPEATS)
+        ]
+    return {"seconds": seconds[1:]}
+
+
+def train(config: dict[str, Any]) -> None:
+    """Report a checkpoint and wait to be killed; in the next attempt, load it and reduce once."""
+    import torch
+    import torch.distributed as dist
+
+    api = library(config["api"])
+    folder, rank = Path(config["folder"]), api.get_context().get_world_rank()
+    checkpoint = api.get_checkpoint()
+    if checkpoint is None:
+        with tempfile.TemporaryDirectory() as local:
+            if rank == 0:
+                torch.save(weights(config["size"]), Path(local, "weights.pt"))
+                checkpoint = api.Checkpoint.from_directory(local)
+            api.report({"step": 1}, checkpoint=checkpoint)
+        Path(folder, f"pid{rank}").write_text(str(os.getpid()))
+        if rank != 0:
+            signal.pause()
+        dist.barrier()
+        return
+    with checkpoint.as_directory() as local:
+        torch.load(Path(local, "weights.pt"))
+    dist.all_reduce(torch.ones(1))
+    Path(folder, f"recovered{rank}").write_text(str(time.time()))
+
+
+@contextlib.contextmanager
+def _ours(place: str) -> Iterator[Run]:
+    from distributor import train as api
+    from distributor.train.torch import TorchTrainer
+
+    with spark.session(place):
+        yield lambda config, storage: TorchTrainer(
+            train,
+            train_loop_config={"api": "distributor.train", **config},
+            scaling_config=api.ScalingConfig(num_workers=RANKS, local_mode=place == LOCAL),
+            run_config=api.RunConfig(
+                storage_path=str(storage), failure_config=api.FailureConfig(max_failures=1)
+            ),
+        ).fit()
+
+
+@contextlib.contextmanager
+def _ray(place: str) -> Iterator[Run]:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    package, api = library("ray"), library("ray.train")
+    trainer = library("ray.train.torch").TorchTrainer
+    package.init(
+        num_cpus=RANKS + 2, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
+    try:
+        yield lambda config, storage: trainer(
+            train,
+            train_loop_config={"api": "ray.train", **config},
+            scaling_config=api.ScalingConfig(num_workers=RANKS),
+            run_config=api.RunConfig(
+                storage_path=str(storage), failure_config=api.FailureConfig(max_failures=1)
+            ),
+        ).fit()
+    finally:
+        package.shutdown()
+
+
+FLOOR = "floor_executor"
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("ours", "distributor", _ours, "distributor"),
+        Peer("ray", "Ray Train", _ray, "ray"),
+        Peer(
+            FLOOR,
+            "floor: Spark's own start of an executor",
+            spark.session,
+            "pyspark",
+            note="until an empty barrier stage has run on both executors",
+        ),
+    )
+}
+
+
+def _recovery(fit: Run, fault: str, size: int) -> float:
+    """Run a training with a fault, and return the seconds from the kill to the first collective."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        killed: list[float] = []
+        killer = threading.Thread(target=lambda: killed.append(_kill(folder, fault)), daemon=True)
+        killer.start()
+        fit({"folder": name, "size": size}, folder / "storage")
+        killer.join()
+        recovered = [float(Path(folder, f"recovered{rank}").read_text()) for rank in range(RANKS)]
+    return max(recovered) - killed[0]
+
+
+def _kill(folder: Path, fault: str) -> float:
+    """Kill the rank, or an executor, once the ranks wait for it; return when that was."""
+    files = [folder / f"pid{rank}" for rank in range(RANKS)]
+    _wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    pid = _executors()[0] if fault == EXECUTOR else int(files[-1].read_text())
+    now = time.time()
+    os.kill(pid, signal.SIGKILL)
+    return now
+
+
+def _restart_of_executor(session: Any) -> float:
+    began = time.time()
+    os.kill(_executors()[0], signal.SIGKILL)
+    # The stage of a barrier starts only if both executors are there.
+    spark.empty_stage(session, RANKS)
+    return time.time() - began
+
+
+def _executors() -> list[int]:
+    psutil = library("psutil")
+    found = psutil.Process().children(recursive=True)
+    return [
+        process.pid for process in found if "CoarseGrainedExecutorBackend" in str(process.cmdline())
+    ]
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the ranks did not reach the place of the fault")
+        time.sleep(0.005)
+
+
+def _drive(case: Case) -> Driven:
+    return apart(
+        drive,
+        DEADLINE,
+        peer=case.peer.name,
+        place=case.place,
+        fault=case.fault,
+        size=case.megabytes * MEGABYTE,
+    )
+
+
+def _rows(case: Case, measurements: list[Driven]) -> list[Row]:
+    return [row(case.peer, case.title, RECOVERED, gathered(measurements, "seconds"))]
