@@ -34,7 +34,7 @@ import distributor.air
 from distributor import DistributorError, ExecutorNotReady, RunTimeout, air, runtime, serverless_gpu
 from distributor.launch.one_time_warnings import warn_once
 from distributor.node.agent.worker_env import RANK_VARIABLES
-from distributor.node.process.scratch import create_elsewhere, create_scratch, remove_scratch
+from distributor.node.process.scratch import create_elsewhere, remove_scratch
 from distributor.ray import RayFunction, ray_launch
 from distributor.ray.program import RayProgram
 
@@ -436,7 +436,7 @@ def test_each_run_has_its_own_token() -> None:
 
 def test_a_scratch_folder_is_removed_with_the_one_elsewhere(tmp_path: Path) -> None:
     scratch, parent, foreign = tmp_path / "pymp-1", tmp_path / "parent", tmp_path / "foreign"
-    create_scratch(str(scratch))
+    scratch.mkdir()  # create_scratch would keep multiprocessing of this process there
     elsewhere = Path(create_elsewhere(str(scratch), str(parent)))
     (elsewhere / "file").touch()
     remove_scratch(str(scratch))
