@@ -33,6 +33,8 @@ REPEATS = 4
 """Runs of one driver. The first is not counted: it also starts warm processes."""
 DEADLINE = 900.0
 WAIT_SECONDS = 120.0
+SETTLE_SECONDS = 3.0
+"""Seconds between the report and the kill, in which a launcher may do more in the background."""
 
 
 class Case(NamedTuple):
@@ -85,7 +87,6 @@ def drive(peer: str, place: str, fault: str, size: int) -> dict[str, Any]:
 def train(config: dict[str, Any]) -> None:
     """Report a checkpoint and wait to be killed; in the next attempt, load it and reduce once."""
     import torch
-    import torch.distributed as dist
 
     api = library(config["api"])
     folder, rank = Path(config["folder"]), api.get_context().get_world_rank()
@@ -96,15 +97,29 @@ def train(config: dict[str, Any]) -> None:
                 torch.save(weights(config["size"]), Path(local, "weights.pt"))
                 checkpoint = api.Checkpoint.from_directory(local)
             api.report({"step": 1}, checkpoint=checkpoint)
-        Path(folder, f"pid{rank}").write_text(str(os.getpid()))
-        if rank != 0:
-            signal.pause()
-        dist.barrier()
-        return
-    with checkpoint.as_directory() as local:
-        torch.load(Path(local, "weights.pt"))
+        _wait_for_kill(folder, rank)
+    else:
+        with checkpoint.as_directory() as local:
+            torch.load(Path(local, "weights.pt"))
+        _note_recovery(folder, rank)
+
+
+def _wait_for_kill(folder: Path, rank: int) -> None:
+    """Wait in a collective on rank 0, and outside of it on the others."""
+    import torch.distributed as dist
+
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
+    if rank != 0:
+        signal.pause()
+    dist.barrier()
+
+
+def _note_recovery(folder: Path, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
     dist.all_reduce(torch.ones(1))
-    Path(folder, f"recovered{rank}").write_text(str(time.time()))
+    (folder / f"recovered{rank}").write_text(str(time.time()))
 
 
 @contextlib.contextmanager
@@ -178,6 +193,7 @@ def _kill(folder: Path, fault: str) -> float:
     """Kill the rank, or an executor, once the ranks wait for it; return when that was."""
     files = [folder / f"pid{rank}" for rank in range(RANKS)]
     _wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    time.sleep(SETTLE_SECONDS)
     pid = _executors()[0] if fault == EXECUTOR else int(files[-1].read_text())
     now = time.time()
     os.kill(pid, signal.SIGKILL)
@@ -193,11 +209,15 @@ def _restart_of_executor(session: Any) -> float:
 
 
 def _executors() -> list[int]:
+    """Return the processes of the executors, without dead ones that are not reaped yet."""
     psutil = library("psutil")
-    found = psutil.Process().children(recursive=True)
-    return [
-        process.pid for process in found if "CoarseGrainedExecutorBackend" in str(process.cmdline())
-    ]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            is_executor = "CoarseGrainedExecutorBackend" in str(process.cmdline())
+            if is_executor and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
