@@ -25,11 +25,18 @@ Thread (most recent call first):
 LIBRARY_ONLY = f"""\
 Thread (most recent call first):
   File "{PACKAGES}/distributor/node/worker/main.py", line 10 in run
+  File "<string>", line 9 in <module>
+"""
+SENT = f"""\
+Thread (most recent call first):
+  File "{PACKAGES}/pyspark/work/app-1/0/distributor-modules-0123/data.py", line 5 in read
 """
 
 
 def test_the_users_line_and_what_it_called_are_named() -> None:
-    text = append_stacks("Stalled.", {0: BARRIER, 1: BACKWARD, 2: BARRIER, 3: LIBRARY_ONLY})
+    text = append_stacks(
+        "Stalled.", {0: BARRIER, 1: BACKWARD, 2: BARRIER, 3: LIBRARY_ONLY, 4: SENT}
+    )
     summary, _, stacks = text.partition("\n\nStacks of the ranks, the most recent call first:\n")
     assert summary.splitlines() == [
         "Stalled.",
@@ -37,6 +44,7 @@ def test_the_users_line_and_what_it_called_are_named() -> None:
         "Where the ranks are:",
         "  ranks 0, 2: in barrier, called by step (train.py:41)",
         "  rank 1: in backward, called by train (<ipython-input-3>:7)",
+        "  rank 4: in read (data.py:5)",
     ]
     assert stacks.count("in step") == 1
     assert "rank 3:\n" in stacks

@@ -10,8 +10,10 @@ from distributor.core.text import listed
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _THREAD = re.compile(r"^.*[Tt]hread.*\(most recent call first\):$", re.MULTILINE)
+_SENT = "/distributor-modules-"
+"""Part of the folders with the user's modules on nodes."""
 _LIBRARY = re.compile(
-    r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<frozen "
+    r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<(?:frozen |string>)"
     r"|/distributor/(?:_compat|core|data|launch|node|ray|serialization|tracking|train|wire)/"
 )
 """Files that are not the user's: installed packages, the standard library, this package."""
@@ -56,7 +58,7 @@ def _place(stack: str) -> str:
     main_thread = _THREAD.split(stack)[-1]  # faulthandler writes the oldest thread last
     called = ""
     for file, line, function in _FRAME.findall(main_thread):
-        if not _LIBRARY.search(file):
+        if _SENT in file or not _LIBRARY.search(file):
             place = f"{function} ({PurePath(file).name}:{line})"
             return f"in {called}, called by {place}" if called else f"in {place}"
         if not _INTERNAL.search(function):
