@@ -148,16 +148,24 @@ def accelerate(place: str, ranks: int) -> Iterator[Run]:
 
 
 @contextmanager
-def ray(place: str, ranks: int) -> Iterator[Run]:
-    """Run with Ray Train in a running Ray."""
+def ray_cluster(ranks: int) -> Iterator[None]:
+    """Start Ray on this machine, with room for the ranks and what controls them."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    package, train = library("ray"), library("ray.train")
-    trainer = library("ray.train.torch").TorchTrainer
+    package = library("ray")
     package.init(
         num_cpus=ranks + 2, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
     )
+    try:
+        yield
+    finally:
+        package.shutdown()
 
-    with tempfile.TemporaryDirectory() as folder:
+
+@contextmanager
+def ray(place: str, ranks: int) -> Iterator[Run]:
+    """Run with Ray Train in a running Ray."""
+    with tempfile.TemporaryDirectory() as folder, ray_cluster(ranks):
+        train, trainer = library("ray.train"), library("ray.train.torch").TorchTrainer
 
         def run(function: Run, *args: Any) -> None:
             fitted = trainer(
@@ -167,7 +175,4 @@ def ray(place: str, ranks: int) -> Iterator[Run]:
             )
             fitted.fit()
 
-        try:
-            yield run
-        finally:
-            package.shutdown()
+        yield run

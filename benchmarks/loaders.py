@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.launchers import ray_cluster
 from benchmarks.packages import library
 from benchmarks.spark import LOCAL, session
 
@@ -141,13 +142,9 @@ def pyspark(place: str, ranks: int) -> Iterator[Read]:
 @contextmanager
 def ray(place: str, ranks: int) -> Iterator[Read]:
     """Read Parquet files by Ray Data, in ranks of Ray Train."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    package, train, data = library("ray"), library("ray.train"), library("ray.data")
-    trainer = library("ray.train.torch").TorchTrainer
-    package.init(
-        num_cpus=ranks + 2, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-    )
-    with tempfile.TemporaryDirectory() as storage:
+    with tempfile.TemporaryDirectory() as storage, ray_cluster(ranks):
+        train, data = library("ray.train"), library("ray.data")
+        trainer = library("ray.train.torch").TorchTrainer
 
         def loop(config: dict[str, Any]) -> None:
             shard = train.get_dataset_shard("train")
@@ -173,10 +170,7 @@ def ray(place: str, ranks: int) -> Iterator[Read]:
             found: dict[str, Any] = json.loads(file.read_text())
             return found
 
-        try:
-            yield read
-        finally:
-            package.shutdown()
+        yield read
 
 
 def _without_image_tensors(batch: Batch) -> Batch:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import spark
 from benchmarks.functions import MEGABYTE, weights
-from benchmarks.launchers import Run
+from benchmarks.launchers import Run, ray_cluster
 from benchmarks.measure import Driven, apart
 from benchmarks.packages import library
 from benchmarks.peers import Peer
@@ -69,7 +69,7 @@ def measure(effort: Effort) -> list[Row]:
         for name, place, fault in places
         for megabytes in sizes
     ]
-    cases += [Case(PEERS[FLOOR], ONE_CORE, EXECUTOR, size) for size in sizes[:1]]
+    cases.append(Case(PEERS[FLOOR], ONE_CORE, EXECUTOR, sizes[0]))
     wanted = [c for c in cases if not effort.families or c.peer.family in effort.families]
     return measured(wanted, effort.few_rounds, _drive, _rows)
 
@@ -124,39 +124,27 @@ def _note_recovery(folder: Path, rank: int) -> None:
 
 @contextlib.contextmanager
 def _ours(place: str) -> Iterator[Run]:
-    from distributor import train as api
-    from distributor.train.torch import TorchTrainer
-
     with spark.session(place):
-        yield lambda config, storage: TorchTrainer(
-            train,
-            train_loop_config={"api": "distributor.train", **config},
-            scaling_config=api.ScalingConfig(num_workers=RANKS, local_mode=place == LOCAL),
-            run_config=api.RunConfig(
-                storage_path=str(storage), failure_config=api.FailureConfig(max_failures=1)
-            ),
-        ).fit()
+        yield _fit_of("distributor.train", local_mode=place == LOCAL)
 
 
 @contextlib.contextmanager
 def _ray(place: str) -> Iterator[Run]:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    package, api = library("ray"), library("ray.train")
-    trainer = library("ray.train.torch").TorchTrainer
-    package.init(
-        num_cpus=RANKS + 2, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-    )
-    try:
-        yield lambda config, storage: trainer(
-            train,
-            train_loop_config={"api": "ray.train", **config},
-            scaling_config=api.ScalingConfig(num_workers=RANKS),
-            run_config=api.RunConfig(
-                storage_path=str(storage), failure_config=api.FailureConfig(max_failures=1)
-            ),
-        ).fit()
-    finally:
-        package.shutdown()
+    with ray_cluster(RANKS):
+        yield _fit_of("ray.train")
+
+
+def _fit_of(name: str, **scaling: Any) -> Run:
+    """Return a function that trains with Ray Train, or this project in its place."""
+    api, trainer = library(name), library(f"{name}.torch").TorchTrainer
+    return lambda config, storage: trainer(
+        train,
+        train_loop_config={"api": name, **config},
+        scaling_config=api.ScalingConfig(num_workers=RANKS, **scaling),
+        run_config=api.RunConfig(
+            storage_path=str(storage), failure_config=api.FailureConfig(max_failures=1)
+        ),
+    ).fit()
 
 
 FLOOR = "floor_executor"

@@ -44,10 +44,11 @@ def child_pids() -> list[int]:
     file = Path(f"/proc/self/task/{os.getpid()}/children")
     if file.exists():
         return [int(pid) for pid in file.read_text().split()]
-    return [pid for pid in all_pids() if _parent_of(pid) == os.getpid()]
+    return [pid for pid in all_pids() if parent_pid(pid) == os.getpid()]
 
 
-def _parent_of(pid: int) -> int:
+def parent_pid(pid: int) -> int:
+    """Return the parent of a process; 0 if the process has ended."""
     try:
         return int(stat_field(pid, Stat.PARENT_PID))
     except OSError:
@@ -62,7 +63,7 @@ def stat_field(pid: int, field: Stat) -> str:
     OSError
         If the process has ended and was reaped, or the system has no ``/proc``.
     """
-    return _stat(pid)[field - Stat.STATE].decode()
+    return _stat(pid)[field].decode()
 
 
 def cpu_seconds_of_descendants(ancestor: int) -> float:
@@ -78,9 +79,8 @@ def cpu_seconds_of_descendants(ancestor: int) -> float:
     for pid in all_pids():
         with contextlib.suppress(OSError):  # it has ended
             stat = _stat(pid)
-            children.setdefault(int(stat[Stat.PARENT_PID - Stat.STATE]), []).append(pid)
-            times = stat[Stat.USER_TIME - Stat.STATE : Stat.REAPED_SYSTEM_TIME - Stat.STATE + 1]
-            ticks[pid] = sum(map(int, times))
+            children.setdefault(int(stat[Stat.PARENT_PID]), []).append(pid)
+            ticks[pid] = sum(map(int, stat[Stat.USER_TIME : Stat.REAPED_SYSTEM_TIME + 1]))
     total, unseen = 0, [ancestor]
     while unseen:
         found = children.pop(unseen.pop(), [])
@@ -147,9 +147,10 @@ def _has_ended(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """Return the fields of ``/proc/<pid>/stat`` from `Stat.STATE` on."""
+    """Return the fields of ``/proc/<pid>/stat``, to be indexed by `Stat`."""
     # The second field, the process's name, is in parentheses and may contain anything.
-    return _read(pid, "stat").rpartition(b")")[2].split()
+    before = [b""] * Stat.STATE
+    return [*before, *_read(pid, "stat").rpartition(b")")[2].split()]
 
 
 def _read(pid: int, name: str) -> bytes:

@@ -173,6 +173,23 @@ def run(start: Start) -> FollowedRun:
     return start(seconds=60)
 
 
+def nodes_with_rendezvous(run: FollowedRun) -> list[FakeNode]:
+    """Let all nodes come up, and receive the address of rank 0's store."""
+    nodes = [FakeNode(run.hub, number) for number in range(NODES)]
+    nodes[0].send(Rendezvous("127.0.0.1", 1))
+    for node in nodes:
+        assert node.receive() == Rendezvous("127.0.0.1", 1)
+    return nodes
+
+
+def started_nodes(run: FollowedRun) -> list[FakeNode]:
+    """The same, and let their ranks start."""
+    nodes = nodes_with_rendezvous(run)
+    for node in nodes:
+        node.send(RanksStarted())
+    return nodes
+
+
 def failure_of(rank: int) -> Failure:
     origin = Origin(rank=rank, local_rank=0, host=f"host{rank}")
     return Failure(origin=origin, summary="KeyError: 'x'", text="", pickled=None)
@@ -293,10 +310,7 @@ def test_a_run_without_a_link_continues_if_spark_does_not_report_its_tasks(
 def test_a_run_has_started_when_its_ranks_have(
     run: FollowedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    nodes = [FakeNode(run.hub, number) for number in range(NODES)]
-    nodes[0].send(Rendezvous("127.0.0.1", 1))
-    for node in nodes:
-        assert node.receive() == Rendezvous("127.0.0.1", 1)
+    nodes = nodes_with_rendezvous(run)
     nodes[0].send(RanksStarted())
     nodes[1].send(RanksStarted())
     assert "Started" not in capsys.readouterr().err
@@ -331,11 +345,7 @@ def test_a_stall_needs_idle_ranks_on_all_nodes(
     start: Start, warned: Callable[[], list[str]]
 ) -> None:
     run = start(settings={"stall_warning": 60.0, "stall_timeout": 100.0}, seconds=60)
-    nodes = [FakeNode(run.hub, number) for number in range(NODES)]
-    nodes[0].send(Rendezvous("127.0.0.1", 1))
-    for node in nodes:
-        assert node.receive() == Rendezvous("127.0.0.1", 1)
-        node.send(RanksStarted())
+    nodes = started_nodes(run)
     nodes[0].send(Idle(70.0))
     nodes[1].send(Idle(90.0))
     nodes[2].send(Idle(90.0))
@@ -363,11 +373,7 @@ def test_a_node_that_lost_its_link_may_be_active(
     start: Start, warned: Callable[[], list[str]]
 ) -> None:
     run = start(settings={"stall_warning": 60.0}, seconds=60)
-    nodes = [FakeNode(run.hub, number) for number in range(NODES)]
-    nodes[0].send(Rendezvous("127.0.0.1", 1))
-    for node in nodes:
-        assert node.receive() == Rendezvous("127.0.0.1", 1)
-        node.send(RanksStarted())
+    nodes = started_nodes(run)
     nodes[0].send(Idle(90.0))
     nodes[0].close()
     for node in nodes[1:]:

@@ -99,6 +99,18 @@ def test_ranks_that_save_into_one_folder_report_it_together(
     assert (tmp_path / "0").exists() == (mode == "SYNC")
 
 
+def write_late(folder: Path, warned: Path) -> None:
+    """Write this rank's file, of which rank 1 writes the end when rank 0 waits in its report."""
+    store_channel.LATE_WARNING_SECONDS = 0.5
+    rank = train.get_context().get_world_rank()
+    folder.mkdir(exist_ok=True)
+    with (folder / f"{rank}.txt").open("w", buffering=1) as file:
+        file.write("x\n")
+        if rank == 1:
+            until(warned.exists, "rank 0 waits in its report", 60)
+        file.write("y\n")
+
+
 def test_a_file_that_a_late_rank_still_writes_is_complete(tmp_path: Path) -> None:
     """Rank 0 finds the file of rank 1, incomplete, in the folder that they share."""
     warned = tmp_path / "warned"
@@ -106,14 +118,7 @@ def test_a_file_that_a_late_rank_still_writes_is_complete(tmp_path: Path) -> Non
 
     def report() -> None:
         train.report({})  # makes the channel
-        store_channel.LATE_WARNING_SECONDS = 0.5
-        rank = train.get_context().get_world_rank()
-        folder.mkdir(exist_ok=True)
-        with (folder / f"{rank}.txt").open("w", buffering=1) as file:
-            file.write("x\n")
-            if rank == 1:
-                until(warned.exists, "rank 0 waits in its report", 60)
-            file.write("y\n")
+        write_late(folder, warned)
         train.report({}, checkpoint=Checkpoint.from_directory(folder), checkpoint_dir_name="both")
 
     listener = TouchWhenPrinted(b"rank 0 still waits for rank 1", warned)
@@ -132,15 +137,8 @@ def test_a_checkpoint_that_was_saved_in_storage_is_not_moved(tmp_path: Path, mod
 
     def report() -> None:
         train.report({})  # makes the run's folder
-        store_channel.LATE_WARNING_SECONDS = 0.5
-        rank = train.get_context().get_world_rank()
         folder = tmp_path / "mine" / "full_model"
-        folder.mkdir(exist_ok=True)
-        with (folder / f"{rank}.txt").open("w", buffering=1) as file:
-            file.write("x\n")
-            if rank == 1:
-                until(warned.exists, "rank 0 waits in its report", 60)
-            file.write("x\n")
+        write_late(folder, warned)
         train.report(
             {},
             checkpoint=Checkpoint.from_directory(folder),

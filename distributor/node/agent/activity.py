@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distributor.core.gpus import gpu_usage
-from distributor.core.procfs import Stat, cpu_seconds_of_descendants, stat_field
+from distributor.core.procfs import cpu_seconds_of_descendants, parent_pid
 from distributor.node.agent.listener import AgentListener
 from distributor.node.agent.worker_handle import WorkerHandle
 
@@ -98,12 +98,5 @@ def _sample(workers: Sequence[WorkerHandle]) -> _Sample:
         tuple(worker.origin.rank for worker in workers),
         sum(os.fstat(file.fileno()).st_size for file in files),
         # The ranks' parent is a supervisor, which is also the parent of their orphans.
-        sum(map(cpu_seconds_of_descendants, set(map(_parent_of, workers)))),
+        sum(map(cpu_seconds_of_descendants, {parent_pid(worker.pid) for worker in workers} - {0})),
     )
-
-
-def _parent_of(worker: WorkerHandle) -> int:
-    try:
-        return int(stat_field(worker.pid, Stat.PARENT_PID))
-    except OSError:  # it has just ended
-        return worker.pid
