@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks import (
     checkpoint,
     data,
+    distribution,
     launch,
     memory,
     output,
@@ -33,6 +34,7 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "launch_spark": launch.measure_spark,
     "values": values.measure,
     "arguments": values.measure_arguments,
+    "distribution": distribution.measure,
     "output": output.measure,
     "progress": progress.measure,
     "checkpoint": checkpoint.measure,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +86,69 @@ def copies(place: str, ranks: int) -> Iterator[Callable[..., Any]]:
     yield run
 
 
+@contextmanager
+def sockets(place: str, ranks: int) -> Iterator[Callable[..., Any]]:
+    """Call the function in processes that receive its arguments over plain sockets."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as until_end:
+        address = listener.getsockname()
+        children = [_fork(lambda: _serve_calls(address), {}) for _ in range(ranks)]
+        streams = [until_end.enter_context(listener.accept()[0]) for _ in children]
+
+        def run(function: Callable[..., Any], *args: Any) -> Any:
+            with ThreadPoolExecutor(ranks) as pool:
+                return next(iter(pool.map(lambda each: _call(each, function, args), streams)))
+
+        yield run
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def _call(stream: socket.socket, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Send a call and receive its value."""
+    buffers: list[pickle.PickleBuffer] = []
+    content = function, _to(args, "numpy")
+    call = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
+    memory = [memoryview(call), *(buffer.raw() for buffer in buffers)]
+    sizes = pickle.dumps([each.nbytes for each in memory])
+    stream.sendall(struct.pack("<I", len(sizes)) + sizes)
+    for each in memory:
+        stream.sendall(each)
+    return pickle.loads(_received(stream, struct.unpack("<I", _received(stream, 4))[0]))
+
+
+def _serve_calls(address: tuple[str, int]) -> None:
+    """Receive calls and send their values until the other side closes."""
+    with socket.create_connection(address) as stream:
+        while head := _received(stream, 4):
+            sizes = pickle.loads(_received(stream, struct.unpack("<I", head)[0]))
+            call, *buffers = [_received(stream, size) for size in sizes]
+            function, args = pickle.loads(call, buffers=buffers)
+            value = pickle.dumps(function(*_to(args, "torch")))
+            stream.sendall(struct.pack("<I", len(value)) + value)
+
+
+def _to(args: tuple[Any, ...], library: str) -> tuple[Any, ...]:
+    """Return the arguments with dictionaries of tensors as arrays, or the other way round."""
+    import torch
+
+    convert = torch.Tensor.numpy if library == "numpy" else torch.from_numpy
+    return tuple(
+        {name: convert(each) for name, each in arg.items()} if isinstance(arg, dict) else arg
+        for arg in args
+    )
+
+
+def _received(stream: socket.socket, size: int) -> bytearray:
+    """Receive so many bytes; none if the other side has closed."""
+    memory, filled = bytearray(size), 0
+    while filled < size:
+        count = stream.recv_into(memoryview(memory)[filled:])
+        if not count:
+            return bytearray()
+        filled += count
+    return memory
+
+
 def _copy(thing: Any) -> Any:
     if not isinstance(thing, dict):
         return thing
@@ -106,10 +172,3 @@ def _fork(function: Callable[..., Any], environment: dict[str, str]) -> int:
 def target(function: Callable[..., Any]) -> str:
     """Return the name of a function for ``programs/call.py``."""
     return f"{function.__module__}:{function.__qualname__}"
-
-
-@contextmanager
-def nowhere(place: str, ranks: int) -> Iterator[Callable[..., Any]]:
-    """Stand for a lower bound that runs no function."""
-    raise NotImplementedError
-    yield

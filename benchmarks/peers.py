@@ -105,7 +105,7 @@ PEERS = {
             note="the driver's own import of torch is not counted",
         ),
         Peer("floor_copy", "floor: one copy in memory", floors.copies),
-        Peer("floor_sockets", "floor: bare sockets", floors.nowhere),
+        Peer("floor_sockets", "floor: bare sockets", floors.sockets),
         Peer("floor_stage", "floor: empty barrier stage", spark.stage, "pyspark"),
     )
 }

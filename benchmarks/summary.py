@@ -89,6 +89,7 @@ LINES = (
         "arguments",
         values.titled(EMBEDDED, values.ARGUMENTS[-1]),
         values.ARGUMENTS_ALONE,
+        "floor_sockets",
     ),
     Line(
         "the same arguments again",

@@ -19,6 +19,7 @@ from benchmarks.turns import Effort, measured
 
 HERE = ("ours", "pyspark", "torchrun", "spawn", "torchrunx", "floor_copy")
 THROUGH_SPARK = ("ours", "pyspark", "floor_copy")
+FOR_ARGUMENTS = ("ours", "pyspark", "floor_sockets")
 VALUES = (1, 100, 1000, 2000)
 ARGUMENTS = (1, 100, 500)
 VALUE_ALONE, ARGUMENTS_ALONE = "the value alone", "the arguments alone"
@@ -53,12 +54,13 @@ def titled(place: str, megabytes: int) -> str:
 
 def measure(effort: Effort) -> list[Row]:
     """Measure values."""
-    return measured(_cases(VALUES, effort), ROUNDS, _drive_value, _rows_of_value)
+    return measured(_cases(VALUES, THROUGH_SPARK, effort), ROUNDS, _drive_value, _rows_of_value)
 
 
 def measure_arguments(effort: Effort) -> list[Row]:
     """Measure arguments."""
-    return measured(_cases(ARGUMENTS, effort), ROUNDS, _drive_arguments, _rows_of_arguments)
+    cases = _cases(ARGUMENTS, FOR_ARGUMENTS, effort)
+    return measured(cases, ROUNDS, _drive_arguments, _rows_of_arguments)
 
 
 def drive_value(peer: str, place: str, size: int) -> dict[str, Any]:
@@ -116,10 +118,10 @@ def _beyond(whole: list[float], without: list[float]) -> list[float]:
     return [seconds - usual for seconds in whole]
 
 
-def _cases(sizes: tuple[int, ...], effort: Effort) -> list[Case]:
+def _cases(sizes: tuple[int, ...], through_spark: tuple[str, ...], effort: Effort) -> list[Case]:
     return [
         Case(peer, place, size)
-        for place, names in ((LOCAL, HERE), (EMBEDDED, THROUGH_SPARK))
+        for place, names in ((LOCAL, HERE), (EMBEDDED, through_spark))
         for size in sizes
         for peer in chosen(names, effort.families)
         if size == SMALL or not effort.quick

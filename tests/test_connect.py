@@ -146,6 +146,7 @@ def test_without_the_hub_everything_is_sent_through_spark(session: SessionProgra
     assert facts["large"] == [True, True]
     assert facts["broken"] == ["Broken", True, ["no", "3"], [1]]
     assert facts["left"] == [2, []]
+    assert facts["argument"] == 3 * 2**20
     for warnings in facts["warned"]:
         assert len(warnings) == 1
         assert "hub_address" in warnings[0]

@@ -114,7 +114,8 @@ class Settings:
     rank_ports: str | None = setting(
         NOT_GIVEN,
         "str",
-        """Ports for rank 0's rendezvous store, such as ``"29500-29599"``. Each run takes one.""",
+        """Ports for rank 0's rendezvous store, such as ``"29500-29599"``. Each run takes one, and
+        another on each executor that passes on large arguments to others.""",
         port_range,
     )
     warm: bool = setting(

@@ -14,7 +14,7 @@ import pickle
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from distributor._compat.torch import is_typed_storage, typed_storage, untyped_storage
@@ -99,14 +99,23 @@ def pack(obj: object, file: BinaryIO) -> None:
 
 def write_buffers(file: BinaryIO, buffers: Sequence[pickle.PickleBuffer]) -> None:
     """Write the buffers and their index after a pickle."""
+    for piece in pieces(file.tell(), buffers):
+        file.write(piece)
+    file.flush()
+
+
+def pieces(offset: int, buffers: Sequence[pickle.PickleBuffer]) -> Iterator[bytes | memoryview]:
+    """Yield what follows a pickle that ends at an offset: the buffers, aligned, and their index."""
     places = []
     for buffer in buffers:
-        _align(file)
         memory = buffer.raw()
-        places.append(_PLACE.pack(file.tell(), memory.nbytes))
-        file.write(memory)
-    file.write(b"".join(places) + _TRAILER.pack(len(places), _MAGIC))
-    file.flush()
+        padding = -offset % ALIGNMENT
+        offset += padding
+        places.append(_PLACE.pack(offset, memory.nbytes))
+        offset += memory.nbytes
+        yield bytes(padding)
+        yield memory
+    yield b"".join(places) + _TRAILER.pack(len(places), _MAGIC)
 
 
 def unpack(file: int, unpickler: Callable[..., pickle.Unpickler] = pickle.Unpickler) -> Any:
@@ -137,10 +146,6 @@ def _buffers(view: memoryview) -> list[memoryview]:
     start = len(view) - _TRAILER.size - count * _PLACE.size
     places = _PLACE.iter_unpack(view[start : len(view) - _TRAILER.size])
     return [view[offset : offset + size] for offset, size in places]
-
-
-def _align(file: BinaryIO) -> None:
-    file.write(bytes(-file.tell() % ALIGNMENT))
 
 
 def _untyped_storage(buffer: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 from distributor.wire import protocol
+from distributor.wire.connection import connect
 from distributor.wire.messages import Heartbeat
 
 _CHUNK = 256 * 2**10  # bytes per call of the kernel, small enough that the backlog shrinks visibly
@@ -84,18 +84,14 @@ class Link:
         OSError
             If the connection fails: `HandshakeRefused`, TimeoutError and others.
         """
-        limit = timeout
+        sock = connect(
+            host, port, secret, node, timeout=timeout, handshake_timeout=handshake_timeout
+        )
         try:
-            sock = _dial(host, port, time.monotonic() + timeout)
-            try:
-                limit = timeout if handshake_timeout is None else handshake_timeout
-                _prove(sock, secret, node, time.monotonic() + limit)
-                return cls(sock, on_message, on_lost)
-            except BaseException:
-                sock.close()
-                raise
-        except TimeoutError as error:
-            raise TimeoutError(f"no hub answers at {host}:{port} within {limit:g} s") from error
+            return cls(sock, on_message, on_lost)
+        except BaseException:
+            sock.close()
+            raise
 
     def __enter__(self) -> Link:
         return self
@@ -195,37 +191,6 @@ class Link:
             self._sock.shutdown(socket.SHUT_RDWR)
 
 
-def _dial(host: str, port: int, deadline: float) -> socket.socket:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    *others, last = [str(address[0]) for *_, address in found]
-    for tried, address in enumerate(others):
-        # Each address gets a share of the time, in case one drops packets silently.
-        with contextlib.suppress(OSError):
-            return socket.create_connection((address, port), _left(deadline) / (len(found) - tried))
-    return socket.create_connection((last, port), _left(deadline))
-
-
-def _prove(sock: socket.socket, secret: bytes, node: int, deadline: float) -> None:
-    protocol.tune(sock)
-    nonce = os.urandom(protocol.NONCE_SIZE)
-    greeting = _receive(sock, protocol.GREETING.size, deadline)
-    sock.sendall(protocol.hello(secret, greeting, nonce, node))
-    welcome = _receive(sock, protocol.WELCOME.size, deadline)
-    protocol.check_welcome(secret, greeting, nonce, welcome)
-    sock.settimeout(None)
-
-
-def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
-    received = b""
-    while len(received) < size:
-        sock.settimeout(_left(deadline))
-        part = sock.recv(size - len(received))
-        if not part:
-            raise protocol.HandshakeRefused("the hub hung up: a wrong secret, or a node twice")
-        received += part
-    return received
-
-
 def _next_payload(stream: BinaryIO) -> bytes:
     """Return the next frame's payload; empty if the connection has ended."""
     try:
@@ -237,10 +202,3 @@ def _next_payload(stream: BinaryIO) -> bytes:
         return payload if len(payload) == length else b""
     except OSError:
         return b""
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("timed out")
-    return left

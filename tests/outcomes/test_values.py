@@ -58,6 +58,14 @@ def make_large_tensors() -> dict[str, Any]:
     return {f"layer{i}": torch.arange(5 * MIB, dtype=torch.float32) * (i + 1) for i in range(5)}
 
 
+def kept_programs(argument: Any) -> dict[str, Any]:
+    """Return the large programs in the folder of this rank's executor, by that folder."""
+    mapped = next(line for line in open("/proc/self/maps") if "distributor-program" in line)
+    folder = Path(mapped.split()[-1]).parent
+    files = sorted((path.name, path.stat().st_ino) for path in folder.glob("distributor-program-*"))
+    return {str(folder): files, "number": int(argument[0])}
+
+
 def make_odd_tensors() -> dict[str, Any]:
     import torch
 
@@ -325,8 +333,27 @@ def test_large_arguments_are_sent_once_and_are_each_ranks_own(
     named = "'program' takes 8.39 MB to the ranks, 8.39 MB of it in argument 0['weights']."
     assert shown.count(named) == 3
     spark = request.getfixturevalue("spark")
-    files = [name for name in spark.sparkContext.listFiles if "distributor-program" in name]
-    assert len(files) == 2, "one for each sign"
+    assert not [name for name in spark.sparkContext.listFiles if "program" in name]
+
+
+@pytest.mark.spark
+def test_executors_keep_the_large_arguments_that_were_used_last(spark: Any) -> None:
+    import torch
+
+    distributor = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120)
+
+    def run(number: int) -> dict[str, Any]:
+        argument = torch.full((MIB,), number, dtype=torch.uint8)
+        found = distributor.run_all(kept_programs, argument)
+        assert [each.pop("number") for each in found] == [number, number]
+        return {folder: files for each in found for folder, files in each.items()}
+
+    first = run(0)
+    assert run(0) == first, "the same files: nothing was sent again"
+    for number in range(1, 6):
+        kept = run(number)
+    assert {folder: len(files) for folder, files in kept.items()} == dict.fromkeys(first, 4)
+    assert not set(first[min(first)]) & set(kept[min(first)]), "the oldest are gone"
 
 
 def test_a_value_that_is_not_returned_need_not_be_picklable(distribute: Distribute) -> None:

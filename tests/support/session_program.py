@@ -275,7 +275,9 @@ def through_spark(spark: Any, notes: Notes) -> dict[str, Any]:
         value, warned = distributor.run(train, 10), notes.take_warnings()
         found, warned_again = values_of_all(distributor), notes.take_warnings()
         failure = failure_beside_one_that_waits(distributor)
-    return {"value": value, **found, **failure, "warned": [warned, warned_again]}
+        argument = distributor.run(len, bytes(3 * 2**20))
+    warned_twice = [warned, warned_again]
+    return {"value": value, **found, **failure, "argument": argument, "warned": warned_twice}
 
 
 def one_link(spark: Any, notes: Notes) -> dict[str, Any]:

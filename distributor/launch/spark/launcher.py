@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distributor.core.addresses import port_range
-from distributor.core.resources import format_bytes
 from distributor.core.spelling import Spelling
 from distributor.core.text import counted
 from distributor.launch.defaults import conf_cache_dir
@@ -26,21 +25,22 @@ from distributor.launch.spark.capacity.executors import Executors
 from distributor.launch.spark.capacity.slots import Slots
 from distributor.launch.spark.environments import ship_environment
 from distributor.launch.spark.hub_address import choose_hub_address, open_hub
+from distributor.launch.spark.large_programs import program_for_nodes, use_spark
 from distributor.launch.spark.log_quieting import quiet
 from distributor.launch.spark.monitor.run_monitor import RunMonitor
 from distributor.launch.spark.monitor.task_starts import TaskStarts
-from distributor.launch.spark.package_shipping import portable_task, ship_program
+from distributor.launch.spark.package_shipping import portable_task
 from distributor.launch.spark.plan import ClusterPlan, check_launch
 from distributor.launch.spark.polling import Reminder
 from distributor.launch.spark.session import Session
 from distributor.launch.spark.spark_job import SparkJob
 from distributor.launch.spark.user_modules import ship_modules
 from distributor.node.agent.output.sink import Sink
+from distributor.node.spark_task.program_file import ProgramNotReceived
 from distributor.node.spark_task.result_rows import ROW_SCHEMA
-from distributor.node.spark_task.task_spec import TaskSpec
+from distributor.node.spark_task.task_spec import ProgramFile, TaskSpec
 from distributor.serialization.outcome import Outcome
-from distributor.serialization.pickle_diagnostics import heaviest
-from distributor.serialization.program import Call, Program
+from distributor.serialization.program import Program
 
 
 @dataclass(frozen=True)
@@ -107,18 +107,43 @@ class SparkLauncher:
             If the executors can never have enough slots, or Spark ended the job and no rank
             reported a cause.
         """
+        notify(job.heading)
+        try:
+            return self._launch(job, sink)
+        except ProgramNotReceived as error:
+            notify(f"{error} Spark sends them to the executors of this session from now on.")
+            use_spark(self.session)
+            return self._launch(job, sink)
+
+    def describe(self) -> dict[str, object]:
+        """Return where ranks are launched, for the record of the run."""
+        ranks = self.plan.num_tasks * self.plan.ranks_per_task
+        return {
+            "mode": "cluster",
+            "nodes": self.plan.num_tasks,
+            "gpus": ranks if self.plan.use_gpu else 0,
+            "application_id": self.session.conf("spark.app.id"),
+        }
+
+    def thread(self, target: Callable[[], object]) -> threading.Thread:
+        """Return a thread that can launch a run on behalf of the calling thread."""
+        return self.session.thread(target)
+
+    def _launch(self, job: Job, sink: Sink) -> list[Outcome]:
         rows = self._rows_of_tasks(job)
         deadline = time.monotonic() + job.settings.start_timeout
         reminder = Reminder()
         secret = secrets.token_bytes(32)
         address = choose_hub_address(self.session, job.settings.hub_address, job.settings.hub_port)
-        with open_hub(address, secret) as hub:
-            notify(job.heading)
+        with (
+            open_hub(address, secret) as hub,
+            program_for_nodes(self.session, job.program, hub, address.bound) as program,
+        ):
             slots = Slots(self.session, self.plan)
             slots.await_all(deadline, job.cancellation, reminder)
             shortage = self._warn_of_memory(job.settings.warm)
             spec = self._spec(
-                job, (address.advertised, hub.port), secret, check_memory=not shortage
+                job, program, (address.advertised, hub.port), secret, check_memory=not shortage
             )
             task = portable_task(self.session, TASK, pickle.dumps(spec, protocol=5))
             profile = {} if slots.profile is None else {"profile": slots.profile}
@@ -146,37 +171,12 @@ class SparkLauncher:
                 )
                 return monitor.follow(barrier_job.cancel, tasks)
 
-    def describe(self) -> dict[str, object]:
-        """Return where ranks are launched, for the record of the run."""
-        ranks = self.plan.num_tasks * self.plan.ranks_per_task
-        return {
-            "mode": "cluster",
-            "nodes": self.plan.num_tasks,
-            "gpus": ranks if self.plan.use_gpu else 0,
-            "application_id": self.session.conf("spark.app.id"),
-        }
-
-    def thread(self, target: Callable[[], object]) -> threading.Thread:
-        """Return a thread that can launch a run on behalf of the calling thread."""
-        return self.session.thread(target)
-
     def _rows_of_tasks(self, job: Job) -> Any:
         """Return a DataFrame with a partition for each task: the datasets' rows, or a number."""
         tasks = self.plan.num_tasks
         if job.datasets:
             return job.datasets.frame(tasks, self.plan.ranks_per_task)
         return self.session.spark.range(0, tasks, 1, tasks)
-
-    def _program_to_send(self, program: Program) -> Program | str:
-        if program.size <= LARGE_PROGRAM:
-            return program
-        if isinstance(program, Call):
-            path, weight = heaviest(*program.call.load())
-            notify(
-                f"'{program.name}' takes {format_bytes(program.size)} to the ranks, "
-                f"{format_bytes(weight)} of it in {path}. Spark sends it to each executor once."
-            )
-        return ship_program(self.session, program)
 
     def _warn_of_memory(self, warm: bool) -> bool:
         """Warn if executors are too small by Spark's configuration; return whether they are."""
@@ -187,13 +187,19 @@ class SparkLauncher:
         return shortage is not None
 
     def _spec(
-        self, job: Job, hub: tuple[str, int], secret: bytes, *, check_memory: bool
+        self,
+        job: Job,
+        program: Program | ProgramFile,
+        hub: tuple[str, int],
+        secret: bytes,
+        *,
+        check_memory: bool,
     ) -> TaskSpec:
         log_dir, tasks = job.settings.log_dir, self.plan.num_tasks
         return TaskSpec(
             run_id=job.run_id,
             attempt=job.attempt,
-            program=self._program_to_send(job.program),
+            program=program,
             program_name=job.program.name,
             ranks_per_node=self.plan.ranks_per_task,
             keep_all=job.keep_all,
@@ -222,8 +228,3 @@ class SparkLauncher:
 
 TASK = "distributor.node.spark_task.task:run"
 """The function that each task runs."""
-LARGE_PROGRAM = 512 * 1024
-"""Bytes above which a program is sent as a file, once, and not with the task, each time.
-
-PySpark writes a task of a megabyte or more to disk, and with it the ranks' variables.
-"""

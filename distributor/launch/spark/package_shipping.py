@@ -1,26 +1,20 @@
-"""Sends this package and large programs to the executors, once per session."""
+"""Sends this package to the executors, once per session."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import io
-import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from importlib.abc import ResourceLoader
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from distributor import source
-from distributor.core.resources import format_bytes
-from distributor.errors import DistributorError
 from distributor.launch.one_time_warnings import warn_if_source_changed
 from distributor.launch.spark.executor_files import send_file
 from distributor.launch.spark.session import Session
-from distributor.serialization import oob_pickle
-from distributor.serialization.program import Program
 
 
 def portable_task(
@@ -69,39 +63,6 @@ def _bootstrap(
         yield from pkgutil.resolve_name(function)(argument, batches, replaced)
 
     return task
-
-
-def ship_program(session: Session, program: Program) -> str:
-    """Send a large program to every executor, once; return its file's name in ``SparkFiles``."""
-    pickled = io.BytesIO()
-    pickler = oob_pickle.Pickler(pickled)
-    pickler.dump(program)
-    digest = hashlib.sha256(pickled.getbuffer())
-    for buffer in pickler.buffers:
-        digest.update(buffer.raw())
-
-    size = pickled.getbuffer().nbytes + sum(buffer.raw().nbytes for buffer in pickler.buffers)
-
-    def write(path: Path) -> None:
-        _check_room(program.name, path.parent, size)
-        with path.open("wb") as file:
-            file.write(pickled.getbuffer())
-            oob_pickle.write_buffers(file, pickler.buffers)
-
-    name = f"distributor-program-{digest.hexdigest()[:16]}"
-    send_file(session, name, write)
-    return name
-
-
-def _check_room(name: str, folder: Path, size: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise DistributorError(
-            f"'{name}' takes {format_bytes(size)} to the ranks, and the driver has "
-            f"{format_bytes(free)} free in {folder}, from which Spark sends it to the executors. "
-            "Free space there, set another folder (spark.local.dir), or let the ranks load the "
-            "data themselves."
-        )
 
 
 class _Own(NamedTuple):

@@ -10,7 +10,15 @@ from distributor.core.versions import Software
 from distributor.node.agent.agent import Agent
 from distributor.node.agent.listener import AgentListener
 from distributor.serialization.outcome import Failure, Value
-from distributor.wire.messages import NodeWarning, Output, Rendezvous
+from distributor.wire.messages import (
+    NodeWarning,
+    Output,
+    ProgramRelay,
+    ProgramSource,
+    ProgramStored,
+    ProgramWanted,
+    Rendezvous,
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,20 @@ class Channel(AgentListener, Protocol):
         ExecutorNotReady
             If the versions of the nodes differ.
         """
+
+    def find_program(self, wanted: ProgramWanted) -> ProgramSource | ProgramStored | None:
+        """Learn where to receive the run's program from; None if there is no link to the driver.
+
+        Raises
+        ------
+        StartTimeout
+            If no other node could send it in time.
+        TaskFailed
+            If the driver has ended the run.
+        """
+
+    def send(self, message: ProgramRelay | ProgramStored) -> None:
+        """Report to the driver how far the transfer of the program is."""
 
     def await_verdict(self, failures: Sequence[Failure]) -> None:
         """Wait before failures end this task, because that ends all other tasks too."""

@@ -14,10 +14,10 @@ from distributor.node.agent.failure_grace import (
     AFTER_COLLATERAL_SECONDS,
     LATE_START_SECONDS,
 )
-from distributor.node.spark_task.channel import Channel, Delivery
+from distributor.node.spark_task.channel import Delivery
 from distributor.node.spark_task.driver_lease import DriverLease
 from distributor.node.spark_task.node_state import NodeEvent, NodeLifecycle, NodeState
-from distributor.node.spark_task.rendezvous import HubRendezvous
+from distributor.node.spark_task.rendezvous import HubAnswer, T
 from distributor.node.spark_task.spark_channel import SparkChannel
 from distributor.node.spark_task.task_spec import TaskSpec
 from distributor.node.spark_task.value_delivery import MAX_BACKLOG, ValueDelivery
@@ -32,6 +32,10 @@ from distributor.wire.messages import (
     Output,
     Preempted,
     Preparing,
+    ProgramRelay,
+    ProgramSource,
+    ProgramStored,
+    ProgramWanted,
     RanksStarted,
     Release,
     Rendezvous,
@@ -78,7 +82,12 @@ class HubChannel:
         self._spec = spec
         self._spark_channel = spark_channel
         self._lifecycle = lifecycle
-        self._rendezvous = HubRendezvous()
+        self._rendezvous: HubAnswer[Rendezvous | RendezvousThroughSpark] = HubAnswer(
+            "The other nodes did not come up within start_timeout."
+        )
+        self._program: HubAnswer[ProgramSource | ProgramStored] = HubAnswer(
+            "Neither the driver nor another node could send the program within start_timeout."
+        )
         self._exchanged_through_spark = False
         self._delivery = ValueDelivery()
         self._agent: Agent | None = None
@@ -136,15 +145,20 @@ class HubChannel:
         self._link.send(NodeUp(self._host, software, tuple(warnings)))
         if own:
             self._link.send(own)
-        answer = self._rendezvous.wait(self._spec.rendezvous_timeout)
-        if self._lifecycle.is_ended_by_driver:
-            raise TaskFailed.of([], self._spec.secret)
+        answer = self._wait_for(self._rendezvous)
         if isinstance(answer, Rendezvous):
             return answer
         self._exchanged_through_spark = True
         if answer is None:  # the link is lost
             return self._spark_channel.exchange_rendezvous(own, software, warnings)
         return self._spark_channel.exchange_now(own, software, has_link=True)
+
+    def find_program(self, wanted: ProgramWanted) -> ProgramSource | ProgramStored | None:
+        self._link.send(wanted)
+        return self._wait_for(self._program)
+
+    def send(self, message: ProgramRelay | ProgramStored) -> None:
+        self._link.send(message)
 
     def await_verdict(self, failures: Sequence[Failure]) -> None:
         self._lifecycle.wait_for(
@@ -155,6 +169,12 @@ class HubChannel:
         if self._exchanged_through_spark:
             self._spark_channel.deliver(values)
         return self._delivery.deliver(values, self._link)
+
+    def _wait_for(self, answer: HubAnswer[T]) -> T | None:
+        found = answer.wait(self._spec.rendezvous_timeout)
+        if self._lifecycle.is_ended_by_driver:
+            raise TaskFailed.of([], self._spec.secret)
+        return found
 
     # What the agent reports
 
@@ -204,6 +224,9 @@ class HubChannel:
     def _handle_rendezvous(self, message: Rendezvous | RendezvousThroughSpark) -> None:
         self._rendezvous.answer(message)
 
+    def _handle_program(self, message: ProgramSource | ProgramStored) -> None:
+        self._program.answer(message)
+
     def _handle_stop(self, message: Stop) -> None:
         if self._lifecycle.fire(NodeEvent.STOP_RECEIVED):
             self._end_run()
@@ -234,7 +257,7 @@ class HubChannel:
 
     def _handle_link_lost(self) -> None:
         self._lease.link_lost()
-        self._rendezvous.give_up()
+        self._stop_waiting()
         self._delivery.note_link_lost()
         self._lifecycle.notify()
         if self._lifecycle.state is NodeState.SERVING:
@@ -245,8 +268,12 @@ class HubChannel:
             print(f"distributor: {reason}: this node stops its ranks.", file=sys.stderr)
             self._end_run()
 
-    def _end_run(self) -> None:
+    def _stop_waiting(self) -> None:
         self._rendezvous.give_up()
+        self._program.give_up()
+
+    def _end_run(self) -> None:
+        self._stop_waiting()
         if self._agent:
             self._agent.stop()
 
@@ -260,6 +287,8 @@ class HubChannel:
 _HANDLERS: dict[type, Callable[[HubChannel, Any], None]] = {
     Rendezvous: HubChannel._handle_rendezvous,
     RendezvousThroughSpark: HubChannel._handle_rendezvous,
+    ProgramSource: HubChannel._handle_program,
+    ProgramStored: HubChannel._handle_program,
     Stop: HubChannel._handle_stop,
     StackRequest: HubChannel._handle_stacks_request,
     Preempted: HubChannel._handle_preemption,
@@ -267,17 +296,3 @@ _HANDLERS: dict[type, Callable[[HubChannel, Any], None]] = {
     ValueReceived: HubChannel._handle_value_received,
     ValueRefused: HubChannel._handle_value_refused,
 }
-
-
-def open_channel(
-    spec: TaskSpec, node_rank: int, host: str, context: Any, lifecycle: NodeLifecycle
-) -> Channel:
-    """Connect to the hub; if it cannot be reached, return a channel through Spark alone."""
-    spark_channel = SparkChannel(spec, context, lifecycle)
-    channel = HubChannel(spec, spark_channel, lifecycle)
-    try:
-        channel.connect(node_rank, host)
-    except OSError as error:
-        print(f"distributor: no link to the driver at {spec.hub}: {error}", file=sys.stderr)
-        return spark_channel
-    return channel

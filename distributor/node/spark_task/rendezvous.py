@@ -7,25 +7,35 @@ import queue
 import socket
 import time
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from distributor.core.addresses import joined
 from distributor.core.host import host_name
 from distributor.core.versions import Software, check_alike
 from distributor.errors import ExecutorNotReady, StartTimeout
-from distributor.wire.messages import Rendezvous, RendezvousThroughSpark
+from distributor.wire.messages import Rendezvous
 
 REACH_SECONDS = 10.0
 """Seconds to connect to rank 0's store."""
 
 
-class HubRendezvous:
-    """What the hub answers to a node that waits for the address of rank 0's store."""
+T = TypeVar("T")
 
-    def __init__(self) -> None:
-        self._answers: queue.Queue[Rendezvous | RendezvousThroughSpark | None] = queue.Queue()
 
-    def answer(self, message: Rendezvous | RendezvousThroughSpark) -> None:
+class HubAnswer(Generic[T]):
+    """An answer of the hub that a node waits for.
+
+    Parameters
+    ----------
+    otherwise : str
+        What to report if it does not come in time.
+    """
+
+    def __init__(self, otherwise: str) -> None:
+        self._otherwise = otherwise
+        self._answers: queue.Queue[T | None] = queue.Queue()
+
+    def answer(self, message: T) -> None:
         """Receive the driver's answer. From any thread."""
         self._answers.put(message)
 
@@ -33,7 +43,7 @@ class HubRendezvous:
         """Stop waiting, because the link or the run has ended. From any thread."""
         self._answers.put(None)
 
-    def wait(self, timeout: float) -> Rendezvous | RendezvousThroughSpark | None:
+    def wait(self, timeout: float) -> T | None:
         """Wait for the driver's answer; None if the link or the run has ended.
 
         Raises
@@ -44,7 +54,7 @@ class HubRendezvous:
         try:
             return self._answers.get(timeout=timeout)
         except queue.Empty:
-            raise StartTimeout("The other nodes did not come up within start_timeout.") from None
+            raise StartTimeout(self._otherwise) from None
 
 
 class SparkExchange(NamedTuple):

@@ -1,4 +1,4 @@
-"""Files that Spark ships with a run: its program, and the modules of the user."""
+"""Files that Spark ships with a run, and the paths of its program on this node."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import hashlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 from distributor.core.atomic_files import atomic_path, write_atomically
-from distributor.serialization.program import Module, Program, Script, in_file
+from distributor.serialization.program import Module, Program, Script
 
 
 def spark_files_folder() -> Path:
@@ -36,22 +35,7 @@ def unpack_modules(archive: str) -> str:
     return str(folder)
 
 
-def program_file(program: Program | str) -> BinaryIO:
-    """Return a file with the program that ranks run.
-
-    Parameters
-    ----------
-    program : Program or str
-        The program, or the name of its file among Spark's files.
-    """
-    from pyspark import SparkFiles
-
-    if isinstance(program, str):
-        return Path(SparkFiles.get(program)).open("rb")
-    return in_file(_on_this_node(program))
-
-
-def _on_this_node(program: Program) -> Program:
+def program_on_this_node(program: Program) -> Program:
     """Return the program with paths of this node; a script has the text that the driver read."""
     if isinstance(program, Module):
         return replace(program, folder="")

@@ -18,7 +18,15 @@ from distributor.node.spark_task.node_state import NodeEvent, NodeLifecycle
 from distributor.node.spark_task.rendezvous import exchange_through_spark
 from distributor.node.spark_task.task_spec import TaskSpec
 from distributor.serialization.outcome import Failure, Value
-from distributor.wire.messages import NodeWarning, Output, Rendezvous, Source
+from distributor.wire.messages import (
+    NodeWarning,
+    Output,
+    ProgramRelay,
+    ProgramStored,
+    ProgramWanted,
+    Rendezvous,
+    Source,
+)
 
 CANCELLATION_SECONDS = 5.0
 """Seconds within which Spark ends the Python worker of a task that it has cancelled.
@@ -92,6 +100,12 @@ class SparkChannel(BaseAgentListener):
         if found.some_have_link:
             self.deadline_slack = DRIVER_FIRST_SECONDS
         return found.store
+
+    def find_program(self, wanted: ProgramWanted) -> None:
+        """Find no source: nodes without a link receive programs through Spark."""
+
+    def send(self, message: ProgramRelay | ProgramStored) -> None:
+        """Report nothing: no node without a link receives a program."""
 
     def on_rank_failed(self, failure: Failure) -> None:
         self._lifecycle.fire(NodeEvent.RANK_FAILED)

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -25,7 +26,7 @@ from distributor.node.process.process_title import temporary_run_title
 from distributor.node.process.zygote_client import ZygoteSpec
 from distributor.node.spark_task.channel import Channel
 from distributor.node.spark_task.dataset_file import dataset_file
-from distributor.node.spark_task.hub_channel import open_channel
+from distributor.node.spark_task.hub_channel import HubChannel
 from distributor.node.spark_task.node_resources import (
     assigned_gpus,
     check_gpu_type,
@@ -33,9 +34,11 @@ from distributor.node.spark_task.node_resources import (
     warnings_about_memory,
 )
 from distributor.node.spark_task.node_state import NodeEvent, NodeLifecycle
+from distributor.node.spark_task.program_file import program_file
 from distributor.node.spark_task.rendezvous import check_reachable, hosts_of
 from distributor.node.spark_task.result_rows import rows_of
-from distributor.node.spark_task.shipped_files import program_file, unpack_modules
+from distributor.node.spark_task.shipped_files import unpack_modules
+from distributor.node.spark_task.spark_channel import SparkChannel
 from distributor.node.spark_task.task_spec import TaskSpec
 from distributor.node.spark_task.value_fallback import save_large_values, save_refused_values
 from distributor.serialization.outcome import Failure, Value
@@ -96,42 +99,62 @@ def _run_node(spec: TaskSpec, batches: Iterator[Any], replaced: str) -> Iterator
     with (
         NodeLifecycle() as lifecycle,
         temporary_run_title(f"node {node_rank}", spec.program_name, spec.run_id),
-        open_channel(spec, node_rank, host, context, lifecycle) as channel,
+        _open_channel(spec, node_rank, host, context, lifecycle) as channel,
     ):
         lifecycle.fire(NodeEvent.CHANNEL_OPENED)
-        with prepare_environment(spec) as prepared, dataset_file(spec, batches) as data:
+        address = routable_address(host, hosts)
+        with (
+            prepare_environment(spec) as prepared,
+            dataset_file(spec, batches) as data,
+            program_file(spec, channel, node_rank, address) as program,
+        ):
             lifecycle.fire(NodeEvent.ENVIRONMENT_READY)
             warnings = (*node_warnings(replaced), *warnings_about_memory(spec, context))
-            node, store_socket = _join(spec, node_rank, hosts, context, channel, prepared, warnings)
+            node, store_socket = _join(
+                spec, node_rank, address, context, channel, prepared, warnings
+            )
             lifecycle.fire(NodeEvent.RENDEZVOUS_KNOWN)
             if node_rank != 0:
                 check_reachable(Rendezvous(node.master_addr, node.master_port))
             values = _run_ranks(
-                spec, node, store_socket, data, channel, prepared.interpreter, lifecycle
+                spec, node, store_socket, program, data, channel, prepared.interpreter, lifecycle
             )
             yield from _deliver(spec, channel, values)
             lifecycle.fire(NodeEvent.VALUES_DELIVERED)
 
 
+def _open_channel(
+    spec: TaskSpec, node_rank: int, host: str, context: Any, lifecycle: NodeLifecycle
+) -> Channel:
+    """Connect to the hub; if it cannot be reached, return a channel through Spark alone."""
+    spark_channel = SparkChannel(spec, context, lifecycle)
+    channel = HubChannel(spec, spark_channel, lifecycle)
+    try:
+        channel.connect(node_rank, host)
+    except OSError as error:
+        print(f"distributor: no link to the driver at {spec.hub}: {error}", file=sys.stderr)
+        return spark_channel
+    return channel
+
+
 def _join(
     spec: TaskSpec,
     node_rank: int,
-    hosts: list[str],
+    address: str,
     context: Any,
     channel: Channel,
     prepared: PreparedEnvironment,
     warnings: tuple[NodeWarning, ...],
 ) -> tuple[NodeSpec, socket.socket | None]:
     """Agree with the other nodes on where rank 0's store listens."""
-    host = hosts[context.partitionId()]
-    address = routable_address(host, hosts)
+    hosts = hosts_of(context)
     store_socket = listen_for_ranks(address, spec.rank_ports) if node_rank == 0 else None
     own = Rendezvous(address, store_socket.getsockname()[1]) if store_socket else None
     store = channel.exchange_rendezvous(own, prepared.software, warnings)
     node = NodeSpec(
         run_id=spec.run_id,
         attempt=spec.attempt,
-        host=host,
+        host=hosts[context.partitionId()],
         address=address,
         node_rank=node_rank,
         num_nodes=len(hosts),
@@ -150,6 +173,7 @@ def _run_ranks(
     spec: TaskSpec,
     node: NodeSpec,
     store_socket: socket.socket | None,
+    program: BinaryIO,
     data: BinaryIO | None,
     channel: Channel,
     interpreter: Interpreter,
@@ -157,12 +181,9 @@ def _run_ranks(
 ) -> list[Value]:
     """Run the node's ranks until they end, and return their values."""
     deadline = time.monotonic() + spec.rendezvous_timeout
-    with (
-        program_file(spec.program) as program,
-        zygote_client.open_spawner(
-            _zygote_spec(spec, interpreter), deadline, interpreter
-        ) as spawner,
-    ):
+    with zygote_client.open_spawner(
+        _zygote_spec(spec, interpreter), deadline, interpreter
+    ) as spawner:
         agent = Agent(
             node,
             program,

@@ -11,6 +11,22 @@ if TYPE_CHECKING:
     from distributor.data.spark.chunk_file import DatasetSpec
 
 
+@dataclass(frozen=True)
+class ProgramFile:
+    """A program that is too large for the task, and is kept in a file on each node.
+
+    Parameters
+    ----------
+    name : str
+        The file's name among Spark's files; the same for the same program.
+    size : int
+        Its size in bytes.
+    """
+
+    name: str
+    size: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
     """What the driver passes to every task of a run, pickled with the task.
@@ -19,8 +35,8 @@ class TaskSpec:
     ----------
     run_id, attempt : str, int
         The run, and the number of its attempt, counted from 0.
-    program : Program or str
-        What each rank runs, or the name of the file that Spark ships with the program.
+    program : Program or ProgramFile
+        What each rank runs, or the file that contains it.
     program_name : str
         The function's or script's name.
     ranks_per_node : int
@@ -69,7 +85,7 @@ class TaskSpec:
 
     run_id: str
     attempt: int
-    program: Program | str
+    program: Program | ProgramFile
     program_name: str
     ranks_per_node: int
     keep_all: bool

@@ -12,6 +12,7 @@ from distributor.launch.output.messages import notify, warn
 from distributor.launch.spark.monitor.deadlines import Deadlines, StackReports
 from distributor.launch.spark.monitor.nodes import Nodes
 from distributor.launch.spark.monitor.outcomes import Outcomes
+from distributor.launch.spark.monitor.program_distribution import ProgramDistribution
 from distributor.launch.spark.monitor.rendezvous import RendezvousDecision
 from distributor.launch.spark.monitor.run_state import run_state_machine
 from distributor.launch.spark.plan import ClusterPlan
@@ -41,7 +42,7 @@ class Attempt:
     ----------
     machine : StateMachine of RunState
         The state.
-    nodes, rendezvous, deadlines, stalls, stacks, outcomes, grace_period
+    nodes, rendezvous, deadlines, stalls, stacks, outcomes, grace_period, programs
         The parts. None of them knows the others, except that the rendezvous reads the nodes.
     ending : list or BaseException or None
         The job's rows, or the exception that ended it, once it has ended.
@@ -63,6 +64,7 @@ class Attempt:
         num_ranks = plan.num_tasks * plan.ranks_per_task
         self.outcomes = Outcomes(plan.num_tasks, num_ranks, hub.secret)
         self.grace_period = FailureGracePeriod(plan.num_tasks)
+        self.programs = ProgramDistribution(hub.send)
         self.ending: list[Any] | BaseException | None = None
         self._start_shown = False
 

@@ -43,6 +43,18 @@ def _preparing(attempt: Attempt, node: int, message: messages.Preparing) -> None
     attempt.nodes.prepare(node, message.host)
 
 
+def _program_wanted(attempt: Attempt, node: int, message: messages.ProgramWanted) -> None:
+    attempt.programs.want(node, message.folder)
+
+
+def _program_relay(attempt: Attempt, node: int, message: messages.ProgramRelay) -> None:
+    attempt.programs.relay(message.host, message.port)
+
+
+def _program_stored(attempt: Attempt, node: int, message: messages.ProgramStored) -> None:
+    attempt.programs.stored(node, message.folder)
+
+
 def _node_up(attempt: Attempt, node: int, message: messages.NodeUp) -> None:
     attempt.nodes.come_up(node, message)
     if attempt.rendezvous.method == "spark":
@@ -121,6 +133,9 @@ _HANDLERS: dict[type, Callable[[Attempt, int, Any], None]] = {
     wire_hub.Lost: _link_event,
     JobEnded: _job_ended,
     messages.Preparing: _preparing,
+    messages.ProgramWanted: _program_wanted,
+    messages.ProgramRelay: _program_relay,
+    messages.ProgramStored: _program_stored,
     messages.NodeUp: _node_up,
     messages.Rendezvous: _rendezvous,
     messages.RanksStarted: _ranks_started,

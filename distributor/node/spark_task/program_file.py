@@ -1,0 +1,190 @@
+"""The file with the program that a node's ranks run.
+
+A small program comes with the task. A large one is kept in a file among Spark's files, which one
+node of each such folder receives from the driver or from another node, once per session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from distributor.core.atomic_files import atomic_path
+from distributor.core.host import host_name
+from distributor.core.resources import format_bytes
+from distributor.errors import ExecutorNotReady
+from distributor.node.spark_task.channel import Channel
+from distributor.node.spark_task.shipped_files import program_on_this_node, spark_files_folder
+from distributor.node.spark_task.task_spec import ProgramFile, TaskSpec
+from distributor.serialization.program import in_file
+from distributor.wire.messages import ProgramRelay, ProgramStored, ProgramWanted
+from distributor.wire.transfer import ArrivingBlock, BlockServer, block_secret, receive
+
+KEPT = 4
+"""How many large programs a folder keeps: those that were used last."""
+PREFIX = "distributor-program-"
+
+
+class ProgramNotReceived(ExecutorNotReady):
+    """A node without a link has not got a large program, which Spark then has to send."""
+
+
+@contextlib.contextmanager
+def program_file(
+    spec: TaskSpec, channel: Channel, node_rank: int, address: str
+) -> Iterator[BinaryIO]:
+    """Return a file with the program; a large one is received first if this node lacks it.
+
+    Parameters
+    ----------
+    spec : TaskSpec
+        What the driver passed to the task.
+    channel : Channel
+        The connection to the driver.
+    node_rank : int
+        The index of this node.
+    address : str
+        The address at which other nodes reach this one.
+
+    Raises
+    ------
+    ProgramNotReceived
+        If there is no link to the driver, and this node lacks the program.
+    ExecutorNotReady
+        If the disk is full.
+    TaskFailed
+        If the driver has ended the run.
+    """
+    if not isinstance(spec.program, ProgramFile):
+        with in_file(program_on_this_node(spec.program)) as file:
+            yield file
+        return
+    path = spark_files_folder() / spec.program.name
+    with contextlib.ExitStack() as until_end:
+        if not path.exists():
+            until_end.enter_context(_received(path, spec, channel, node_rank, address))
+        file = until_end.enter_context(path.open("rb"))
+        os.utime(path)
+        _remove_old(path)
+        yield file
+
+
+@contextlib.contextmanager
+def _received(
+    path: Path, spec: TaskSpec, channel: Channel, node_rank: int, address: str
+) -> Iterator[None]:
+    """Receive the file, or wait until another node has; pass it on until the context ends."""
+    folder = f"{address}:{path.parent}"
+    source = channel.find_program(ProgramWanted(folder))
+    if source is None:
+        raise ProgramNotReceived(
+            f"The executor on {host_name()} has no link to the driver at {spec.hub[0]}:"
+            f"{spec.hub[1]}, and has not received the program and its arguments."
+        )
+    if isinstance(source, ProgramStored):
+        yield
+        return
+    _check_room(path.parent, _size(spec))
+    with contextlib.ExitStack() as until_end:
+        with atomic_path(path) as partial:
+            file = until_end.enter_context(open(partial, "x+b", opener=_for_this_user))
+            block = until_end.enter_context(ArrivingBlock(file, _size(spec)))
+            with contextlib.suppress(OSError):  # without a free port, this node passes nothing on
+                server = until_end.enter_context(_serve(address, spec, block))
+                channel.send(ProgramRelay(address, server.port))
+            _receive(block, source.address, spec, node_rank)
+        channel.send(ProgramStored(folder))
+        yield
+
+
+def _receive(
+    block: ArrivingBlock, source: tuple[str, int] | None, spec: TaskSpec, node_rank: int
+) -> None:
+    """Receive a block from a node, or from the driver what a node could not send.
+
+    Raises
+    ------
+    ProgramNotReceived
+        If the driver did not send the rest either.
+    ExecutorNotReady
+        If the disk is full.
+    """
+    failure: OSError | None = None
+    for address in (source, None):
+        if block.arrived == block.size:
+            return
+        try:
+            receive(
+                address or spec.hub,
+                block_secret(spec.secret),
+                node_rank,
+                block.arrived,
+                lambda data: _append(block, data),
+            )
+        except OSError as error:
+            failure = error
+    if block.arrived < block.size:
+        raise ProgramNotReceived(
+            f"The executor on {host_name()} has received {format_bytes(block.arrived)} of the "
+            f"{format_bytes(block.size)} of the program and its arguments from "
+            f"{spec.hub[0]}:{spec.hub[1]} ({failure or 'the connection ended'})."
+        )
+
+
+def _append(block: ArrivingBlock, data: memoryview) -> None:
+    try:
+        block.append(data)
+    except OSError as error:
+        raise _full_disk(spark_files_folder(), block.size) from error
+
+
+def _check_room(folder: Path, size: int) -> None:
+    if shutil.disk_usage(folder).free < size:
+        raise _full_disk(folder, size)
+
+
+def _full_disk(folder: Path, size: int) -> ExecutorNotReady:
+    free = format_bytes(shutil.disk_usage(folder).free)
+    return ExecutorNotReady(
+        f"On {host_name()} the program and its arguments take {format_bytes(size)}, and there are "
+        f"{free} free in {folder}. Free space there, set another folder (spark.local.dir), or let "
+        "the ranks load the data themselves."
+    )
+
+
+def _serve(address: str, spec: TaskSpec, block: ArrivingBlock) -> BlockServer:
+    """Serve a block at a port that ``rank_ports`` allows."""
+    secret = block_secret(spec.secret)
+    for port in spec.rank_ports or ():
+        with contextlib.suppress(OSError):
+            return BlockServer(address, secret, block, port=port)
+    if spec.rank_ports:
+        raise OSError("no port of rank_ports is free")
+    return BlockServer(address, secret, block)
+
+
+def _size(spec: TaskSpec) -> int:
+    assert isinstance(spec.program, ProgramFile)
+    return spec.program.size
+
+
+def _remove_old(used: Path) -> None:
+    """Remove the files that have not been used for the longest time, and what kills have left."""
+    files = [each for each in used.parent.glob(f"{PREFIX}*") if each != used]
+    for old in sorted(files, key=_last_use, reverse=True)[KEPT - 1 :]:
+        old.unlink(missing_ok=True)  # ranks that have opened it keep it
+
+
+def _last_use(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0  # removed by another task
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,92 @@
+"""Connects a socket to a listener of this package, with authentication in both directions."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+
+from distributor.wire import protocol
+
+
+def connect(
+    host: str,
+    port: int,
+    secret: bytes,
+    node: int,
+    *,
+    timeout: float,
+    handshake_timeout: float | None = None,
+) -> socket.socket:
+    """Connect as ``node`` to the run with this secret; return a blocking socket.
+
+    Parameters
+    ----------
+    host, port : str, int
+        Where the listener is.
+    secret : bytes
+        The run's secret.
+    node : int
+        The index of this node.
+    timeout : float
+        Seconds to connect, after the resolution of the host's name, which the system limits.
+    handshake_timeout : float, optional
+        Seconds for the authentication; by default `timeout`. The kernel accepts connections for a
+        listener whose process is too busy to answer at once.
+
+    Raises
+    ------
+    OSError
+        If the connection fails: `HandshakeRefused`, TimeoutError and others.
+    """
+    limit = timeout
+    try:
+        sock = _dial(host, port, time.monotonic() + timeout)
+        try:
+            limit = timeout if handshake_timeout is None else handshake_timeout
+            _prove(sock, secret, node, time.monotonic() + limit)
+        except BaseException:
+            sock.close()
+            raise
+    except TimeoutError as error:
+        raise TimeoutError(f"no hub answers at {host}:{port} within {limit:g} s") from error
+    return sock
+
+
+def _dial(host: str, port: int, deadline: float) -> socket.socket:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    *others, last = [str(address[0]) for *_, address in found]
+    for tried, address in enumerate(others):
+        # Each address gets a share of the time, in case one drops packets silently.
+        with contextlib.suppress(OSError):
+            return socket.create_connection((address, port), _left(deadline) / (len(found) - tried))
+    return socket.create_connection((last, port), _left(deadline))
+
+
+def _prove(sock: socket.socket, secret: bytes, node: int, deadline: float) -> None:
+    protocol.tune(sock)
+    nonce = os.urandom(protocol.NONCE_SIZE)
+    greeting = _receive(sock, protocol.GREETING.size, deadline)
+    sock.sendall(protocol.hello(secret, greeting, nonce, node))
+    welcome = _receive(sock, protocol.WELCOME.size, deadline)
+    protocol.check_welcome(secret, greeting, nonce, welcome)
+    sock.settimeout(None)
+
+
+def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
+    received = b""
+    while len(received) < size:
+        sock.settimeout(_left(deadline))
+        part = sock.recv(size - len(received))
+        if not part:
+            raise protocol.HandshakeRefused("the hub hung up: a wrong secret, or a node twice")
+        received += part
+    return received
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left
