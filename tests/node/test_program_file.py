@@ -1,0 +1,121 @@
+"""How a node gets a large program: from another node, from the driver, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.hubs import SECRET
+
+from distributor.node.spark_task import program_file as module
+from distributor.node.spark_task.program_file import ProgramNotReceived, program_file
+from distributor.node.spark_task.task_spec import ProgramFile
+from distributor.wire.messages import ProgramRelay, ProgramSource, ProgramStored, ProgramWanted
+from distributor.wire.transfer import CHUNK, BlockServer, MemoryBlock, block_secret, receive
+
+CONTENT = os.urandom(2 * CHUNK + 5)
+NAME = "distributor-program-0"
+Serve = Callable[..., "tuple[str, int]"]
+
+
+class Answers:
+    """A channel to a driver that names one source."""
+
+    def __init__(self, source: ProgramSource | ProgramStored | None) -> None:
+        self._source = source
+        self.sent: list[object] = []
+
+    def find_program(self, wanted: ProgramWanted) -> ProgramSource | ProgramStored | None:
+        self.sent.append(wanted)
+        return self._source
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Serve a block at an address of this machine: ``serve("127.0.0.2", content)``."""
+    with contextlib.ExitStack() as until_end:
+
+        def start(address: str, content: bytes) -> tuple[str, int]:
+            server = BlockServer(address, block_secret(SECRET), MemoryBlock([content]))
+            return address, until_end.enter_context(server).port
+
+        yield start
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(module, "spark_files_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def opened(channel: Any, hub: tuple[str, int]) -> contextlib.AbstractContextManager[Any]:
+    program = ProgramFile(NAME, len(CONTENT))
+    spec: Any = SimpleNamespace(program=program, hub=hub, secret=SECRET, rank_ports=None)
+    return program_file(spec, channel, 1, "127.0.0.1")
+
+
+def closed_port() -> tuple[str, int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return "127.0.0.1", listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("sent", [CONTENT, CONTENT[: CHUNK + 1], b""], ids=["all", "part", "none"])
+def test_what_a_node_does_not_send_comes_from_the_driver(
+    serve: Serve, folder: Path, sent: bytes
+) -> None:
+    channel = Answers(ProgramSource(serve("127.0.0.2", sent)))
+    with opened(channel, hub=serve("127.0.0.3", CONTENT)) as file:
+        assert file.read() == CONTENT
+    assert [path.name for path in folder.iterdir()] == [NAME]
+    assert [type(each) for each in channel.sent] == [ProgramWanted, ProgramRelay, ProgramStored]
+
+
+def test_a_node_that_cannot_be_reached_is_replaced_by_the_driver(
+    serve: Serve, folder: Path
+) -> None:
+    channel = Answers(ProgramSource(closed_port()))
+    with opened(channel, hub=serve("127.0.0.3", CONTENT)) as file:
+        assert file.read() == CONTENT
+
+
+def test_a_node_passes_on_what_it_has_received(serve: Serve, folder: Path) -> None:
+    channel, found = Answers(ProgramSource(None)), bytearray()
+    with opened(channel, hub=serve("127.0.0.3", CONTENT)):
+        [relay] = [each for each in channel.sent if isinstance(each, ProgramRelay)]
+        receive((relay.host, relay.port), block_secret(SECRET), 2, 0, found.extend)
+    assert bytes(found) == CONTENT
+
+
+def test_a_file_that_is_there_is_not_asked_for(folder: Path) -> None:
+    (folder / NAME).write_bytes(CONTENT)
+    channel = Answers(None)
+    with opened(channel, hub=closed_port()) as file:
+        assert file.read() == CONTENT
+    assert channel.sent == []
+
+
+def test_without_a_link_the_program_has_to_come_through_spark(folder: Path) -> None:
+    hub = closed_port()
+    with pytest.raises(ProgramNotReceived) as caught, opened(Answers(None), hub):
+        pass
+    assert f"no link to the driver at {hub[0]}:{hub[1]}" in str(caught.value)
+
+
+def test_an_incomplete_program_is_an_error_and_leaves_no_file(serve: Serve, folder: Path) -> None:
+    channel = Answers(ProgramSource(None))
+    with (
+        pytest.raises(ProgramNotReceived) as caught,
+        opened(channel, hub=serve("127.0.0.3", CONTENT[:CHUNK])),
+    ):
+        pass
+    assert "1.05 MB of the 2.1 MB" in str(caught.value)
+    assert list(folder.iterdir()) == []
