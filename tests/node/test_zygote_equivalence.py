@@ -108,7 +108,7 @@ NO_IDLE_IMPORTS = """
 import numpy.random
 from distributor.node.process import zygote
 # This runs in the zygote, which must have loaded the same modules whenever it is asked.
-zygote.OPTIMIZER_IMPORTS = ()
+zygote.IDLE_IMPORTS = ()
 """
 
 Reports = dict[str, list[dict[str, Any]]]

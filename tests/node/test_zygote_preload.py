@@ -97,7 +97,7 @@ def test_a_change_is_noticed_even_if_other_imports_follow(
     if when == "when idle":
         more = write_module(
             "from distributor.node.process import zygote\n"
-            f"zygote.OPTIMIZER_IMPORTS, zygote.IDLE_IMPORT_SECONDS = ({more!r},), 0.01",
+            f"zygote.IDLE_IMPORTS, zygote.IDLE_IMPORT_SECONDS = ({more!r},), 0.01",
             "setting",
         )
     distributor = local(preload=[name, more])
@@ -114,7 +114,7 @@ def test_idle_imports_set_no_variables_in_ranks(write_module: WriteModule, tmp_p
     )
     setting = write_module(
         "from distributor.node.process import zygote\n"
-        f"zygote.OPTIMIZER_IMPORTS, zygote.IDLE_IMPORT_SECONDS = ({more!r},), 0.01",
+        f"zygote.IDLE_IMPORTS, zygote.IDLE_IMPORT_SECONDS = ({more!r},), 0.01",
         "setting",
     )
     distributor = local(preload=[setting])
@@ -225,7 +225,7 @@ def test_an_import_that_never_ends_exceeds_start_timeout(
 def test_an_idle_zygote_exits(write_module: WriteModule) -> None:
     name = write_module(
         "from distributor.node.process import zygote\n"
-        "zygote.OPTIMIZER_IMPORTS, zygote.IDLE_EXIT_SECONDS = (), 0.2  # this runs in the zygote"
+        "zygote.IDLE_IMPORTS, zygote.IDLE_EXIT_SECONDS = (), 0.2  # this runs in the zygote"
     )
     assert_gone([zygote_of(preload=[name])])
 

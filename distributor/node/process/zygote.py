@@ -10,8 +10,10 @@ Life cycle:
 2. *Serve*: for each `RequestSupervisor` that it fits, it forks a supervisor, which replies. To the
    first other request it replies with `Refused` (a preloaded module cannot be imported) or `Stale`
    (the caller needs something else, or an imported file has changed), and exits.
-3. *Idle*: two seconds without requests and supervisors after it has loaded, it also imports what
-   the first optimizer of a rank would otherwise spend a second on.
+3. *Idle*: two seconds without a request it also imports what the ranks of a `TorchTrainer` need,
+   for the next attempt of a run that fails, and then what the first optimizer of a rank would
+   otherwise spend a second on. The latter comes half a minute later if there are supervisors,
+   because their ranks may be starting.
 4. *Exit*: when the owner has died, a client asks for it, it has been idle for half an hour, or its
    reply was `Refused` or `Stale`. Its supervisors and their runs continue, except that they too end
    with the owner.
@@ -71,11 +73,16 @@ from distributor.node.process.worker_spec import WorkerSpec
 
 RANK_IMPORTS = ("distributor.node.worker.main", "cloudpickle", "torch", "torch.distributed")
 """What every rank needs; an environment may lack torch."""
+TRAINER_IMPORTS = ("distributor.train.runtime.worker_loop",)
+"""What the program of a `TorchTrainer` imports, which takes each rank a tenth of a second."""
+IDLE_IMPORTS = (*TRAINER_IMPORTS, *OPTIMIZER_IMPORTS)
 IDLE_IMPORT_SECONDS = float(os.environ.get("DISTRIBUTOR_IDLE_IMPORT_SECONDS", "2"))
-"""Seconds without a request after which `OPTIMIZER_IMPORTS` are imported.
+"""Seconds without a request after which the next of `IDLE_IMPORTS` is imported.
 
 The variable is for tests, which start many zygotes: the imports take two CPU seconds in each.
 """
+BUSY_IMPORT_SECONDS = 15 * IDLE_IMPORT_SECONDS
+"""The same for those that take long, while there are supervisors: their ranks use the CPUs."""
 IDLE_EXIT_SECONDS = 1800.0
 """Seconds without a request or a run after which the zygote exits."""
 LOAD_SECONDS = 600
@@ -115,7 +122,7 @@ class _Zygote:
         self._clients: set[socket.socket] = set()  # that have not sent their request yet
         self._supervisors: dict[int, int] = {}  # pidfds, by process id
         self._helpers: set[int] = set()  # children that an imported module has started
-        self._idle_imports = list(OPTIMIZER_IMPORTS)
+        self._idle_imports = list(IDLE_IMPORTS)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._owner, selectors.EVENT_READ, self._exit)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -133,15 +140,15 @@ class _Zygote:
                     return worker_spec
 
     def _idle_seconds(self) -> float | None:
-        if self._supervisors:
-            return None
-        return IDLE_IMPORT_SECONDS if self._idle_imports else IDLE_EXIT_SECONDS
+        if not self._idle_imports:
+            return None if self._supervisors else IDLE_EXIT_SECONDS
+        takes_long = self._idle_imports[0] not in TRAINER_IMPORTS
+        return BUSY_IMPORT_SECONDS if takes_long and self._supervisors else IDLE_IMPORT_SECONDS
 
     def _handle_idleness(self) -> None:
         if not self._idle_imports:
             self._exit()
-        self._imports.add(self._idle_imports)
-        self._idle_imports.clear()
+        self._imports.add([self._idle_imports.pop(0)])
         self._settle()
 
     def _settle(self) -> None:
