@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.plain import plain
 
 from distributor import DistributorError
 from distributor.train.checkpoint import Checkpoint
+from distributor.train.storage import integrity
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import MANIFEST, Manifest
 
@@ -163,6 +165,28 @@ def test_find_damage_names_the_file_and_the_damage(
     assert damage is not None
     assert damage.endswith(message)
     assert "__1_0.distcp" in damage
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_ranks_find_damage_in_files_that_they_read_together(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(integrity, "CHUNK", 1)
+    monkeypatch.setattr(integrity, "PIECE", 100)
+    name = save(storage, 0, tmp_path)
+    [(_, manifest)] = storage.committed()
+
+    def check() -> None:
+        shares = [storage.read_share(name, manifest.files, rank, size) for rank in range(size)]
+        storage.check_parts(name, manifest.files, chain.from_iterable(shares))
+
+    check()
+    file = tmp_path / "storage" / "run" / name / "__1_0.distcp"
+    content = file.read_bytes()
+    for damaged in range(0, len(content), 99):
+        file.write_bytes(content[:damaged] + b"?" + content[damaged + 1 :])
+        with pytest.raises(integrity.Damaged, match=r"__1_0\.distcp has been modified"):
+            check()
 
 
 def test_a_removed_checkpoint_cannot_be_loaded(storage: Storage, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from distributor.train.checkpoint import Checkpoint
 from distributor.train.runtime.store_channel import StoreChannel
 from distributor.train.storage.checkpoint_manager import CheckpointManager
 from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.integrity import Checksum, Damaged
+from distributor.train.storage.manifest import Manifest
 from distributor.train.storage.positions import stored_positions
 
 
@@ -137,17 +139,31 @@ def _survey(storage: Storage) -> dict[str, Any]:
 
 
 def _is_intact(channel: StoreChannel, storage: Storage, name: str) -> bool:
-    """Return whether a checkpoint is undamaged: each rank reads its share of the files."""
+    """Return whether a checkpoint is undamaged: each rank reads its share of the bytes."""
     manifest = storage.manifest_of(name)
-    if manifest is None:
-        damage: str | None = f"rank {channel.rank} cannot read its manifest"
-    else:
-        files = manifest.files[channel.rank :: channel.size]
-        damage = storage.find_damage(name, files)
-        if damage is None:
-            storage.break_hardlinks(name, files)
-    channel.set_own(f"check/{name}", damage)
-    damages = [damage for damage in channel.gather(f"check/{name}") if damage]
+    channel.set_own(f"check/{name}", _read_share(channel, storage, name, manifest))
+    shares = channel.gather(f"check/{name}")
+    damages = [share["damage"] for share in shares if share["damage"]]
+    if manifest is not None and not damages:
+        parts = [Checksum(*part) for share in shares for part in share["parts"]]
+        try:
+            storage.check_parts(name, manifest.files, parts)
+        except Damaged as damage:
+            damages.append(str(damage))
     if damages and channel.rank == 0:
         print(f"distributor: {name} is skipped: {'; '.join(damages)}.", flush=True)
     return not damages
+
+
+def _read_share(
+    channel: StoreChannel, storage: Storage, name: str, manifest: Manifest | None
+) -> dict[str, Any]:
+    """Read this rank's share of a checkpoint; return its damage or the checksums of its parts."""
+    if manifest is None:
+        return {"damage": f"rank {channel.rank} cannot read its manifest"}
+    try:
+        parts = storage.read_share(name, manifest.files, channel.rank, channel.size)
+    except Damaged as damage:
+        return {"damage": str(damage)}
+    storage.break_hardlinks(name, manifest.files[channel.rank :: channel.size])
+    return {"damage": None, "parts": parts}

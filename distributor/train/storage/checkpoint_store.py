@@ -20,7 +20,13 @@ import pyarrow.fs as pafs
 from distributor.errors import DistributorError
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.storage.filesystems import is_local, list_files, make_folder, resolve
-from distributor.train.storage.integrity import check_sizes, find_damage
+from distributor.train.storage.integrity import (
+    Checksum,
+    check_parts,
+    check_sizes,
+    find_damage,
+    read_share,
+)
 from distributor.train.storage.manifest import (
     MANIFEST,
     RESERVED,
@@ -251,6 +257,18 @@ class Storage(RunFolder):
     def find_damage(self, checkpoint: str, files: Sequence[StoredFile]) -> str | None:
         """Read files of a checkpoint completely, and describe the first that is damaged."""
         return find_damage(self.filesystem, self._path(checkpoint), files)
+
+    def read_share(
+        self, checkpoint: str, files: Sequence[StoredFile], rank: int, size: int
+    ) -> list[Checksum]:
+        """Read a rank's share of a checkpoint; see `integrity.read_share`."""
+        return read_share(self.filesystem, self._path(checkpoint), files, rank, size)
+
+    def check_parts(
+        self, checkpoint: str, files: Sequence[StoredFile], parts: Iterable[Checksum]
+    ) -> None:
+        """Check files of which ranks have each read a part; see `integrity.check_parts`."""
+        check_parts(self._path(checkpoint), files, parts)
 
     def break_hardlinks(self, checkpoint: str, files: Sequence[StoredFile]) -> None:
         """Ensure that files of a checkpoint cannot be modified through other names of theirs."""

@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.fs as pafs
 
 from distributor.core.atomic_files import atomic_path
@@ -56,6 +57,15 @@ def size_and_checksum(filesystem: pafs.FileSystem, path: str) -> tuple[int, int]
     buffer_size = None if is_local(filesystem) else READ_AHEAD
     with filesystem.open_input_stream(path, buffer_size=buffer_size) as stream:
         return _transfer(stream)
+
+
+def checksum_of_range(filesystem: pafs.FileSystem, path: str, start: int, stop: int) -> int:
+    """Read some of a file's bytes, and return their CRC-32; of fewer if the file is shorter."""
+    with filesystem.open_input_file(path) as file:
+        stream = file.get_stream(start, stop - start)
+        if not is_local(filesystem):
+            stream = pa.BufferedInputStream(stream, READ_AHEAD)
+        return _transfer(stream)[1]
 
 
 def break_hardlink(path: str) -> None:
