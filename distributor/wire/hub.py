@@ -167,11 +167,13 @@ class Hub:
             for other in self.peers.values():
                 other.transport.pause_reading()
 
-    def beat(self, frame: bytes, now: float, delayed: bool) -> None:
+    def beat(self, frame: bytes, *, delayed: bool) -> None:
         for peer in list(self.peers.values()):
+            # Not by the clock, because this process may not have run all the time.
+            peer.silent_intervals += 1
             if delayed or self._held_back:  # what they sent may not have been read
-                peer.last_received = now
-            elif now > peer.last_received + protocol.LEASE_SECONDS:
+                peer.silent_intervals = 0
+            elif peer.silent_intervals * protocol.HEARTBEAT_SECONDS >= protocol.NODE_LEASE_SECONDS:
                 self._events.put((peer.node, SILENT))
                 peer.transport.abort()
         self._write(frame, None)

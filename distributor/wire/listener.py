@@ -136,13 +136,17 @@ class Listener:
     async def _beat(self) -> None:
         """Show the nodes that the driver lives, and find the nodes that do not answer."""
         frame = protocol.encode(Heartbeat())
+        patient_until = 0.0
         while True:
-            before = self.loop.time()
+            due_at = self.loop.time() + protocol.HEARTBEAT_SECONDS
             await asyncio.sleep(protocol.HEARTBEAT_SECONDS)
             now = self.loop.time()
-            delayed = now > before + 2 * protocol.HEARTBEAT_SECONDS
+            if now > due_at + protocol.HEARTBEAT_SECONDS:
+                # This process, or its machine, was stopped. What TCP could not deliver meanwhile,
+                # it repeats after at most as long a time again.
+                patient_until = now + (now - due_at)
             for run in list(self._runs.values()):
-                run.beat(frame, now, delayed)
+                run.beat(frame, delayed=now < patient_until)
 
     def _close_run(self, run: Run, closed: threading.Event) -> None:
         if not run.peers:

@@ -32,10 +32,10 @@ class Run(Protocol):
     def received(self, peer: Peer, payload: bytearray) -> None:
         """Queue a frame's payload."""
 
-    def beat(self, frame: bytes, now: float, delayed: bool) -> None:
+    def beat(self, frame: bytes, *, delayed: bool) -> None:
         """Send a heartbeat to all peers, and disconnect those that were silent for too long.
 
-        ``delayed`` means that this process was held up, so it may not have read what peers sent.
+        ``delayed`` means that this process was held up, so silence of the peers means nothing.
         """
 
     def gone(self, peer: Peer) -> None:
@@ -67,8 +67,8 @@ class Peer(asyncio.BufferedProtocol):
     ----------
     run, node
         The run that it belongs to, and its node's index; None and `NO_NODE` until its hello.
-    last_received
-        When bytes came last, by the loop's clock.
+    silent_intervals
+        How many intervals between heartbeats have ended since bytes came last.
     garbled
         Whether a message could not be read. Later messages of this connection are discarded.
     """
@@ -76,7 +76,7 @@ class Peer(asyncio.BufferedProtocol):
     transport: asyncio.Transport
     run: Run | None = None
     node = NO_NODE
-    last_received = 0.0
+    silent_intervals = 0
     garbled = False
 
     def __init__(self, listener: Connections) -> None:
@@ -96,7 +96,7 @@ class Peer(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._filled += nbytes
-        self.last_received = self._listener.loop.time()
+        self.silent_intervals = 0
         if self._filled == len(self._buffer):
             try:
                 self._then(self._buffer)

@@ -26,10 +26,20 @@ MAGIC: Final = b"distributor wire 2\n"
 MAX_FRAME: Final = 64 * 2**20
 NONCE_SIZE: Final = 32
 KEY_SIZE: Final = 8
-HEARTBEAT_SECONDS: Final = 5.0
+HEARTBEAT_SECONDS: Final = 1.5
 """Seconds between two heartbeats, which the hub sends and each link's owner answers."""
-LEASE_SECONDS: Final = 20.0
-"""Seconds of silence after which either side considers the other lost."""
+NODE_LEASE_SECONDS: Final = 9.0
+"""Seconds of silence after which the hub considers a node lost.
+
+TCP repeats what was lost 6 s after the first loss, and then 13 s after it: a node that is cut off
+or stopped for 6 s is not lost.
+"""
+DRIVER_LEASE_SECONDS: Final = 30.0
+"""Seconds after which a node considers a driver lost whose machine does not answer.
+
+It is longer because it ends all ranks, and a machine that is stopped for a while, as a migrating
+virtual machine is, can go on.
+"""
 
 HEADER: Final = struct.Struct(">I")
 GREETING: Final = struct.Struct(f">{len(MAGIC)}s{NONCE_SIZE}s")

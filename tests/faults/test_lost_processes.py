@@ -14,7 +14,7 @@ import psutil
 import pytest
 from support.cluster import Cluster, cluster_on, kill
 from support.machines import machines_apart, why_not_apart
-from support.two_machines import NOTICED, Training, address_of, agent_of
+from support.two_machines import NOTICED, STOPS_ITSELF, Training, address_of, agent_of
 from support.waiting import alive, assert_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark]
@@ -49,7 +49,7 @@ def test_a_partitioned_node_ends_the_run_and_stops_its_ranks(
             assert report["error"] == "NodeLost"
             assert "no sign of life" in report["message"]
             assert report["at"] - cut_at < NOTICED
-            assert_gone([by_machine[machine.address]], NOTICED)
+            assert_gone([by_machine[machine.address]], STOPS_ITSELF)
         finally:
             machine.mend()
         assert_gone(ranks)
@@ -111,6 +111,29 @@ def test_a_stopped_agent_ends_the_run(cluster: Cluster, tmp_path: Path) -> None:
 
         assert report["error"] == "NodeLost"
         assert_gone(ranks[:1])
+
+
+@needs_namespaces
+@pytest.mark.parametrize(("what", "seconds"), [("driver", 15.0), ("node", 5.0)])
+def test_a_run_survives_a_stop_of_some_seconds(
+    cluster: Cluster, tmp_path: Path, what: str, seconds: float
+) -> None:
+    """The driver is stopped as long as a garbage collection may take, or a machine migrates."""
+    training = Training(cluster, tmp_path / "ranks")
+    with training.start() as driver:
+        ranks = training.await_ranks()
+        if what == "driver":
+            stopped = [psutil.Process(driver.process.pid), *cluster.find("driver_jvm")]
+        else:
+            stopped = [agent_of(cluster, ranks[1]), ranks[1]]
+        for process in stopped:
+            process.suspend()
+        time.sleep(seconds)
+        for process in stopped:
+            process.resume()
+        time.sleep(NOTICED)
+        training.let_end()
+        assert driver.receive("value", 30)["value"] == 2 * [str(tmp_path / "ranks")]
 
 
 @needs_namespaces

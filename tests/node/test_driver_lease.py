@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from distributor.node.spark_task import driver_lease
 from distributor.node.spark_task.driver_lease import DriverLease
 from distributor.wire import protocol
 
@@ -17,8 +18,8 @@ NUM_CHECKS = 3
 
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEARTBEAT_SECONDS", 0.02)
-    monkeypatch.setattr(protocol, "LEASE_SECONDS", 0.2)
+    monkeypatch.setattr(driver_lease, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(protocol, "DRIVER_LEASE_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_a_silent_driver_that_listens_is_alive(
 def test_a_driver_that_is_gone_is_noticed_at_once_if_the_link_is_lost(
     driver: socket.socket, start_lease: StartLease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "HEARTBEAT_SECONDS", 2 * SOON)
+    monkeypatch.setattr(driver_lease, "CHECK_SECONDS", 2 * SOON)
     lease, expired = start_lease(driver.getsockname())
     driver.close()
     lease.link_lost()

@@ -8,12 +8,14 @@ from typing import Any
 
 import psutil
 
-from distributor.wire.protocol import HEARTBEAT_SECONDS, LEASE_SECONDS
+from distributor.wire.protocol import DRIVER_LEASE_SECONDS, NODE_LEASE_SECONDS
 from support.cluster import DEADLINE, Cluster, Driver
 from support.waiting import until
 
-NOTICED = LEASE_SECONDS + HEARTBEAT_SECONDS + 5.0
+NOTICED = NODE_LEASE_SECONDS + 1.0
 """Seconds within which the driver gives up a node whose heartbeats do not arrive."""
+STOPS_ITSELF = DRIVER_LEASE_SECONDS + 15.0
+"""Seconds within which a node that cannot reach the driver stops its ranks."""
 
 
 TRAINING = """

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -186,13 +187,25 @@ def test_the_first_of_two_links_with_one_node_index_stays(hub: Hub) -> None:
 
 def test_a_peer_that_answers_no_heartbeat_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEARTBEAT_SECONDS", 0.05)
-    monkeypatch.setattr(protocol, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(protocol, "NODE_LEASE_SECONDS", 0.5)
     with Hub("127.0.0.1", SECRET) as hub, link(hub.port, 1) as good:
         bad = proven(hub, 2)
         assert [hub.get(SOON), hub.get(SOON)] == [(2, SILENT), (2, LOST)]
         read_until_closed(bad)
         good.send("still here")
         assert hub.get(SOON) == (1, "still here")
+
+
+def test_a_hub_that_was_held_up_drops_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(protocol, "NODE_LEASE_SECONDS", 0.2)
+    pause = 1.0
+    with Hub("127.0.0.1", SECRET) as hub, proven(hub, 1):
+        hub._listener.call(time.sleep, pause)
+        began = time.monotonic()
+        assert hub.get(SOON) == (1, SILENT)
+        # What the network did not deliver meanwhile may need as long a time again.
+        assert time.monotonic() > began + 2 * pause
 
 
 def test_a_killed_peer_is_lost_after_its_last_message(hub: Hub) -> None:

@@ -149,7 +149,7 @@ def test_a_run_that_reads_nothing_does_not_delay_heartbeats_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(protocol, "HEARTBEAT_SECONDS", 0.05)
-    monkeypatch.setattr(protocol, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(protocol, "NODE_LEASE_SECONDS", 0.5)
     beats: list[object] = []
     with (
         Hub("127.0.0.1", SECRET) as slow,

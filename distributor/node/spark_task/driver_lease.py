@@ -9,6 +9,12 @@ from collections.abc import Callable
 
 from distributor.wire import protocol
 
+CHECK_SECONDS = 5.0
+"""Seconds between two connections that check a driver, and for each of them to be accepted.
+
+The driver is checked once it has been silent for twice as long.
+"""
+
 
 class DriverLease:
     """Expires when the driver cannot be reached for a while, or is known to be gone.
@@ -56,17 +62,18 @@ class DriverLease:
 
     def _watch(self) -> None:
         while not self._closed:
-            silent = time.monotonic() > self._renewed_at + 2 * protocol.HEARTBEAT_SECONDS
+            silent = time.monotonic() > self._renewed_at + 2 * CHECK_SECONDS
             if (self._link_lost or silent) and self._is_driver_gone():
                 self._expire("The driver is gone")
-            elif time.monotonic() > self._renewed_at + protocol.LEASE_SECONDS:
-                self._expire(f"The driver could not be reached for {protocol.LEASE_SECONDS:g} s")
+            elif time.monotonic() > self._renewed_at + protocol.DRIVER_LEASE_SECONDS:
+                seconds = protocol.DRIVER_LEASE_SECONDS
+                self._expire(f"The driver could not be reached for {seconds:g} s")
             self._wait(self._link_lost)
 
     def _wait(self, lost_before: bool) -> None:
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or self._link_lost != lost_before, protocol.HEARTBEAT_SECONDS
+                lambda: self._closed or self._link_lost != lost_before, CHECK_SECONDS
             )
 
     def _expire(self, reason: str) -> None:
@@ -79,7 +86,7 @@ class DriverLease:
         """Return whether nothing listens at the hub's address; otherwise renew the lease."""
         try:
             # The driver's kernel accepts the connection even if the driver is too busy to answer.
-            socket.create_connection(self._hub, protocol.HEARTBEAT_SECONDS).close()
+            socket.create_connection(self._hub, CHECK_SECONDS).close()
         except ConnectionRefusedError:
             return True
         except OSError:

@@ -25,7 +25,7 @@ from distributor.node.worker.stack_text import append_stacks
 from distributor.serialization.outcome import Outcome
 from distributor.wire import messages
 from distributor.wire.hub import HERE, Hub
-from distributor.wire.protocol import LEASE_SECONDS
+from distributor.wire.protocol import NODE_LEASE_SECONDS
 
 TICK = 0.1
 DRAIN_SECONDS = 5.0
@@ -194,9 +194,9 @@ class RunMonitor:
         nodes = self._attempt.nodes
         if lost := nodes.lost:
             raise NodeLost(
-                f"{nodes.describe(lost)}: no sign of life for {LEASE_SECONDS:g} s. The host has "
-                "no connection to this one, is stopped or is dead. Its ranks stop by themselves as "
-                "soon as they notice.",
+                f"{nodes.describe(lost)}: no sign of life for {NODE_LEASE_SECONDS:g} s. The host "
+                "has no connection to this one, is stopped or is dead. Its ranks stop by "
+                "themselves as soon as they notice.",
                 silent=tuple(nodes.hosts[node] for node in lost),
             )
 
