@@ -13,6 +13,7 @@ import cloudpickle
 import pytest
 
 from distributor import TorchDistributor, UnpicklableError, WorkerDied, train
+from distributor._compat.pyspark import jobs_with_tag
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
@@ -160,3 +161,20 @@ def test_as_many_ranks_as_there_are_slots(spark: Any, capsys: pytest.CaptureFixt
     shown = capsys.readouterr().err
     assert "Started distributed training with 4 executor processes" in shown
     assert "Finished distributed training with 4 executor processes" in shown
+
+
+def note_run_and_fail(folder: Path) -> None:
+    (folder / "run").write_text(os.environ["TORCHELASTIC_RUN_ID"])
+    raise KeyError("always")
+
+
+@pytest.mark.spark
+def test_the_spark_job_of_the_last_attempt_fails(spark: Any, tmp_path: Path) -> None:
+    """The tasks of earlier ones succeed, because failing ones would cost their Python workers."""
+    distributor = TorchDistributor(2, local_mode=False, use_gpu=False, max_failures=1)
+    with pytest.raises(KeyError):
+        distributor.run(note_run_and_fail, tmp_path)
+    context = spark.sparkContext
+    jobs = jobs_with_tag(context, (tmp_path / "run").read_text())
+    states = [context.statusTracker().getJobInfo(job).status for job in sorted(jobs)]
+    assert states == ["SUCCEEDED", "FAILED"]

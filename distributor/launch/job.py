@@ -97,6 +97,12 @@ class Job:
         logs = f"; logs in {Path(log_dir) / self.run_id}" if log_dir else ""
         return f"Run {self.run_id} of {self.program.name}{suffix}{logs}"
 
+    @property
+    def may_be_followed(self) -> bool:
+        """Whether there may be another attempt if this one fails."""
+        limit = self.settings.max_failures
+        return not self.graceful_shutdown.sigterm_received and not 0 <= limit <= self.attempt
+
     def for_attempt(self, attempt: int, silent: tuple[str, ...]) -> Job:
         """Return the job of a new attempt, without the state of the previous one."""
         return replace(

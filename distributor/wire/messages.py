@@ -181,9 +181,19 @@ class Preempted:
 
 @dataclass(frozen=True)
 class Stop:
-    """Driver to nodes: stop your ranks."""
+    """Driver to nodes: stop your ranks.
+
+    Parameters
+    ----------
+    reason : str
+        Why.
+    fails_task : bool
+        Whether the node's task then fails, by which Spark ends the other tasks. Otherwise it
+        returns no values: Spark keeps the Python worker, and the next attempt starts sooner.
+    """
 
     reason: str
+    fails_task: bool = True
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ class BlockServer:
             target=self._send, args=(sock, offset), name="distributor-block-sender", daemon=True
         ).start()
 
-    def beat(self, frame: bytes, now: float, delayed: bool) -> None:
+    def beat(self, frame: bytes, *, delayed: bool) -> None:
         pass
 
     def gone(self, peer: Peer) -> None:

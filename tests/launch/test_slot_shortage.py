@@ -99,7 +99,7 @@ def test_another_application_that_holds_the_cores_is_named(cluster: Cluster) -> 
     with cluster.driver(holding) as other:
         application = other.receive("holds")["holds"]
         message = message_of(cluster)
-    assert f"other applications hold cores: 'bed' ({application}, 2 cores)" in message
+    assert f"other applications hold cores: 'tests' ({application}, 2 cores)" in message
     assert "Wait for them to end" in message
 
 

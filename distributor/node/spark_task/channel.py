@@ -97,8 +97,8 @@ class Channel(AgentListener, Protocol):
     def send(self, message: ProgramRelay | ProgramStored) -> None:
         """Report to the driver how far the transfer of the program is."""
 
-    def await_verdict(self, failures: Sequence[Failure]) -> None:
-        """Wait before failures end this task, because that ends all other tasks too."""
+    def await_verdict(self, failures: Sequence[Failure]) -> bool:
+        """Wait before failures end this task; return whether it fails, which ends all others."""
 
     def deliver(self, values: Sequence[Value]) -> Delivery:
         """Send the values of this node's ranks, which have all ended, to the driver."""

@@ -92,6 +92,7 @@ class HubChannel:
         self._delivery = ValueDelivery()
         self._agent: Agent | None = None
         self._early_notices: list[bool] = []
+        self._fails_task = True
         self._lock = threading.Lock()
         self._link: Link
         self._host: str
@@ -160,10 +161,11 @@ class HubChannel:
     def send(self, message: ProgramRelay | ProgramStored) -> None:
         self._link.send(message)
 
-    def await_verdict(self, failures: Sequence[Failure]) -> None:
+    def await_verdict(self, failures: Sequence[Failure]) -> bool:
         self._lifecycle.wait_for(
             lambda: self._lifecycle.is_ended_by_driver or self._link.lost, self.head_start
         )
+        return self._fails_task
 
     def deliver(self, values: Sequence[Value]) -> Delivery:
         if self._exchanged_through_spark:
@@ -221,13 +223,8 @@ class HubChannel:
         if handler := _HANDLERS.get(type(message)):
             handler(self, message)
 
-    def _handle_rendezvous(self, message: Rendezvous | RendezvousThroughSpark) -> None:
-        self._rendezvous.answer(message)
-
-    def _handle_program(self, message: ProgramSource | ProgramStored) -> None:
-        self._program.answer(message)
-
     def _handle_stop(self, message: Stop) -> None:
+        self._fails_task = message.fails_task
         if self._lifecycle.fire(NodeEvent.STOP_RECEIVED):
             self._end_run()
 
@@ -285,10 +282,10 @@ class HubChannel:
 
 
 _HANDLERS: dict[type, Callable[[HubChannel, Any], None]] = {
-    Rendezvous: HubChannel._handle_rendezvous,
-    RendezvousThroughSpark: HubChannel._handle_rendezvous,
-    ProgramSource: HubChannel._handle_program,
-    ProgramStored: HubChannel._handle_program,
+    Rendezvous: lambda channel, message: channel._rendezvous.answer(message),
+    RendezvousThroughSpark: lambda channel, message: channel._rendezvous.answer(message),
+    ProgramSource: lambda channel, message: channel._program.answer(message),
+    ProgramStored: lambda channel, message: channel._program.answer(message),
     Stop: HubChannel._handle_stop,
     StackRequest: HubChannel._handle_stacks_request,
     Preempted: HubChannel._handle_preemption,

@@ -29,7 +29,8 @@ class NodeState(enum.Enum):
     FAILED = "failed"
     """A rank of this node failed, or the node itself. The task fails with the cause."""
     STOPPED = "stopped"
-    """The driver has ended the run. The task fails without a cause of its own."""
+    """The driver has ended the attempt. The task fails without a cause of its own, or succeeds
+    without values if another attempt is to follow."""
     LOST_DRIVER = "lost driver"
     """The driver is gone or cannot be reached. The task fails without a cause of its own."""
 

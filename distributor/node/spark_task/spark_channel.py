@@ -110,9 +110,10 @@ class SparkChannel(BaseAgentListener):
     def on_rank_failed(self, failure: Failure) -> None:
         self._lifecycle.fire(NodeEvent.RANK_FAILED)
 
-    def await_verdict(self, failures: Sequence[Failure]) -> None:
+    def await_verdict(self, failures: Sequence[Failure]) -> bool:
         if failures and all(failure.collateral for failure in failures):
             time.sleep(AFTER_COLLATERAL_SECONDS)  # the task that has the cause may end this one
+        return True
 
     def on_work_done(self) -> None:
         self._lifecycle.fire(NodeEvent.WORK_DONE)

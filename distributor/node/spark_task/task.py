@@ -179,7 +179,7 @@ def _run_ranks(
     interpreter: Interpreter,
     lifecycle: NodeLifecycle,
 ) -> list[Value]:
-    """Run the node's ranks until they end, and return their values."""
+    """Run the node's ranks until they end, and return the values of a run that succeeds."""
     deadline = time.monotonic() + spec.rendezvous_timeout
     with zygote_client.open_spawner(
         _zygote_spec(spec, interpreter), deadline, interpreter
@@ -202,8 +202,8 @@ def _run_ranks(
             outcomes = agent.run(deadline + slack, timeout + slack)
     if not lifecycle.fire(NodeEvent.RANKS_ENDED):  # a rank failed, or the run has ended elsewhere
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-        channel.await_verdict(failures)
-        raise TaskFailed.of(failures, spec.secret)
+        if channel.await_verdict(failures):
+            raise TaskFailed.of(failures, spec.secret)
     return [outcome for outcome in outcomes if isinstance(outcome, Value)]
 
 

@@ -14,9 +14,12 @@ from distributor.launch.spark.error_translation import MORE_SLOTS
 from distributor.launch.spark.plan import ClusterPlan
 from distributor.launch.spark.polling import Reminder, poll_until
 from distributor.launch.spark.session import Session
+from distributor.wire.protocol import DRIVER_LEASE_SECONDS
 
 REMOVAL_SECONDS = 240.0
 """Seconds within which Spark notices, by its defaults, that an executor no longer answers."""
+STOPPED_SECONDS = DRIVER_LEASE_SECONDS + 10.0
+"""Seconds in which a node that does not reach the driver has stopped its ranks."""
 FEWER_SECONDS = 10.0
 """Seconds to wait for slots for all ranks if fewer would do.
 
@@ -84,13 +87,23 @@ class Slots:
     def await_removal(self, hosts: tuple[str, ...], cancellation: Cancellation) -> None:
         """Wait until Spark has removed the executors of hosts that no longer answer.
 
-        Until then Spark would start tasks there.
+        Until then Spark would start tasks there. Ranks there may still reach storage, so it also
+        waits until they have stopped by themselves.
         """
+        stopped_at = time.monotonic() + (STOPPED_SECONDS if hosts else 0.0)
+
+        def in_use() -> set[str] | None:
+            left = Executors(self.session).hosts() & set(hosts)
+            return left or (set(hosts) if time.monotonic() < stopped_at else None)
+
         poll_until(
-            lambda: Executors(self.session).hosts() & set(hosts) or None,
+            in_use,
             time.monotonic() + REMOVAL_SECONDS,
             cancellation,
-            lambda left: f"Spark still counts on executors on {', '.join(sorted(left))}.",
+            lambda left: (
+                f"Spark still counts on executors on {', '.join(sorted(left))}, or ranks may still "
+                "run there."
+            ),
         )
 
     def why_not_started(self, other_tasks: int) -> str:

@@ -75,6 +75,20 @@ class Attempt:
             training = self.plan.training(self.job.num_processes)
             notify(f"Started {training}", self.job.settings.spelling.logger)
 
+    def stop_nodes(self) -> None:
+        """Ask the nodes to stop their ranks, because a rank failed.
+
+        If another attempt can follow, their tasks succeed. A task that fails costs its Python
+        worker, and the next one imports everything anew.
+        """
+        self.nodes.stop()
+        all_linked = self.rendezvous.method == "hub" and len(self.nodes.linked) == self.nodes.count
+        # Without a cause, the error of a job that fails may have it.
+        keeps_workers = all_linked and self.outcomes.has_cause and self.job.may_be_followed
+        if keeps_workers:
+            self.deadlines.start_stop()
+        self.hub.broadcast(messages.Stop("a rank failed", fails_task=not keeps_workers))
+
     def preempt(self, hosts: Collection[str]) -> None:
         """Note that hosts are about to lose a process, and notify all ranks."""
         self.job.preempted.update(self.nodes.ranks_on(hosts))

@@ -19,6 +19,8 @@ UNLINKED_SECONDS = 60.0
 They enforce it to the second. The driver does not know when their ranks start, so it ends only
 the tasks that do not end by themselves.
 """
+STOP_SECONDS = 15.0
+"""Seconds for nodes to stop their ranks and end their tasks, after which the job is cancelled."""
 
 
 class Deadlines:
@@ -36,6 +38,7 @@ class Deadlines:
         self._settings = settings
         self._start = start
         self._end = math.inf
+        self._stopped_by = math.inf
         self._running = False
 
     def start_run(self) -> None:
@@ -50,6 +53,17 @@ class Deadlines:
             start_by = self._start if self._settings.environment else 0.0
             started = max(time.monotonic(), start_by)
             self._end = started + self._settings.timeout + UNLINKED_SECONDS
+
+    def start_stop(self) -> None:
+        """Start the clock of a job whose tasks end by themselves once their ranks are stopped."""
+        self._stopped_by = time.monotonic() + STOP_SECONDS
+
+    def is_stop_overdue(self) -> bool:
+        """Return, once, whether that job has not ended in time."""
+        if time.monotonic() <= self._stopped_by:
+            return False
+        self._stopped_by = math.inf
+        return True
 
     def passed(self, nodes: Nodes, late: set[int]) -> StartTimeout | RunTimeout | None:
         """Return the error if a deadline has passed.

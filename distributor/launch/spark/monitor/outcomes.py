@@ -45,6 +45,11 @@ class Outcomes:
         self._failures.append(failure)
 
     @property
+    def has_cause(self) -> bool:
+        """Whether a failure can be the cause of the others."""
+        return not all(failure.collateral for failure in self._failures)
+
+    @property
     def all_failed(self) -> bool:
         """Whether every rank has failed, so that no further failure can follow."""
         return len({failure.origin.rank for failure in self._failures}) == self._num_ranks

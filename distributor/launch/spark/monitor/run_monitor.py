@@ -125,6 +125,8 @@ class RunMonitor:
                 attempt.sink.has_room()
                 attempt.job.cancellation.check()
                 self._advance()
+                if attempt.deadlines.is_stop_overdue():
+                    cancel()  # the job then ends with an error, beside the failures
             self._drain()
         except BaseException as error:
             attempt.machine.fire(RunEvent.ERROR_RAISED)
@@ -162,8 +164,7 @@ class RunMonitor:
             self._check_nodes()
         settled = attempt.grace_period.is_over() or attempt.outcomes.all_failed
         if settled and attempt.machine.fire(RunEvent.FAILURE_SETTLED):
-            attempt.nodes.stop()
-            attempt.hub.broadcast(messages.Stop("a rank failed"))
+            attempt.stop_nodes()
         counts_preemptions = attempt.job.settings.max_preemption_failures is not None
         if attempt.job.graceful_shutdown.is_subscribed or counts_preemptions:
             self._notify_leaving()
