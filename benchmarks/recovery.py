@@ -1,4 +1,8 @@
-"""Time from a kill to the first collective of the next attempt, with the checkpoint loaded."""
+"""Time from a kill to the first collective of the next attempt, with the checkpoint loaded.
+
+A host that is cut off is only reported: the next attempt waits until Spark, by its own timeouts,
+has removed the host's executors.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import spark
 from benchmarks.functions import MEGABYTE, weights
+from benchmarks.hosts import seconds_until_reported
 from benchmarks.launchers import Run, ray_cluster
 from benchmarks.measure import Driven, apart
 from benchmarks.packages import library
@@ -25,10 +30,13 @@ from benchmarks.turns import Effort, measured
 RANKS = 2
 ONE_CORE = "local-cluster[2,1,1024]"
 """A cluster on which the ranks need both executors."""
-RANK, EXECUTOR = "a rank is killed", "an executor is killed"
+TWO_HOSTS = "spark://, two hosts"
+RANK, EXECUTOR, HOST = "a rank is killed", "an executor is killed", "a host is cut off"
 SIZES = (1, 1000)
 """Megabytes of the checkpoint."""
 RECOVERED = "until the first collective of the next attempt"
+REPORTED = "until it is reported"
+HOST_REPEATS = 3
 REPEATS = 4
 """Runs of one driver. The first is not counted: it also starts warm processes."""
 DEADLINE = 900.0
@@ -47,6 +55,8 @@ class Case(NamedTuple):
 
     @property
     def title(self) -> str:
+        if self.fault == HOST:
+            return f"{self.place}, {self.fault}"
         return titled(self.place, self.fault, self.megabytes)
 
 
@@ -70,12 +80,15 @@ def measure(effort: Effort) -> list[Row]:
         for megabytes in sizes
     ]
     cases.append(Case(PEERS[FLOOR], ONE_CORE, EXECUTOR, sizes[0]))
+    cases.append(Case(PEERS["ours"], TWO_HOSTS, HOST, 0))
     wanted = [c for c in cases if not effort.families or c.peer.family in effort.families]
     return measured(wanted, effort.few_rounds, _drive, _rows)
 
 
 def drive(peer: str, place: str, fault: str, size: int) -> dict[str, Any]:
     """Run a training several times in which a process is killed once, and which then goes on."""
+    if fault == HOST:
+        return {"seconds": seconds_until_reported(HOST_REPEATS)}
     with PEERS[peer].open(place) as opened:
         seconds = [
             _restart_of_executor(opened) if peer == FLOOR else _recovery(opened, fault, size)
@@ -228,4 +241,5 @@ def _drive(case: Case) -> Driven:
 
 
 def _rows(case: Case, measurements: list[Driven]) -> list[Row]:
-    return [row(case.peer, case.title, RECOVERED, gathered(measurements, "seconds"))]
+    what = REPORTED if case.fault == HOST else RECOVERED
+    return [row(case.peer, case.title, what, gathered(measurements, "seconds"))]

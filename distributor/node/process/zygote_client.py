@@ -127,13 +127,25 @@ def prepare(zygote_spec: ZygoteSpec | None) -> None:
         return
     preload_spec = zygote_spec.preload_spec
     with contextlib.suppress(OSError):  # a run that needs the zygote will report the error
-        if running := _connect(zygote_spec.owner):
-            running.close()
-            if preload_spec != _last_prepared:
-                threading.Thread(target=_replace_if_stale, args=(zygote_spec,), daemon=True).start()
-        elif started := _start_zygote(zygote_spec):
-            started.close()
+        if not start_if_missing(zygote_spec) and preload_spec != _last_prepared:
+            threading.Thread(target=_replace_if_stale, args=(zygote_spec,), daemon=True).start()
         _last_prepared = preload_spec
+
+
+def start_if_missing(zygote_spec: ZygoteSpec) -> bool:
+    """Start a zygote unless its owner has one, which need not fit; return whether it had none.
+
+    Raises
+    ------
+    OSError
+        If none can be started.
+    """
+    if running := _connect(zygote_spec.owner):
+        running.close()
+        return False
+    if started := _start_zygote(zygote_spec):
+        started.close()
+    return True
 
 
 def _replace_if_stale(zygote_spec: ZygoteSpec) -> None:

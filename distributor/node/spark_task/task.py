@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pickle
@@ -23,6 +24,7 @@ from distributor.node.environment.resolve import PreparedEnvironment
 from distributor.node.process import zygote_client
 from distributor.node.process.interpreter import Interpreter
 from distributor.node.process.process_title import temporary_run_title
+from distributor.node.process.supervisor_client import is_supported
 from distributor.node.process.zygote_client import ZygoteSpec
 from distributor.node.spark_task.channel import Channel
 from distributor.node.spark_task.dataset_file import dataset_file
@@ -96,6 +98,7 @@ def _run_node(spec: TaskSpec, batches: Iterator[Any], replaced: str) -> Iterator
     if spec.environment is None:
         check_interpreter()
     check_gpu_type(spec)
+    _start_zygote(spec)
     with (
         NodeLifecycle() as lifecycle,
         temporary_run_title(f"node {node_rank}", spec.program_name, spec.run_id),
@@ -205,6 +208,14 @@ def _run_ranks(
         if channel.await_verdict(failures):
             raise TaskFailed.of(failures, spec.secret)
     return [outcome for outcome in outcomes if isinstance(outcome, Value)]
+
+
+def _start_zygote(spec: TaskSpec) -> None:
+    """Have an executor's first zygote import torch while the nodes find each other."""
+    zygote_spec = _zygote_spec(spec, Interpreter.current())
+    if zygote_spec and spec.environment is None and is_supported():
+        with contextlib.suppress(OSError):  # reported when the ranks are started
+            zygote_client.start_if_missing(zygote_spec)
 
 
 def _zygote_spec(spec: TaskSpec, interpreter: Interpreter) -> ZygoteSpec | None:

@@ -127,6 +127,10 @@ class RunMonitor:
                 self._advance()
                 if attempt.deadlines.is_stop_overdue():
                     cancel()  # the job then ends with an error, beside the failures
+            if isinstance(attempt.ending, BaseException):
+                # Spark kills the workers of the other tasks, but only after two seconds.
+                attempt.nodes.stop()
+                attempt.hub.broadcast(messages.Stop("the Spark job has failed"))
             self._drain()
         except BaseException as error:
             attempt.machine.fire(RunEvent.ERROR_RAISED)

@@ -1,0 +1,44 @@
+"""Seconds until a run reports a host that is cut off, on machines that are network namespaces."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.measure import ROOT
+
+CORES = 2
+"""Cores of each host: the next driver starts before the executors of the last one have ended."""
+REPORT_SECONDS = 120.0
+
+
+def seconds_until_reported(repeats: int) -> list[float]:
+    """Cut a host of two off while both ranks train, and measure until the run fails."""
+    sys.path.append(str(ROOT / "tests"))
+    from support.cluster import cluster_on
+    from support.machines import machines_apart, why_not_apart
+    from support.two_machines import Training
+
+    if why_not := why_not_apart():
+        raise RuntimeError(why_not)
+    seconds = []
+    with tempfile.TemporaryDirectory() as name, machines_apart(4) as machines:
+        for number in range(repeats):
+            folder = Path(name, str(number))
+            folder.mkdir()
+            # A cluster for each, because Spark counts on the executors of a lost host for minutes.
+            with cluster_on(machines, folder, cores=CORES) as cluster:
+                training = Training(cluster, folder / "ranks")
+                with training.start() as driver:
+                    training.await_ranks()
+                    machine = cluster.on_workers[0]
+                    machine.cut()
+                    cut_at = time.time()
+                    report = driver.receive("error", REPORT_SECONDS)
+                    machine.mend()
+            if report["error"] != "NodeLost":
+                raise RuntimeError(f"not a lost host: {report}")
+            seconds.append(report["at"] - cut_at)
+    return seconds
