@@ -15,9 +15,6 @@ from typing import Any
 OPTIMIZER_IMPORTS = ("torch._dynamo",)
 """Modules that a process's first optimizer imports, which takes about a second."""
 
-LOAD_STORAGE = ("torch.storage", "_load_from_bytes")
-"""Module and name of the function by which a pickle loads a storage that is not in CPU memory."""
-
 LOST_CONNECTION = (
     "connection closed by peer",
     "connection reset by peer",

@@ -3,18 +3,22 @@
 A file contains the pickle, each buffer (aligned), the offset and size of each buffer, and a trailer
 with their number. Large tensors and arrays are loaded as views of the mapped file:
 nothing is copied until a page is written to, and then only that page.
+
+CUDA tensors are pickled as CPU tensors: the process that loads them may have no GPU, or others, and
+loading must not initialize CUDA there.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
 import mmap
 import os
 import pickle
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 from distributor._compat.torch import is_typed_storage, typed_storage, untyped_storage
@@ -52,6 +56,8 @@ class Pickler(code_pickle.Pickler):
     ----------
     file : BinaryIO
         The file for the pickle.
+    in_band : bool, default False
+        Whether large buffers are part of the pickle too.
 
     Attributes
     ----------
@@ -59,8 +65,10 @@ class Pickler(code_pickle.Pickler):
         The large buffers, which are not in the pickle.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__(file, protocol=PROTOCOL, buffer_callback=self._keep_in)
+    def __init__(self, file: BinaryIO, in_band: bool = False) -> None:
+        super().__init__(
+            file, protocol=PROTOCOL, buffer_callback=None if in_band else self._keep_in
+        )
         self.buffers: list[pickle.PickleBuffer] = []
         self._storages: dict[tuple[int, int], Any] = {}
 
@@ -76,17 +84,22 @@ class Pickler(code_pickle.Pickler):
         return super().reducer_override(obj)
 
     def _reduce_storage(self, obj: Any) -> tuple[Any, ...] | None:
-        """Reduce a storage in CPU memory to a buffer; None leaves other storages to torch."""
+        """Reduce a storage in CPU or CUDA memory to a buffer; None leaves others to torch."""
         is_typed = is_typed_storage(obj)
         storage = untyped_storage(obj) if is_typed else obj
-        if storage.device.type != "cpu" or not storage.data_ptr():
+        address, size = storage.data_ptr(), storage.nbytes()
+        if storage.device.type not in ("cpu", "cuda") or (size and not address):
             return None
         if is_typed:
             # Each tensor wraps its storage in a new object: the pickle must see one for one memory.
-            memory_range = storage.data_ptr(), storage.nbytes()
-            return typed_storage, (self._storages.setdefault(memory_range, storage), obj.dtype)
-        memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-        memory.owner = storage  # which must live as long as the view
+            if size:
+                storage = self._storages.setdefault((address, size), storage)
+            return typed_storage, (storage, obj.dtype)
+        if not size:
+            return _empty_storage, ()
+        on_cpu = storage.cpu()  # itself, or a copy if it is in CUDA memory
+        memory = (ctypes.c_char * size).from_address(on_cpu.data_ptr())
+        memory.owner = on_cpu  # which must live as long as the view
         return _untyped_storage, (pickle.PickleBuffer(memory),)
 
 
@@ -95,6 +108,13 @@ def pack(obj: object, file: BinaryIO) -> None:
     pickler = Pickler(file)
     pickler.dump(obj)
     write_buffers(file, pickler.buffers)
+
+
+def dumps(obj: object) -> bytes:
+    """Pickle an object alone, without a file; ``pickle.loads`` loads it."""
+    buffer = io.BytesIO()
+    Pickler(buffer, in_band=True).dump(obj)
+    return buffer.getvalue()
 
 
 def write_buffers(file: BinaryIO, buffers: Sequence[pickle.PickleBuffer]) -> None:
@@ -118,15 +138,13 @@ def pieces(offset: int, buffers: Sequence[pickle.PickleBuffer]) -> Iterator[byte
     yield b"".join(places) + _TRAILER.pack(len(places), _MAGIC)
 
 
-def unpack(file: int, unpickler: Callable[..., pickle.Unpickler] = pickle.Unpickler) -> Any:
+def unpack(file: int) -> Any:
     """Load the object from a file.
 
     Parameters
     ----------
     file : int
         The file's descriptor; it may be closed afterwards.
-    unpickler : callable
-        Called with the file and its buffers; returns the unpickler.
 
     Raises
     ------
@@ -134,7 +152,7 @@ def unpack(file: int, unpickler: Callable[..., pickle.Unpickler] = pickle.Unpick
         If the file is incomplete.
     """
     mapped = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
-    return unpickler(mapped, buffers=_buffers(memoryview(mapped))).load()
+    return pickle.Unpickler(mapped, buffers=_buffers(memoryview(mapped))).load()
 
 
 def _buffers(view: memoryview) -> list[memoryview]:
@@ -154,3 +172,10 @@ def _untyped_storage(buffer: Any) -> Any:
     tensor = torch.frombuffer(buffer, dtype=torch.uint8)
     copied_already = isinstance(buffer, (bytes, bytearray))
     return (tensor.clone() if copied_already else tensor).untyped_storage()
+
+
+def _empty_storage() -> Any:
+    import torch
+
+    storage: Any = torch.UntypedStorage  # whose constructor has no types
+    return storage(0)

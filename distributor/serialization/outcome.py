@@ -62,7 +62,7 @@ class Value:
         return os.fstat(self.file.fileno()).st_size
 
     def load(self) -> Any:
-        """Unpickle the value; CUDA tensors become CPU tensors if there is no GPU."""
+        """Unpickle the value."""
         self.file.flush()
         return pickling.load_value(self.file)
 
@@ -84,7 +84,7 @@ def load_value(path: str | os.PathLike[str]) -> Any:
     Returns
     -------
     object
-        The rank's value. CUDA tensors become CPU tensors if this process has no GPU.
+        The rank's value. Its CUDA tensors are CPU tensors.
 
     Raises
     ------

@@ -12,14 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-import cloudpickle
-
 from distributor._compat.cpython import add_source_lines
-from distributor._compat.torch import LOAD_STORAGE
 from distributor.errors import UnpicklableError
 from distributor.serialization import oob_pickle
 from distributor.serialization.code_imports import imports_in_code
-from distributor.serialization.oob_pickle import PROTOCOL
 from distributor.serialization.pickle_diagnostics import explain_call, find_unpicklable
 
 MAX_EXCEPTION = 16 * 1024 * 1024
@@ -99,8 +95,8 @@ def dump_value(value: object, file: BinaryIO, what: str) -> None:
 
 
 def load_value(file: BinaryIO) -> Any:
-    """Return a value; its CUDA tensors become CPU tensors if this process has no GPU."""
-    return oob_pickle.unpack(file.fileno(), _ValueUnpickler)
+    """Return a value, whose CUDA tensors were pickled as CPU tensors."""
+    return oob_pickle.unpack(file.fileno())
 
 
 def dump_exception(error: BaseException) -> bytes | None:
@@ -109,11 +105,11 @@ def dump_exception(error: BaseException) -> bytes | None:
         return None  # a rank's KeyboardInterrupt must not look like the driver's
     for form in (error, _Rebuilt.of(error)):
         try:
-            pickled = cloudpickle.dumps(form, protocol=PROTOCOL)
+            pickled = oob_pickle.dumps(form)
             loaded = _exception_in(pickle.loads(pickled))
             same = type(loaded) is type(error) and _text_of(loaded.args) == _text_of(error.args)
             if same and len(pickled) <= MAX_EXCEPTION:
-                return bytes(pickled)
+                return pickled
         except Exception:  # any error only means that this form cannot be pickled
             continue
     return None
@@ -179,20 +175,3 @@ def install_sources(sources: Mapping[str, list[str]]) -> None:
     """Make source lines that were sent with a call visible to `traceback` and `inspect`."""
     for filename, lines in sources.items():
         add_source_lines(filename, lines)
-
-
-class _ValueUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == LOAD_STORAGE:
-            return _load_storage
-        return super().find_class(module, name)
-
-
-def _load_storage(data: bytes) -> Any:
-    import torch
-
-    def place(storage: Any, location: str) -> Any:
-        wants_gpu = location.startswith("cuda")
-        return storage if wants_gpu and not torch.cuda.is_available() else None
-
-    return torch.load(io.BytesIO(data), map_location=place, weights_only=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 import socket
 import subprocess
 import sys
@@ -33,19 +31,6 @@ def test_typed_storages_are_taken_apart_and_made_again() -> None:
         again = private.typed_storage(untyped, torch.int32)
         assert again.dtype == torch.int32
         assert private.untyped_storage(again).data_ptr() == tensor.data_ptr()
-
-
-def test_pickled_storages_are_loaded_by_a_known_function() -> None:
-    named = []
-
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            named.append((module, name))
-            return super().find_class(module, name)
-
-    with relies_on("torch", "torch.storage._load_from_bytes", "torch.LOAD_STORAGE"):
-        Unpickler(io.BytesIO(pickle.dumps(torch.ones(2)))).load()
-        assert private.LOAD_STORAGE in named, named
 
 
 def test_an_optimizer_imports_what_is_preloaded() -> None:

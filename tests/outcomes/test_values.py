@@ -9,7 +9,6 @@ import collections
 import enum
 import math
 import os
-import pickle
 import sys
 import threading
 import types
@@ -95,28 +94,6 @@ def make_module() -> Any:
     return Net().eval()
 
 
-CUDA_LIKE_BYTES = 13 * 4
-"""Only storages of this size are tagged as a GPU's; the tagger sees all tensors of a run."""
-
-
-def tag_as_cuda() -> None:
-    """Make this process pickle some tensors as if they were on a GPU."""
-    import torch
-
-    def tag(storage: Any) -> str | None:
-        return "cuda:0" if storage.nbytes() == CUDA_LIKE_BYTES else None
-
-    torch.serialization.register_package(0, tag, lambda storage, location: None)
-
-
-def make_cuda_like() -> tuple[Any, bytes]:
-    """Return a tensor that is tagged as a GPU's, and its plain pickle."""
-    import torch
-
-    tensor = torch.arange(13, dtype=torch.float32)
-    return tensor, pickle.dumps(tensor)
-
-
 def make_closure() -> Callable[[int], int]:
     offset = 40
     return lambda number: number + offset
@@ -153,17 +130,6 @@ def same_outputs(value: Any, made: Any) -> None:
     assert torch.equal(value(inputs), made(inputs))
     assert list(value.state_dict()) == ["scale", "linear.weight", "linear.bias"]
     assert not value.training
-
-
-def now_on_cpu(value: Any, made: Any) -> None:
-    import torch
-
-    tensor, pickled = value
-    if not torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match="CUDA"):  # so it is tagged as the GPU's
-            pickle.loads(pickled)
-    assert tensor.device.type == "cpu"
-    assert tensor.tolist() == list(range(13))
 
 
 def same_object(value: Any, made: Any) -> None:
@@ -216,7 +182,6 @@ VALUES: dict[str, tuple[Callable[[], Any], Same]] = {
     "arrays": (make_arrays, same_arrays),
     "large_tensors": (make_large_tensors, same_tensors),
     "odd_tensors": (make_odd_tensors, same_tensors),
-    "cuda_like_tensor": (make_cuda_like, now_on_cpu),
     "module": (make_module, same_outputs),
     "own_instance": (lambda: Metrics(0.5, [1.0, 0.5]), equal),
     "own_class": (lambda: Metrics, same_object),
@@ -238,7 +203,6 @@ def returned(request: pytest.FixtureRequest) -> dict[str, Any]:
     def program() -> Any:
         if my_rank() == 1:
             return "rank 1's"
-        tag_as_cuda()
         return {name: make() for name, make in makers.items()}
 
     distributor = TorchDistributor(

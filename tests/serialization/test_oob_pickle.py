@@ -13,6 +13,7 @@ from distributor.serialization.oob_pickle import (
     LARGE_BUFFER,
     Pickler,
     anonymous_file,
+    dumps,
     give_back,
     pack,
     unpack,
@@ -69,6 +70,16 @@ def test_tensors_round_trip(make: Any) -> None:
     assert torch.equal(*dense)
 
 
+@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS.keys())
+def test_a_pickle_without_a_file_has_its_tensors(make: Any) -> None:
+    given = make()
+    found, same = pickle.loads(dumps([given, given]))
+    assert found is same
+    assert (type(found), found.dtype, found.shape) == (type(given), given.dtype, given.shape)
+    dense = [t.dequantize() if t.is_quantized else t.detach().to_dense() for t in (found, given)]
+    assert torch.equal(*dense)
+
+
 ARRAYS = {
     "large": lambda: np.arange(MANY),
     "small": lambda: np.arange(3.0),
@@ -113,6 +124,13 @@ def test_shared_memory_is_written_once_and_stays_shared() -> None:
     found["all"][-1] = 7.0
     assert [found[name].flatten()[-1].item() for name in given] == [7.0] * 4
     assert weights[-1].item() != 7.0
+
+
+def test_empty_tensors_do_not_come_to_share_memory() -> None:
+    found = round_trip([torch.empty(0), torch.empty(0)])
+    for number, tensor in enumerate(found):
+        tensor.resize_(2).fill_(number)
+    assert [tensor.tolist() for tensor in found] == [[0.0, 0.0], [1.0, 1.0]]
 
 
 def test_a_loaded_model_can_be_trained() -> None:

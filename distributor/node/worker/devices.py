@@ -23,7 +23,8 @@ def device() -> torch.device:
         return torch.device("cpu")
     if "LOCAL_RANK" not in os.environ:
         return torch.device("cuda", torch.cuda.current_device())
-    # Each rank sees only its own GPU, unless CUDA_VISIBLE_DEVICES has been set otherwise.
+    # The ranks of a node see all of its GPUs: one for each, unless `env` sets
+    # CUDA_VISIBLE_DEVICES to fewer, which they then share.
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
+import pickle
 import threading
 from typing import Any
 
-import cloudpickle
-
 from distributor.core.resources import format_bytes
+from distributor.serialization import oob_pickle
 from distributor.train.runtime.store_channel import StoreChannel
 
 LIMIT = 64 * 1000**2
@@ -42,11 +42,11 @@ class Collectives:
             channel.delete_keys()
         if "too_large" in found:
             raise ValueError(found["too_large"])
-        return cloudpickle.loads(base64.b64decode(found["pickled"]))
+        return pickle.loads(base64.b64decode(found["pickled"]))
 
 
 def _packed(data: Any) -> dict[str, str]:
-    pickled = cloudpickle.dumps(data)
+    pickled = oob_pickle.dumps(data)
     if len(pickled) > LIMIT:
         size, limit = format_bytes(len(pickled)), format_bytes(LIMIT)
         return {
