@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,17 @@ def device() -> torch.device:
     # The ranks of a node see all of its GPUs: one for each, unless `env` sets
     # CUDA_VISIBLE_DEVICES to fewer, which they then share.
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+
+
+def finish_gpu_work() -> None:
+    """Wait for the kernels that this process has started on its GPU, if any.
+
+    Kernels run asynchronously. Otherwise, the error of one that fails after the program's last
+    statement would be lost, or would look like an error of what pickles the program's value.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def move(batch: Any, target: torch.device) -> Any:

@@ -34,6 +34,7 @@ from distributor.node.worker.control_channel import (
     VALUE,
     ControlChannel,
 )
+from distributor.node.worker.devices import finish_gpu_work
 from distributor.node.worker.group_lifetime import keep_groups_of_models
 from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
 from distributor.node.worker.own_rendezvous import allow_own_rendezvous
@@ -137,6 +138,7 @@ def _execute(program: Program, context: WorkerContext) -> Any:
     rank = os.getpid()
     try:
         value = _value_of(program)
+        finish_gpu_work()
         context.run_final_steps()
         return value
     finally:
