@@ -15,7 +15,7 @@ SPARK35 := conf/constraints-spark35.txt
 TORCH = $$(nvidia-smi -L >/dev/null 2>&1 || echo "-c conf/constraints-cpu.txt")
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-spark35 demo test test-all test-spark35 bench chaos notebooks lint clean
+.PHONY: help venv venv-spark35 demo test test-all test-gpu test-spark35 bench bench-gpu chaos notebooks lint clean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
@@ -47,6 +47,15 @@ test-all: venv $(CLASSES) ## Run all the tests
 
 test-spark35: venv-spark35 ## Run the tests, less the slow ones, on PySpark 3.5
 	$(VENV35)/bin/$(PYTEST) -m "not slow" $(ARGS)
+
+# A GPU machine often has torch, and no way to install more. PYTHON=... replaces .venv.
+GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(wildcard $(VENV)/bin/python) ,)$(PYTHON)
+test-gpu: ## Run the tests that need a GPU, and record what ran; needs no .venv
+	PYTHONPATH=.:tests $(firstword $(GPU_PYTHON)) -m pytest -c tests/cuda/test-gpu.ini --rootdir=. \
+		--noconftest -p no:cacheprovider -p support.cuda_results tests/cuda $(ARGS)
+
+bench-gpu: ## Measure on a GPU; needs no .venv
+	$(firstword $(GPU_PYTHON)) -m benchmarks.gpu
 
 bench: $(VENV)/.bench ## Compare speed with other launchers; ARGS=--quick for a first look
 	$(VENV)/bin/python -m benchmarks $(ARGS)

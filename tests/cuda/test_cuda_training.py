@@ -1,0 +1,225 @@
+"""Training on a GPU: models and batches on it, FSDP2, and checkpoints that are saved from it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from support.cuda import device_type, needs_gpu, only_on_gpu
+
+from distributor import TorchDistributor
+
+pytest.importorskip("pyarrow", reason="needs pyarrow")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+pytestmark = needs_gpu
+ROWS = 64
+
+
+@pytest.fixture
+def runner() -> TorchDistributor:
+    """Return a distributor of one rank, which has the GPU to itself."""
+    use_gpu = device_type() == "cuda"
+    return TorchDistributor(1, local_mode=True, use_gpu=use_gpu, timeout=300)
+
+
+def start_group() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl" if device_type() == "cuda" else "gloo")
+
+
+def network() -> Any:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(device_type())
+
+
+def train_prepared() -> dict[str, Any]:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from distributor.train.torch import get_device, prepare_data_loader, prepare_model
+
+    inputs = torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(1))
+    dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    model = prepare_model(network().cpu())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    places, losses = set(), []
+    for _ in range(20):
+        for features, targets in prepare_data_loader(DataLoader(dataset, batch_size=16)):
+            places |= {features.device, targets.device}
+            loss = torch.nn.functional.mse_loss(model(features), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    parameters = {parameter.device for parameter in model.parameters()}
+    return {
+        "batches": sorted(map(str, places)),
+        "parameters": sorted(map(str, parameters)),
+        "device": str(get_device()),
+        "fell": losses[-1] < losses[0] / 2,
+    }
+
+
+def test_prepared_models_and_batches_are_on_the_ranks_gpu(runner: TorchDistributor) -> None:
+    device = "cuda:0" if device_type() == "cuda" else "cpu"
+    assert runner.run(train_prepared) == {
+        "batches": [device],
+        "parameters": [device],
+        "device": device,
+        "fell": True,
+    }
+
+
+def train_sharded(folder: str, mixed: bool, offload: bool) -> dict[str, Any]:
+    """Train with FSDP2, and record its memory."""
+    import torch
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
+    start_group()
+    model = network()
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mixed else None
+    policies: dict[str, Any] = {"mp_policy": precision} if precision else {}
+    policies["offload_policy"] = CPUOffloadPolicy() if offload else OffloadPolicy()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, **policies)
+    on_gpu = device_type() == "cuda"
+    if on_gpu:
+        torch.cuda.memory._record_memory_history()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    inputs = torch.randn(ROWS, 16, device=device_type())
+    outputs, losses = model(inputs), []
+    for _ in range(30):
+        outputs = model(inputs)
+        loss = (outputs.float() - inputs.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if on_gpu:
+        torch.cuda.memory._dump_snapshot(f"{folder}/memory.pickle")
+    return {
+        "outputs": str(outputs.dtype),
+        "parameters": {parameter.to_local().device.type for parameter in model.parameters()},
+        "fell": losses[-1] < losses[0],
+        "peak": torch.cuda.max_memory_allocated() if on_gpu else 0,
+    }
+
+
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=only_on_gpu)])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_fsdp2_with_mixed_precision_and_offload(
+    runner: TorchDistributor, tmp_path: Path, mixed: bool, offload: bool
+) -> None:
+    found = runner.run(train_sharded, str(tmp_path), mixed, offload)
+    assert found["outputs"] == ("torch.bfloat16" if mixed else "torch.float32")
+    assert found["parameters"] == {"cpu" if offload else device_type()}
+    assert found["fell"]
+    if device_type() == "cuda":
+        assert found["peak"] > 0
+        assert (tmp_path / "memory.pickle").stat().st_size > 1000
+
+
+def save_and_load(folder: str, how: str) -> list[float]:
+    """Save a sharded model, change it, and load it; return the differences to what was saved."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    start_group()
+    model = network()
+    fully_shard(model)
+    saved = [parameter.full_tensor().clone() for parameter in model.parameters()]
+    state = {"model": get_model_state_dict(model)}
+    if how == "save":
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        stager = pinned_stager() if how == "pinned" else None
+        pending = dcp.async_save(state, checkpoint_id=folder, async_stager=stager)
+        getattr(pending, "upload_completion", pending).result()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = {"model": get_model_state_dict(model)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    loaded = [parameter.full_tensor() for parameter in model.parameters()]
+    return [float((one - other).abs().max()) for one, other in zip(saved, loaded, strict=True)]
+
+
+def pinned_stager() -> Any:
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    options = StagingOptions(
+        use_pinned_memory=True,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=True,
+    )
+    return DefaultStager(options)
+
+
+@pytest.mark.parametrize("how", ["save", "async", pytest.param("pinned", marks=only_on_gpu)])
+def test_a_sharded_checkpoint_is_saved_and_loaded(
+    runner: TorchDistributor, tmp_path: Path, how: str
+) -> None:
+    if how == "pinned":
+        pytest.importorskip("torch.distributed.checkpoint.staging", reason="needs a newer torch")
+    assert runner.run(save_and_load, str(tmp_path / "checkpoint"), how) == [0.0] * 4
+
+
+def train_until_failure(config: dict[str, Any]) -> None:
+    """Report a step's checkpoint; fail once after the second, and go on from there."""
+    import tempfile
+
+    import torch
+
+    from distributor import train
+    from distributor.train.torch import get_device, prepare_model
+
+    model = prepare_model(network().cpu())
+    done, checkpoint = 0, train.get_checkpoint()
+    if checkpoint:
+        with checkpoint.as_directory() as folder:
+            state = torch.load(f"{folder}/state.pt", map_location=get_device())
+            model.load_state_dict(state["model"])
+            done = state["done"]
+    for step in range(done, 4):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(step + 1.0)
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save({"model": model.state_dict(), "done": step + 1}, f"{folder}/state.pt")
+            metrics = {"step": step + 1, "resumed_at": done}
+            train.report(metrics, checkpoint=train.Checkpoint.from_directory(folder))
+        if step == 1 and not checkpoint:
+            raise RuntimeError("a failure in the first attempt")
+
+
+def test_a_training_on_a_gpu_resumes_after_a_failure(tmp_path: Path) -> None:
+    from distributor import train
+    from distributor.train.torch import TorchTrainer
+
+    use_gpu = device_type() == "cuda"
+    result = TorchTrainer(
+        train_until_failure,
+        train_loop_config={},
+        scaling_config=train.ScalingConfig(num_workers=1, use_gpu=use_gpu),
+        run_config=train.RunConfig(
+            storage_path=str(tmp_path), failure_config=train.FailureConfig(max_failures=1)
+        ),
+    ).fit()
+    assert result.metrics == {**result.metrics, "step": 4, "resumed_at": 2}
