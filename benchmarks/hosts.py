@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from benchmarks.measure import ROOT
+from benchmarks.packages import library
 
 CORES = 2
 """Cores of each host: the next driver starts before the executors of the last one have ended."""
@@ -17,20 +18,18 @@ REPORT_SECONDS = 120.0
 def seconds_until_reported(repeats: int) -> list[float]:
     """Cut a host of two off while both ranks train, and measure until the run fails."""
     sys.path.append(str(ROOT / "tests"))
-    from support.cluster import cluster_on
-    from support.machines import machines_apart, why_not_apart
-    from support.two_machines import Training
-
-    if why_not := why_not_apart():
+    cluster_on = library("support.cluster").cluster_on
+    machines, two_machines = library("support.machines"), library("support.two_machines")
+    if why_not := machines.why_not_apart():
         raise RuntimeError(why_not)
     seconds = []
-    with tempfile.TemporaryDirectory() as name, machines_apart(4) as machines:
+    with tempfile.TemporaryDirectory() as name, machines.machines_apart(4) as four:
         for number in range(repeats):
             folder = Path(name, str(number))
             folder.mkdir()
             # A cluster for each, because Spark counts on the executors of a lost host for minutes.
-            with cluster_on(machines, folder, cores=CORES) as cluster:
-                training = Training(cluster, folder / "ranks")
+            with cluster_on(four, folder, cores=CORES) as cluster:
+                training = two_machines.Training(cluster, folder / "ranks")
                 with training.start() as driver:
                     training.await_ranks()
                     machine = cluster.on_workers[0]

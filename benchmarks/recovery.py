@@ -202,9 +202,14 @@ def _kill(folder: Path, fault: str) -> float:
 
 
 def _restart_of_executor(session: Any) -> float:
-    began = time.time()
+    def registered() -> set[str]:
+        scheduler = session.sparkContext._jsc.sc().schedulerBackend()
+        return set(scheduler.getExecutorIds().mkString(" ").split())
+
+    before, began = registered(), time.time()
     os.kill(_executors()[0], signal.SIGKILL)
-    # The stage of a barrier starts only if both executors are there.
+    # Spark looks only each 15 s whether a barrier stage that was submitted before has room.
+    _wait_until(lambda: len(registered()) == RANKS and registered() != before)
     spark.empty_stage(session, RANKS)
     return time.time() - began
 
