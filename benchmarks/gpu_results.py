@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
-DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def record(part: str, found: Mapping[str, Any], path: Path = RESULTS) -> None:
@@ -35,13 +34,27 @@ def machine() -> dict[str, Any]:
     import torch
 
     properties = torch.cuda.get_device_properties(0)
+    nccl: Any = torch.cuda.nccl  # which has no types
     return {
         "gpu": properties.name,
         "gpus": torch.cuda.device_count(),
         "memory_gb": round(properties.total_memory / 1e9),
-        "driver": DRIVER.read_text().splitlines()[0] if DRIVER.exists() else "",
+        "driver": _driver(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl": ".".join(map(str, nccl.version())),
         "python": sys.version.split()[0],
     }
+
+
+def _driver() -> str:
+    """Return the version of the NVIDIA driver; empty without ``nvidia-ml-py``."""
+    try:
+        import pynvml
+    except ImportError:
+        return ""
+    pynvml.nvmlInit()
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()

@@ -10,8 +10,6 @@ from pathlib import Path
 from benchmarks.measure import ROOT
 from benchmarks.packages import library
 
-CORES = 2
-"""Cores of each host: the next driver starts before the executors of the last one have ended."""
 REPORT_SECONDS = 120.0
 
 
@@ -28,7 +26,7 @@ def seconds_until_reported(repeats: int) -> list[float]:
             folder = Path(name, str(number))
             folder.mkdir()
             # A cluster for each, because Spark counts on the executors of a lost host for minutes.
-            with cluster_on(four, folder, cores=CORES) as cluster:
+            with cluster_on(four, folder) as cluster:
                 training = two_machines.Training(cluster, folder / "ranks")
                 with training.start() as driver:
                     training.await_ranks()

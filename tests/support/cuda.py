@@ -1,7 +1,7 @@
 """What the tests on a GPU share. They need torch, pytest and what `import distributor` needs.
 
 With ``CUDA_TESTS_ON_CPU=1`` their functions run on CPUs, as far as they can. That shows nothing
-about GPUs, but finds mistakes in the tests where there is no GPU.
+about GPUs, but finds mistakes in the tests on a machine without one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DRIVER = Path("/proc/driver/nvidia/version")
+DRIVER = Path("/dev/nvidiactl")
 ON_CPU = os.environ.get("CUDA_TESTS_ON_CPU") == "1"
 DEADLINE = 120.0
 
