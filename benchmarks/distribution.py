@@ -17,7 +17,7 @@ from benchmarks.report import Row, gathered, row
 from benchmarks.scale import slope
 from benchmarks.turns import Effort, measured
 
-NODES = (3, 10, 30, 100, 300)
+NODES = (3, 10, 30, 100)
 FEW_NODES = (3, 30)
 MEGABYTES = 2
 CARD = 2 * MEGABYTE
@@ -90,6 +90,8 @@ def drive(nodes: int) -> dict[str, Any]:
             sources.want(node, str(node))
         for _ in range(2 * nodes):
             name, *details = events.get(timeout=DEADLINE)
+            if name == "failed":
+                raise RuntimeError("a node could not receive the program")
             getattr(sources, name)(*details)
         seconds = time.monotonic() - began
         for thread in threads:
@@ -113,10 +115,11 @@ def _receive(
     block = ArrivingBlock(until_all.enter_context(tempfile.TemporaryFile()), size)
     server = until_all.enter_context(BlockServer(address, SECRET, _Card().limited(block)))
     events.put(("relay", address, server.port))
-    receive(source, SECRET, node, 0, block.append)
-    if block.arrived != size:
-        raise RuntimeError(f"node {node} has received {block.arrived} bytes")
-    events.put(("stored", node, str(node)))
+    for each in (source, driver):  # as a real node does
+        if block.arrived < size:
+            with contextlib.suppress(OSError):
+                receive(each, SECRET, node, block.arrived, block.append)
+    events.put(("stored", node, str(node)) if block.arrived == size else ("failed",))
 
 
 class _Card:

@@ -107,9 +107,8 @@ class SparkLauncher:
             If the executors can never have enough slots, or Spark ended the job and no rank
             reported a cause.
         """
-        notify(job.heading)
         try:
-            return self._launch(job, sink)
+            return self._launch(job, sink, heading=job.heading)
         except ProgramNotReceived as error:
             notify(f"{error} Spark sends them to the executors of this session from now on.")
             use_spark(self.session)
@@ -129,7 +128,7 @@ class SparkLauncher:
         """Return a thread that can launch a run on behalf of the calling thread."""
         return self.session.thread(target)
 
-    def _launch(self, job: Job, sink: Sink) -> list[Outcome]:
+    def _launch(self, job: Job, sink: Sink, heading: str = "") -> list[Outcome]:
         rows = self._rows_of_tasks(job)
         deadline = time.monotonic() + job.settings.start_timeout
         reminder = Reminder()
@@ -139,6 +138,8 @@ class SparkLauncher:
             open_hub(address, secret) as hub,
             program_for_nodes(self.session, job.program, hub, address.bound) as program,
         ):
+            if heading:
+                notify(heading)
             slots = Slots(self.session, self.plan)
             slots.await_all(deadline, job.cancellation, reminder)
             shortage = self._warn_of_memory(job.settings.warm)
