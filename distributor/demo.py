@@ -5,17 +5,37 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any, NamedTuple
 
+from distributor.launch.spark.log_quieting import no_warning
 from distributor.torch_distributor import TorchDistributor
 
 JAVA = 17
 """The oldest Java that PySpark 4 runs on."""
+EPOCHS_PER_LINE = 3
+"""Number of epochs after which rank 0 prints the loss."""
+NEXT_STEPS = """
+What to try next:
+  distributor run --nproc 2 --cpu train.py               your own script, on this machine
+  distributor run --nproc 2 --cpu -m package.train       a module, as with python -m
+  distributor run --cluster --master spark://HOST:7077 --nproc 16 train.py
+                                                         the same on a Spark cluster
+  TorchDistributor(16, local_mode=False).run(train)      a function, from a notebook or a job
+  distributor run --help                                 all settings"""
+
+
+class _Result(NamedTuple):
+    name: str
+    where: str
+    accuracy: float
+    seconds: float
 
 
 def train(epochs: int = 15, batch_size: int = 32) -> float:
@@ -63,7 +83,7 @@ def train(epochs: int = 15, batch_size: int = 32) -> float:
             optimizer.step()
             total += loss.detach()
         dist.all_reduce(total)
-        if rank == 0:
+        if rank == 0 and epoch % EPOCHS_PER_LINE == 0:
             print(f"epoch {epoch:2}  loss {total.item() / len(loader) / world_size:.4f}")
     with torch.no_grad():
         accuracy = (model(test_images).argmax(1) == test_labels).float().mean().item()
@@ -97,17 +117,20 @@ def demo() -> None:
         raise RuntimeError(
             "The demo needs the images of scikit-learn: pip install scikit-learn"
         ) from None
-    _train_and_print("two local ranks", local_mode=True)
+    host = socket.gethostname()
+    results = [_train("two local ranks", host, local_mode=True)]
     found = java_version()
-    if found is None or found < JAVA:
+    if found is not None and found >= JAVA:
+        with _embedded_spark():
+            results.append(_train("two ranks on Spark", f"2 executors, {host}", local_mode=False))
+    print("\n" + _table(results))
+    if len(results) == 1:
         print(
             f"\nSpark needs Java {JAVA} or later, but found {found or 'none'}. Install it "
             "(Debian and Ubuntu: apt-get install openjdk-17-jre-headless; Fedora: dnf install "
             "java-17-openjdk-headless; macOS: brew install openjdk@17) and run the demo again."
         )
-        return
-    with _embedded_spark():
-        _train_and_print("two ranks on an embedded Spark cluster", local_mode=False)
+    print(NEXT_STEPS)
 
 
 def java_version() -> int | None:
@@ -122,28 +145,47 @@ def java_version() -> int | None:
     return int(found.group(1)) if found else None
 
 
-def _train_and_print(where: str, *, local_mode: bool) -> None:
-    print(f"\nTraining on {where}")
+def _train(name: str, where: str, *, local_mode: bool) -> _Result:
+    print(f"\nTraining on {name}")
     sys.stdout.flush()
     began = time.perf_counter()
     accuracy = TorchDistributor(num_processes=2, local_mode=local_mode, use_gpu=False).run(train)
-    seconds = time.perf_counter() - began
-    print(f"rank 0 returned a test accuracy of {accuracy:.4f} after {seconds:.1f} s")
+    return _Result(name, where, accuracy, time.perf_counter() - began)
+
+
+def _table(results: Sequence[_Result]) -> str:
+    rows = [("training", "where", "test accuracy", "time")]
+    rows += [(r.name, r.where, f"{r.accuracy:.4f}", f"{r.seconds:.1f} s") for r in results]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, tuple("-" * width for width in widths))  # type: ignore[arg-type]
+    lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 @contextmanager
 def _embedded_spark() -> Iterator[None]:
+    """Start Spark on this machine; show what its JVM has logged only if it does not start."""
+    print("\nStarting an embedded Spark cluster")
+    with tempfile.TemporaryFile() as log:
+        try:
+            spark = _start_spark(log)
+        except Exception:
+            log.seek(0)
+            print(log.read().decode(errors="replace"), file=sys.stderr)
+            raise
+        try:
+            yield
+        finally:
+            spark.stop()
+
+
+def _start_spark(log: IO[bytes]) -> Any:
+    from pyspark import SparkConf, SparkContext
+    from pyspark.java_gateway import launch_gateway
     from pyspark.sql import SparkSession
 
-    spark = (
-        SparkSession.builder.appName("distributor demo")
-        .master("local-cluster[2,1,1024]")
-        .config("spark.ui.enabled", "false")
-        .config("spark.ui.showConsoleProgress", "false")
-        .config("spark.log.level", "ERROR")
-        .getOrCreate()
-    )
-    try:
-        yield
-    finally:
-        spark.stop()
+    conf = SparkConf().setAppName("distributor demo").setMaster("local-cluster[2,1,1024]")
+    conf.set("spark.ui.enabled", "false").set("spark.ui.showConsoleProgress", "false")
+    with no_warning():
+        gateway = launch_gateway(conf, popen_kwargs={"stderr": log})  # type: ignore[no-untyped-call]
+        return SparkSession(SparkContext(conf=conf, gateway=gateway))

@@ -14,11 +14,13 @@ from distributor.core.checkpoint_config import CheckpointSettings, absolute
 from distributor.core.mlflow_env import NAMED_SERVER
 from distributor.core.redaction import Redaction
 from distributor.data.spark.dataset import DatasetFinder
+from distributor.errors import DistributorError
 from distributor.launch import retry
 from distributor.launch.call_site import CallSite
 from distributor.launch.job import Job, Launcher, new_run_id
 from distributor.launch.local import LocalLauncher
 from distributor.launch.one_time_warnings import warn_once
+from distributor.launch.output.labels import RunLabel
 from distributor.launch.programs import program_of
 from distributor.launch.setting_checks import (
     check_bool,
@@ -182,8 +184,19 @@ class PreparedRun:
     def run(self) -> list[Any]:
         """Run the job, and return the values of rank 0 or of all ranks."""
         recorded: AbstractContextManager[object] = self.recorder or nullcontext()
-        with self.job.graceful_shutdown, recorded:
-            return retry.run(self.job, self.launcher)
+        try:
+            with self.job.label, self.job.graceful_shutdown, recorded:
+                return retry.run(self.job, self.launcher)
+        except Exception as error:
+            if not _is_explained(error):
+                raise
+            BaseException.with_traceback(error, None)  # the launcher's frames do not help the user
+            raise error
+
+
+def _is_explained(error: Exception) -> bool:
+    """Return whether an error's message and cause say what happened: no bug of this package."""
+    return isinstance(error, DistributorError) or hasattr(error, "rank_failures")
 
 
 def prepare_run(
@@ -232,8 +245,9 @@ def prepare_run(
         **forwarded_env(settings),
         **settings.env,
     }
+    label = RunLabel(program.name)
     recorder = (
-        Recorder(tracking, settings.mlflow_ranks, Redaction(env))
+        Recorder(tracking, settings.mlflow_ranks, Redaction(env), label)
         if isinstance(tracking, TrackedRun)
         else None
     )
@@ -247,6 +261,7 @@ def prepare_run(
         listeners=(*([recorder] if recorder else []), *settings.listeners),
         keep_all=keep_all,
         run_id=run_id,
+        label=label,
         call_site=CallSite.of_caller(program.name),
     )
     return PreparedRun(job, launcher, recorder)

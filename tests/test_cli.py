@@ -443,7 +443,8 @@ def test_ctrl_backslash_shows_stacks_and_ctrl_c_is_130(script: Any, tmp_path: Pa
 
 def accuracies(done: Done[str]) -> list[float]:
     assert done.returncode == 0, done.stderr
-    return [float(text) for text in re.findall(r"test accuracy of (\d\.\d+)", done.stdout)]
+    table = done.stdout.partition("test accuracy  time\n")[2].partition("\n\n")[0]
+    return [float(text) for text in re.findall(r"  (0\.\d{4}|1\.0000)  +\d+\.\d s$", table, re.M)]
 
 
 @pytest.mark.slow
@@ -454,6 +455,7 @@ def test_the_demo_without_java_names_the_package_to_install(here: Cli, tmp_path:
     done = here("demo", env={"PATH": str(empty), "JAVA_HOME": None})
     (accuracy,) = accuracies(done)
     assert accuracy > 0.95
+    assert "What to try next" in done.stdout
     assert "Spark needs Java 17 or later, but found none" in done.stdout
     assert "apt-get install openjdk-17-jre-headless" in done.stdout
     assert "[0] rank 0 of 2" in done.stdout
@@ -468,6 +470,11 @@ def test_demo(cli: Cli) -> None:
     here, there = accuracies(done)
     assert min(here, there) > 0.95
     assert "Spark needs Java" not in done.stdout
+    assert "What to try next" in done.stdout
+    lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
+    assert len(lines) < 60
+    assert [line for line in lines if re.search("warn|log4j|log level", line, re.IGNORECASE)] == []
+    assert [line for line in lines if "\r" in line or "[Stage" in line] == []
 
 
 def test_clean_lists_what_it_removes(

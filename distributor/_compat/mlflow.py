@@ -52,5 +52,16 @@ def finished_operations() -> object:
     return operations.RunOperations([])
 
 
+def client_that_prints_no_link(uri: str) -> Any:
+    """Return a client that does not print the link to a run of a server when it ends the run."""
+    client = import_module("mlflow").MlflowClient(uri)
+    client._tracking_client._log_url = _print_nothing
+    return client
+
+
+def _print_nothing(run_id: str) -> None:
+    pass
+
+
 def _fluent() -> Any:
     return import_module("mlflow.tracking.fluent")

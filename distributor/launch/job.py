@@ -15,6 +15,8 @@ from distributor.launch.call_site import CallSite
 from distributor.launch.cancellation import Cancellation
 from distributor.launch.graceful_shutdown import GracefulShutdown
 from distributor.launch.hangs.stack_requests import StackRequests
+from distributor.launch.output.labels import RunLabel
+from distributor.launch.output.messages import LOGGER, notify
 from distributor.launch.output.run_progress import RunProgress
 from distributor.launch.run_listener import Listener
 from distributor.launch.settings import Settings
@@ -50,6 +52,8 @@ class Job:
         Objects that follow the run, besides the console.
     run_id : str
         The run's id.
+    label : RunLabel
+        Marks its output and messages while other runs are active.
     call_site : CallSite
         The user's line that started the run; by default the line that created this job.
     attempt : int
@@ -79,6 +83,7 @@ class Job:
     keep_all: bool = False
     listeners: tuple[Listener, ...] = ()
     run_id: str = field(default_factory=lambda: new_run_id())
+    label: RunLabel = field(default_factory=lambda: RunLabel("run"))
     call_site: CallSite = field(default_factory=lambda: CallSite.of_caller("run"))
     attempt: int = 0
     silent: tuple[str, ...] = ()
@@ -92,10 +97,19 @@ class Job:
     @property
     def heading(self) -> str:
         """The first message of an attempt: run id, program and log folder."""
-        log_dir = self.settings.log_dir
         suffix = f", attempt {self.attempt}" if self.attempt else ""
-        logs = f"; logs in {Path(log_dir) / self.run_id}" if log_dir else ""
-        return f"Run {self.run_id} of {self.program.name}{suffix}{logs}"
+        logs = f"; logs in {self.logs}" if self.logs else ""
+        return f"Run {self.run_id} of {self.label.name}{suffix}{logs}"
+
+    @property
+    def logs(self) -> Path | None:
+        """The folder of the run's output, if it is stored."""
+        log_dir = self.settings.log_dir
+        return Path(log_dir) / self.run_id if log_dir else None
+
+    def notify(self, message: str, logger: str = LOGGER) -> None:
+        """Show a message about this run."""
+        notify(self.label.message(message), logger)
 
     @property
     def may_be_followed(self) -> bool:

@@ -173,7 +173,7 @@ class _LocalListener(BaseAgentListener):
 
     def on_ranks_started(self) -> None:
         self._job.progress.add_started(self._job.num_processes)
-        notify(self._start_message, self._job.settings.spelling.logger)
+        self._job.notify(self._start_message, self._job.settings.spelling.logger)
 
     def on_rank_failed(self, failure: Failure) -> None:
         self._job.failures.append(failure)

@@ -18,7 +18,6 @@ from distributor.errors import (
 )
 from distributor.launch.hangs.stack_requests import register_run
 from distributor.launch.job import Job, Launcher
-from distributor.launch.output.labels import RunLabel
 from distributor.launch.output.messages import notify, warn
 from distributor.launch.output.sink import DriverSink, Listeners
 from distributor.launch.settings import Settings
@@ -79,8 +78,8 @@ def run(job: Job, launcher: Launcher) -> list[Any]:
         there were several attempts, ``attempts`` has all of them.
     """
     listeners = Listeners(job.listeners)
-    with RunLabel(job.program.name) as label, _opened_datasets(job):
-        return _run_attempts(job, launcher, listeners, label)
+    with _opened_datasets(job):
+        return _run_attempts(job, launcher, listeners)
 
 
 def _opened_datasets(job: Job) -> AbstractContextManager[None]:
@@ -89,7 +88,7 @@ def _opened_datasets(job: Job) -> AbstractContextManager[None]:
     return job.datasets.opened(job.run_id, job.call_site, job.settings.pool, job.cancellation)
 
 
-def _run_attempts(job: Job, launcher: Launcher, listeners: Listeners, label: RunLabel) -> list[Any]:
+def _run_attempts(job: Job, launcher: Launcher, listeners: Listeners) -> list[Any]:
     failed: list[FailedAttempt] = []
     while True:
         silent = getattr(failed[-1].error, "silent", ()) if failed else ()
@@ -98,9 +97,8 @@ def _run_attempts(job: Job, launcher: Launcher, listeners: Listeners, label: Run
         if job.datasets is not None:
             job.datasets.check(count)
         try:
-            values = _run_attempt(
-                replace(job, num_processes=count), resized_launcher, listeners, label
-            )
+            sized = replace(job, num_processes=count)
+            values = _run_attempt(sized, resized_launcher, listeners)
         except Exception as error:
             job.graceful_shutdown.end_attempt()
             preempted = job.preempted if _is_preemption(error, job.preempted) else {}
@@ -110,24 +108,26 @@ def _run_attempts(job: Job, launcher: Launcher, listeners: Listeners, label: Run
             reason = _reason_to_stop(failed, job.settings, sigterm_received)
             if reason is not None:
                 _add_attempts(failed, reason)
+                if job.logs is not None:
+                    add_note(error, f"The output of all ranks is in {job.logs}.")
                 if sigterm_received:
                     # This process ends before it can show the error.
                     notify("".join(traceback.format_exception(error)))
                 raise
-            notify(f"Failed: {failed[-1]}. Starting the next attempt.")
+            job.notify(f"Failed: {failed[-1]}. Starting the next attempt.")
             if same := _same_failures(failed):
                 warn(
                     f"Attempt {failed[-1].number} failed at the same step in the same way as "
                     f"{counted(same, 'earlier attempt')}."
                 )
         else:
-            notify(f"Finished {launcher.training(count)}", job.settings.spelling.logger)
+            job.notify(f"Finished {launcher.training(count)}", job.settings.spelling.logger)
             return values
 
 
-def _run_attempt(job: Job, launcher: Launcher, listeners: Listeners, label: RunLabel) -> list[Any]:
+def _run_attempt(job: Job, launcher: Launcher, listeners: Listeners) -> list[Any]:
     listeners.call(lambda listener: listener.begins(job.attempt, job.num_processes))
-    with DriverSink(job, listeners, label) as sink:
+    with DriverSink(job, listeners) as sink:
         with register_run(job.run_id, job.stack_requests):
             outcomes = launcher.launch(job, sink)
         # Outside register_run, because a generator's context cannot pass on a frozen exception.

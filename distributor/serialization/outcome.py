@@ -191,11 +191,11 @@ def death(
     how = f"was killed by {_signal_name(signum)}" if signum else f"exited with code {exit_code}"
     hint = _hint(signum)
     output = f"Its last output:\n{tail}" if tail else "It printed nothing."
-    error = WorkerDied(f"{origin} {how}.{hint}\n{output}", exit_code=exit_code, signal=signum)
+    error = WorkerDied(f"{origin} {how}.\n{output}{hint}", exit_code=exit_code, signal=signum)
     return Failure(
         origin=origin,
         summary=f"WorkerDied: {how}",
-        text=f"{how}{hint}\n{output}",
+        text=f"{how}\n{output}{hint}",
         pickled=pickle.dumps(error),
         kind=f"WorkerDied: {how}",
     )
@@ -204,8 +204,9 @@ def death(
 def _hint(signum: int | None) -> str:
     if signum == signal.SIGKILL:
         return (
-            "\nNobody here sent that signal: on Linux it is most often the out-of-memory killer's "
-            "(look at the kernel log of that host), or the cluster manager's."
+            "\nNothing in this run sent that signal. On Linux it was most often the out-of-memory "
+            "killer: look at the kernel log of that host, and use a smaller batch or fewer ranks "
+            "per host. It may also have been the cluster manager: look at its log."
         )
     if signum == signal.SIGBUS:
         return f"\nMost often shared memory or a disk is full. {describe_free_space()}"
@@ -229,7 +230,10 @@ def raise_first(failures: Mapping[int, Failure]) -> None:
     first = next(iter(failures.values()))
     error = first.exception()
     error.__dict__["rank_failures"] = dict(failures)  # bypasses __setattr__, as in `add_note`
-    add_note(error, _note(first, failures))
+    # The message of a rank that died begins with the rank.
+    raised_by = "" if isinstance(error, WorkerDied) else f"Raised by {first.origin}."
+    if note := f"{raised_by}\n{_also_failed(first, failures)}".strip():
+        add_note(error, note)
     raise error
 
 
@@ -249,8 +253,8 @@ def format_traceback(error: BaseException) -> str:
     return "".join(report.format())
 
 
-def _note(first: Failure, failures: Mapping[int, Failure]) -> str:
-    lines = [f"Raised by {first.origin}."]
+def _also_failed(first: Failure, failures: Mapping[int, Failure]) -> str:
+    lines = []
     ranks_by_summary: dict[str, list[int]] = {}
     for rank, failure in failures.items():
         if failure is not first:

@@ -10,10 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from distributor._compat.mlflow import client_that_prints_no_link
 from distributor.core.redaction import Redaction
 from distributor.core.telemetry import Progress
 from distributor.core.text import counted
 from distributor.errors import RunCancelled
+from distributor.launch.output.labels import RunLabel
 from distributor.launch.output.messages import notify, warn
 from distributor.launch.run_listener import Listener
 from distributor.tracking.metrics_queue import MetricsQueue
@@ -42,19 +44,22 @@ class Recorder(Listener):
         ``loss/rank_3``.
     redaction : Redaction
         Keeps secrets out of what is recorded.
+    label : RunLabel
+        Marks the job's messages while other runs are active.
     """
 
-    def __init__(self, run: TrackedRun, ranks: str, redaction: Redaction) -> None:
+    def __init__(self, run: TrackedRun, ranks: str, redaction: Redaction, label: RunLabel) -> None:
         self._run = run
         self._records_all = ranks == "all"
         self._redaction = redaction
+        self._label = label
         self._mlflow: Any = import_module("mlflow")
-        self._client = self._mlflow.MlflowClient(run.uri)
+        self._client = client_that_prints_no_link(run.uri)
         self._queue = MetricsQueue(self._send)
         self._output: defaultdict[int, bytearray] = defaultdict(bytearray)
 
     def __enter__(self) -> None:
-        notify(f"MLflow run: {self._run.link}")
+        notify(self._label.message(f"MLflow run: {self._run.link}"))
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         run_id = self._run.run_id

@@ -47,6 +47,7 @@ def test_the_users_line_and_what_it_called_are_named() -> None:
         "  rank 4: in read (data.py:5)",
     ]
     assert stacks.count("in step") == 1
+    assert stacks.count("distributor/node/worker/main.py") == 1, "of rank 3, which has no others"
     assert "rank 3:\n" in stacks
 
 

@@ -233,6 +233,24 @@ class CutShort:
         return True
 
 
+def test_messages_of_concurrent_runs_have_labels(
+    distribute: Distribute, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def program(own: str, other: str) -> None:
+        print("ready")
+        (tmp_path / own).touch()
+        wait_until((tmp_path / other).exists, "the other run has started")
+
+    futures = [distribute(1).submit(program, *names) for names in (("a", "b"), ("b", "a"))]
+    for future in futures:
+        future.result(120)
+    shown = capsys.readouterr()
+    finished = re.findall(r"^\[(\S+)\] Finished", shown.err, re.MULTILINE)
+    assert sorted(finished) == ["program", "program#2"]
+    assert re.search(r"^Run \S+ of program#2$", shown.err, re.M)
+    assert "[program#2 0] ready" in shown.out
+
+
 def test_output_is_received_to_the_end_if_a_run_is_cut_short(distribute: Distribute) -> None:
     def program() -> None:
         def print_and_exit(*_: object) -> None:

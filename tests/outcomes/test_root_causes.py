@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import textwrap
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,24 @@ def test_message_larger_than_any_frame_is_cut_in_its_middle(distribute: Distribu
     assert "# in the traceback" in shown
     assert shown.rstrip().endswith("mmmend")
     assert len(shown) < MAX_FRAME
+
+
+def test_the_frames_of_the_launcher_are_cut(distribute: Distribute, tmp_path: Path) -> None:
+    """The last lines of a failed run: the cause, its rank, and the folder of its output."""
+
+    def program() -> None:
+        raise KeyError("lost")  # in the traceback
+
+    with pytest.raises(KeyError) as caught:
+        distribute(1, log_dir=tmp_path).run(program)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    ours = [frame.name for frame in frames if "/distributor/" in frame.filename]
+    assert ours == ["run", "run"], "of TorchDistributor and PreparedRun"
+    [run] = tmp_path.iterdir()
+    *_, cause, where, what = "".join(traceback.format_exception(caught.value)).splitlines()
+    assert cause == "KeyError: 'lost'"
+    assert where.startswith("Raised by rank 0 ")
+    assert what == f"The output of all ranks is in {run}."
 
 
 def test_functions_of_a_notebook_show_their_source(

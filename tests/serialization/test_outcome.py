@@ -190,7 +190,9 @@ def test_a_dead_process_is_described(
     assert (error.exit_code, error.signal) == (how.get("exit_code"), how.get("signum"))
     assert str(error).startswith(f"{origin(3)} {summary.removeprefix('WorkerDied: ')}.")
     assert ("out-of-memory killer" in str(error)) is hint
-    assert str(error).endswith(f"Its last output:\n{tail}" if tail else "It printed nothing.")
+    output = f"\nIts last output:\n{tail}" if tail else "\nIt printed nothing."
+    assert output in str(error)
+    assert str(error).endswith("look at its log." if hint else output), "what to do comes last"
     assert error.__cause__ is None, "the message is complete"
 
 

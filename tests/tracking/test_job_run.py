@@ -60,14 +60,16 @@ def test_a_further_attempt_logs_to_the_same_run(distribute: Distribute, experime
 
 
 @cluster_is_slow
-def test_the_link_to_the_run_is_printed(
+def test_the_link_to_the_run_is_printed_once(
     distribute: Distribute, experiment: str, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     distribute(1, preload=PRELOAD).run(train, 1)
 
     [run] = runs_of(experiment)
     link = f"{server}/#/experiments/{experiment}/runs/{run.info.run_id}"
-    assert f"MLflow run: {link}" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert f"MLflow run: {link}" in printed.err
+    assert (printed.out + printed.err).count("/#/experiments/") == 1, "MLflow prints no other"
 
 
 @cluster_is_slow

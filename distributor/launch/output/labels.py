@@ -50,3 +50,7 @@ class RunLabel:
     def prefix(self, rank: int) -> str:
         """Return the prefix of a rank's lines: ``[3] ``, or ``[train 3] ``."""
         return f"[{self.name} {rank}] " if self._is_needed else f"[{rank}] "
+
+    def message(self, text: str) -> str:
+        """Return a message about the run, which starts with the label if it is needed."""
+        return f"[{self.name}] {text}" if self._is_needed else text

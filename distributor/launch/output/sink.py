@@ -10,7 +10,6 @@ from distributor.core.telemetry import Progress, Reader, Reported
 from distributor.errors import RunCancelled
 from distributor.launch.job import Job
 from distributor.launch.output.console import Console
-from distributor.launch.output.labels import RunLabel
 from distributor.launch.run_listener import Listener
 from distributor.launch.settings import Settings
 from distributor.node.agent.output.log_files import LogFiles
@@ -40,12 +39,12 @@ class Listeners:
 class DriverSink:
     """Shows the ranks' output, writes all of it under ``log_dir``, and calls the listeners."""
 
-    def __init__(self, job: Job, listeners: Listeners, label: RunLabel) -> None:
+    def __init__(self, job: Job, listeners: Listeners) -> None:
         log_dir, progress = job.settings.log_dir, job.progress
         self._console = Console(
             lambda rank: _is_shown(job.settings, rank),
-            prefix=label.prefix,
-            status=lambda: progress.line(label.name, job.num_processes),
+            prefix=job.label.prefix,
+            status=lambda: progress.line(job.label.name, job.num_processes),
             has_progress=lambda: progress.is_reported,
         )
         self._files = LogFiles(log_dir, job.run_id, job.attempt) if log_dir is not None else None

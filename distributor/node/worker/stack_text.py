@@ -17,6 +17,11 @@ _LIBRARY = re.compile(
     r"|/distributor/(?:_compat|core|data|launch|node|ray|serialization|tracking|train|wire)/"
 )
 """Files that are not the user's: installed packages, the standard library, this package."""
+_LAUNCHERS = re.compile(
+    r'(?<=\n)(?:  File "(?:[^"\n]*/distributor/node/[^"\n]*|<string>|<frozen runpy>)", '
+    r".*(?:\n|\Z))+\Z"
+)
+"""The oldest frames of a rank, which have called the user's program."""
 _INTERNAL = re.compile(r"^_|^wrapper$")
 """Functions that are not what the user called, such as those of torch's decorators."""
 
@@ -34,7 +39,8 @@ def append_stacks(text: str, stacks: Mapping[int, str]) -> str:
     """
     if not stacks:
         return text
-    parts = "".join(f"{ranks}:\n{stack}\n" for stack, ranks in _grouped(stacks).items())
+    shown = {rank: _without_launcher(stack) for rank, stack in stacks.items()}
+    parts = "".join(f"{ranks}:\n{stack}\n" for stack, ranks in _grouped(shown).items())
     places = _grouped({rank: _place(stack) for rank, stack in stacks.items()})
     summary = "".join(f"\n  {ranks}: {place}" for place, ranks in places.items() if place)
     if summary:
@@ -48,6 +54,12 @@ def _grouped(text_by_rank: Mapping[int, str]) -> dict[str, str]:
     for rank, text in sorted(text_by_rank.items()):
         ranks_with.setdefault(text, []).append(rank)
     return {text: listed("rank", ranks) for text, ranks in ranks_with.items()}
+
+
+def _without_launcher(stack: str) -> str:
+    """Omit the oldest frames if they are this package's, unless there are no others."""
+    shorter = _LAUNCHERS.sub("", stack)
+    return shorter.rstrip("\n") if _FRAME.search(_THREAD.split(shorter)[-1]) else stack
 
 
 def _place(stack: str) -> str:

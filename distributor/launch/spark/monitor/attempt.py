@@ -8,7 +8,7 @@ from typing import Any
 from distributor.core.text import listed
 from distributor.launch.hangs.stalls import StallWatch
 from distributor.launch.job import Job
-from distributor.launch.output.messages import notify, warn
+from distributor.launch.output.messages import warn
 from distributor.launch.spark.monitor.deadlines import Deadlines, StackReports
 from distributor.launch.spark.monitor.nodes import Nodes
 from distributor.launch.spark.monitor.outcomes import Outcomes
@@ -73,7 +73,7 @@ class Attempt:
         if not self._start_shown:
             self._start_shown = True
             training = self.plan.training(self.job.num_processes)
-            notify(f"Started {training}", self.job.settings.spelling.logger)
+            self.job.notify(f"Started {training}", self.job.settings.spelling.logger)
 
     def stop_nodes(self) -> None:
         """Ask the nodes to stop their ranks, because a rank failed.
