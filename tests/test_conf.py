@@ -1,0 +1,195 @@
+"""The files of conf/: their Spark properties exist, and those that can be used here are used."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from configparser import ConfigParser
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributor.launch.defaults import ADMIN_DEFAULTS
+
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
+PROPERTIES = sorted(CONF.glob("spark-defaults-*.conf"))
+COMPOSED = re.compile(
+    r"spark\.(driver|executor|task|worker)\.resource\.gpu\.(amount|discoveryScript|vendor)"
+    r"|spark\.kubernetes\.authenticate\.driver\.serviceAccountName"
+)
+"""Keys that Spark composes of constants."""
+
+pytestmark = pytest.mark.skipif(not CONF.is_dir(), reason="not in a checkout")
+
+
+def properties(path: Path, *, with_examples: bool = False) -> dict[str, str]:
+    """Read a properties file; examples are properties in comments."""
+    start = r"^(?:# )?" if with_examples else "^"
+    found = re.findall(rf"{start}(spark\.\S+) +(\S.*)$", path.read_text(), re.MULTILINE)
+    return dict(found)
+
+
+def is_pyspark(*versions: str) -> bool:
+    pyspark: Any = pytest.importorskip("pyspark")
+    return str(pyspark.__version__).startswith(versions)
+
+
+@cache
+def constants_of_spark() -> frozenset[str]:
+    """Return the texts that start with ``spark.`` in the classes of the installed Spark."""
+    spec = find_spec("pyspark")
+    assert spec is not None
+    assert spec.origin is not None
+    found: set[str] = set()
+    for jar in Path(spec.origin).parent.glob("jars/spark-*.jar"):
+        if re.match(r"spark-(common|core|kubernetes|yarn|network|launcher)", jar.name):
+            with zipfile.ZipFile(jar) as classes:
+                for name in classes.namelist():
+                    if name.endswith(".class"):
+                        found |= _constants(classes.read(name))
+    return frozenset(found)
+
+
+def _constants(content: bytes) -> set[str]:
+    """Return the entries of a class's constant pool that are keys: a tag, a length, the text."""
+    return {
+        match[2].decode()
+        for match in re.finditer(rb"\x01(\x00.)(spark\.[\w.\-]+)", content, re.DOTALL)
+        if int.from_bytes(match[1], "big") == len(match[2])
+    }
+
+
+def is_known(key: str) -> bool:
+    """Return whether Spark has a property, or a prefix for names that users choose."""
+    parts = key.split(".")
+    prefixes = {".".join(parts[:count]) + "." for count in range(2, len(parts))}
+    known = constants_of_spark()
+    return key in known or bool(prefixes & known) or COMPOSED.fullmatch(key) is not None
+
+
+def test_a_property_that_spark_lacks_is_noticed() -> None:
+    """Otherwise the next test could not fail."""
+    assert is_known("spark.executor.cores")
+    assert is_known("spark.executorEnv.ANY_NAME")
+    assert not is_known("spark.executor.coers")
+    assert not is_known("spark.kubernetes.pod.template")
+
+
+@pytest.mark.parametrize("path", PROPERTIES, ids=lambda path: path.stem)
+def test_every_property_exists(path: Path) -> None:
+    if not is_pyspark("4."):
+        pytest.skip("the files are for Spark 4")
+    keys = properties(path, with_examples=True)
+    own = {key for key in keys if key.startswith("spark.distributor.")}
+    assert own <= {each.key for each in ADMIN_DEFAULTS}
+    assert len(keys) > len(own)
+    assert {key for key in keys if key not in own and not is_known(key)} == set()
+
+
+@pytest.mark.parametrize("path", PROPERTIES, ids=lambda path: path.stem)
+def test_comments_have_lines_of_their_own(path: Path) -> None:
+    """A comment after a value would be a part of it."""
+    values = properties(path, with_examples=True).values()
+    assert [value for value in values if " #" in value or value != value.strip()] == []
+
+
+def test_all_files_of_one_executor_a_machine_agree() -> None:
+    gpus, yarn, kubernetes = (
+        properties(CONF / f"spark-defaults-{name}.conf") for name in ("gpu", "yarn", "kubernetes")
+    )
+    for key in (
+        "spark.executor.resource.gpu.amount",
+        "spark.executor.cores",
+        "spark.task.resource.gpu.amount",
+        "spark.task.cpus",
+        "spark.dynamicAllocation.enabled",
+        "spark.speculation",
+    ):
+        assert gpus[key] == yarn[key] == kubernetes[key], key
+    assert gpus["spark.executor.resource.gpu.amount"] == gpus["spark.task.resource.gpu.amount"]
+
+
+def test_all_keys_of_the_package_are_documented() -> None:
+    keys = properties(CONF / "spark-defaults-distributor.conf", with_examples=True)
+    assert {each.key for each in ADMIN_DEFAULTS} <= keys.keys()
+
+
+def load_yaml(name: str) -> Any:
+    yaml: Any = pytest.importorskip("yaml")
+    return yaml.safe_load((CONF / name).read_text())
+
+
+def test_the_pod_template() -> None:
+    pod = load_yaml("executor-pod-template.yaml")
+    assert (pod["apiVersion"], pod["kind"]) == ("v1", "Pod")
+    spec = pod["spec"]
+    [container] = spec["containers"]
+    conf = properties(CONF / "spark-defaults-kubernetes.conf")
+    assert container["name"] == conf["spark.kubernetes.executor.podTemplateContainerName"]
+    template = ROOT / conf["spark.kubernetes.executor.podTemplateFile"]
+    assert template == CONF / "executor-pod-template.yaml"
+
+    [mount], [volume] = container["volumeMounts"], spec["volumes"]
+    assert mount == {"name": volume["name"], "mountPath": "/dev/shm"}
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
+
+    gpu = f"{conf['spark.executor.resource.gpu.vendor']}/gpu"
+    amount = int(conf["spark.executor.resource.gpu.amount"])
+    assert container["resources"]["limits"] == {gpu: amount}
+    assert [each["key"] for each in spec["tolerations"]] == [gpu]
+
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    [sysctl] = spec["securityContext"]["sysctls"]
+    first, last = map(int, sysctl["value"].split())
+    assert sysctl["name"] == "net.ipv4.ip_local_port_range"
+    assert 1024 <= first < last < 65536
+    assert f"USER {spec['securityContext']['runAsUser']}\n" in (CONF / "Dockerfile").read_text()
+
+
+def test_the_drivers_service_has_the_ports_of_the_properties() -> None:
+    service = load_yaml("driver-service.yaml")
+    conf = properties(CONF / "spark-defaults-kubernetes.conf", with_examples=True)
+    assert service["spec"]["clusterIP"] == "None", "headless, as text"
+    assert {port["name"]: str(port["port"]) for port in service["spec"]["ports"]} == {
+        "driver": conf["spark.driver.port"],
+        "block-manager": conf["spark.driver.blockManager.port"],
+        "hub": conf["spark.distributor.hub.port"],
+    }
+    name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
+    assert namespace == conf["spark.kubernetes.namespace"]
+    assert conf["spark.driver.host"].startswith(f"{name}.{namespace}.svc.")
+
+
+def test_the_image_has_versions_that_the_package_supports() -> None:
+    specifiers: Any = pytest.importorskip("packaging.specifiers")
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = setup["options"]["install_requires"].split()
+    requirements = dict(re.fullmatch(r"([\w-]+)(.*)", line).groups() for line in lines)  # type: ignore[union-attr]
+    text = (CONF / "Dockerfile").read_text()
+    versions = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
+
+    assert versions["TORCH"] in specifiers.SpecifierSet(requirements["torch"])
+    assert f"torch=={versions['TORCH']}\n" in (CONF / "constraints-cpu.txt").read_text()
+    assert versions["SPARK"] in specifiers.SpecifierSet(requirements["pyspark"])
+    assert f"Python :: {versions['PYTHON']}\n" in setup["metadata"]["classifiers"] + "\n"
+    # Spark is in the image; torch has a version of its own.
+    installed = dict(re.findall(r'^ +"([\w-]+)(>=\S+)"', text, re.MULTILINE))
+    assert installed == {
+        name: version for name, version in requirements.items() if name not in ("pyspark", "torch")
+    }
+
+
+def test_the_image_copies_files_that_exist() -> None:
+    text = (CONF / "Dockerfile").read_text()
+    copied = [
+        path for line in re.findall(r"^COPY (conf/.*) \S+$", text, re.M) for path in line.split()
+    ]
+    assert len(copied) == 3
+    assert all((ROOT / path).is_file() for path in copied)
