@@ -13,7 +13,10 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-PATHS = ("distributor", "benchmarks", "tests", "README.md", "ARCHITECTURE.md", "Makefile", "docs")
+PATHS = (
+    *("distributor", "benchmarks", "tests", "conf", "docs", ".github"),
+    *("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile"),
+)
 
 TEXTS = (".py", ".ini", ".md")
 """The files of a folder that are read."""

@@ -1,0 +1,101 @@
+"""Files for contributors: what they name exists, and hosted CI covers the versions of setup.cfg."""
+
+from __future__ import annotations
+
+import re
+from configparser import ConfigParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributor.version import __version__
+
+ROOT = Path(__file__).parents[1]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+
+pytestmark = pytest.mark.skipif(not CONTRIBUTING.exists(), reason="not in a checkout")
+
+
+def load_yaml(path: str) -> Any:
+    yaml: Any = pytest.importorskip("yaml")
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def jobs_of_ci() -> list[dict[str, str]]:
+    jobs = load_yaml(".github/workflows/ci.yml")["jobs"]
+    return list(jobs["test"]["strategy"]["matrix"]["include"])
+
+
+def requirement(name: str) -> Any:
+    """Return the versions of a package that setup.cfg accepts."""
+    specifiers: Any = pytest.importorskip("packaging.specifiers")
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = setup["options"]["install_requires"].split()
+    [found] = [line for line in lines if re.fullmatch(rf"{name}\W.*", line)]
+    return specifiers.SpecifierSet(found.removeprefix(name))
+
+
+def test_hosted_ci_covers_the_versions_of_setup_cfg() -> None:
+    jobs = jobs_of_ci()
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    claimed = set(
+        re.findall(r"Python :: (3\.\d+)$", setup["metadata"]["classifiers"], re.MULTILINE)
+    )
+    assert {job["python"] for job in jobs} == claimed
+    pyspark = requirement("pyspark")
+    assert all(f"{job['pyspark']}.0" in pyspark for job in jobs)
+    assert {"3.5", "4.0", "4.3"} == {job["pyspark"] for job in jobs}, "the ends, and the first of 4"
+    torch = requirement("torch")
+    assert {job["torch"] for job in jobs} == {"2.4", "newest"}
+    assert "2.4.0" in torch
+    assert "2.3.1" not in torch, "2.4 is the oldest"
+
+
+def test_hosted_ci_has_no_versions_that_exclude_each_other() -> None:
+    for job in jobs_of_ci():
+        python, pyspark = int(job["python"].partition(".")[2]), job["pyspark"]
+        assert not (pyspark == "3.5" and python > 11), job
+        assert not (pyspark == "4.3" and python < 11), job
+        assert not (job["torch"] == "2.4" and python > 12), job
+
+
+def test_the_hooks_are_the_checks_of_make_lint() -> None:
+    [repository] = load_yaml(".pre-commit-config.yaml")["repos"]
+    assert repository["repo"] == "local", "nothing is downloaded"
+    hooks = repository["hooks"]
+    assert {hook["language"] for hook in hooks} == {"system"}
+    recipe = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
+    checks = [
+        line.strip().replace("$(VENV)", ".venv").replace(" --check", "")
+        for line in recipe.splitlines()[1:]
+    ]
+    assert [hook["entry"].replace(" --force-exclude", "") for hook in hooks] == checks
+
+
+def test_contributing_names_targets_and_files_that_exist() -> None:
+    text = CONTRIBUTING.read_text()
+    targets = set(re.findall(r"`?make ([a-z0-9-]+)", text))
+    assert {"venv", "lint", "test", "test-all"} <= targets
+    makefile = (ROOT / "Makefile").read_text()
+    assert [name for name in targets if f"\n{name}:" not in makefile] == []
+    paths = re.findall(r"(?:distributor|tests|conf|launch)/[\w./-]*\w", text)
+    assert len(paths) > 10
+    roots = (ROOT, ROOT / "distributor")
+    assert [path for path in paths if not any((root / path).exists() for root in roots)] == []
+
+
+def test_the_changelog_has_the_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## \[Unreleased\]\n(?s:.*){re.escape(__version__)}", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["bug_report", "feature_request"])
+def test_issue_forms_are_complete(name: str) -> None:
+    form = load_yaml(f".github/ISSUE_TEMPLATE/{name}.yml")
+    assert {"name", "description", "body"} <= form.keys()
+    ids = [field["id"] for field in form["body"]]
+    assert len(ids) == len(set(ids)) >= 3
+    assert all(field["attributes"]["label"] for field in form["body"])
