@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import re
+import runpy
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
 import zipfile
+from collections.abc import Callable
 from configparser import ConfigParser
 from functools import cache
 from importlib.util import find_spec
@@ -11,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import facts_in
 
 from distributor.launch.defaults import ADMIN_DEFAULTS
 
@@ -193,3 +200,91 @@ def test_the_image_copies_files_that_exist() -> None:
     ]
     assert len(copied) == 3
     assert all((ROOT / path).is_file() for path in copied)
+
+
+USES_THE_FILES = """
+import json, sys
+from pathlib import Path
+from pyspark.sql import SparkSession
+
+spark = (
+    SparkSession.builder.master("local[2]")
+    .config("spark.ui.enabled", "false")
+    .config("spark.ui.showConsoleProgress", "false")
+    .getOrCreate()
+)
+from distributor import TorchDistributor
+
+def train():
+    import os
+    print("printed by the rank")
+    return os.environ.get("DISTRIBUTOR_CACHE")
+
+distributor = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120, pool="reserved")
+distributor.run(train)
+pool = spark.sparkContext._jsc.sc().getPoolForName("reserved").get()
+facts = {
+    "warm": distributor.warm,
+    "log_dir": str(distributor.log_dir),
+    "logs": sorted(path.read_text() for path in Path(distributor.log_dir).rglob("*.stdout")),
+    "cache": spark.conf.get("spark.distributor.cacheDir"),
+    "weight": pool.weight(),
+    "minShare": pool.minShare(),
+}
+print("FACTS " + json.dumps(facts))
+spark.stop()
+"""
+
+
+@pytest.mark.spark
+def test_a_run_uses_the_defaults_the_pools_and_the_log_settings(
+    run_driver: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "conf"
+    folder.mkdir()
+    shutil.copy(CONF / "log4j2.properties", folder)
+    text = (CONF / "spark-defaults-distributor.conf").read_text()
+    text = re.sub(r"^# (spark\.scheduler\.)", r"\1", text, flags=re.MULTILINE)
+    text = text.replace("/opt/spark/conf/fairscheduler.xml", str(CONF / "fairscheduler.xml"))
+    text = text.replace(" /var/", f" {tmp_path}/")
+    (folder / "spark-defaults.conf").write_text(text)
+
+    done = run_driver(USES_THE_FILES, env={"SPARK_CONF_DIR": str(folder)})
+    facts = facts_in(done)
+
+    assert facts["warm"] is False
+    assert facts["log_dir"] == str(tmp_path / "log" / "distributor")
+    assert facts["logs"] == ["printed by the rank\n"] * 2
+    assert facts["cache"] == str(tmp_path / "cache" / "distributor")
+    [reserved] = ET.parse(CONF / "fairscheduler.xml").findall("pool[@name='reserved']")
+    assert str(facts["weight"]) == reserved.findtext("weight")
+    assert str(facts["minShare"]) == reserved.findtext("minShare")
+    assert [line for line in done.stderr.splitlines() if re.match(r"[\d/: ]+WARN ", line)] == []
+
+
+@pytest.mark.spark
+def test_the_resource_profile_applies_to_a_job(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_pyspark("4."):
+        pytest.skip("mapInArrow of PySpark 3.5 has no profile")
+    task_profile = runpy.run_path(str(CONF / "resource_profile.py"))["task_profile"]
+    # The shared session's executors would run the system's Python.
+    monkeypatch.setattr(spark.sparkContext, "pythonExec", sys.executable)
+    whole = task_profile(gpus=1, cpus=8)
+    assert {name: request.amount for name, request in whole.taskResources.items()} == {
+        "cpus": 8.0,
+        "gpu": 1.0,
+    }
+
+    def cpus(batches: Any) -> Any:
+        import pyarrow as pa
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        for _ in batches:
+            yield pa.RecordBatch.from_pydict({"cpus": [context.cpus()]})
+
+    frame = spark.range(1, numPartitions=1)
+    rows = frame.mapInArrow(cpus, "cpus long", profile=task_profile(cpus=2)).collect()
+    assert [row.cpus for row in rows] == [2]
+    assert [row.cpus for row in frame.mapInArrow(cpus, "cpus long").collect()] == [1]
