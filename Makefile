@@ -15,7 +15,7 @@ SPARK35 := conf/constraints-spark35.txt
 TORCH = $$(nvidia-smi -L >/dev/null 2>&1 || echo "-c conf/constraints-cpu.txt")
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-spark35 demo test test-all test-gpu test-spark35 bench bench-gpu chaos notebooks lint clean
+.PHONY: help venv venv-spark35 demo test test-all test-gpu test-spark35 bench bench-gpu chaos notebooks docs lint clean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
@@ -66,14 +66,18 @@ chaos: venv ## Inject every fault and print the results; ARGS="--times 1" for a 
 notebooks: venv ## Run the notebooks, on a cluster if they need one, and save their outputs
 	PYTHONPATH=tests $(VENV)/bin/python -m support.notebooks $(ARGS)
 
-lint: venv ## Check style, format, types and vocabulary
+docs: $(VENV)/.docs ## Build the documentation into docs/_build/html; warnings are errors
+	$(VENV)/bin/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+
+lint: venv ## Check style, format, types, vocabulary and spelling
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python tests/support/vocabulary.py
+	$(VENV)/bin/codespell
 
 clean: ## Remove files that builds, tests and runs leave behind, except the environments
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
+	rm -rf docs/_build docs/tutorials/notebooks build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
 	rm -rf artifacts derby.log metastore_db spark-warehouse mlflow.db mlartifacts mlruns lightning_logs
 	find . -name '.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
@@ -85,6 +89,10 @@ $(VENV)/.installed: setup.cfg setup.py conf/constraints-cpu.txt
 # Without the options of `make test`, which names this file.
 $(CLASSES): $(VENV)/.installed
 	JDK_JAVA_OPTIONS="$(JAVA_OPTIONS)" PYTHONPATH=tests $(VENV)/bin/python -m support.spark_classes $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install -q $(TORCH) -e '.[docs]'
+	touch $@
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install -q $(TORCH) -e '.[bench]'

@@ -1,4 +1,4 @@
-"""The README's table of the most important figures, from the file of results."""
+"""Tables of the most important figures, from the file of results."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ class Line(NamedTuple):
     Parameters
     ----------
     title : str
-        Label in the README.
+        Label in the tables.
     benchmark, case, what : str
         Its place in the results.
     floor : str
         The peer that is the lower bound, if there is one.
     ours : str
         The variant of this project that is shown.
+    in_readme : bool
+        Whether the README has the line too.
     """
 
     title: str
@@ -47,6 +49,7 @@ class Line(NamedTuple):
     what: str
     floor: str = ""
     ours: str = "ours"
+    in_readme: bool = False
 
 
 _HERE = launch.titled(LOCAL, launch.RANKS)
@@ -58,7 +61,7 @@ _SCALARS = data.titled(loaders.SCALARS)
 GIGABYTE = 1000
 
 LINES = (
-    Line("first run, 2 ranks", "launch", _HERE, launch.FIRST, "floor_processes"),
+    Line("first run, 2 ranks", "launch", _HERE, launch.FIRST, "floor_processes", in_readme=True),
     Line(
         "first run, 2 s after the distributor was made",
         "launch",
@@ -66,17 +69,25 @@ LINES = (
         launch.FIRST,
         ours="ours_ahead",
     ),
-    Line("later runs", "launch", _HERE, launch.LATER, "floor_forks"),
+    Line("later runs", "launch", _HERE, launch.LATER, "floor_forks", in_readme=True),
     Line("later runs, `warm=False`", "launch", _HERE, launch.LATER, "floor_processes", "ours_cold"),
     Line("first run on local-cluster", "launch_spark", _ON_CLUSTER, launch.FIRST),
     Line("later runs on local-cluster", "launch_spark", _ON_CLUSTER, launch.LATER, "floor_stage"),
-    Line("later runs on standalone", "launch_spark", _STANDALONE, launch.LATER, "floor_stage"),
+    Line(
+        "later runs on standalone",
+        "launch_spark",
+        _STANDALONE,
+        launch.LATER,
+        "floor_stage",
+        in_readme=True,
+    ),
     Line(
         "a value of 1 GB",
         "values",
         values.titled(LOCAL, GIGABYTE),
         values.VALUE_ALONE,
         "floor_copy",
+        in_readme=True,
     ),
     Line(
         "a value of 1 GB on local-cluster",
@@ -97,7 +108,7 @@ LINES = (
         values.titled(EMBEDDED, values.ARGUMENTS[-1]),
         values.AGAIN,
     ),
-    Line("a million lines, until read", "output", _MANY_LINES, output.READ),
+    Line("a million lines, until read", "output", _MANY_LINES, output.READ, in_readme=True),
     Line("training speed left when printing 1,000 lines/s", "output", output.LOOP, output.LEFT),
     Line(
         "training speed left when reporting progress at each step",
@@ -150,7 +161,14 @@ LINES = (
         recovery.REPORTED,
     ),
     Line("training, 2 ranks", "training", _TRAINED, training.SPEED),
-    Line("rows of 16 floats from a DataFrame", "data", _SCALARS, data.RATE, "floor_pyarrow"),
+    Line(
+        "rows of 16 floats from a DataFrame",
+        "data",
+        _SCALARS,
+        data.RATE,
+        "floor_pyarrow",
+        in_readme=True,
+    ),
     Line("arrays of 784 floats", "data", data.titled(loaders.ARRAY), data.RATE, "floor_pyarrow"),
     Line("images of 3 kB", "data", data.titled(loaders.IMAGE), data.RATE, "floor_pyarrow"),
     Line(
@@ -178,7 +196,16 @@ LINES = (
 
 def summary(results: dict[str, Any]) -> str:
     """Lay the main figures out as a table in Markdown; what was not measured is left out."""
-    figures = [(line, _figures(line, results)) for line in LINES]
+    return _table(LINES, results)
+
+
+def highlights(results: dict[str, Any]) -> str:
+    """Lay the README's figures out as a table in Markdown."""
+    return _table([line for line in LINES if line.in_readme], results)
+
+
+def _table(lines: Sequence[Line], results: dict[str, Any]) -> str:
+    figures = [(line, _figures(line, results)) for line in lines]
     return markdown(HEAD, [(line.title, *figures) for line, figures in figures if figures[0]])
 
 

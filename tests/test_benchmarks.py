@@ -1,4 +1,4 @@
-"""The benchmarks run, and the README shows what they found."""
+"""The benchmarks run, and the documentation shows what they found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.report import load
 from benchmarks.scale_tables import descriptor_table, growth_table
-from benchmarks.summary import summary, transport_table
+from benchmarks.summary import highlights, summary, transport_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -90,8 +90,14 @@ def test_the_page_about_scale_has_the_figures_of_the_results_and_no_others() -> 
     assert re.findall(r"\d+\.\d+", text) == []
 
 
-def test_the_readme_shows_the_summary_of_the_results() -> None:
-    assert summary(load(RESULTS)) in (ROOT / "README.md").read_text()
+def test_the_page_about_performance_shows_the_summary_of_the_results() -> None:
+    assert summary(load(RESULTS)) in (ROOT / "docs/explanation/performance.md").read_text()
+
+
+def test_the_readme_shows_six_lines_of_the_results() -> None:
+    table = highlights(load(RESULTS))
+    assert table.count("\n") == 1 + 6
+    assert table in (ROOT / "README.md").read_text()
 
 
 def test_the_results_are_those_of_a_whole_run() -> None:

@@ -1,4 +1,4 @@
-"""The README's guarantees: each names a command, and each command runs tests."""
+"""The documented guarantees: each names a command, and each command runs tests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support.pages import pages
 
 ROOT = Path(__file__).parents[1]
+GUARANTEES = ROOT / "docs" / "explanation" / "guarantees.md"
 COMMAND = re.compile(r"`make (test|test-all|chaos)(?: ARGS=(\"[^\"]*\"|\S+))?`")
 
 
@@ -23,16 +25,15 @@ class Collected(NamedTuple):
 
 
 def promises() -> list[tuple[str, str]]:
-    """Return the rows of the README's table of guarantees: the promise, and its commands."""
-    readme = (ROOT / "README.md").read_text()
-    table = readme.partition("| promise | tests |\n")[2].partition("\n\n")[0]
+    """Return the rows of the table of guarantees: the promise, and its commands."""
+    table = GUARANTEES.read_text().partition("| promise | tests |\n")[2].partition("\n\n")[0]
     rows = [line.strip("|").rpartition(" | ") for line in table.splitlines()[1:]]
     return [(promise.strip(), commands.strip()) for promise, _, commands in rows]
 
 
 def commands() -> list[tuple[str, str]]:
-    """Return every command of the README that runs tests: its target and its arguments."""
-    return COMMAND.findall((ROOT / "README.md").read_text())
+    """Return every command of README.md and docs/ that runs tests: its target and arguments."""
+    return sorted({found for page in pages() for found in COMMAND.findall(page.read_text())})
 
 
 @pytest.mark.parametrize(("promise", "proof"), promises(), ids=lambda text: text[:40])
@@ -43,7 +44,7 @@ def test_every_promise_names_a_command_that_runs_tests(promise: str, proof: str)
 
 
 @pytest.mark.parametrize(("target", "arguments"), commands())
-def test_every_command_in_the_readme_selects_tests(target: str, arguments: str) -> None:
+def test_every_documented_command_selects_tests(target: str, arguments: str) -> None:
     if target == "chaos":
         return
     paths, keywords = parse(arguments)

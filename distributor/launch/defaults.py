@@ -180,7 +180,7 @@ def conf_cache_dir(session: Session | None) -> str | None:
 
 
 def table() -> str:
-    """Return the defaults as the README's table."""
+    """Return the defaults as the table of docs/reference/settings.md."""
     rows = [
         f"| `{each.name}` | `{each.variable}` | `{each.key}` | {each.shown} |"
         for each in ADMIN_DEFAULTS

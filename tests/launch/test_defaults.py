@@ -18,7 +18,7 @@ from distributor.launch.defaults import ADMIN_DEFAULTS, CACHE_DIR, conf_cache_di
 from distributor.launch.settings import Settings
 from distributor.launch.spark.session import Session
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 SETTING_DEFAULTS = [each for each in ADMIN_DEFAULTS if each is not CACHE_DIR]
 VALUES = {  # three texts of a variable or Spark property for each, with the setting's value
     "warm": [("0", False), ("TRUE", True), ("false", False)],
@@ -128,10 +128,10 @@ assert not {"pyspark", "torch", "mlflow"} & set(sys.modules)
     subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=60)
 
 
-def test_the_readme_describes_every_setting() -> None:
-    text = README.read_text()
+def test_the_page_describes_every_setting() -> None:
+    text = PAGE.read_text()
     assert settings_table() in text, "run: PYTHONPATH=tests python -m support.settings_table"
 
 
-def test_the_readme_has_the_table_of_defaults() -> None:
-    assert table() in README.read_text()
+def test_the_page_has_the_table_of_defaults() -> None:
+    assert table() in PAGE.read_text()

@@ -4,7 +4,7 @@
 difference, ``key = kind: sentence``. A key is a name, ``Class.member`` or ``function(parameter)``;
 ``function(*)`` stands for all parameters that only ours has. `KINDS` has the kinds.
 
-Run as ``PYTHONPATH=tests python -m support.api_surface`` to rewrite docs/api-compatibility.md.
+Run as ``PYTHONPATH=tests python -m support.api_surface`` to rewrite its page in docs/migrate.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-import distributor
 from support.api_names import NOT_READ, Surface, bases_in, read_surface
+from support.pages import PAGES
 
 LIST = Path(__file__).with_suffix(".ini")
-DOCUMENT = Path(distributor.__file__).resolve().parent.parent / "docs" / "api-compatibility.md"
+DOCUMENT = PAGES / "migrate" / "api-compatibility.md"
 
 
 class Api(NamedTuple):

@@ -1,35 +1,45 @@
-"""The README's table of settings, from their descriptions.
+"""The tables of settings and options in docs/reference, from their descriptions.
 
-Run as ``PYTHONPATH=tests python -m support.settings_table`` to rewrite it.
+Run as ``PYTHONPATH=tests python -m support.settings_table`` to rewrite them.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import re
-from pathlib import Path
 from typing import Any
 
-import distributor
+from distributor.cli_options import make_parser
 from distributor.launch.defaults import ADMIN_DEFAULTS, NOT_GIVEN
 from distributor.launch.settings import Settings
+from support.pages import PAGES, fill_section
 
-README = Path(distributor.__file__).resolve().parent.parent / "README.md"
-_SECTION = re.compile(r"(?<=<!-- settings -->\n).*?(?=<!-- end -->)", re.DOTALL)
+SETTINGS = PAGES / "reference" / "settings.md"
+COMMANDS = PAGES / "reference" / "cli.md"
 
 
 def settings_table() -> str:
     """Return the table as Markdown; a star marks defaults that an administrator can set."""
     rows = [
-        f"| `{field.name}` | {_default(field)} | {_text(field)} |"
+        f"| `{field.name}` | {_default(field)} | {_text(field.metadata['text'])} |"
         for field in dataclasses.fields(Settings)
     ]
     return "\n".join(["| setting | default | description |", "| --- | --- | --- |", *rows])
 
 
-def with_table(text: str) -> str:
-    """Return the README with the table as the code has it."""
-    return _SECTION.sub(lambda _: f"\n{settings_table()}\n\n", text)
+def options_table(command: str) -> str:
+    """Return the options of a command as Markdown."""
+    [commands] = [
+        action.choices
+        for action in make_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    ]
+    rows = [
+        f"| {_flags(option)} | {_text((option.help or '').replace('%%', '%'))} |"
+        for option in commands[command]._actions
+        if option.option_strings
+    ]
+    return "\n".join(["| option | description |", "| --- | --- |", *rows])
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
@@ -40,9 +50,18 @@ def _default(field: dataclasses.Field[Any]) -> str:
     return "none"
 
 
-def _text(field: dataclasses.Field[Any]) -> str:
-    return " ".join(field.metadata["text"].replace("``", "`").split())
+def _flags(option: argparse.Action) -> str:
+    metavar = "" if option.nargs == 0 else f" {option.metavar or option.dest.upper()}"
+    return ", ".join(f"`{flag}{metavar}`" for flag in option.option_strings)
+
+
+def _text(text: str) -> str:
+    return " ".join(text.replace("``", "`").split())
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    SETTINGS.write_text(fill_section(SETTINGS.read_text(), "settings", settings_table()))
+    text = COMMANDS.read_text()
+    for command in ("run", "clean"):
+        text = fill_section(text, command, options_table(command))
+    COMMANDS.write_text(text)

@@ -1,4 +1,4 @@
-"""Lightning, and the README's example for Accelerate, report checkpoints and resume from them."""
+"""Lightning, and the documented example for Accelerate, report checkpoints and resume from them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from distributor import train
 from distributor.train.torch import TorchTrainer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "frameworks.md"
 EPOCHS, ROWS, BATCH = 3, 32, 4
 
 
 def example() -> str:
-    """Return the README's example for Accelerate."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    """Return the documented example for Accelerate."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     [block] = [block for block in blocks if "accelerator.save_state" in block]
     return str(block)
 

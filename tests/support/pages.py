@@ -1,0 +1,29 @@
+"""The documentation: README.md, ARCHITECTURE.md and the pages of docs/."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ROOT / "docs"
+PROSE = ("README.md", "ARCHITECTURE.md", "benchmarks/SCALE.md", "conf/README.md")
+_PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def pages() -> list[Path]:
+    """Return every Markdown file that users read."""
+    built = PAGES / "_build"
+    found = sorted(page for page in PAGES.rglob("*.md") if built not in page.parents)
+    return [*(ROOT / name for name in PROSE), *found]
+
+
+def python_blocks(page: Path) -> list[str]:
+    """Return the blocks of Python in a page."""
+    return _PYTHON.findall(page.read_text())
+
+
+def fill_section(text: str, name: str, table: str) -> str:
+    """Replace what is between ``<!-- name -->`` and ``<!-- end -->`` by a generated table."""
+    section = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)", re.DOTALL)
+    return section.sub(lambda _: f"\n{table}\n\n", text, count=1)

@@ -1,0 +1,99 @@
+"""The documentation: its links, its programs, and that it leaves nothing out."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.pages import PAGES, ROOT, pages, python_blocks
+from support.settings_table import COMMANDS, options_table
+
+import distributor
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+SOURCE = Path(distributor.__file__).parent
+VARIABLE = re.compile(r"\"(DISTRIBUTOR_[A-Z_]+)\"")
+
+
+def links_in(page: Path) -> list[str]:
+    found: list[str] = LINK.findall(FENCED.sub("", page.read_text()))
+    return [link for link in found if "://" not in link]
+
+
+def anchors_in(page: Path) -> set[str]:
+    titles = HEADING.findall(FENCED.sub("", page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def broken(page: Path) -> Iterator[str]:
+    for link in links_in(page):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists():
+            yield f"{link}: there is no {target}"
+        elif anchor and anchor not in anchors_in(target):
+            yield f"{link}: {target.name} has no such heading"
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    assert list(broken(page)) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One\n[a](#one) [b](#two) [c](other.md) [d](https://example.org)\n")
+    assert [each.partition(":")[0] for each in broken(page)] == ["#two", "other.md"]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_programs_are_valid_python(page: Path) -> None:
+    compiled = [compile(block, str(page), "exec") for block in python_blocks(page)]
+    assert len(compiled) == page.read_text().count("```python\n")
+
+
+def error_classes() -> set[str]:
+    """Return the names of all public exceptions of the package."""
+    found: set[str] = set()
+    for file in SOURCE.rglob("*.py"):
+        if re.search(r"^class \w+\(", file.read_text(), re.MULTILINE):
+            module = ".".join(file.relative_to(SOURCE.parent).with_suffix("").parts)
+            found |= set(_errors_of(module.removesuffix(".__init__")))
+    return found
+
+
+def _errors_of(module: str) -> Iterator[str]:
+    try:
+        things = vars(importlib.import_module(module))
+    except ImportError:  # a framework is not installed
+        return
+    for name, thing in things.items():
+        is_error = isinstance(thing, type) and issubclass(thing, BaseException)
+        if is_error and thing.__module__ == module and not name.startswith("_"):
+            yield name
+
+
+def test_troubleshooting_has_every_error() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (PAGES / "troubleshooting.md").read_text(), re.MULTILINE)
+    errors = error_classes()
+    assert {"WorkerDied", "PreemptionError", "UnknownScheme"} <= errors
+    assert errors - set(rows) == set()
+
+
+def test_every_variable_is_documented() -> None:
+    text = (PAGES / "reference" / "environment-variables.md").read_text()
+    source = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    variables = set(VARIABLE.findall(source))
+    assert "DISTRIBUTOR_WARM" in variables
+    assert {name for name in variables if f"`{name}`" not in text} == set()
+
+
+@pytest.mark.parametrize("command", ["run", "clean"])
+def test_the_options_are_those_of_the_command_line(command: str) -> None:
+    message = "run: PYTHONPATH=tests python -m support.settings_table"
+    assert options_table(command) in COMMANDS.read_text(), message
