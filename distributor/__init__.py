@@ -3,6 +3,7 @@
 from distributor import runtime
 from distributor.core.telemetry import Progress, Reported
 from distributor.deepspeed_distributor import DeepspeedTorchDistributor
+from distributor.diagnosis import doctor
 from distributor.errors import (
     DistributorError,
     ExecutorNotReady,
@@ -46,6 +47,7 @@ __all__ = [
     "__version__",
     "cool_down",
     "distributed",
+    "doctor",
     "load_value",
     "runtime",
     "stacks",

@@ -1,4 +1,4 @@
-"""The command line: ``distributor run``, ``distributor clean`` and ``distributor demo``."""
+"""The command line: ``distributor run``, ``doctor``, ``clean`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import re
 import signal
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from distributor.cli_options import make_parser
@@ -50,16 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         The exit code: 0 for success; the script's own code if a rank exited with one; 128 plus the
         signal's number if a rank was killed; 124 after a timeout; 130 after Ctrl-C; 2 for bad
-        input, before anything is launched; 1 for any other failure.
+        input, before anything is launched; 1 for any other failure, and for checks of ``doctor``
+        that failed.
     """
     options = make_parser().parse_args(argv)
     try:
-        _COMMANDS[options.command](options)
+        return _COMMANDS[options.command](options) or 0
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
         return _report(error)
-    return 0
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -106,6 +106,30 @@ def _show_stacks(*_: object) -> None:
     threading.Thread(target=show, name="stacks", daemon=True).start()
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    from distributor.diagnosis.examine import examine_cluster, examine_here
+    from distributor.diagnosis.settings import Wanted
+
+    names = {field.name for field in dataclasses.fields(Wanted)}
+    wanted = Wanted(**{name: value for name, value in vars(options).items() if name in names})
+    if options.cluster:
+        report = examine_cluster(wanted, lambda: _application(options))
+    else:
+        _local(options)
+        report = examine_here(wanted)
+    print(report.to_json() if options.json else report)
+    return FAILED if report.failures else 0
+
+
+@contextmanager
+def _application(options: argparse.Namespace) -> Iterator[Any]:
+    conf = dict(options.conf)
+    master = options.master or conf.pop("spark.master", None)
+    check_application(master, conf)
+    with application(master, conf) as spark:
+        yield spark
+
+
 def _clean(options: argparse.Namespace) -> None:
     from distributor.cleaning import clean
 
@@ -119,7 +143,12 @@ def _demo(options: argparse.Namespace) -> None:
     demo()
 
 
-_COMMANDS = {"run": _run, "clean": _clean, "demo": _demo}
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "run": _run,
+    "doctor": _doctor,
+    "clean": _clean,
+    "demo": _demo,
+}
 
 
 def _report(error: Exception) -> int:

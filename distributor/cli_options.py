@@ -44,19 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
         one_of = run.add_mutually_exclusive_group()
         for flags, option in _flags_of(field):
             known += one_of.add_argument(*flags, dest=field.name, **option).option_strings
-    run.add_argument(
-        "--master",
-        help="with --cluster: Spark's master URL (default: from Spark's configuration)",
-        default=None,
-    )
-    run.add_argument(
-        "--conf",
-        metavar="KEY=VALUE",
-        type=_pair,
-        action="append",
-        default=[],
-        help="with --cluster: a Spark property; may be repeated",
-    )
+    _add_spark_options(run)
     run.add_argument(
         "-m",
         "--module",
@@ -70,6 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     args.required = False  # the error without a script would name it too
 
+    _add_doctor(commands)
     clean = commands.add_parser(
         "clean",
         help="remove unused environments and other cached files from this machine",
@@ -99,6 +88,61 @@ def make_parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(command="demo")
     return parser
+
+
+def _add_spark_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--master",
+        help="with --cluster: Spark's master URL (default: from Spark's configuration)",
+        default=None,
+    )
+    command.add_argument(
+        "--conf",
+        metavar="KEY=VALUE",
+        type=_pair,
+        action="append",
+        default=[],
+        help="with --cluster: a Spark property; may be repeated",
+    )
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine or a cluster before a run",
+        description="Checks versions, settings, resources, the network and storage, and says what "
+        "to fix. Exits with 1 if a check fails.",
+        argument_default=argparse.SUPPRESS,
+    )
+    doctor.add_argument(
+        "--cluster",
+        action="store_true",
+        default=False,
+        help="check Spark's executors and the network between them too",
+    )
+    _add_spark_options(doctor)
+    options: list[tuple[list[str], dict[str, Any]]] = [
+        (
+            ["--nproc", "--num-processes"],
+            {"dest": "num_processes", "type": int, "help": "the number of ranks of a run"},
+        ),
+        (["--gpus"], {"type": int, "help": "the number of GPUs of a run (default: 0, CPUs)"}),
+        (
+            ["--storage"],
+            {"dest": "storage_path", "metavar": "PATH", "help": "storage that all hosts share"},
+        ),
+        (["--hub-address"], {"help": "the address of the driver that executors connect to"}),
+        (["--hub-port"], {"type": int, "help": "the driver's port for executors"}),
+        (["--rank-ports"], {"metavar": "FIRST-LAST", "help": "the ports for rank 0's store"}),
+    ]
+    known = ["--cluster", "--master", "--conf", "--json"]
+    for flags, option in options:
+        kind = {"metavar": "N"} if option.get("type") is int else {}
+        known += doctor.add_argument(*flags, **kind, **option).option_strings
+    doctor.add_argument(
+        "--json", action="store_true", default=False, help="print JSON instead of a table"
+    )
+    doctor.set_defaults(command="doctor", known_options=known)
 
 
 def _flags_of(field: dataclasses.Field[Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:

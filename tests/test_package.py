@@ -47,7 +47,7 @@ LAYERS = [
     {"decorated_function"},
     {"deepspeed_distributor", "serverless", "train"},
     {"ray"},
-    {"serverless_gpu", "air", "cleaning", "cli_options"},
+    {"serverless_gpu", "air", "cleaning", "cli_options", "diagnosis"},
     {"", "cli", "demo"},
     {"__main__"},
 ]

@@ -45,6 +45,35 @@ class GPUUsage(NamedTuple):
     memory_total: float
 
 
+class DriverVersion(NamedTuple):
+    """The version of this machine's NVIDIA driver.
+
+    Parameters
+    ----------
+    driver : str
+        Its version, such as "550.54.15".
+    cuda : str
+        The newest version of CUDA that it supports, such as "12.4".
+    """
+
+    driver: str
+    cuda: str
+
+
+def driver_version() -> DriverVersion | None:
+    """Return the version of the NVIDIA driver; None under the conditions of `gpu_names`."""
+    with _nvml() as nvml:
+        if nvml is None:
+            return None
+        try:
+            cuda = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
+            return DriverVersion(
+                str(nvml.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}"
+            )
+        except nvml.NVMLError:
+            return None
+
+
 def gpu_names() -> list[str]:
     """Return the product names of this machine's GPUs, such as "NVIDIA H100 80GB HBM3".
 

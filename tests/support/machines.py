@@ -83,6 +83,32 @@ class Machine:
         nobody = ["lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "eth0"]
         _ip("-n", self.namespace, "neigh", "replace", other.address, *nobody)
 
+    def reach(self, other: Machine) -> None:
+        """Undo `lose`."""
+        _ip("-n", self.namespace, "neigh", "del", other.address, "dev", "eth0")
+
+    def set_mtu(self, size: int) -> None:
+        """Set the largest packet that this machine sends (bytes)."""
+        _ip("-n", self.namespace, "link", "set", "eth0", "mtu", str(size))
+
+    def drop_large(self, other: Machine) -> None:
+        """Drop packets of more than a kilobyte that this machine sends to one other machine."""
+        name = self.namespace
+        _ip("-n", name, "link", "add", "nowhere", "type", "veth", "peer", "name", "unused")
+        _ip("-n", name, "link", "set", "nowhere", "up")  # its peer is down, so it drops everything
+        to_nowhere = ["action", "mirred", "egress", "redirect", "dev", "nowhere"]
+        _tc(name, "qdisc", "add", "dev", "eth0", "clsact")
+        for bit in range(10, 16):  # of the packet's length
+            size = ["match", "u16", hex(1 << bit), hex(1 << bit), "at", "2"]
+            match = ["u32", *size, "match", "ip", "dst", f"{other.address}/32"]
+            on_egress = ["dev", "eth0", "egress", "protocol", "ip"]
+            _tc(name, "filter", "add", *on_egress, *match, *to_nowhere)
+
+    def drop_nothing(self) -> None:
+        """Undo `drop_large`."""
+        _tc(self.namespace, "qdisc", "del", "dev", "eth0", "clsact")
+        _ip("-n", self.namespace, "link", "del", "nowhere")
+
     def also_elsewhere(self) -> Machine:
         """Add another address to this machine."""
         network, _, number = self.address.rpartition(".")
@@ -187,6 +213,10 @@ def _redirect(device: str, way: str, target: str, namespace: str = "") -> None:
     subprocess.run([*tc, "qdisc", "add", "dev", device, "clsact"], check=True, capture_output=True)
     rule = [*tc, "filter", "add", "dev", device, way, *anything, *to_target]
     subprocess.run(rule, check=True, capture_output=True)
+
+
+def _tc(namespace: str, *arguments: str) -> None:
+    subprocess.run(["tc", "-n", namespace, *arguments], check=True, capture_output=True)
 
 
 def _ip(*arguments: str) -> str:

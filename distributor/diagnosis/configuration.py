@@ -1,0 +1,199 @@
+"""What is wrong with the configuration of a Spark session, for barrier jobs of ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+
+from distributor.core.addresses import bare, resolve
+from distributor.core.spelling import Spelling
+from distributor.diagnosis.report import Check, failure, ok, warning
+from distributor.launch.spark.capacity.container_memory import container_shortage
+from distributor.launch.spark.error_translation import SET_PYTHON
+from distributor.launch.spark.plan import (
+    EXECUTOR_GPUS,
+    TASK_GPUS,
+    ClusterPlan,
+    plan_cluster,
+)
+from distributor.launch.spark.session import Session
+
+DYNAMIC, SPECULATION = "spark.dynamicAllocation.enabled", "spark.speculation"
+TLS, IGNORE_TLS = "spark.ssl.enabled", "pytorch.spark.distributor.ignoreSsl"
+ENCRYPTION = ("spark.network.crypto.enabled", "spark.authenticate.enableSaslEncryption")
+SYNC, MIN_SYNC_SECONDS = "spark.barrier.sync.timeout", 60
+ADDRESS_SPACE = "spark.executor.pyspark.memory"
+WHERE = "Spark's configuration"
+
+
+def configuration_checks(session: Session) -> list[Check]:
+    """Return the checks of the properties of a session."""
+    return [check for make in _CHECKS for check in make(session)]
+
+
+def make_plan(
+    session: Session, ranks: int, *, use_gpu: bool
+) -> tuple[ClusterPlan | None, list[Check]]:
+    """Plan a run, and return the checks of its GPUs.
+
+    Returns
+    -------
+    ClusterPlan or None
+        The plan; None if the run cannot be planned.
+    list of Check
+        A check, if GPUs are wanted.
+    """
+    spelling = Spelling(run_on_cpus="want no GPUs")
+    try:
+        plan = plan_cluster(session, ranks, use_gpu, None, spelling)
+    except (RuntimeError, ValueError) as error:
+        if is_on(session, DYNAMIC) and not session.is_local_master:
+            return None, []  # which has a check of its own
+        fix = (
+            f"Set {EXECUTOR_GPUS}, {TASK_GPUS} and a discovery script when the session is made "
+            "(conf/spark-defaults-gpu.conf)."
+        )
+        return None, [failure("GPUs", str(error), fix, WHERE)]
+    if use_gpu and not (plan.profile_gpus or _schedules_gpus(session)):
+        fix = "Set it when the session is made (conf/spark-defaults-gpu.conf)."
+        return None, [failure("GPUs", f"{TASK_GPUS} was set after Spark's start.", fix, WHERE)]
+    found = f"{plan.ranks_per_task} for each of {plan.num_tasks} tasks"
+    return plan, [ok("GPUs", found, WHERE)] if use_gpu else []
+
+
+def _schedules_gpus(session: Session) -> bool:
+    """Return whether tasks have GPUs, as far as the session's properties show."""
+    unknown = session.is_local_master or session.is_connect
+    return unknown or session.scheduler_conf(TASK_GPUS) is not None
+
+
+def is_on(session: Session, key: str) -> bool:
+    """Return whether a switch among the properties is on."""
+    return (session.conf(key) or "false").lower() == "true"
+
+
+def _dynamic_allocation(session: Session) -> Iterator[Check]:
+    if is_on(session, DYNAMIC) and not session.is_local_master:
+        yield failure(
+            "dynamic allocation",
+            f"{DYNAMIC} is true, and Spark then runs no barrier jobs.",
+            f"Make the session with {DYNAMIC}=false and spark.executor.instances.",
+            WHERE,
+        )
+    else:
+        yield ok("dynamic allocation", "off", WHERE)
+
+
+def _speculation(session: Session) -> Iterator[Check]:
+    if is_on(session, SPECULATION):
+        yield warning(
+            "speculation",
+            f"{SPECULATION} is true. Spark starts no rank twice, but may compute the rows of "
+            "datasets twice, on executors that train.",
+            f"Make the session with {SPECULATION}=false, unless other jobs need it.",
+            WHERE,
+        )
+    else:
+        yield ok("speculation", "off", WHERE)
+
+
+def _encryption(session: Session) -> Iterator[Check]:
+    name = "encryption"
+    others = [key for key in ENCRYPTION if is_on(session, key)]
+    if is_on(session, TLS) and not is_on(session, IGNORE_TLS):
+        yield failure(
+            name,
+            f"{TLS} is true, and the traffic between ranks is not encrypted, so runs are refused.",
+            f"Set {IGNORE_TLS}=true to accept unencrypted traffic between ranks.",
+            WHERE,
+        )
+    elif others or is_on(session, TLS):
+        keys = ", ".join(others or [TLS])
+        yield warning(
+            name,
+            f"Spark's own traffic is encrypted ({keys}), and that between ranks is not.",
+            "Train in a network that you trust, or encrypt below TCP (WireGuard, IPsec).",
+            WHERE,
+        )
+    else:
+        yield ok(name, "off; the traffic between ranks is not encrypted either", WHERE)
+
+
+def _barrier(session: Session) -> Iterator[Check]:
+    text = session.conf(SYNC) or "365d"
+    seconds = _seconds(text)
+    if seconds is not None and seconds < MIN_SYNC_SECONDS:
+        yield failure(
+            "barrier",
+            f"{SYNC} is {text}: a node that takes longer to start ends the run.",
+            f"Leave {SYNC} unset.",
+            WHERE,
+        )
+    else:
+        yield ok("barrier", f"{SYNC} is {text}", WHERE)
+
+
+def _executor_memory(session: Session) -> Iterator[Check]:
+    name = "executor memory"
+    if value := session.conf(ADDRESS_SPACE):
+        yield warning(
+            name,
+            f"{ADDRESS_SPACE} is {value}, which limits the address space of each rank.",
+            f"Leave {ADDRESS_SPACE} unset, and set spark.executor.memoryOverhead instead.",
+            WHERE,
+        )
+    elif shortage := container_shortage(session.conf, 1, 1, warm=True):
+        yield failure(name, shortage, "Raise spark.executor.memoryOverhead.", WHERE)
+    else:
+        yield ok(name, "no limit that ranks would exceed", WHERE)
+
+
+def _python(session: Session) -> Iterator[Check]:
+    name = "PYSPARK_PYTHON"
+    value = os.environ.get(name)
+    if value is None and not session.is_one_machine and not session.is_connect:
+        yield warning(
+            name,
+            f"{name} is unset: executors run the python3 of their PATH.",
+            SET_PYTHON,
+            "the driver's environment",
+        )
+    else:
+        yield ok(name, value or "the driver's interpreter", "the driver's environment")
+
+
+def _driver_host(session: Session) -> Iterator[Check]:
+    host = bare(session.conf("spark.driver.host") or "")
+    if not host or session.is_connect:
+        return
+    try:
+        resolve(host)
+    except OSError as error:
+        yield failure(
+            "host name",
+            f"spark.driver.host is '{host}', which cannot be resolved: {error}.",
+            "Set spark.driver.host to a name or address of the driver that all hosts resolve.",
+            WHERE,
+        )
+
+
+_UNITS = {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "": 1}
+
+
+def _seconds(text: str) -> float | None:
+    """Return the seconds of a duration as Spark writes it; None if it is none."""
+    found = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip().lower())
+    unit = _UNITS.get(found[2]) if found else None
+    return None if found is None or unit is None else int(found[1]) * unit
+
+
+_CHECKS: tuple[Callable[[Session], Iterator[Check]], ...] = (
+    _python,
+    _dynamic_allocation,
+    _speculation,
+    _encryption,
+    _barrier,
+    _executor_memory,
+    _driver_host,
+)

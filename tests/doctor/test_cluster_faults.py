@@ -1,0 +1,383 @@
+"""`distributor.doctor` on machines with networks of their own: sound, and with each thing broken.
+
+Most tests share a Spark application, whose machines they break and repair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.cluster import DEADLINE, Cluster, Driver, cluster_on
+from support.doctor import Found, found_in
+from support.machines import Machine, machines_apart, why_not_apart, why_not_mounted
+from support.packages import python_that_begins
+
+pytestmark = [pytest.mark.slow, pytest.mark.spark]
+
+NOT_APART, NOT_MOUNTED = why_not_apart(), why_not_mounted()
+needs_mounts = pytest.mark.skipif(bool(NOT_MOUNTED), reason=NOT_MOUNTED)
+if NOT_APART:
+    pytest.skip(NOT_APART, allow_module_level=True)
+
+EXAMINE = """
+def examine(**settings):
+    import distributor
+    at = time.monotonic()
+    report = distributor.doctor(**{"num_processes": 2, "local_mode": False, **settings})
+    send(report=json.loads(report.to_json()), seconds=time.monotonic() - at)
+"""
+SERVE = """
+for line in _channel.makefile():
+    examine(**json.loads(line))
+"""
+ONCE = "\nexamine()\n"
+MAX_SECONDS = 30.0
+"""Seconds that an examination takes on this busy machine, whatever is broken."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Start a cluster of two workers of two cores each."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with machines_apart(4) as machines, cluster_on(machines, folder, cores=2) as cluster:
+        yield cluster
+
+
+class Application:
+    """A Spark application with an executor on each worker, which is examined."""
+
+    def __init__(self, cluster: Cluster, driver: Driver) -> None:
+        self.cluster = cluster
+        self.one, self.other = cluster.on_workers
+        self._driver = driver
+        self.seconds = 0.0
+
+    def examine(self, **settings: object) -> Found:
+        self._driver.send(settings)
+        message = self._driver.receive("report")
+        self.seconds = message["seconds"]
+        assert self.seconds < MAX_SECONDS
+        return found_in(message["report"])
+
+    def only(self, status: str, name: str, **settings: object) -> dict[str, str]:
+        """Examine, and return the one check of a name that is wrong; nothing else may be."""
+        found = self.examine(**settings)
+        assert found.having(status).keys() == {name}, found.text
+        if status == "failure":
+            assert "all-reduce" in found.having("not checked")
+        return found.having(status)[name]
+
+
+@pytest.fixture(scope="module")
+def application(cluster: Cluster) -> Iterator[Application]:
+    with cluster.driver(EXAMINE + SERVE, **{"spark.cores.max": "2"}) as driver:
+        yield Application(cluster, driver)
+
+
+def test_a_sound_cluster_has_no_failure(application: Application, tmp_path: Path) -> None:
+    found = application.examine(storage_path=str(tmp_path))
+
+    assert not found.having("failure"), found.text
+    assert not found.having("warning"), found.text
+    executors = found.having("ok")["executors"]["found"]
+    assert all(each.address in executors for each in application.cluster.on_workers)
+    assert found.having("ok")["all-reduce"]["found"].startswith("gloo, 2 ranks")
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_executors_that_cannot_reach_each_other(application: Application) -> None:
+    one, other = application.one, application.other
+    one.lose(other)
+    try:
+        check = application.only("failure", "network between executors")
+    finally:
+        one.reach(other)
+    for source, target in ((one, other), (other, one)):
+        assert f"{source.address} to {target.address} at {target.address}:" in check["found"]
+    assert "rank_ports" in check["fix"]
+
+
+def test_a_blocked_port_of_the_driver(application: Application) -> None:
+    hub = application.cluster.on_driver.also_elsewhere()
+    application.one.lose(hub)
+
+    check = application.only("failure", "network to the driver", hub_address=hub.address)
+
+    assert check["where"] == application.one.address
+    assert f"to the driver at {hub.address}:" in check["found"]
+    assert "hub_port" in check["fix"]
+
+
+def test_a_path_that_drops_large_packets(application: Application) -> None:
+    application.one.drop_large(application.other)
+    try:
+        check = application.only("failure", "network between executors")
+    finally:
+        application.one.drop_nothing()
+    assert check["where"] == application.one.address
+    assert "a transfer of 4194304 bytes failed" in check["found"]
+    assert "MTU" in check["fix"]
+
+
+def test_different_mtus(application: Application) -> None:
+    application.one.set_mtu(1400)
+    try:
+        check = application.only("warning", "MTU")
+    finally:
+        application.one.set_mtu(1500)
+    assert f"1400 on {application.one.address} (eth0)" in check["found"]
+    assert f"1500 on {application.other.address} (eth0)" in check["found"]
+
+
+def test_too_few_slots(application: Application) -> None:
+    check = application.only("failure", "slots", num_processes=5)
+    assert "5 barrier tasks are wanted at once" in check["found"]
+    assert "spark.cores.max" in check["fix"]
+
+
+def test_gpus_that_are_not_configured(application: Application) -> None:
+    check = application.only("failure", "GPUs", num_processes=None, gpus=2)
+    assert "spark.task.resource.gpu.amount" in check["found"]
+
+
+@contextlib.contextmanager
+def mounted(machine: Machine, cluster: Cluster, folder: str | Path, size: str) -> Iterator[None]:
+    """Mount a file system on a folder of one machine: on its worker's, and on its executors'."""
+    worker = next(
+        process
+        for process in cluster.processes()
+        if "worker.Worker" in " ".join(process.cmdline())
+        and process.environ().get("SPARK_LOCAL_IP") == machine.address
+    )
+    inside = ["nsenter", "--mount", "--target", str(worker.pid)]
+    options = ["-t", "tmpfs", "-o", f"size={size}", "distributor-test"]
+    subprocess.run([*inside, "mount", *options, str(folder)], check=True, capture_output=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*inside, "umount", "-l", str(folder)], check=True, capture_output=True)
+
+
+@needs_mounts
+def test_storage_that_is_not_shared(application: Application, tmp_path: Path) -> None:
+    with mounted(application.other, application.cluster, tmp_path, "10m"):
+        check = application.only("failure", "storage", storage_path=str(tmp_path))
+    assert check["where"] == application.other.address
+    assert "a file that the driver wrote is missing there" in check["found"]
+    assert str(tmp_path) in check["found"]
+
+
+@needs_mounts
+def test_little_shared_memory(application: Application) -> None:
+    with mounted(application.one, application.cluster, "/dev/shm", "8m"):
+        check = application.only("failure", "shared memory")
+    assert check["where"] == application.one.address
+    assert "8.39 MB free in /dev/shm" in check["found"]
+    assert "--shm-size" in check["fix"]
+
+
+@needs_mounts
+def test_a_full_disk(application: Application) -> None:
+    folder = application.cluster.temporary
+    with mounted(application.one, application.cluster, folder, "20m"):
+        check = application.only("failure", "disk")
+    assert check["where"] == application.one.address
+    assert f"free in {folder}" in check["found"]
+
+
+def test_few_file_descriptors(application: Application) -> None:
+    processes = _python_processes(application)
+    usual = [process.rlimit(psutil.RLIMIT_NOFILE) for process in processes]
+    for process, (_, hard) in zip(processes, usual, strict=True):
+        process.rlimit(psutil.RLIMIT_NOFILE, (200, hard))
+    try:
+        check = application.only("failure", "file descriptors")
+    finally:
+        for process, limits in zip(processes, usual, strict=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.rlimit(psutil.RLIMIT_NOFILE, limits)
+    assert check["where"] == application.other.address
+    assert "200" in check["found"]
+
+
+def _python_processes(application: Application) -> list[psutil.Process]:
+    """Return the Python workers and their parents on one machine, once there are some."""
+    application.examine(gpus=0)
+    [executor] = application.cluster.find("executor", application.other)
+    children = executor.children(recursive=True)
+    assert children
+    return children
+
+
+def test_mlflows_server_is_down(cluster: Cluster) -> None:
+    uri = f"http://{cluster.on_driver.address}:9"
+    found = examined(cluster, f"os.environ['MLFLOW_TRACKING_URI'] = {uri!r}\n{EXAMINE}{ONCE}")
+    wrong = [check for check in found.checks if check["status"] == "failure"]
+    assert {check["name"] for check in wrong} == {"MLflow"}, found.text
+    assert [check["where"] for check in wrong] == ["this machine", hosts_of(cluster)]
+    assert all(f"{uri} does not answer" in check["found"] for check in wrong)
+
+
+def examined(cluster: Cluster, source: str = EXAMINE + ONCE, **conf: str) -> Found:
+    """Examine in a Spark application of its own."""
+    with cluster.driver(source, **{"spark.cores.max": "2", **conf}) as driver:
+        return found_in(driver.receive("report")["report"])
+
+
+def hosts_of(cluster: Cluster) -> str:
+    return ", ".join(sorted(machine.address for machine in cluster.on_workers))
+
+
+def test_a_slow_link(tmp_path: Path) -> None:
+    with machines_apart(4) as machines, cluster_on(machines, tmp_path) as cluster:
+        cluster.on_workers[0].slow(30)
+        found = examined(cluster)
+
+    slow = cluster.on_workers[0].address
+    assert found.having("failure") == {}, found.text
+    assert f"{slow} to the driver: " in found.having("warning")["network speed"]["found"]
+    assert "GLOO_SOCKET_IFNAME" in found.having("warning")["network speed"]["fix"]
+
+
+def test_dynamic_allocation(cluster: Cluster) -> None:
+    found = examined(cluster, **{"spark.dynamicAllocation.enabled": "true"})
+
+    assert found.having("failure").keys() == {"dynamic allocation"}, found.text
+    check = found.having("failure")["dynamic allocation"]
+    assert "spark.dynamicAllocation.enabled is true" in check["found"]
+    assert "spark.executor.instances" in check["fix"]
+    assert "executors" in found.having("not checked")
+
+
+def test_settings_that_hinder_runs(cluster: Cluster) -> None:
+    conf = {
+        "spark.speculation": "true",
+        "spark.ssl.enabled": "true",
+        "spark.barrier.sync.timeout": "30s",
+        "spark.executor.pyspark.memory": "2g",
+    }
+    found = examined(cluster, **conf)
+
+    assert found.having("failure").keys() == {"encryption", "barrier"}, found.text
+    assert found.having("warning").keys() == {"speculation", "executor memory"}, found.text
+    wrong = {**found.having("failure"), **found.having("warning")}.values()
+    texts = "\n".join(f"{check['found']} {check['fix']}" for check in wrong)
+    assert all(key in texts for key in conf)
+
+
+def test_a_driver_whose_name_does_not_resolve(cluster: Cluster) -> None:
+    found = examined(cluster, **{"spark.driver.host": "no-such-host.invalid"})
+
+    check = found.having("failure")["host name"]
+    assert "spark.driver.host is 'no-such-host.invalid'" in check["found"]
+    assert "No executor has started" in found.having("failure")["slots"]["found"]
+    assert "all-reduce" in found.having("not checked")
+
+
+OWN_PYTHON = """
+os.environ["PYSPARK_PYTHON"] = {python!r}
+import json, sys
+from pyspark.sql import SparkSession
+builder = SparkSession.builder.appName("tests")
+for key, value in json.loads(sys.argv[2]).items():
+    builder = builder.config(key, value)
+spark = builder.getOrCreate()
+spark.sparkContext.setLogLevel("OFF")
+"""
+
+
+def examined_with(cluster: Cluster, python: str) -> Found:
+    """Examine executors that have an interpreter of their own."""
+    source = OWN_PYTHON.format(python=python) + EXAMINE + ONCE
+    with cluster.driver(source, with_spark=False, **{"spark.cores.max": "2"}) as driver:
+        return found_in(driver.receive("report")["report"])
+
+
+def test_an_interpreter_that_does_not_exist(cluster: Cluster) -> None:
+    found = examined_with(cluster, "/nowhere/python")
+
+    assert found.having("failure").keys() == {"executors"}, found.text
+    assert (
+        "There is no Python at '/nowhere/python'" in found.having("failure")["executors"]["found"]
+    )
+    assert "PYSPARK_PYTHON" in found.having("failure")["executors"]["found"]
+    unknown = {"versions", "network to the driver", "network between executors", "all-reduce"}
+    assert unknown < found.having("not checked").keys()
+
+
+WITHOUT_TORCH = """
+import os, sys, time
+from importlib.machinery import PathFinder
+
+class WithoutTorch(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name == "torch" else super().find_spec(name, path, target)
+
+here = os.environ.get("SPARK_LOCAL_IP")
+if here == {without!r}:
+    sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutTorch
+elif here == {late!r}:
+    time.time = lambda now=time.time: now() - 90
+"""
+
+
+def test_an_executor_without_torch_and_one_with_a_wrong_clock(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    without, late = (machine.address for machine in cluster.on_workers)
+    source = WITHOUT_TORCH.format(without=without, late=late)
+
+    found = examined_with(cluster, str(python_that_begins(tmp_path / "python", source)))
+
+    assert found.having("failure").keys() == {"torch"}, found.text
+    assert found.having("failure")["torch"]["where"] == without
+    assert "has no torch" in found.having("failure")["torch"]["found"]
+    assert "PYSPARK_PYTHON" in found.having("failure")["torch"]["fix"]
+    assert found.having("warning").keys() == {"clock"}, found.text
+    assert f"{late}'s by -90" in found.having("warning")["clock"]["found"]
+
+
+def test_different_versions_of_torch(cluster: Cluster, tmp_path: Path) -> None:
+    one, other = (machine.address for machine in cluster.on_workers)
+    another = tmp_path / "other" / "torch-2.4.0.dist-info"
+    another.mkdir(parents=True)
+    (another / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.4.0\n")
+    source = f"""
+        import os, sys
+        if os.environ.get("SPARK_LOCAL_IP") == {other!r}:
+            sys.path.insert(0, {str(another.parent)!r})
+    """
+
+    found = examined_with(cluster, str(python_that_begins(tmp_path / "python", source)))
+
+    check = found.having("failure")["versions"]
+    assert "differ in torch" in check["found"]
+    assert f"2.4.0 on {other}" in check["found"]
+    assert f" on {one}" in check["found"]
+    assert "environment=" in check["fix"]
+
+
+def test_the_command_line_finds_a_sound_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    import sys
+
+    options = ["--cluster", "--master", cluster.address, "--nproc", "2", "--json"]
+    for key, value in {**cluster.properties, "spark.cores.max": "2"}.items():
+        options += ["--conf", f"{key}={value}"] if key != "spark.master" else []
+    process = cluster.on_driver.start(
+        [sys.executable, "-m", "distributor", "doctor", *options],
+        env=cluster.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+        text=True,
+    )
+    output, errors = process.communicate(timeout=DEADLINE)
+
+    assert process.returncode == 0, output + errors
+    assert '"failure": 0' in output

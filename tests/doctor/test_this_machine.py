@@ -1,0 +1,214 @@
+"""`distributor doctor` on this machine: sound, and with each thing really broken."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import needs_java
+from support.doctor import doctor
+from support.machines import small_disk, why_not_mounted
+from support.packages import python_that_begins
+from support.ports import free_port
+
+import distributor
+
+NOT_MOUNTED = why_not_mounted()
+needs_mounts = pytest.mark.skipif(bool(NOT_MOUNTED), reason=NOT_MOUNTED)
+UNREACHED = ("executors", "versions", "network between executors", "all-reduce")
+
+
+def test_a_sound_machine_has_no_failure(tmp_path: Path) -> None:
+    found = doctor("--storage", str(tmp_path))
+
+    assert (found.exit_code, found.having("failure")) == (0, {}), found.text
+    assert {"Python", "torch", "shared memory", "disk", "storage"} < found.having("ok").keys()
+    assert "gloo, 2 ranks, 16.8 MB: bus bandwidth" in found.having("ok")["all-reduce"]["found"]
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_the_table_is_printed_and_shown_in_notebooks() -> None:
+    source = "import distributor; r = distributor.doctor(1); print(r); print(r._repr_html_())"
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=120
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "0 failures" in done.stdout
+    assert "<td>shared memory</td>" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--nproc", "0"], "num_processes has to be a positive integer"),
+        (["--gpus", "2", "--nproc", "3"], "Each rank has one GPU"),
+        (["--rank-ports", "many"], "rank_ports is a range of ports"),
+        (["--master", "local[2]"], "--cluster is missing"),
+        (["--cluster", "--master", "yarnn"], "not a Spark master URL"),
+        (["--nprocs", "2"], "--nproc"),
+    ],
+)
+def test_bad_input_is_refused(arguments: list[str], error: str) -> None:
+    command = [sys.executable, "-m", "distributor", "doctor", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 2
+    assert error in done.stderr
+
+
+def test_a_session_is_needed_for_a_cluster(run_driver: Callable[..., object]) -> None:
+    source = """
+        import distributor
+        try:
+            distributor.doctor(local_mode=False)
+        except RuntimeError as error:
+            assert "pass local_mode=True" in str(error)
+        else:
+            raise AssertionError("no error")
+    """
+    assert run_driver(source)
+
+
+def failed(name: str, *arguments: str, inside: list[str] | None = None, **env: str) -> str:
+    """Return what the one failed check of this name found, and its fix."""
+    found = doctor(*arguments, env=env, inside=inside or [])
+    assert found.exit_code == 1
+    assert list(found.having("failure")) == [name], found.text
+    assert "all-reduce" in found.having("not checked")
+    check = found.having("failure")[name]
+    assert check["where"] == "this machine"
+    return f"{check['found']} {check['fix']}"
+
+
+def test_gpus_that_are_missing() -> None:
+    if distributor.core.gpus.gpu_names():
+        pytest.skip("there are GPUs")
+    found = doctor("--gpus", "2").having("failure")
+    assert "2 GPUs wanted, and there is no GPU" in found["GPUs"]["found"]
+
+
+@needs_mounts
+def test_little_shared_memory() -> None:
+    mount = ["unshare", "--mount", "sh", "-c"]
+    mount += ['mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"', "sh"]
+    text = failed("shared memory", inside=mount)
+    assert "8.39 MB of 8.39 MB free in /dev/shm" in text
+    assert "--shm-size" in text
+
+
+@needs_mounts
+def test_a_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 20) as disk:
+        text = failed("disk", TMPDIR=str(disk))
+    assert f"free in {disk}" in text
+    assert "TMPDIR" in text
+
+
+def test_few_file_descriptors() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = ["prlimit", f"--nofile=200:{hard}"]
+    if shutil.which("prlimit") is None:
+        pytest.skip("there is no prlimit")
+    assert "may open 200 files" in failed("file descriptors", inside=limit)
+
+
+def test_little_address_space() -> None:
+    if shutil.which("prlimit") is None:
+        pytest.skip("there is no prlimit")
+    text = failed("memory", inside=["prlimit", f"--as={2**30}"])
+    assert "RLIMIT_AS" in text
+
+
+def test_a_network_interface_that_does_not_exist() -> None:
+    text = failed("network interface", GLOO_SOCKET_IFNAME="nowhere0")
+    assert "GLOO_SOCKET_IFNAME=nowhere0" in text
+
+
+def test_a_host_name_that_does_not_resolve() -> None:
+    rename = ["unshare", "--uts", "sh", "-c", 'hostname no-such-host.invalid && exec "$@"', "sh"]
+    if subprocess.run([*rename, "true"], capture_output=True).returncode:
+        pytest.skip("the host cannot be renamed here")
+
+    found = doctor("--nproc", "1", inside=rename).having("warning")
+
+    assert "'no-such-host.invalid' cannot be resolved" in found["host name"]["found"]
+    assert "/etc/hosts" in found["host name"]["fix"]
+
+
+def test_mlflows_server_is_down() -> None:
+    uri = f"http://127.0.0.1:{free_port()}"
+    text = failed("MLflow", MLFLOW_TRACKING_URI=uri)
+    assert f"{uri} does not answer" in text
+    assert "MLFLOW_TRACKING_URI" in text
+
+
+def test_storage_that_does_not_exist(tmp_path: Path) -> None:
+    text = failed("storage", "--storage", str(tmp_path / "missing"))
+    assert f"{tmp_path / 'missing'}: there is no such folder" in text
+
+
+WITHOUT_TORCH = """
+import sys
+from importlib.machinery import PathFinder
+
+class WithoutTorch(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name == "torch" else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutTorch
+"""
+
+
+def test_no_torch(tmp_path: Path) -> None:
+    python = python_that_begins(tmp_path / "python", WITHOUT_TORCH)
+    done = subprocess.run(
+        [str(python), "-m", "distributor", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    [torch] = [each for each in json.loads(done.stdout)["checks"] if each["name"] == "torch"]
+    assert torch["status"] == "failure"
+    assert "has no torch" in torch["found"]
+
+
+def test_no_java(tmp_path: Path) -> None:
+    empty = {"PATH": str(tmp_path), "JAVA_HOME": ""}
+
+    found = doctor("--cluster", "--master", "local[2]", env=empty)
+
+    assert found.exit_code == 1
+    assert list(found.having("failure")) == ["Java"], found.text
+    assert "Install Java 17" in found.having("failure")["Java"]["fix"]
+    assert set(UNREACHED) <= found.having("not checked").keys()
+    assert not set(UNREACHED) & found.having("ok").keys()
+
+
+def test_an_old_java(tmp_path: Path) -> None:
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text("#!/bin/sh\necho 'openjdk version \"1.8.0_392\"' >&2\n")
+    java.chmod(0o755)
+
+    found = doctor("--cluster", "--master", "local[2]", env={"JAVA_HOME": str(tmp_path)})
+
+    assert found.exit_code == 1
+    assert "Java 1.8.0_392" in found.having("failure")["Java"]["found"]
+
+
+@needs_java
+def test_a_master_that_does_not_answer() -> None:
+    found = doctor("--cluster", "--master", f"spark://127.0.0.1:{free_port()}")
+
+    assert found.exit_code == 1
+    assert list(found.having("failure")) == ["Spark"], found.text
+    assert "No Spark master answers" in found.having("failure")["Spark"]["found"]
+    assert set(UNREACHED) <= found.having("not checked").keys()
