@@ -15,6 +15,8 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
 WARNING, TIMEOUT = 1.0, 3.0
 BUSY_SECONDS = 3 * WARNING
+RECORDS = {"TORCH_FR_BUFFER_SIZE": "100"}
+"""Has gloo record its collectives, as NCCL does by default."""
 
 
 def train() -> None:
@@ -37,7 +39,7 @@ def test_a_stalled_run_is_explained_and_ended(
     distribute: Distribute, warned: Callable[[], list[str]]
 ) -> None:
     with pytest.raises(RunStalled) as caught:
-        distribute(3, stall_warning=WARNING, stall_timeout=TIMEOUT).run(train)
+        distribute(3, stall_warning=WARNING, stall_timeout=TIMEOUT, env=RECORDS).run(train)
     (warning,) = warned()
     for text, limit in (warning, "1 s (stall_warning)"), (str(caught.value), "3 s (stall_timeout)"):
         summary, _, stacks = text.partition("\n\nStacks of the ranks")
@@ -45,7 +47,9 @@ def test_a_stalled_run_is_explained_and_ended(
         assert "\n  ranks 0, 1: in barrier, called by train (test_stalls.py:" in summary
         assert "\n  rank 2: in wait, called by read_batch (test_stalls.py:" in summary
         assert "in read_batch" in stacks
+        assert "\nranks 0, 1:\nLast collectives:\n  gloo:barrier, number 1 of default_pg" in stacks
     assert sorted(caught.value.stacks) == [0, 1, 2]
+    assert "gloo:barrier" not in caught.value.stacks[2]
 
 
 def compute(seconds: float) -> str:

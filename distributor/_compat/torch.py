@@ -6,6 +6,7 @@ Torch is imported inside the functions: a driver and its cluster's tasks do with
 from __future__ import annotations
 
 import functools
+import json
 import sys
 import weakref
 from collections.abc import Callable
@@ -26,6 +27,17 @@ LOST_CONNECTION = (
     "nccl communicator was aborted",
 )
 """Parts, in lower case, of the messages of gloo, NCCL and stores when another process has gone."""
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """Return the last collectives of this process, the oldest first.
+
+    They are those that torch's flight recorder has, and none if torch has no recorder, or if it is
+    turned off: NCCL records by default, and gloo if TORCH_FR_BUFFER_SIZE is set.
+    """
+    module = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(module, "_dump_fr_trace_json", None)
+    return [] if dump is None else list(json.loads(dump()).get("entries", ()))
 
 
 def is_typed_storage(storage: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import subprocess
 import sys
@@ -60,6 +62,29 @@ def test_a_store_is_served_on_a_socket_that_exists() -> None:
         with pytest.raises(RuntimeError) as lost:
             client.get("key")
         assert any(sign in str(lost.value).lower() for sign in private.LOST_CONNECTION), lost.value
+
+
+def test_the_flight_recorder_has_the_last_collectives() -> None:
+    program = (
+        "import json, torch, torch.distributed as dist\n"
+        "from distributor._compat.torch import recorded_collectives\n"
+        "assert recorded_collectives() == []\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(3))\n"
+        "print(json.dumps(recorded_collectives()))\n"
+    )
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "10"}
+    with relies_on("torch", "_dump_fr_trace_json", "torch.recorded_collectives"):
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300, check=True
+        )
+        [entry] = json.loads(done.stdout)
+        assert entry["profiling_name"] == "gloo:all_reduce"
+        assert entry["collective_seq_id"] == 1
+        assert entry["input_sizes"] == [[3]]
+        assert entry["process_group"][-1] == "default_pg"
+        assert {"retired", "state"} <= entry.keys()
 
 
 def test_a_ddp_model_refers_to_what_frees_its_group() -> None:

@@ -22,7 +22,7 @@ from support.cuda import (
     zygotes,
 )
 
-from distributor import TorchDistributor, WorkerDied
+from distributor import RunStalled, TorchDistributor, WorkerDied
 from distributor.node.process.supervisor_client import is_supported
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -57,6 +57,18 @@ def test_one_rank_on_nccl() -> None:
 
 def test_ranks_that_share_a_gpu_reduce_its_tensors_on_gloo() -> None:
     assert shared(3).run_all(reduce, "gloo") == [("gloo", device_type(), 6.0)] * 3
+
+
+@only_on_gpu
+def test_a_stall_shows_the_last_collective_of_nccl() -> None:
+    def reduce_and_wait() -> None:
+        reduce("nccl")
+        threading.Event().wait()
+
+    runner = TorchDistributor(1, local_mode=True, use_gpu=True, timeout=120, stall_timeout=3)
+    with pytest.raises(RunStalled) as caught:
+        runner.run(reduce_and_wait)
+    assert "Last collectives:\n  nccl:all_reduce, number 1 of default_pg" in str(caught.value)
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])

@@ -19,9 +19,9 @@ STARTED, VALUE, FAILURE, EXIT = b"S", b"V", b"F", b"X"
 SUBSCRIBED, IGNORES_SIGTERM, SIGTERM_RECEIVED = b"H", b"D", b"A"
 """Messages of a rank about preemption: it subscribed to notices, SIGTERM alone no longer ends it,
 and a SIGTERM has come."""
-RELEASE, MANY_LINES, NOTICE, NOTICE_HERE = b"R", b"M", b"N", b"P"
-"""Messages of the agent: the rank may leave, it prints very many lines, and the run is about to
-lose a process, on another host or on this one."""
+RELEASE, MANY_LINES, COLLECTIVES, NOTICE, NOTICE_HERE = b"R", b"M", b"C", b"N", b"P"
+"""Messages of the agent: the rank may leave, it prints very many lines, it is to write down its
+last collectives, and the run is about to lose a process, on another host or on this one."""
 
 
 class ControlChannel:

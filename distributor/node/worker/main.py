@@ -25,6 +25,7 @@ from distributor.node.process.process_title import set_run_title
 from distributor.node.process.scratch import create_scratch
 from distributor.node.process.worker_spec import WorkerSpec
 from distributor.node.worker.control_channel import (
+    COLLECTIVES,
     EXIT,
     FAILURE,
     MANY_LINES,
@@ -38,7 +39,7 @@ from distributor.node.worker.devices import finish_gpu_work
 from distributor.node.worker.group_lifetime import keep_groups_of_models
 from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
 from distributor.node.worker.own_rendezvous import allow_own_rendezvous
-from distributor.node.worker.stack_dump import enable_stack_dumps
+from distributor.node.worker.stack_dump import enable_stack_dumps, write_collectives
 from distributor.node.worker.stdio import StandardStreams
 from distributor.node.worker.worker_context import WorkerContext, enter_worker
 from distributor.serialization import oob_pickle, pickling
@@ -68,6 +69,7 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     control.listen(
         {
             MANY_LINES: StandardStreams().expect_many_lines,
+            COLLECTIVES: lambda: write_collectives(worker_spec.scratch),
             NOTICE: lambda: context.preemption_notices.notify(here=False),
             NOTICE_HERE: lambda: context.preemption_notices.notify(here=True),
         }

@@ -1,4 +1,7 @@
-"""The Python stacks of ranks, requested by a signal, even if a rank is stuck in C code."""
+"""The Python stacks of ranks, requested by a signal, even if a rank is stuck in C code.
+
+Their last collectives are in front of them, from ranks that can still run Python.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import contextlib
 import faulthandler
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from distributor._compat.cpython import split_stacks
+from distributor._compat.torch import recorded_collectives
 from distributor.core.procfs import is_in_signal_mask
 from distributor.node.worker import control_channel
 
@@ -23,8 +28,12 @@ QUIET_SECONDS = 0.05
 """Seconds without another line after which a dump counts as complete: it has no end mark."""
 POLL_INTERVAL = 0.01
 NO_DUMP = "  (no stack: the process is stopped, or has not started its work)"
-_OWN_THREAD = control_channel.__file__
-"""The file of the only thread of this package in a rank, which is left out."""
+MAX_COLLECTIVES = 3
+"""Collectives of a rank that are shown."""
+_COLLECTIVES = "collectives"
+"""The file in a rank's scratch folder."""
+_OWN_THREADS = (control_channel.__file__, __file__)
+"""The files of this package's threads in a rank, which are left out."""
 
 
 def enable_stack_dumps(descriptor: int) -> None:
@@ -32,11 +41,40 @@ def enable_stack_dumps(descriptor: int) -> None:
     faulthandler.register(SIGNAL, file=descriptor, all_threads=True)
 
 
+def write_collectives(scratch: str) -> None:
+    """Write this process's last collectives to its scratch folder, for `dump_stacks`.
+
+    A thread of its own does that: torch may have to wait for a GPU.
+    """
+
+    def write() -> None:
+        path = Path(scratch, _COLLECTIVES)
+        partial = path.with_suffix(".partial")
+        with contextlib.suppress(OSError):  # there is no folder, or its disk is full
+            lines = map(_describe_collective, recorded_collectives()[-MAX_COLLECTIVES:])
+            partial.write_text("\n".join(lines))
+            partial.replace(path)
+
+    threading.Thread(target=write, name="collectives", daemon=True).start()
+
+
+def _describe_collective(entry: Mapping[str, Any]) -> str:
+    state = "completed" if entry.get("retired") else entry.get("state")
+    name, number = entry.get("profiling_name"), entry.get("collective_seq_id")
+    group, sizes = entry.get("process_group", [""])[-1], entry.get("input_sizes")
+    return f"  {name}, number {number} of {group}, sizes {sizes}: {state}"
+
+
 class DumpTarget(Protocol):
-    """A rank's process, and the file to which it writes its stacks."""
+    """A rank's process, and the files to which it writes its stacks and collectives."""
 
     @property
     def pid(self) -> int: ...
+
+    @property
+    def scratch(self) -> str: ...
+
+    def send(self, message: bytes) -> None: ...
 
     @property
     def answers(self) -> BinaryIO: ...
@@ -53,8 +91,11 @@ def dump_stacks(ranks: Mapping[int, DumpTarget]) -> dict[int, str]:
     Returns
     -------
     dict of int to str
-        The threads of each rank, the most recent call first, without the launcher's own.
+        The threads of each rank, the most recent call first, without the launcher's own, after
+        its last collectives.
     """
+    for target in ranks.values():
+        target.send(control_channel.COLLECTIVES)
     begun = {rank: _size(target) for rank, target in ranks.items()}
     waiting = {rank for rank, target in ranks.items() if _signal(target.pid)}
     sizes, since = dict(begun), time.monotonic()
@@ -63,11 +104,16 @@ def dump_stacks(ranks: Mapping[int, DumpTarget]) -> dict[int, str]:
         now = {rank: _size(ranks[rank]) for rank in waiting}
         if any(now[rank] != sizes[rank] for rank in waiting):
             since = time.monotonic()
-        elif time.monotonic() > since + QUIET_SECONDS and all(now[r] > begun[r] for r in waiting):
+        elif time.monotonic() > since + QUIET_SECONDS and all(
+            now[rank] > begun[rank] and _collectives_of(ranks[rank]).exists() for rank in waiting
+        ):
             break
         sizes |= now
         time.sleep(POLL_INTERVAL)
-    return {rank: _read_stack(target, begun[rank]) for rank, target in ranks.items()}
+    return {
+        rank: _read_collectives(target) + _read_stack(target, begun[rank])
+        for rank, target in ranks.items()
+    }
 
 
 def _signal(pid: int) -> bool:
@@ -91,8 +137,23 @@ def _size(target: DumpTarget) -> int:
     return os.fstat(target.answers.fileno()).st_size
 
 
+def _read_collectives(target: DumpTarget) -> str:
+    path = _collectives_of(target)
+    try:
+        text = path.read_text()
+        path.unlink()
+    except OSError:  # it cannot run Python
+        return ""
+    return f"Last collectives:\n{text}\n" if text else ""
+
+
+def _collectives_of(target: DumpTarget) -> Path:
+    return Path(target.scratch, _COLLECTIVES)
+
+
 def _read_stack(target: DumpTarget, begun: int) -> str:
     size = _size(target) - begun
     text = os.pread(target.answers.fileno(), size, begun).decode(errors="backslashreplace")
     threads = split_stacks(text)
-    return "\n".join(thread for thread in threads if _OWN_THREAD not in thread) or NO_DUMP
+    others = [each for each in threads if not any(file in each for file in _OWN_THREADS)]
+    return "\n".join(others) or NO_DUMP
