@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.pages import PAGES, ROOT, pages, python_blocks
-from support.settings_table import COMMANDS, options_table
+from support.settings_table import COMMAND_NAMES, COMMANDS, options_table
 
 import distributor
 
@@ -57,34 +56,6 @@ def test_programs_are_valid_python(page: Path) -> None:
     assert len(compiled) == page.read_text().count("```python\n")
 
 
-def error_classes() -> set[str]:
-    """Return the names of all public exceptions of the package."""
-    found: set[str] = set()
-    for file in SOURCE.rglob("*.py"):
-        if re.search(r"^class \w+\(", file.read_text(), re.MULTILINE):
-            module = ".".join(file.relative_to(SOURCE.parent).with_suffix("").parts)
-            found |= set(_errors_of(module.removesuffix(".__init__")))
-    return found
-
-
-def _errors_of(module: str) -> Iterator[str]:
-    try:
-        things = vars(importlib.import_module(module))
-    except ImportError:  # a framework is not installed
-        return
-    for name, thing in things.items():
-        is_error = isinstance(thing, type) and issubclass(thing, BaseException)
-        if is_error and thing.__module__ == module and not name.startswith("_"):
-            yield name
-
-
-def test_troubleshooting_has_every_error() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", (PAGES / "troubleshooting.md").read_text(), re.MULTILINE)
-    errors = error_classes()
-    assert {"WorkerDied", "PreemptionError", "UnknownScheme"} <= errors
-    assert errors - set(rows) == set()
-
-
 def test_every_variable_is_documented() -> None:
     text = (PAGES / "reference" / "environment-variables.md").read_text()
     source = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
@@ -93,7 +64,17 @@ def test_every_variable_is_documented() -> None:
     assert {name for name in variables if f"`{name}`" not in text} == set()
 
 
-@pytest.mark.parametrize("command", ["run", "clean"])
+@pytest.mark.parametrize("command", COMMAND_NAMES)
 def test_the_options_are_those_of_the_command_line(command: str) -> None:
     message = "run: PYTHONPATH=tests python -m support.settings_table"
     assert options_table(command) in COMMANDS.read_text(), message
+
+
+def test_every_option_of_torchrun_is_documented() -> None:
+    from torch.distributed.run import get_args_parser
+
+    page = (PAGES / "migrate" / "torchrun.md").read_text()
+    options = {each.option_strings[0] for each in get_args_parser()._actions if each.dest != "help"}
+    long = {option for option in options if option.startswith("--")}
+    assert "--rdzv-endpoint" in long
+    assert {option for option in long if f"`{option}`" not in page} == set()

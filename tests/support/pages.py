@@ -7,7 +7,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs"
-PROSE = ("README.md", "ARCHITECTURE.md", "benchmarks/SCALE.md", "conf/README.md")
+PROSE = (
+    "README.md",
+    "ARCHITECTURE.md",
+    "benchmarks/SCALE.md",
+    "conf/README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    ".github/SECURITY.md",
+)
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 

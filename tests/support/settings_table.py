@@ -16,6 +16,7 @@ from support.pages import PAGES, fill_section
 
 SETTINGS = PAGES / "reference" / "settings.md"
 COMMANDS = PAGES / "reference" / "cli.md"
+COMMAND_NAMES = ("run", "doctor", "clean")
 
 
 def settings_table() -> str:
@@ -62,6 +63,6 @@ def _text(text: str) -> str:
 if __name__ == "__main__":
     SETTINGS.write_text(fill_section(SETTINGS.read_text(), "settings", settings_table()))
     text = COMMANDS.read_text()
-    for command in ("run", "clean"):
+    for command in COMMAND_NAMES:
         text = fill_section(text, command, options_table(command))
     COMMANDS.write_text(text)
