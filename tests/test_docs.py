@@ -74,7 +74,7 @@ def test_every_option_of_torchrun_is_documented() -> None:
     from torch.distributed.run import get_args_parser
 
     page = (PAGES / "migrate" / "torchrun.md").read_text()
-    options = {each.option_strings[0] for each in get_args_parser()._actions if each.dest != "help"}
-    long = {option for option in options if option.startswith("--")}
+    options = [each.option_strings for each in get_args_parser()._actions if each.dest != "help"]
+    long = {next(name for name in names if name.startswith("--")) for names in options if names}
     assert "--rdzv-endpoint" in long
     assert {option for option in long if f"`{option}`" not in page} == set()

@@ -25,7 +25,9 @@ from support.pages import PAGES
 from support.waiting import until
 
 from distributor import NodeLost, StartTimeout, TorchDistributor, ValueTooLarge, train
+from distributor.launch.cancellation import Cancellation
 from distributor.launch.spark.monitor import value_receiver
+from distributor.node.spark_task import program_file as program_file_module
 from distributor.node.spark_task.program_file import program_file
 from distributor.node.spark_task.task_spec import ProgramFile
 from distributor.train.storage.integrity import read_share
@@ -54,14 +56,9 @@ def worker_died() -> None:
     ranks().run(lambda: kill(os.getpid()))
 
 
-class TwoArguments(Exception):
-    def __init__(self, one: int, other: int) -> None:
-        super().__init__(one)
-
-
 def remote_error() -> None:
     def fail() -> None:
-        raise TwoArguments(1, 2)
+        raise ValueError(threading.Lock())
 
     ranks().run(fail)
 
@@ -93,9 +90,10 @@ def run_stalled() -> None:
 
 
 def run_cancelled() -> None:
-    future = ranks().submit(time.sleep, 60)
-    future.cancel()
-    raise future.exception() or AssertionError("no exception")
+    """Raise what ends a cancelled run, whose future then raises CancelledError."""
+    cancellation = Cancellation()
+    cancellation.request()
+    cancellation.check()
 
 
 def other_rank_failed(folder: Path) -> None:
@@ -139,11 +137,13 @@ def no_link(folder: Path) -> None:
     spec: Any = SimpleNamespace(
         program=ProgramFile("program", 1), hub=address, secret=b"s" * 32, rank_ports=None
     )
-    with program_file(spec, channel, 1, "127.0.0.1"):
-        pass
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(program_file_module, "spark_files_folder", lambda: folder)
+        with program_file(spec, channel, 1, "127.0.0.1"):
+            pass
 
 
-def trainer(function: Callable[..., Any], folder: Path, **config: Any) -> TorchTrainer:
+def trainer(function: Callable[..., Any], folder: Path | str, **config: Any) -> TorchTrainer:
     return TorchTrainer(
         function,
         scaling_config=train.ScalingConfig(num_workers=1, local_mode=True),
@@ -183,8 +183,8 @@ def unsupported_parameter() -> None:
     train.ScalingConfig(label_selector={"zone": "a"})
 
 
-def unknown_scheme(folder: Path) -> None:
-    ranks(storage_path="nowhere://bucket/runs").run(os.getpid)
+def unknown_scheme() -> None:
+    trainer(os.getpid, "nowhere://bucket/runs").fit()
 
 
 def task_failed() -> None:
