@@ -24,7 +24,7 @@ from support.error_classes import error_classes
 from support.pages import PAGES
 from support.waiting import until
 
-from distributor import NodeLost, StartTimeout, TorchDistributor, ValueTooLarge, train
+from distributor import DistributorError, NodeLost, TorchDistributor, ValueTooLarge, train
 from distributor.launch.cancellation import Cancellation
 from distributor.launch.spark.monitor import value_receiver
 from distributor.node.spark_task import program_file as program_file_module
@@ -289,7 +289,7 @@ def test_the_text_for_a_lost_node_is_documented(spark: Any) -> None:
 
 @pytest.mark.spark
 def test_the_text_for_missing_slots_is_documented(spark: Any) -> None:
-    with pytest.raises(StartTimeout) as caught:
+    with pytest.raises(DistributorError) as caught:
         ranks(9, local_mode=False, start_timeout=1).run(os.getpid)
     assert_documented(caught.value)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.cluster import DEADLINE, Cluster, Driver, cluster_on
-from support.doctor import Found, found_in
+from support.doctor import EXAMINE, ONCE, Found, examined, found_in
 from support.machines import Machine, machines_apart, why_not_apart, why_not_mounted
 from support.packages import python_that_begins
 
@@ -24,18 +24,10 @@ needs_mounts = pytest.mark.skipif(bool(NOT_MOUNTED), reason=NOT_MOUNTED)
 if NOT_APART:
     pytest.skip(NOT_APART, allow_module_level=True)
 
-EXAMINE = """
-def examine(**settings):
-    import distributor
-    at = time.monotonic()
-    report = distributor.doctor(**{"num_processes": 2, "local_mode": False, **settings})
-    send(report=json.loads(report.to_json()), seconds=time.monotonic() - at)
-"""
 SERVE = """
 for line in _channel.makefile():
     examine(**json.loads(line))
 """
-ONCE = "\nexamine()\n"
 MAX_SECONDS = 30.0
 """Seconds that an examination takes on this busy machine, whatever is broken."""
 
@@ -223,25 +215,8 @@ def test_mlflows_server_is_down(cluster: Cluster) -> None:
     assert all(f"{uri} does not answer" in check["found"] for check in wrong)
 
 
-def examined(cluster: Cluster, source: str = EXAMINE + ONCE, **conf: str) -> Found:
-    """Examine in a Spark application of its own."""
-    with cluster.driver(source, **{"spark.cores.max": "2", **conf}) as driver:
-        return found_in(driver.receive("report")["report"])
-
-
 def hosts_of(cluster: Cluster) -> str:
     return ", ".join(sorted(machine.address for machine in cluster.on_workers))
-
-
-def test_a_slow_link(tmp_path: Path) -> None:
-    with machines_apart(4) as machines, cluster_on(machines, tmp_path) as cluster:
-        cluster.on_workers[0].slow(30)
-        found = examined(cluster)
-
-    slow = cluster.on_workers[0].address
-    assert found.having("failure") == {}, found.text
-    assert f"{slow} to the driver: " in found.having("warning")["network speed"]["found"]
-    assert "GLOO_SOCKET_IFNAME" in found.having("warning")["network speed"]["fix"]
 
 
 def test_dynamic_allocation(cluster: Cluster) -> None:

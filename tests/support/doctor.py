@@ -9,7 +9,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from support.cluster import Cluster
+
 SECONDS = 200.0
+EXAMINE = """
+def examine(**settings):
+    import distributor
+    at = time.monotonic()
+    report = distributor.doctor(**{"num_processes": 2, "local_mode": False, **settings})
+    send(report=json.loads(report.to_json()), seconds=time.monotonic() - at)
+"""
+"""Defines the examination in a driver program."""
+ONCE = "\nexamine()\n"
 
 
 class Found(NamedTuple):
@@ -47,3 +58,9 @@ def doctor(
 def found_in(report: dict[str, Any], exit_code: int = 0) -> Found:
     """Return the checks of a report that was converted to JSON."""
     return Found(report["checks"], exit_code)
+
+
+def examined(cluster: Cluster, source: str = EXAMINE + ONCE, **conf: str) -> Found:
+    """Examine in a Spark application of its own."""
+    with cluster.driver(source, **{"spark.cores.max": "2", **conf}) as driver:
+        return found_in(driver.receive("report")["report"])

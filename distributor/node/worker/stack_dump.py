@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -24,6 +24,8 @@ SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (3 if hasattr(signal, "SI
 """A signal that hardly any program uses; batch systems may send SIGUSR1 and SIGUSR2."""
 DUMP_SECONDS = 1.0
 """Seconds that ranks have to write their stacks."""
+COLLECTIVES_SECONDS = 1.0
+"""Seconds that ranks have to write their last collectives; those that cannot run Python do not."""
 QUIET_SECONDS = 0.05
 """Seconds without another line after which a dump counts as complete: it has no end mark."""
 POLL_INTERVAL = 0.01
@@ -32,8 +34,8 @@ MAX_COLLECTIVES = 3
 """Collectives of a rank that are shown."""
 _COLLECTIVES = "collectives"
 """The file in a rank's scratch folder."""
-_OWN_THREADS = (control_channel.__file__, __file__)
-"""The files of this package's threads in a rank, which are left out."""
+_OWN_THREAD = control_channel.__file__
+"""The file of the only lasting thread of this package in a rank, which is left out."""
 
 
 def enable_stack_dumps(descriptor: int) -> None:
@@ -94,8 +96,6 @@ def dump_stacks(ranks: Mapping[int, DumpTarget]) -> dict[int, str]:
         The threads of each rank, the most recent call first, without the launcher's own, after
         its last collectives.
     """
-    for target in ranks.values():
-        target.send(control_channel.COLLECTIVES)
     begun = {rank: _size(target) for rank, target in ranks.items()}
     waiting = {rank for rank, target in ranks.items() if _signal(target.pid)}
     sizes, since = dict(begun), time.monotonic()
@@ -104,16 +104,24 @@ def dump_stacks(ranks: Mapping[int, DumpTarget]) -> dict[int, str]:
         now = {rank: _size(ranks[rank]) for rank in waiting}
         if any(now[rank] != sizes[rank] for rank in waiting):
             since = time.monotonic()
-        elif time.monotonic() > since + QUIET_SECONDS and all(
-            now[rank] > begun[rank] and _collectives_of(ranks[rank]).exists() for rank in waiting
-        ):
+        elif time.monotonic() > since + QUIET_SECONDS and all(now[r] > begun[r] for r in waiting):
             break
         sizes |= now
         time.sleep(POLL_INTERVAL)
+    _await_collectives([ranks[rank] for rank in waiting])
     return {
         rank: _read_collectives(target) + _read_stack(target, begun[rank])
         for rank, target in ranks.items()
     }
+
+
+def _await_collectives(ranks: Sequence[DumpTarget]) -> None:
+    """Have ranks write their last collectives, after their stacks: it takes a thread of theirs."""
+    for target in ranks:
+        target.send(control_channel.COLLECTIVES)
+    deadline = time.monotonic() + COLLECTIVES_SECONDS
+    while time.monotonic() < deadline and not all(_collectives_of(each).exists() for each in ranks):
+        time.sleep(POLL_INTERVAL)
 
 
 def _signal(pid: int) -> bool:
@@ -155,5 +163,4 @@ def _read_stack(target: DumpTarget, begun: int) -> str:
     size = _size(target) - begun
     text = os.pread(target.answers.fileno(), size, begun).decode(errors="backslashreplace")
     threads = split_stacks(text)
-    others = [each for each in threads if not any(file in each for file in _OWN_THREADS)]
-    return "\n".join(others) or NO_DUMP
+    return "\n".join(thread for thread in threads if _OWN_THREAD not in thread) or NO_DUMP
