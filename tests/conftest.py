@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from support.gpus import make_discovery_script, run_gpu_driver  # noqa: F401  (fixtures)
 from support.packages import python_that_begins, variables_for
 from support.tracking_server import experiment, server  # noqa: F401  (fixtures)
@@ -32,6 +33,8 @@ os.environ.setdefault("DISTRIBUTOR_IDLE_IMPORT_SECONDS", "600")  # inherited by 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell's script
     signal.signal(signal.SIGINT, signal.default_int_handler)  # inherited, too
 CLUSTER = "local-cluster[2,2,1024]"
+settings.register_profile("distributor", deadline=None)  # no test fails because it was slow
+settings.load_profile("distributor")
 LOGGERS = ("distributor", "TorchDistributor", "DeepspeedTorchDistributor")
 """The loggers of this package's messages."""
 DEADLINE = 300

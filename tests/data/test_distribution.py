@@ -44,7 +44,6 @@ CASES = {
 }
 SETTINGS = settings(
     phases=[Phase.generate],  # a smaller example would take minutes to find
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

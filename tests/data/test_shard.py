@@ -20,7 +20,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.tables import TableSource, points, shard_of
 from support.waiting import until
@@ -61,7 +61,6 @@ def test_the_examples_run(module: Any) -> None:
     assert result.attempted > 2
 
 
-@settings(deadline=None)  # threads start
 @given(SIZES, BATCH, st.integers(1, 3), st.booleans(), st.booleans(), st.integers(0, 2))
 def test_batches_have_their_size_and_each_row_once(
     sizes: list[int], batch: int, ranks: int, shuffle: bool, drop_last: bool, ahead: int
@@ -82,7 +81,6 @@ def test_batches_have_their_size_and_each_row_once(
         assert shuffle or seen == sorted(seen)
 
 
-@settings(deadline=None)  # threads start
 @given(
     SIZES,
     st.lists(st.tuples(st.integers(1, 4), BATCH, st.integers(0, 3)), max_size=3),

@@ -15,7 +15,7 @@ import cloudpickle
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.tables import TableSource, points, shard_of
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset
@@ -38,7 +38,6 @@ def flat(batches: Any) -> list[int]:
     return list(chain(*ids(batches)))
 
 
-@settings(deadline=None)  # of the first example, which imports
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 3), st.data())
 def test_rows_of_any_numbers(sizes: list[int], ranks: int, data: st.DataObject) -> None:
     source, rank = points([*sizes, 3]), data.draw(st.integers(0, ranks - 1))
