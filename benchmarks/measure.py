@@ -20,6 +20,8 @@ from benchmarks.packages import library
 
 ROOT = Path(__file__).resolve().parent.parent
 END_SECONDS = 10.0
+SLOW_PYTHON = {"PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
+"""Variables of the caller with which no one would compare launchers."""
 DRIVER = (sys.executable, "-m", "benchmarks.driver")
 
 _kept: set[int] = set()
@@ -83,9 +85,13 @@ def apart(function: Callable[..., dict[str, Any]], seconds: float, /, **paramete
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a driver: this project on its path, this interpreter for Spark."""
+    """Return the environment of a driver: this project on its path, this interpreter for Spark.
+
+    Variables that change how fast Python starts and prints are left out.
+    """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {"PYSPARK_PYTHON": sys.executable, **os.environ, "PYTHONPATH": path}
+    usual = {name: value for name, value in os.environ.items() if name not in SLOW_PYTHON}
+    return {"PYSPARK_PYTHON": sys.executable, **usual, "PYTHONPATH": path}
 
 
 def adopt_orphans() -> None:

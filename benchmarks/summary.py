@@ -108,7 +108,7 @@ LINES = (
         values.titled(EMBEDDED, values.ARGUMENTS[-1]),
         values.AGAIN,
     ),
-    Line("a million lines, until read", "output", _MANY_LINES, output.READ, in_readme=True),
+    Line("a million lines, until read", "output", _MANY_LINES, output.READ),
     Line("training speed left when printing 1,000 lines/s", "output", output.LOOP, output.LEFT),
     Line(
         "training speed left when reporting progress at each step",
@@ -128,6 +128,7 @@ LINES = (
         "recovery",
         recovery.titled(LOCAL, recovery.RANK, recovery.SIZES[0]),
         recovery.RECOVERED,
+        in_readme=True,
     ),
     Line(
         "the same with a checkpoint of 1 GB",
