@@ -8,6 +8,7 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
+import torch
 
 from distributor import RunStalled, TorchDistributor
 
@@ -15,6 +16,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
 WARNING, TIMEOUT = 1.0, 3.0
 BUSY_SECONDS = 3 * WARNING
+HAS_RECORDER = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
 RECORDS = {"TORCH_FR_BUFFER_SIZE": "100"}
 """Has gloo record its collectives, as NCCL does by default."""
 
@@ -47,7 +49,9 @@ def test_a_stalled_run_is_explained_and_ended(
         assert "\n  ranks 0, 1: in barrier, called by train (test_stalls.py:" in summary
         assert "\n  rank 2: in wait, called by read_batch (test_stalls.py:" in summary
         assert "in read_batch" in stacks
-        assert "\nranks 0, 1:\nLast collectives:\n  gloo:barrier, number 1 of default_pg" in stacks
+        if HAS_RECORDER:
+            last = "\nranks 0, 1:\nLast collectives:\n  gloo:barrier, number 1 of default_pg"
+            assert last in stacks
     assert sorted(caught.value.stacks) == [0, 1, 2]
     assert "gloo:barrier" not in caught.value.stacks[2]
 

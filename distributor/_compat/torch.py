@@ -77,10 +77,14 @@ def serve_store(host: str, port: int, listener: int) -> Any:
     ImportError
         If torch cannot be imported.
     """
+    import torch
     import torch.distributed as dist
 
+    # The store that torch 2.4 uses by default takes no socket; its older one does.
+    is_old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5)
+    options: dict[str, Any] = {"use_libuv": False} if is_old else {}
     return dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, is_master=True, master_listen_fd=listener, wait_for_workers=False
+        host, port, is_master=True, master_listen_fd=listener, wait_for_workers=False, **options
     )
 
 
