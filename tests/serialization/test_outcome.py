@@ -138,7 +138,8 @@ def test_the_summary_of_a_failed_checkpoint_has_the_cause(tmp_path: Path) -> Non
     with pytest.raises(CheckpointException) as raised:
         dcp.load({"step": 0}, checkpoint_id=tmp_path)
     summary = failure_of(raised.value, origin(0)).summary
-    assert ": rank 0: AssertionError: " in summary
+    cause = "FileNotFoundError" if torch.__version__.startswith("2.4.") else "AssertionError"
+    assert f": rank 0: {cause}: " in summary
     assert str(tmp_path / ".metadata") in summary
 
 
