@@ -40,6 +40,10 @@ def test_finalizers_can_be_disabled() -> None:
         assert printed == "after\n"
 
 
+@pytest.mark.skipif(
+    (3, 12) <= sys.version_info < (3, 12, 2),
+    reason="Python 3.12.0 and 3.12.1 start no thread once the main thread has ended",
+)
 def test_a_function_is_called_before_thread_pools_end() -> None:
     with relies_on("Python", "threading._register_atexit", "cpython.before_thread_pools_end"):
         printed = printed_by(
