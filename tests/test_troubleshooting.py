@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shutil
@@ -273,10 +272,10 @@ def test_the_text_of_an_error_is_documented(
 
 
 def kill_agent() -> None:
-    """Kill this rank's agent: the Python worker of its Spark task, whose parent is PySpark's."""
-    above = [psutil.Process(), *psutil.Process().parents()]
-    pairs = itertools.pairwise(above)
-    agent = next(child for child, parent in pairs if "pyspark.daemon" in parent.cmdline())
+    """Kill this rank's agent, the Python worker of its Spark task, whose title names this run."""
+    processes = psutil.process_iter(["cmdline"])
+    title = "node 0 of kill_agent"
+    agent = next(each for each in processes if title in " ".join(each.info["cmdline"] or []))
     kill(agent.pid)
 
 

@@ -187,6 +187,23 @@ def test_failed_run_logs_all_output_and_shows_the_selected_ranks(
 
 
 @cluster_is_slow
+def test_a_rank_that_prints_very_much_may_fork(distribute: Distribute) -> None:
+    def program() -> str:
+        for _ in range(1000):
+            for number in range(400):
+                print("line", number)
+            child = os.fork()
+            if not child:
+                print("forked")
+                sys.stdout.flush()  # would wait forever for a flush that was active at the fork
+                os._exit(0)
+            os.waitpid(child, 0)
+        return "done"
+
+    assert distribute(1, show_output="none").run(program) == "done"
+
+
+@cluster_is_slow
 def test_of_very_many_lines_none_is_lost_or_repeated(
     distribute: Distribute, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

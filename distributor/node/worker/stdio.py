@@ -23,7 +23,13 @@ class StandardStreams:
         self._streams = [s for s in (sys.stdout, sys.stderr) if isinstance(s, io.TextIOWrapper)]
         for stream in self._streams:
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
-        os.register_at_fork(before=self._flush, after_in_child=self._write_by_line)
+        # A child that is forked during a flush of the other thread would wait for its lock forever.
+        self._flushing = threading.Lock()
+        os.register_at_fork(
+            before=self._prepare_fork,
+            after_in_parent=self._flushing.release,
+            after_in_child=self._begin_in_child,
+        )
 
     def expect_many_lines(self) -> None:
         """Write in batches from now on, until output slows down. Can be called from any thread."""
@@ -31,15 +37,26 @@ class StandardStreams:
             self._in_batches.set()
             threading.Thread(target=self._write_batches, name="batches", daemon=True).start()
 
+    def _prepare_fork(self) -> None:
+        self._flushing.acquire()
+        self._flush()
+
+    def _begin_in_child(self) -> None:
+        self._flushing.release()
+        self._write_by_line()
+
     def _write_batches(self) -> None:
-        self._reconfigure(line_buffering=False)
+        with self._flushing:
+            self._reconfigure(line_buffering=False)
         quiet = 0
         while quiet < QUIET_BATCHES:
             time.sleep(BATCH_SECONDS)
             before = self._file_sizes()
-            self._flush()
+            with self._flushing:
+                self._flush()
             quiet = quiet + 1 if self._file_sizes() == before else 0
-        self._write_by_line()
+        with self._flushing:
+            self._write_by_line()
 
     def _write_by_line(self) -> None:
         if self._in_batches.is_set():
