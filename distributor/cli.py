@@ -8,8 +8,8 @@ import re
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from distributor.cli_options import make_parser
@@ -63,8 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    names = {field.name for field in dataclasses.fields(TorchDistributor)}
-    settings = {name: value for name, value in vars(options).items() if name in names}
+    settings = _fields_of(TorchDistributor, vars(options))
     if "env" in settings:
         settings["env"] = dict(settings["env"])
     args = options.args[1:] if options.args[:1] == ["--"] else options.args
@@ -87,13 +86,23 @@ def _cluster(
     options: argparse.Namespace, settings: Mapping[str, Any]
 ) -> AbstractContextManager[object]:
     """Check all input, because Spark takes long to start, and return the Spark application."""
+    check_num_processes(settings.get("num_processes", 1), _SPELLING.num_processes)
+    _Settings(**_fields_of(Settings, settings))
+    return _application(options)
+
+
+def _application(options: argparse.Namespace) -> AbstractContextManager[Any]:
+    """Check the options for Spark, and return its application."""
     conf = dict(options.conf)
     master = options.master or conf.pop("spark.master", None)
-    check_num_processes(settings.get("num_processes", 1), _SPELLING.num_processes)
-    names = {field.name for field in dataclasses.fields(Settings)}
-    _Settings(**{name: value for name, value in settings.items() if name in names})
     check_application(master, conf)
     return application(master, conf)
+
+
+def _fields_of(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are fields of a dataclass."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def _show_stacks(*_: object) -> None:
@@ -110,8 +119,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from distributor.diagnosis.examine import examine_cluster, examine_here
     from distributor.diagnosis.settings import Wanted
 
-    names = {field.name for field in dataclasses.fields(Wanted)}
-    wanted = Wanted(**{name: value for name, value in vars(options).items() if name in names})
+    wanted = Wanted(**_fields_of(Wanted, vars(options)))
     if options.cluster:
         report = examine_cluster(wanted, lambda: _application(options))
     else:
@@ -119,15 +127,6 @@ def _doctor(options: argparse.Namespace) -> int:
         report = examine_here(wanted)
     print(report.to_json() if options.json else report)
     return FAILED if report.failures else 0
-
-
-@contextmanager
-def _application(options: argparse.Namespace) -> Iterator[Any]:
-    conf = dict(options.conf)
-    master = options.master or conf.pop("spark.master", None)
-    check_application(master, conf)
-    with application(master, conf) as spark:
-        yield spark
 
 
 def _clean(options: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ import sys
 import xml.etree.ElementTree as ET
 import zipfile
 from collections.abc import Callable
-from configparser import ConfigParser
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 from conftest import facts_in
+from support.project_files import load_yaml, requirements, setup_cfg
 
 from distributor.launch.defaults import ADMIN_DEFAULTS
 
@@ -125,13 +125,8 @@ def test_all_keys_of_the_package_are_documented() -> None:
     assert {each.key for each in ADMIN_DEFAULTS} <= keys.keys()
 
 
-def load_yaml(name: str) -> Any:
-    yaml: Any = pytest.importorskip("yaml")
-    return yaml.safe_load((CONF / name).read_text())
-
-
 def test_the_pod_template() -> None:
-    pod = load_yaml("executor-pod-template.yaml")
+    pod = load_yaml(CONF / "executor-pod-template.yaml")
     assert (pod["apiVersion"], pod["kind"]) == ("v1", "Pod")
     spec = pod["spec"]
     [container] = spec["containers"]
@@ -160,7 +155,7 @@ def test_the_pod_template() -> None:
 
 
 def test_the_drivers_service_has_the_ports_of_the_properties() -> None:
-    service = load_yaml("driver-service.yaml")
+    service = load_yaml(CONF / "driver-service.yaml")
     conf = properties(CONF / "spark-defaults-kubernetes.conf", with_examples=True)
     assert service["spec"]["clusterIP"] == "None", "headless, as text"
     assert {port["name"]: str(port["port"]) for port in service["spec"]["ports"]} == {
@@ -175,21 +170,18 @@ def test_the_drivers_service_has_the_ports_of_the_properties() -> None:
 
 def test_the_image_has_versions_that_the_package_supports() -> None:
     specifiers: Any = pytest.importorskip("packaging.specifiers")
-    setup = ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    lines = setup["options"]["install_requires"].split()
-    requirements = dict(re.fullmatch(r"([\w-]+)(.*)", line).groups() for line in lines)  # type: ignore[union-attr]
+    accepted = requirements()
     text = (CONF / "Dockerfile").read_text()
     versions = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
 
-    assert versions["TORCH"] in specifiers.SpecifierSet(requirements["torch"])
+    assert versions["TORCH"] in specifiers.SpecifierSet(accepted["torch"])
     assert f"torch=={versions['TORCH']}\n" in (CONF / "constraints-cpu.txt").read_text()
-    assert versions["SPARK"] in specifiers.SpecifierSet(requirements["pyspark"])
-    assert f"Python :: {versions['PYTHON']}\n" in setup["metadata"]["classifiers"] + "\n"
+    assert versions["SPARK"] in specifiers.SpecifierSet(accepted["pyspark"])
+    assert f"Python :: {versions['PYTHON']}\n" in setup_cfg()["metadata"]["classifiers"] + "\n"
     # Spark is in the image; torch has a version of its own.
     installed = dict(re.findall(r'^ +"([\w-]+)(>=\S+)"', text, re.MULTILINE))
     assert installed == {
-        name: version for name, version in requirements.items() if name not in ("pyspark", "torch")
+        name: version for name, version in accepted.items() if name not in ("pyspark", "torch")
     }
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.project_files import load_yaml, requirements, setup_cfg
 
 from distributor.version import __version__
 
@@ -17,32 +17,21 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 pytestmark = pytest.mark.skipif(not CONTRIBUTING.exists(), reason="not in a checkout")
 
 
-def load_yaml(path: str) -> Any:
-    yaml: Any = pytest.importorskip("yaml")
-    return yaml.safe_load((ROOT / path).read_text())
-
-
 def jobs_of_ci() -> list[dict[str, str]]:
-    jobs = load_yaml(".github/workflows/ci.yml")["jobs"]
+    jobs = load_yaml(ROOT / ".github/workflows/ci.yml")["jobs"]
     return list(jobs["test"]["strategy"]["matrix"]["include"])
 
 
 def requirement(name: str) -> Any:
     """Return the versions of a package that setup.cfg accepts."""
     specifiers: Any = pytest.importorskip("packaging.specifiers")
-    setup = ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    lines = setup["options"]["install_requires"].split()
-    [found] = [line for line in lines if re.fullmatch(rf"{name}\W.*", line)]
-    return specifiers.SpecifierSet(found.removeprefix(name))
+    return specifiers.SpecifierSet(requirements()[name])
 
 
 def test_hosted_ci_covers_the_versions_of_setup_cfg() -> None:
     jobs = jobs_of_ci()
-    setup = ConfigParser()
-    setup.read(ROOT / "setup.cfg")
     claimed = set(
-        re.findall(r"Python :: (3\.\d+)$", setup["metadata"]["classifiers"], re.MULTILINE)
+        re.findall(r"Python :: (3\.\d+)$", setup_cfg()["metadata"]["classifiers"], re.MULTILINE)
     )
     assert {job["python"] for job in jobs} == claimed
     pyspark = requirement("pyspark")
@@ -63,7 +52,7 @@ def test_hosted_ci_has_no_versions_that_exclude_each_other() -> None:
 
 
 def test_the_hooks_are_the_checks_of_make_lint() -> None:
-    [repository] = load_yaml(".pre-commit-config.yaml")["repos"]
+    [repository] = load_yaml(ROOT / ".pre-commit-config.yaml")["repos"]
     assert repository["repo"] == "local", "nothing is downloaded"
     hooks = repository["hooks"]
     assert {hook["language"] for hook in hooks} == {"system"}
@@ -94,7 +83,7 @@ def test_the_changelog_has_the_version() -> None:
 
 @pytest.mark.parametrize("name", ["bug_report", "feature_request"])
 def test_issue_forms_are_complete(name: str) -> None:
-    form = load_yaml(f".github/ISSUE_TEMPLATE/{name}.yml")
+    form = load_yaml(ROOT / f".github/ISSUE_TEMPLATE/{name}.yml")
     assert {"name", "description", "body"} <= form.keys()
     ids = [field["id"] for field in form["body"]]
     assert len(ids) == len(set(ids)) >= 3

@@ -25,7 +25,7 @@ from distributor.launch.spark.capacity.slots import Slots
 from distributor.launch.spark.error_translation import MORE_SLOTS, explain
 from distributor.launch.spark.hub_address import choose_hub_address
 from distributor.launch.spark.log_quieting import quiet
-from distributor.launch.spark.package_shipping import portable_task
+from distributor.launch.spark.package_shipping import barrier_frame
 from distributor.launch.spark.plan import ClusterPlan
 from distributor.launch.spark.polling import poll_until
 from distributor.launch.spark.session import Session
@@ -108,7 +108,9 @@ def run_job(session: Session, plan: ClusterPlan, spec: ExaminationSpec) -> list[
     """
     endings: queue.Queue[Any] = queue.Queue()
     try:
-        frame = _plan_job(session, plan, spec)
+        rows = session.spark.range(0, plan.num_tasks, 1, plan.num_tasks)
+        profile = Slots(session, plan).profile
+        frame = barrier_frame(session, rows, TASK, spec, "executor binary", profile)
     except Exception as error:  # of the JVM, a Connect server or a full disk
         raise explain(error, plan.num_tasks) from error
     with (
@@ -126,14 +128,6 @@ def run_job(session: Session, plan: ClusterPlan, spec: ExaminationSpec) -> list[
     if isinstance(ending, BaseException):
         raise explain(ending, plan.num_tasks) from ending
     return [pickle.loads(bytes(row[0])) for row in ending]
-
-
-def _plan_job(session: Session, plan: ClusterPlan, spec: ExaminationSpec) -> Any:
-    task = portable_task(session, TASK, pickle.dumps(spec, protocol=5))
-    rows = session.spark.range(0, plan.num_tasks, 1, plan.num_tasks)
-    profile = Slots(session, plan).profile
-    options = {} if profile is None else {"profile": profile}
-    return session.map_in_arrow(rows, task, "executor binary", barrier=True, **options)
 
 
 def _await_end(job: SparkJob, endings: queue.Queue[Any], slots: Slots) -> Any:

@@ -18,6 +18,7 @@ from distributor.diagnosis.probe import NetworkPath, Probe, ProbeServer
 from distributor.diagnosis.report import Check
 from distributor.diagnosis.services import check_storage, check_tracking
 from distributor.node.agent.network import routable_address
+from distributor.node.spark_task.rendezvous import hosts_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -116,16 +117,17 @@ def run(
     executors = [info.address for info in context.getTaskInfos()]
     own = executors[context.partitionId()]
     tasks = [task for task, executor in enumerate(executors) if executor == own]
-    hosts = [_host_of(executor) for executor in executors]
-    use_host_name(_host_of(own))
+    hosts = hosts_of(context)
+    host = hosts[context.partitionId()]
+    use_host_name(host)
     if context.partitionId() != tasks[0]:
         context.allGather("null")
         context.barrier()
         return
-    with _Server(_host_of(own), hosts, spec) as server:
+    with _Server(host, hosts, spec) as server:
         peers = [json.loads(text) for text in context.allGather(json.dumps(server.address))]
         others = [*zip(hosts, peers, strict=True)]
-        found = _examine(spec, _host_of(own), len(tasks), _in_ring_order(others, tasks[0]), server)
+        found = _examine(spec, host, len(tasks), _in_ring_order(others, tasks[0]), server)
         context.barrier()  # this server must stay open until all executors have probed it
     yield pa.RecordBatch.from_pydict({"executor": pa.array([pickle.dumps(found)], pa.binary())})
 
@@ -208,7 +210,3 @@ def _folders() -> list[str]:
         os.getcwd(),
         *filter(None, local.split(",")),
     ]
-
-
-def _host_of(executor: str) -> str:
-    return executor.rsplit(":", 1)[0]

@@ -269,8 +269,7 @@ spark.sparkContext.setLogLevel("OFF")
 def examined_with(cluster: Cluster, python: str) -> Found:
     """Examine executors that have an interpreter of their own."""
     source = OWN_PYTHON.format(python=python) + EXAMINE + ONCE
-    with cluster.driver(source, with_spark=False, **{"spark.cores.max": "2"}) as driver:
-        return found_in(driver.receive("report")["report"])
+    return examined(cluster, source, with_spark=False)
 
 
 def test_an_interpreter_that_does_not_exist(cluster: Cluster) -> None:

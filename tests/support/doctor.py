@@ -60,7 +60,10 @@ def found_in(report: dict[str, Any], exit_code: int = 0) -> Found:
     return Found(report["checks"], exit_code)
 
 
-def examined(cluster: Cluster, source: str = EXAMINE + ONCE, **conf: str) -> Found:
-    """Examine in a Spark application of its own."""
-    with cluster.driver(source, **{"spark.cores.max": "2", **conf}) as driver:
+def examined(
+    cluster: Cluster, source: str = EXAMINE + ONCE, *, with_spark: bool = True, **conf: str
+) -> Found:
+    """Examine in a Spark application of its own, which the source creates if not `with_spark`."""
+    conf = {"spark.cores.max": "2", **conf}
+    with cluster.driver(source, with_spark=with_spark, **conf) as driver:
         return found_in(driver.receive("report")["report"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import secrets
 import threading
 import time
@@ -29,7 +28,7 @@ from distributor.launch.spark.large_programs import program_for_nodes, use_spark
 from distributor.launch.spark.log_quieting import quiet
 from distributor.launch.spark.monitor.run_monitor import RunMonitor
 from distributor.launch.spark.monitor.task_starts import TaskStarts
-from distributor.launch.spark.package_shipping import portable_task
+from distributor.launch.spark.package_shipping import barrier_frame
 from distributor.launch.spark.plan import ClusterPlan, check_launch
 from distributor.launch.spark.polling import Reminder
 from distributor.launch.spark.session import Session
@@ -146,9 +145,7 @@ class SparkLauncher:
             spec = self._spec(
                 job, program, (address.advertised, hub.port), secret, check_memory=not shortage
             )
-            task = portable_task(self.session, TASK, pickle.dumps(spec, protocol=5))
-            profile = {} if slots.profile is None else {"profile": slots.profile}
-            frame = self.session.map_in_arrow(rows, task, ROW_SCHEMA, barrier=True, **profile)
+            frame = barrier_frame(self.session, rows, TASK, spec, ROW_SCHEMA, slots.profile)
             with (
                 quiet(self.session),
                 RunMonitor(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import pickle
 import zipfile
 from collections.abc import Callable, Iterator
 from importlib.abc import ResourceLoader
@@ -42,6 +43,31 @@ def portable_task(
     archive = f"{source.ARCHIVE}{hashlib.sha256(own.archive).hexdigest()[:16]}.zip"
     send_file(session, archive, lambda path: path.write_bytes(own.archive))
     return _bootstrap(function, argument, archive, own.digest, own.importing)
+
+
+def barrier_frame(
+    session: Session, rows: Any, function: str, spec: object, schema: str, profile: Any
+) -> Any:
+    """Plan a barrier job whose tasks run a function of this package; nothing is submitted yet.
+
+    Parameters
+    ----------
+    session : Session
+        The session.
+    rows : DataFrame
+        The rows that the tasks get, one task for each partition.
+    function : str
+        As for `portable_task`.
+    spec : object
+        What the function gets pickled, as its first argument.
+    schema : str
+        The columns of the rows that the tasks return.
+    profile : ResourceProfile or None
+        The resources of the tasks; None for the application's default profile.
+    """
+    task = portable_task(session, function, pickle.dumps(spec, protocol=5))
+    options = {} if profile is None else {"profile": profile}
+    return session.map_in_arrow(rows, task, schema, barrier=True, **options)
 
 
 def _bootstrap(
