@@ -27,6 +27,7 @@ needs_mounts = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 MEGABYTE = 2**20
 
 LOSING = """
+import contextlib
 import json
 import os
 import sys
@@ -64,13 +65,22 @@ def numbers(name, changes):
     return spark.range(0, 40, 1, 8).mapInArrow(rows, "id long")
 
 
+def is_executor(process):
+    with contextlib.suppress(psutil.Error):  # it has ended
+        return "CoarseGrainedExecutorBackend" in " ".join(process.cmdline())
+    return False
+
+
+def wait_for_both_executors():
+    spark.sparkContext.parallelize(range(2), 2).barrier().mapPartitions(list).collect()
+
+
 def loop(config):
     import threading
 
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         if os.environ["RANK"] == "0":
-            below = psutil.Process(driver).children(recursive=True)
-            [p for p in below if "CoarseGrainedExecutorBackend" in " ".join(p.cmdline())][0].kill()
+            next(filter(is_executor, psutil.Process(driver).children(recursive=True))).kill()
         threading.Event().wait()
     batches = train.get_dataset_shard("train").iter_batches()
     found = [number for batch in batches for number in batch["id"].tolist()]
@@ -79,6 +89,7 @@ def loop(config):
 
 facts = {}
 for name, changes in (("same", False), ("changed", True)):
+    wait_for_both_executors()  # each then computes some of the rows
     trainer = TorchTrainer(
         loop,
         train_loop_config={"name": name},

@@ -15,12 +15,13 @@ SECONDS = 200.0
 EXAMINE = """
 def examine(**settings):
     import distributor
-    at = time.monotonic()
     report = distributor.doctor(**{"num_processes": 2, "local_mode": False, **settings})
-    send(report=json.loads(report.to_json()), seconds=time.monotonic() - at)
+    send(report=json.loads(report.to_json()))
 """
 """Defines the examination in a driver program."""
 ONCE = "\nexamine()\n"
+LOAD_DEPENDENT = {"network speed", "all-reduce"}
+"""Checks that measure a speed, and may warn while other tests use this machine."""
 
 
 class Found(NamedTuple):
@@ -32,6 +33,12 @@ class Found(NamedTuple):
     def having(self, status: str) -> dict[str, dict[str, str]]:
         """Return the checks of a status, by name."""
         return {check["name"]: check for check in self.checks if check["status"] == status}
+
+    @property
+    def warnings(self) -> dict[str, dict[str, str]]:
+        """The warnings, by name, less those that the load of this machine may cause."""
+        found = self.having("warning")
+        return {name: check for name, check in found.items() if name not in LOAD_DEPENDENT}
 
     @property
     def text(self) -> str:
