@@ -135,12 +135,7 @@ def test_gpus_that_are_not_configured(application: Application) -> None:
 @contextlib.contextmanager
 def mounted(machine: Machine, cluster: Cluster, folder: str | Path, size: str) -> Iterator[None]:
     """Mount a file system on a folder of one machine: on its worker's, and on its executors'."""
-    worker = next(
-        process
-        for process in cluster.processes()
-        if "worker.Worker" in " ".join(process.cmdline())
-        and process.environ().get("SPARK_LOCAL_IP") == machine.address
-    )
+    [worker] = cluster.find("worker", machine)
     inside = ["nsenter", "--mount", "--target", str(worker.pid)]
     options = ["-t", "tmpfs", "-o", f"size={size}", "distributor-test"]
     subprocess.run([*inside, "mount", *options, str(folder)], check=True, capture_output=True)

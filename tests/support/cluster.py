@@ -49,6 +49,7 @@ ROLES: dict[str, Role] = {
     "agent": _is_agent,
     "driver_jvm": _named("org.apache.spark.deploy.SparkSubmit"),
     "executor": _named("CoarseGrainedExecutorBackend"),
+    "worker": _named("org.apache.spark.deploy.worker.Worker"),
     "zygote": _named(" zygote "),
 }
 """The processes that their command lines identify."""
