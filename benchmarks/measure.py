@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 END_SECONDS = 10.0
 SLOW_PYTHON = {"PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
 """Variables of the caller with which no one would compare launchers."""
+TAIL = 4000
+"""Characters of a failed driver's errors that are shown; its peer's own are among them."""
 DRIVER = (sys.executable, "-m", "benchmarks.driver")
 
 _kept: set[int] = set()
@@ -150,6 +152,7 @@ def _facts_in(file: Path, stderr: bytes) -> dict[str, Any]:
         raise Failed(f"the driver died: {_last_line(stderr)}")
     outcome = json.loads(file.read_text())
     if ERROR in outcome:
+        sys.stderr.write(stderr.decode(errors="replace")[-TAIL:])
         raise Failed(" ".join(outcome[ERROR].split())[:300])
     facts: dict[str, Any] = outcome[FACTS]
     return facts

@@ -52,7 +52,7 @@ def measure(effort: Effort) -> list[Row]:
     """Measure logging."""
     steps = FEW_STEPS if effort.quick else STEPS
     wanted = [way for way in WAYS if not effort.families or way.family in effort.families]
-    return measured([Case(way, steps) for way in wanted], effort.rounds, _drive, _rows)
+    return measured([Case(way, steps) for way in wanted], effort.few_rounds, _drive, _rows)
 
 
 def drive(way: str, steps: int) -> dict[str, Any]:

@@ -30,9 +30,9 @@ RANKS = 2
 DEADLINE = 600.0
 ROUNDS = 1
 """Each driver alternates runs with and without the value, several times."""
-AT_LEAST, AT_MOST = 3, 7
-SECONDS = 12.0
-"""Seconds after which a driver starts no further run, once it has made `AT_LEAST`."""
+AT_MOST = 7
+SECONDS = {3: 12.0, 2: 60.0}
+"""By number of turns, the seconds after which a driver that has made as many starts no other."""
 
 
 class Case(NamedTuple):
@@ -103,7 +103,8 @@ def _turns() -> Iterator[int]:
     began = time.perf_counter()
     for number in range(1, AT_MOST + 1):
         yield number
-        if number >= AT_LEAST and time.perf_counter() - began > SECONDS:
+        seconds = time.perf_counter() - began
+        if any(number >= turns and seconds > most for turns, most in SECONDS.items()):
             return
 
 
