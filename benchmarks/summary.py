@@ -235,10 +235,16 @@ def figure(row: dict[str, Any] | None) -> str:
     if row is None or row["median"] is None:
         return NOTHING
     median = row["median"]
-    if not row["unit"]:
-        return f"{median:.2f}"
-    shown = f"{median:,.0f}" if median >= 10 else f"{median:.2g}"
-    return f"{shown} {row['unit']}"
+    return f"{_short(median)} {row['unit']}" if row["unit"] else f"{median:.2f}"
+
+
+def _short(number: float) -> str:
+    """Return two or three significant digits of a number."""
+    if number >= 1e6:
+        return f"{number / 1e6:.3g} million"
+    if number >= 10:
+        return f"{float(f'{number:.3g}'):,.0f}"
+    return f"{number:.2g}"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -81,7 +81,7 @@ def serve_store(host: str, port: int, listener: int) -> Any:
     import torch.distributed as dist
 
     # The store that torch 2.4 uses by default takes no socket; its older one does.
-    is_old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5)
+    is_old = torch.__version__ < "2.5"  # compared as versions
     options: dict[str, Any] = {"use_libuv": False} if is_old else {}
     return dist.TCPStore(  # type: ignore[attr-defined]
         host, port, is_master=True, master_listen_fd=listener, wait_for_workers=False, **options

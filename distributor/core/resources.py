@@ -39,6 +39,11 @@ def lacks_room(error: BaseException) -> bool:
     return is_its_kind and any(sign in str(error).lower() for sign in _SIGNS)
 
 
+def spark_local_dirs() -> list[str]:
+    """Return Spark's folders for local files that the environment names; Python workers have it."""
+    return list(filter(None, os.environ.get("SPARK_LOCAL_DIRS", "").split(",")))
+
+
 def describe_free_space() -> str:
     """Return the free space of the folders that ranks and loaders write to, and what to do."""
     folders = [SHARED_MEMORY, tempfile.gettempdir(), os.getcwd()]

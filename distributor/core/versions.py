@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
+import re
 import sys
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
@@ -28,6 +29,11 @@ MOST_HOSTS = 3
 
 Software = Mapping[str, str]
 """Versions by name."""
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version, by which releases are ordered."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def check_interpreter() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from distributor.core.resources import spark_local_dirs
 from distributor.diagnosis.cluster import cluster_checks, unexamined
 from distributor.diagnosis.collective import NAME as ALL_REDUCE
 from distributor.diagnosis.collective import check_all_reduce
@@ -85,8 +86,7 @@ def examine_cluster(
 
 
 def _this_machine(ranks: int) -> Machine:
-    local = os.environ.get("SPARK_LOCAL_DIRS", "")
-    folders = [os.getcwd(), *filter(None, local.split(","))]
+    folders = [os.getcwd(), *spark_local_dirs()]
     return examine(socket.gethostname(), folders, ranks, in_executor=False)
 
 

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from distributor.core.host import use_host_name
+from distributor.core.resources import spark_local_dirs
 from distributor.diagnosis.machine import Machine, examine
 from distributor.diagnosis.probe import NetworkPath, Probe, ProbeServer
 from distributor.diagnosis.report import Check
@@ -204,9 +205,5 @@ def _folders() -> list[str]:
     """Return the folders of this executor that Spark writes to."""
     from pyspark import SparkFiles
 
-    local = os.environ.get("SPARK_LOCAL_DIRS") or os.environ.get("LOCAL_DIRS") or ""
-    return [
-        os.path.abspath(SparkFiles.getRootDirectory()),
-        os.getcwd(),
-        *filter(None, local.split(",")),
-    ]
+    files = os.path.abspath(SparkFiles.getRootDirectory())
+    return [files, os.getcwd(), *spark_local_dirs()]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from distributor.core.gpus import describe, has_nvml
 from distributor.core.resources import SHARED_MEMORY, format_bytes
 from distributor.core.text import counted
-from distributor.core.versions import SET_PYTHON
+from distributor.core.versions import SET_PYTHON, release
 from distributor.diagnosis.installed import java_major
 from distributor.diagnosis.machine import Machine, Space
 from distributor.diagnosis.report import HERE, Check, failure, not_checked, ok, warning
@@ -92,7 +91,7 @@ def _torch(machine: Machine, needs: Needs, where: str) -> Iterator[Check]:
             if needs.has_ranks
             else not_checked("torch", "there is none, and the driver needs none", where)
         )
-    elif _numbers(version) < MIN_TORCH:
+    elif release(version) < MIN_TORCH:
         fix = f"Install torch {'.'.join(map(str, MIN_TORCH))} or later."
         yield failure("torch", f"torch {version} is too old.", fix, where)
     else:
@@ -106,7 +105,7 @@ def _cuda(machine: Machine, needs: Needs, where: str) -> Iterator[Check]:
         yield failure("CUDA", found, "Install a build of torch for CUDA, or use CPUs.", where)
     elif cuda is None:
         yield not_checked("CUDA", "torch is missing or built without CUDA", where)
-    elif driver and _numbers(driver.cuda)[0] < _numbers(cuda)[0]:
+    elif driver and release(driver.cuda)[0] < release(cuda)[0]:
         yield failure(
             "CUDA",
             f"torch is built for CUDA {cuda}, and the NVIDIA driver {driver.driver} supports "
@@ -206,10 +205,6 @@ def _host_name(machine: Machine, needs: Needs, where: str) -> Iterator[Check]:
     for variable, name in machine.interfaces.items():
         found = f"{variable}={name}, but there is no such network interface."
         yield failure("network interface", found, f"Unset {variable}, or correct it.", where)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 _CHECKS: tuple[Callable[[Machine, Needs, str], Iterator[Check]], ...] = (

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from distributor._compat.ray import ADDRESS_FILE, LONGEST_SOCKET, VARIABLES, ray_command
 from distributor.core.host import host_name
+from distributor.core.versions import release
 from distributor.errors import DistributorError, StartTimeout
 from distributor.node.agent.worker_env import mask_entries
 from distributor.node.process.scratch import create_elsewhere
@@ -38,7 +39,7 @@ def why_no_ray() -> str | None:
     from importlib import metadata  # slow to import
 
     found = metadata.version("ray")
-    if tuple(int(part) for part in found.split(".")[:2]) < MIN_VERSION:
+    if release(found) < MIN_VERSION:
         return f"Ray {found} is installed, which is older than {'.'.join(map(str, MIN_VERSION))}"
     return None
 

@@ -83,12 +83,13 @@ def test_sources_of_notebook_cells_are_sent() -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     try:
         exec(compile(source, name, "exec"), namespace)
-        call = dump_call(lambda: namespace["cell"](), (), {})
+        run_cell = namespace["cell"]  # not its namespace, to which exec added all built-ins
+        call = dump_call(lambda: run_cell(), (), {})
     finally:
         del linecache.cache[name]
     assert call.sources == {name: source.splitlines(keepends=True)}
     function, _, _ = call.load()
-    cell = inspect.getclosurevars(function).nonlocals["namespace"]["cell"]
+    cell = inspect.getclosurevars(function).nonlocals["run_cell"]
     with pytest.raises(OSError, match="could not get source"):
         inspect.getsource(cell)
     install_sources(call.sources)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from distributor.core.resources import spark_local_dirs
 from distributor.node.spark_task.task_spec import TaskSpec
 
 
@@ -41,5 +41,5 @@ def dataset_file(spec: TaskSpec, batches: Iterator[Any]) -> Iterator[BinaryIO | 
 
 def _local_folder() -> str:
     """Return the one of Spark's local folders that has the most room."""
-    folders = os.environ.get("SPARK_LOCAL_DIRS", tempfile.gettempdir()).split(",")
+    folders = spark_local_dirs() or [tempfile.gettempdir()]
     return max(folders, key=lambda folder: shutil.disk_usage(folder).free)

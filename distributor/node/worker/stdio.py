@@ -19,49 +19,50 @@ class StandardStreams:
     """Stdout and stderr of a rank; created once, before anything is printed."""
 
     def __init__(self) -> None:
-        self._in_batches = threading.Event()
+        self._in_batches = False
         self._streams = [s for s in (sys.stdout, sys.stderr) if isinstance(s, io.TextIOWrapper)]
         for stream in self._streams:
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
-        # A child that is forked during a flush of the other thread would wait for its lock forever.
-        self._flushing = threading.Lock()
+        # A child that is forked while another thread flushes would wait for its lock forever.
+        self._lock = threading.Lock()
         os.register_at_fork(
             before=self._prepare_fork,
-            after_in_parent=self._flushing.release,
+            after_in_parent=self._lock.release,
             after_in_child=self._begin_in_child,
         )
 
     def expect_many_lines(self) -> None:
         """Write in batches from now on, until output slows down. Can be called from any thread."""
-        if not self._in_batches.is_set():
-            self._in_batches.set()
-            threading.Thread(target=self._write_batches, name="batches", daemon=True).start()
+        with self._lock:
+            if self._in_batches:
+                return
+            self._in_batches = True
+            self._reconfigure(line_buffering=False)
+        threading.Thread(target=self._write_batches, name="batches", daemon=True).start()
 
     def _prepare_fork(self) -> None:
-        self._flushing.acquire()
+        self._lock.acquire()
         self._flush()
 
     def _begin_in_child(self) -> None:
-        self._flushing.release()
+        self._lock.release()
         self._write_by_line()
 
     def _write_batches(self) -> None:
-        with self._flushing:
-            self._reconfigure(line_buffering=False)
         quiet = 0
         while quiet < QUIET_BATCHES:
             time.sleep(BATCH_SECONDS)
             before = self._file_sizes()
-            with self._flushing:
+            with self._lock:
                 self._flush()
             quiet = quiet + 1 if self._file_sizes() == before else 0
-        with self._flushing:
+        with self._lock:
             self._write_by_line()
 
     def _write_by_line(self) -> None:
-        if self._in_batches.is_set():
+        if self._in_batches:
             self._reconfigure(line_buffering=True)
-            self._in_batches.clear()
+            self._in_batches = False
 
     def _reconfigure(self, line_buffering: bool) -> None:
         for stream in self._streams:
