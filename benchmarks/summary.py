@@ -239,12 +239,12 @@ def figure(row: dict[str, Any] | None) -> str:
 
 
 def _short(number: float) -> str:
-    """Return two or three significant digits of a number."""
+    """Return a number as text; three digits of a large one, which is a rate and not a count."""
     if number >= 1e6:
         return f"{number / 1e6:.3g} million"
-    if number >= 10:
-        return f"{float(f'{number:.3g}'):,.0f}"
-    return f"{number:.2g}"
+    if number >= 1e4:
+        number = float(f"{number:.3g}")
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

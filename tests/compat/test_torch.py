@@ -115,7 +115,6 @@ def test_torch_asks_for_the_host_of_its_store(monkeypatch: pytest.MonkeyPatch) -
     rendezvous = sys.modules["torch.distributed.rendezvous"]
     monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # which torch 2.4 reads, and ranks have
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # torch 2.4 reads it, and ranks have it
     monkeypatch.setenv("MASTER_ADDR", "no-such-host")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
