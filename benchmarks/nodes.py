@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 
 from distributor.wire import protocol
 from distributor.wire.messages import (
+    Heartbeat,
     NodeDone,
     NodeUp,
     Output,
@@ -80,7 +81,7 @@ async def _node(orders: Orders, number: int) -> NodeRecord:
     _send(writer, NodeUp(f"host{number}", {}))
     if number == 0:
         _send(writer, Rendezvous(LOOPBACK, 1))
-    answer = await _receive(reader, Rendezvous, RendezvousThroughSpark)
+    answer = await _receive(reader, writer, Rendezvous, RendezvousThroughSpark)
     record.through_spark = isinstance(answer, RendezvousThroughSpark)
     record.rendezvoused = time.monotonic()
     _send(writer, RanksStarted())
@@ -89,7 +90,7 @@ async def _node(orders: Orders, number: int) -> NodeRecord:
         _send(writer, Output(number, "stdout", text))
     _send(writer, NodeDone())
     if not record.through_spark:
-        await _receive(reader, Release)
+        await _receive(reader, writer, Release)
         record.released = time.monotonic()
     writer.close()
     return record
@@ -110,12 +111,19 @@ def _send(writer: asyncio.StreamWriter, message: object) -> None:
     writer.write(protocol.encode(message))
 
 
-async def _receive(reader: asyncio.StreamReader, *kinds: type) -> object:
-    (length,) = protocol.HEADER.unpack(await reader.readexactly(protocol.HEADER.size))
-    message = protocol.decode(await reader.readexactly(length))
-    if not isinstance(message, kinds):
-        raise RuntimeError(f"the driver sent {message}")
-    return message
+async def _receive(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *kinds: type
+) -> object:
+    """Return the next message, and answer the heartbeats before it."""
+    while True:
+        (length,) = protocol.HEADER.unpack(await reader.readexactly(protocol.HEADER.size))
+        message = protocol.decode(await reader.readexactly(length))
+        if isinstance(message, Heartbeat):
+            _send(writer, message)
+        elif isinstance(message, kinds):
+            return message
+        else:
+            raise RuntimeError(f"the driver sent {message}")
 
 
 async def _bare(orders: Orders, number: int) -> NodeRecord:

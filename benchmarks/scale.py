@@ -190,20 +190,21 @@ def _follow_run(crowd: _Crowd) -> float:
     proof = secret.encode()
     with Hub("127.0.0.1", proof) as hub, RunMonitor(job, plan, hub, sink, deadline) as watch:
         began = crowd.start(hub.port, secret)
-        ending = _then(crowd.await_end, lambda: watch.job_ended([]))
+        ending = threading.Thread(target=_end_job, args=(crowd, watch.job_ended))
+        ending.start()
         watch.follow(cancel=lambda: None)
         ending.join()
     return began
 
 
-def _then(first: Callable[[], object], then: Callable[[], object]) -> threading.Thread:
-    def both() -> None:
-        first()
-        then()
-
-    thread = threading.Thread(target=both)
-    thread.start()
-    return thread
+def _end_job(crowd: _Crowd, job_ended: Callable[[Any], None]) -> None:
+    """End the job once the nodes have ended, with an error if a process of theirs has failed."""
+    try:
+        crowd.await_end()
+    except Exception as error:
+        job_ended(error)
+        raise
+    job_ended([])
 
 
 class _Shown:

@@ -3,6 +3,7 @@
 import argparse
 import functools
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -86,6 +87,9 @@ def main(rank, world_size, args):
         if rank == 0:
             torch.save(states, args.save_model)
     cleanup()
+    # The interpreter's finalization may abort the process: gloo's threads still release tensors.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

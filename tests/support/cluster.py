@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -24,8 +23,8 @@ from support.machines import LISTENING, Machine
 from support.waiting import MARK, marked, until
 
 DEADLINE = 120.0
-REGISTERED = re.compile(r"Registering worker (\S+)")
-"""A line of the master's log; on a busy machine a worker may register more than once."""
+REGISTERED = "Successfully registered with master"
+"""In a worker's log. A master that is not ready yet refuses it, and the worker tries again."""
 
 Role = Callable[[psutil.Process], bool]
 
@@ -104,15 +103,15 @@ class Cluster:
         """Start the master and the workers, and wait until the workers are registered."""
         wanted = ["--host", self._on_master.host, "--port", "7077", "--webui-port", "8080"]
         master = self._start_daemon(self._on_master, "master.Master", *wanted)
+        logs = [self.folder / f"worker.Worker{each}.log" for each in range(len(self.on_workers))]
         for number, machine in enumerate(self.on_workers):
             wanted = ["--host", machine.host, "--port", "0", "--webui-port", "0"]
             wanted += ["--cores", str(self._cores), "--memory", f"{self._cores * 600}m"]
             wanted += ["--work-dir", str(self.folder / f"work{number}"), self.address]
             self._start_daemon(machine, "worker.Worker", *wanted)
-        log = self.folder / "master.Master.log"
         until(
-            lambda: len(set(REGISTERED.findall(log.read_text()))) == len(self.on_workers),
-            "the workers register",
+            lambda: all(REGISTERED in log.read_text() for log in logs),
+            "the workers are registered",
             DEADLINE,
         )
         assert master.poll() is None
@@ -180,9 +179,10 @@ class Cluster:
 
 
 CHANNEL = """
-import json, os, signal, socket, sys, threading, time
+import faulthandler, json, os, signal, socket, sys, threading, time
 from distributor import TorchDistributor
 
+faulthandler.register(signal.SIGUSR1)
 _channel = socket.socket(fileno=int(sys.argv[1]))
 _lock = threading.Lock()
 
@@ -243,10 +243,14 @@ class Driver:
     def receive(self, key: str, timeout: float = DEADLINE) -> dict[str, Any]:
         """Wait for the program's message that has a key, and return it."""
         self._ours.settimeout(timeout)
-        for line in self._reader:
-            message: dict[str, Any] = json.loads(line)
-            if key in message:
-                return message
+        with contextlib.suppress(TimeoutError):
+            for line in self._reader:
+                message: dict[str, Any] = json.loads(line)
+                if key in message:
+                    return message
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGUSR1)  # it writes the stacks of its threads
+            time.sleep(1)
         raise AssertionError(f"the driver sent no {key!r}:\n{self.log.read_text()[-8000:]}")
 
 

@@ -90,6 +90,7 @@ class Training:
         found = [map(psutil.Process, json.loads(note.read_text())) for note in notes]
         ranks, sessions = zip(*found, strict=True)
         self.started = [*ranks, *sessions]
+        assert len({address_of(rank) for rank in ranks}) == 2, "both ranks are on one machine"
         return list(ranks)
 
     def await_ordinary_job(self) -> None:
