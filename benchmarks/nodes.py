@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
+from distributor.node.spark_task.hub_channel import CONNECT_SECONDS, HANDSHAKE_SECONDS
 from distributor.wire import protocol
 from distributor.wire.messages import (
     Heartbeat,
@@ -26,8 +27,6 @@ from distributor.wire.messages import (
 )
 
 LOOPBACK = "127.0.0.1"
-CONNECT_SECONDS = 5.0
-"""Seconds for which a real node tries to connect."""
 READY = "ready"
 LINES_PER_FRAME = 10
 
@@ -74,8 +73,8 @@ async def run(orders: Orders) -> list[NodeRecord]:
 async def _node(orders: Orders, number: int) -> NodeRecord:
     record = NodeRecord()
     try:
-        reader, writer = await asyncio.wait_for(_linked(orders, number), CONNECT_SECONDS)
-    except OSError:
+        reader, writer = await _linked(orders, number)
+    except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
         record.refused = True
         return record
     _send(writer, NodeUp(f"host{number}", {}))
@@ -97,14 +96,21 @@ async def _node(orders: Orders, number: int) -> NodeRecord:
 
 
 async def _linked(orders: Orders, number: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    secret = orders.secret.encode()
-    reader, writer = await asyncio.open_connection(LOOPBACK, orders.port)
+    connection = asyncio.open_connection(LOOPBACK, orders.port)
+    reader, writer = await asyncio.wait_for(connection, CONNECT_SECONDS)
+    handshake = _prove(orders.secret.encode(), number, reader, writer)
+    await asyncio.wait_for(handshake, HANDSHAKE_SECONDS)
+    return reader, writer
+
+
+async def _prove(
+    secret: bytes, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     greeting = await reader.readexactly(protocol.GREETING.size)
     nonce = os.urandom(protocol.NONCE_SIZE)
     writer.write(protocol.hello(secret, greeting, nonce, number))
     welcome = await reader.readexactly(protocol.WELCOME.size)
     protocol.check_welcome(secret, greeting, nonce, welcome)
-    return reader, writer
 
 
 def _send(writer: asyncio.StreamWriter, message: object) -> None:
