@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Iterable, Iterator
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
@@ -21,8 +22,21 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def listed(noun: str, items: Collection[object], plural: str | None = None) -> str:
-    """Return a noun and what it names, such as "rank 3" or "ranks 0, 3"."""
-    return f"{_agreeing(len(items), noun, plural)} {', '.join(map(str, items))}"
+    """Return a noun and what it names, such as "rank 3", "ranks 0, 3" or "ranks 0 to 7, 9"."""
+    return f"{_agreeing(len(items), noun, plural)} {', '.join(_as_ranges(items))}"
+
+
+def _as_ranges(items: Iterable[object]) -> Iterator[str]:
+    """Return the items as text, with three or more consecutive numbers as one range."""
+    for _, numbered in itertools.groupby(enumerate(items), key=_first_of_range):
+        found = [str(item) for _, item in numbered]
+        yield from [f"{found[0]} to {found[-1]}"] if len(found) > 2 else found
+
+
+def _first_of_range(numbered: tuple[int, object]) -> object:
+    """Return what consecutive numbers have in common, and nothing else has."""
+    number, item = numbered
+    return item - number if isinstance(item, int) else numbered
 
 
 def _agreeing(number: int, noun: str, plural: str | None) -> str:

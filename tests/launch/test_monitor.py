@@ -294,7 +294,7 @@ def test_tasks_without_a_link_are_reported_once_spark_has_started_them(
     until(lambda: "Started distributed" in capsys.readouterr().err, "the start is shown", SOON)
     assert run.end() == []
     (warning,) = warned()
-    assert "Nodes 0, 1, 2 did not reach this process" in warning
+    assert "Nodes 0 to 2 did not reach this process" in warning
 
 
 def test_a_run_without_a_link_continues_if_spark_does_not_report_its_tasks(

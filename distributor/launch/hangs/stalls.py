@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from distributor.core.spelling import Spelling
@@ -86,12 +86,12 @@ class StallWatch:
         self._idle_since.pop(node, None)
         self._has_warned = False
 
-    def check(self, nodes: Collection[int]) -> Stall | None:
+    def check(self, nodes: Set[int]) -> Stall | None:
         """Return the stall if all of these nodes have been idle for longer than a limit.
 
         Each stall is returned once as a warning, before the ranks are active again.
         """
-        if not nodes or not self._idle_since.keys() >= set(nodes):
+        if not nodes or not nodes <= self._idle_since.keys():
             return None
         seconds = time.monotonic() - max(self._idle_since[node] for node in nodes)
         if seconds >= self._timeout:

@@ -115,9 +115,11 @@ class Console:
 
     def _show(self, buffer: LineBuffer, puts: Iterator[Put], now: float) -> None:
         self._pending.extend(puts)
+        if not buffer.has_new_state:
+            return
         if not kind(buffer.stream):
             self._pending.extend(buffer.bar_as_line(now))
-        elif buffer.has_new_state:
+        else:
             buffer.has_new_state = False
             if buffer.state:
                 self._bar = buffer

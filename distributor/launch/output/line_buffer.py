@@ -71,9 +71,11 @@ class LineBuffer:
 
     def overdue(self, now: float) -> Iterator[Put]:
         """Return the start of the held line if its end has not arrived for some time."""
+        if not self._held or self._is_bar:
+            return iter(())
         on_screen = kind(self.stream) is not None
         delay = _PARTIAL_LINE_DELAY if on_screen else _PARTIAL_LINE_DELAY_IN_FILES
-        if not self._held or self._is_bar or now - self._since < delay:
+        if now - self._since < delay:
             return iter(())
         text = self._take_held()
         partly_shown, self._partly_shown = self._partly_shown, True

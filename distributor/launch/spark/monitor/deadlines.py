@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 from distributor.errors import RunTimeout, StartTimeout
 from distributor.launch.settings import Settings
@@ -65,18 +66,20 @@ class Deadlines:
         self._stopped_by = math.inf
         return True
 
-    def passed(self, nodes: Nodes, late: set[int]) -> StartTimeout | RunTimeout | None:
+    def passed(
+        self, nodes: Nodes, late_nodes: Callable[[], set[int]]
+    ) -> StartTimeout | RunTimeout | None:
         """Return the error if a deadline has passed.
 
         Parameters
         ----------
         nodes : Nodes
             The nodes, which the error names.
-        late : set of int
-            The nodes whose ranks should have started.
+        late_nodes : callable
+            Returns the nodes whose ranks should have started.
         """
         now = time.monotonic()
-        if now > self._start and late:
+        if now > self._start and (late := late_nodes()):
             return StartTimeout(f"After start_timeout, still starting: {nodes.describe(late)}.")
         if now > self._end:
             return RunTimeout(

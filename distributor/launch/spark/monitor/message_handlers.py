@@ -71,7 +71,7 @@ def _ranks_started(attempt: Attempt, node: int, message: messages.RanksStarted) 
     attempt.grace_period.note_start(node)
     attempt.nodes.started.add(node)
     attempt.job.progress.add_started(attempt.plan.ranks_per_task)
-    if attempt.rendezvous.late_nodes():
+    if attempt.rendezvous.has_late_nodes:
         return
     if attempt.machine.fire(RunEvent.RANKS_STARTED):
         attempt.deadlines.start_run()
@@ -124,7 +124,7 @@ def _preempted(attempt: Attempt, node: int, message: messages.Preempted) -> None
 
 
 def _node_done(attempt: Attempt, node: int, message: messages.NodeDone) -> None:
-    attempt.nodes.done.add(node)
+    attempt.nodes.finish(node)
     if attempt.nodes.all_done:
         attempt.hub.broadcast(messages.Release())
 

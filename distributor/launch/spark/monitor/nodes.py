@@ -27,8 +27,9 @@ class Nodes:
         The hosts of all nodes that have been up, by node. It also has those that ended since.
     first_up_at : float
         When, by ``time.monotonic``, the first node was up; 0 before.
-    linked, started, done : set of int
-        The nodes that are up and have a link, whose ranks started, and whose ranks have ended.
+    linked, started, working, done : set of int
+        The nodes that are up and have a link, whose ranks started, that have been up and whose
+        ranks have not all ended, and whose ranks have ended.
     software : dict of str to Software
         The versions of each node, by its description.
     warnings : dict of str to list of NodeWarning
@@ -43,6 +44,7 @@ class Nodes:
         self.first_up_at = 0.0
         self.linked: set[int] = set()
         self.started: set[int] = set()
+        self.working: set[int] = set()
         self.done: set[int] = set()
         self.software: dict[str, Software] = {}
         self.warnings: dict[str, list[NodeWarning]] = {}
@@ -62,6 +64,12 @@ class Nodes:
         self.software[f"{message.host} (node {node})"] = message.software
         self.warnings.setdefault(message.host, []).extend(message.warnings)
         self.linked.add(node)
+        self.working.add(node)
+
+    def finish(self, node: int) -> None:
+        """Note that a node's ranks have ended."""
+        self.done.add(node)
+        self.working.discard(node)
 
     def stop(self) -> None:
         """Note that the nodes were asked to stop, so that they close their links."""
@@ -87,11 +95,6 @@ class Nodes:
     def all_done(self) -> bool:
         """Whether the ranks of all nodes have ended."""
         return len(self.done) == self.count
-
-    @property
-    def working(self) -> set[int]:
-        """The nodes that have been up and whose ranks have not all ended."""
-        return self.hosts.keys() - self.done
 
     @property
     def lost(self) -> set[int]:

@@ -70,6 +70,14 @@ class RendezvousDecision:
             self.method = "hub" if event is RunEvent.ALL_NODES_UP else "spark"
         return event
 
+    @property
+    def has_late_nodes(self) -> bool:
+        """Whether there are such nodes as `late_nodes` returns."""
+        nodes = self._nodes
+        if self.method == "spark":
+            return not nodes.linked <= nodes.started
+        return len(nodes.started) < nodes.count
+
     def late_nodes(self) -> set[int]:
         """Return the nodes that can report that their ranks have started, and have not."""
         nodes = self._nodes

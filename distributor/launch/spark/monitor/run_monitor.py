@@ -152,13 +152,16 @@ class RunMonitor:
         return True
 
     def _advance(self) -> None:
-        """Act on the state and the time."""
+        """Act on the state and the time.
+
+        This follows each message, so what it does must not take longer the more nodes there are.
+        """
         attempt = self._attempt
         if attempt.ending is not None:
             return
         if self.state is RunState.WAITING:
             self._start_rendezvous()
-        elif error := attempt.deadlines.passed(attempt.nodes, attempt.rendezvous.late_nodes()):
+        elif error := attempt.deadlines.passed(attempt.nodes, attempt.rendezvous.late_nodes):
             attempt.machine.fire(RunEvent.DEADLINE_PASSED)
             stacks = self._collect_stacks(await_job=isinstance(error, RunTimeout))
             raise type(error)(append_stacks(str(error), stacks), stacks=stacks)
@@ -208,7 +211,7 @@ class RunMonitor:
     def _check_stall(self) -> None:
         """Report where the ranks are if all of them have been idle for too long."""
         attempt = self._attempt
-        if attempt.nodes.unreported:
+        if not attempt.nodes.all_up:
             return  # the activity of these nodes is not known
         if stall := attempt.stalls.check(attempt.nodes.working):
             if stall.ends_attempt:
