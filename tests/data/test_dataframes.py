@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from itertools import chain
@@ -184,11 +183,20 @@ print("FACTS " + json.dumps(facts))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.spark
 def test_a_master_that_has_its_executor_in_the_driver(
     run_driver: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    facts = facts_in(run_driver(IN_ONE_PROCESS, env={"PYSPARK_PYTHON": sys.executable}))
+    """Python workers are the driver's Python, although the system's python3 is another one."""
+    monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
+    system = tmp_path / "bin" / "python3"
+    system.parent.mkdir()
+    system.write_text("#!/bin/sh\nexit 1\n")
+    system.chmod(0o755)
+    path = os.pathsep.join([str(system.parent), os.environ["PATH"]])
+    facts = facts_in(run_driver(IN_ONE_PROCESS, env={"PATH": path}))
     for shares in facts.values():
         assert list(map(len, shares)) == [6, 6]
         assert sorted({*chain(*shares)}) == list(range(11))

@@ -174,6 +174,11 @@ class Session:
         with self._driver_python(), no_warning():
             return frame.mapInArrow(task, schema, **options)
 
+    def data_frame(self, rows: list[Any], schema: str) -> Any:
+        """Return a DataFrame of rows, for which some versions of Spark start Python workers."""
+        with self._driver_python(), no_warning():
+            return self.spark.createDataFrame(rows, schema)
+
     @contextlib.contextmanager
     def _driver_python(self) -> Iterator[None]:
         """Have the function's workers use the driver's interpreter if it certainly is right.

@@ -11,6 +11,7 @@ import numpy as np
 from distributor.data.epochs import Epoch, Order
 from distributor.data.spark.chunk_file import DatasetSpec
 from distributor.launch.spark.datasets.chunked_dataset import ChunkedDataset
+from distributor.launch.spark.session import Session
 
 NODE_COLUMNS = ("node", "dataset", "chunk", "message")
 """The columns of `distributed`, as the tasks of the nodes read them."""
@@ -65,14 +66,14 @@ def distributed(
     """
     from pyspark.sql import functions
 
-    spark = datasets[0].frame.sparkSession
-    keys = _partition_keys(spark, num_nodes)
+    session = Session(datasets[0].frame.sparkSession)
+    keys = _partition_keys(session.spark, num_nodes)
     frames = []
     for number, dataset in enumerate(datasets):
         nodes = chunks_of_nodes(
             dataset.spec, num_nodes, ranks_per_node, epochs.get(dataset.spec.name)
         )
-        targets = spark.createDataFrame(
+        targets = session.data_frame(
             list(_targets(nodes, number, dataset.places, keys)),
             "part int, number int, key long, node int, dataset int, chunk int",
         )
