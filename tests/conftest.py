@@ -42,6 +42,11 @@ DEADLINE = 300
 
 needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
 
+needs_late_threads = pytest.mark.skipif(
+    (3, 12) <= sys.version_info < (3, 12, 2),
+    reason="Python 3.12.0 and 3.12.1 start no thread once the main thread has ended",
+)
+
 
 def has_connect() -> bool:
     """Return True if Connect works offline: PySpark 3.5 would download its server."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import needs_java
+from conftest import needs_java, needs_late_threads
 from support.driver_process import driver, read_pids
 from support.waiting import assert_gone
 
@@ -96,6 +96,7 @@ if __name__ == "__main__":
 """
 
 
+@needs_late_threads
 def test_ctrl_c_at_the_end_of_a_script_cancels_its_runs(tmp_path: Path) -> None:
     with driver(STAY, tmp_path) as (process, _):
         ranks = read_pids(process, 4)

@@ -28,7 +28,13 @@ use of a group's memory, and in its statistics, the files that the kernel can dr
 NO_BOUND = 2**60
 """Bytes that version 1 has as the bound of a group without one, at least."""
 _ERRORS = (errno.ENOSPC, errno.EDQUOT)
-_SIGNS = ("no space left on device", "shared memory", "bus error", "unable to mmap")
+_SIGNS = (
+    "no space left on device",
+    "shared memory",
+    "bus error",
+    "unable to mmap",
+    "exited unexpectedly",  # a data loader's worker
+)
 
 
 def lacks_room(error: BaseException) -> bool:

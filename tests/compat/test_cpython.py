@@ -12,6 +12,7 @@ import traceback
 import warnings
 
 import pytest
+from conftest import needs_late_threads
 from support.canary import relies_on
 
 from distributor._compat import cpython
@@ -40,10 +41,7 @@ def test_finalizers_can_be_disabled() -> None:
         assert printed == "after\n"
 
 
-@pytest.mark.skipif(
-    (3, 12) <= sys.version_info < (3, 12, 2),
-    reason="Python 3.12.0 and 3.12.1 start no thread once the main thread has ended",
-)
+@needs_late_threads
 def test_a_function_is_called_before_thread_pools_end() -> None:
     with relies_on("Python", "threading._register_atexit", "cpython.before_thread_pools_end"):
         printed = printed_by(

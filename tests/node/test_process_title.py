@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import torch
 
 from distributor import TorchDistributor
+from distributor.core.versions import release
 from distributor.launch.spark.session import Session
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -58,10 +61,12 @@ def test_ps_shows_the_run_of_a_rank_and_its_supervisor(warm: bool) -> None:
         of_rank, of_supervisor, above = seen["titles"]
         assert re.fullmatch(f"distributor: rank {rank} of my_training {RUN}", of_rank)
         assert re.fullmatch(f"distributor: supervisor of my_training {RUN}", of_supervisor)
-        assert seen["names"][:2] == [f"rank{rank}:my_training"[:15], "supervisor:my_t"]
+        names = [f"rank{rank}:my_training"[:15], "supervisor:my_t"]
         if warm:
             assert re.fullmatch(r"distributor: zygote for process \d+", above)
-            assert seen["names"][2] == "zygote"
+            names.append("zygote")
+        if release(torch.__version__) > (2, 4):  # which renames what imports it
+            assert seen["names"][: len(names)] == names
         assert "swordfish" not in str(seen)
         assert seen["argv"] == ["my_training"]
         assert seen["orig_argv"][0] == "-c"
@@ -120,7 +125,7 @@ def look(command: list[str], source: str | None = None) -> list[list[str]]:
         command,
         executable=sys.executable,
         input=source,
-        env={"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONIOENCODING": "utf-8"},
+        env={"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "utf-8"},
         capture_output=True,
         text=True,
         check=True,

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from distributor import TorchDistributor
+from distributor.core.versions import release
 from distributor.errors import ExecutorNotReady
 from distributor.launch.spark.plan import driver_gpus
 from distributor.node.agent import network
@@ -71,6 +73,10 @@ OURS_ALONE = {
 }
 
 DIFFERS_BY_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+# In torch 2.4, the store of torchrun's agent is not yet that of the ranks.
+DIFFERS_BY_TORCH = (
+    {"TORCHELASTIC_USE_AGENT_STORE"} if release(torch.__version__) == (2, 4) else set()
+)
 
 NODE = NodeSpec(
     run_id="a-run",
@@ -141,7 +147,7 @@ def test_ranks_have_the_variables_of_torchrun_and_five_more(dumps: Dumps) -> Non
 
 def test_variables_of_torchrun_have_the_same_values(dumps: Dumps) -> None:
     for theirs, rank in zip(dumps.torchrun, dumps.ours, strict=True):
-        for name in sorted(TORCHRUN - DIFFERS_BY_RUN):
+        for name in sorted(TORCHRUN - DIFFERS_BY_RUN - DIFFERS_BY_TORCH):
             assert rank[name] == theirs[name], name
 
 

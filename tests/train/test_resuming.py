@@ -9,7 +9,9 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import torch
 from support.reports import count_on, save, use_plain_writes
+from torch.distributed import fsdp
 
 from distributor import TorchDistributor, train
 from distributor._compat.torch import OPTIMIZER_IMPORTS
@@ -159,6 +161,9 @@ def test_running_a_finished_training_again_loses_no_report(tmp_path: Path) -> No
         assert train.Result.from_path(tmp_path / "mine").metrics == {"step": 1}
 
 
+@pytest.mark.skipif(
+    not hasattr(fsdp, "fully_shard"), reason=f"torch {torch.__version__} has another fully_shard"
+)
 def test_a_checkpoint_sharded_on_four_ranks_loads_on_others(tmp_path: Path) -> None:
     """With torch.distributed.checkpoint; parameters and optimizer state are bitwise equal."""
 

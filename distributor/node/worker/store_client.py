@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from distributor.node.worker.worker_context import worker_context
@@ -19,7 +20,14 @@ def connect_store(prefix: str, **options: Any) -> Any:
     """
     import torch.distributed as dist
 
-    client = dist.TCPStore(  # type: ignore[attr-defined]
-        *worker_context().rendezvous, is_master=False, wait_for_workers=False, **options
-    )
-    return dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
+    with _connecting:
+        client = dist.TCPStore(  # type: ignore[attr-defined]
+            *worker_context().rendezvous, is_master=False, wait_for_workers=False, **options
+        )
+        store = dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
+        del client
+        return store
+
+
+_connecting = threading.Lock()
+"""Torch adds a new store to its table of Python objects without the interpreter's lock."""
