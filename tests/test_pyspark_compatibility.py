@@ -139,7 +139,8 @@ def test_what_pyspark_refuses(
     with pytest.raises(theirs.type, match=message) as ours:
         OURS[name](*arguments)
     if name == "TorchDistributor":
-        assert str(ours.value).startswith(str(theirs.value).rstrip("."))
+        text = re.sub("proc+esses", "processes", str(theirs.value))  # misspelled in PySpark 3.5
+        assert str(ours.value).startswith(text.rstrip("."))
     else:
         assert not re.search("num_processes|use_gpu|local_mode", str(ours.value))
 

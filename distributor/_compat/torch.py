@@ -151,6 +151,39 @@ def keep_groups_of_models(parallel: ModuleType) -> None:
     parallel.DistributedDataParallel.__init__ = keep_group
 
 
+def keep_destroyed_groups(distributed_c10d: ModuleType) -> None:
+    """Have the process groups that a program destroys exist until its process ends.
+
+    Parameters
+    ----------
+    distributed_c10d : module
+        ``torch.distributed.distributed_c10d``, whose ``destroy_process_group`` is changed. Torch
+        2.8 and later need no change.
+    """
+    import torch
+
+    if torch.__version__ >= "2.8":  # compared as versions
+        return
+    destroy = distributed_c10d.destroy_process_group
+
+    @functools.wraps(destroy)
+    def keep_and_destroy(*args: Any, **kwargs: Any) -> None:
+        _destroyed_groups.extend(process_groups(distributed_c10d))
+        destroy(*args, **kwargs)
+
+    for module in (distributed_c10d, sys.modules["torch.distributed"]):
+        if hasattr(module, "destroy_process_group"):
+            module.destroy_process_group = keep_and_destroy  # type: ignore[attr-defined]
+
+
+def process_groups(distributed_c10d: ModuleType) -> list[Any]:
+    """Return the process groups of this process."""
+    return list(distributed_c10d._world.pg_map)
+
+
+_destroyed_groups: list[Any] = []
+
+
 def keep_shares_whole(distributed: ModuleType, is_share: Callable[[object], bool]) -> None:
     """Have ``DistributedSampler`` sample all of a dataset that is one rank's share already.
 

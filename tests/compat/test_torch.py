@@ -104,6 +104,15 @@ def test_a_ddp_model_refers_to_what_frees_its_group() -> None:
         dist.destroy_process_group()
 
 
+def test_process_groups_are_found() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with relies_on("torch", "_world.pg_map", "torch.process_groups"):
+            assert private.process_groups(dist.distributed_c10d) == [dist.group.WORLD]
+    finally:
+        dist.destroy_process_group()
+
+
 def test_torch_asks_for_the_host_of_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     asked = []

@@ -23,8 +23,10 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import torch
 from support.zygotes import grandparent, kill_zygotes, local, zygote_of
 
+from distributor.core.versions import release
 from distributor.node.process.supervisor_client import is_supported
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -168,6 +170,8 @@ FACTS = [
 
 @pytest.mark.parametrize("fact", FACTS)
 def test_forked_ranks_equal_fresh_ones(reports: tuple[Reports, ...], fact: str) -> None:
+    if fact == "open files" and release(torch.__version__) == (2, 4):
+        pytest.skip("the number of sockets of torch 2.4's store varies from one start to the next")
     for run in RUNS:
         for first, second, fresh in zip(*(report[run] for report in reports), strict=True):
             assert first[fact] == fresh[fact], run

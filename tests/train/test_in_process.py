@@ -95,7 +95,11 @@ def test_a_configuration_of_any_class_is_passed_as_it_is(tmp_path: Path) -> None
     class Config(dict[str, Any]):
         """Has attributes, as the configurations of other packages do."""
 
-        __getattr__ = dict.__getitem__
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return self[name]
+            except KeyError as error:
+                raise AttributeError(name) from error
 
     config = Config(lr=0.5)
     assert fit(lambda config: config, train_loop_config=config).return_value is config

@@ -91,7 +91,10 @@ def _takes_config(function: Callable[..., Any], config: object) -> bool:
     if not callable(function):
         raise InvalidArgument(f"train_loop_per_worker must be a function, but is {function!r}.")
     check_runs(function)
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a built-in function without a signature
+        return bool(config)
     for takes_config in (True, False) if config else (False, True):
         with suppress(TypeError):
             signature.bind(*[{}] * takes_config)
