@@ -175,8 +175,11 @@ def run(start: Start) -> FollowedRun:
 
 def nodes_with_rendezvous(run: FollowedRun) -> list[FakeNode]:
     """Let all nodes come up, and receive the address of rank 0's store."""
-    nodes = [FakeNode(run.hub, number) for number in range(NODES)]
+    # Once a node is up, the monitor waits only SHORT for others, unless they are preparing.
+    nodes = [FakeNode(run.hub, number, prepares=True) for number in range(NODES)]
     nodes[0].send(Rendezvous("127.0.0.1", 1))
+    for node in nodes:
+        node.come_up()
     for node in nodes:
         assert node.receive() == Rendezvous("127.0.0.1", 1)
     return nodes
