@@ -168,7 +168,7 @@ def keep_destroyed_groups(distributed_c10d: ModuleType) -> None:
 
     @functools.wraps(destroy)
     def keep_and_destroy(*args: Any, **kwargs: Any) -> None:
-        _destroyed_groups.extend(process_groups(distributed_c10d))
+        _kept_groups.update(process_groups(distributed_c10d))
         destroy(*args, **kwargs)
 
     for module in (distributed_c10d, sys.modules["torch.distributed"]):
@@ -181,7 +181,8 @@ def process_groups(distributed_c10d: ModuleType) -> list[Any]:
     return list(distributed_c10d._world.pg_map)
 
 
-_destroyed_groups: list[Any] = []
+_kept_groups: set[Any] = set()
+"""The groups that `keep_destroyed_groups` keeps; those that are not destroyed yet, too."""
 
 
 def keep_shares_whole(distributed: ModuleType, is_share: Callable[[object], bool]) -> None:

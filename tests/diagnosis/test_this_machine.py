@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import resource
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyspark
 import pytest
 from conftest import needs_java
 from support.doctor import doctor
@@ -19,7 +19,11 @@ from support.packages import python_that_begins
 from support.ports import free_port
 
 import distributor
+from distributor.core.versions import release
 
+NEEDED_JAVA, OLD_JAVA = (
+    (17, "1.8.0_392") if release(pyspark.__version__) >= (4,) else (8, "1.7.0_80")
+)
 NOT_MOUNTED = why_not_mounted()
 needs_mounts = pytest.mark.skipif(bool(NOT_MOUNTED), reason=NOT_MOUNTED)
 UNREACHED = ("executors", "versions", "network between executors", "all-reduce")
@@ -188,7 +192,7 @@ def test_no_java(tmp_path: Path) -> None:
 
     assert found.exit_code == 1
     assert list(found.having("failure")) == ["Java"], found.text
-    assert re.search(r"Install Java \d+ or later", found.having("failure")["Java"]["fix"])
+    assert f"Install Java {NEEDED_JAVA}" in found.having("failure")["Java"]["fix"]
     assert set(UNREACHED) <= found.having("not checked").keys()
     assert not set(UNREACHED) & found.having("ok").keys()
 
@@ -196,13 +200,13 @@ def test_no_java(tmp_path: Path) -> None:
 def test_an_old_java(tmp_path: Path) -> None:
     java = tmp_path / "bin" / "java"
     java.parent.mkdir()
-    java.write_text("#!/bin/sh\necho 'openjdk version \"1.7.0_80\"' >&2\n")
+    java.write_text(f"#!/bin/sh\necho 'openjdk version \"{OLD_JAVA}\"' >&2\n")
     java.chmod(0o755)
 
     found = doctor("--cluster", "--master", "local[2]", env={"JAVA_HOME": str(tmp_path)})
 
     assert found.exit_code == 1
-    assert "Java 1.7.0_80" in found.having("failure")["Java"]["found"]
+    assert f"Java {OLD_JAVA}" in found.having("failure")["Java"]["found"]
 
 
 @needs_java

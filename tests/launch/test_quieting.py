@@ -35,7 +35,11 @@ def fail():
 def users_function(batches):
     raise ValueError("of the user's own job")
 
-warnings.simplefilter("always")
+def show_warnings():
+    warnings.simplefilter("always")
+    warnings.filterwarnings("ignore", "distutils Version classes")  # of PySpark 3.5
+
+show_warnings()
 configurator = spark._jvm.org.apache.logging.log4j.core.config.Configurator
 configurator.setLevel(NAMES[1], spark._jvm.org.apache.logging.log4j.Level.ERROR)
 before = loggers()
@@ -50,7 +54,7 @@ while loggers() != before and time.monotonic() < deadline:
     time.sleep(0.1)
 restored = loggers() == before
 with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
+    show_warnings()
     job = spark.range(1).mapInArrow(users_function, "id long")
 try:
     job.collect()
@@ -59,7 +63,7 @@ except Exception:
 facts = {
     "restored": restored,
     "before": before,
-    "own warnings": [text for each in caught if "pandas" in (text := str(each.message))],
+    "own warnings": [str(each.message) for each in caught],
 }
 print("FACTS " + json.dumps(facts))
 spark.stop()
@@ -77,13 +81,7 @@ def test_a_failure_is_shown_once_and_the_session_left_as_it_was(
     of_run, _, users = done.stderr.partition("BEGIN\n")[2].partition("END\n")
 
     assert of_run.count('raise KeyError("lost")') == 1
-    for noise in (
-        "Lost task",
-        "Exception in task",
-        "distributor-report",
-        "[Stage",
-        "FutureWarning",
-    ):
+    for noise in ("Lost task", "Exception in task", "distributor-report", "[Stage", "Warning"):
         assert noise not in of_run
     assert all(line == line.lstrip("\r") for line in of_run.split("\n"))
     assert facts["restored"]

@@ -20,11 +20,10 @@ from distributor._compat import torch as private
 from distributor.node.worker.import_hooks import after_import
 
 
-def keep_groups_of_models() -> None:
-    """Have every DDP model of this process keep its group's Python object until it is freed."""
+def keep_groups() -> None:
+    """Have every DDP model of this process keep its group's Python object until it is freed.
+
+    Destroyed groups exist until this process ends, if its torch cannot free them safely.
+    """
     after_import("torch.nn.parallel.distributed", private.keep_groups_of_models)
-
-
-def keep_destroyed_groups() -> None:
-    """Have destroyed groups exist until this process ends, if torch cannot free them safely."""
     after_import("torch.distributed.distributed_c10d", private.keep_destroyed_groups)

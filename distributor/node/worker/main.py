@@ -36,10 +36,7 @@ from distributor.node.worker.control_channel import (
     ControlChannel,
 )
 from distributor.node.worker.devices import finish_gpu_work
-from distributor.node.worker.group_lifetime import (
-    keep_destroyed_groups,
-    keep_groups_of_models,
-)
+from distributor.node.worker.group_lifetime import keep_groups
 from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
 from distributor.node.worker.own_rendezvous import allow_own_rendezvous
 from distributor.node.worker.stack_dump import enable_stack_dumps, write_collectives
@@ -89,8 +86,7 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     control.send(STARTED)
     allow_own_rendezvous(*context.rendezvous)
     install_mlflow_hooks()
-    keep_groups_of_models()
-    keep_destroyed_groups()
+    keep_groups()
     try:
         succeeded = _run_and_record(worker_spec, context)
     except SystemExit as leaving:
