@@ -60,11 +60,6 @@ DOCUMENTED = {"_exit", "_fields"}
 EXECUTOR_SIDE = {"_compat", "core", "serialization", "wire", "node"}
 """The parts that a node imports."""
 
-MAX_MODULES = 15
-"""Maximum number of modules directly in a package."""
-MAX_LINES = 300
-"""Maximum number of lines of a module."""
-
 
 def python(source: str, *args: str) -> str:
     """Run a program in a new interpreter, and return what it prints."""
@@ -215,22 +210,6 @@ def test_compat_imports_nothing_of_this_package() -> None:
         for other in others
         if module.startswith(COMPAT) and not other.startswith(COMPAT)
     } == set()
-
-
-def test_no_package_is_crowded() -> None:
-    counts: dict[str, int] = {}
-    for path in modules().values():
-        if path.name != "__init__.py":
-            folder = str(path.parent.relative_to(PACKAGE.parent))
-            counts[folder] = counts.get(folder, 0) + 1
-    assert counts["distributor/node/process"] > 10
-    assert {folder for folder, count in counts.items() if count > MAX_MODULES} == set()
-
-
-def test_no_module_is_long() -> None:
-    lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
-    assert sum(lengths.values()) > 10_000
-    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
 def test_an_import_is_light() -> None:
