@@ -79,6 +79,7 @@ def test_data_frames(connect: SessionProgram) -> None:
     for shares in (facts["executors"], facts["here"]):
         assert [len(share) for share in shares] == [51, 51]
         assert set(shares[0]) | set(shares[1]) == set(range(101))
+    assert facts["odd"] == [{"a.b": [0, 1], "A.B": [0, -1]}, {"a.b": [2, 3], "A.B": [-2, -3]}]
     assert "bad row" in facts["error"]
 
 

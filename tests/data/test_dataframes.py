@@ -269,6 +269,31 @@ def test_a_script_takes_no_data_frame(spark: Any, tmp_path: Path) -> None:
         TorchDistributor(1, use_gpu=False).run(str(script), spark.range(3))
 
 
+ODD_NAMES = ["a", "a.b", "A", "*", "", "a`b", "`a`", "a'\"b", "a\nb", "a/b", "c1", "日本 c"]
+
+
+def test_columns_of_any_name(ranks: Make, spark: Any) -> None:
+    values = [f"IF(id = 3, NULL, id + {at}) AS c" for at in range(len(ODD_NAMES))]
+    frame = spark.range(0, 6, 1, 2).selectExpr(*values).toDF(*ODD_NAMES)
+    structs = spark.range(2).selectExpr("named_struct('x.y', id, 'X.Y', id + 1) AS `s.t`")
+
+    def read(shard: Any, nested: Any) -> tuple[list[str], list[Any], list[Any]]:
+        [columns] = shard.iter_torch_batches(batch_size=None, fill=dict.fromkeys(shard.names, 0))
+        [inner] = nested.iter_torch_batches(batch_size=None)
+        return (
+            shard.names,
+            [columns[name].tolist() for name in shard.names],
+            [(name, values.tolist()) for name, values in inner["s.t"].items()],
+        )
+
+    names, columns, fields = ranks(1).run(read, frame, structs)
+    assert names == ODD_NAMES
+    assert columns == [
+        [0 if row == 3 else row + at for row in range(6)] for at in range(len(ODD_NAMES))
+    ]
+    assert fields == [("x.y", [0, 1]), ("X.Y", [1, 2])]
+
+
 def test_columns_of_one_name_are_refused(spark: Any) -> None:
     frame = spark.range(3).selectExpr("id", "id AS x", "2 * id AS x")
     with pytest.raises(ValueError, match="argument 0 has several columns of the name 'x'"):

@@ -69,6 +69,17 @@ def test_the_batches_are_pysparks(spark: Any) -> None:
     assert [len(batch[0][1]) for batch in found] == [2, 2, 1]
 
 
+def test_columns_have_any_name(spark: Any) -> None:
+    """PySpark's own loader selects columns by name, and fails."""
+    odd = frame(spark).toDF("a.b", "*", "v", "V", "a`b", "v.x")
+    ours = TorchDistributor(2, local_mode=False, use_gpu=False)
+    run = [
+        ours.train_on_dataframe(lambda: load(get_spark_partition_data_loader, 3, 0), each)
+        for each in (odd, frame(spark))
+    ]
+    assert run[0] == run[1]
+
+
 def test_a_process_loads_the_rows(spark: Any) -> None:
     ranks = TorchDistributor(2, local_mode=False, use_gpu=False)
     frame = spark.range(0, 6, 1, 4)

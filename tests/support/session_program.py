@@ -229,6 +229,10 @@ def ids(shard: Any) -> list[int]:
     return [value for batch in shard.iter_batches() for value in batch["id"].tolist()]
 
 
+def columns(shard: Any) -> dict[str, list[int]]:
+    return {name: values.tolist() for name, values in next(iter(shard.iter_batches())).items()}
+
+
 def dataframes(spark: Any, notes: Notes) -> dict[str, Any]:
     """Run with DataFrames on executors and here, and in a way that fails in Spark."""
     frame = spark.range(0, 101, 1, 3)
@@ -238,6 +242,7 @@ def dataframes(spark: Any, notes: Notes) -> dict[str, Any]:
     return {
         "executors": ranks().run_all(ids, frame),
         "here": here.run_all(ids, frame),
+        "odd": ranks().run_all(columns, spark.range(4).selectExpr("id", "-id").toDF("a.b", "A.B")),
         "error": str(error),
     }
 

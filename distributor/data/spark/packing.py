@@ -19,7 +19,10 @@ INDEX_COLUMNS = (
     "part int, number int, num_rows long, num_bytes long, checksum long, nulls string, "
     "schema binary"
 )
-"""What describes a chunk: its task and its number there, its size, and the nulls in each column."""
+"""What describes a chunk: its task and its number there, its size, and the nulls in each column.
+
+The nulls are a list in JSON. The columns' names here are not those of the DataFrame.
+"""
 CHUNK_COLUMNS = f"{INDEX_COLUMNS}, message binary"
 
 
@@ -46,7 +49,7 @@ def pack(argument: bytes, batches: Iterator[pa.RecordBatch], _: str) -> Iterator
     for number, rows in enumerate(_grouped(batches, json.loads(argument))):
         message = rows.serialize()
         schema = rows.schema.serialize().to_pybytes()
-        nulls = {field.name: rows.column(at).null_count for at, field in enumerate(rows.schema)}
+        nulls = [column.null_count for column in rows.columns]
         yield pa.record_batch(
             [
                 pa.array([part], pa.int32()),

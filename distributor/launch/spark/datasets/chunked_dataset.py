@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from distributor.data.spark.chunk_file import DatasetSpec
 from distributor.data.spark.dataset import SparkDataset
@@ -73,7 +74,10 @@ def _persisted_chunks(dataset: SparkDataset, session: Session) -> Iterator[Any]:
     _check_columns(dataset)
     size = json.dumps(_chunk_bytes(session)).encode()
     task = portable_task(session, "distributor.data.spark.packing:pack", size)
-    frame = session.map_in_arrow(dataset.frame, task, CHUNK_COLUMNS)
+    # mapInArrow selects the columns by their names, in which a dot, a backtick or * has a meaning,
+    # and the case may have none.
+    renamed = dataset.frame.toDF(*(f"c{at}" for at in range(len(dataset.frame.columns))))
+    frame = session.map_in_arrow(renamed, task, CHUNK_COLUMNS)
     frame.persist(StorageLevel.DISK_ONLY)
     try:
         yield frame
@@ -133,13 +137,13 @@ def _chunk_bytes(session: Session) -> int:
 def _spec_of(dataset: SparkDataset, rows: list[Any]) -> DatasetSpec:
     if not rows:
         raise ValueError(f"The DataFrame {dataset.name} has no rows.")
-    nulls: dict[str, int] = {}
-    for row in rows:
-        for column, count in json.loads(row.nulls).items():
-            nulls[column] = nulls.get(column, 0) + count
+    names = dataset.frame.columns
+    schema = pa.ipc.read_schema(pa.py_buffer(next(row.schema for row in rows if row.schema)))
+    named = pa.schema([field.with_name(name) for field, name in zip(schema, names, strict=True)])
+    nulls = zip(*(json.loads(row.nulls) for row in rows), strict=True)
     return DatasetSpec(
         name=dataset.name,
-        schema=bytes(next(row.schema for row in rows if row.schema is not None)),
+        schema=named.serialize().to_pybytes(),
         vectors=frozenset(
             field.name
             for field in dataset.frame.schema.fields
@@ -148,7 +152,7 @@ def _spec_of(dataset: SparkDataset, rows: list[Any]) -> DatasetSpec:
         chunk_rows=np.array([row.num_rows for row in rows], dtype=np.int64),
         chunk_bytes=np.array([row.num_bytes for row in rows], dtype=np.int64),
         checksums=np.array([row.checksum for row in rows], dtype=np.int64),
-        null_counts=nulls,
+        null_counts=dict(zip(names, map(sum, nulls), strict=True)),
         equal=dataset.equal,
         split=dataset.split,
     )
