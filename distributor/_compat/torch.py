@@ -10,7 +10,7 @@ import json
 import sys
 import weakref
 from collections.abc import Callable
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 OPTIMIZER_IMPORTS = ("torch._dynamo",)
@@ -58,6 +58,23 @@ def typed_storage(storage: Any, dtype: Any) -> Any:
 
     make: Any = torch.storage.TypedStorage
     return make(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def is_rebuilder_of_bytes(function: FunctionType) -> bool:
+    """Return whether pickles of tensors have this function if their dtype has no typed storage.
+
+    Among these dtypes are ``float8``, ``uint16`` and ``complex32``.
+    """
+    return function.__name__ == "_rebuild_tensor_v3" and function.__module__ == "torch._utils"
+
+
+def rebuild_tensor_of_bytes(storage: Any, *args: Any) -> Any:
+    """Rebuild such a tensor; torch's function expects the bytes as ``torch.load`` wraps them."""
+    import torch
+
+    rebuild: Any = torch._utils._rebuild_tensor_v3
+    with torch.no_grad():  # otherwise it fails with tensors that require a gradient
+        return rebuild(typed_storage(storage, torch.uint8), *args)
 
 
 def serve_store(host: str, port: int, listener: int) -> Any:

@@ -15,13 +15,21 @@ import io
 import mmap
 import os
 import pickle
+import pkgutil
 import struct
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from types import FunctionType
 from typing import Any, BinaryIO
 
-from distributor._compat.torch import is_typed_storage, typed_storage, untyped_storage
+from distributor._compat.torch import (
+    is_rebuilder_of_bytes,
+    is_typed_storage,
+    rebuild_tensor_of_bytes,
+    typed_storage,
+    untyped_storage,
+)
 from distributor.core.kernel import lacking_for_memory_files
 from distributor.serialization import code_pickle
 
@@ -32,6 +40,7 @@ ALIGNMENT = 64
 _PLACE = struct.Struct("<QQ")
 _TRAILER = struct.Struct("<Q8s")
 _MAGIC = b"parcel 1"
+_REBUILDER = f"{rebuild_tensor_of_bytes.__module__}:{rebuild_tensor_of_bytes.__name__}"
 
 
 def anonymous_file() -> BinaryIO:
@@ -81,6 +90,8 @@ class Pickler(code_pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj).__module__ == "torch.storage" and (reduced := self._reduce_storage(obj)):
             return reduced
+        if type(obj) is FunctionType and is_rebuilder_of_bytes(obj):
+            return pkgutil.resolve_name, (_REBUILDER,)
         return super().reducer_override(obj)
 
     def _reduce_storage(self, obj: Any) -> tuple[Any, ...] | None:
@@ -90,11 +101,12 @@ class Pickler(code_pickle.Pickler):
         address, size = storage.data_ptr(), storage.nbytes()
         if storage.device.type not in ("cpu", "cuda") or (size and not address):
             return None
+        if size:  # storages of one memory may be several objects: the pickle must see one
+            storage = self._storages.setdefault((address, size), storage)
         if is_typed:
-            # Each tensor wraps its storage in a new object: the pickle must see one for one memory.
-            if size:
-                storage = self._storages.setdefault((address, size), storage)
             return typed_storage, (storage, obj.dtype)
+        if storage is not obj:
+            return _itself, (storage,)
         if not size:
             return _empty_storage, ()
         on_cpu = storage.cpu()  # itself, or a copy if it is in CUDA memory
@@ -172,6 +184,10 @@ def _untyped_storage(buffer: Any) -> Any:
     tensor = torch.frombuffer(buffer, dtype=torch.uint8)
     copied_already = isinstance(buffer, (bytes, bytearray))
     return (tensor.clone() if copied_already else tensor).untyped_storage()
+
+
+def _itself(storage: Any) -> Any:
+    return storage
 
 
 def _empty_storage() -> Any:

@@ -35,6 +35,19 @@ def test_typed_storages_are_taken_apart_and_made_again() -> None:
         assert private.untyped_storage(again).data_ptr() == tensor.data_ptr()
 
 
+def test_tensors_without_a_storage_class_are_rebuilt_by_a_function_that_is_replaced() -> None:
+    tensor = torch.arange(4).to(torch.float8_e5m2)
+    with relies_on("torch", "_rebuild_tensor_v3", "torch.rebuild_tensor_of_bytes"):
+        function, (storage, *rest) = tensor.__reduce_ex__(5)
+        assert private.is_rebuilder_of_bytes(function)
+        assert storage.data_ptr() == tensor.data_ptr()
+        again = private.rebuild_tensor_of_bytes(storage, *rest)
+        assert again.float().tolist() == [0, 1, 2, 3]
+        assert again.data_ptr() == tensor.data_ptr()
+    usual, _ = torch.arange(4).__reduce_ex__(5)
+    assert not private.is_rebuilder_of_bytes(usual)
+
+
 def test_an_optimizer_imports_what_is_preloaded() -> None:
     program = (
         "import sys, torch\n"

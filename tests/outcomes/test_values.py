@@ -70,6 +70,7 @@ def make_odd_tensors() -> dict[str, Any]:
 
     return {
         "bfloat16": torch.arange(4, dtype=torch.bfloat16),
+        "uint16": torch.arange(4).to(torch.uint16),
         "complex": torch.tensor([1 + 2j]),
         "empty": torch.empty(0, 3),
         "scalar": torch.tensor(7),
@@ -298,6 +299,31 @@ def test_large_arguments_are_sent_once_and_are_each_ranks_own(
     assert shown.count(named) == 3
     spark = request.getfixturevalue("spark")
     assert not [name for name in spark.sparkContext.listFiles if "program" in name]
+
+
+def test_tensors_whose_dtype_has_no_storage_class_are_arguments_and_values(
+    distribute: Distribute,
+) -> None:
+    import torch
+
+    bits = torch.arange(MIB, dtype=torch.int32)
+    names = ("float8_e4m3fn", "uint16", "uint32", "uint64", "complex32")
+    large = {name: bits.view(getattr(torch, name)) for name in names}
+    small = {name: tensor[:2].clone() for name, tensor in large.items()}
+
+    def program(large: dict[str, Any], *, small: dict[str, Any]) -> Any:
+        addresses = {tensor.data_ptr() for tensor in large.values()}
+        return len(addresses), large, small
+
+    memories, *returned = distribute(1).run(program, large, small=small)
+
+    assert memories == 1
+    for given, found in zip((large, small), returned, strict=True):
+        assert {name: tensor.dtype for name, tensor in found.items()} == {
+            name: tensor.dtype for name, tensor in given.items()
+        }
+        for name, tensor in given.items():
+            assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 @pytest.mark.spark

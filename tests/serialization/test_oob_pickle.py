@@ -80,6 +80,86 @@ def test_a_pickle_without_a_file_has_its_tensors(make: Any) -> None:
     assert torch.equal(*dense)
 
 
+def random_bits(dtype: torch.dtype, size: int) -> torch.Tensor:
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (16 * size,), dtype=torch.uint8)
+    tensor = torch.empty(size, dtype=dtype)
+    return tensor.set_(bits.untyped_storage(), 0, (size,), (1,))
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def dtypes() -> list[torch.dtype]:
+    """Return every dtype but those of quantized tensors, which need a scale."""
+    found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return sorted(
+        (dtype for dtype in found if "qint" not in str(dtype) and "quint" not in str(dtype)),
+        key=str,
+    )
+
+
+@pytest.mark.parametrize("size", [8, MANY])
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_tensors_of_each_dtype_arrive_bit_for_bit(dtype: torch.dtype, size: int) -> None:
+    given = random_bits(dtype, size)
+    for found in (round_trip([given, given[2:]]), pickle.loads(dumps([given, given[2:]]))):
+        whole, part = found
+        assert whole.dtype == part.dtype == dtype
+        assert (whole.shape, whole.stride()) == (given.shape, given.stride())
+        assert torch.equal(bits_of(whole), bits_of(given))
+        assert whole.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+        assert part.storage_offset() == 2
+
+
+NO_STORAGE_CLASS = {
+    "parameter": lambda: torch.nn.Parameter(torch.rand(8).to(torch.float8_e5m2)),
+    "requires grad": lambda: torch.rand(8).to(torch.float8_e5m2).requires_grad_(),
+    "empty": lambda: torch.empty(0, 3, dtype=torch.uint16),
+    "scalar": lambda: torch.tensor(5, dtype=torch.uint64),
+    "transposed": lambda: torch.arange(2 * MANY).to(torch.uint32).reshape(2, MANY).T,
+    "subclass": lambda: torch.arange(8).to(torch.uint16).as_subclass(Marked),
+    "negative": lambda: torch.ones(8, dtype=torch.complex32).conj().imag,
+    "meta": lambda: torch.empty(3, dtype=torch.uint16, device="meta"),
+}
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+@pytest.mark.parametrize("make", NO_STORAGE_CLASS.values(), ids=NO_STORAGE_CLASS.keys())
+def test_tensors_whose_dtype_has_no_storage_class_round_trip(make: Any) -> None:
+    given = make()
+    for found in (round_trip(given), pickle.loads(dumps(given))):
+        assert type(found) is type(given)
+        for name in ("dtype", "shape", "device", "requires_grad"):
+            assert getattr(found, name) == getattr(given, name)
+        assert (found.stride(), found.is_neg()) == (given.stride(), given.is_neg())
+        assert given.is_meta or torch.equal(bits_of(found), bits_of(given))
+
+
+def test_a_sparse_tensor_of_unsigned_integers_round_trips() -> None:
+    values = torch.tensor([1, 2**16 - 1]).to(torch.uint16)
+    found = round_trip(torch.sparse_coo_tensor([[0, 2]], values, (4,), is_coalesced=True))
+    assert found.indices().tolist() == [[0, 2]]
+    assert found.values().tolist() == [1, 2**16 - 1]
+
+
+def test_views_of_one_memory_with_other_dtypes_stay_views_of_one_memory() -> None:
+    array = np.arange(8, dtype="uint16")
+    weights = torch.from_numpy(array.view("int16"))
+    given = [
+        torch.from_numpy(array),  # with a storage of its own
+        weights,
+        weights.view(torch.uint16),
+        weights.view(torch.float8_e5m2),
+        weights.untyped_storage(),
+    ]
+    for found in (round_trip(given), round_trip(given[::-1]), pickle.loads(dumps(given))):
+        assert len({each.data_ptr() for each in found}) == 1
+
+
 ARRAYS = {
     "large": lambda: np.arange(MANY),
     "small": lambda: np.arange(3.0),
