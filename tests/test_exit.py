@@ -12,6 +12,10 @@ from conftest import needs_java, needs_late_threads
 from support.driver_process import driver, read_pids
 from support.waiting import assert_gone
 
+from distributor.launch import future
+from distributor.launch.cancellation import Cancellation
+from distributor.launch.future import RunFuture
+
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 
 SCRIPT = """
@@ -79,6 +83,30 @@ def test_a_script_waits_for_its_runs_and_shows_their_errors(
     for what in ("kept", "dropped"):
         assert f"KeyError: 'of a run that is {what}'" in done.stderr
     assert "no number" not in done.stderr, "the script has read this error"
+
+
+class SlowRun(RunFuture[None]):
+    """A run during whose inspection another run ends."""
+
+    other: SlowRun
+
+    def done(self) -> bool:
+        self.other._follow()
+        return super().done()
+
+    def _follow(self) -> None:
+        if not super().done():
+            super()._follow()
+
+
+def test_runs_may_end_while_a_script_looks_for_those_that_are_active(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = (SlowRun(lambda: None, Cancellation(), name) for name in ("one", "other"))
+    one.other, other.other = other, one
+    monkeypatch.setattr(future, "_open_runs", {one, other})
+    future._await_open_runs()
+    assert future._open_runs == set()
 
 
 STAY = """

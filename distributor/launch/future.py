@@ -163,7 +163,7 @@ class RunFuture(concurrent.futures.Future[T]):
 
 _open_runs: set[RunFuture[Any]] = set()
 """The runs of this process that are active, or that have failed and whose errors nobody has
-collected. A forked process has none."""
+collected. A forked process has none. Iterate over a copy: runs that end are removed meanwhile."""
 os.register_at_fork(after_in_child=_open_runs.clear)
 
 
@@ -174,9 +174,10 @@ def _wait_at_exit() -> None:
 
 def _await_open_runs() -> None:
     """Wait for the active runs, and show the errors that nobody has collected."""
-    active = [future for future in _open_runs if not future.done()]
+    active: list[RunFuture[Any]] = []
     try:
-        if active:
+        # Threads of the script may start further runs in the meantime.
+        while active := [future for future in _open_runs.copy() if not future.done()]:
             names = ", ".join(future._name for future in active)
             notify(f"Waiting for {counted(len(active), 'run')} ({names}). Ctrl-C cancels.")
             concurrent.futures.wait(active)
@@ -187,7 +188,7 @@ def _await_open_runs() -> None:
             future.cancel()
         raise
     finally:
-        for future in [*_open_runs]:
+        for future in _open_runs.copy():
             if future.done() and not future.cancelled() and (error := future.exception()):
                 print(f"The run of {future._name} failed:", file=sys.stderr)
                 traceback.print_exception(error)
