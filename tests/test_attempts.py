@@ -11,9 +11,11 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from support.waiting import until
 
 from distributor import TorchDistributor, UnpicklableError, WorkerDied, train
 from distributor._compat.pyspark import jobs_with_tag
+from distributor.launch import retry
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
@@ -133,6 +135,82 @@ def test_an_exception_at_a_later_step_is_another(
     folder.mkdir()
     assert ranks.run(fail_one_step_later, folder) == 3
     assert warned() == []
+
+
+def test_pauses_grow_while_attempts_fail_quickly() -> None:
+    pauses = [retry.pause_before_next(number, "run") for number in range(2000)]
+    assert pauses[:2] == [0.0, 0.0], "a failure that does not repeat costs no pause"
+    for number, pause in enumerate(pauses[2:]):
+        longest = min(30.0, 0.25 * 2.0 ** min(number, 10))
+        assert longest / 2 <= pause <= longest
+    assert retry.pause_before_next(5, "run") == pauses[5] != retry.pause_before_next(5, "other")
+
+
+def test_a_run_can_be_cancelled_between_attempts(
+    distribute: Distribute,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 3000.0)
+    monkeypatch.setattr(retry, "LONGEST_PAUSE", 3000.0)
+    future = distribute(1, max_failures=-1).submit(fail, tmp_path, lambda attempt: KeyError("bug"))
+    shown: list[str] = []
+
+    def pauses() -> bool:
+        shown.append(capsys.readouterr().err)
+        return "KeyError: 'bug'. Starting the next attempt in " in "".join(shown)
+
+    until(pauses, "the second failure", 60)
+    assert begun(tmp_path) == ["0-0", "1-0"]
+    assert future.cancel(), "within 60 s, not after the pause"
+
+
+def save_and_fail(folder: Path) -> int:
+    attempt = begin(folder)
+    (folder / f"state-{attempt}").mkdir()
+    train.report({}, checkpoint=train.Checkpoint.from_directory(folder / f"state-{attempt}"))
+    if attempt < 3:
+        raise KeyError("each time after a checkpoint")
+    return attempt
+
+
+@pytest.mark.parametrize("long_attempt", [60.0, 0.0])
+def test_attempts_that_get_further_follow_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_attempt: float
+) -> None:
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 3000.0)
+    monkeypatch.setattr(retry, "LONGEST_PAUSE", 3000.0)
+    monkeypatch.setattr(retry, "LONG_ATTEMPT", long_attempt)
+    storage = {"storage_path": tmp_path / "runs"} if long_attempt else {}
+    ranks = TorchDistributor(1, use_gpu=False, max_failures=3, timeout=120, **storage)
+    (tmp_path / "begun").mkdir()
+    if long_attempt:
+        assert ranks.run(save_and_fail, tmp_path / "begun") == 3
+    else:
+        with pytest.raises(KeyError):
+            ranks.run(fail, tmp_path / "begun", lambda attempt: KeyError("a bug"))
+
+
+def test_the_first_and_the_latest_failed_attempts_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr(retry, "LATEST_KEPT", 2)
+    monkeypatch.setattr(retry, "KINDS_KEPT", 2)
+    ranks = TorchDistributor(1, use_gpu=False, max_failures=5, timeout=120)
+    with pytest.raises(KeyError) as caught:
+        ranks.run(fail, tmp_path, lambda attempt: KeyError("ABBCDA"[attempt]))
+
+    attempts = caught.value.attempts  # type: ignore[attr-defined]
+    assert [(each.number, str(each.error)) for each in attempts] == [
+        (0, "'A'"),
+        (4, "'D'"),
+        (5, "'A'"),
+    ]
+    (note,) = [note for note in caught.value.__notes__ if "attempt 5, the last" in note]
+    listed = [line.split(" on ")[0].strip() for line in note.splitlines()[1:]]
+    assert listed == ["attempt 0", "... 3 attempts left out ...", "attempt 4"]
+    assert [line.split()[1] for line in warned()] == ["2"], "kinds that are long past are forgotten"
 
 
 def return_a_lock(folder: Path) -> Any:

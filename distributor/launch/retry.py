@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -33,6 +36,14 @@ from distributor.serialization.outcome import (
 
 NOT_RETRIED = (UnpicklableError, ValueTooLarge)
 """Errors of ranks that have finished their training, and would raise the same again."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0
+"""Seconds before the third of several attempts that fail quickly, and at most."""
+LONG_ATTEMPT = 60.0
+"""Seconds after which the failure of an attempt no longer counts as quick."""
+LATEST_KEPT = 9
+"""How many of the latest failed attempts are kept whole, besides the first."""
+KINDS_KEPT = 1000
+"""How many different failures are counted."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,7 @@ def run(job: Job, launcher: Launcher) -> list[Any]:
     ------
     Exception
         The error of the last attempt. ``rank_failures`` has the failures of its ranks and, if
-        there were several attempts, ``attempts`` has all of them.
+        there were several attempts, ``attempts`` has the first and the latest of them.
     """
     listeners = Listeners(job.listeners)
     with _opened_datasets(job):
@@ -89,10 +100,11 @@ def _opened_datasets(job: Job) -> AbstractContextManager[None]:
 
 
 def _run_attempts(job: Job, launcher: Launcher, listeners: Listeners) -> list[Any]:
-    failed: list[FailedAttempt] = []
+    history = _History()
     while True:
-        silent = getattr(failed[-1].error, "silent", ()) if failed else ()
-        job = job.for_attempt(len(failed), silent)
+        silent = getattr(history.last.error, "silent", ()) if history.count else ()
+        job = job.for_attempt(history.count, silent)
+        began = time.monotonic()
         resized_launcher, count = launcher.resolve_size(job)
         if job.datasets is not None:
             job.datasets.check(count)
@@ -102,27 +114,94 @@ def _run_attempts(job: Job, launcher: Launcher, listeners: Listeners) -> list[An
         except Exception as error:
             job.graceful_shutdown.end_attempt()
             preempted = job.preempted if _is_preemption(error, job.preempted) else {}
-            failed.append(FailedAttempt(len(failed), count, error, preempted))
+            is_quick = time.monotonic() < began + LONG_ATTEMPT and not job.progress.is_saved
+            history.add(FailedAttempt(history.count, count, error, preempted), is_quick)
             listeners.attempt_failed(job.attempt, error)
             sigterm_received = job.graceful_shutdown.sigterm_received
-            reason = _reason_to_stop(failed, job.settings, sigterm_received)
+            reason = _reason_to_stop(history, job.settings, sigterm_received)
             if reason is not None:
-                _add_attempts(failed, reason)
+                _add_attempts(history, reason)
                 if job.logs is not None:
                     add_note(error, f"The output of all ranks is in {job.logs}.")
                 if sigterm_received:
                     # This process ends before it can show the error.
                     notify("".join(traceback.format_exception(error)))
                 raise
-            job.notify(f"Failed: {failed[-1]}. Starting the next attempt.")
-            if same := _same_failures(failed):
-                warn(
-                    f"Attempt {failed[-1].number} failed at the same step in the same way as "
-                    f"{counted(same, 'earlier attempt')}."
-                )
         else:
             job.notify(f"Finished {launcher.training(count)}", job.settings.spelling.logger)
             return values
+        _announce_next(job, history)
+
+
+def _announce_next(job: Job, history: _History) -> None:
+    """Show why there is another attempt, and pause before it."""
+    seconds = pause_before_next(history.num_quick, job.run_id)
+    in_seconds = f" in {seconds:.1f} s" if seconds else ""
+    job.notify(f"Failed: {history.last}. Starting the next attempt{in_seconds}.")
+    if history.num_same:
+        warn(
+            f"Attempt {history.last.number} failed at the same step in the same way as "
+            f"{counted(history.num_same, 'earlier attempt')}."
+        )
+    if seconds:
+        job.cancellation.pause(seconds)
+
+
+def pause_before_next(num_quick: int, run_id: str) -> float:
+    """Return the seconds before the next attempt.
+
+    There are none after the first failure: a process has died, and the rest is as it was. The
+    pause doubles while attempts fail quickly, as they do while a service that they need is down.
+
+    Parameters
+    ----------
+    num_quick : int
+        How many attempts in a row, up to the last, have failed quickly.
+    run_id : str
+        The run: runs that fail together do not try again together.
+    """
+    if num_quick < 2:
+        return 0.0
+    longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(num_quick - 2, 32))
+    return longest * random.Random(f"{run_id} {num_quick}").uniform(0.5, 1.0)
+
+
+class _History:
+    """The failed attempts of a run: the first and the latest of them whole, the rest counted."""
+
+    def __init__(self) -> None:
+        self.kept: list[FailedAttempt] = []
+        self.count = 0
+        self.num_preempted = 0
+        self.num_quick = 0
+        """How many attempts in a row, up to the last, have failed quickly."""
+        self.num_same = 0
+        """How many earlier attempts have failed as the last one did."""
+        self._counts: OrderedDict[tuple[str, int], int] = OrderedDict()
+
+    @property
+    def last(self) -> FailedAttempt:
+        return self.kept[-1]
+
+    def add(self, attempt: FailedAttempt, is_quick: bool) -> None:
+        self.kept.append(attempt)
+        del self.kept[1:-LATEST_KEPT]
+        self.count += 1
+        self.num_preempted += bool(attempt.preempted)
+        self.num_quick = self.num_quick + 1 if is_quick else 0
+        self.num_same = self._count_same(attempt.error)
+
+    def _count_same(self, error: Exception) -> int:
+        """Return how often the user's code has raised the same exception at the same step."""
+        failure = _first_failure(error)
+        if failure is None or failure.step is None:
+            return 0
+        key = failure.summary, failure.step
+        earlier = self._counts.pop(key, 0)
+        self._counts[key] = earlier + 1
+        if len(self._counts) > KINDS_KEPT:
+            self._counts.popitem(last=False)
+        return earlier
 
 
 def _run_attempt(job: Job, launcher: Launcher, listeners: Listeners) -> list[Any]:
@@ -149,43 +228,26 @@ def _is_preemption(error: Exception, preempted: Mapping[str, list[int]]) -> bool
     return isinstance(error, NodeLost) and bool(hosts)
 
 
-def _reason_to_stop(
-    failed: list[FailedAttempt], settings: Settings, sigterm_received: bool
-) -> str | None:
+def _reason_to_stop(history: _History, settings: Settings, sigterm_received: bool) -> str | None:
     """Return why there is no further attempt; None if there is one."""
     if sigterm_received:
         return "this process received SIGTERM"
-    last = failed[-1].error
+    last = history.last.error
     is_retried = isinstance(last, (NodeLost, RunStalled)) or _first_failure(last) is not None
     if not is_retried or isinstance(last, NOT_RETRIED):
         return "another attempt would not help"
-    name, count = _limiting(failed, settings)
+    name, count = _limiting(history, settings)
     limit = getattr(settings, name)
     return f"{name} is {limit}" if 0 <= limit < count else None
 
 
-def _limiting(failed: list[FailedAttempt], settings: Settings) -> tuple[str, int]:
+def _limiting(history: _History, settings: Settings) -> tuple[str, int]:
     """Return the setting that limits failures like the last, and how many of them there are."""
     if settings.max_preemption_failures is None:
-        return "max_failures", len(failed)
-    num_preempted = sum(1 for attempt in failed if attempt.preempted)
-    if failed[-1].preempted:
-        return "max_preemption_failures", num_preempted
-    return "max_failures", len(failed) - num_preempted
-
-
-def _same_failures(failed: list[FailedAttempt]) -> int:
-    """Return how many of the earlier attempts failed as the last one did."""
-    *earlier, last = failed
-    return sum(1 for each in earlier if _is_same(each.error, last.error))
-
-
-def _is_same(one: Exception, other: Exception) -> bool:
-    """Return whether the user's code raised the same exception at the same step."""
-    first, second = _first_failure(one), _first_failure(other)
-    if first is None or second is None or first.step is None:
-        return False
-    return (first.summary, first.step) == (second.summary, second.step)
+        return "max_failures", history.count
+    if history.last.preempted:
+        return "max_preemption_failures", history.num_preempted
+    return "max_failures", history.count - history.num_preempted
 
 
 def _first_failure(error: Exception) -> Failure | None:
@@ -194,16 +256,20 @@ def _first_failure(error: Exception) -> Failure | None:
     return next(iter(failures.values()), None)
 
 
-def _add_attempts(failed: list[FailedAttempt], reason: str) -> None:
-    """Add all attempts to the error that is raised. The user's own exception may be frozen."""
-    if failed[-1].preempted:
-        vars(failed[-1].error)["preempted"] = failed[-1].preempted
-    if len(failed) > 1:
-        vars(failed[-1].error)["attempts"] = tuple(failed)
-        earlier = "".join(f"\n  {attempt}" for attempt in failed[:-1])
+def _add_attempts(history: _History, reason: str) -> None:
+    """Add the attempts to the error that is raised. The user's own exception may be frozen."""
+    last = history.last
+    if last.preempted:
+        vars(last.error)["preempted"] = last.preempted
+    if history.count > 1:
+        vars(last.error)["attempts"] = tuple(history.kept)
+        first, *latest = [f"\n  {attempt}" for attempt in history.kept[:-1]]
+        left_out = history.count - len(history.kept)
+        gap = [f"\n  ... {counted(left_out, 'attempt')} left out ..."] if left_out else []
         add_note(
-            failed[-1].error,
-            f"This was attempt {failed[-1].number}, the last: {reason}. Earlier attempts:{earlier}",
+            last.error,
+            f"This was attempt {last.number}, the last: {reason}. Earlier attempts:"
+            f"{''.join([first, *gap, *latest])}",
         )
 
 

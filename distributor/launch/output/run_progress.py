@@ -24,6 +24,8 @@ class RunProgress:
         self._started = 0
         self._first: Progress | None = None
         self._latest: Progress | None = None
+        self.is_saved = False
+        """Whether the ranks have reported a checkpoint, from which another attempt continues."""
 
     @property
     def is_reported(self) -> bool:

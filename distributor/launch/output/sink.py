@@ -75,7 +75,9 @@ class DriverSink:
         failures = {failure.origin.rank: failure for failure in self._failures} | dict(raised)
         for rank, failure in failures.items():
             if failure.step is not None:  # a rank that died has no traceback
-                self._add_output(rank, "stderr", failure.text.encode(), show=not raised)
+                self._add_output(
+                    rank, "stderr", failure.text.encode(errors="backslashreplace"), show=not raised
+                )
 
     def write(self, rank: int, source: Source, data: bytes) -> None:
         if source == "stdout" or source == "stderr":
@@ -93,6 +95,7 @@ class DriverSink:
 
     def _add_record(self, rank: int, source: Source, record: Progress | Reported) -> None:
         if isinstance(record, Reported):
+            self._progress.is_saved |= record.checkpoint is not None
             self._listeners.call(lambda listener: listener.reported(record))
             if record.preempted and record.checkpoint is not None:
                 self._graceful_shutdown.checkpoint_reported()
