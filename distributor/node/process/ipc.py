@@ -6,7 +6,8 @@ that it forks, or at a supervisor that the agent has started itself:
 ===================  ==========  =================================================
 request              to          replies
 ===================  ==========  =================================================
-`RequestSupervisor`  zygote      `Ready` (by the supervisor), `Stale`, `Refused`
+`RequestSupervisor`  zygote      `Forked` and `Ready` (by the supervisor) in either order, or
+                                 `Stale` or `Refused`
 `ShutDown`           zygote      none
 `StartRank`          supervisor  `RankStarted` and later `RankEnded`, or `Refused`
 ===================  ==========  =================================================
@@ -85,6 +86,13 @@ class StartRank:
 
     worker_spec: WorkerSpec
     attributes: ProcessAttributes
+
+
+@dataclass(frozen=True)
+class Forked:
+    """The zygote has forked the supervisor, whose process id this is, and which may yet hang."""
+
+    pid: int
 
 
 @dataclass(frozen=True)

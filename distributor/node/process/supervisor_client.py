@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import queue
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import BinaryIO, NamedTuple
 
+from distributor.core.host import host_name
 from distributor.core.kernel import lacking_for_supervision
-from distributor.errors import DistributorError
+from distributor.errors import DistributorError, StartTimeout
 from distributor.node.process.interpreter import Interpreter
 from distributor.node.process.ipc import (
     RankEnded,
@@ -47,26 +50,56 @@ class SupervisorConnection(NamedTuple):
     pid: int
 
 
-def start_supervisor(interpreter: Interpreter) -> SupervisorConnection:
+def start_supervisor(interpreter: Interpreter, deadline: float = math.inf) -> SupervisorConnection:
     """Start a supervisor whose ranks each get a new interpreter of the same kind.
+
+    Parameters
+    ----------
+    interpreter : Interpreter
+        The interpreter.
+    deadline : float
+        When, by ``time.monotonic``, it must be ready.
 
     Raises
     ------
     DistributorError
         If the interpreter does not start or does not become a supervisor.
+    StartTimeout
+        If the deadline has passed.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         environment = {**os.environ, **interpreter.variables}
         number = theirs.fileno()
         pid = interpreter.start_detached("supervisor", str(number), number, environment)
-    ours.settimeout(READY_SECONDS)
-    if not isinstance(receive(ours), Ready):
+    seconds = max(0.001, min(READY_SECONDS, deadline - time.monotonic()))
+    ours.settimeout(seconds)
+    try:
+        reply = receive(ours)
+    except TimeoutError:
+        kill(pid)
+        ours.close()
+        if seconds == READY_SECONDS:
+            raise DistributorError(
+                f"{interpreter.executable} on {host_name()} has not become the supervisor of ranks "
+                f"within {READY_SECONDS:.0f} s."
+            ) from None
+        raise StartTimeout(
+            f"start_timeout has passed, and {interpreter.executable} on {host_name()}, which is to "
+            "start the ranks, is not ready."
+        ) from None
+    if not isinstance(reply, Ready):
         raise DistributorError(
             f"{interpreter.executable} could not be started as the supervisor of ranks."
         )
     ours.settimeout(None)
     return SupervisorConnection(ours, pid)
+
+
+def kill(pid: int) -> None:
+    """Kill a process that this user has started, if it still exists."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 class SupervisedSpawner:
@@ -76,10 +109,13 @@ class SupervisedSpawner:
     ----------
     supervisor : SupervisorConnection
         The supervisor.
+    deadline : float
+        When, by ``time.monotonic``, all ranks must have been started.
     """
 
-    def __init__(self, supervisor: SupervisorConnection) -> None:
+    def __init__(self, supervisor: SupervisorConnection, deadline: float = math.inf) -> None:
         self._connection, self._supervisor_pid = supervisor
+        self._deadline = deadline
         self._attributes = ProcessAttributes.current()
         self._processes: dict[int, Process] = {}
         self._replies: queue.SimpleQueue[RankStarted | Refused] = queue.SimpleQueue()
@@ -96,8 +132,7 @@ class SupervisedSpawner:
             self._connection.shutdown(socket.SHUT_WR)
         self._reader.join(SHUTDOWN_SECONDS)
         if self._reader.is_alive():  # the supervisor hangs or was stopped
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._supervisor_pid, signal.SIGKILL)
+            kill(self._supervisor_pid)
             self._reader.join()
         self._connection.close()
 
@@ -112,10 +147,26 @@ class SupervisedSpawner:
         self._on_end = on_end
         self._run_variables = {name: environment[name] for name in RUN_VARIABLES}
         self._send_request(worker_spec, environment, stdout, stderr)
-        reply = self._replies.get()
+        try:
+            reply = self._next_reply()
+        except BaseException:
+            kill(self._supervisor_pid)  # it would not end the ranks that it has started
+            raise
         if isinstance(reply, Refused):
             raise DistributorError(f"A rank could not be started: {reply.reason}")
         return self._processes[reply.pid]
+
+    def _next_reply(self) -> RankStarted | Refused:
+        left = self._deadline - time.monotonic()
+        try:
+            return self._replies.get(timeout=None if left == math.inf else max(0.0, left))
+        except queue.Empty:
+            raise StartTimeout(
+                f"start_timeout has passed, and the process on {host_name()} that starts the ranks "
+                f"has not answered (supervisor, process {self._supervisor_pid}). It was stopped, "
+                "or hangs while it forks, perhaps in a function that a preloaded module has "
+                "registered with os.register_at_fork."
+            ) from None
 
     def _send_request(
         self,

@@ -45,6 +45,7 @@ from distributor.node.process.exit import flush_streams
 from distributor.node.process.fork_reset import reset_after_fork
 from distributor.node.process.ipc import (
     MAX_MESSAGE_BYTES,
+    Forked,
     Refused,
     RequestSupervisor,
     ShutDown,
@@ -85,6 +86,8 @@ BUSY_IMPORT_SECONDS = 15 * IDLE_IMPORT_SECONDS
 """The same for those that take long, while there are supervisors: their ranks use the CPUs."""
 IDLE_EXIT_SECONDS = 1800.0
 """Seconds without a request or a run after which the zygote exits."""
+SUPERVISOR_EXIT_SECONDS = 20.0
+"""Seconds that supervisors have to end with the owner: one that hangs in a fork does not."""
 LOAD_SECONDS = 600
 """Seconds that the first imports may take."""
 
@@ -124,7 +127,7 @@ class _Zygote:
         self._helpers: set[int] = set()  # children that an imported module has started
         self._idle_imports = list(IDLE_IMPORTS)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._owner, selectors.EVENT_READ, self._exit)
+        self._selector.register(self._owner, selectors.EVENT_READ, self._exit_with_owner)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._settle()
 
@@ -164,6 +167,15 @@ class _Zygote:
 
     def _exit(self) -> NoReturn:
         os._exit(0)
+
+    def _exit_with_owner(self) -> NoReturn:
+        """Exit once the supervisors, which end with the owner too, have ended; kill the rest."""
+        deadline = time.monotonic() + SUPERVISOR_EXIT_SECONDS
+        for pidfd in self._supervisors.values():
+            select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
+        if self._supervisors:
+            kill_children(lambda child: child not in self._helpers)
+        self._exit()
 
     def _accept(self) -> None:
         client, _ = self._listener.accept()
@@ -218,6 +230,7 @@ class _Zygote:
             send(agent, Refused(f"no process could be forked: {error}"))
             return None
         if pid:
+            send(agent, Forked(pid))
             self._supervisors[pid] = pidfd = os.pidfd_open(pid)
             self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._handle_end(pid))
             return None

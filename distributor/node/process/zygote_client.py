@@ -18,6 +18,7 @@ from distributor.core.procfs import Stat, stat_field
 from distributor.errors import DistributorError, StartTimeout
 from distributor.node.process.interpreter import Interpreter
 from distributor.node.process.ipc import (
+    Forked,
     Ready,
     Refused,
     RequestSupervisor,
@@ -34,6 +35,7 @@ from distributor.node.process.supervisor_client import (
     SupervisedSpawner,
     SupervisorConnection,
     is_supported,
+    kill,
     start_supervisor,
 )
 from distributor.source import own_digest
@@ -103,21 +105,21 @@ def open_spawner(
     if not is_supported():
         return FreshSpawner(interpreter)
     if zygote_spec is None:
-        return SupervisedSpawner(start_supervisor(interpreter))
+        return SupervisedSpawner(start_supervisor(interpreter, deadline), deadline)
     try:
-        return SupervisedSpawner(_request_supervisor(zygote_spec, deadline))
+        return SupervisedSpawner(_request_supervisor(zygote_spec, deadline), deadline)
     except TimeoutError as error:
         modules = ", ".join(("torch", *zygote_spec.preload))
         raise StartTimeout(
-            f"start_timeout has passed, and the warm process on {host_name()} is still importing "
-            f"{modules}."
-        ) from error
+            f"start_timeout has passed, and the warm process on {host_name()}, which imports "
+            f"{modules}, {error}."
+        ) from None
     except OSError as error:
         print(
             f"distributor: no warm process, so ranks start in new interpreters: {error}",
             file=sys.stderr,
         )
-        return SupervisedSpawner(start_supervisor(interpreter))
+        return SupervisedSpawner(start_supervisor(interpreter, deadline), deadline)
 
 
 def prepare(zygote_spec: ZygoteSpec | None) -> None:
@@ -213,16 +215,33 @@ def _request_supervisor(zygote_spec: ZygoteSpec, deadline: float) -> SupervisorC
 
 
 def _send_request(connection: socket.socket, preload_spec: PreloadSpec, deadline: float) -> object:
-    """Request a supervisor, and return the reply; None if the zygote has gone."""
+    """Request a supervisor, and return the reply; None if the zygote has gone.
+
+    Raises
+    ------
+    TimeoutError
+        If the deadline has passed; says what the zygote was doing.
+    """
+    forked = None
     try:
         connection.sendall(pickle.dumps(RequestSupervisor(preload_spec)))
-        seconds_left = deadline - time.monotonic()
-        connection.settimeout(max(0.001, seconds_left) if seconds_left < math.inf else None)
-        reply = receive(connection)
+        while True:
+            seconds_left = deadline - time.monotonic()
+            connection.settimeout(max(0.001, seconds_left) if seconds_left < math.inf else None)
+            reply = receive(connection)
+            if not isinstance(reply, Forked):
+                break
+            forked = reply.pid
         connection.settimeout(None)
     except TimeoutError:
         connection.close()
-        raise
+        if forked is None:
+            raise TimeoutError("does not answer: it is still importing, or hangs") from None
+        kill(forked)
+        raise TimeoutError(
+            "has forked a process that hangs, perhaps in a function that one of them has "
+            "registered with os.register_at_fork"
+        ) from None
     except OSError:
         return None
     return reply
