@@ -119,10 +119,60 @@ def choose_store(rendezvous: ModuleType, choose: Callable[[str, int], str]) -> N
     create = rendezvous._create_c10d_store
 
     @functools.wraps(create)
-    def create_chosen(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
-        return create(choose(hostname, port), port, *args, **kwargs)
+    def create_chosen(
+        hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        store = create(choose(hostname, port), port, rank, world_size, *args, **kwargs)
+        _kept_stores[:] = [store] if world_size > 1 else []
+        return store
 
     rendezvous._create_c10d_store = create_chosen  # type: ignore[attr-defined]
+
+
+_kept_stores: list[Any] = []
+"""The store that this process has opened last.
+
+A rank that serves it keeps it after ``destroy_process_group``: another rank may have connected to
+it again already, for the next ``init_process_group``.
+"""
+
+
+def separate_initializations(distributed_c10d: ModuleType) -> None:
+    """Have each initialization of the default process group use keys of its own in its store.
+
+    Torch uses the same keys each time. A rank that initializes its group again at once reads what
+    a slower rank has written for the group that both have just destroyed, and connects to sockets
+    that no longer exist.
+
+    Each rank counts its initializations in the store, for each number of ranks, because other
+    processes can follow it as the same rank. It counts those that succeed, so that all ranks may
+    try again. The first keeps torch's keys: a process without this function can take part in it.
+
+    Parameters
+    ----------
+    distributed_c10d : module
+        ``torch.distributed.distributed_c10d``, whose ``_new_process_group_helper`` is changed.
+    """
+    create = distributed_c10d._new_process_group_helper
+
+    @functools.wraps(create)
+    def create_apart(
+        size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        # MPI needs no store, and that of the backend for tests stores nothing.
+        if kwargs.get("group_desc") != "default_pg" or backend in ("mpi", "fake"):
+            return create(size, rank, ranks, backend, store, *args, **kwargs)
+        count = f"initializations/{size}/{rank}"
+        done = store.add(count, 0)
+        own = store
+        # What the first rank writes decides for all of them.
+        if done or store.compare_set("initializations", "", str(size)) != str(size).encode():
+            own = distributed_c10d.PrefixStore(f"initializations/{size}/{done}", store)
+        created = create(size, rank, ranks, backend, own, *args, **kwargs)
+        store.add(count, 1)
+        return created
+
+    distributed_c10d._new_process_group_helper = create_apart  # type: ignore[attr-defined]
 
 
 def wrap_spawned(spawn: ModuleType, wrap: Callable[[Any], Any]) -> None:
@@ -140,6 +190,7 @@ def wrap_spawned(spawn: ModuleType, wrap: Callable[[Any], Any]) -> None:
 
     @functools.wraps(start)
     def start_wrapped(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        _kept_stores.clear()  # the processes may use the same port
         return start(wrap(fn), *args, **kwargs)
 
     for module in (spawn, sys.modules["torch.multiprocessing"]):

@@ -18,6 +18,8 @@ from support.canary import relies_on
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
 from distributor._compat import torch as private  # noqa: E402
 
 
@@ -136,6 +138,7 @@ def test_torch_asks_for_the_host_of_its_store(monkeypatch: pytest.MonkeyPatch) -
 
     rendezvous = sys.modules["torch.distributed.rendezvous"]
     monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)
+    monkeypatch.setattr(private, "_kept_stores", [])
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # torch 2.4 reads it, and ranks have it
     monkeypatch.setenv("MASTER_ADDR", "no-such-host")
@@ -147,6 +150,24 @@ def test_torch_asks_for_the_host_of_its_store(monkeypatch: pytest.MonkeyPatch) -
             dist.init_process_group("gloo", init_method, rank=0, world_size=1)
             dist.destroy_process_group()
         assert asked == [("no-such-host", store.port)] * 2
+
+
+def test_each_initialization_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = dist.distributed_c10d
+    monkeypatch.setattr(module, "_new_process_group_helper", module._new_process_group_helper)
+    what = "_new_process_group_helper, or its arguments for the default process group"
+    with relies_on("torch", what, "torch.separate_initializations"):
+        private.separate_initializations(module)
+        store, values = dist.HashStore(), []
+        for number in range(3):
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            used = module._get_default_store()
+            values.append(used.compare_set("key", "", str(number)))
+            dist.new_group([0])
+            dist.destroy_process_group()
+        assert values == [b"0", b"1", b"2"]
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+        dist.destroy_process_group()
 
 
 def test_torch_starts_processes_in_one_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,16 @@ def test_a_module_that_is_imported_already_is_changed_at_once(package: str) -> N
     assert values == [1]
 
 
+def test_several_changes_of_one_module(package: str) -> None:
+    changes: list[str] = []
+    after_import(package, lambda module: changes.append("first"))
+    after_import(package, lambda module: changes.append("second"))
+    module = importlib.import_module(package)
+
+    assert sorted(changes) == ["first", "second"]
+    assert isinstance(module.__loader__, SourceFileLoader)
+
+
 def test_a_changed_module_has_its_own_loader_and_data(package: str) -> None:
     finders = list(sys.meta_path)
     after_import(package, lambda module: None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 
 
@@ -38,7 +39,7 @@ class _Hook(MetaPathFinder, Loader):
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(fullname, path, target)
+        spec = find_spec(fullname)  # which asks all other finders, further hooks among them
         if spec is None or spec.loader is None:
             return None
         self._loader, spec.loader = spec.loader, self

@@ -35,6 +35,7 @@ def allow_own_rendezvous(host: str, port: int) -> None:
     """
     choose = partial(_choose_store, host, port)
     after_import("torch.distributed.rendezvous", partial(private.choose_store, choose=choose))
+    after_import("torch.distributed.distributed_c10d", private.separate_initializations)
     wrap = partial(_SpawnedFunction, host, port)
     after_import("torch.multiprocessing.spawn", partial(private.wrap_spawned, wrap=wrap))
 

@@ -1,0 +1,115 @@
+"""A program may initialize its process group again and again, as those with several phases do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import cloudpickle
+import pytest
+from conftest import cluster_is_slow
+from support.ports import free_port
+from support.ranks import Distribute, my_rank
+
+from distributor import TorchDistributor
+
+pytest.importorskip("torch")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+SECONDS = timedelta(seconds=10)
+PHASES = 8
+"""Without keys of its own, each phase but the first fails about every third time."""
+
+
+def sum_of_ranks(group: Any = None) -> float:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor(my_rank() + 1.0)
+    dist.all_reduce(total, group=group)
+    return total.item()
+
+
+def phase(late: bool = False, **where: Any) -> list[float]:
+    """Use a process group and a second one beside it, and destroy both.
+
+    With `late`, rank 0 destroys them after the other ranks have begun the next phase.
+    """
+    import time
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=SECONDS, **where)
+    sums = [sum_of_ranks(), sum_of_ranks(dist.new_group(timeout=SECONDS))]
+    if late and my_rank() == 0:
+        time.sleep(0.5)  # nothing shows that they have
+    dist.destroy_process_group()
+    return sums
+
+
+def phases() -> list[list[float]]:
+    return [phase() for _ in range(PHASES)]
+
+
+@cluster_is_slow
+def test_phases_at_the_address_of_the_run(distribute: Distribute) -> None:
+    assert distribute(2).run_all(phases) == [[[3.0, 3.0]] * PHASES] * 2
+
+
+@pytest.mark.slow
+def test_phases_of_fresh_ranks(distribute: Distribute) -> None:
+    assert distribute(3, warm=False).run_all(phases) == [[[6.0, 6.0]] * PHASES] * 3
+
+
+def phases_elsewhere(port: int, store_port: int) -> list[list[float]]:
+    import torch.distributed as dist
+
+    where: dict[str, Any] = {"rank": my_rank(), "world_size": 2}
+    store = dist.TCPStore("localhost", store_port, 2, is_master=my_rank() == 0)
+    where_else = {"init_method": f"tcp://localhost:{port}", **where}
+    sums = [phase(late=number == 0, **where_else) for number in range(PHASES)]
+    return sums + [phase(store=store, **where) for _ in range(PHASES)]
+
+
+def test_phases_at_an_address_and_in_a_store_of_the_program() -> None:
+    ranks = TorchDistributor(2, use_gpu=False, timeout=60)
+    sums = ranks.run_all(phases_elsewhere, free_port(), free_port())
+    assert sums == [[[3.0, 3.0]] * 2 * PHASES] * 2
+
+
+def some_then_all() -> list[float]:
+    sums = [phase(world_size=2, rank=my_rank())[0] for _ in range(2) if my_rank() < 2]
+    return [*sums, phase()[0], phase()[0]]
+
+
+def test_phases_of_some_ranks() -> None:
+    sums = TorchDistributor(3, use_gpu=False, timeout=60).run_all(some_then_all)
+    assert sums == [[3.0, 3.0, 6.0, 6.0]] * 2 + [[6.0, 6.0]]
+
+
+def one_more_than_others() -> tuple[list[float], str]:
+    import torch.distributed as dist
+
+    run_store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    dist.init_process_group("gloo", timeout=SECONDS)
+    sums, failure = [sum_of_ranks()], ""
+    if my_rank() == 1:
+        dist.destroy_process_group()
+        try:  # the other rank's first group still listens
+            dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+        except RuntimeError as error:
+            failure = str(error)
+        run_store.set("failed", "")
+    else:
+        run_store.wait(["failed"])
+        dist.destroy_process_group()
+    return sums, failure
+
+
+def test_a_rank_that_initializes_once_more_waits_for_the_others() -> None:
+    ranks = TorchDistributor(2, use_gpu=False, timeout=60)
+    first, (sums, failure) = ranks.run_all(one_more_than_others)
+    assert first == ([3.0], "")
+    assert sums == [3.0]
+    assert "timeout" in failure.lower()
