@@ -14,7 +14,7 @@ from support.machines import machines_apart, why_not_apart
 from support.ports import free_port
 
 from distributor import TorchDistributor
-from distributor.node.worker.own_rendezvous import USE_AGENT_STORE, _choose_store
+from distributor.node.worker.own_rendezvous import RUN_ID, USE_AGENT_STORE, _choose_store
 
 pytest.importorskip("torch")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -75,6 +75,60 @@ def test_a_rank_starts_processes_that_train(tmp_path: Path, own: bool) -> None:
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "3.0", "1": "3.0"}
 
 
+WITH_AN_AGENT = """
+import os, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from torch.distributed.launcher import LaunchConfig, elastic_launch
+
+def work():
+    dist.init_process_group("gloo")
+    total = torch.tensor(dist.get_rank() + 1.0)
+    dist.all_reduce(total)
+    Path(os.environ["OUT"], os.environ["RANK"]).write_text(str(total.item()))
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="another", rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0", monitor_interval=0.1, start_method=sys.argv[1],
+        )
+        elastic_launch(config, work)()
+    else:
+        work()
+"""
+"""A program that starts its processes with torch's launcher, or is started with it."""
+
+
+def run_torchrun(*args: str) -> None:
+    import subprocess
+
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", *args], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fork", "spawn"])
+def test_a_rank_starts_processes_with_torchs_launcher(tmp_path: Path, way: str) -> None:
+    program, out = tmp_path / "program.py", tmp_path / "out"
+    program.write_text(WITH_AN_AGENT)
+    out.mkdir()
+    TorchDistributor(1, use_gpu=False, timeout=120, env={"OUT": str(out)}).run(program, way)
+    assert {path.name: path.read_text() for path in out.iterdir()} == {"0": "3.0", "1": "3.0"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["--standalone", "--master-port"])
+def test_a_rank_starts_torchrun(tmp_path: Path, address: str) -> None:
+    program, out = tmp_path / "program.py", tmp_path / "out"
+    program.write_text(WITH_AN_AGENT)
+    out.mkdir()
+    where = address if address == "--standalone" else f"{address}={free_port()}"
+    ranks = TorchDistributor(1, use_gpu=False, timeout=120, env={"OUT": str(out)})
+    ranks.run(run_torchrun, "--nproc-per-node=2", where, str(program))
+    assert {path.name: path.read_text() for path in out.iterdir()} == {"0": "3.0", "1": "3.0"}
+
+
 ELSEWHERE = "192.0.2.7"
 """An address of no machine."""
 
@@ -85,8 +139,9 @@ def test_loopback_is_refused_if_rank_0_is_on_another_machine(
     monkeypatch: pytest.MonkeyPatch, wanted: str, port: int
 ) -> None:
     monkeypatch.setenv(USE_AGENT_STORE, "True")
+    monkeypatch.setenv(RUN_ID, "run")
     with pytest.raises(ValueError, match="Do not set MASTER_ADDR") as refused:
-        _choose_store(ELSEWHERE, 29500, wanted, port)
+        _choose_store(ELSEWHERE, 29500, "run", wanted, port)
     assert f"rank 0 is on another machine ({ELSEWHERE})" in str(refused.value)
 
 
@@ -104,8 +159,16 @@ def test_the_port_decides_who_serves_the_store(
     monkeypatch: pytest.MonkeyPatch, wanted: tuple[str, int], host: str, ours: bool
 ) -> None:
     monkeypatch.setenv(USE_AGENT_STORE, "")
-    assert _choose_store("127.0.0.1", 29500, *wanted) == host
+    monkeypatch.setenv(RUN_ID, "run")
+    assert _choose_store("127.0.0.1", 29500, "run", *wanted) == host
     assert os.environ[USE_AGENT_STORE] == str(ours)
+
+
+def test_another_agent_serves_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(USE_AGENT_STORE, "True")
+    monkeypatch.setenv(RUN_ID, "another")
+    assert _choose_store(ELSEWHERE, 29500, "run", "localhost", 12355) == "localhost"
+    assert os.environ[USE_AGENT_STORE] == "True"
 
 
 ON_A_CLUSTER = """

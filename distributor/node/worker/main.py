@@ -84,7 +84,7 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     if worker_spec.listener is not None:
         context.store = _serve_store(*context.rendezvous, worker_spec.listener)
     control.send(STARTED)
-    allow_own_rendezvous(*context.rendezvous)
+    allow_own_rendezvous(*context.rendezvous, worker_spec.run_id)
     install_mlflow_hooks()
     keep_groups()
     try:

@@ -21,9 +21,10 @@ from distributor.node.worker.import_hooks import after_import
 from distributor.serialization import code_pickle
 
 USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+RUN_ID = "TORCHELASTIC_RUN_ID"
 
 
-def allow_own_rendezvous(host: str, port: int) -> None:
+def allow_own_rendezvous(host: str, port: int, run_id: str) -> None:
     """Have this process serve a store itself if its program chooses another port.
 
     Parameters
@@ -32,15 +33,18 @@ def allow_own_rendezvous(host: str, port: int) -> None:
         The host of the store that rank 0 serves, as ranks know it.
     port : int
         The store's port.
+    run_id : str
+        The run's id. Another in the environment is that of another agent, which a rank has started
+        and which serves the store of its own ranks.
     """
-    choose = partial(_choose_store, host, port)
+    choose = partial(_choose_store, host, port, run_id)
     after_import("torch.distributed.rendezvous", partial(private.choose_store, choose=choose))
     after_import("torch.distributed.distributed_c10d", private.separate_initializations)
-    wrap = partial(_SpawnedFunction, host, port)
+    wrap = partial(_SpawnedFunction, host, port, run_id)
     after_import("torch.multiprocessing.spawn", partial(private.wrap_spawned, wrap=wrap))
 
 
-def _choose_store(host: str, port: int, wanted_host: str, wanted_port: int) -> str:
+def _choose_store(host: str, port: int, run_id: str, wanted_host: str, wanted_port: int) -> str:
     """Decide who serves the store that the program wants; return the host to connect to.
 
     Raises
@@ -48,6 +52,8 @@ def _choose_store(host: str, port: int, wanted_host: str, wanted_port: int) -> s
     ValueError
         If the program's host is loopback, and rank 0 is on another machine.
     """
+    if os.environ.get(RUN_ID, run_id) != run_id:
+        return wanted_host
     is_ours = wanted_port == port
     os.environ[USE_AGENT_STORE] = str(is_ours)
     if wanted_host == host or not _resolves_to_loopback(wanted_host):
@@ -85,16 +91,16 @@ class _SpawnedFunction:
     notebook or of a driver program.
     """
 
-    def __init__(self, host: str, port: int, function: Callable[..., object]) -> None:
-        self.host, self.port, self.function = host, port, function
+    def __init__(self, host: str, port: int, run_id: str, function: Callable[..., object]) -> None:
+        self.run, self.function = (host, port, run_id), function
 
     def __call__(self, *args: Any) -> None:
-        allow_own_rendezvous(self.host, self.port)
+        allow_own_rendezvous(*self.run)
         self.function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load_spawned, (self.host, self.port, code_pickle.dumps(self.function))
+        return _load_spawned, (*self.run, code_pickle.dumps(self.function))
 
 
-def _load_spawned(host: str, port: int, pickled: bytes) -> _SpawnedFunction:
-    return _SpawnedFunction(host, port, pickle.loads(pickled))
+def _load_spawned(host: str, port: int, run_id: str, pickled: bytes) -> _SpawnedFunction:
+    return _SpawnedFunction(host, port, run_id, pickle.loads(pickled))
