@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from distributor.node.spark_task.hub_channel import CONNECT_SECONDS, HANDSHAKE_SECONDS
 from distributor.wire import protocol
@@ -64,6 +65,14 @@ class NodeRecord:
     refused: bool = False
 
 
+class _Link(NamedTuple):
+    """An authenticated connection to the hub."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    session: protocol.Session
+
+
 async def run(orders: Orders) -> list[NodeRecord]:
     """Run all nodes concurrently."""
     live = _node if orders.secret else _bare
@@ -73,59 +82,61 @@ async def run(orders: Orders) -> list[NodeRecord]:
 async def _node(orders: Orders, number: int) -> NodeRecord:
     record = NodeRecord()
     try:
-        reader, writer = await _linked(orders, number)
+        link = await _linked(orders, number)
     except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
         record.refused = True
         return record
-    _send(writer, NodeUp(f"host{number}", {}))
+    _send(link, NodeUp(f"host{number}", {}))
     if number == 0:
-        _send(writer, Rendezvous(LOOPBACK, 1))
-    answer = await _receive(reader, writer, Rendezvous, RendezvousThroughSpark)
+        _send(link, Rendezvous(LOOPBACK, 1))
+    answer = await _receive(link, Rendezvous, RendezvousThroughSpark)
     record.through_spark = isinstance(answer, RendezvousThroughSpark)
     record.rendezvoused = time.monotonic()
-    _send(writer, RanksStarted())
+    _send(link, RanksStarted())
     for start in range(0, orders.lines, LINES_PER_FRAME):
         text = b"".join(b"node %d, line %d\n" % (number, start + i) for i in range(LINES_PER_FRAME))
-        _send(writer, Output(number, "stdout", text))
-    _send(writer, NodeDone())
+        _send(link, Output(number, "stdout", text))
+    _send(link, NodeDone())
     if not record.through_spark:
-        await _receive(reader, writer, Release)
+        await _receive(link, Release)
         record.released = time.monotonic()
-    writer.close()
+    link.writer.close()
     return record
 
 
-async def _linked(orders: Orders, number: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _linked(orders: Orders, number: int) -> _Link:
     connection = asyncio.open_connection(LOOPBACK, orders.port)
     reader, writer = await asyncio.wait_for(connection, CONNECT_SECONDS)
     handshake = _prove(orders.secret.encode(), number, reader, writer)
-    await asyncio.wait_for(handshake, HANDSHAKE_SECONDS)
-    return reader, writer
+    return _Link(reader, writer, await asyncio.wait_for(handshake, HANDSHAKE_SECONDS))
 
 
 async def _prove(
     secret: bytes, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
+) -> protocol.Session:
     greeting = await reader.readexactly(protocol.GREETING.size)
     nonce = os.urandom(protocol.NONCE_SIZE)
     writer.write(protocol.hello(secret, greeting, nonce, number))
     welcome = await reader.readexactly(protocol.WELCOME.size)
-    protocol.check_welcome(secret, greeting, nonce, welcome)
+    return protocol.check_welcome(secret, greeting, nonce, welcome)
 
 
-def _send(writer: asyncio.StreamWriter, message: object) -> None:
-    writer.write(protocol.encode(message))
+def _send(link: _Link, message: object) -> None:
+    frame = protocol.encode(message)
+    link.writer.write(frame + link.session.sent.next(frame))
 
 
-async def _receive(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *kinds: type
-) -> object:
+async def _receive(link: _Link, *kinds: type) -> object:
     """Return the next message, and answer the heartbeats before it."""
     while True:
-        (length,) = protocol.HEADER.unpack(await reader.readexactly(protocol.HEADER.size))
-        message = protocol.decode(await reader.readexactly(length))
+        header = await link.reader.readexactly(protocol.HEADER.size)
+        (length,) = protocol.HEADER.unpack(header)
+        payload = memoryview(await link.reader.readexactly(length))
+        tag = await link.reader.readexactly(protocol.TAG_SIZE)
+        link.session.received.check(header, payload, tag)
+        message = protocol.decode(payload)
         if isinstance(message, Heartbeat):
-            _send(writer, message)
+            _send(link, message)
         elif isinstance(message, kinds):
             return message
         else:

@@ -18,8 +18,8 @@ def connect(
     *,
     timeout: float,
     handshake_timeout: float | None = None,
-) -> socket.socket:
-    """Connect as ``node`` to the run with this secret; return a blocking socket.
+) -> tuple[socket.socket, protocol.Session]:
+    """Connect as ``node`` to the run with this secret; return a blocking socket and its session.
 
     Parameters
     ----------
@@ -45,13 +45,49 @@ def connect(
         sock = _dial(host, port, time.monotonic() + timeout)
         try:
             limit = timeout if handshake_timeout is None else handshake_timeout
-            _prove(sock, secret, node, time.monotonic() + limit)
+            session = _prove(sock, secret, node, time.monotonic() + limit)
         except BaseException:
             sock.close()
             raise
     except TimeoutError as error:
         raise TimeoutError(f"no hub answers at {host}:{port} within {limit:g} s") from error
-    return sock
+    sock.settimeout(None)
+    return sock, session
+
+
+def is_served(host: str, port: int, secret: bytes, *, timeout: float) -> bool:
+    """Ask what listens at an address whether it serves the run with this secret.
+
+    Parameters
+    ----------
+    host, port : str, int
+        The address.
+    secret : bytes
+        The run's secret.
+    timeout : float
+        Seconds to connect, and again to get the answer.
+
+    Returns
+    -------
+    bool
+        Whether it has proved that it does. If not, it accepts connections and says nothing: a
+        process that is stopped, or too busy, or has no free descriptors, or not the hub.
+
+    Raises
+    ------
+    ConnectionRefusedError
+        If nothing listens there.
+    RunNotServed
+        If it certainly does not.
+    OSError
+        If there was no connection, or it ended before the answer.
+    """
+    with _dial(host, port, time.monotonic() + timeout) as sock:
+        try:
+            _prove(sock, secret, protocol.PROBE, time.monotonic() + timeout)
+        except TimeoutError:
+            return False
+    return True
 
 
 def _dial(host: str, port: int, deadline: float) -> socket.socket:
@@ -64,14 +100,13 @@ def _dial(host: str, port: int, deadline: float) -> socket.socket:
     return socket.create_connection((last, port), _left(deadline))
 
 
-def _prove(sock: socket.socket, secret: bytes, node: int, deadline: float) -> None:
+def _prove(sock: socket.socket, secret: bytes, node: int, deadline: float) -> protocol.Session:
     protocol.tune(sock)
     nonce = os.urandom(protocol.NONCE_SIZE)
     greeting = _receive(sock, protocol.GREETING.size, deadline)
     sock.sendall(protocol.hello(secret, greeting, nonce, node))
     welcome = _receive(sock, protocol.WELCOME.size, deadline)
-    protocol.check_welcome(secret, greeting, nonce, welcome)
-    sock.settimeout(None)
+    return protocol.check_welcome(secret, greeting, nonce, welcome)
 
 
 def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:

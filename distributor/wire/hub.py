@@ -157,7 +157,7 @@ class Hub:
         if self._held_back:
             peer.transport.pause_reading()
 
-    def received(self, peer: Peer, payload: bytearray) -> None:
+    def received(self, peer: Peer, payload: memoryview) -> None:
         with self._waiting_lock:
             self._waiting += len(payload) + FRAME_OVERHEAD
             full = self._waiting > MAX_WAITING
@@ -185,7 +185,7 @@ class Hub:
     def _write(self, frame: bytes, node: int | None) -> None:
         for peer in self.peers.values() if node is None else [self.peers.get(node)]:
             if peer and not peer.transport.is_closing():
-                peer.transport.write(frame)
+                peer.send(frame)
                 if peer.transport.get_write_buffer_size() > MAX_OUTGOING:
                     peer.transport.abort()
 
@@ -198,4 +198,4 @@ class Hub:
 
 class _Frame(NamedTuple):
     peer: Peer
-    payload: bytearray
+    payload: memoryview

@@ -32,11 +32,13 @@ class Link:
     def __init__(
         self,
         sock: socket.socket,
+        session: protocol.Session,
         on_message: Callable[[object], None],
         on_lost: Callable[[], None],
     ) -> None:
         self.lost = False
         self._sock = sock
+        self._session = session
         self._on_message = on_message
         self._on_lost = on_lost
         self._changed = threading.Condition()
@@ -84,11 +86,11 @@ class Link:
         OSError
             If the connection fails: `HandshakeRefused`, TimeoutError and others.
         """
-        sock = connect(
+        sock, session = connect(
             host, port, secret, node, timeout=timeout, handshake_timeout=handshake_timeout
         )
         try:
-            return cls(sock, on_message, on_lost)
+            return cls(sock, session, on_message, on_lost)
         except BaseException:
             sock.close()
             raise
@@ -149,16 +151,25 @@ class Link:
     def _send_all(self) -> None:
         try:
             while frame := self._next_frame():
-                for start in range(0, len(frame), _CHUNK):
-                    chunk = memoryview(frame)[start : start + _CHUNK]
-                    self._sock.sendall(chunk)
-                    with self._changed:
-                        self._backlog -= len(chunk)
-                        self._changed.notify_all()
+                self._send_frame(frame)
             # The hub closes in answer. An immediate close() could cut off data in transit.
             self._sock.shutdown(socket.SHUT_WR)
         except OSError:
             self._lose()
+
+    def _send_frame(self, frame: bytes) -> None:
+        tag = self._session.sent.next(frame)
+        last = len(frame) - len(frame) % _CHUNK
+        for start in range(0, last, _CHUNK):
+            self._sock.sendall(memoryview(frame)[start : start + _CHUNK])
+            self._shorten_backlog(_CHUNK)
+        self._sock.sendall(frame[last:] + tag)
+        self._shorten_backlog(len(frame) - last)
+
+    def _shorten_backlog(self, size: int) -> None:
+        with self._changed:
+            self._backlog -= size
+            self._changed.notify_all()
 
     def _next_frame(self) -> bytes | None:
         with self._changed:
@@ -168,11 +179,13 @@ class Link:
     def _read_all(self) -> None:
         try:
             with self._sock.makefile("rb") as stream:
-                while payload := _next_payload(stream):
+                while payload := self._next_payload(stream):
                     message = protocol.decode(payload)
                     if isinstance(message, Heartbeat):
                         self.send(message)
                     self._on_message(message)
+        except (protocol.FrameNotAuthentic, protocol.FrameTooLarge) as error:
+            _log.warning("the link to the driver is closed: %s", error)
         except Exception:
             _log.warning("a message from the hub could not be handled", exc_info=True)
         with self._changed:
@@ -182,6 +195,34 @@ class Link:
         if not asked_for:
             self._on_lost()
 
+    def _next_payload(self, stream: BinaryIO) -> memoryview:
+        """Return the next frame's payload; empty if the connection has ended.
+
+        Raises
+        ------
+        FrameTooLarge, FrameNotAuthentic
+            If it is not what the hub has sent.
+        """
+        header = self._read(stream, protocol.HEADER.size)
+        if not header:
+            return header
+        length = protocol.check_length(protocol.HEADER.unpack(header)[0])
+        received = self._read(stream, length + protocol.TAG_SIZE)
+        if received:
+            payload, tag = received[:length], received[length:]
+            self._session.received.check(header, payload, tag)
+            return payload
+        return received
+
+    @staticmethod
+    def _read(stream: BinaryIO, size: int) -> memoryview:
+        """Return exactly as many bytes; none if the connection has ended before them."""
+        try:
+            data = stream.read(size)
+        except OSError:
+            data = b""
+        return memoryview(data if len(data) == size else b"")
+
     def _lose(self) -> None:
         with self._changed:
             self.lost = True
@@ -189,16 +230,3 @@ class Link:
             self._changed.notify_all()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-
-
-def _next_payload(stream: BinaryIO) -> bytes:
-    """Return the next frame's payload; empty if the connection has ended."""
-    try:
-        header = stream.read(protocol.HEADER.size)
-        if len(header) < protocol.HEADER.size:
-            return b""
-        length = protocol.check_length(protocol.HEADER.unpack(header)[0])
-        payload = stream.read(length)
-        return payload if len(payload) == length else b""
-    except OSError:
-        return b""

@@ -171,7 +171,12 @@ class Listener:
             oldest.transport.abort()
 
     def admit(self, peer: Peer, hello: bytearray) -> bytes:
-        """Add a peer to the run that its hello names; return the welcome to send.
+        """Add a peer to the run that its hello names, unless it only asks whether that is served.
+
+        Returns
+        -------
+        bytes
+            The welcome to send.
 
         Raises
         ------
@@ -180,11 +185,15 @@ class Listener:
         """
         run = self._runs.get(protocol.key_in(hello))
         if run is None:
+            if protocol.is_probe(hello):
+                return protocol.UNKNOWN_RUN
             raise protocol.HandshakeRefused("no run of this process has that key")
-        peer.node, welcome = protocol.admit(run.secret, peer.nonce, hello)
-        run.admit(peer)
-        peer.run = run
-        self._unauthenticated.pop(peer)
+        node, welcome, peer.session = protocol.admit(run.secret, peer.nonce, hello)
+        if node != protocol.PROBE:
+            peer.node = node
+            run.admit(peer)
+            peer.run = run
+            self._unauthenticated.pop(peer)
         return welcome
 
     def gone(self, peer: Peer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -11,6 +12,8 @@ from distributor.wire import protocol
 
 HANDSHAKE_SECONDS = 10.0
 NO_NODE: Final = -1
+
+_log = logging.getLogger(__name__)
 
 
 class Run(Protocol):
@@ -29,7 +32,7 @@ class Run(Protocol):
             If that node is connected already.
         """
 
-    def received(self, peer: Peer, payload: bytearray) -> None:
+    def received(self, peer: Peer, payload: memoryview) -> None:
         """Queue a frame's payload."""
 
     def beat(self, frame: bytes, *, delayed: bool) -> None:
@@ -67,6 +70,8 @@ class Peer(asyncio.BufferedProtocol):
     ----------
     run, node
         The run that it belongs to, and its node's index; None and `NO_NODE` until its hello.
+    session
+        The tags of its frames, from its hello on.
     silent_intervals
         How many intervals between heartbeats have ended since bytes came last.
     garbled
@@ -74,6 +79,7 @@ class Peer(asyncio.BufferedProtocol):
     """
 
     transport: asyncio.Transport
+    session: protocol.Session
     run: Run | None = None
     node = NO_NODE
     silent_intervals = 0
@@ -100,12 +106,18 @@ class Peer(asyncio.BufferedProtocol):
         if self._filled == len(self._buffer):
             try:
                 self._then(self._buffer)
-            except ConnectionError:
+            except ConnectionError as error:
+                if self.run is not None:
+                    _log.warning("the link of node %d is closed: %s", self.node, error)
                 self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         self._listener.gone(self)
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame."""
+        self.transport.writelines([frame, self.session.sent.next(frame)])
 
     def _expect(self, size: int, then: Callable[[bytearray], None]) -> None:
         self._buffer = bytearray(size)
@@ -114,14 +126,20 @@ class Peer(asyncio.BufferedProtocol):
 
     def _on_hello(self, hello: bytearray) -> None:
         self.transport.write(self._listener.admit(self, hello))
+        if self.run is None:  # it has asked whether its run is served, and no more
+            self.transport.close()
+            return
         self._timer.cancel()
         self._expect(protocol.HEADER.size, self._on_header)
 
     def _on_header(self, header: bytearray) -> None:
+        self._header = bytes(header)
         (length,) = protocol.HEADER.unpack(header)
-        self._expect(protocol.check_length(length), self._on_payload)
+        self._expect(protocol.check_length(length) + protocol.TAG_SIZE, self._on_payload)
 
     def _on_payload(self, payload: bytearray) -> None:
         assert self.run is not None
+        content = memoryview(payload)[: -protocol.TAG_SIZE]
+        self.session.received.check(self._header, content, payload[-protocol.TAG_SIZE :])
         self._expect(protocol.HEADER.size, self._on_header)
-        self.run.received(self, payload)
+        self.run.received(self, content)

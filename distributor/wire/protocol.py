@@ -11,7 +11,13 @@ run's secret by an HMAC of the other side's fresh nonce. Nothing is unpickled be
 Several runs may share one hub's port. The run key, a hash that does not reveal the secret, says
 which run's secret to check.
 
-Then both sides send frames: a length (four bytes, big-endian) and a pickle of that length.
+Then both sides send frames: a length (four bytes, big-endian), a pickle of that length, and a tag.
+The tag is an HMAC of the frame's number, counted from 0, and the frame, with a key of this
+connection and direction that is derived from the secret and both nonces. So a frame that was
+changed, inserted, repeated, omitted or moved is recognized before it is unpickled.
+
+A node that only wants to know whether the hub still serves its run sends a hello with the index
+`PROBE`. The hub answers with the welcome, or with `UNKNOWN_RUN`, and closes the connection.
 """
 
 from __future__ import annotations
@@ -20,10 +26,13 @@ import hmac
 import pickle
 import socket
 import struct
-from typing import Final
+from typing import Final, NamedTuple
 
-MAGIC: Final = b"distributor wire 2\n"
+MAGIC: Final = b"distributor wire 3\n"
 MAX_FRAME: Final = 64 * 2**20
+TAG_SIZE: Final = 16
+PROBE: Final = 2**32 - 1
+UNKNOWN_RUN: Final = b"no run of this hub has that key."
 NONCE_SIZE: Final = 32
 KEY_SIZE: Final = 8
 HEARTBEAT_SECONDS: Final = 1.5
@@ -60,15 +69,69 @@ class HandshakeRefused(ConnectionError):
     """The other side did not prove that it holds the run's secret, or did not accept our proof."""
 
 
+class RunNotServed(HandshakeRefused):
+    """What answered is certainly not the hub of this run."""
+
+
 class FrameTooLarge(ConnectionError):
     """A frame is longer than ``MAX_FRAME``, or has the invalid length 0."""
+
+
+class FrameNotAuthentic(ConnectionError):
+    """A frame is not the one that the other side sent next."""
+
+
+class FrameTags:
+    """Computes the tags of the frames of one direction of a connection, in their order.
+
+    Parameters
+    ----------
+    key : bytes
+        The key of this connection and direction.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._number = 0
+
+    def next(self, *parts: bytes | memoryview) -> bytes:
+        """Return the tag of the next frame, which consists of these parts."""
+        mac = hmac.new(self._key, self._number.to_bytes(8, "big"), "sha256")
+        for part in parts:
+            mac.update(part)
+        self._number += 1
+        return mac.digest()[:TAG_SIZE]
+
+    def check(
+        self, header: bytes | memoryview, payload: memoryview, tag: bytes | bytearray | memoryview
+    ) -> None:
+        """Check the tag of the next frame.
+
+        Raises
+        ------
+        FrameNotAuthentic
+            If it is wrong.
+        """
+        number = self._number
+        if not hmac.compare_digest(tag, self.next(header, payload)):
+            raise FrameNotAuthentic(
+                f"frame {number} of a connection was changed on the way, or another one was put in "
+                "its place: the network between driver and nodes is damaged or under attack"
+            )
+
+
+class Session(NamedTuple):
+    """The tags of both directions of a connection, as one side sees them."""
+
+    sent: FrameTags
+    received: FrameTags
 
 
 def hello(secret: bytes, greeting: bytes, nonce: bytes, node: int) -> bytes:
     """Return the hello with which ``node`` answers a hub's greeting."""
     magic, hub_nonce = GREETING.unpack(greeting)
     if magic != MAGIC:
-        raise HandshakeRefused("what answered is not a distributor hub of this version")
+        raise RunNotServed("what answered is not a distributor hub of this version")
     key, index = run_key(secret), HEADER.pack(node)
     return HELLO.pack(key, index, nonce, _proof(secret, b"client", hub_nonce, nonce, key, index))
 
@@ -84,28 +147,45 @@ def key_in(answer: bytes | bytearray) -> bytes:
     return key
 
 
-def admit(secret: bytes, hub_nonce: bytes, answer: bytes | bytearray) -> tuple[int, bytes]:
-    """Check a link's hello; return its node index and the welcome to send."""
+def is_probe(answer: bytes | bytearray) -> bool:
+    """Return whether a hello only asks whether its run is served."""
+    return bytes(HELLO.unpack(answer)[1]) == HEADER.pack(PROBE)
+
+
+def admit(secret: bytes, hub_nonce: bytes, answer: bytes | bytearray) -> tuple[int, bytes, Session]:
+    """Check a link's hello; return its node index, the welcome to send, and the hub's session."""
     key, index, nonce, proof = HELLO.unpack(answer)
     if not hmac.compare_digest(proof, _proof(secret, b"client", hub_nonce, nonce, key, index)):
         raise HandshakeRefused("the peer does not hold the run's secret")
-    return HEADER.unpack(index)[0], _proof(secret, b"server", nonce, hub_nonce)
+    upward, downward = _tags(secret, hub_nonce, nonce)
+    welcome = _proof(secret, b"server", nonce, hub_nonce)
+    return HEADER.unpack(index)[0], welcome, Session(sent=downward, received=upward)
 
 
-def check_welcome(secret: bytes, greeting: bytes, nonce: bytes, welcome: bytes) -> None:
-    """Raise `HandshakeRefused` unless the hub has proved that it holds the secret."""
+def check_welcome(secret: bytes, greeting: bytes, nonce: bytes, welcome: bytes) -> Session:
+    """Return the link's session if the hub has proved that it holds the secret.
+
+    Raises
+    ------
+    RunNotServed
+        If it has not.
+    """
     _, hub_nonce = GREETING.unpack(greeting)
+    if welcome == UNKNOWN_RUN:
+        raise RunNotServed("the hub there serves other runs")
     if not hmac.compare_digest(welcome, _proof(secret, b"server", nonce, hub_nonce)):
-        raise HandshakeRefused("the hub does not hold the run's secret")
+        raise RunNotServed("the hub does not hold the run's secret")
+    upward, downward = _tags(secret, hub_nonce, nonce)
+    return Session(sent=upward, received=downward)
 
 
 def encode(message: object) -> bytes:
-    """Return a message as a frame."""
+    """Return a message as a frame, without its tag."""
     payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return HEADER.pack(check_length(len(payload))) + payload
 
 
-def decode(payload: bytes | bytearray) -> object:
+def decode(payload: bytes | memoryview) -> object:
     """Unpickle a payload of an authenticated peer."""
     return pickle.loads(payload)
 
@@ -124,6 +204,12 @@ def tune(sock: socket.socket) -> None:
     for option, value in _KEEPALIVE.items():
         if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _tags(secret: bytes, hub_nonce: bytes, nonce: bytes) -> tuple[FrameTags, FrameTags]:
+    """Return the tags of the frames to the hub, and of those from it."""
+    upward = _proof(secret, b"frames to the hub", hub_nonce, nonce)
+    return FrameTags(upward), FrameTags(_proof(secret, b"frames of the hub", hub_nonce, nonce))
 
 
 def _proof(secret: bytes, *parts: bytes) -> bytes:

@@ -3,6 +3,7 @@
 A `BlockServer` is a run of a listener, so that the driver's blocks need no port beside its hub's. A
 node proves that it holds the block's secret, sends the offset from which it wants the bytes, and
 receives them without frames until the end of the block. A thread for each connection sends them.
+Nothing authenticates these bytes: the receiver compares the digest of the whole block.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class BlockServer:
     def admit(self, peer: Peer) -> None:
         pass
 
-    def received(self, peer: Peer, payload: bytearray) -> None:
+    def received(self, peer: Peer, payload: memoryview) -> None:
         """Send the block from the offset that a node has sent, outside of this thread."""
         (offset,) = _OFFSET.unpack(payload)
         sock = peer.transport.get_extra_info("socket").dup()
@@ -222,9 +223,10 @@ def receive(
         If there is no connection, or nothing comes for `STALL_SECONDS`; and what `append` raises.
     """
     buffer = memoryview(bytearray(CHUNK))
-    with connect(*address, secret, node, timeout=CONNECT_SECONDS) as sock:
-        request = _OFFSET.pack(offset)
-        sock.sendall(protocol.HEADER.pack(len(request)) + request)
+    sock, session = connect(*address, secret, node, timeout=CONNECT_SECONDS)
+    with sock:
+        request = protocol.HEADER.pack(_OFFSET.size) + _OFFSET.pack(offset)
+        sock.sendall(request + session.sent.next(request))
         sock.settimeout(STALL_SECONDS)
         while count := sock.recv_into(buffer):
             append(buffer[:count])

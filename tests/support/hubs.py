@@ -6,7 +6,7 @@ import contextlib
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from distributor.wire import protocol
@@ -55,6 +55,15 @@ def greeted(port: int) -> tuple[socket.socket, bytes]:
     """Connect to a hub, and return the connection and the hub's greeting."""
     sock = stranger(port)
     return sock, sock.recv(protocol.GREETING.size, socket.MSG_WAITALL)
+
+
+def frames(greeting: bytes, messages: Iterable[object], nonce: bytes = bytes(32)) -> list[bytes]:
+    """Return the messages as the frames that a link sends, from its first on."""
+    _, hub_nonce = protocol.GREETING.unpack(greeting)
+    hello = protocol.hello(SECRET, greeting, nonce, 0)
+    tags = protocol.admit(SECRET, hub_nonce, hello)[2].received
+    encoded = map(protocol.encode, messages)
+    return [frame + tags.next(frame) for frame in encoded]
 
 
 def read_until_closed(sock: socket.socket) -> bytes:

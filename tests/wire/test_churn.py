@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
-from support.hubs import RESET, SECRET, SOON, greeted, link, read_until_closed, wait_until
+from support.hubs import RESET, SECRET, SOON, frames, greeted, link, read_until_closed, wait_until
 
 from distributor.wire import hub as hub_module
 from distributor.wire import protocol
@@ -35,15 +35,19 @@ class Plan(NamedTuple):
         left = self.bytes_sent - protocol.HELLO.size
         complete = []
         for message in self.messages:
-            left -= len(protocol.encode(message))
+            left -= frame_size(message)
             if left >= 0:
                 complete.append(message)
         return complete
 
 
+def frame_size(message: object) -> int:
+    return len(protocol.encode(message)) + protocol.TAG_SIZE
+
+
 def random_plan(chance: random.Random) -> Plan:
     messages = random_messages(chance, chance.randrange(20))
-    size = protocol.HELLO.size + sum(len(protocol.encode(message)) for message in messages)
+    size = protocol.HELLO.size + sum(map(frame_size, messages))
     # One in four leaves before it is authenticated.
     limit = chance.choice([protocol.HELLO.size - 1, size, size, size])
     return Plan(messages, chance.randint(0, limit), chance.random() < 0.5)
@@ -60,8 +64,9 @@ def visit(hub: Hub, node: int, plan: Plan, chance: random.Random) -> Iterator[No
     """
     sock, greeting = greeted(hub.port)
     with sock:
-        hello = protocol.hello(SECRET, greeting, chance.randbytes(protocol.NONCE_SIZE), node)
-        left = (hello + b"".join(map(protocol.encode, plan.messages)))[: plan.bytes_sent]
+        nonce = chance.randbytes(protocol.NONCE_SIZE)
+        hello = protocol.hello(SECRET, greeting, nonce, node)
+        left = (hello + b"".join(frames(greeting, plan.messages, nonce)))[: plan.bytes_sent]
         while left:
             yield
             size = chance.choice([1, 10, 100, 10_000, 100_000])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.hubs import SECRET, SOON, greeted
+from support.hubs import SECRET, SOON, frames, greeted
 
 from distributor.wire import protocol
 from distributor.wire.hub import LOST, Hub
@@ -42,9 +42,12 @@ def send_in_pieces(sock: socket.socket, data: bytes, cuts: list[int]) -> None:
 @given(nonces, nonces, nodes)
 def test_a_peer_with_the_secret_is_admitted(ours: bytes, theirs: bytes, node: int) -> None:
     greeting = protocol.GREETING.pack(protocol.MAGIC, ours)
-    admitted, welcome = protocol.admit(SECRET, ours, protocol.hello(SECRET, greeting, theirs, node))
+    hello = protocol.hello(SECRET, greeting, theirs, node)
+    admitted, welcome, hubs = protocol.admit(SECRET, ours, hello)
     assert admitted == node
-    protocol.check_welcome(SECRET, greeting, theirs, welcome)
+    links = protocol.check_welcome(SECRET, greeting, theirs, welcome)
+    for sender, receiver in ((hubs, links), (links, hubs)):
+        receiver.received.check(b"size", memoryview(b"payload"), sender.sent.next(b"sizepayload"))
 
 
 @given(nonces, nonces, nodes, st.integers(0, 8 * protocol.HELLO.size - 1))
@@ -82,8 +85,9 @@ def test_frames_arrive_whole_and_in_order(hub: Hub, said: list[object], cuts: li
     node = next(_numbers)
     sock, greeting = greeted(hub.port)
     with sock:
-        hello = protocol.hello(SECRET, greeting, os.urandom(protocol.NONCE_SIZE), node)
-        send_in_pieces(sock, hello + b"".join(map(protocol.encode, said)), cuts)
+        nonce = os.urandom(protocol.NONCE_SIZE)
+        hello = protocol.hello(SECRET, greeting, nonce, node)
+        send_in_pieces(sock, hello + b"".join(frames(greeting, said, nonce)), cuts)
         received = [hub.get(SOON) for _ in said]
     assert received == [(node, message) for message in said]
     assert hub.get(SOON) == (node, LOST)
@@ -95,15 +99,14 @@ def test_complete_frames_of_a_truncated_stream_arrive(
     hub: Hub, said: list[object], lost: int
 ) -> None:
     node = next(_numbers)
-    stream = b"".join(map(protocol.encode, said))
-    kept = stream[: -(lost % len(stream)) or None][:-1]
-    whole, size = 0, 0
-    for message in said:
-        size += len(protocol.encode(message))
-        whole += size <= len(kept)
     sock, greeting = greeted(hub.port)
+    nonce = os.urandom(protocol.NONCE_SIZE)
+    sent = frames(greeting, said, nonce)
+    stream = b"".join(sent)
+    kept = stream[: -(lost % len(stream)) or None][:-1]
+    whole = sum(end <= len(kept) for end in itertools.accumulate(map(len, sent)))
     with sock:
-        sock.sendall(protocol.hello(SECRET, greeting, os.urandom(protocol.NONCE_SIZE), node) + kept)
+        sock.sendall(protocol.hello(SECRET, greeting, nonce, node) + kept)
     received = [hub.get(SOON) for _ in range(whole + 1)]
     assert received == [*((node, message) for message in said[:whole]), (node, LOST)]
 

@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
 
 from distributor.wire import protocol
+from distributor.wire.connection import is_served
 
 CHECK_SECONDS = 5.0
 """Seconds between two connections that check a driver, and for each of them to be accepted.
 
 The driver is checked once it has been silent for twice as long.
 """
+SILENCE_SECONDS = 300.0
+"""Seconds for which what listens at the hub's address may say nothing once the link is lost."""
 
 
 class DriverLease:
     """Expires when the driver cannot be reached for a while, or is known to be gone.
 
-    Neither a lost link nor silence makes it expire. As long as a process listens at the hub's
-    address, the driver lives, and the run goes on (through Spark if the link is lost).
+    Neither a lost link nor silence makes it expire. As long as what listens at the hub's address
+    proves that it serves the run, the driver lives, and the run goes on (through Spark if the link
+    is lost). A driver that is stopped, too busy or out of descriptors cannot prove anything. The
+    kernel keeps its connections: as long as the link exists, it lives. Once the link is lost,
+    another program may listen there, so that the lease then ends after a while.
 
     Parameters
     ----------
     hub : tuple of str and int
         The address and port of the driver's hub.
+    secret : bytes
+        The run's secret.
     on_expired : callable
         Called once, on the lease's own thread, with the reason.
     """
 
-    def __init__(self, hub: tuple[str, int], on_expired: Callable[[str], object]) -> None:
+    def __init__(
+        self, hub: tuple[str, int], secret: bytes, on_expired: Callable[[str], object]
+    ) -> None:
         self._hub = hub
+        self._secret = secret
         self._on_expired = on_expired
-        self._renewed_at = time.monotonic()
+        self._renewed_at = self._proved_at = time.monotonic()
         self._link_lost = False
         self._closed = False
         self._changed = threading.Condition()
@@ -41,12 +51,12 @@ class DriverLease:
 
     def start(self) -> None:
         """Start to watch the driver."""
-        self._renewed_at = time.monotonic()
+        self.renew()
         self._thread.start()
 
     def renew(self) -> None:
         """Note that the driver has just sent a message."""
-        self._renewed_at = time.monotonic()
+        self._renewed_at = self._proved_at = time.monotonic()
 
     def link_lost(self) -> None:
         """Note that the link is lost: from now on, connect to the hub's address to check it."""
@@ -83,13 +93,15 @@ class DriverLease:
             self._on_expired(reason)
 
     def _is_driver_gone(self) -> bool:
-        """Return whether nothing listens at the hub's address; otherwise renew the lease."""
+        """Return whether the driver certainly does not listen; renew the lease if it may."""
         try:
-            # The driver's kernel accepts the connection even if the driver is too busy to answer.
-            socket.create_connection(self._hub, CHECK_SECONDS).close()
-        except ConnectionRefusedError:
+            proved = is_served(*self._hub, self._secret, timeout=CHECK_SECONDS)
+        except (ConnectionRefusedError, protocol.RunNotServed):
             return True
         except OSError:
-            return False  # the network is partitioned; it may recover
-        self.renew()
+            return False  # the network is partitioned, or the driver overloaded; it may recover
+        if proved:
+            self.renew()
+        elif not self._link_lost or time.monotonic() < self._proved_at + SILENCE_SECONDS:
+            self._renewed_at = time.monotonic()
         return False

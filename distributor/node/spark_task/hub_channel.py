@@ -96,7 +96,7 @@ class HubChannel:
         self._lock = threading.Lock()
         self._link: Link
         self._host: str
-        self._lease = DriverLease(spec.hub, self._handle_lease_expired)
+        self._lease = DriverLease(spec.hub, spec.secret, self._handle_lease_expired)
 
     @property
     def unsent_reports(self) -> list[Output]:
