@@ -123,7 +123,7 @@ async def _prove(
 
 def _send(link: _Link, message: object) -> None:
     frame = protocol.encode(message)
-    link.writer.write(frame + link.session.sent.next(frame))
+    link.writer.writelines([*frame, link.session.sent.next(*frame)])
 
 
 async def _receive(link: _Link, *kinds: type) -> object:

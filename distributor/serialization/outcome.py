@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import signal
@@ -66,11 +67,12 @@ class Value:
         self.file.flush()
         return pickling.load_value(self.file)
 
-    def parts(self) -> Iterator[bytes]:
+    def parts(self) -> Iterator[memoryview]:
         """Yield the pickled value in parts that are small enough for any transport."""
-        self.file.seek(0)
-        while data := self.file.read(PART_BYTES):
-            yield data
+        if size := self.size:
+            whole = memoryview(mmap.mmap(self.file.fileno(), size, prot=mmap.PROT_READ))
+            for start in range(0, size, PART_BYTES):
+                yield whole[start : start + PART_BYTES]
 
 
 def load_value(path: str | os.PathLike[str]) -> Any:

@@ -167,7 +167,7 @@ class Hub:
             for other in self.peers.values():
                 other.transport.pause_reading()
 
-    def beat(self, frame: bytes, *, delayed: bool) -> None:
+    def beat(self, frame: protocol.Frame, *, delayed: bool) -> None:
         for peer in list(self.peers.values()):
             # Not by the clock, because this process may not have run all the time.
             peer.silent_intervals += 1
@@ -182,7 +182,7 @@ class Hub:
         del self.peers[peer.node]
         self._events.put((peer.node, LOST))
 
-    def _write(self, frame: bytes, node: int | None) -> None:
+    def _write(self, frame: protocol.Frame, node: int | None) -> None:
         for peer in self.peers.values() if node is None else [self.peers.get(node)]:
             if peer and not peer.transport.is_closing():
                 peer.send(frame)

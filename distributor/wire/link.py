@@ -42,7 +42,7 @@ class Link:
         self._on_message = on_message
         self._on_lost = on_lost
         self._changed = threading.Condition()
-        self._frames: collections.deque[bytes] = collections.deque()
+        self._frames: collections.deque[protocol.Frame] = collections.deque()
         self._backlog = 0
         self._closing = False
         self._threads = [
@@ -115,7 +115,7 @@ class Link:
         with self._changed:
             if not (self.lost or self._closing):
                 self._frames.append(frame)
-                self._backlog += len(frame)
+                self._backlog += sum(map(len, frame))
                 self._changed.notify_all()
 
     def backlog(self) -> int:
@@ -157,21 +157,25 @@ class Link:
         except OSError:
             self._lose()
 
-    def _send_frame(self, frame: bytes) -> None:
-        tag = self._session.sent.next(frame)
-        last = len(frame) - len(frame) % _CHUNK
-        for start in range(0, last, _CHUNK):
-            self._sock.sendall(memoryview(frame)[start : start + _CHUNK])
-            self._shorten_backlog(_CHUNK)
-        self._sock.sendall(frame[last:] + tag)
-        self._shorten_backlog(len(frame) - last)
+    def _send_frame(self, frame: protocol.Frame) -> None:
+        tag = self._session.sent.next(*frame)
+        if (size := sum(map(len, frame))) <= _CHUNK:
+            self._sock.sendall(b"".join((*frame, tag)))
+            self._shorten_backlog(size)
+            return
+        for part in frame:
+            for start in range(0, len(part), _CHUNK):
+                chunk = memoryview(part)[start : start + _CHUNK]
+                self._sock.sendall(chunk)
+                self._shorten_backlog(len(chunk))
+        self._sock.sendall(tag)
 
     def _shorten_backlog(self, size: int) -> None:
         with self._changed:
             self._backlog -= size
             self._changed.notify_all()
 
-    def _next_frame(self) -> bytes | None:
+    def _next_frame(self) -> protocol.Frame | None:
         with self._changed:
             self._changed.wait_for(lambda: self._frames or self._closing or self.lost)
             return self._frames.popleft() if self._frames else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pickle import PickleBuffer
 from typing import Literal, NamedTuple
 
 from distributor.serialization.outcome import Failure
@@ -115,10 +116,13 @@ class ValueStart:
 
 @dataclass(frozen=True)
 class ValuePart:
-    """Node to driver: a piece of a rank's pickled value."""
+    """Node to driver: a piece of a rank's pickled value, which no pickle of the message copies."""
 
     rank: int
-    data: bytes
+    data: bytes | memoryview
+
+    def __reduce__(self) -> tuple[type[ValuePart], tuple[int, PickleBuffer]]:
+        return ValuePart, (self.rank, PickleBuffer(self.data))
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Run(Protocol):
     def received(self, peer: Peer, payload: memoryview) -> None:
         """Queue a frame's payload."""
 
-    def beat(self, frame: bytes, *, delayed: bool) -> None:
+    def beat(self, frame: protocol.Frame, *, delayed: bool) -> None:
         """Send a heartbeat to all peers, and disconnect those that were silent for too long.
 
         ``delayed`` means that this process was held up, so silence of the peers means nothing.
@@ -115,9 +115,9 @@ class Peer(asyncio.BufferedProtocol):
         self._timer.cancel()
         self._listener.gone(self)
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: protocol.Frame) -> None:
         """Send a frame."""
-        self.transport.writelines([frame, self.session.sent.next(frame)])
+        self.transport.writelines([*frame, self.session.sent.next(*frame)])
 
     def _expect(self, size: int, then: Callable[[bytearray], None]) -> None:
         self._buffer = bytearray(size)

@@ -11,7 +11,8 @@ run's secret by an HMAC of the other side's fresh nonce. Nothing is unpickled be
 Several runs may share one hub's port. The run key, a hash that does not reveal the secret, says
 which run's secret to check.
 
-Then both sides send frames: a length (four bytes, big-endian), a pickle of that length, and a tag.
+Then both sides send frames: a length (four bytes, big-endian), a payload of that length, and a tag.
+The payload is the length of a pickle, the pickle, and a buffer that the pickle refers to, if any.
 The tag is an HMAC of the frame's number, counted from 0, and the frame, with a key of this
 connection and direction that is derived from the secret and both nonces. So a frame that was
 changed, inserted, repeated, omitted or moved is recognized before it is unpickled.
@@ -26,7 +27,7 @@ import hmac
 import pickle
 import socket
 import struct
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 MAGIC: Final = b"distributor wire 3\n"
 MAX_FRAME: Final = 64 * 2**20
@@ -63,6 +64,10 @@ _KEEPALIVE: Final = {
     "TCP_KEEPINTVL": 5,
     "TCP_KEEPCNT": 4,
 }
+
+
+Frame: TypeAlias = tuple[bytes | memoryview, ...]
+"""The parts of a frame, in order."""
 
 
 class HandshakeRefused(ConnectionError):
@@ -179,15 +184,24 @@ def check_welcome(secret: bytes, greeting: bytes, nonce: bytes, welcome: bytes) 
     return Session(sent=upward, received=downward)
 
 
-def encode(message: object) -> bytes:
-    """Return a message as a frame, without its tag."""
-    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return HEADER.pack(check_length(len(payload))) + payload
+def encode(message: object) -> Frame:
+    """Return a message as a frame, without its tag; a `pickle.PickleBuffer` in it is not copied."""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(
+        message, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append
+    )
+    raw = [buffer.raw() for buffer in buffers]
+    if len(raw) > 1:
+        raise ValueError("a message can refer to one buffer at most")
+    length = HEADER.size + len(pickled) + sum(map(len, raw))
+    return b"".join((HEADER.pack(check_length(length)), HEADER.pack(len(pickled)), pickled)), *raw
 
 
 def decode(payload: bytes | memoryview) -> object:
     """Unpickle a payload of an authenticated peer."""
-    return pickle.loads(payload)
+    view = memoryview(payload)
+    end = HEADER.size + HEADER.unpack_from(view)[0]
+    return pickle.loads(view[HEADER.size : end], buffers=[view[end:]])
 
 
 def check_length(length: int) -> int:

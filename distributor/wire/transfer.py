@@ -9,12 +9,14 @@ Nothing authenticates these bytes: the receiver compares the digest of the whole
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import os
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, Protocol
 
 from distributor.wire import protocol
@@ -24,6 +26,9 @@ from distributor.wire.peer import Peer
 
 CHUNK = 1024 * 1024
 """Bytes that are sent or received at a time; they stay in a core's cache."""
+PIECE = 8 * CHUNK
+"""Bytes that one thread hashes to compute a block's digest."""
+DIGEST_THREADS = 4
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 60.0
 """Seconds without progress after which a transfer fails."""
@@ -178,7 +183,7 @@ class BlockServer:
             target=self._send, args=(sock, offset), name="distributor-block-sender", daemon=True
         ).start()
 
-    def beat(self, frame: bytes, *, delayed: bool) -> None:
+    def beat(self, frame: protocol.Frame, *, delayed: bool) -> None:
         pass
 
     def gone(self, peer: Peer) -> None:
@@ -197,6 +202,36 @@ class BlockServer:
 def block_secret(secret: bytes) -> bytes:
     """Return the secret of a run's block, which differs from that of the run's hub."""
     return hmac.digest(secret, b"distributor: block", "sha256")
+
+
+def digest(block: Block, size: int) -> str:
+    """Return the digest of a block: the SHA-256 of those of its pieces, computed by threads.
+
+    Parameters
+    ----------
+    block : Block
+        The block.
+    size : int
+        Its size in bytes.
+
+    Raises
+    ------
+    OSError
+        If some of its bytes will not come.
+    """
+    with ThreadPoolExecutor(DIGEST_THREADS) as pool:
+        pieces = pool.map(lambda start: _digest_of_piece(block, start), range(0, size, PIECE))
+        return hashlib.sha256(b"".join(pieces)).hexdigest()
+
+
+def _digest_of_piece(block: Block, start: int) -> bytes:
+    found, missing = hashlib.sha256(), PIECE
+    for data in block.read(start):
+        found.update(memoryview(data)[:missing])
+        missing -= len(data)
+        if missing <= 0:
+            break
+    return found.digest()
 
 
 def receive(

@@ -17,10 +17,10 @@ from distributor.node.spark_task import program_file as module
 from distributor.node.spark_task.program_file import ProgramNotReceived, program_file
 from distributor.node.spark_task.task_spec import ProgramFile
 from distributor.wire.messages import ProgramRelay, ProgramSource, ProgramStored, ProgramWanted
-from distributor.wire.transfer import CHUNK, BlockServer, MemoryBlock, block_secret, receive
+from distributor.wire.transfer import CHUNK, BlockServer, MemoryBlock, block_secret, digest, receive
 
 CONTENT = os.urandom(2 * CHUNK + 5)
-NAME = "distributor-program-0"
+NAME = f"distributor-program-{digest(MemoryBlock([CONTENT]), len(CONTENT))}"
 Serve = Callable[..., "tuple[str, int]"]
 
 
@@ -119,3 +119,18 @@ def test_an_incomplete_program_is_an_error_and_leaves_no_file(serve: Serve, fold
         pass
     assert "1.05 MB of the 2.1 MB" in str(caught.value)
     assert list(folder.iterdir()) == []
+
+
+def test_a_program_that_was_changed_on_the_way_is_not_used(serve: Serve, folder: Path) -> None:
+    changed = CONTENT[:-1] + bytes([CONTENT[-1] ^ 1])
+    channel, hub = Answers(ProgramSource(serve("127.0.0.2", changed))), serve("127.0.0.3", CONTENT)
+    with pytest.raises(ProgramNotReceived, match="another program"), opened(channel, hub):
+        pass
+    assert list(folder.iterdir()) == []
+    assert ProgramStored not in map(type, channel.sent)
+
+
+def test_what_comes_beyond_the_end_of_a_program_is_not_stored(serve: Serve, folder: Path) -> None:
+    channel = Answers(ProgramSource(serve("127.0.0.2", CONTENT + bytes(CHUNK))))
+    with opened(channel, hub=serve("127.0.0.3", CONTENT)) as file:
+        assert file.read() == CONTENT

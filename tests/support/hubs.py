@@ -63,7 +63,7 @@ def frames(greeting: bytes, messages: Iterable[object], nonce: bytes = bytes(32)
     hello = protocol.hello(SECRET, greeting, nonce, 0)
     tags = protocol.admit(SECRET, hub_nonce, hello)[2].received
     encoded = map(protocol.encode, messages)
-    return [frame + tags.next(frame) for frame in encoded]
+    return [b"".join((*frame, tags.next(*frame))) for frame in encoded]
 
 
 def read_until_closed(sock: socket.socket) -> bytes:

@@ -42,7 +42,7 @@ class Plan(NamedTuple):
 
 
 def frame_size(message: object) -> int:
-    return len(protocol.encode(message)) + protocol.TAG_SIZE
+    return sum(map(len, protocol.encode(message))) + protocol.TAG_SIZE
 
 
 def random_plan(chance: random.Random) -> Plan:

@@ -155,7 +155,7 @@ def test_only_authenticated_peers_are_unpickled(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with stranger(hub.port) as early:
-        bomb = protocol.encode(Call(os.mkdir, "unproved"))
+        bomb = b"".join(protocol.encode(Call(os.mkdir, "unproved")))
         assert len(bomb) <= protocol.HELLO.size, "it fits into a hello"
         early.sendall(bomb.ljust(protocol.HELLO.size) + bomb)
         read_until_closed(early)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.hubs import MIB, SECRET, SOON, link, stranger
 
+from distributor.wire import transfer
 from distributor.wire.hub import Hub
 from distributor.wire.protocol import HandshakeRefused
 from distributor.wire.transfer import (
@@ -19,6 +20,7 @@ from distributor.wire.transfer import (
     BlockServer,
     MemoryBlock,
     block_secret,
+    digest,
     receive,
 )
 
@@ -44,6 +46,18 @@ def arriving(tmp_path: Path) -> Iterator[ArrivingBlock]:
 def test_a_block_arrives_from_any_offset(offset: int) -> None:
     with BlockServer("127.0.0.1", BLOCK_SECRET, MemoryBlock(PIECES)) as server:
         assert received(server.port, offset) == CONTENT[offset:]
+
+
+def test_the_digest_of_a_block_is_the_same_wherever_it_is(
+    arriving: ArrivingBlock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PIECE", CHUNK + 3)
+    with arriving:
+        arriving.append(memoryview(CONTENT))
+    expected = digest(MemoryBlock(PIECES), len(CONTENT))
+    assert digest(arriving, len(CONTENT)) == expected
+    others = [CONTENT[:-1], b"?" + CONTENT[1:], CONTENT[CHUNK:] + CONTENT[:CHUNK]]
+    assert expected not in [digest(MemoryBlock([each]), len(CONTENT)) for each in others]
 
 
 def test_a_block_shares_the_port_of_the_hub_and_disturbs_no_link() -> None:

@@ -24,7 +24,8 @@ from distributor.wire import listener, protocol
 from distributor.wire.messages import Heartbeat
 
 STRANGERS = 10_000
-BOMB: Final = b"cos\nmkdir\n(Vunpickled\ntR."
+_PICKLE: Final = b"cos\nmkdir\n(Vunpickled\ntR."
+BOMB: Final = protocol.HEADER.pack(len(_PICKLE)) + _PICKLE
 """Unpickles by making a folder in the working directory; short enough for a hello."""
 BOMBS: Final = (protocol.HEADER.pack(len(BOMB)) + BOMB) * 100
 DRIVER = f"""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import shutil
 import weakref
@@ -22,7 +21,7 @@ from distributor.serialization import oob_pickle
 from distributor.serialization.pickle_diagnostics import heaviest
 from distributor.serialization.program import Call, Program
 from distributor.wire.hub import Hub
-from distributor.wire.transfer import BlockServer, MemoryBlock, block_secret
+from distributor.wire.transfer import BlockServer, MemoryBlock, block_secret, digest
 
 LARGE_PROGRAM = 512 * 1024
 """Bytes above which a program is sent as a file, once, and not with the task, each time.
@@ -90,11 +89,8 @@ class _Content(NamedTuple):
         pickler.dump(program)
         end = pickled.getbuffer().nbytes
         pieces = [pickled.getbuffer(), *oob_pickle.pieces(end, pickler.buffers)]
-        digest = hashlib.sha256()
-        for piece in pieces:
-            digest.update(piece)
         size = sum(memoryview(piece).nbytes for piece in pieces)
-        return cls(ProgramFile(f"{PREFIX}{digest.hexdigest()[:32]}", size), pieces)
+        return cls(ProgramFile(PREFIX + digest(MemoryBlock(pieces), size), size), pieces)
 
 
 def _describe(program: Program) -> None:

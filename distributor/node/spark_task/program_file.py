@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,15 +23,16 @@ from distributor.node.spark_task.shipped_files import program_on_this_node, spar
 from distributor.node.spark_task.task_spec import ProgramFile, TaskSpec
 from distributor.serialization.program import in_file
 from distributor.wire.messages import ProgramRelay, ProgramStored, ProgramWanted
-from distributor.wire.transfer import ArrivingBlock, BlockServer, block_secret, receive
+from distributor.wire.transfer import ArrivingBlock, BlockServer, block_secret, digest, receive
 
 KEPT = 4
 """How many large programs a folder keeps: those that were used last."""
 PREFIX = "distributor-program-"
+"""Followed by the program's digest, by which a node recognizes that it was not changed."""
 
 
 class ProgramNotReceived(ExecutorNotReady):
-    """A node without a link has not got a large program, which Spark then has to send."""
+    """A node has not got a large program over a link, so that Spark has to send it."""
 
 
 @contextlib.contextmanager
@@ -53,7 +55,8 @@ def program_file(
     Raises
     ------
     ProgramNotReceived
-        If there is no link to the driver, and this node lacks the program.
+        If this node lacks the program, and there is no link to the driver or what came over it is
+        not the program.
     ExecutorNotReady
         If the disk is full.
     TaskFailed
@@ -92,11 +95,18 @@ def _received(
     with contextlib.ExitStack() as until_end:
         with atomic_path(path) as partial:
             file = until_end.enter_context(open(partial, "x+b", opener=_for_this_user))
+            pool = until_end.enter_context(ThreadPoolExecutor(1))
             block = until_end.enter_context(ArrivingBlock(file, _size(spec)))
             with contextlib.suppress(OSError):  # without a free port, this node passes nothing on
                 server = until_end.enter_context(_serve(address, spec, block))
                 channel.send(ProgramRelay(address, server.port))
+            found = pool.submit(digest, block, block.size)  # takes as long as a fast network
             _receive(block, source.address, spec, node_rank)
+            if path.name != PREFIX + found.result():
+                raise ProgramNotReceived(
+                    f"The executor on {host_name()} has received another program than the driver "
+                    "has sent: the network between them is damaged or under attack."
+                )
         channel.send(ProgramStored(folder))
         yield
 
@@ -136,6 +146,8 @@ def _receive(
 
 
 def _append(block: ArrivingBlock, data: memoryview) -> None:
+    if block.arrived + data.nbytes > block.size:
+        raise ConnectionError("more than the program came")
     try:
         block.append(data)
     except OSError as error:

@@ -22,7 +22,7 @@ def rows_of(values: Iterable[Value], reports: Sequence[Output]) -> Iterator[pa.R
     """Yield the rows of values, and one with reports if there are any."""
     for value in values:
         for part, data in enumerate(value.parts()):
-            yield _row(value.rank, part, data)
+            yield _row(value.rank, part, bytes(data))
     if reports:
         yield _row(reports[0].rank, REPORTS_PART, pickle.dumps(list(reports)))
 
