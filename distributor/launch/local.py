@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import socket
 import threading
 import time
@@ -32,6 +33,7 @@ from distributor.node.process import zygote_client
 from distributor.node.process.interpreter import Interpreter
 from distributor.node.process.supervisor_client import is_supported
 from distributor.node.process.zygote_client import ZygoteSpec
+from distributor.node.worker.control_channel import SECRET_BYTES
 from distributor.serialization.outcome import Failure, Outcome
 from distributor.serialization.program import in_file
 from distributor.wire.messages import NodeWarning
@@ -150,6 +152,7 @@ class LocalLauncher:
             env=env,
             program_name=job.program.name,
             modules=os.pathsep.join(folders_of(job.settings.py_modules)),
+            secret=secrets.token_bytes(SECRET_BYTES),
         )
 
 

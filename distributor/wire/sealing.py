@@ -61,6 +61,11 @@ def unseal(sealed: bytes, secret: bytes) -> bytes:
     return _xor(body[NONCE_BYTES:], body[:NONCE_BYTES], secret)
 
 
+def rank_secret(secret: bytes) -> bytes:
+    """Return the secret of a run's ranks, from which that of its nodes cannot be computed."""
+    return _hmac(secret, b"distributor: ranks")
+
+
 def _tag(body: bytes, secret: bytes) -> bytes:
     return _hmac(_hmac(secret, b"distributor: authenticate"), body)
 

@@ -83,6 +83,7 @@ def test_a_rank_that_dies_while_another_failure_is_handled_is_reported_too(tmp_p
             ranks_per_node=2,
             master_addr="127.0.0.1",
             master_port=store_socket.getsockname()[1],
+            secret=bytes(32),
         )
         with (
             in_file(program_of(wait_or_exit, (tmp_path / "marker",), {})) as program,

@@ -88,6 +88,7 @@ NODE = NodeSpec(
     ranks_per_node=2,
     master_addr="10.0.0.7",
     master_port=29501,
+    secret=bytes(32),
 )
 
 

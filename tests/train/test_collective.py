@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ import pytest
 from support.waiting import until
 
 from distributor import DistributorError, TorchDistributor
+from distributor.node.worker.worker_context import worker_context
 from distributor.train import collective, get_context
 from distributor.train.runtime import collectives, store_channel
 
@@ -18,8 +23,8 @@ pytest.importorskip("torch")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def run(function: Any, *args: Any, ranks: int = 2) -> list[Any]:
-    return TorchDistributor(ranks, use_gpu=False, timeout=120).run_all(function, *args)
+def run(function: Any, *args: Any, ranks: int = 2, **settings: Any) -> list[Any]:
+    return TorchDistributor(ranks, use_gpu=False, timeout=120, **settings).run_all(function, *args)
 
 
 def test_every_rank_receives_the_object_of_rank_0() -> None:
@@ -59,6 +64,66 @@ def test_an_object_that_is_too_large_is_an_error_on_all_ranks() -> None:
     for errors in run(send):
         assert len(errors) == 1
         assert errors[0].startswith("Rank 0 broadcasts 2.02 kB, but at most 1 kB are"), errors
+
+
+class Attack:
+    """An object that leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+@pytest.mark.parametrize("attack", ["changed", "untagged", "repeated"])
+def test_nothing_is_unpickled_that_another_program_has_set_in_the_store(
+    tmp_path: Path, attack: str
+) -> None:
+    mark = tmp_path / "unpickled"
+
+    def forge() -> None:
+        """Do what any program can that reaches rank 0's store."""
+        import torch.distributed as dist
+
+        client = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        store = dist.PrefixStore("distributor/train", client)
+        found = json.loads(store.get("collective/1/data"))
+        if attack == "repeated":
+            found = json.loads(store.get("collective/0/data"))
+        else:
+            found["pickled"] = base64.b64encode(pickle.dumps(Attack(mark))).decode()
+        if attack == "untagged":
+            del found["tag"]
+        store.set("collective/1/data", json.dumps(found))
+
+    def receive() -> str:
+        assert collective.broadcast_from_rank_zero("first") == "first"
+        if get_context().get_world_rank() == 1:
+            forge()  # rank 0 has set the object, and waits for this rank
+        with pytest.raises(DistributorError) as caught:
+            collective.broadcast_from_rank_zero("second")
+        assert collective.broadcast_from_rank_zero("third") == "third"
+        return str(caught.value)
+
+    for error in run(receive):
+        assert error.startswith("What was broadcast is not what rank 0 has sent: ")
+    assert not mark.exists()
+
+
+def test_the_secret_of_the_ranks_differs_by_run_and_is_in_no_variable_or_command_line() -> None:
+    def show() -> tuple[bytes, bool]:
+        secret = worker_context().secret
+        public = [Path("/proc/self", name).read_bytes() for name in ("environ", "cmdline")]
+        public += map(os.fsencode, os.environ.values())
+        forms = secret, secret.hex().encode(), base64.b64encode(secret)
+        return secret, any(form in text for form in forms for text in public)
+
+    first, second = run(show), run(show, ranks=1, warm=False)
+    assert first[0] == first[1]
+    assert len(first[0][0]) == 32
+    assert first[0] != second[0]
+    assert not any(is_public for _, is_public in [*first, *second])
 
 
 def test_ranks_that_do_not_come_are_named() -> None:

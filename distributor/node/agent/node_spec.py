@@ -38,6 +38,8 @@ class NodeSpec:
         empty if there are none.
     program_name : str
         The function's or script's name, for process titles.
+    secret : bytes
+        Authenticates what the ranks of this attempt exchange through the store.
     """
 
     run_id: str
@@ -53,6 +55,7 @@ class NodeSpec:
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     modules: str = ""
     program_name: str = ""
+    secret: bytes = field(repr=False)
 
     @property
     def world_size(self) -> int:

@@ -61,6 +61,7 @@ class RankStarter:
         """Start the node's rank number `local_rank`."""
         origin = self._node.origin(local_rank)
         ours, theirs = socket.socketpair()
+        ours.sendall(self._node.secret)
         outcome, answers, progress = anonymous_file(), anonymous_file(), anonymous_file()
         stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         is_first = origin.rank == 0

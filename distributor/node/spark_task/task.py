@@ -45,6 +45,7 @@ from distributor.node.spark_task.task_spec import TaskSpec
 from distributor.node.spark_task.value_fallback import save_large_values, save_refused_values
 from distributor.serialization.outcome import Failure, Value
 from distributor.wire.messages import NodeWarning, Rendezvous
+from distributor.wire.sealing import rank_secret
 from distributor.wire.spark_error_payload import TaskFailed
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ def _join(
         env={**prepared.interpreter.variables, **spec.env},
         modules=unpack_modules(spec.modules) if spec.modules else "",
         program_name=spec.program_name,
+        secret=rank_secret(spec.secret),
     )
     return node, store_socket
 

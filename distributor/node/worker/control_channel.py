@@ -24,6 +24,9 @@ RELEASE, MANY_LINES, COLLECTIVES, NOTICE, NOTICE_HERE = b"R", b"M", b"C", b"N", 
 last collectives, and the run is about to lose a process, on another host or on this one."""
 
 
+SECRET_BYTES = 32
+
+
 class ControlChannel:
     """A rank's connection to its agent: it ends the rank if the agent ends.
 
@@ -31,6 +34,12 @@ class ControlChannel:
     ----------
     worker_spec : WorkerSpec
         What the agent passed to this rank.
+
+    Attributes
+    ----------
+    secret : bytes
+        The secret of the attempt's ranks, with which the agent begins. Unlike an environment
+        variable or a command line, nothing else can read it.
     """
 
     def __init__(self, worker_spec: WorkerSpec) -> None:
@@ -38,6 +47,7 @@ class ControlChannel:
             os.set_inheritable(descriptor, False)
         _die_with_parent(worker_spec.parent)
         self._socket = socket.socket(fileno=worker_spec.control)
+        self.secret = self._socket.recv(SECRET_BYTES, socket.MSG_WAITALL)
         self._released = threading.Event()
 
     def listen(self, handlers: Mapping[bytes, Callable[[], object]]) -> None:

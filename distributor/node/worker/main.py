@@ -74,6 +74,7 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
             NOTICE_HERE: lambda: context.preemption_notices.notify(here=True),
         }
     )
+    context.secret = control.secret
     context.uses_gpus = worker_spec.uses_gpus
     context.data = worker_spec.data
     create_scratch(worker_spec.scratch)

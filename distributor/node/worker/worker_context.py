@@ -38,6 +38,8 @@ class WorkerContext:
     store : object
         Rank 0's rendezvous store. It serves the other ranks for as long as the process lives,
         because shutting it down would take time.
+    secret : bytes
+        Authenticates what the ranks exchange through that store, which anybody can write to.
     data : int or None
         Descriptor of the file with this node's part of the run's datasets; None if it has none.
     register_loader : callable or None
@@ -58,6 +60,7 @@ class WorkerContext:
         self.uses_gpus = True
         self.rendezvous: tuple[str, int] = ("", 0)
         self.store: object = None
+        self.secret = b""
         self.scratch = ""
         self.data: int | None = None
         self.register_loader: Callable[[Callable[[], Any], str], Any] | None = None
