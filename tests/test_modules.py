@@ -13,9 +13,10 @@ import pytest
 from conftest import facts_in, needs_java
 
 from distributor import TorchDistributor
+from distributor.core.module_search import is_installed
 from distributor.core.resources import format_bytes
 from distributor.launch.spark import user_modules
-from distributor.launch.spark.user_modules import own_modules
+from distributor.launch.spark.user_modules import ModuleFile, select_modules
 from distributor.serialization.pickling import dump_call
 
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -117,9 +118,17 @@ def test_a_changed_module_is_the_changed_one_on_executors(
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder that is the whole of ``sys.path``."""
-    user_modules._installed()  # it imports from the standard library, and caches its result
+    is_installed("/")  # it imports from the standard library, and caches its result
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     return tmp_path
+
+
+def own_modules(first: Any = (), imports: Any = (), requested: Any = ()) -> dict[str, Path]:
+    """Return what is sent besides these tests, by its path below a folder of ``sys.path``."""
+    selection = select_modules([str(folder) for folder in first], imports, requested)
+    paths = {name: file.path for name, file in selection.files.items()}
+    project = Path(__file__).parents[1]
+    return {name: path for name, path in paths.items() if not path.is_relative_to(project)}
 
 
 def write(path: Path, text: str = "") -> Path:
@@ -241,7 +250,7 @@ def test_the_first_of_two_modules_with_one_path_is_sent(folder: Path, tmp_path: 
 
 
 def test_equal_modules_make_equal_archives(folder: Path, tmp_path: Path) -> None:
-    files = {name: write(folder / name, name) for name in ("one.py", "two.py")}
+    files = {n: ModuleFile.at(write(folder / n, n)) for n in ("one.py", "two.py")}
     first, second = tmp_path / "first.zip", tmp_path / "second.zip"
 
     user_modules._pack(files, first)
@@ -251,7 +260,7 @@ def test_equal_modules_make_equal_archives(folder: Path, tmp_path: Path) -> None
 
 
 def test_installed_packages_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = [path for path in sys.path if user_modules._is_installed(Path(path))]
+    installed = [path for path in sys.path if is_installed(path)]
     assert installed
     monkeypatch.setattr(sys, "path", installed)
 
@@ -259,7 +268,7 @@ def test_installed_packages_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_only_the_imported_modules_of_a_large_package_are_sent(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = write(folder / "large" / "used_here.py")
     write(folder / "large" / "__init__.py")
@@ -270,5 +279,6 @@ def test_only_the_imported_modules_of_a_large_package_are_sent(
     monkeypatch.setitem(sys.modules, "large.used_here", module)
 
     assert own_modules(imports=["large"]) == {"large/used_here.py": used}
-    [warning] = warned()
+    warnings = select_modules(imports=["large"]).warnings
+    [warning] = [each for each in warnings if "package large" in each]
     assert f"The package large takes {format_bytes(1000)}" in warning

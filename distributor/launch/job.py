@@ -152,6 +152,9 @@ class Launcher(Protocol):
     def launch(self, job: Job, sink: Sink) -> list[Outcome]:
         """Run all ranks; return the outcomes of the ranks that ended by themselves."""
 
+    def hint(self, error: Exception, job: Job) -> str | None:
+        """Return why a rank lacks a module or file that this process has, if that is the error."""
+
     def describe(self) -> dict[str, object]:
         """Return where the ranks run, as tags of the run's record."""
 

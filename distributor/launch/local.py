@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distributor.core.addresses import port_range
 from distributor.core.spelling import Spelling
@@ -20,7 +20,7 @@ from distributor.launch.one_time_warnings import warn_about_nodes, warn_if_sourc
 from distributor.launch.output.messages import notify
 from distributor.launch.settings import Settings, forwarded_env
 from distributor.launch.spark.environments import prepared_here
-from distributor.launch.spark.user_modules import folders_of
+from distributor.launch.spark.user_modules import folders_of, located_modules
 from distributor.node.agent.agent import Agent
 from distributor.node.agent.listener import BaseAgentListener
 from distributor.node.agent.memory import memory_warnings
@@ -104,9 +104,10 @@ class LocalLauncher:
         env = {**interpreter.variables, **job.env}
         zygote_spec = _zygote_spec(settings, job.num_processes, env, interpreter)
         ports = port_range("rank_ports", settings.rank_ports)
+        located = located_modules(job.program, settings.py_modules)
         with (
             listen_for_ranks(LOOPBACK, ports) as store_socket,
-            in_file(job.program) as program,
+            in_file(replace(job.program, located=located)) as program,
             zygote_client.open_spawner(zygote_spec, start_deadline, interpreter) as spawner,
         ):
             listener = _LocalListener(job, sink, f"Started {self.training(job.num_processes)}")
@@ -129,6 +130,9 @@ class LocalLauncher:
                 outcomes = agent.run(start_deadline, settings.timeout or math.inf)
                 job.cancellation.check()
                 return outcomes
+
+    def hint(self, error: Exception, job: Job) -> None:
+        """Return None: the ranks find what this process finds."""
 
     def describe(self) -> dict[str, object]:
         """Return where the ranks run, as tags of the run's record."""

@@ -8,12 +8,12 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
+from distributor.core.module_search import find_spec
 from distributor.serialization import pickling
 from distributor.serialization.pickle_diagnostics import name_of
 from distributor.serialization.program import Call, Module, Program, Script
@@ -111,19 +111,13 @@ def module_of(name: str) -> Module:
         If there is no such module, or it is a package without a ``__main__`` module.
     """
     folder = os.getcwd()
-    path: Sequence[str] = [folder, *sys.path]
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        spec = _find_module(".".join(parts[:end]), path)
-        path = list(spec.submodule_search_locations or ())
-    if path:
-        _find_module(f"{name}.__main__", path)
-    return Module(name, folder)
-
-
-def _find_module(name: str, path: Sequence[str]) -> ModuleSpec:
-    if spec := PathFinder.find_spec(name, path):
-        return spec
+    path = [folder, *sys.path]
+    spec = find_spec(name, path)
+    if spec is not None and spec.submodule_search_locations is not None:
+        name = f"{name}.__main__"
+        spec = find_spec(name, path)
+    if spec is not None:
+        return Module(name.removesuffix(".__main__"), folder)
     raise ModuleNotFoundError(
         f"There is no module {name} (looked in {Path.cwd()} and in sys.path). "
         "Name it as for 'python -m', such as package.train.",

@@ -24,7 +24,6 @@ from distributor.launch.job import Job, Launcher
 from distributor.launch.output.messages import notify, warn
 from distributor.launch.output.sink import DriverSink, Listeners
 from distributor.launch.settings import Settings
-from distributor.launch.spark.user_modules import how_to_send
 from distributor.serialization.outcome import (
     Failure,
     Outcome,
@@ -212,8 +211,8 @@ def _run_attempt(job: Job, launcher: Launcher, listeners: Listeners) -> list[Any
         # Outside register_run, because a generator's context cannot pass on a frozen exception.
         try:
             return values_of(job, outcomes)
-        except ModuleNotFoundError as error:
-            if hint := how_to_send(error, job.program):
+        except (ModuleNotFoundError, FileNotFoundError) as error:
+            if hint := launcher.hint(error, job):
                 add_note(error, hint)
             raise
 

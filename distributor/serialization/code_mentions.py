@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
-import sysconfig
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from distributor.core.module_search import is_installed
 from distributor.serialization.code_imports import nested_code
 
 MAX_PARTS = 10_000
@@ -56,7 +56,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _code_of_script(script: Path) -> Iterator[types.CodeType]:
-    ahead, seen = [script], set[Path]()
+    ahead, seen, folder = [script], set[Path](), script.resolve().parent
     while ahead:
         path = ahead.pop()
         if path in seen or not path.is_file():
@@ -68,7 +68,7 @@ def _code_of_script(script: Path) -> Iterator[types.CodeType]:
             continue  # the ranks will raise the error
         yield code
         for name in _names(code):
-            module = script.parent.joinpath(*name.split("."))
+            module = folder.joinpath(*name.split("."))
             ahead += [module.with_suffix(".py"), module / "__init__.py"]
 
 
@@ -133,14 +133,6 @@ def _file_of(kind: type) -> str:
 
 def _is_user_file(file: str) -> bool:
     """Return whether a file belongs to no installation, such as a notebook's cell."""
-    if not file or file.startswith("<frozen"):
+    if not file or file.startswith(("<frozen", str(PACKAGE))):
         return False
-    path = Path(file)
-    if {"site-packages", "dist-packages"} & set(path.parts):
-        return False
-    return not any(path.is_relative_to(folder) for folder in _installations())
-
-
-@functools.cache
-def _installations() -> tuple[Path, ...]:
-    return Path(sysconfig.get_path("stdlib")), PACKAGE
+    return not is_installed(file)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from distributor.core.module_search import Location
 from distributor.serialization import oob_pickle
 from distributor.serialization.code_imports import imports_in_source
 from distributor.serialization.pickling import PickledCall
@@ -45,12 +46,15 @@ class Call:
         A function to call first, as ``package.module:function``; empty for none.
     args : tuple of str or FileArgument
         The command-line arguments that the function sees in ``sys.argv``.
+    located : tuple of Location
+        Modules that ranks on this machine find at their places, and not by ``sys.path``.
     """
 
     name: str
     call: PickledCall
     begins_with: str = ""
     args: tuple[Argument, ...] = ()
+    located: tuple[Location, ...] = ()
 
     @property
     def size(self) -> int:
@@ -79,6 +83,8 @@ class Script:
         Its content, for nodes that do not have the file.
     begins_with : str
         A function to call first, as ``package.module:function``; empty for none.
+    located : tuple of Location
+        As for `Call`.
     """
 
     name: str
@@ -86,6 +92,12 @@ class Script:
     args: tuple[Argument, ...]
     source: bytes
     begins_with: str = ""
+    located: tuple[Location, ...] = ()
+
+    @property
+    def folder(self) -> str:
+        """The folder of its own modules: that of the file, if the path is a link to it."""
+        return os.path.dirname(os.path.realpath(self.path))
 
     @property
     def size(self) -> int:
@@ -112,12 +124,15 @@ class Module:
         Its command-line arguments.
     begins_with : str
         A function to call first, as ``package.module:function``; empty for none.
+    located : tuple of Location
+        As for `Call`.
     """
 
     name: str
     folder: str
     args: tuple[Argument, ...] = ()
     begins_with: str = ""
+    located: tuple[Location, ...] = ()
 
     @property
     def size(self) -> int:

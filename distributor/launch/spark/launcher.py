@@ -33,7 +33,7 @@ from distributor.launch.spark.plan import ClusterPlan, check_launch
 from distributor.launch.spark.polling import Reminder
 from distributor.launch.spark.session import Session
 from distributor.launch.spark.spark_job import SparkJob
-from distributor.launch.spark.user_modules import ship_modules
+from distributor.launch.spark.user_modules import hint, ship_modules
 from distributor.node.agent.output.sink import Sink
 from distributor.node.spark_task.program_file import ProgramNotReceived
 from distributor.node.spark_task.result_rows import ROW_SCHEMA
@@ -112,6 +112,10 @@ class SparkLauncher:
             notify(f"{error} Spark sends them to the executors of this session from now on.")
             use_spark(self.session)
             return self._launch(job, sink)
+
+    def hint(self, error: Exception, job: Job) -> str | None:
+        """Return why a rank lacks a module or file that this process has, if that is the error."""
+        return hint(error, job.program, job.settings.py_modules)
 
     def describe(self) -> dict[str, object]:
         """Return where ranks are launched, for the record of the run."""

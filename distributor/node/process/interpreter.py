@@ -9,6 +9,8 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from distributor.core.module_search import absolute_entry
+
 BOOT = """
 import atexit, json, sys
 exit_handlers = []
@@ -49,7 +51,9 @@ class Interpreter:
     @classmethod
     def current(cls) -> Interpreter:
         """Return the interpreter of this process, with the modules that can be imported here."""
-        return cls(executable=sys.executable, path=tuple(sys.path))
+        # A relative entry would mean another folder in a process with another working directory.
+        path = tuple(entry and absolute_entry(entry) for entry in sys.path)
+        return cls(executable=sys.executable, path=path)
 
     def command(self, role: str, argument: str) -> list[str]:
         """Return the command line that starts the interpreter.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,8 +31,15 @@ def unpack_modules(archive: str) -> str:
     folder = spark_files_folder() / archive.removesuffix(".zip")
     if not folder.exists():
         with atomic_path(folder) as partial:  # other tasks of this node may be doing the same
-            shutil.unpack_archive(SparkFiles.get(archive), partial, "zip")
+            _unpack(SparkFiles.get(archive), partial)
     return str(folder)
+
+
+def _unpack(archive: str, folder: Path) -> None:
+    with zipfile.ZipFile(archive) as packed:
+        packed.extractall(folder)
+        for entry in packed.infolist():  # `extractall` ignores permissions
+            (folder / entry.filename).chmod(entry.external_attr >> 16)
 
 
 def program_on_this_node(program: Program) -> Program:

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
+
+from distributor.core.module_search import find_in_package
 
 
 def after_import(name: str, change: Callable[[ModuleType], object]) -> None:
@@ -39,7 +40,7 @@ class _Hook(MetaPathFinder, Loader):
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)
-        spec = find_spec(fullname)  # which asks all other finders, further hooks among them
+        spec = find_in_package(fullname, path, target)
         if spec is None or spec.loader is None:
             return None
         self._loader, spec.loader = spec.loader, self

@@ -9,11 +9,11 @@ import pkgutil
 import runpy
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from distributor._compat.torch import serve_store
 from distributor.core.host import use_host_name
+from distributor.core.module_search import find_at
 from distributor.node.process.exit import (
     exit_code_of,
     exit_forked_child,
@@ -160,8 +160,9 @@ def _value_of(program: Program) -> Any:
 
 
 def _call(program: Program) -> Any:
+    find_at(program.located)
     if isinstance(program, Script):
-        sys.path.insert(0, str(Path(program.path).parent))
+        sys.path.insert(0, program.folder)
         _call_hook(program)
         runpy.run_path(program.path, run_name="__main__")
         return None
