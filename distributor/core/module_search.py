@@ -1,4 +1,4 @@
-"""Where a module is: from where this process imported it, or where an import would find it."""
+"""Where a module is: in the file that this process imported, or the one that an import finds."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class _LocationFinder(MetaPathFinder):
 
 
 def _location_of_module(name: str) -> Location | None:
-    """Return from where this process has imported a module."""
+    """Return the place of a module that this process has imported."""
     # Not by getattr: some modules make up any attribute, and importing them may take seconds.
     attributes: Mapping[str, Any] = getattr(sys.modules.get(name), "__dict__", {})
     spec = attributes.get("__spec__")

@@ -15,6 +15,7 @@ from support.ranks import (
 )
 
 from distributor import (
+    TorchDistributor,
     WorkerDied,
 )
 
@@ -103,3 +104,46 @@ def test_failing_script_raises_its_own_error(
         assert 'raise Trouble(7, "in the script")  # the script\'s line' in shown
         assert f'File "{script}", line ' in shown
         assert "runpy" not in shown
+
+
+def test_a_linked_script_imports_from_beside_its_target(
+    distribute: Distribute, script: Path, tmp_path: Path
+) -> None:
+    out, links = tmp_path / "out", tmp_path / "links"
+    out.mkdir()
+    links.mkdir()
+    link = links / "experiment.py"
+    link.symlink_to("../project/train.py")
+
+    distribute(1).run(link, str(out), "--")
+
+    name, file, value = json.loads((out / "0").read_text())[1:4]
+    assert (name, file, value) == ("__main__", str(link), "from beside the script")
+
+
+READS = """
+import sys
+open(sys.argv[1]).close()
+"""
+
+
+@pytest.mark.spark
+def test_the_error_of_a_missing_file_says_that_the_driver_has_it(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "reads.py"
+    script.write_text(READS)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.csv").touch()
+    monkeypatch.chdir(tmp_path)
+    ranks = TorchDistributor(1, local_mode=False, use_gpu=False)
+
+    with pytest.raises(FileNotFoundError) as caught:
+        ranks.run("reads.py", "data/train.csv")
+    notes = " ".join(vars(caught.value)["__notes__"])
+    assert f"On the driver 'data/train.csv' is {tmp_path}/data/train.csv" in notes
+    assert "absolute path to storage that all executors can reach" in notes
+
+    with pytest.raises(FileNotFoundError) as caught:
+        ranks.run("reads.py", "nowhere/train.csv")
+    assert "On the driver" not in " ".join(vars(caught.value)["__notes__"])

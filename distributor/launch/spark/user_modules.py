@@ -363,17 +363,17 @@ def _part_of(location: Location, first: Sequence[str]) -> Selection:
     files = _files_of(location, first)
     if location.folders is None:
         return Selection(files)
-    name, limit = location.name, format_bytes(LARGE_FILE)
+    name = location.name
     # What was installed may need any of its files, and a part would hide a whole copy on executors.
     is_installation = any(path.endswith(".dist-info/RECORD") for path in files)
     small = {n: f for n, f in files.items() if is_installation or f.is_code or f.size < LARGE_FILE}
     if _size(small) <= MAX_PACKAGE_BYTES:
         left_out = files.keys() - small.keys()
         warning = (
-            f"The package {name} is sent to the executors without its data files of {limit} or "
-            f"more: {_shown(left_out)}. py_modules=['{name}'] sends all."
+            f"The package {name} is sent to the executors without large data: {_shown(left_out)}. "
+            f"py_modules=['{name}'] sends all."
         )
-        reasons = dict.fromkeys(left_out, f"it is data of {limit} or more")
+        reasons = dict.fromkeys(left_out, "it is a large data file")
         return Selection(small, reasons, [warning] if left_out else [])
     takes, used = f"package {name} takes {format_bytes(_size(files))}", _files_of_imported()
     part = {n: f for n, f in small.items() if f.is_library or f.path in used}
@@ -523,7 +523,7 @@ def _digest(files: Mapping[str, ModuleFile]) -> str:
     digest = hashlib.sha256()
     for name, file in sorted(files.items()):
         state = f"{name}\0{file.path}\0{file.member}\0{file.size}\0{file.changed_at}\0"
-        digest.update(os.fsencode(state))
+        digest.update(os.fsencode(f"{state}{file.is_executable}\0"))
     return digest.hexdigest()[:16]
 
 
