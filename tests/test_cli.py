@@ -231,6 +231,50 @@ def test_a_module_runs_on_a_range_of_ranks(here: Cli, module: str) -> None:
     assert sorted(done.stdout.splitlines()) == expected
 
 
+NAMED_MODULE = "print(__name__, __package__)"
+EDITABLE = """
+import sys
+from importlib.util import spec_from_file_location
+
+class Editable:
+    "Finds a package as setuptools' finders of editable installations do."
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "edited":
+            return spec_from_file_location(name, "{0}/__init__.py")
+        if name.startswith("edited."):
+            return spec_from_file_location(name, "{0}/" + name[7:] + ".py")
+
+sys.meta_path.append(Editable)
+"""
+
+
+@pytest.mark.parametrize("name", ["package.inner.train", "package.inner"])
+def test_a_module_of_a_namespace_in_a_package_runs(
+    here: Cli, module: str, tmp_path: Path, name: str
+) -> None:
+    inner = tmp_path / "package" / "inner"
+    inner.mkdir()
+    for file in ("train.py", "__main__.py"):
+        (inner / file).write_text(NAMED_MODULE)
+
+    done = here("run", "--cpu", "-m", name)
+    assert (done.returncode, done.stdout) == (0, "[0] __main__ package.inner\n"), done.stderr
+
+
+def test_a_module_of_an_editable_installation_runs(cli: Cli, tmp_path: Path) -> None:
+    project, start = tmp_path / "project", tmp_path / "start"
+    for folder in (project, start):
+        folder.mkdir()
+    (project / "__init__.py").touch()
+    (project / "train.py").write_text(NAMED_MODULE)
+    (start / "sitecustomize.py").write_text(EDITABLE.format(project))
+
+    python_path = os.pathsep.join(filter(None, [str(start), os.environ.get("PYTHONPATH")]))
+    done = cli("run", "--cpu", "-m", "edited.train", env={"PYTHONPATH": python_path})
+    assert (done.returncode, done.stdout) == (0, "[0] __main__ edited\n"), done.stderr
+
+
 def test_a_package_without_a_main_module_is_bad_input(here: Cli, module: str) -> None:
     done = here("run", "--cpu", "-m", "package")
     assert done.returncode == 2

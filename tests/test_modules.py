@@ -18,6 +18,7 @@ from distributor.core.resources import format_bytes
 from distributor.launch.spark import user_modules
 from distributor.launch.spark.user_modules import ModuleFile, select_modules
 from distributor.serialization.pickling import dump_call
+from distributor.serialization.program import Script
 
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -265,6 +266,53 @@ def test_installed_packages_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "path", installed)
 
     assert own_modules(imports=["torch", "cloudpickle"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("imports", "lacks", "reason"),
+    [
+        ((), "plugin", "nothing that runs on the ranks has an import statement for it"),
+        (("large",), "large.unused", "the package large takes 1 kB"),
+        (("large",), "large.deep.late", "the package large takes 1 kB"),
+    ],
+)
+def test_the_hint_names_a_module_and_why_it_was_not_sent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, imports: Any, lacks: str, reason: str
+) -> None:
+    write(folder / "plugin.py")
+    write(folder / "large" / "__init__.py")
+    write(folder / "large" / "unused.py", "a" * 1000)
+    write(folder / "large" / "deep" / "late.py")
+    monkeypatch.setattr(user_modules, "MAX_PACKAGE_BYTES", 999)
+    source = "\n".join(f"import {name}" for name in imports)
+    program = Script("train.py", str(folder / "train.py"), (), source.encode())
+
+    error = ModuleNotFoundError(f"No module named {lacks!r}", name=lacks)
+    hint = user_modules.hint(error, program, ())
+    top = lacks.partition(".")[0]
+    assert hint is not None
+    assert f"'{lacks}' is at {folder}/{top}" in hint
+    assert f"because {reason}: send it with py_modules=['{top}']" in hint
+
+
+def test_a_namespace_package_is_sent_from_all_its_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = write(tmp_path / "site-packages" / "shared" / "theirs.py").parents[1]
+    one = write(tmp_path / "one" / "shared" / "mine.py")
+    two = write(tmp_path / "two" / "shared" / "more.py")
+    write(tmp_path / "two" / "shared" / "mine.py")
+    monkeypatch.setattr(sys, "path", [str(one.parents[1]), str(installed), str(two.parents[1])])
+
+    assert own_modules(imports=["shared"]) == {"shared/mine.py": one, "shared/more.py": two}
+
+
+def test_spark_is_not_sent(folder: Path) -> None:
+    """It may be in a zip file on the path, as on YARN."""
+    write(folder / "pyspark" / "__init__.py")
+    write(folder / "one.py", "import pyspark")
+
+    assert list(own_modules(imports=["one"])) == ["one.py"]
 
 
 def test_only_the_imported_modules_of_a_large_package_are_sent(

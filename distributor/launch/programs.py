@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +114,16 @@ def module_of(name: str) -> Module:
     """
     folder = os.getcwd()
     path = [folder, *sys.path]
-    spec = find_spec(name, path)
-    if spec is not None and spec.submodule_search_locations is not None:
-        name = f"{name}.__main__"
-        spec = find_spec(name, path)
-    if spec is not None:
-        return Module(name.removesuffix(".__main__"), folder)
+    for part in itertools.accumulate(name.split("."), "{}.{}".format):
+        spec = _find_module(part, path)
+    if spec.submodule_search_locations is not None:
+        _find_module(f"{name}.__main__", path)
+    return Module(name, folder)
+
+
+def _find_module(name: str, path: Sequence[str]) -> ModuleSpec:
+    if spec := find_spec(name, path):
+        return spec
     raise ModuleNotFoundError(
         f"There is no module {name} (looked in {Path.cwd()} and in sys.path). "
         "Name it as for 'python -m', such as package.train.",

@@ -6,6 +6,7 @@ import importlib
 import sys
 from importlib import resources
 from importlib.machinery import SourceFileLoader
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,26 @@ def test_several_changes_of_one_module(package: str) -> None:
 
     assert sorted(changes) == ["first", "second"]
     assert isinstance(module.__loader__, SourceFileLoader)
+
+
+def test_a_module_that_another_finder_finds_is_changed(package: str) -> None:
+    class Elsewhere:
+        """Finds one package as finders of editable installations do."""
+
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> object:
+            folder = Path(sys.path[0], package)
+            return spec_from_file_location(name, folder / "__init__.py") if name == other else None
+
+    other = f"{package}_elsewhere"
+    sys.meta_path.append(Elsewhere)  # type: ignore[arg-type]
+    values: list[int] = []
+    after_import(other, lambda module: values.append(module.value))
+    try:
+        importlib.import_module(other)
+    finally:
+        sys.modules.pop(other, None)
+    assert values == [1]
 
 
 def test_a_changed_module_has_its_own_loader_and_data(package: str) -> None:
