@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 CALL_SITE, CALL_SITE_DETAILS = "callSite.short", "callSite.long"
@@ -89,6 +89,25 @@ def is_executor_active(context: Any, executor: str) -> bool:
 def jobs_with_tag(context: Any, tag: str) -> list[int]:
     """Return the ids of the jobs that have a tag."""
     return list(java_context(context).statusTracker().getJobIdsForTag(tag))
+
+
+def barrier_arrivals(context: Any, stages: Container[int]) -> tuple[int, int]:
+    """Return how many tasks of stages wait in a barrier now, and how many barriers all passed."""
+    coordinator = java_context(context).taskScheduler().barrierCoordinator()
+    if coordinator is None:  # until the application's first barrier job
+        return 0, 0
+    states = _private_field(coordinator, "states").values()
+    own = [state for state in states if state.barrierId().stageId() in stages]
+    waiting = sum(_private_field(state, "requesters").size() for state in own)
+    return waiting, sum(_private_field(state, "barrierEpoch") for state in own)
+
+
+def _private_field(value: Any, name: str) -> Any:
+    """Return the value of a Scala object's private field; the compiler may prefix its name."""
+    fields = value.getClass().getDeclaredFields()
+    field = next(field for field in fields if field.getName().endswith(name))
+    field.setAccessible(True)
+    return field.get(value)
 
 
 def temporary_folder(context: Any) -> str:

@@ -93,6 +93,49 @@ def test_jobs_are_found_by_their_tag(spark: Any, context: Any) -> None:
         assert private.jobs_with_tag(context, "no such tag") == []
 
 
+def test_arrivals_at_barriers_are_counted(spark: Any, context: Any, tmp_path: Path) -> None:
+    """One task waits for the other, and then both pass."""
+    may_pass, may_end = tmp_path / "may_pass", tmp_path / "may_end"
+
+    def pass_barrier(batches: Iterator[Any]) -> Iterator[Any]:
+        import time
+
+        from pyspark import BarrierTaskContext
+
+        task = BarrierTaskContext.get()
+        while task.partitionId() == 0 and not may_pass.exists():
+            time.sleep(0.05)
+        task.allGather("")
+        while not may_end.exists():
+            time.sleep(0.05)
+        yield from batches
+
+    with private.python_executable(context, sys.executable):
+        frame = spark.range(0, 2, numPartitions=2).mapInArrow(pass_barrier, "id long", barrier=True)
+
+    def run() -> None:
+        context.addJobTag("a-barrier")
+        frame.collect()
+
+    def arrivals() -> tuple[int, int]:
+        infos = map(context.statusTracker().getJobInfo, private.jobs_with_tag(context, "a-barrier"))
+        stages = {stage for info in infos if info for stage in info.stageIds}
+        return private.barrier_arrivals(context, stages)
+
+    job = threading.Thread(target=run)
+    job.start()
+    try:
+        with relies_on("pyspark", "fields of BarrierCoordinator", "pyspark.barrier_arrivals"):
+            until(lambda: arrivals() == (1, 0), "a task waits in the barrier", 60)
+            assert private.barrier_arrivals(context, {-1}) == (0, 0), "of other jobs"
+            may_pass.touch()
+            until(lambda: arrivals() == (0, 1), "both have passed it", 60)
+    finally:
+        may_pass.touch()
+        may_end.touch()
+        job.join()
+
+
 def test_the_temporary_folder_exists(context: Any) -> None:
     with relies_on("pyspark", "SparkContext._temp_dir", "pyspark.temporary_folder"):
         assert Path(private.temporary_folder(context)).is_dir()

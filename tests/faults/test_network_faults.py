@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from conftest import facts_in
 from support.cluster import DEADLINE, Cluster, cluster_on
 from support.machines import machines_apart, why_not_apart
 from support.two_machines import NOTICED
@@ -155,3 +157,52 @@ def test_a_timeout_holds_if_the_drivers_port_is_blocked(
     both = report["ranks"] == [0, 1]
     assert both if count == 1 else len(report["ranks"]) > 0
     assert_gone(int(rank.name) for rank in ranks.iterdir())
+
+
+SLOW_PYTHON = """
+import json, logging, time
+from unittest import mock
+from pyspark.sql import SparkSession
+from distributor import TorchDistributor
+from distributor.launch.spark import launcher
+from distributor.launch.spark.hub_address import HubAddress
+
+class Warnings(logging.Handler):
+    def emit(self, record):
+        found.append([time.monotonic() - began, record.getMessage()])
+
+def stay(seconds):
+    time.sleep(seconds)
+
+builder = SparkSession.builder.master("local-cluster[2,1,1024]")
+spark = builder.config("spark.ui.enabled", "false").config("spark.log.level", "OFF").getOrCreate()
+logging.getLogger("distributor").addHandler(Warnings(logging.WARNING))
+runner = TorchDistributor(2, local_mode=False, use_gpu=False)
+
+found, began = [], time.monotonic()
+runner.run(stay, 0)
+late, took = found, time.monotonic() - began
+# Nothing listens at this address of the same machine.
+without_nodes = HubAddress(bound="127.0.0.1", advertised="127.0.0.2")
+found, began = [], time.monotonic()
+with mock.patch.object(launcher, "choose_hub_address", return_value=without_nodes):
+    runner.run(stay, 20)
+print("FACTS " + json.dumps({"late": late, "took": took, "cut_off": found}))
+"""
+
+
+@pytest.mark.slow
+def test_only_nodes_that_failed_to_connect_are_reported(
+    run_driver: Callable[..., subprocess.CompletedProcess[str]],
+    python_that_begins_with: Callable[[str], Path],
+) -> None:
+    python = python_that_begins_with("import time; time.sleep(20)")
+
+    done = run_driver(SLOW_PYTHON, env={"PYSPARK_PYTHON": str(python)})
+
+    facts = facts_in(done)
+    assert facts["took"] > 20, "the executors' Python started late"
+    assert facts["late"] == []
+    [[seconds, warning]] = facts["cut_off"]
+    assert "Nodes 0, 1 did not reach this process" in warning
+    assert seconds < 20, "while the ranks run"

@@ -265,9 +265,92 @@ def test_nodes_with_different_versions_fail_before_the_rendezvous(run: FollowedR
     assert "2.12.0 on host0 (node 0); 2.13.0 on host1 (node 1), host2 (node 2)" in str(error)
 
 
-def spark_reports(has_begun: bool) -> TaskStarts:
+def spark_reports(
+    has_begun: bool, barrier_arrivals: Callable[[], tuple[int, int] | None] = lambda: None
+) -> TaskStarts:
     """Return what Spark would report if it has started the tasks, or has not."""
-    return TaskStarts(NODES, lambda: has_begun, lambda: "All slots are taken.")
+    return TaskStarts(
+        NODES,
+        lambda: has_begun,
+        lambda: "All slots are taken.",
+        barrier_arrivals=barrier_arrivals,
+    )
+
+
+def none_in_barrier() -> tuple[int, int]:
+    return 0, 0
+
+
+def test_nodes_that_start_late_are_waited_for(
+    start: Start, warned: Callable[[], list[str]]
+) -> None:
+    run = start(tasks=spark_reports(True, none_in_barrier), seconds=60)
+    time.sleep(3 * SHORT)  # as if their Python took so long to start
+    first = FakeNode(run.hub, 0)
+    first.send(Rendezvous("127.0.0.1", 1))
+    with pytest.raises(queue.Empty):
+        first.received.get(timeout=3 * SHORT)
+    nodes = [first, *(FakeNode(run.hub, number) for number in (1, 2))]
+    for node in nodes:
+        assert node.receive() == Rendezvous("127.0.0.1", 1), "not through Spark"
+        node.close()
+    assert run.end() == []
+    assert warned() == []
+
+
+def test_a_node_that_waits_in_a_barrier_has_failed_to_connect(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "NODE_UP_SECONDS", 60.0)
+    arrivals = [(0, 0)]
+    run = start(tasks=spark_reports(True, lambda: arrivals[-1]), seconds=60)
+    nodes = [FakeNode(run.hub, number) for number in (0, 1)]
+    arrivals.append((1, 0))
+    for node in nodes:
+        assert node.receive() == RendezvousThroughSpark()
+        node.close()
+    assert run.end() == []
+
+
+def test_tasks_that_passed_a_barrier_without_a_link_have_none(
+    start: Start, warned: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "LINK_SECONDS", 60.0)
+    arrivals = [(NODES - 1, 0)]
+    run = start(tasks=spark_reports(True, lambda: arrivals[-1]), seconds=60)
+    time.sleep(3 * SHORT)
+    assert warned() == [], "the last node has not tried"
+    arrivals.append((0, 1))
+    until(lambda: bool(warned()), "the driver warns", SOON)
+    assert run.end() == []
+    (warning,) = warned()
+    assert "Nodes 0 to 2 did not reach this process" in warning
+
+
+def test_tasks_from_which_nothing_is_received_end_the_run_at_the_deadline(
+    start: Start, warned: Callable[[], list[str]]
+) -> None:
+    run = start(tasks=spark_reports(True, none_in_barrier), seconds=3 * SHORT)
+
+    error = run.error()
+
+    assert isinstance(error, StartTimeout)
+    assert "nothing was received from the 3 tasks of this run, which Spark has" in str(error)
+    assert "Python is still starting there" in str(error)
+    assert warned() == []
+
+
+def test_the_warning_about_a_late_node_is_withdrawn(
+    start: Start, warned: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without facts, as through Connect, a late node is taken for one without a link."""
+    run = start(tasks=spark_reports(True), seconds=60)
+    until(lambda: bool(warned()), "the driver warns", SOON)
+    late = FakeNode(run.hub, 1)
+    assert late.receive() == RendezvousThroughSpark()
+    assert "Node 1 was late, and has reached this process" in capsys.readouterr().err
+    late.close()
+    assert run.end() == []
 
 
 def test_tasks_that_spark_does_not_start_end_the_run_at_the_deadline(

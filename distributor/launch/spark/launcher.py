@@ -170,6 +170,7 @@ class SparkLauncher:
                     barrier_job.has_begun,
                     lambda: slots.why_not_started(barrier_job.other_running_tasks()),
                     reminder,
+                    barrier_job.barrier_arrivals,
                 )
                 return monitor.follow(barrier_job.cancel, tasks)
 

@@ -102,6 +102,19 @@ class SparkJob:
             if stage
         )
 
+    def barrier_arrivals(self) -> tuple[int, int] | None:
+        """Return how many tasks of this job wait in a barrier, and how many barriers all passed.
+
+        None if Spark does not report it, as through Connect.
+        """
+        if self._session.is_connect:
+            return None
+        try:
+            context = self._session.spark.sparkContext
+            return private.barrier_arrivals(context, self._stages_in(context))
+        except Exception:
+            return None  # as above
+
     def other_running_tasks(self) -> int:
         """Return how many tasks other jobs of this application run.
 

@@ -8,7 +8,7 @@ from typing import Any
 from distributor.core.text import listed
 from distributor.launch.hangs.stalls import StallWatch
 from distributor.launch.job import Job
-from distributor.launch.output.messages import warn
+from distributor.launch.output.messages import notify, warn
 from distributor.launch.spark.monitor.deadlines import Deadlines, StackReports
 from distributor.launch.spark.monitor.nodes import Nodes
 from distributor.launch.spark.monitor.outcomes import Outcomes
@@ -67,6 +67,7 @@ class Attempt:
         self.programs = ProgramDistribution(hub.send)
         self.ending: list[Any] | BaseException | None = None
         self._start_shown = False
+        self._warned_of: set[int] = set()
 
     def show_start(self) -> None:
         """Show, once, that the ranks have started."""
@@ -97,8 +98,14 @@ class Attempt:
     def warn_about_links(self) -> None:
         """Warn about the nodes that have no link to this process, if there are any."""
         if unlinked := self.nodes.unreported:
+            self._warned_of.update(unlinked)
             warn(
                 f"{listed('Node', unlinked)} did not reach this process at port {self.hub.port}: "
                 "their output is not shown here, and values are sent through Spark. Open this port "
                 "to the executors, or set hub_address to an address that they can reach."
             )
+
+    def withdraw_warning(self, node: int) -> None:
+        """Say so if a node was only late that the user was warned about."""
+        if node in self._warned_of:
+            notify(f"Node {node} was late, and has reached this process: its output is shown.")

@@ -58,6 +58,7 @@ def _program_stored(attempt: Attempt, node: int, message: messages.ProgramStored
 def _node_up(attempt: Attempt, node: int, message: messages.NodeUp) -> None:
     attempt.nodes.come_up(node, message)
     if attempt.rendezvous.method == "spark":
+        attempt.withdraw_warning(node)
         warn_about_nodes({message.host: message.warnings})
         attempt.grace_period.expect(len(attempt.nodes.linked))
         attempt.hub.send(node, messages.RendezvousThroughSpark())

@@ -17,10 +17,11 @@ from distributor.wire.messages import Rendezvous
 NODE_UP_SECONDS = 10.0
 """Seconds from the first node that is up to the last, before Spark is used instead of the hub.
 
-It is longer than a node tries to connect. A node that is only slow delays the others by no more
-than a second.
+This and `LINK_SECONDS` hold for a Spark that does not report barriers, as through Connect. It is
+longer than a node tries to connect. A node that is only slow delays the others by no more than a
+second.
 """
-LINK_SECONDS = 15.0
+LINK_SECONDS = 60.0
 """Seconds from the start of all tasks after which nodes that have not reported have no link.
 
 Their Python has to start, and then each tries to connect for a few seconds.
@@ -58,7 +59,7 @@ class RendezvousDecision:
         Parameters
         ----------
         tasks : TaskStarts
-            What Spark reports of the job's tasks; it is asked if no node has reported.
+            What Spark reports of the job's tasks; it is asked until all nodes have reported.
 
         Raises
         ------
@@ -89,9 +90,10 @@ class RendezvousDecision:
         nodes = self._nodes
         if self.address and nodes.all_up:
             return RunEvent.ALL_NODES_UP
+        tasks.poll()
         if not nodes.preparing and not nodes.hosts:
             return self._await_tasks(now, tasks)
-        if not nodes.preparing and self._is_node_missing(now):
+        if not nodes.preparing and self._is_node_missing(now, tasks):
             return RunEvent.SOME_NODES_UNLINKED if nodes.linked else RunEvent.ALL_NODES_UNLINKED
         if now > self._deadline:
             raise StartTimeout(f"After start_timeout, {self._missing()}.")
@@ -102,19 +104,23 @@ class RendezvousDecision:
             return self._unprepared()
         return f"nothing was received from {listed('task', self._nodes.unreported)}"
 
-    def _is_node_missing(self, now: float) -> bool:
-        """Return whether a node has lost its link, or was not up in time."""
+    def _is_node_missing(self, now: float, tasks: TaskStarts) -> bool:
+        """Return whether a node has lost its link, has none, or (for want of facts) is late."""
         nodes = self._nodes
-        return len(nodes.linked) < len(nodes.hosts) or now > nodes.first_up_at + NODE_UP_SECONDS
+        if len(nodes.linked) < len(nodes.hosts):
+            return True
+        if tasks.report_barriers:
+            return tasks.any_in_barrier
+        return now > nodes.first_up_at + NODE_UP_SECONDS
 
     def _await_tasks(self, now: float, tasks: TaskStarts) -> RunEvent | None:
         """Find out from Spark whether nodes that have not reported run at all."""
-        tasks.poll()
         expired = now > self._deadline
         # If Spark does not say whether they have started, they may run, and their work be lost.
-        if tasks.all_started_for(LINK_SECONDS) or (expired and tasks.are_unknown):
+        late = tasks.all_started_for(LINK_SECONDS) or (expired and tasks.are_unknown)
+        if tasks.all_passed_barrier or (late and not tasks.report_barriers):
             return RunEvent.ALL_NODES_UNLINKED
-        if expired and tasks.are_pending:
+        if expired and (tasks.are_pending or tasks.report_barriers):
             raise StartTimeout(f"After start_timeout, {tasks.shortfall()}")
         if tasks.is_message_due():
             notify(f"Waiting: {tasks.shortfall()}")

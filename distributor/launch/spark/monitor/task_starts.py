@@ -1,4 +1,4 @@
-"""Whether Spark has started a job's tasks, before any of them has connected to the driver."""
+"""What Spark reports of a job's tasks before all of them have connected to the driver."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from distributor.launch.spark.polling import Reminder
 
 POLL_SECONDS = 1.0
 """Seconds between two questions to Spark."""
+SILENT_SECONDS = 15.0
+"""Seconds from the start of all tasks until a message says that nothing was received from them."""
 
 
 class TaskStarts:
-    """Whether Spark has started a barrier job's tasks, which it starts together.
+    """Whether Spark has started a barrier job's tasks, which it starts together, and what they do.
+
+    A node that has failed to connect to the driver waits for the others in a barrier of Spark. A
+    node whose Python has not started yet does not.
 
     Parameters
     ----------
@@ -26,6 +31,9 @@ class TaskStarts:
         Returns what may keep Spark from starting them, in sentences for the user.
     reminder : Reminder, optional
         The reminder of the wait that this is a part of; by default a new one.
+    barrier_arrivals : callable
+        Returns how many tasks wait in a barrier, and how many barriers all of them have passed, or
+        None if this Spark does not report it.
     """
 
     def __init__(
@@ -34,25 +42,30 @@ class TaskStarts:
         has_begun: Callable[[], bool | None] = lambda: None,
         obstacle: Callable[[], str] = lambda: "",
         reminder: Reminder | None = None,
+        barrier_arrivals: Callable[[], tuple[int, int] | None] = lambda: None,
     ) -> None:
         self._reminder = reminder or Reminder()
         self._count = count
         self._has_begun = has_begun
         self._obstacle = obstacle
+        self._barrier_arrivals = barrier_arrivals
+        self._arrivals: tuple[int, int] | None = None
         self._poll_at = time.monotonic() + POLL_SECONDS
         self._polled = False
         self._started: bool | None = None
         self._started_at = math.inf
 
     def poll(self) -> None:
-        """Ask Spark, at most once a second and until the tasks have started."""
+        """Ask Spark, at most once a second."""
         now = time.monotonic()
-        if now < self._poll_at or self.have_started:
+        if now < self._poll_at:
             return
         self._poll_at = now + POLL_SECONDS
-        self._polled, self._started = True, self._has_begun()
-        if self._started:
-            self._started_at = now
+        if not self.have_started:
+            self._polled, self._started = True, self._has_begun()
+            if self._started:
+                self._started_at = now
+        self._arrivals = self._barrier_arrivals()
 
     @property
     def are_unknown(self) -> bool:
@@ -73,16 +86,38 @@ class TaskStarts:
         """Return whether Spark started all tasks at least so many seconds ago."""
         return time.monotonic() >= self._started_at + seconds
 
+    @property
+    def report_barriers(self) -> bool:
+        """Whether Spark reports which tasks have come to a barrier."""
+        return self._arrivals is not None
+
+    @property
+    def any_in_barrier(self) -> bool:
+        """Whether a task has come to a barrier."""
+        return self._arrivals is not None and any(self._arrivals)
+
+    @property
+    def all_passed_barrier(self) -> bool:
+        """Whether all tasks have come to a barrier."""
+        return self._arrivals is not None and self._arrivals[1] > 0
+
     def is_message_due(self) -> bool:
-        """Return whether to show now that the tasks have not started."""
-        return (self.are_pending or self.are_unknown) and self._reminder.due()
+        """Return whether to show now that nothing was received from the tasks."""
+        quiet = self.are_pending or self.are_unknown or self.all_started_for(SILENT_SECONDS)
+        return quiet and self._reminder.due()
 
     def shortfall(self) -> str:
-        """Return a sentence that the tasks have not started, and what may be the reason."""
+        """Return a sentence that nothing was received from the tasks, and why that may be."""
         tasks = f"the {self._count} tasks" if self._count > 1 else "the one task"
         if self._started is None:
             return (
                 f"nothing was received from {tasks} of this run, and this Spark does not report "
                 "whether it has started them."
+            )
+        if self._started:
+            return (
+                f"nothing was received from {tasks} of this run, which Spark has started: Python "
+                "is still starting there, or has no link to this process and prepares the "
+                "environment or the data."
             )
         return f"Spark has started none of {tasks} of this run. {self._obstacle()}".rstrip()
