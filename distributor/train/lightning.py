@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distributor.core.private_files import private_folder
 from distributor.train import (
     Checkpoint,
     CheckpointUploadMode,
@@ -204,8 +205,7 @@ class RayTrainReportCallback(pl.callbacks.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save a checkpoint, and report it with the metrics."""
-        folder = Path(f"{self.tmpdir_prefix}-{trainer.current_epoch}")
-        folder.mkdir(exist_ok=True)
+        folder = private_folder(Path(f"{self.tmpdir_prefix}-{trainer.current_epoch}"))
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         trainer.save_checkpoint(folder / self.CHECKPOINT_NAME, weights_only=False)

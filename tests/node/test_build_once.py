@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,13 @@ from support.waiting import SOON, until
 
 from distributor.errors import ExecutorNotReady, StartTimeout
 from distributor.node.environment.archive import find_python_library, unpack
-from distributor.node.environment.build_once import Build, build_once, cache_folder
+from distributor.node.environment.build_once import (
+    Build,
+    build_once,
+    cache_folder,
+    cache_folders,
+)
+from distributor.train.storage.shared_download import shared_download
 
 
 def test_one_of_many_callers_builds_it(tmp_path: Path) -> None:
@@ -96,10 +103,50 @@ def test_a_temporary_folder_replaces_a_home_that_cannot_be_written(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = cache_folder({"XDG_CACHE_HOME": "/proc/none"})
     assert folder == tmp_path / f"distributor-{os.getuid()}"
+    assert folder.stat().st_mode & 0o777 == 0o700
     with pytest.raises(
         ExecutorNotReady, match="no folder for environments: /proc/none/x cannot be"
     ):
         cache_folder({"DISTRIBUTOR_CACHE": "/proc/none/x"})
+
+
+def writable_by_all(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def of_another_user(folder: Path) -> None:
+    folder.mkdir()
+    os.chown(folder, 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda folder: folder.symlink_to(folder.parent / "trap"),
+        writable_by_all,
+        lambda folder: folder.touch(),
+        pytest.param(
+            of_another_user, marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+        ),
+    ],
+    ids=["a link", "writable", "a file", "another user's"],
+)
+def test_a_folder_that_others_have_prepared_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Path], object]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "trap").mkdir(mode=0o700)
+    for name in (f"distributor-{os.getuid()}", f"distributor-checkpoints-{os.getuid()}"):
+        prepare(tmp_path / name)
+    variables = {"XDG_CACHE_HOME": "/proc/none"}
+    with pytest.raises(ExecutorNotReady, match="is not a folder that only this user can write to"):
+        cache_folder(variables)
+    assert cache_folders(variables) == []
+    with shared_download("checkpoint", lambda folder: (folder / "model").touch()) as copy:
+        assert copy.parent == tmp_path, "a new folder"
+        assert copy.stat().st_mode & 0o777 == 0o700
+    assert list((tmp_path / "trap").iterdir()) == []
 
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".zip"])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from distributor.core.host import host_name
+from distributor.core.private_files import is_private_folder, private_folder
 from distributor.errors import ExecutorNotReady, StartTimeout
 
 CACHE_VARIABLE = "DISTRIBUTOR_CACHE"
@@ -51,22 +52,32 @@ def cache_folder(variables: Mapping[str, str]) -> Path:
     ExecutorNotReady
         If no candidate can be written.
     """
-    candidates = list(_candidates(variables))
-    for folder in candidates:
-        with contextlib.suppress(OSError):
+    refused = []
+    for folder in _candidates(variables):
+        try:
+            if folder == _shared_folder():
+                return private_folder(folder)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if os.access(folder, os.W_OK | os.X_OK):
                 return folder
+            refused.append(f"{folder} cannot be written")
+        except OSError as error:
+            refused.append(f"{folder} cannot be used ({error.strerror or error})")
     raise ExecutorNotReady(
         f"On {host_name()} there is no folder for environments: "
-        f"{', '.join(map(str, candidates))} cannot be written. Name a writable folder in the "
+        f"{', '.join(refused)}. Name a writable folder in the "
         f"variable {CACHE_VARIABLE} (env=), or as spark.distributor.cacheDir in Spark's conf."
     )
 
 
 def cache_folders(variables: Mapping[str, str]) -> list[Path]:
     """List the existing folders that `cache_folder` may have returned."""
-    return [folder for folder in _candidates(variables) if folder.is_dir()]
+    shared = _shared_folder()
+    return [
+        folder
+        for folder in _candidates(variables)
+        if (is_private_folder(folder) if folder == shared else folder.is_dir())
+    ]
 
 
 def _candidates(variables: Mapping[str, str]) -> Iterator[Path]:
@@ -75,9 +86,12 @@ def _candidates(variables: Mapping[str, str]) -> Iterator[Path]:
         return
     with contextlib.suppress(RuntimeError):  # an executor's user may have no home
         yield Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache", "distributor")
-    shared = Path(tempfile.gettempdir(), f"distributor-{os.getuid()}")
-    if not shared.exists() or shared.lstat().st_uid == os.getuid():
-        yield shared
+    yield _shared_folder()
+
+
+def _shared_folder() -> Path:
+    """Return this user's folder in the temporary one, where others may have created it."""
+    return Path(tempfile.gettempdir(), f"distributor-{os.getuid()}")
 
 
 @contextlib.contextmanager

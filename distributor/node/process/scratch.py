@@ -20,9 +20,17 @@ def new_scratch_path() -> str:
 
 
 def create_scratch(folder: str) -> None:
-    """Create the folder, and have this process and its children put their sockets there."""
+    """Create the folder, and have this process and its children put their sockets there.
+
+    Raises
+    ------
+    FileExistsError
+        If another user has created it, who could read the path on a command line.
+    """
     try:
         os.mkdir(folder, 0o700)
+    except FileExistsError:
+        raise
     except OSError:
         return  # multiprocessing then makes its own when it needs one, and reports if it cannot
     set_multiprocessing_folder(folder)

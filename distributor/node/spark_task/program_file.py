@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from distributor.core.atomic_files import atomic_path
 from distributor.core.host import host_name
+from distributor.core.private_files import for_this_user
 from distributor.core.resources import format_bytes
 from distributor.errors import ExecutorNotReady
 from distributor.node.spark_task.channel import Channel
@@ -94,7 +95,7 @@ def _received(
     _check_room(path.parent, _size(spec))
     with contextlib.ExitStack() as until_end:
         with atomic_path(path) as partial:
-            file = until_end.enter_context(open(partial, "x+b", opener=_for_this_user))
+            file = until_end.enter_context(open(partial, "x+b", opener=for_this_user))
             pool = until_end.enter_context(ThreadPoolExecutor(1))
             block = until_end.enter_context(ArrivingBlock(file, _size(spec)))
             with contextlib.suppress(OSError):  # without a free port, this node passes nothing on
@@ -196,7 +197,3 @@ def _last_use(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:
         return 0.0  # removed by another task
-
-
-def _for_this_user(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -8,7 +8,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from distributor.core.atomic_files import atomic_path
 from distributor.core.host import host_name
+from distributor.core.private_files import for_this_user
 from distributor.core.resources import format_bytes
 from distributor.core.text import listed
 from distributor.errors import ValueTooLarge
@@ -81,12 +83,12 @@ def _save_all(values: Sequence[Value], spec: TaskSpec) -> str:
 
 
 def _save(value: Value, spec: TaskSpec) -> str:
-    """Save a value, and return a sentence for the user that says where it is."""
+    """Save a value for this user alone; return a sentence for the user that says where it is."""
     folder = Path(spec.log_dir) / spec.run_id if spec.log_dir else Path(tempfile.gettempdir())
     path = folder / f"{spec.run_id}-value-of-rank-{value.rank}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
+        with atomic_path(path) as partial, open(partial, "xb", opener=for_this_user) as file:
             value.file.seek(0)
             shutil.copyfileobj(value.file, file)
             file.flush()

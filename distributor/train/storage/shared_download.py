@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributor.core.atomic_files import atomic_path
+from distributor.core.private_files import private_folder
 from distributor.node.environment.build_once import (
     is_current_lock,
     open_lock,
@@ -74,11 +75,10 @@ def _root_folder() -> Path | None:
     """Return the folder of this user's copies; None if it or locks in it cannot be had."""
     folder = Path(tempfile.gettempdir(), f"distributor-checkpoints-{os.getuid()}")
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        descriptor = os.open(private_folder(folder), os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return folder if os.fstat(descriptor).st_uid == os.getuid() else None
+            return folder
         finally:
             os.close(descriptor)
     except OSError:
