@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from distributor.core.checkpoint_config import CheckpointSettings, absolute
+from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.core.mlflow_env import NAMED_SERVER
+from distributor.core.paths import absolute
 from distributor.core.redaction import Redaction
 from distributor.data.spark.dataset import DatasetFinder
 from distributor.errors import DistributorError

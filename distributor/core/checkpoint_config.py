@@ -6,17 +6,10 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 VARIABLE = "DISTRIBUTOR_TRAIN"
 """The environment variable of ranks that contains the settings."""
-
-
-def absolute(path: str | os.PathLike[str]) -> str:
-    """Return a path of this machine as an absolute one; an address with a scheme unchanged."""
-    text = os.fspath(path)
-    return text if "://" in text else str(Path(text).expanduser().absolute())
 
 
 def check_name(parameter: str, name: object) -> None:

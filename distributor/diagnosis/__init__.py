@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from distributor.core.paths import absolute
 from distributor.launch.defaults import NOT_GIVEN
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def doctor(
     from distributor.launch.spark.session import Session
 
     check_bool("local_mode", local_mode)
-    path = None if storage_path is None else os.fspath(storage_path)
+    path = None if storage_path is None else absolute(storage_path, "storage_path")
     wanted = Wanted(num_processes, gpus, path, hub_address, hub_port, rank_ports)
     if local_mode:
         return examine_here(wanted)

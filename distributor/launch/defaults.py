@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from distributor.core.addresses import checked_port, port_range
+from distributor.core.paths import local_path
 from distributor.launch.output.messages import warn
 from distributor.launch.spark.session import Session
 from distributor.node.environment.build_once import CACHE_VARIABLE
@@ -104,7 +105,7 @@ def _ports(name: str, text: str) -> str:
 
 
 def _folder(name: str, text: str) -> str:
-    path = os.path.expanduser(text)
+    path = local_path(text, name)
     folder(name, path)
     return path
 

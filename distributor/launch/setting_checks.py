@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from distributor.core.gpus import GPUType
+from distributor.core.paths import absolute
 from distributor.launch.run_listener import Listener
 from distributor.node.agent.worker_env import RANK_VARIABLES
 
@@ -173,9 +174,19 @@ def check_mlflow_ranks(name: str, ranks: object) -> None:
 
 
 def check_storage_path(name: str, path: object) -> None:
-    """Check ``storage_path``: a path, a URI or None."""
+    """Check ``storage_path``: a path, a URI or None.
+
+    Raises
+    ------
+    TypeError
+        If it is neither.
+    ValueError
+        If it is an incomplete URI, or has something that only a shell replaces.
+    """
     if path is not None and not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{name} must be a path or a URI, but is {path!r}.")
+    if path is not None:
+        absolute(path, name)
 
 
 def check_listeners(name: str, listeners: object) -> None:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 from distributor.core.addresses import checked_port, port_range, split_address
 from distributor.core.checkpoint_config import check_name
 from distributor.core.gpus import GPUType
+from distributor.core.paths import local_path
 from distributor.core.spelling import Spelling
 from distributor.launch import setting_checks as checks
 from distributor.launch.defaults import NOT_GIVEN, complete, folder
@@ -211,10 +212,12 @@ class Settings:
         complete(self)
         if isinstance(self.listeners, Listener):
             object.__setattr__(self, "listeners", (self.listeners,))
-        object.__setattr__(self, "log_dir", _expanded(self.log_dir))
-        object.__setattr__(self, "environment", _expanded(self.environment))
+        for name in ("log_dir", "environment"):
+            path = _checked_path(self.spelling.of(name), getattr(self, name))
+            object.__setattr__(self, name, path)
         if isinstance(self.py_modules, (list, tuple)):
-            modules = type(self.py_modules)(map(_expanded, self.py_modules))
+            name = self.spelling.of("py_modules")
+            modules = type(self.py_modules)(_checked_path(name, each) for each in self.py_modules)
             object.__setattr__(self, "py_modules", modules)
         for field in dataclasses.fields(self):
             field.metadata["check"](self.spelling.of(field.name), getattr(self, field.name))
@@ -225,10 +228,12 @@ class Settings:
             )
 
 
-def _expanded(value: Any) -> Any:
-    """Replace the ``~`` at the start of a path by the driver's home; nodes may have others."""
-    is_path = isinstance(value, (str, os.PathLike))
-    return os.path.expanduser(value) if is_path and os.fspath(value)[:1] == "~" else value
+def _checked_path(name: str, value: Any) -> Any:
+    """Check a path, and replace what depends on this machine, as ``~`` does; nodes may differ."""
+    if not isinstance(value, (str, os.PathLike)):
+        return value
+    path = local_path(value, name)
+    return path if os.fspath(value).startswith(("~", "file:")) else value
 
 
 def forwarded_env(settings: Settings) -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow.fs as pafs
 
+from distributor.core.paths import local_path
 from distributor.train.storage.filesystems import is_local, list_files, resolve
 from distributor.train.storage.shared_download import shared_download
 
@@ -200,8 +201,8 @@ class Checkpoint:
         FileNotFoundError
             If the checkpoint does not exist.
         """
-        chosen = tempfile.mkdtemp(prefix="checkpoint-") if path is None else path
-        folder = os.path.normpath(os.path.expanduser(chosen))
+        chosen = tempfile.mkdtemp(prefix="checkpoint-") if path is None else local_path(path)
+        folder = os.path.normpath(chosen)
         os.makedirs(folder, exist_ok=True)
         self.check_exists()
         pafs.copy_files(self.path, folder, self.filesystem, pafs.LocalFileSystem())

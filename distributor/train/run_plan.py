@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from distributor.core.checkpoint_config import CheckpointSettings, absolute
+from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.core.paths import absolute
 from distributor.core.spelling import Spelling, suggestion
 from distributor.launch.run_listener import Listener
 from distributor.launch.setting_checks import check_listeners
@@ -110,7 +111,7 @@ def checkpoint_settings(
         )
     checkpoints, path = run.checkpoint_config, os.fspath(run.storage_path)
     if run.storage_filesystem is None:
-        path = absolute(path)  # ranks may have another working directory
+        path = absolute(path, "storage_path")  # ranks may have another working directory
     return CheckpointSettings(
         storage_path=path,
         name=run.name,

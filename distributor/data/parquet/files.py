@@ -13,6 +13,8 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+from distributor.core.paths import absolute
+
 PathLike = str | os.PathLike[str]
 HIDDEN = ("_", ".")
 """Files and folders whose names begin so contain no data, as in Spark."""
@@ -56,7 +58,7 @@ def find_files(path: PathLike | Sequence[PathLike]) -> DataFiles:
     FileNotFoundError
         If a path names no file; says which.
     ValueError
-        If paths are of several file systems, or name a Delta table.
+        If paths are of several file systems, or name a Delta table; and as `core.paths.absolute`.
     """
     paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
     if not paths:
@@ -114,10 +116,11 @@ def _type_of(texts: Sequence[str | None]) -> pa.DataType:
 
 
 def _resolve(path: str) -> tuple[pafs.FileSystem, str]:
-    if "://" in path:
-        filesystem, inside = pafs.FileSystem.from_uri(path)
+    address = absolute(path)
+    if "://" in address:
+        filesystem, inside = pafs.FileSystem.from_uri(address)
         return filesystem, str(inside).rstrip("/")
-    return pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(path))
+    return pafs.LocalFileSystem(), os.path.abspath(address)
 
 
 def _matches(filesystem: pafs.FileSystem, path: str) -> list[pafs.FileInfo]:

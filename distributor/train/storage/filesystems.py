@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from distributor.core.checkpoint_config import absolute
+from distributor.core.paths import absolute, local_path
 
 OBJECT_STORES = ("s3", "gcs")
 """The types of file systems in which a file can be written without a folder."""
@@ -41,19 +41,22 @@ def resolve(path: str | os.PathLike[str], filesystem: Any = None) -> tuple[pafs.
         If `filesystem` is of neither kind.
     UnknownScheme
         If neither pyarrow nor fsspec knows the address's scheme.
+    ValueError
+        If the path is none of this machine although it looks like one; see `core.paths`.
     """
     text = os.fspath(path)
     if filesystem is not None:
         adapted = _adapt(filesystem)
         # Normalized as the file system lists it: a SubTreeFileSystem, without the first slash.
-        inside = absolute(text) if is_local(adapted) else adapted.normalize_path(text)
+        inside = local_path(text) if is_local(adapted) else adapted.normalize_path(text)
         return adapted, inside.rstrip("/")
-    if "://" not in text:
-        return pafs.LocalFileSystem(), absolute(text)
+    address = absolute(text)
+    if "://" not in address:
+        return pafs.LocalFileSystem(), address
     try:
-        found, inside = pafs.FileSystem.from_uri(text)
+        found, inside = pafs.FileSystem.from_uri(address)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as unknown:
-        return _resolve_with_fsspec(text, unknown)
+        return _resolve_with_fsspec(address, unknown)
     return found, str(inside).rstrip("/")
 
 
