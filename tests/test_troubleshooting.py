@@ -203,8 +203,22 @@ def missing(folder: Path) -> None:
 
 
 def handshake_refused() -> None:
+    greeting = protocol.GREETING.pack(protocol.MAGIC, b"n" * 32)
+    protocol.admit(b"t" * 32, b"n" * 32, protocol.hello(b"s" * 32, greeting, b"n" * 32, 0))
+
+
+def run_not_served() -> None:
     greeting = protocol.GREETING.pack(b"x" * len(protocol.MAGIC), b"n" * 32)
     protocol.hello(b"s" * 32, greeting, b"n" * 32, 0)
+
+
+def another_run() -> None:
+    greeting = protocol.GREETING.pack(protocol.MAGIC, b"n" * 32)
+    protocol.check_welcome(b"s" * 32, greeting, b"n" * 32, protocol.UNKNOWN_RUN)
+
+
+def frame_not_authentic() -> None:
+    protocol.FrameTags(b"k" * 32).check(b"size", memoryview(b"payload"), b"t" * 16)
 
 
 def frame_too_large() -> None:
@@ -237,6 +251,8 @@ HERE: dict[str, list[Callable[..., None]]] = {
     "TaskFailed": [task_failed],
     "Damaged": [damaged, missing],
     "HandshakeRefused": [handshake_refused],
+    "RunNotServed": [run_not_served, another_run],
+    "FrameNotAuthentic": [frame_not_authentic],
     "FrameTooLarge": [frame_too_large],
     "NotAuthentic": [not_authentic],
 }

@@ -124,7 +124,7 @@ def test_an_incomplete_program_is_an_error_and_leaves_no_file(serve: Serve, fold
 def test_a_program_that_was_changed_on_the_way_is_not_used(serve: Serve, folder: Path) -> None:
     changed = CONTENT[:-1] + bytes([CONTENT[-1] ^ 1])
     channel, hub = Answers(ProgramSource(serve("127.0.0.2", changed))), serve("127.0.0.3", CONTENT)
-    with pytest.raises(ProgramNotReceived, match="another program"), opened(channel, hub):
+    with pytest.raises(ProgramNotReceived, match="and its arguments changed"), opened(channel, hub):
         pass
     assert list(folder.iterdir()) == []
     assert ProgramStored not in map(type, channel.sent)

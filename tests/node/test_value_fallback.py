@@ -1,4 +1,4 @@
-"""A value that cannot reach the driver is saved where no other user can read or replace it."""
+"""A value that cannot reach the driver is saved so that no other user can read or replace it."""
 
 from __future__ import annotations
 

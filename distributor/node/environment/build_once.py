@@ -90,7 +90,7 @@ def _candidates(variables: Mapping[str, str]) -> Iterator[Path]:
 
 
 def _shared_folder() -> Path:
-    """Return this user's folder in the temporary one, where others may have created it."""
+    """Return this user's folder in the temporary one; others may have created it."""
     return Path(tempfile.gettempdir(), f"distributor-{os.getuid()}")
 
 

@@ -105,8 +105,9 @@ def _received(
             _receive(block, source.address, spec, node_rank)
             if path.name != PREFIX + found.result():
                 raise ProgramNotReceived(
-                    f"The executor on {host_name()} has received another program than the driver "
-                    "has sent: the network between them is damaged or under attack."
+                    f"The executor on {host_name()} has received the program and its arguments "
+                    "changed: another thread of the driver has changed an array or a tensor "
+                    "meanwhile, or the network between them is damaged or under attack."
                 )
         channel.send(ProgramStored(folder))
         yield
