@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from conftest import facts_in, needs_java
 
 from distributor import TorchDistributor
-from distributor.core.module_search import is_installed
+from distributor.core.module_search import Location, imported, is_installed
 from distributor.core.resources import format_bytes
 from distributor.launch.spark import user_modules
 from distributor.launch.spark.user_modules import ModuleFile, select_modules
@@ -116,6 +116,17 @@ def test_a_changed_module_is_the_changed_one_on_executors(
     assert facts["asked here"] == ["asked for by path"]
 
 
+@pytest.fixture(autouse=True)
+def modules_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the modules that this process has imported before the test."""
+    before = set(sys.modules)
+
+    def imported_now() -> Iterator[Location]:
+        return (found for found in imported() if found.name not in before)
+
+    monkeypatch.setattr(user_modules, "imported", imported_now)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder that is the whole of ``sys.path``."""
@@ -125,11 +136,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def own_modules(first: Any = (), imports: Any = (), requested: Any = ()) -> dict[str, Path]:
-    """Return what is sent besides these tests, by its path below a folder of ``sys.path``."""
+    """Return the files that are sent, by their path below a folder of ``sys.path``."""
     selection = select_modules([str(folder) for folder in first], imports, requested)
-    paths = {name: file.path for name, file in selection.files.items()}
-    project = Path(__file__).parents[1]
-    return {name: path for name, path in paths.items() if not path.is_relative_to(project)}
+    return {name: file.path for name, file in selection.files.items()}
 
 
 def write(path: Path, text: str = "") -> Path:
@@ -327,6 +336,5 @@ def test_only_the_imported_modules_of_a_large_package_are_sent(
     monkeypatch.setitem(sys.modules, "large.used_here", module)
 
     assert own_modules(imports=["large"]) == {"large/used_here.py": used}
-    warnings = select_modules(imports=["large"]).warnings
-    [warning] = [each for each in warnings if "package large" in each]
+    [warning] = select_modules(imports=["large"]).warnings
     assert f"The package large takes {format_bytes(1000)}" in warning

@@ -88,32 +88,50 @@ def find_in_package(
     name: str, path: Sequence[str] | None, target: ModuleType | None = None
 ) -> ModuleSpec | None:
     """Ask all finders for a module, as ``MetaPathFinder.find_spec``."""
+    is_top = "." not in name
     for finder in list(sys.meta_path):
         if not hasattr(finder, "find_spec"):
             continue  # finders without it are possible before Python 3.12
-        try:
-            spec = finder.find_spec(name, path, target)
-        except (KeyError, ModuleNotFoundError):
-            # A namespace package looks for the package above it in sys.modules.
-            spec = finder.find_spec(name.rpartition(".")[2], path, target)
+        if is_top and finder is PathFinder:
+            # Not sys.path itself: Python would then keep finders of its relative entries.
+            spec = PathFinder.find_spec(name, search_path() if path is None else path, target)
+        elif is_top:
+            spec = finder.find_spec(name, None, target)
+        else:
+            try:
+                spec = finder.find_spec(name, path, target)
+            except (KeyError, ModuleNotFoundError):
+                # A namespace package looks for the package above it in sys.modules.
+                spec = finder.find_spec(name.rpartition(".")[2], path, target)
         if spec is not None:
             return spec
     return None
 
 
 def search_path() -> list[str]:
-    """Return ``sys.path`` with absolute paths, as imports of this process resolve them."""
-    return [absolute_entry(entry) for entry in sys.path]
-
-
-def absolute_entry(entry: str) -> str:
-    """Return an entry of ``sys.path`` as an absolute path."""
-    # Python keeps a relative entry's finder, which remembers the folder that it was created for.
-    finder = sys.path_importer_cache.get(entry)
-    if isinstance(finder, FileFinder):
-        return os.path.abspath(finder.path)
+    """Return the entries of ``sys.path`` as absolute paths."""
     # Some entries are no paths, but names that a finder of an editable installation recognizes.
-    return os.path.abspath(entry) if not entry or os.path.exists(entry) else entry
+    return [
+        os.path.abspath(entry) if not entry or os.path.exists(entry) else entry
+        for entry in lasting_path()
+    ]
+
+
+def lasting_path() -> list[str]:
+    """Return ``sys.path``, in which a relative entry is followed by the folder that it was before.
+
+    Python keeps the finder of such an entry: it still finds modules there after a change of the
+    working directory.
+    """
+    path = []
+    for entry in sys.path:
+        path.append(entry)
+        finder = sys.path_importer_cache.get(entry)
+        if isinstance(finder, FileFinder) and os.path.abspath(finder.path) != os.path.abspath(
+            entry
+        ):
+            path.append(finder.path)
+    return path
 
 
 def forget_listings() -> None:
@@ -136,21 +154,30 @@ def imported() -> Iterator[Location]:
     for name, module in list(sys.modules.items()):
         if "." in name or name in MAIN_MODULES:
             continue
-        if found := _location_of_module(name):
+        if _is_from_installation(module):
+            users[name] = False
+        elif found := _location_of_module(name):
             users[name] = not all(map(is_installed, found.paths))
             if users[name] and not _is_alias(name, module):
                 yield found
     for name, module in list(sys.modules.items()):
         package, _, tail = name.rpartition(".")
-        if not package or not users.get(name.partition(".")[0], True) or _is_alias(name, module):
+        top = name.partition(".")[0]
+        if not package or not users.get(top, True) or _is_from_installation(module):
             continue
-        found = _location_of_module(name)
-        if found is None or all(map(is_installed, found.paths)) or _is_inside(package, tail, found):
+        found = None if _is_alias(name, module) else _location_of_module(name)
+        if found is None or _is_inside(package, tail, found):
             continue
         yield found
         while package and not locate(package):
             yield Location(package, None, ())  # only entered in sys.modules
             package = package.rpartition(".")[0]
+
+
+def _is_from_installation(module: object) -> bool:
+    """Return whether a module's code is part of an installation, which most modules' is."""
+    file = getattr(module, "__dict__", {}).get("__file__")
+    return isinstance(file, str) and is_installed(file)
 
 
 def is_installed(path: str) -> bool:

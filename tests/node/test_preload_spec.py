@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -117,4 +119,18 @@ def test_a_new_modification_time_is_a_change(path: Path) -> None:
 def test_a_removed_file_is_a_change(path: Path) -> None:
     files = loaded_files()
     path.unlink()
+    assert have_changed(files)
+
+
+def test_an_archive_on_the_path_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = tmp_path / "modules.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        packed.writestr("archived.py", "VALUE = 1")
+    monkeypatch.syspath_prepend(str(archive))
+    assert importlib.util.find_spec("archived")
+    files = loaded_files()
+    with zipfile.ZipFile(archive, "w") as packed:
+        packed.writestr("archived.py", "VALUE = 'another'")
     assert have_changed(files)

@@ -167,7 +167,11 @@ def located_modules(program: Program, requested: Requested) -> tuple[Location, .
     named = (os.fspath(entry) for entry in requested if not Path(entry).exists())
     wanted += [found for name in named if (found := _requested_module(name))]
     path = search_path()
-    return tuple(found for found in wanted if not found.archive and not _is_found(found, path))
+    return tuple(
+        found
+        for found in wanted
+        if found.name not in NOT_SENT and not found.archive and not _is_found(found, path)
+    )
 
 
 def ship_modules(session: Session, program: Program, requested: Requested = ()) -> str | None:

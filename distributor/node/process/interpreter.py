@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from distributor.core.module_search import absolute_entry
+from distributor.core.module_search import lasting_path
 
 BOOT = """
 import atexit, json, sys
@@ -51,9 +51,7 @@ class Interpreter:
     @classmethod
     def current(cls) -> Interpreter:
         """Return the interpreter of this process, with the modules that can be imported here."""
-        # A relative entry would mean another folder in a process with another working directory.
-        path = tuple(entry and absolute_entry(entry) for entry in sys.path)
-        return cls(executable=sys.executable, path=path)
+        return cls(executable=sys.executable, path=tuple(lasting_path()))
 
     def command(self, role: str, argument: str) -> list[str]:
         """Return the command line that starts the interpreter.

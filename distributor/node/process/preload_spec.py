@@ -123,7 +123,7 @@ def _shortened(text: str) -> str:
 
 
 def loaded_files(since: int = sys.maxsize) -> FileStates:
-    """Return the state of the files that this process has imported.
+    """Return the state of the files that this process has imported, and of archives on its path.
 
     Parameters
     ----------
@@ -132,6 +132,8 @@ def loaded_files(since: int = sys.maxsize) -> FileStates:
         what was imported, so its recorded state is one that counts as changed.
     """
     origins = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    # Of an archive on the path, a list of its content is kept.
+    origins |= {getattr(each, "archive", None) for each in list(sys.path_importer_cache.values())}
     files = {path: state for path in origins if path and (state := _state_of(path))}
     now = time.time_ns()
     return {
