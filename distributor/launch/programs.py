@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
@@ -159,6 +160,10 @@ def instead_of_keywords(kwargs: Mapping[str, Any]) -> str:
 
 
 def _check_source(path: Path, source: bytes) -> None:
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as application:
+            if "__main__.py" in application.namelist():
+                return
     document = _json_of(source)
     is_notebook = isinstance(document, dict) and "cells" in document
     if is_notebook or path.suffix.lower() == ".ipynb":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import zipapp
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,17 @@ def test_a_linked_script_imports_from_beside_its_target(
     assert (name, file, value) == ("__main__", str(link), "from beside the script")
 
 
+def test_a_zip_application_runs(distribute: Distribute, tmp_path: Path) -> None:
+    (tmp_path / "application").mkdir()
+    for name, source in {"__main__.py": "import inner", "inner.py": ZIPPED}.items():
+        (tmp_path / "application" / name).write_text(source)
+    zipapp.create_archive(tmp_path / "application", tmp_path / "train.pyz", "/usr/bin/python3")
+
+    distribute(1).run(tmp_path / "train.pyz", str(tmp_path / "out"))
+    assert (tmp_path / "out").read_text() == str(tmp_path / "train.pyz")
+
+
+ZIPPED = "import sys; open(sys.argv[1], 'w').write(sys.argv[0])"
 READS = """
 import sys
 open(sys.argv[1]).close()
