@@ -1,26 +1,52 @@
-"""Pickles of functions that keep the names of the files in which their code was written.
+"""Pickles of functions, classes and what belongs to them, by value if they cannot be imported.
 
-cloudpickle 3.1.3 and newer replace these names, so that a pickle does not depend on where a
-function was defined. Tracebacks then show neither the file nor the line of the code.
+This is cloudpickle, with four differences:
+
+- Code keeps the name of its file. cloudpickle 3.1.3 and newer replace it, so that a pickle does not
+  depend on where a function was defined; tracebacks then show neither the file nor the line.
+- A class that the loading process has itself, as the driver has those of its own main module, stays
+  as it is there. cloudpickle finds it too, but replaces its attributes by the copies in the pickle.
+- What the functools module makes of functions is pickled by value where the function is.
+- So are objects that pickle themselves by name, if the loading process cannot import that name.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import io
+import pickle
+import sys
 import types
+import typing
+import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import cloudpickle
 
+from distributor._compat.cloudpickle import with_functions
+
+MAIN_MODULES = ("__main__", "__mp_main__")
+"""The names of a main module, the second in processes that ``multiprocessing`` has started."""
+
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's pickler, which here keeps the file name of each code object."""
+    """A pickler that pickles by value what cannot be imported elsewhere."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, types.CodeType):
-            return _code_of_file, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
-        return super().reducer_override(obj)
+        kind = type(obj)
+        if kind is types.CodeType:
+            return _code_of_file, (obj.co_filename, *self.dispatch_table[kind](obj))
+        if kind in _REDUCERS:
+            return _REDUCERS[kind](obj)
+        reduced = super().reducer_override(obj)
+        if reduced is NotImplemented:
+            return _reduce_main_global(obj) if kind.__module__ in MAIN_MODULES else reduced
+        if issubclass(kind, type):
+            return with_functions(reduced, _make_class, _set_attributes)
+        return _reduce_single_dispatch(obj) if obj.__code__ is _DISPATCHER else reduced
 
 
 def dumps(obj: object) -> bytes:
@@ -30,7 +56,134 @@ def dumps(obj: object) -> bytes:
     return buffer.getvalue()
 
 
+def attribute(namespace: Any, path: str) -> Any:
+    """Return what a dotted path names in a module or class; None if there is no such thing."""
+    try:
+        return attrgetter(path)(namespace)
+    except AttributeError:
+        return None
+
+
 def _code_of_file(
     filename: str, make: Callable[..., types.CodeType], arguments: tuple[Any, ...]
 ) -> types.CodeType:
     return make(*arguments).replace(co_filename=filename)
+
+
+def _make_class(make: Callable[..., type], *args: Any) -> type:
+    made = make(*args)
+    if attribute(sys.modules.get(made.__module__), made.__qualname__) is made:
+        _complete_classes.add(made)
+    return made
+
+
+def _set_attributes(made: type, setter_and_state: tuple[Callable[..., object], Any]) -> None:
+    if made not in _complete_classes:
+        setter, state = setter_and_state
+        setter(made, state)
+
+
+def _is_importable(obj: Any) -> bool:
+    """Return whether other processes find an object by its module's name and its own."""
+    module = getattr(obj, "__module__", None)
+    if module in MAIN_MODULES or module in cloudpickle.list_registry_pickle_by_value():
+        return False
+    name = str(getattr(obj, "__qualname__", None) or obj.__name__)
+    return attribute(sys.modules.get(module or ""), name) is obj
+
+
+def _reduce_main_global(obj: Any) -> Any:
+    """Reduce a global of the main module whose class has it pickled by its name."""
+    kind: Any = type(obj)
+    if kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__:
+        return NotImplemented
+    reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if not isinstance(reduced, str):
+        return reduced
+    return _own_global, (kind.__module__, reduced, kind, getattr(obj, "__dict__", {}))
+
+
+def _own_global(module: str, name: str, kind: Any, state: dict[str, Any]) -> Any:
+    found = attribute(sys.modules.get(module), name)
+    if type(found) is kind:
+        return found
+    made = kind.__new__(kind)
+    for attribute_name, value in state.items():
+        object.__setattr__(made, attribute_name, value)
+    return made
+
+
+def _reduce_cache(cache: Any) -> Any:
+    if _is_importable(cache):
+        return NotImplemented
+    state = {k: v for k, v in vars(cache).items() if k not in ("__wrapped__", "cache_parameters")}
+    return _cached, (cache.__wrapped__, cache.cache_parameters()), state
+
+
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _reduce_cached_property(cached: Any) -> Any:
+    # It has a lock before Python 3.12.
+    state = {name: value for name, value in vars(cached).items() if name != "lock"}
+    return functools.cached_property, (cached.func,), state
+
+
+def _reduce_single_dispatch(function: Any) -> Any:
+    state = {k: v for k, v in vars(function).items() if k not in _OF_SINGLE_DISPATCH}
+    registered = dict(function.registry)
+    return (
+        functools.singledispatch,
+        (registered.pop(object),),
+        (registered, state),
+        None,
+        None,
+        _set_single_dispatch,
+    )
+
+
+def _set_single_dispatch(function: Any, state: tuple[dict[type, Any], dict[str, Any]]) -> None:
+    registered, attributes = state
+    for kind, implementation in registered.items():
+        function.register(kind, implementation)
+    vars(function).update(attributes)
+
+
+def _by_value(kind: Any, *names: str) -> Callable[[Any], Any]:
+    """Return a reducer to a call of `kind` with these attributes."""
+
+    def reduce(obj: Any) -> Any:
+        if _is_importable(obj):
+            return NotImplemented
+        return kind, tuple(getattr(obj, name) for name in names)
+
+    return reduce
+
+
+def _reduce_alias_type(alias: Any) -> Any:
+    if _is_importable(alias):
+        return NotImplemented
+    kind: Any = type(alias)
+    make = functools.partial(kind, type_params=alias.__type_params__)
+    return make, (alias.__name__, alias.__value__)
+
+
+_complete_classes: weakref.WeakSet[type] = weakref.WeakSet()
+"""Classes that this process has found in their modules, not in pickles."""
+
+_dispatching: Any = functools.singledispatch(lambda _: None)
+_DISPATCHER = _dispatching.__code__  # which all such functions share
+_OF_SINGLE_DISPATCH = ("register", "dispatch", "registry", "_clear_cache", "__wrapped__")
+_REDUCERS: dict[type, Callable[[Any], Any]] = {
+    type(functools.lru_cache(lambda: None)): _reduce_cache,
+    functools.cached_property: _reduce_cached_property,
+    # Fields of a data class are compared with this object by identity.
+    type(dataclasses.MISSING): lambda _: (getattr, (dataclasses, "MISSING")),
+    typing.NewType: _by_value(typing.NewType, "__name__", "__supertype__"),
+    typing.ParamSpec: _by_value(typing.ParamSpec, "__name__"),
+}
+if sys.version_info >= (3, 11):
+    _REDUCERS[typing.TypeVarTuple] = _by_value(typing.TypeVarTuple, "__name__")
+if sys.version_info >= (3, 12):
+    _REDUCERS[typing.TypeAliasType] = _reduce_alias_type

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import linecache
 import os
 import pickle
 import re
+import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+import cloudpickle
+
+from distributor._compat.cloudpickle import use_as_globals
 from distributor._compat.cpython import add_source_lines
 from distributor.errors import UnpicklableError
-from distributor.serialization import oob_pickle
+from distributor.serialization import code_pickle, oob_pickle
 from distributor.serialization.code_imports import imports_in_code
+from distributor.serialization.code_pickle import MAIN_MODULES, attribute
 from distributor.serialization.pickle_diagnostics import explain_call, find_unpicklable
 
 MAX_EXCEPTION = 16 * 1024 * 1024
@@ -24,12 +31,19 @@ MAX_EXCEPTION = 16 * 1024 * 1024
 
 @dataclass(frozen=True)
 class PickledCall:
-    """A call that was pickled on the driver.
+    """A call that was pickled on the driver, with the part of the main module that it needs.
+
+    Python pickles classes and functions by name, and finds them in the module of that name. A
+    rank's main module is therefore made of what was pickled by value from the driver's, and so is
+    that of each process which the rank starts by ``spawn`` or ``forkserver``.
 
     Parameters
     ----------
-    payload : bytes
-        The function with its arguments.
+    payload : buffer
+        Three pickles with one memo: functions and classes of the main module, its names, and the
+        function with its arguments.
+    main_size : int
+        The size of the first two.
     buffers : tuple of buffers
         The large buffers of their tensors and arrays, which are not in `payload`.
     sources : dict of str to list of str
@@ -39,7 +53,8 @@ class PickledCall:
         The top-level modules that its functions import, and those pickled with them.
     """
 
-    payload: bytes
+    payload: Any
+    main_size: int
     buffers: tuple[Any, ...]
     sources: dict[str, list[str]]
     imports: frozenset[str] = frozenset()
@@ -47,12 +62,41 @@ class PickledCall:
     @property
     def size(self) -> int:
         """The bytes that are sent to the ranks."""
-        return len(self.payload) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
+        return sum(memoryview(buffer).nbytes for buffer in (self.payload, *self.buffers))
 
-    def load(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Return the function, its positional and its keyword arguments."""
-        function, args, kwargs = pickle.loads(self.payload, buffers=self.buffers)
+    def load(
+        self, main: dict[str, Any] | None = None
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Return the function, its positional and its keyword arguments.
+
+        Parameters
+        ----------
+        main : dict, optional
+            The namespace of a main module, which gets what the call needs of the driver's.
+        """
+        namespace = {} if main is None else main
+        own = _own_names(namespace)
+        unpickler = self._load_main(self.payload, namespace)
+        function, args, kwargs = unpickler.load()
+        namespace.update(own)
         return function, args, kwargs
+
+    def load_main(self, namespace: dict[str, Any]) -> None:
+        """Fill the namespace of a main module with what the call needs of the driver's."""
+        own = _own_names(namespace)
+        self._load_main(memoryview(self.payload)[: self.main_size], namespace)
+        namespace.update(own)
+
+    def _load_main(self, payload: Any, namespace: dict[str, Any]) -> _CallUnpickler:
+        unpickler = _CallUnpickler(io.BytesIO(payload), self.buffers, namespace)
+        unpickler.load()
+        names, hints = unpickler.load()
+        for name, value in names.items():
+            namespace.setdefault(name, value)
+        for name, pickled in hints.items():
+            with suppress(Exception):  # such as a module that is not installed here
+                namespace.setdefault(name, pickle.loads(pickled))
+        return unpickler
 
 
 def dump_call(
@@ -65,15 +109,21 @@ def dump_call(
     UnpicklableError
         If something cannot be pickled; the message names the variable or argument.
     """
-    buffer = io.BytesIO()
-    pickler = _SourceCollector(buffer)
+    main = sys.modules["__main__"]
+    if main.__name__ in MAIN_MODULES[1:]:
+        cloudpickle.register_pickle_by_value(main)
+    call = function, args, dict(kwargs)
     try:
-        pickler.dump((function, args, dict(kwargs)))
+        try:
+            likely = _parts_of_main(function, *args, *kwargs.values())
+            pickler = _CallPickler.dump_parts(likely, call)
+        except Exception:  # a class that cannot be pickled, though its objects can
+            pickler = _CallPickler.dump_parts((), call)
+        if pickler.late:
+            pickler = _CallPickler.dump_parts(pickler.names.values(), call)
     except Exception as error:
         raise UnpicklableError(explain_call(function, args, kwargs, error)) from error
-    return PickledCall(
-        buffer.getvalue(), tuple(pickler.buffers), pickler.sources, frozenset(pickler.imports)
-    )
+    return pickler.pickled()
 
 
 def dump_value(value: object, file: BinaryIO, what: str) -> None:
@@ -154,13 +204,47 @@ def _exception_in(loaded: Any) -> BaseException:
     return error
 
 
-class _SourceCollector(oob_pickle.Pickler):
-    """A pickler that collects functions' imports, and source that only this process has."""
+class _CallPickler(oob_pickle.Pickler):
+    """A pickler that collects what it pickles from the main module, and facts about functions."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.sources: dict[str, list[str]] = {}
         self.imports: set[str] = set()
+        self.names: dict[str, Any] = {}
+        self.late = False
+        self.main_size = 0
+        self._file = file
+        self._main = sys.modules["__main__"]
+        self._namespace = _MainNamespace(
+            {k: v for k, v in vars(self._main).items() if k in ("__file__", "__package__")}
+        )
+        self._annotations: set[str] = set()
+
+    @classmethod
+    def dump_parts(cls, of_main: Iterable[Any], call: Any) -> _CallPickler:
+        """Pickle these parts of the main module, their names, and the call.
+
+        Afterwards, ``late`` says whether the call has other parts of the main module.
+        """
+        pickler = cls(io.BytesIO())
+        pickler.dump((pickler._namespace, tuple(of_main)))
+        hints = pickler._find_annotations()
+        pickler.dump((dict(pickler.names), hints))
+        pickler.main_size = pickler._file.tell()
+        known = len(pickler.names)
+        pickler.dump(call)
+        pickler.late = len(pickler.names) > known
+        return pickler
+
+    def pickled(self) -> PickledCall:
+        return PickledCall(
+            pickle.PickleBuffer(self._file.getvalue()),
+            self.main_size,
+            tuple(self.buffers),
+            self.sources,
+            frozenset(self.imports),
+        )
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.FunctionType):
@@ -168,7 +252,95 @@ class _SourceCollector(oob_pickle.Pickler):
             filename = obj.__code__.co_filename
             if filename not in self.sources and not os.path.exists(filename):
                 self.sources[filename] = linecache.getlines(filename, obj.__globals__)
-        return super().reducer_override(obj)
+            if self._is_of_main(obj.__globals__):
+                use_as_globals(self, obj.__globals__, self._namespace)
+        reduced = super().reducer_override(obj)
+        if reduced is not NotImplemented and getattr(obj, "__module__", None) in MAIN_MODULES:
+            self._collect(obj)
+        return reduced
+
+    def _is_of_main(self, namespace: dict[str, Any]) -> bool:
+        # multiprocessing copies the names of a main module that it runs in another process.
+        return namespace is vars(self._main) or (
+            self._main.__name__ == namespace.get("__name__") == MAIN_MODULES[1]
+        )
+
+    def _collect(self, obj: Any) -> None:
+        """Note the name of something that is pickled by value, and those in its annotations."""
+        path = getattr(obj, "__qualname__", None)
+        if not isinstance(path, str):
+            return
+        name, _, inner = path.partition(".")
+        top = vars(self._main).get(name, None if inner else obj)
+        if (attribute(top, inner) if inner else top) is obj and (not inner or _can_pickle(top)):
+            self.names[name] = top
+        with suppress(Exception):  # since Python 3.14, annotations run code
+            for annotation in obj.__annotations__.values():
+                if isinstance(annotation, str):
+                    self._annotations.update(compile(annotation, "", "eval").co_names)
+
+    def _find_annotations(self) -> dict[str, bytes]:
+        """Add classes of the main module that occur in annotations; return others, pickled."""
+        hints = {}
+        for name in sorted(self._annotations & vars(self._main).keys() - self.names.keys()):
+            value = getattr(self._main, name)
+            with suppress(Exception):
+                pickled = code_pickle.dumps(value)
+                if getattr(value, "__module__", None) in MAIN_MODULES:
+                    self.names[name] = value
+                else:
+                    hints[name] = pickled
+        return hints
+
+
+class _CallUnpickler(pickle.Unpickler):
+    """Loads functions of the main module into a namespace."""
+
+    def __init__(self, file: io.BytesIO, buffers: Any, namespace: dict[str, Any]) -> None:
+        super().__init__(file, buffers=buffers)
+        self._namespace = namespace
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return (lambda: self._namespace) if found is _main_namespace else found
+
+
+class _MainNamespace(dict[str, Any]):
+    """Stands for the namespace of the main module of the process that loads it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _main_namespace, (), None, None, iter(self.items())
+
+
+def _main_namespace() -> dict[str, Any]:
+    raise RuntimeError("only a _CallUnpickler knows it")
+
+
+def _own_names(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names of a main module that must not become those of the driver's."""
+    return {name: namespace[name] for name in ("__name__", "__spec__") if name in namespace}
+
+
+def _parts_of_main(*objects: Any) -> Iterator[Any]:
+    """Yield functions and classes of the main module that a call most probably needs."""
+    for obj in objects:
+        kind = obj if isinstance(obj, (types.FunctionType, type)) else type(obj)
+        if isinstance(obj, functools.partial):
+            yield from _parts_of_main(obj.func, *obj.args, *obj.keywords.values())
+        elif isinstance(obj, types.MethodType):
+            yield from _parts_of_main(obj.__func__, obj.__self__)
+        elif kind.__module__.startswith("distributor."):
+            yield from _parts_of_main(*getattr(obj, "__dict__", {}).values())
+        elif kind.__module__ in MAIN_MODULES and "<locals>" not in kind.__qualname__:
+            yield kind
+
+
+def _can_pickle(obj: Any) -> bool:
+    try:
+        code_pickle.dumps(obj)
+    except Exception:
+        return False
+    return True
 
 
 def install_sources(sources: Mapping[str, list[str]]) -> None:

@@ -37,6 +37,7 @@ from distributor.node.worker.control_channel import (
 )
 from distributor.node.worker.devices import finish_gpu_work
 from distributor.node.worker.group_lifetime import keep_groups
+from distributor.node.worker.main_module import create_main_module
 from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
 from distributor.node.worker.own_rendezvous import allow_own_rendezvous
 from distributor.node.worker.stack_dump import enable_stack_dumps, write_collectives
@@ -44,7 +45,7 @@ from distributor.node.worker.stdio import StandardStreams
 from distributor.node.worker.worker_context import WorkerContext, enter_worker
 from distributor.serialization import oob_pickle, pickling
 from distributor.serialization.outcome import failure_of
-from distributor.serialization.program import Module, Program, Script, write_files
+from distributor.serialization.program import Call, Module, Program, Script, write_files
 
 
 def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
@@ -128,9 +129,10 @@ def _run_and_record(worker_spec: WorkerSpec, context: WorkerContext) -> bool:
 
 
 def _load_program(worker_spec: WorkerSpec) -> Program:
-    """Load the program, and set the command line that it sees."""
+    """Load the program, and set the main module and the command line that it sees."""
     program = oob_pickle.unpack(worker_spec.program)
     assert isinstance(program, Program)
+    create_main_module(worker_spec.program if isinstance(program, Call) else None)
     name = program.path if isinstance(program, Script) else program.name
     sys.argv = [name, *write_files(program.args, worker_spec.scratch)]
     return program
@@ -173,8 +175,7 @@ def _call(program: Program) -> Any:
         runpy.run_module(program.name, run_name="__main__", alter_sys=True)
         return None
     pickling.install_sources(program.call.sources)
-    function, args, kwargs = program.call.load()
-    _fill_main_module(function)
+    function, args, kwargs = program.call.load(vars(sys.modules["__main__"]))
     _call_hook(program)
     return function(*args, **kwargs)
 
@@ -183,15 +184,3 @@ def _call_hook(program: Program) -> None:
     """Call what the launcher wants to happen before the program starts."""
     if program.begins_with:
         pkgutil.resolve_name(program.begins_with)()
-
-
-def _fill_main_module(function: Any) -> None:
-    """Copy what was pickled from the driver's ``__main__`` into this process's.
-
-    Code that pickles by name here, as ``torch.save`` does, then finds a notebook's classes.
-    """
-    own = vars(sys.modules["__main__"])
-    pickled = getattr(getattr(function, "func", function), "__globals__", {})
-    for name, value in list(pickled.items()):
-        if getattr(value, "__module__", None) == "__main__":
-            own.setdefault(name, value)

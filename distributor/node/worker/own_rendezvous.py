@@ -87,8 +87,7 @@ def _is_of_this_machine(host: str) -> bool:
 class _SpawnedFunction:
     """A function that ``torch.multiprocessing`` calls in processes that it starts.
 
-    It is pickled by value if that is needed: the processes cannot import the main module of a
-    notebook or of a driver program.
+    It is pickled by value if it cannot be pickled by name, as a nested function.
     """
 
     def __init__(self, host: str, port: int, run_id: str, function: Callable[..., object]) -> None:
@@ -99,7 +98,11 @@ class _SpawnedFunction:
         self.function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load_spawned, (*self.run, code_pickle.dumps(self.function))
+        try:
+            pickle.dumps(self.function)
+        except Exception:
+            return _load_spawned, (*self.run, code_pickle.dumps(self.function))
+        return _SpawnedFunction, (*self.run, self.function)
 
 
 def _load_spawned(host: str, port: int, run_id: str, pickled: bytes) -> _SpawnedFunction:

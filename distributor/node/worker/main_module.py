@@ -1,0 +1,71 @@
+"""A rank's main module, and those of the processes that ``multiprocessing`` starts for it.
+
+A process that ``multiprocessing`` starts by ``spawn`` or ``forkserver`` runs its parent's main
+module once more, to find the classes and functions that are pickled by name. It finds the module
+by the name in ``__main__.__spec__``. A rank that runs a function gives it the name of
+`spawned_main`, which loads the driver's names from the rank's program. Scripts and modules are run
+again, as everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from distributor.serialization import oob_pickle, pickling
+
+PROGRAM_VARIABLE = "DISTRIBUTOR_PROGRAM"
+"""Names the file with a rank's program for the processes that the rank starts."""
+
+
+class _MainModule(ModuleType):
+    def __repr__(self) -> str:  # a module's own shows the name in its spec
+        return "<module '__main__'>"
+
+
+class _Spec(ModuleSpec):
+    """Names the module that processes started by this one run as their main module."""
+
+    @property
+    def parent(self) -> str:  # by which relative imports are resolved
+        return vars(sys.modules["__main__"]).get("__package__") or ""
+
+
+def create_main_module(program: int | None) -> None:
+    """Replace the main module, which has the names of this package's bootstrap, by an empty one.
+
+    Parameters
+    ----------
+    program : int or None
+        The descriptor of the file with the pickled call that this rank runs. None for scripts and
+        modules, which `runpy` runs in main modules of their own.
+    """
+    module = _MainModule("__main__")
+    # multiprocessing's processes send back objects of classes in its second name.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+    if program is None:
+        vars(module)["__getattr__"] = lambda name: getattr(sys.modules["__main__"], name)
+    else:
+        os.environ[PROGRAM_VARIABLE] = f"/proc/{os.getpid()}/fd/{program}"
+        module.__spec__ = _Spec("distributor.node.worker.spawned_main", None)
+
+
+def load_main_module(namespace: dict[str, Any]) -> None:
+    """Fill the main module of a process that `multiprocessing` has started for a rank.
+
+    Parameters
+    ----------
+    namespace : dict
+        The globals of `spawned_main`, which runs as the process's main module.
+    """
+    del namespace[load_main_module.__name__]
+    module = sys.modules[namespace["__name__"]]
+    namespace["__spec__"] = _Spec(namespace["__spec__"].name, None)
+    sys.modules["__main__"] = module
+    with open(os.environ[PROGRAM_VARIABLE], "rb") as file:
+        call = oob_pickle.unpack(file.fileno()).call
+    pickling.install_sources(call.sources)
+    call.load_main(namespace)

@@ -1,0 +1,5 @@
+"""What a process that ``multiprocessing`` starts for a rank runs in place of the main module."""
+
+from distributor.node.worker.main_module import load_main_module
+
+load_main_module(globals())
