@@ -23,7 +23,7 @@ def use_as_globals(pickler: cloudpickle.Pickler, namespace: dict[str, Any], stan
     pickler.globals_ref[id(namespace)] = stand_in
 
 
-def with_functions(reduced: Any, make: Any, set_attributes: Any) -> Any:
+def with_functions(reduced: Any, make: Any, set_attributes: Any, argument: Any) -> Any:
     """Return how a class is pickled by value, with other functions that make it.
 
     Types of Python's own, such as that of None, are pickled in another way, which stays.
@@ -36,9 +36,10 @@ def with_functions(reduced: Any, make: Any, set_attributes: Any) -> Any:
         Called with cloudpickle's function and its arguments, returns the class, which may be one
         that the process has already.
     set_attributes : callable
-        Called with the class, and a tuple of cloudpickle's function and what that sets.
+        Called with the class, and a tuple of cloudpickle's function, what that sets, and
+        `argument`.
     """
     if len(reduced) < 6:
         return reduced
     own_make, args, state, items, pairs, own_setter = reduced
-    return make, (own_make, *args), (own_setter, state), items, pairs, set_attributes
+    return make, (own_make, *args), (own_setter, state, argument), items, pairs, set_attributes

@@ -1,11 +1,12 @@
 """Pickles of functions, classes and what belongs to them, by value if they cannot be imported.
 
-This is cloudpickle, with four differences:
+This is cloudpickle, with these differences:
 
 - Code keeps the name of its file. cloudpickle 3.1.3 and newer replace it, so that a pickle does not
   depend on where a function was defined; tracebacks then show neither the file nor the line.
 - A class that the loading process has itself, as the driver has those of its own main module, stays
   as it is there. cloudpickle finds it too, but replaces its attributes by the copies in the pickle.
+- A class inside another one keeps its qualified name, by which it is pickled.
 - What the functools module makes of functions is pickled by value where the function is.
 - So are objects that pickle themselves by name, if the loading process cannot import that name.
 """
@@ -45,7 +46,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if reduced is NotImplemented:
             return _reduce_main_global(obj) if kind.__module__ in MAIN_MODULES else reduced
         if issubclass(kind, type):
-            return with_functions(reduced, _make_class, _set_attributes)
+            return with_functions(reduced, _make_class, _set_attributes, obj.__qualname__)
         return _reduce_single_dispatch(obj) if obj.__code__ is _DISPATCHER else reduced
 
 
@@ -77,10 +78,11 @@ def _make_class(make: Callable[..., type], *args: Any) -> type:
     return made
 
 
-def _set_attributes(made: type, setter_and_state: tuple[Callable[..., object], Any]) -> None:
+def _set_attributes(made: type, values: tuple[Callable[..., object], Any, str]) -> None:
     if made not in _complete_classes:
-        setter, state = setter_and_state
+        setter, state, name = values
         setter(made, state)
+        made.__qualname__ = name  # which cloudpickle leaves out
 
 
 def _is_importable(obj: Any) -> bool:
