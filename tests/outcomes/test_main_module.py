@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import textwrap
 from collections.abc import Callable
@@ -82,14 +83,12 @@ def facts(config: Config, *parts) -> Unknown:
 def test_classes_of_the_main_program_are_found_by_name(
     main: Main, distribute: Distribute, kind: str
 ) -> None:
-    if kind != "function" and "spark" in repr(distribute(1)):
-        pytest.skip("the everyday tests have one kind on a cluster")
     program = main(NAMES)
     function = {
         "function": program.facts,
         "callable object": program.Trainer(),
         "bound method": program.Trainer().run,
-        "partial": __import__("functools").partial(program.facts),
+        "partial": functools.partial(program.facts),
     }[kind]
     parts = program.Outer.Part(), program.bootstrap(), program.json()
     facts = distribute(1).run(function, program.Config(), *parts)
@@ -208,7 +207,7 @@ def test_cached_and_dispatching_functions_run_in_ranks(main: Main, distribute: D
     assert program.factorial.cache_info().currsize == 0
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_run_in_a_process_that_multiprocessing_started(run_driver: Any, method: str) -> None:
     done = run_driver(
         f"""

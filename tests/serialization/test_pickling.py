@@ -9,6 +9,7 @@ import linecache
 import pickle
 import sys
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -98,6 +99,73 @@ def test_sources_of_notebook_cells_are_sent() -> None:
         assert inspect.getsource(cell) == source
     finally:
         del linecache.cache[name]
+
+
+class Counted:
+    """An argument that counts how often it is pickled."""
+
+    pickled = 0
+
+    def __reduce__(self) -> Any:
+        Counted.pickled += 1
+        return Counted, ()
+
+
+def run_as_main(source: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    exec(source, vars(module))
+    return module
+
+
+OF_MAIN = """
+import threading
+class Config: values = [1]
+class Other: config = Config()
+class Guarded:
+    guard = threading.Lock()
+    def __reduce__(self): return int, (5,)
+class Whole:
+    guard = threading.Lock()
+    class Part: ...
+WEIGHTS = bytearray(100_000)
+def train(*args): return type(args[0]).__name__, len(WEIGHTS)
+"""
+
+
+def test_the_main_module_is_sent_with_a_call_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = run_as_main(OF_MAIN, monkeypatch)
+    Counted.pickled = 0
+    call = dump_call(program.train, (program.Config(), Counted()), {})
+    assert Counted.pickled == 1
+    assert call.size < 150_000, "a global's memory is sent once"
+    main: dict[str, Any] = {"__name__": "__main__"}
+    function, args, _ = call.load(main)
+    assert (function(*args), function.__globals__) == (("Config", 100_000), main)
+    assert main["train"] is function
+    children: dict[str, Any] = {"__name__": "__mp_main__"}
+    call.load_main(children)
+    assert (children["__name__"], children["train"](1)) == ("__mp_main__", ("int", 100_000))
+    assert Counted.pickled == 1
+
+
+def test_classes_found_late_are_among_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = run_as_main(OF_MAIN, monkeypatch)
+    main: dict[str, Any] = {}
+    dump_call(program.train, ([program.Other()],), {}).load_main(main)
+    assert {"train", "Other", "Config"} <= main.keys()
+
+
+@pytest.mark.parametrize("name", ["Guarded", "Whole.Part"])
+def test_a_class_that_cannot_be_pickled_stays_out(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    program = run_as_main(OF_MAIN, monkeypatch)
+    argument = code_pickle.attribute(program, name)()
+    main: dict[str, Any] = {}
+    function, args, _ = dump_call(program.train, (argument,), {}).load(main)
+    assert function(*args) == ({"Guarded": "int"}.get(name, "Part"), 100_000)
+    assert "train" in main
 
 
 def test_an_unpicklable_argument_is_reported_with_its_cause() -> None:

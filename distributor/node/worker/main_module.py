@@ -20,6 +20,8 @@ from distributor.serialization import oob_pickle, pickling
 PROGRAM_VARIABLE = "DISTRIBUTOR_PROGRAM"
 """Names the file with a rank's program for the processes that the rank starts."""
 
+CHILDREN_RUN = "distributor.node.worker.spawned_main"
+
 
 class _MainModule(ModuleType):
     def __repr__(self) -> str:  # a module's own shows the name in its spec
@@ -50,7 +52,7 @@ def create_main_module(program: int | None) -> None:
         vars(module)["__getattr__"] = lambda name: getattr(sys.modules["__main__"], name)
     else:
         os.environ[PROGRAM_VARIABLE] = f"/proc/{os.getpid()}/fd/{program}"
-        module.__spec__ = _Spec("distributor.node.worker.spawned_main", None)
+        module.__spec__ = _Spec(CHILDREN_RUN, None)
 
 
 def load_main_module(namespace: dict[str, Any]) -> None:
@@ -59,12 +61,12 @@ def load_main_module(namespace: dict[str, Any]) -> None:
     Parameters
     ----------
     namespace : dict
-        The globals of `spawned_main`, which runs as the process's main module.
+        The globals of `spawned_main`, which the process runs as its main module.
     """
-    del namespace[load_main_module.__name__]
-    module = sys.modules[namespace["__name__"]]
-    namespace["__spec__"] = _Spec(namespace["__spec__"].name, None)
-    sys.modules["__main__"] = module
+    for name in namespace.keys() - {"__name__", "__builtins__"}:
+        del namespace[name]
+    namespace["__spec__"] = _Spec(CHILDREN_RUN, None)
+    sys.modules["__main__"] = sys.modules[namespace["__name__"]]
     with open(os.environ[PROGRAM_VARIABLE], "rb") as file:
         call = oob_pickle.unpack(file.fileno()).call
     pickling.install_sources(call.sources)

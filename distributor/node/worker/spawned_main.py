@@ -2,4 +2,5 @@
 
 from distributor.node.worker.main_module import load_main_module
 
-load_main_module(globals())
+if __name__ == "__mp_main__":
+    load_main_module(globals())
