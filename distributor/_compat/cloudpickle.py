@@ -33,8 +33,7 @@ def with_functions(reduced: Any, make: Any, set_attributes: Any, argument: Any) 
     reduced : tuple
         What cloudpickle's ``reducer_override`` returns for the class.
     make : callable
-        Called with cloudpickle's function and its arguments, returns the class, which may be one
-        that the process has already.
+        Called with cloudpickle's function and its arguments, by which `known_class` finds a class.
     set_attributes : callable
         Called with the class, and a tuple of cloudpickle's function, what that sets, and
         `argument`.
@@ -43,3 +42,9 @@ def with_functions(reduced: Any, make: Any, set_attributes: Any, argument: Any) 
         return reduced
     own_make, args, state, items, pairs, own_setter = reduced
     return make, (own_make, *args), (own_setter, state, argument), items, pairs, set_attributes
+
+
+def known_class(arguments: tuple[Any, ...]) -> type | None:
+    """Return the class that this process has already, by the arguments of a function to make it."""
+    known: type | None = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(arguments[-2])
+    return known

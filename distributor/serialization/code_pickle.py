@@ -4,8 +4,8 @@ This is cloudpickle, with these differences:
 
 - Code keeps the name of its file. cloudpickle 3.1.3 and newer replace it, so that a pickle does not
   depend on where a function was defined; tracebacks then show neither the file nor the line.
-- A class that the loading process has itself, as the driver has those of its own main module, stays
-  as it is there. cloudpickle finds it too, but replaces its attributes by the copies in the pickle.
+- A class that the loading process has already, as the driver has those of its own main module,
+  stays as it is there. cloudpickle finds it too, but replaces its attributes by copies.
 - A class inside another one keeps its qualified name, by which it is pickled.
 - What the functools module makes of functions is pickled by value where the function is.
 - So are objects that pickle themselves by name, if the loading process cannot import that name.
@@ -27,7 +27,7 @@ from typing import Any
 
 import cloudpickle
 
-from distributor._compat.cloudpickle import with_functions
+from distributor._compat.cloudpickle import known_class, with_functions
 
 MAIN_MODULES = ("__main__", "__mp_main__")
 """The names of a main module, the second in processes that ``multiprocessing`` has started."""
@@ -72,17 +72,19 @@ def _code_of_file(
 
 
 def _make_class(make: Callable[..., type], *args: Any) -> type:
-    made = make(*args)
-    if attribute(sys.modules.get(made.__module__), made.__qualname__) is made:
-        _complete_classes.add(made)
+    made = known_class(args)
+    if made is None:
+        made = make(*args)
+        _incomplete_classes.add(made)
     return made
 
 
 def _set_attributes(made: type, values: tuple[Callable[..., object], Any, str]) -> None:
-    if made not in _complete_classes:
+    if made in _incomplete_classes:
         setter, state, name = values
         setter(made, state)
         made.__qualname__ = name  # which cloudpickle leaves out
+        _incomplete_classes.discard(made)
 
 
 def _is_importable(obj: Any) -> bool:
@@ -171,8 +173,8 @@ def _reduce_alias_type(alias: Any) -> Any:
     return make, (alias.__name__, alias.__value__)
 
 
-_complete_classes: weakref.WeakSet[type] = weakref.WeakSet()
-"""Classes that this process has found in their modules, not in pickles."""
+_incomplete_classes: weakref.WeakSet[type] = weakref.WeakSet()
+"""Classes that were made without their attributes, which follow them in a pickle."""
 
 _dispatching: Any = functools.singledispatch(lambda _: None)
 _DISPATCHER = _dispatching.__code__  # which all such functions share

@@ -26,7 +26,11 @@ def test_functions_get_another_namespace() -> None:
         assert first.__globals__["__file__"] == "other.py"
 
 
+KNOWN: list[type | None] = []
+
+
 def make(own: Any, *args: Any) -> type:
+    KNOWN.append(private.known_class(args))
     made: type = own(*args)
     return made
 
@@ -54,3 +58,4 @@ def test_a_class_is_made_by_other_functions() -> None:
         _Pickler(file).dump((Local, type(None)))
         loaded, none = pickle.loads(file.getvalue())
         assert (loaded.value, loaded.argument, none) == (7, "given", type(None))
+        assert [loaded] == KNOWN == [Local]

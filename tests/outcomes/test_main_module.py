@@ -126,6 +126,14 @@ def test_values_and_errors_are_of_the_driver_s_own_classes(
     class Trouble(Exception):
         pass
 
+    class Kind(State):
+        made = []
+        def __init_subclass__(cls):
+            Kind.made.append(cls)
+
+    class Own(Kind):
+        pass
+
     class Missing:
         def __reduce__(self):
             return "MISSING"
@@ -136,12 +144,14 @@ def test_values_and_errors_are_of_the_driver_s_own_classes(
         State().add()
         if fails:
             raise Trouble("in a rank")
-        return State(), MISSING
+        return State(), MISSING, Own()
     """)
     add, registry = program.State.add, program.State.registry
-    state, missing = distribute(1).run(program.make, False)
+    state, missing, own = distribute(1).run(program.make, False)
     assert type(state) is program.State
     assert missing is program.MISSING
+    assert type(own) is program.Own
+    assert program.Kind.made == [program.Own]
     with pytest.raises(program.Trouble, match="in a rank"):
         distribute(1).run(program.make, True)
     assert program.State.add is add, "the class is the driver's, not a copy of the rank's"
