@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +192,7 @@ def test_the_imports_of_functions_are_found_in_the_pickled_call() -> None:
         helper()
 
     call = dump_call(train, (Model,), {})
-    assert {"one", "two", "three"} <= call.imports
+    assert {"one", "two.deep", "two.deep.x", "three.four"} <= call.imports
 
 
 def test_modules_imported_on_the_driver_are_sent(
@@ -314,6 +316,28 @@ def test_a_namespace_package_is_sent_from_all_its_folders(
     monkeypatch.setattr(sys, "path", [str(one.parents[1]), str(installed), str(two.parents[1])])
 
     assert own_modules(imports=["shared"]) == {"shared/mine.py": one, "shared/more.py": two}
+
+
+def test_what_is_inside_a_namespace_without_a_folder_is_sent(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An editable installation may map packages of a namespace to any folders."""
+    inner = write(tmp_path / "repository" / "code" / "__init__.py")
+
+    class Editable:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> object:
+            if name == "outer":
+                return ModuleSpec(name, None, is_package=True)
+            return spec_from_file_location(name, inner) if name == "outer.inner" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable])
+    write(folder / "one.py", "from outer.inner import value")
+    write(folder / "two.py", "from outer import inner")
+
+    for module in ("one", "two"):
+        sent = {f"{module}.py": folder / f"{module}.py", "outer/inner/__init__.py": inner}
+        assert own_modules(imports=[module]) == sent
 
 
 def test_spark_is_not_sent(folder: Path) -> None:

@@ -9,20 +9,24 @@ from collections.abc import Iterator
 
 
 def imports_in_source(source: str | bytes) -> frozenset[str]:
-    """Return the top-level modules that a file imports anywhere; none if it is invalid Python."""
+    """Return what a file imports anywhere by full names; nothing if it is invalid Python."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return frozenset()
-    return frozenset(name.partition(".")[0] for name in _imported_names(tree))
+    return frozenset(_imported_names(tree))
 
 
 def imports_in_code(code: types.CodeType) -> Iterator[str]:
-    """Yield the top-level modules that a function and functions inside it import."""
+    """Yield what a function and functions inside it import, by full names."""
     for part in nested_code(code):
+        module = ""
         for instruction in dis.get_instructions(part):
-            if instruction.opname == "IMPORT_NAME" and instruction.argval:
-                yield str(instruction.argval).partition(".")[0]
+            if instruction.opname == "IMPORT_NAME":
+                if module := str(instruction.argval):
+                    yield module
+            elif instruction.opname == "IMPORT_FROM" and module:
+                yield f"{module}.{instruction.argval}"
 
 
 def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -39,3 +43,4 @@ def _imported_names(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)

@@ -50,7 +50,7 @@ class PickledCall:
         Source lines of files that exist only in this process (notebook cells), so that a
         rank's tracebacks and ``inspect.getsource`` work there.
     imports : frozenset of str
-        The top-level modules that its functions import, and those pickled with them.
+        The full names that its functions import, and those pickled with them.
     """
 
     payload: Any

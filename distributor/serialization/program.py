@@ -63,7 +63,7 @@ class Call:
 
     @property
     def imports(self) -> frozenset[str]:
-        """The top-level modules that the pickled functions import."""
+        """The full names that the pickled functions import: modules, and perhaps parts of them."""
         return self.call.imports
 
 
@@ -106,7 +106,7 @@ class Script:
 
     @property
     def imports(self) -> frozenset[str]:
-        """The top-level modules that the script imports."""
+        """The full names that the script imports: modules, and perhaps parts of them."""
         return imports_in_source(self.source)
 
 
@@ -141,8 +141,8 @@ class Module:
 
     @property
     def imports(self) -> frozenset[str]:
-        """Its top-level package or module."""
-        return frozenset({self.name.partition(".")[0]})
+        """Its full name."""
+        return frozenset({self.name})
 
 
 Program = Call | Script | Module

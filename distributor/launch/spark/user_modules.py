@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -220,16 +221,20 @@ def select_modules(
     for entry in requested:
         selected.files = _requested_files(entry) | selected.files
     requested_files = set(selected.files)
-    wanted = [*imports, *(found.name for found in imported()), *_imports_of(selected.files)]
-    seen = set[str]()
+    here = {found.name for found in imported()}
+    wanted = [*imports, *here, *_imports_of(selected.files)]
+    seen: dict[str, Location | None] = {}
     while wanted:
         name = wanted.pop()
-        if name in seen or name.partition(".")[0] in NOT_SENT:
+        # Some namespaces of editable installations have no folder: what is inside them is sent.
+        names = [name] if name in here else itertools.accumulate(name.split("."), "{}.{}".format)
+        new = next((part for part in names if seen.get(part) or part not in seen), name)
+        if new in seen or new.partition(".")[0] in NOT_SENT:
             continue
-        seen.add(name)
         # `first` has top-level modules only.
-        location = locate(name, () if "." in name else first)
+        location = seen[new] = locate(new, () if "." in new else first)
         if location is None:
+            wanted += [name] if new != name else []
             continue
         found = _part_of(location, first)
         wanted += _imports_of(found.files)
