@@ -17,7 +17,7 @@ from distributor.train.storage.manifest import (
     StoredFile,
 )
 from distributor.train.storage.positions import check_in_step
-from distributor.train.storage.report_log import RUN_LOG, Report, from_lines, to_lines
+from distributor.train.storage.report_log import RUN_LOG, Report, ReportLog, read_log
 from distributor.train.storage.retention import remove_all, remove_surplus, score_of
 
 LOG_INTERVAL = 10.0
@@ -38,8 +38,8 @@ class CheckpointManager:
     def __init__(self, storage: Storage, settings: CheckpointSettings) -> None:
         self._storage = storage
         self._settings = settings
-        self._reports: list[Report] = []
-        self._logged = 0
+        self._log = ReportLog(storage)
+        self._is_logged = True
         self._logged_at = time.monotonic()
         self._warned: set[str] = set()  # kinds of warnings
         self._unfinished: list[str] = []
@@ -55,14 +55,17 @@ class CheckpointManager:
             Checkpoints that earlier attempts have begun; removed after the next commit.
         """
         self._unfinished = [*unfinished]
-        if checkpoint is not None:
-            text = self._storage.read(f"{checkpoint}/{CHECKPOINT_LOG}")
-            self._reports = from_lines(text or b"")
-        logged = from_lines(self._storage.read(RUN_LOG) or b"")[: len(self._reports)]
+        if checkpoint is None:
+            return 0
+        text = self._storage.read(f"{checkpoint}/{CHECKPOINT_LOG}") or b""
+        count = self._log.restore(text)
         # An attempt that was killed may not have logged its last reports. The log of a run that has
         # ended may have more of them than the checkpoint, and stays as it is.
-        self._logged = len(logged) if logged == self._reports else 0
-        return len(self._reports)
+        logged = self._storage.read(RUN_LOG) or b""
+        self._is_logged = logged.startswith(text) or (
+            read_log(self._storage, logged)[:count] == read_log(self._storage, text)
+        )
+        return count
 
     def add(self, report: Report, index: int, parts: Sequence[dict[str, Any]]) -> None:
         """Add a report of all ranks, and commit its checkpoint if it has one.
@@ -85,7 +88,8 @@ class CheckpointManager:
         files = [part["files"] for part in parts if part["files"] is not None]
         if files:
             check_in_step([part["positions"] for part in parts])
-        self._reports.append(report)
+        self._log.add(report)
+        self._is_logged = False
         if files:
             stored = _merge_files(files)
             if not stored:
@@ -135,13 +139,13 @@ class CheckpointManager:
 
     def write_log(self) -> None:
         """Update the run's log; if that fails, each checkpoint still has its own."""
-        if self._logged == len(self._reports):
+        if self._is_logged:
             return
         try:
-            self._storage.write(RUN_LOG, to_lines(self._reports))
+            self._storage.write(RUN_LOG, self._log.content())
         except OSError as error:  # mounted object stores cannot overwrite a file
             self._warn_once("log", f"{RUN_LOG} cannot be updated: {error}.")
-        self._logged, self._logged_at = len(self._reports), time.monotonic()
+        self._is_logged, self._logged_at = True, time.monotonic()
 
     def _commit(
         self,
@@ -153,7 +157,7 @@ class CheckpointManager:
         """Commit a checkpoint, and only then remove others."""
         name = report.checkpoint
         assert name is not None
-        log = self._storage.write(f"{name}/{CHECKPOINT_LOG}", to_lines(self._reports))
+        log = self._storage.write(f"{name}/{CHECKPOINT_LOG}", self._log.content())
         validation = requested_validation(parts)
         manifest = Manifest(
             index=index,

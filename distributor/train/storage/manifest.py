@@ -10,7 +10,8 @@ from typing import Any
 
 MANIFEST = ".manifest.json"
 CHECKPOINT_LOG = ".reports.jsonl"
-"""The log of the run's reports up to this checkpoint; a new attempt continues from it."""
+"""The log of the run's reports up to this checkpoint, from which a new attempt continues; see
+`report_log`."""
 VALIDATION = ".validation.json"
 """The result of a checkpoint's validation, which the driver writes."""
 RESERVED = (MANIFEST, CHECKPOINT_LOG, VALIDATION)
