@@ -9,10 +9,10 @@ from typing import Protocol
 from distributor.core.versions import Software
 from distributor.node.agent.agent import Agent
 from distributor.node.agent.listener import AgentListener
+from distributor.node.spark_task.result_rows import UnsentReports
 from distributor.serialization.outcome import Failure, Value
 from distributor.wire.messages import (
     NodeWarning,
-    Output,
     ProgramRelay,
     ProgramSource,
     ProgramStored,
@@ -49,7 +49,7 @@ class Channel(AgentListener, Protocol):
     """Seconds past a deadline in which the driver may enforce it before the node does."""
 
     @property
-    def unsent_reports(self) -> list[Output]:
+    def unsent_reports(self) -> UnsentReports:
         """What ranks reported and no link could carry; the task's rows carry it instead."""
 
     def __enter__(self) -> Channel: ...

@@ -18,6 +18,7 @@ from distributor.node.spark_task.channel import Delivery
 from distributor.node.spark_task.driver_lease import DriverLease
 from distributor.node.spark_task.node_state import NodeEvent, NodeLifecycle, NodeState
 from distributor.node.spark_task.rendezvous import HubAnswer, T
+from distributor.node.spark_task.result_rows import UnsentReports
 from distributor.node.spark_task.spark_channel import SparkChannel
 from distributor.node.spark_task.task_spec import TaskSpec
 from distributor.node.spark_task.value_delivery import MAX_BACKLOG, ValueDelivery
@@ -99,7 +100,7 @@ class HubChannel:
         self._lease = DriverLease(spec.hub, spec.secret, self._handle_lease_expired)
 
     @property
-    def unsent_reports(self) -> list[Output]:
+    def unsent_reports(self) -> UnsentReports:
         return self._spark_channel.unsent_reports
 
     def __enter__(self) -> HubChannel:

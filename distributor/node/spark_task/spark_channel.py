@@ -16,6 +16,7 @@ from distributor.node.agent.output.log_files import LogFiles
 from distributor.node.spark_task.channel import Delivery
 from distributor.node.spark_task.node_state import NodeEvent, NodeLifecycle
 from distributor.node.spark_task.rendezvous import exchange_through_spark
+from distributor.node.spark_task.result_rows import UnsentReports
 from distributor.node.spark_task.task_spec import TaskSpec
 from distributor.serialization.outcome import Failure, Value
 from distributor.wire.messages import (
@@ -41,8 +42,6 @@ DRIVER_FIRST_SECONDS = 4.0
 The driver asks the other nodes for the stacks of their ranks. That is no longer possible once this
 node's task has failed, because Spark then ends all tasks.
 """
-UNSENT_REPORTS_BYTES = 64 * 1024 * 1024
-"""Bytes of reports that a node without a link keeps until its end; later ones are dropped."""
 
 
 class SparkChannel(BaseAgentListener):
@@ -66,8 +65,7 @@ class SparkChannel(BaseAgentListener):
 
     def __init__(self, spec: TaskSpec, context: Any, lifecycle: NodeLifecycle) -> None:
         self.deadline_slack = 0.0
-        self.unsent_reports: list[Output] = []
-        self._unsent_room = UNSENT_REPORTS_BYTES
+        self.unsent_reports = UnsentReports()
         self._context = context
         self._lifecycle = lifecycle
         self._agent: Agent | None = None
@@ -137,9 +135,8 @@ class SparkChannel(BaseAgentListener):
         if source == "stdout" or source == "stderr":
             if self._files:
                 self._files.write(rank, source, data)
-        elif self._unsent_room > 0:
-            self._unsent_room -= len(data)
-            self.unsent_reports.append(Output(rank, source, data))
+        else:
+            self.unsent_reports.add(Output(rank, source, data))
 
     def has_room(self) -> bool:
         return True

@@ -123,7 +123,7 @@ def _run_node(spec: TaskSpec, batches: Iterator[Any], replaced: str) -> Iterator
             values = _run_ranks(
                 spec, node, store_socket, program, data, channel, prepared.interpreter, lifecycle
             )
-            yield from _deliver(spec, channel, values)
+            yield from _deliver(spec, channel, values, node.num_nodes)
             lifecycle.fire(NodeEvent.VALUES_DELIVERED)
 
 
@@ -232,10 +232,14 @@ def _zygote_spec(spec: TaskSpec, interpreter: Interpreter) -> ZygoteSpec | None:
     )
 
 
-def _deliver(spec: TaskSpec, channel: Channel, values: list[Value]) -> Iterator[pa.RecordBatch]:
+def _deliver(
+    spec: TaskSpec, channel: Channel, values: list[Value], num_nodes: int
+) -> Iterator[pa.RecordBatch]:
     """Send values over the link; yield the rest as rows for Spark."""
     delivery = channel.deliver(values)
     save_refused_values(values, delivery.refused, spec)
     rest = [value for value in values if value.size and value.rank not in delivery.received]
     save_large_values(rest, spec)
-    yield from rows_of(rest, channel.unsent_reports)
+    yield from rows_of(rest)
+    room = spec.max_spark_result_bytes - sum(value.size for value in rest)
+    yield from channel.unsent_reports.rows(room if spec.keep_all else room // num_nodes)

@@ -56,7 +56,8 @@ class TaskSpec:
     log_dir : str or None
         Folder for the ranks' output if the hub cannot be reached.
     max_spark_result_bytes : int
-        Bytes of values that Spark can carry from one task to the driver.
+        Bytes that Spark can carry from one task to the driver: values, and reports of nodes without
+        a link.
     rendezvous_timeout : float
         Seconds to wait for the other nodes, and then for the ranks to start.
     timeout : float or None

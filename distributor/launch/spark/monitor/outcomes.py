@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
+from collections.abc import Iterator
 from typing import Any
 
 from distributor.errors import NodeLost
 from distributor.launch.spark.error_translation import explain
 from distributor.launch.spark.monitor.value_receiver import ValueReceiver
-from distributor.node.spark_task.result_rows import REPORTS_PART
+from distributor.node.spark_task.result_rows import REPORTS_PART, unpacked
 from distributor.serialization.oob_pickle import anonymous_file
 from distributor.serialization.outcome import Failure, Outcome, Value
 from distributor.wire.messages import Output
@@ -97,10 +97,11 @@ class Outcomes:
         return timed_out.stacks if timed_out else {}
 
 
-def late_output_in(rows: list[Any]) -> list[Output]:
-    """Return what ranks printed and reported that no link could carry."""
-    late = [pickle.loads(row.data) for row in rows if row.part == REPORTS_PART]
-    return [message for messages in late for message in messages]
+def late_output_in(rows: list[Any]) -> Iterator[Output]:
+    """Yield what ranks reported that no link could carry."""
+    for row in rows:
+        if row.part == REPORTS_PART:
+            yield from unpacked(row.data)
 
 
 def _values_in(rows: list[Any]) -> dict[int, Value]:
