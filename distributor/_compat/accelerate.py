@@ -1,9 +1,10 @@
-"""The private API of Accelerate that data loaders depend on; Accelerate is not imported."""
+"""The private API of Accelerate that ranks and data loaders depend on; it is not imported."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -45,3 +46,33 @@ def keep_shares_whole(accelerator: ModuleType, is_share: Callable[[object], bool
         return prepared
 
     accelerator.prepare_data_loader = prepare_whole  # type: ignore[attr-defined]
+
+
+def init_arguments(state: Any) -> dict[str, Any]:
+    """Return the arguments with which a ``PartialState`` was made."""
+    return {"cpu": state._cpu}
+
+
+def see_all_ranks(state: ModuleType) -> None:
+    """Have a ``PartialState`` without a GPU see the other ranks.
+
+    Accelerate looks for them on CPUs only if it is asked to: an ``Accelerator`` by a variable, a
+    ``PartialState`` by an argument. The Transformers ``TrainingArguments`` make one, too.
+
+    Parameters
+    ----------
+    state : module
+        ``accelerate.state``, whose ``PartialState`` is changed.
+    """
+    initialize = state.PartialState.__init__
+
+    @functools.wraps(initialize)
+    def initialize_with_all(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        import torch
+
+        is_one_of_many = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        default = is_one_of_many and not torch.cuda.is_available()
+        use_cpu = state.parse_flag_from_env("ACCELERATE_USE_CPU", default)
+        initialize(self, cpu or use_cpu, **kwargs)
+
+    state.PartialState.__init__ = initialize_with_all

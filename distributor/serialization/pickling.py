@@ -20,7 +20,7 @@ import cloudpickle
 from distributor._compat.cloudpickle import use_as_globals
 from distributor._compat.cpython import add_source_lines
 from distributor.errors import UnpicklableError
-from distributor.serialization import code_pickle, oob_pickle
+from distributor.serialization import code_pickle, driver_views, oob_pickle
 from distributor.serialization.code_imports import imports_in_code
 from distributor.serialization.code_pickle import MAIN_MODULES, attribute
 from distributor.serialization.pickle_diagnostics import explain_call, find_unpicklable
@@ -204,7 +204,7 @@ def _exception_in(loaded: Any) -> BaseException:
     return error
 
 
-class _CallPickler(oob_pickle.Pickler):
+class _CallPickler(driver_views.Pickler):
     """A pickler that collects what it pickles from the main module, and facts about functions."""
 
     def __init__(self, file: io.BytesIO) -> None:

@@ -23,6 +23,29 @@ def test_a_marked_loader_is_not_prepared_again() -> None:
         assert accelerator.prepare(marked) is marked
 
 
+def test_a_state_sees_other_ranks_only_if_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class State:
+        def __init__(self, cpu: bool, **kwargs: Any) -> None:
+            asked.append((cpu, kwargs))
+
+    with relies_on("accelerate", "PartialState's argument cpu", "accelerate.see_all_ranks"):
+        state: Any = accelerate.state.PartialState()
+        assert private.init_arguments(state) in ({"cpu": True}, {"cpu": False})
+        parse = accelerate.state.parse_flag_from_env
+        module: Any = SimpleNamespace(PartialState=State, parse_flag_from_env=parse)
+        private.see_all_ranks(module)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        for world_size, variable in (("2", None), ("1", None), ("2", "false"), ("1", "true")):
+            monkeypatch.setenv("WORLD_SIZE", world_size)
+            monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+            if variable:
+                monkeypatch.setenv("ACCELERATE_USE_CPU", variable)
+            module.PartialState(backend=None)
+        assert asked == [(cpu, {"backend": None}) for cpu in (True, False, False, True)]
+
+
 class Numbers(IterableDataset[int]):
     """Four numbers."""
 
