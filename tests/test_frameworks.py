@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import cloudpickle
 import pytest
 import torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset
 
-from distributor import TorchDistributor
-from distributor.train import Result
+from distributor import DeepspeedTorchDistributor, TorchDistributor, distributed
+from distributor.cli import main
+from distributor.train import Result, RunConfig, ScalingConfig
+from distributor.train.torch import TorchTrainer
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ROWS, BATCH, EPOCHS = 64, 8, 3
 STEPS = EPOCHS * ROWS // (2 * BATCH)
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -82,9 +90,6 @@ def with_lightning(folder: Path) -> Report:
 
     line, points = Line(), Points()
     trainer = lightning.Trainer(
-        strategy="ddp",
-        accelerator="cpu",
-        devices=2,
         max_epochs=EPOCHS,
         default_root_dir=folder,
         logger=False,
@@ -100,7 +105,7 @@ def with_accelerate(folder: Path) -> Report:
     from accelerate import Accelerator
 
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     points, losses = Points(), []
     plain = torch.nn.Linear(1, 1)
     model, optimizer, loader = accelerator.prepare(
@@ -119,8 +124,27 @@ def with_accelerate(folder: Path) -> Report:
     return Report(accelerator.num_processes, points.seen, losses, flat(plain))
 
 
+def arguments_of_trainer(folder: Path) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=EPOCHS,
+        per_device_train_batch_size=BATCH,
+        learning_rate=0.05,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
 def with_transformers(folder: Path) -> Report:
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+    return with_trainer(arguments_of_trainer(folder))
+
+
+def with_trainer(arguments: Any) -> Report:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
@@ -136,17 +160,6 @@ def with_transformers(folder: Path) -> Report:
         )
     )
     sentences = Counting()
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        num_train_epochs=EPOCHS,
-        per_device_train_batch_size=BATCH,
-        learning_rate=0.05,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
     trainer = Trainer(model=model, args=arguments, train_dataset=sentences)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -170,6 +183,20 @@ def test_a_framework_trains_on_two_ranks(
 
     reports = distributor.run_all(train, tmp_path)
 
+    check_training(reports)
+
+
+@pytest.mark.slow
+def test_arguments_of_the_driver_train_on_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    arguments = arguments_of_trainer(tmp_path)
+    assert arguments.world_size == 1
+    distributor = TorchDistributor(2, use_gpu=False, timeout=120, env=OFFLINE)
+
+    check_training(distributor.run_all(lambda: with_trainer(arguments)))
+
+
+def check_training(reports: list[Report]) -> None:
     assert [report.world_size for report in reports] == [2, 2]
     assert [len(report.losses) for report in reports] == [STEPS, STEPS]
     assert all(len(report.seen) == STEPS * BATCH for report in reports)
@@ -178,6 +205,251 @@ def test_a_framework_trains_on_two_ranks(
     # Ranks that saw different rows agree only if their gradients were reduced.
     assert reports[0].parameters == reports[1].parameters
     assert all(report.losses[-1] < report.losses[0] / 2 for report in reports)
+
+
+# Each of these returns how many ranks a framework sees by default. A script has only its text.
+
+
+def seen_by_its_variable() -> int:
+    import os
+
+    return int(os.environ["WORLD_SIZE"]) if os.environ["ACCELERATE_USE_CPU"] == "true" else 1
+
+
+def seen_by_accelerate() -> int:
+    from accelerate import Accelerator
+    from accelerate.state import PartialState
+
+    state = PartialState()
+    assert (state.device.type, state.backend) == ("cpu", "gloo")
+    accelerator = Accelerator()
+    return min(state.num_processes, accelerator.num_processes)
+
+
+def seen_by_transformers() -> int:
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments("unused", report_to="none")
+    assert arguments.device.type == "cpu"
+    return arguments.world_size
+
+
+def seen_by_lightning() -> int:
+    import lightning
+
+    quiet = {"logger": False, "enable_checkpointing": False}
+    trainers = [lightning.Trainer(**quiet, accelerator=name) for name in ("auto", "cpu")]
+    trainers += [lightning.Fabric(), lightning.Fabric(accelerator="cpu")]
+    for each in trainers:
+        strategy = each.strategy
+        assert strategy.root_device.type == "cpu"
+        assert strategy.distributed_sampler_kwargs == {
+            "num_replicas": each.world_size,
+            "rank": each.global_rank,
+        }
+    alone = lightning.Trainer(**quiet, accelerator="cpu", devices=1, num_nodes=1)
+    assert alone.world_size == 1, "what a program asks for"
+    return min(each.world_size for each in trainers)
+
+
+FRAMEWORKS = {
+    "variable": seen_by_its_variable,
+    "accelerate": seen_by_accelerate,
+    "transformers": seen_by_transformers,
+    "lightning": seen_by_lightning,
+}
+
+Seen = Callable[[], int]
+
+
+def write_seen(seen: Seen, folder: Path) -> None:
+    import os
+
+    (folder / os.environ["RANK"]).write_text(str(seen()))
+
+
+def script_of(seen: Seen, folder: Path) -> str:
+    lines = [
+        "from __future__ import annotations",
+        inspect.getsource(seen),
+        "import os",
+        f"open({str(folder)!r} + '/' + os.environ['RANK'], 'w').write(str({seen.__name__}()))",
+    ]
+    script = folder.parent / "script.py"
+    script.write_text("\n".join(lines))
+    return str(script)
+
+
+def by_function(seen: Seen, folder: Path, **mode: Any) -> None:
+    TorchDistributor(2, use_gpu=False, env=OFFLINE, **mode).run(write_seen, seen, folder)
+
+
+def by_script(seen: Seen, folder: Path, **mode: Any) -> None:
+    TorchDistributor(2, use_gpu=False, env=OFFLINE, **mode).run(script_of(seen, folder))
+
+
+def by_deepspeeds_class(seen: Seen, folder: Path, *, local_mode: bool) -> None:
+    ranks = DeepspeedTorchDistributor(2, 1, local_mode, useGpu=False, env=OFFLINE)
+    ranks.run(write_seen, seen, folder)
+
+
+def by_deepspeeds_class_as_script(seen: Seen, folder: Path, *, local_mode: bool) -> None:
+    ranks = DeepspeedTorchDistributor(2, 1, local_mode, useGpu=False, env=OFFLINE)
+    ranks.run(script_of(seen, folder))
+
+
+def by_trainer(seen: Seen, folder: Path, **mode: Any) -> None:
+    TorchTrainer(
+        lambda: write_seen(seen, folder),
+        scaling_config=ScalingConfig(num_workers=2, use_gpu=False, **mode),
+        run_config=RunConfig(storage_path=str(folder.parent / "storage")),
+    ).fit()
+
+
+def by_decorator(seen: Seen, folder: Path, *, local_mode: bool) -> None:
+    decorate = distributed(gpus=2, use_gpu=False, remote=not local_mode, env=OFFLINE)
+    decorate(write_seen).distributed(seen, folder)
+
+
+def by_command(seen: Seen, folder: Path, *, local_mode: bool) -> None:
+    options = ["run", "--cpu", "--nproc", "2"]
+    if local_mode:
+        assert main([*options, script_of(seen, folder)]) == 0
+        return
+    options += ["--cluster", "--master", "local[2]", "--conf", "spark.ui.enabled=false"]
+    command = [sys.executable, "-m", "distributor", *options, script_of(seen, folder)]
+    subprocess.run(command, check=True, timeout=300)
+
+
+def on_dataframe(seen: Seen, folder: Path, *, local_mode: bool) -> None:
+    from pyspark.sql import SparkSession
+
+    rows = SparkSession.getActiveSession().range(4)
+    ranks = TorchDistributor(2, local_mode=local_mode, use_gpu=False, env=OFFLINE)
+    ranks.train_on_dataframe(write_seen, rows, seen, folder)
+
+
+APIS = {
+    "function": by_function,
+    "script": by_script,
+    "deepspeed": by_deepspeeds_class,
+    "deepspeed script": by_deepspeeds_class_as_script,
+    "trainer": by_trainer,
+    "decorator": by_decorator,
+    "command": by_command,
+    "dataframe": on_dataframe,
+}
+
+
+def cases() -> Iterator[Any]:
+    """Yield every interface on every place with every framework."""
+    for place in ("local", "cluster"):
+        for api in APIS:
+            if (api, place) == ("dataframe", "local"):
+                continue  # an error, as in PySpark's class
+            for framework in FRAMEWORKS:
+                everyday = {("command", "local")} if framework == "accelerate" else set()
+                everyday |= {(api, place)} if framework == "variable" else set()
+                everyday -= {("command", "cluster")}  # which starts a Spark of its own
+                marks = [pytest.mark.spark] if place == "cluster" else []
+                marks += [] if (api, place) in everyday else [pytest.mark.slow]
+                yield pytest.param(
+                    api, place, framework, marks=marks, id=f"{api}-{place}-{framework}"
+                )
+
+
+@pytest.mark.parametrize(("api", "place", "framework"), list(cases()))
+def test_every_rank_on_cpus_is_seen(
+    api: str, place: str, framework: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if framework != "variable" and find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    if place == "cluster" and api != "command":
+        request.getfixturevalue("spark")
+    folder = tmp_path / "seen"
+    folder.mkdir()
+
+    APIS[api](FRAMEWORKS[framework], folder, local_mode=place == "local")
+
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"0": "2", "1": "2"}
+
+
+def test_arguments_of_the_driver_are_those_of_each_rank(tmp_path: Path) -> None:
+    arguments_class = pytest.importorskip("transformers").TrainingArguments
+
+    class Arguments(arguments_class):  # type: ignore[misc, valid-type]
+        """A class of the program's own."""
+
+    arguments = Arguments(str(tmp_path), learning_rate=0.5, report_to="none")
+    arguments.note = "of the program's own"
+    assert (arguments.world_size, arguments.process_index) == (1, 0)
+    captured = SimpleNamespace(field=arguments_class(str(tmp_path), report_to="none"))
+
+    def program(passed: Any) -> Any:
+        import torch.distributed as dist
+
+        assert not dist.is_initialized(), "the program may start the process group itself"
+        seen = [(each.world_size, each.process_index) for each in (captured.field, passed)]
+        assert isinstance(passed, arguments_class)
+        return seen, passed.learning_rate, passed.note, passed
+
+    returned = TorchDistributor(2, use_gpu=False, env=OFFLINE).run_all(program, arguments)
+
+    for rank, (seen, *values, passed) in enumerate(returned):
+        assert seen == [(2, rank)] * 2
+        assert values == [0.5, "of the program's own"]
+        assert type(passed) is Arguments
+    assert arguments.world_size == 1, "the driver's are as they were"
+
+
+def test_an_accelerator_of_the_driver_is_refused_and_a_state_made_anew() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator, state = accelerate.Accelerator(cpu=True), accelerate.PartialState()
+    two_ranks = TorchDistributor(2, use_gpu=False, env=OFFLINE)
+
+    def size(state: Any) -> int:
+        return int(state.num_processes)
+
+    assert two_ranks.run_all(size, state) == [2, 2]
+    with pytest.raises(TypeError, match=r"The driver's Accelerator, .* was made for one process: "):
+        two_ranks.run(lambda: size(accelerator))
+    assert TorchDistributor(1, use_gpu=False).run(size, accelerator) == 1, "which is the same there"
+
+
+@pytest.mark.slow
+def test_what_was_prepared_for_the_driver_alone_is_refused() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    prepared = accelerate.Accelerator(cpu=True).prepare(DataLoader([1, 2]), optimizer, scheduler)
+    made = [accelerate.state.AcceleratorState(), *prepared]
+    if find_spec("transformers") is not None:
+        from transformers import Trainer
+
+        made.append(Trainer(model, arguments_of_trainer(Path("unused"))))
+    if find_spec("lightning") is not None:
+        import lightning
+
+        made.append(lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu"))
+        made.append(lightning.Fabric(accelerator="cpu"))
+    distributor = TorchDistributor(2, use_gpu=False, env=OFFLINE)
+
+    for each in made:
+        name = type(each).__name__
+        with pytest.raises(TypeError, match=f"Make the {name} inside the function"):
+            distributor.run(print, each)
+
+
+@pytest.mark.slow
+def test_a_data_module_that_the_driver_has_used_is_used_by_ranks() -> None:
+    lightning = pytest.importorskip("lightning")
+    module = lightning.LightningDataModule()
+    module.trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+
+    distributor = TorchDistributor(2, use_gpu=False, env=OFFLINE)
+
+    assert distributor.run(lambda module: module.trainer, module) is None
 
 
 @pytest.mark.slow

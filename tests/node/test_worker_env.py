@@ -169,6 +169,7 @@ def test_all_ranks_have_the_same_run_and_rendezvous(dumps: Dumps) -> None:
 def test_ranks_of_a_later_node_are_numbered_after_those_of_earlier_nodes() -> None:
     ranks = [rank_environment(NODE, local_rank, {}) for local_rank in range(2)]
     expected = {
+        "ACCELERATE_USE_CPU": "true",
         "GROUP_RANK": "2",
         "GROUP_WORLD_SIZE": "4",
         "LOCAL_WORLD_SIZE": "2",
@@ -200,6 +201,7 @@ def test_the_only_rank_of_a_node_may_use_all_threads() -> None:
 def test_ranks_without_gpus_are_ranks_for_accelerate_too() -> None:
     name, on_cpus = "ACCELERATE_USE_CPU", replace(NODE, gpus=())
     assert rank_environment(on_cpus, 0, {})[name] == "true"
+    assert rank_environment(replace(NODE, gpus=None), 0, {})[name] == "true", "though it sees GPUs"
     assert rank_environment(replace(on_cpus, env={name: "false"}), 0, {})[name] == "false"
     assert name not in rank_environment(replace(NODE, gpus=("0", "1")), 0, {})
     assert name not in rank_environment(replace(on_cpus, ranks_per_node=1, num_nodes=1), 0, {})

@@ -86,7 +86,7 @@ class Agent:
         system_metrics = SystemMetrics(node.name) if RUN_ID in node.env else None
         self._log_relay = LogRelay(self._workers, listener, self._redaction, system_metrics)
         self._activity = ActivityMonitor(
-            self._workers, listener, activity_interval, uses_gpus=bool(node.gpus)
+            self._workers, listener, activity_interval, uses_gpus=node.uses_gpus
         )
         self._num_starting = node.ranks_per_node
         self._all_started_at = math.inf

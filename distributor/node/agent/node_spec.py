@@ -62,6 +62,11 @@ class NodeSpec:
         return self.num_nodes * self.ranks_per_node
 
     @property
+    def uses_gpus(self) -> bool:
+        """Whether its ranks use GPUs; those that do not may still see some."""
+        return bool(self.gpus)
+
+    @property
     def name(self) -> str:
         """A name that is unique in the run, even if several nodes are on one host."""
         return f"node{self.node_rank}-{self.host}"

@@ -78,7 +78,7 @@ class RankStarter:
             data=self._data.fileno() if self._data else None,
             scratch=scratch,
             keep_value=self._keep_all or is_first,
-            uses_gpus=bool(self._node.gpus),
+            uses_gpus=self._node.uses_gpus,
             modules=self._node.modules,
             program_name=self._node.program_name,
             run_id=self._node.run_id,

@@ -103,8 +103,9 @@ def _network_defaults(node: NodeSpec) -> dict[str, str]:
 
 def _framework_defaults(node: NodeSpec) -> dict[str, str]:
     # Without a GPU and this variable, an Accelerator does not notice the other ranks: each would
-    # train a model of its own. So would the Trainer of Transformers, which has one.
-    uses_cpus = node.gpus == () and node.world_size > 1
+    # train a model of its own. So would the Trainer of Transformers, which has one. If ranks that
+    # are to train on CPUs see GPUs, both would use those.
+    uses_cpus = not node.uses_gpus and node.world_size > 1
     return {"ACCELERATE_USE_CPU": "true"} if uses_cpus else {}
 
 

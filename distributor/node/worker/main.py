@@ -36,6 +36,7 @@ from distributor.node.worker.control_channel import (
     ControlChannel,
 )
 from distributor.node.worker.devices import finish_gpu_work
+from distributor.node.worker.frameworks import show_all_ranks
 from distributor.node.worker.group_lifetime import keep_groups
 from distributor.node.worker.main_module import create_main_module
 from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
@@ -89,6 +90,7 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     allow_own_rendezvous(*context.rendezvous, worker_spec.run_id)
     install_mlflow_hooks()
     keep_groups()
+    show_all_ranks(worker_spec.uses_gpus)
     try:
         succeeded = _run_and_record(worker_spec, context)
     except SystemExit as leaving:
