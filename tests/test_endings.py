@@ -279,14 +279,23 @@ def test_an_exit_is_reported_if_its_exit_handlers_never_end(distribute: Distribu
     assert caught.value.exit_code == 3
 
 
+class NeverEnds:
+    def __del__(self) -> None:
+        never_end()
+
+
+@pytest.mark.parametrize("why", ["thread", "finalizer"])
 def test_a_value_is_returned_if_its_rank_never_ends(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], why: str
 ) -> None:
     monkeypatch.setattr(termination, "LINGERING_WARNING_SECONDS", 0.5)
     monkeypatch.setattr(termination, "LINGERING_KILL_SECONDS", 1.5)
 
     def program() -> str:
-        threading.Thread(target=never_end).start()
+        if why == "thread":
+            threading.Thread(target=never_end).start()
+        else:
+            vars(sys.modules["__main__"])["never ends"] = NeverEnds()
         return "done"
 
     distributor = TorchDistributor(RANKS, local_mode=True, use_gpu=False, timeout=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import linecache
 import multiprocessing.process
 import re
@@ -60,6 +61,15 @@ def before_thread_pools_end(function: Callable[[], object]) -> None:
 
     register: Any = threading._register_atexit  # type: ignore[attr-defined]
     register(function)
+
+
+def forget_exit_handlers() -> None:
+    """Release the functions that are registered with `atexit`, and what they refer to.
+
+    It can be called by the last of them.
+    """
+    clear: Any = atexit._clear
+    clear()
 
 
 _lock = threading.Lock()

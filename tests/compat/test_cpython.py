@@ -41,6 +41,23 @@ def test_finalizers_can_be_disabled() -> None:
         assert printed == "after\n"
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="exit handlers exist until all have run")
+def test_the_last_exit_handler_releases_the_others() -> None:
+    with relies_on("Python", "atexit._clear", "cpython.forget_exit_handlers"):
+        printed = printed_by(
+            "import atexit, os\n"
+            "from distributor._compat.cpython import forget_exit_handlers\n"
+            "class Owner:\n"
+            "    def __del__(self): print('released', flush=True)\n"
+            "def leave():\n"
+            "    forget_exit_handlers()\n"
+            "    os._exit(0)\n"
+            "atexit.register(leave)\n"
+            "atexit.register(lambda owner: print('called'), Owner())\n"
+        )
+        assert printed == "called\nreleased\n"
+
+
 @needs_late_threads
 def test_a_function_is_called_before_thread_pools_end() -> None:
     with relies_on("Python", "threading._register_atexit", "cpython.before_thread_pools_end"):

@@ -60,8 +60,8 @@ def limit_lingering(workers: Sequence[WorkerHandle], sink: Sink) -> None:
             rank = worker.origin.rank
             warning = (
                 f"distributor: {worker.origin} has done its work, but its process is still "
-                "running, because of a non-daemon thread or an exit handler. It is killed "
-                f"{LINGERING_KILL_SECONDS:.0f} s after the end of its work."
+                "running, because of a non-daemon thread, an exit handler or a finalizer. It is "
+                f"killed {LINGERING_KILL_SECONDS:.0f} s after the end of its work."
             )
             text = append_stacks(warning, dump_stacks({rank: worker}))
             sink.write(rank, "stderr", f"{text}\n".encode())

@@ -1,4 +1,4 @@
-"""Ends a rank's process: flushes all output, and skips the interpreter's teardown."""
+"""Ends a rank's process: ends the program's objects, and skips the interpreter's teardown."""
 
 from __future__ import annotations
 
@@ -7,20 +7,170 @@ import ctypes
 import gc
 import io
 import os
+import re
 import stat
 import sys
+import threading
 import traceback
-from typing import NoReturn
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, NoReturn
+
+from distributor._compat.cpython import forget_exit_handlers
+
+MAIN_MODULES = ("__main__", "__mp_main__")
+_STANDARD_LIBRARY = str(Path(os.__file__).parent)
+_INSTALLED = f"-packages{os.sep}"  # site- or dist-packages
+_BUFFERED = (io.BufferedWriter, io.BufferedRandom)
+_CODE = (ModuleType, FunctionType, type)
+_ANY_FILE: type = io.IOBase.__mro__[1]  # the class in C, which has no slow check for subclasses
 
 
-def flush_open_files() -> None:
-    """Flush the files that the program has not closed, as the interpreter's teardown would."""
-    writers = {io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom}
-    for file in [found for found in gc.get_objects() if type(found) in writers]:
-        with contextlib.suppress(Exception):  # closed, or a wrapper of the user's own object
-            # Regular files only: to flush a pipe that nobody reads would block.
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                file.flush()
+def end_objects() -> None:
+    """End the program's objects, as the interpreter's teardown does after all exit handlers.
+
+    Files are written, finalizers run and temporary files are removed, while all modules still work.
+    Only objects of the program are released: those of its main module, and of other modules that
+    were not installed. Libraries keep theirs, such as torch its process groups, whose destructors
+    may block or abort.
+    """
+    _flush_files()  # first of all: errors of a file that is freed are not reported
+    threading.excepthook = lambda _: None  # of daemon threads, whose globals go
+    all_names = list(sys.modules)
+    known = all_names.index(_newest) + 1 if _newest in all_names else 0
+    candidates = {*MAIN_MODULES, *_preloaded, *all_names[known:]}
+    names = [name for name in candidates if _is_of_program(name)]
+    modules = [weakref.ref(sys.modules[name]) for name in names]
+    for name in names:
+        # An import must not run a module again. Some code reads attributes of the main module.
+        sys.modules[name] = ModuleType(name) if name in MAIN_MODULES else None  # type: ignore[assignment]
+    forget_exit_handlers()
+    gc.collect()  # finalizers still find all of their modules' globals
+    # Something else can keep a whole module, such as a thread.
+    if _release_values(modules, names):
+        gc.collect()
+    _close_files()
+    _close_hdf5()
+
+
+def remember_modules() -> None:
+    """Note which of the modules that exist now are the program's.
+
+    A forked process that looked at each of them would have to copy the pages that they are in.
+    """
+    global _newest, _preloaded
+    _preloaded = {name: vars(sys.modules[name]) for name in sys.modules if _is_of_program(name)}
+    _newest = next(reversed(sys.modules))
+
+
+_newest = ""
+_preloaded: dict[str, dict[str, Any]] = {}
+"""The globals of modules that the garbage collector never frees in processes that are forked."""
+
+
+def _is_of_program(name: str) -> bool:
+    """Return whether this is a main module, or one in Python that was not installed."""
+    module = sys.modules.get(name)
+    if not isinstance(module, ModuleType) or name in MAIN_MODULES:
+        return isinstance(module, ModuleType)
+    path = vars(module).get("__file__")
+    return (
+        isinstance(path, str)
+        and path.endswith((".py", ".pyc"))
+        and not path.startswith(_STANDARD_LIBRARY)
+        and _INSTALLED not in path
+        and name.partition(".")[0] != __name__.partition(".")[0]
+    )
+
+
+def _release_values(modules: list[weakref.ref[ModuleType]], names: list[str]) -> bool:
+    """Drop the values of globals, the latest first, and return whether there were any.
+
+    Finalizers may need the code. Functions also have globals if their module no longer exists.
+    """
+    namespaces = [vars(module) for reference in modules if (module := reference())]
+    namespaces += _preloaded.values()
+    namespaces += [
+        found for found in gc.get_objects() if type(found) is dict and _is_of(found, names)
+    ]
+    found_values = False
+    for namespace in namespaces:
+        for name in reversed(list(namespace)):
+            value = namespace[name]
+            if not (name.startswith("__") or value is None or isinstance(value, _CODE)):
+                namespace[name] = value = None
+                found_values = True
+    return found_values
+
+
+def _is_of(namespace: dict[str, Any], names: list[str]) -> bool:
+    name = namespace.get("__name__") if "__builtins__" in namespace else None
+    return isinstance(name, str) and name in names
+
+
+def _open_files() -> Iterator[Any]:
+    """Yield the regular files that this process writes; to flush a pipe could block."""
+    for file in [found for found in gc.get_objects() if issubclass(type(found), _ANY_FILE)]:
+        with contextlib.suppress(Exception):  # closed, or of a class that has no descriptor
+            if file.writable() and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                yield file
+
+
+def _flush_files() -> None:
+    files = list(_open_files())
+    for file in files:
+        if type(file) is io.TextIOWrapper and type(file.buffer) in _BUFFERED:
+            _end(file.flush, file)
+    for file in files:
+        if type(file) in _BUFFERED:
+            _end(file.flush, file)
+
+
+def _close_files() -> None:
+    """Close the files to which something still refers; compressed ones are incomplete until then.
+
+    Files are only flushed if they have nothing else to write: the standard streams are such.
+    """
+    files = list(_open_files())
+    for file in files:
+        if isinstance(file, io.TextIOWrapper):
+            _end(file.flush, file)
+    for file in files:
+        if not isinstance(file, (io.TextIOWrapper, io.FileIO, *_BUFFERED)):
+            _end(file.close, file)
+    for file in files:
+        if isinstance(file, _BUFFERED) and not file.closed:
+            _end(file.flush, file)
+
+
+def _close_hdf5() -> None:
+    """Close the files of HDF5, which an exit handler in C would do."""
+    if {"h5py", "netCDF4", "tables"}.isdisjoint(sys.modules) or sys.platform != "linux":
+        return
+    maps = Path("/proc/self/maps").read_text()
+    for library in {*re.findall(r"/\S*libhdf5[-.]\S*$", maps, re.MULTILINE)}:
+        _end(ctypes.CDLL(library).H5close, library)
+
+
+def _end(end: Callable[[], object], what: object) -> None:
+    """Flush or close an open file, and print an error, as the interpreter does at its end."""
+    try:
+        end()
+    except Exception:
+        print_error(f"Exception ignored at the end of the program in: {what!r}\n")
+        print_error(traceback.format_exc())
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """End the program's objects, then the process."""
+    try:
+        end_objects()
+    except BaseException:
+        print_error(traceback.format_exc())
+    finally:
+        exit_process(exit_code)
 
 
 def exit_process(exit_code: int) -> NoReturn:

@@ -41,7 +41,7 @@ from distributor._compat.cpython import disable_exit_finalizers
 from distributor._compat.torch import OPTIMIZER_IMPORTS
 from distributor.core.kernel import set_subreaper
 from distributor.core.procfs import child_pids
-from distributor.node.process.exit import flush_streams
+from distributor.node.process.exit import flush_streams, remember_modules
 from distributor.node.process.fork_reset import reset_after_fork
 from distributor.node.process.ipc import (
     MAX_MESSAGE_BYTES,
@@ -161,6 +161,7 @@ class _Zygote:
         self._files = loaded_files(self._since) | self._files
         self._since = time.time_ns()
         flush_streams()  # or each rank would print what a module has printed
+        remember_modules()
         gc.collect()
         gc.freeze()  # or each rank's garbage collector would copy the pages that all ranks share
         disable_exit_finalizers()  # they belong to this process; torch has hundreds of them

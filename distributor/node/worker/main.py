@@ -15,10 +15,9 @@ from distributor._compat.torch import serve_store
 from distributor.core.host import use_host_name
 from distributor.core.module_search import find_at
 from distributor.node.process.exit import (
+    end_process,
     exit_code_of,
     exit_forked_child,
-    exit_process,
-    flush_open_files,
     flush_streams,
 )
 from distributor.node.process.process_title import set_run_title
@@ -64,7 +63,7 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     set_run_title(f"rank {worker_spec.origin.rank}", worker_spec.program_name, worker_spec.run_id)
     if worker_spec.modules:
         sys.path[:0] = worker_spec.modules.split(os.pathsep)
-    at_exit += [flush_open_files, lambda: exit_process(exit_code[0])]
+    at_exit += [lambda: end_process(exit_code[0])]
     control = ControlChannel(worker_spec)
     context = WorkerContext(control.send, worker_spec.progress)
     enter_worker(context)

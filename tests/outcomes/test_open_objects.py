@@ -1,0 +1,139 @@
+"""What a program leaves open when it ends is closed, as at the end of plain Python."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import inspect
+import lzma
+import shelve
+import sys
+import zipfile
+from pathlib import Path
+
+import cloudpickle
+import pytest
+from conftest import cluster_is_slow
+from support.ranks import Distribute
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def leave_open(folder: str) -> None:
+    """Leave files open in globals, in a module, in an exit handler and where nothing frees them."""
+    import atexit
+    import builtins
+    import bz2
+    import gzip
+    import lzma
+    import os
+    import shelve
+    import tempfile
+    import weakref
+    import zipfile
+
+    import module_of_the_program as module
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def note(what: str) -> None:
+        with open(folder + "/notes", "a") as file:
+            file.write(what + " ")
+
+    class Noted:
+        def __del__(self) -> None:
+            note(os.path.basename(kept["folder"]))
+
+    global kept
+    kept = {"folder": folder}
+    kept["zip"] = zipfile.ZipFile(folder + "/zip", "w")
+    kept["zip"].writestr("member", "zip")
+    kept["gzip"] = gzip.open(folder + "/gzip", "wt")
+    kept["gzip"].write("gzip")
+    kept["shelf"] = shelve.open(folder + "/shelf", writeback=True)
+    kept["shelf"]["key"] = []
+    kept["shelf"]["key"].append("shelf")
+    table = pa.table({"column": ["parquet"]})
+    kept["parquet"] = pq.ParquetWriter(folder + "/parquet", table.schema)
+    kept["parquet"].write_table(table)
+    kept["named"] = tempfile.NamedTemporaryFile(dir=folder)
+    kept["folder of its own"] = tempfile.TemporaryDirectory(dir=folder)
+    kept["noted"] = Noted()
+    weakref.finalize(kept["noted"], note, "finalized")
+    module.file = zipfile.ZipFile(folder + "/zip of a module", "w")
+    module.file.writestr("member", "module")
+    of_handler = bz2.open(folder + "/bz2", "wt")
+    of_handler.write("bz2")
+    atexit.register(of_handler.write, " of an exit handler")
+    builtins.file = lzma.open(folder + "/lzma", "wt")  # type: ignore[attr-defined]
+    builtins.file.write("lzma")  # type: ignore[attr-defined]
+
+
+def check_files(folder: Path) -> None:
+    names = {"notes", "zip", "gzip", "parquet", "zip of a module", "bz2", "lzma"}
+    found = {path.name for path in folder.iterdir()}
+    assert {name for name in found if not name.startswith("shelf")} == names
+    assert zipfile.ZipFile(folder / "zip").read("member") == b"zip"
+    assert zipfile.ZipFile(folder / "zip of a module").read("member") == b"module"
+    assert gzip.open(folder / "gzip", "rt").read() == "gzip"
+    assert bz2.open(folder / "bz2", "rt").read() == "bz2 of an exit handler"
+    assert lzma.open(folder / "lzma", "rt").read() == "lzma"
+    with shelve.open(str(folder / "shelf")) as shelf:
+        assert shelf["key"] == ["shelf"]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    assert parquet.read_table(folder / "parquet").to_pydict() == {"column": ["parquet"]}
+    assert (folder / "notes").read_text().split() == ["finalized", folder.name]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Make a folder for the program's files, and its module elsewhere."""
+    for name in ("program", "out"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "program" / "module_of_the_program.py").write_text("file = None\n")
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
+@cluster_is_slow
+def test_of_a_function(
+    distribute: Distribute, folder: Path, monkeypatch: pytest.MonkeyPatch, warm: bool
+) -> None:
+    monkeypatch.syspath_prepend(str(folder.with_name("program")))
+    distribute(1, warm=warm).run(leave_open, str(folder))
+    check_files(folder)
+
+
+ENDINGS = {"return": "", "raise": "raise LookupError('of the program')", "exit": "sys.exit(3)"}
+OF_MAIN = """
+if sys.version_info < (3, 14):  # which keeps exit handlers until all have run
+    import atexit
+    atexit.register(lambda: None)  # refers to all globals
+leave_open(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "warm"),
+    [
+        ("return", True),
+        pytest.param("return", False, marks=pytest.mark.slow),
+        pytest.param("raise", True, marks=pytest.mark.slow),
+        pytest.param("exit", True, marks=pytest.mark.slow),
+    ],
+)
+@cluster_is_slow
+def test_of_a_script(distribute: Distribute, folder: Path, ending: str, warm: bool) -> None:
+    script = folder.with_name("program") / "script.py"
+    script.write_text(
+        "from __future__ import annotations\nimport sys\n\n"
+        + inspect.getsource(leave_open)
+        + OF_MAIN
+        + ENDINGS[ending]
+    )
+    if ending == "return":
+        distribute(1, warm=warm).run(script, str(folder))
+    else:
+        with pytest.raises(Exception, match=r"of the program|exited with code 3"):
+            distribute(1, warm=warm).run(script, str(folder))
+    check_files(folder)
