@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import pytest
@@ -23,7 +24,8 @@ from distributor.errors import (
 from distributor.launch.job import Job
 from distributor.launch.programs import program_of
 from distributor.launch.spark import polling
-from distributor.launch.spark.monitor import rendezvous, task_starts
+from distributor.launch.spark.monitor import deadlines, rendezvous, task_starts
+from distributor.launch.spark.monitor.deadlines import UNLINKED_SECONDS
 from distributor.launch.spark.monitor.run_monitor import RunMonitor
 from distributor.launch.spark.monitor.task_starts import TaskStarts
 from distributor.launch.spark.plan import ClusterPlan
@@ -34,8 +36,10 @@ from distributor.wire.hub import Hub
 from distributor.wire.link import Link
 from distributor.wire.messages import (
     Failed,
+    Heartbeat,
     Idle,
     NodeUp,
+    Preempted,
     Preparing,
     RanksStarted,
     Rendezvous,
@@ -76,10 +80,14 @@ class FakeNode:
     ) -> None:
         self.received: queue.Queue[object] = queue.Queue()
         self._link = Link.connect(
-            "127.0.0.1", hub.port, SECRET, number, timeout=SOON, on_message=self.received.put
+            "127.0.0.1", hub.port, SECRET, number, timeout=SOON, on_message=self._receive
         )
         self._up = NodeUp(f"host{number}", versions or {})
         self.send(Preparing(self._up.host) if prepares else self._up)
+
+    def _receive(self, message: object) -> None:
+        if not isinstance(message, Heartbeat):
+            self.received.put(message)
 
     def come_up(self) -> None:
         self.send(self._up)
@@ -95,7 +103,7 @@ class FakeNode:
 
 
 class FollowedRun:
-    """A run of three nodes that a monitor follows on a thread."""
+    """A run of three nodes that a monitor follows on a thread; a context manager that ends it."""
 
     def __init__(self, hub: Hub, monitor: RunMonitor, tasks: TaskStarts | None = None) -> None:
         self.hub = hub
@@ -104,8 +112,16 @@ class FollowedRun:
         self._tasks = tasks
         self._outcomes: list[Outcome] = []
         self._raised: list[Exception] = []
-        self._thread = threading.Thread(target=self._follow)
+        self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
+
+    def __enter__(self) -> FollowedRun:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._thread.is_alive():  # the test failed
+            self._monitor.job_ended([])
+            self._thread.join(SOON)
 
     def _follow(self) -> None:
         try:
@@ -118,6 +134,7 @@ class FollowedRun:
 
     def error(self) -> Exception:
         self._thread.join(SOON)
+        assert self._raised, "no error yet" if self._thread.is_alive() else "it ended without one"
         return self._raised[0]
 
     def end_with(self, error: Exception) -> None:
@@ -163,7 +180,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             hub = stack.enter_context(Hub("127.0.0.1", SECRET))
             deadline = time.monotonic() + seconds
             monitor = stack.enter_context(RunMonitor(job, plan, hub, sink, deadline))
-            return FollowedRun(hub, monitor, tasks)
+            return stack.enter_context(FollowedRun(hub, monitor, tasks))
 
         yield started
 
@@ -191,6 +208,17 @@ def started_nodes(run: FollowedRun) -> list[FakeNode]:
     for node in nodes:
         node.send(RanksStarted())
     return nodes
+
+
+@pytest.fixture
+def let_pass(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Let so many seconds pass for the deadlines of an attempt: ``let_pass(60.0)``."""
+
+    def put_forward(seconds: float) -> None:
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + seconds)
+        monkeypatch.setattr(deadlines, "time", clock)
+
+    return put_forward
 
 
 def failure_of(rank: int) -> Failure:
@@ -403,6 +431,63 @@ def test_a_run_has_started_when_its_ranks_have(
     nodes[2].send(RanksStarted())
     until(lambda: "Started distributed" in capsys.readouterr().err, "the start is shown", SOON)
     for node in nodes:
+        node.close()
+    assert run.end() == []
+
+
+def test_ranks_that_have_not_started_end_the_run_at_start_timeout(
+    start: Start, let_pass: Callable[[float], None]
+) -> None:
+    """Also once all nodes are up, and the other ranks run."""
+    run = start(seconds=60)
+    nodes = nodes_with_rendezvous(run)
+    for node in nodes[:2]:
+        node.send(RanksStarted())
+        node.send(StackRequest())  # the monitor passes it on, and so has received both
+    for node in 2 * nodes:
+        assert node.receive() == StackRequest()
+
+    let_pass(60.0)
+
+    for node in nodes:
+        assert node.receive() == StackRequest()
+        node.send(Stacks({}))
+    for node in nodes:
+        assert isinstance(node.receive(), Stop)
+        node.close()
+    error = run.error()
+    assert isinstance(error, StartTimeout)
+    assert str(error) == "After start_timeout, still starting: rank 2 on host2."
+    assert run.cancelled
+
+
+def test_a_run_without_a_link_ends_a_minute_after_its_timeout(
+    start: Start,
+    let_pass: Callable[[float], None],
+    warned: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its nodes enforce the timeout themselves, unless they hang."""
+    monkeypatch.setattr(deadlines, "UNLINKED_STACKS_SECONDS", SHORT)
+    run = start(tasks=spark_reports(True), settings={"timeout": 100}, seconds=60)
+    until(lambda: bool(warned()), "the driver warns", SOON)
+
+    let_pass(100.0 + UNLINKED_SECONDS / 2)
+    time.sleep(3 * SHORT)
+    assert not run.cancelled, "the nodes have time to report it"
+    let_pass(100.0 + UNLINKED_SECONDS)
+
+    error = run.error()
+    assert isinstance(error, RunTimeout)
+    assert "timeout of 100 s" in str(error)
+    assert run.cancelled
+
+
+def test_a_node_that_is_preempted_is_known_to_all_nodes(run: FollowedRun) -> None:
+    nodes = started_nodes(run)
+    nodes[1].send(Preempted())
+    for node in nodes:
+        assert node.receive() == Preempted(("host1",))
         node.close()
     assert run.end() == []
 

@@ -39,10 +39,10 @@ def driver(source: str, folder: Path, *args: str) -> Iterator[tuple[subprocess.P
     finally:
         too_late.cancel()
         process.kill()
-        process.communicate()
-        for left in marked(mark):
+        for left in marked(mark):  # they may hold the pipe
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
+        process.communicate()
 
 
 def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:

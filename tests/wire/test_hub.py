@@ -96,6 +96,7 @@ def test_each_side_refuses_a_wrong_secret(hub: Hub) -> None:
     assert_serves(hub)
     for magic, reason in ((protocol.MAGIC, "does not hold"), (b"another protocol", "not a dist")):
         with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as pool:
+            impostor.settimeout(SOON)
             refused = pool.submit(link, impostor.getsockname()[1])
             with impostor.accept()[0] as sock:
                 sock.sendall(protocol.GREETING.pack(magic, bytes(32)) + bytes(32))

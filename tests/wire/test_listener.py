@@ -120,7 +120,9 @@ def test_runs_start_and_end_concurrently_at_one_port(hubs: tuple[Hub, Hub]) -> N
                 correct.append(hub.get(SOON) == (number, number))
 
     correct: list[bool] = []
-    threads = [threading.Thread(target=runs, args=[f"run {n}".encode()]) for n in range(4)]
+    threads = [
+        threading.Thread(target=runs, args=[f"run {n}".encode()], daemon=True) for n in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -32,9 +33,11 @@ def hub() -> Iterator[Hub]:
 
 def forward(source: socket.socket, sink: socket.socket, tape: bytearray) -> None:
     source.settimeout(SOON)
+    deadline = time.monotonic() + SOON
     while data := source.recv(65536):
         tape += data
         sink.sendall(data)
+        assert time.monotonic() < deadline, "heartbeats never end"
     sink.shutdown(socket.SHUT_WR)
 
 

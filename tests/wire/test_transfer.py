@@ -83,7 +83,9 @@ def test_a_node_passes_on_what_it_has_while_the_rest_arrives(arriving: ArrivingB
 
     with arriving, BlockServer("127.0.0.1", BLOCK_SECRET, arriving) as server:
         address = ("127.0.0.1", server.port)
-        child = threading.Thread(target=receive, args=(address, BLOCK_SECRET, 1, 0, append))
+        child = threading.Thread(
+            target=receive, args=(address, BLOCK_SECRET, 1, 0, append), daemon=True
+        )
         child.start()
         arriving.append(parts[0])
         assert has_first.wait(SOON), "nothing is sent before all has arrived"
@@ -125,7 +127,9 @@ def test_a_receiver_that_has_stopped_reading_does_not_keep_a_server_open() -> No
     released = threading.Event()
     with BlockServer("127.0.0.1", BLOCK_SECRET, MemoryBlock([content])) as server:
         address = ("127.0.0.1", server.port)
-        reader = threading.Thread(target=receive, args=(address, BLOCK_SECRET, 0, 0, stop_reading))
+        reader = threading.Thread(
+            target=receive, args=(address, BLOCK_SECRET, 0, 0, stop_reading), daemon=True
+        )
         reader.start()
         assert began.wait(SOON)
     released.set()
