@@ -198,6 +198,56 @@ def test_processes_that_ranks_started_end_with_a_killed_ancestor(
             until(lambda: not marked(mark), "processes of the driver are left")
 
 
+@linux
+def test_the_kernel_ends_ranks_whose_supervisor_is_killed_if_the_driver_cannot(
+    tmp_path: Path,
+) -> None:
+    """The driver is stopped, and fresh ranks have no zygote."""
+    here = str(Path(__file__).parent)
+    (notes := tmp_path / "notes").mkdir()
+    with driver(DRIVER, tmp_path, here, str(notes), "fresh") as (process, _):
+        ranks = ranks_in(notes)
+        supervisor = psutil.Process(ranks[0]).ppid()
+        os.kill(process.pid, signal.SIGSTOP)
+        os.kill(supervisor, signal.SIGKILL)
+        assert_gone(ranks)
+
+
+FORKING_DRIVER = """
+    import os, signal, sys
+    sys.path.insert(0, sys.argv[1])
+    from support.waiting import until
+    from test_endings import Path, work
+    from distributor import TorchDistributor
+
+    notes = Path(sys.argv[2])
+    runner = TorchDistributor(2, local_mode=True, use_gpu=False, warm=False)
+    run = runner.submit(work, str(notes), "hang")
+    until(lambda: len(list(notes.glob("*.json"))) == 2, "the ranks run", 60)
+    if child := os.fork():
+        (notes / "child").write_text(str(child))
+    signal.pause()
+"""
+
+
+@linux
+def test_ranks_end_with_a_killed_driver_although_its_child_has_its_descriptors(
+    tmp_path: Path,
+) -> None:
+    here = str(Path(__file__).parent)
+    (notes := tmp_path / "notes").mkdir()
+    with driver(FORKING_DRIVER, tmp_path, here, str(notes)) as (process, _):
+        until(lambda: (notes / "child").exists(), "the driver has forked", 60)
+        os.kill(process.pid, signal.SIGKILL)
+        assert_gone(ranks_in(notes))
+
+
+def ranks_in(notes: Path) -> list[int]:
+    """Wait until all ranks have notes, and return their process ids."""
+    until(lambda: len(list(notes.glob("*.json"))) == RANKS, "the ranks run", 60)
+    return [json.loads(note.read_text())[1][0] for note in notes.glob("*.json")]
+
+
 def block() -> None:
     """Block, each rank in another way."""
     import ctypes

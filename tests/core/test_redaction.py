@@ -27,7 +27,18 @@ def test_a_secret_is_masked_and_the_rest_is_unchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "db_password", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "PGPASSWORD"]
+    "name",
+    [
+        "HF_TOKEN",
+        "db_password",
+        "AWS_SECRET_ACCESS_KEY",
+        "OPENAI_API_KEY",
+        "PGPASSWORD",
+        "CLIENT_SECRET",
+        "GOOGLE_CREDENTIALS",
+        "S3_ACCESS_KEY",
+        "SSH_PRIVATE_KEY",
+    ],
 )
 def test_secrets_are_recognized_by_their_names(name: str) -> None:
     assert Redaction({name: "abcdef"}).of_text("abcdef") == MASK

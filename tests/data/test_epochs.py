@@ -85,6 +85,23 @@ def test_after_restarts_on_other_numbers_of_ranks_each_row_is_read_once(
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
+@given(CHUNKS, ATTEMPTS, RANKS, ORDERS)
+def test_after_restarts_fewer_rows_than_ranks_are_dropped(
+    rows: list[int], attempts: list[tuple[int, int]], ranks: int, order: Order
+) -> None:
+    layout = layout_of(rows, "drop")
+    epoch = Epoch(1, order)
+    seen: list[int] = []
+    for attempt_ranks, read in attempts:
+        for rank in range(attempt_ranks):
+            seen += rows_of(layout, layout.plan(epoch, rank, attempt_ranks))[:read]
+        epoch = epoch.after(attempt_ranks, read)
+    shares = [rows_of(layout, layout.plan(epoch, rank, ranks)) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1
+    read_rows = [*seen, *chain(*shares)]
+    assert len(read_rows) == len(set(read_rows)) > sum(rows) - ranks
+
+
 def test_a_shuffled_epoch_has_an_order_of_its_own() -> None:
     layout = layout_of([50, 50])
     shuffled = Order(shuffle=True, seed=3)

@@ -18,7 +18,7 @@ from support.machines import small_disk, why_not_mounted
 from distributor.data.epochs import Layout
 from distributor.data.spark.chunk_file import DatasetSpec
 from distributor.data.spark.packing import write_chunks
-from distributor.errors import ExecutorNotReady
+from distributor.errors import DistributorError, ExecutorNotReady
 
 pytestmark = pytest.mark.spark
 
@@ -222,3 +222,11 @@ def test_a_full_disk_of_an_executor(tmp_path: Path) -> None:
         with pytest.raises(ExecutorNotReady, match=r"No space left.*spark.local.dir"):
             write_chunks(batches, [spec], 1, str(disk))
         assert not list(disk.iterdir())
+
+
+def test_rows_that_spark_has_computed_differently_are_an_error(tmp_path: Path) -> None:
+    spec, batches = messages(2)
+    spec.checksums[1] += 1
+    with pytest.raises(DistributorError, match="df has other rows than when the run started"):
+        write_chunks(batches, [spec], 1, str(tmp_path))
+    assert not list(tmp_path.iterdir())

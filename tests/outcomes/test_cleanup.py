@@ -21,6 +21,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from conftest import cluster_is_slow
 from support.ranks import (
     RANK_DEADLINE,
     Distribute,
@@ -29,7 +30,7 @@ from support.ranks import (
     wait_to_be_stopped,
     wait_until,
 )
-from support.waiting import runs
+from support.waiting import runs, until
 
 from distributor import (
     WorkerDied,
@@ -92,6 +93,25 @@ def test_failed_ranks_exit_handlers_run_to_their_end(
     with pytest.raises(LookupError):
         distribute(2).run(program)
     assert (tmp_path / "note").read_text() == "done"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no supervisors")
+@cluster_is_slow
+def test_what_a_rank_leaves_in_its_group_ends_while_others_run(
+    distribute: Distribute, tmp_path: Path
+) -> None:
+    def program() -> None:
+        note = tmp_path / "child"
+        if my_rank() == 1:
+            if (child := os.fork()) == 0:
+                signal.pause()
+            note.with_suffix(".part").write_text(str(child))
+            note.with_suffix(".part").rename(note)
+            return
+        wait_until(note.exists, "the other rank has a child")
+        until(lambda: not runs(int(note.read_text())), "the child ends with its parent")
+
+    distribute(2).run(program)
 
 
 def test_children_of_a_rank_work(distribute: Distribute) -> None:

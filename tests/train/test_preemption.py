@@ -20,7 +20,7 @@ import pytest
 from support.training import here
 from support.waiting import MARK, assert_gone, marked, until
 
-from distributor import WorkerDied, train
+from distributor import TorchDistributor, WorkerDied, train
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.torch import TorchTrainer
 
@@ -366,3 +366,19 @@ def test_failures_after_a_notice_are_counted_for_themselves(tmp_path: Path) -> N
     assert isinstance(failed.value.__cause__, WorkerDied)
     assert [attempt.number for attempt in failed.value.attempts] == [0, 1]  # type: ignore[attr-defined]
     assert any("max_preemption_failures is 1" in note for note in failed.value.__notes__)
+
+
+def test_preempted_attempts_are_not_counted_in_max_failures() -> None:
+    def be_preempted_and_then_fail() -> None:
+        if (attempt := os.environ["TORCHELASTIC_RESTART_COUNT"]) != "0":
+            raise ValueError(f"attempt {attempt}")
+        lose_rank_1()
+
+    runner = TorchDistributor(
+        2, use_gpu=False, max_failures=1, max_preemption_failures=1, timeout=100
+    )
+    with pytest.raises(ValueError, match="attempt 2") as failed:
+        runner.run(be_preempted_and_then_fail)
+    preempted = [bool(attempt.preempted) for attempt in failed.value.attempts]  # type: ignore[attr-defined]
+    assert preempted == [True, False, False]
+    assert any("max_failures is 1" in note for note in failed.value.__notes__)

@@ -161,6 +161,19 @@ def test_running_a_finished_training_again_loses_no_report(tmp_path: Path) -> No
         assert train.Result.from_path(tmp_path / "mine").metrics == {"step": 1}
 
 
+def test_reports_after_the_checkpoint_are_forgotten(tmp_path: Path) -> None:
+    def report() -> None:
+        for step in range(0 if train.get_checkpoint() is None else 1, 3):
+            saved = save(tmp_path / "local", "x") if step == 0 else None
+            train.report({"step": step}, checkpoint=saved)
+
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="mine")
+    for _ in range(2):
+        ranks.run(report)
+        reports = train.Result.from_path(tmp_path / "mine").reports
+        assert [each.metrics for each in reports] == [{"step": step} for step in range(3)]
+
+
 @pytest.mark.skipif(
     not hasattr(fsdp, "fully_shard"), reason=f"torch {torch.__version__} has another fully_shard"
 )

@@ -128,6 +128,18 @@ def test_a_checkpoint_with_a_truncated_manifest_is_not_committed(
     assert storage.committed() == []
 
 
+def test_a_checkpoint_with_a_modified_manifest_is_not_committed(
+    storage: Storage, tmp_path: Path
+) -> None:
+    name = save(storage, 0, tmp_path)
+    text = storage.read(f"{name}/{MANIFEST}")
+    assert text
+    storage.remove_files([f"{name}/{MANIFEST}"])
+    storage.write(f"{name}/{MANIFEST}", text.replace(b"1000", b"1001"))
+    assert storage.committed() == []
+    assert storage.survey().damaged == [name]
+
+
 def test_a_committed_checkpoint_is_not_overwritten(storage: Storage, tmp_path: Path) -> None:
     name = save(storage, 0, tmp_path)
     with pytest.raises(DistributorError, match=f"{name} already exists in .*run, and is not"):

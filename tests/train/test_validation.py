@@ -29,7 +29,7 @@ from distributor.train import (
     ValidationTaskConfig,
 )
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.manifest import Manifest
+from distributor.train.storage.manifest import MANIFEST, PENDING, Manifest, StoredValidation
 from distributor.train.torch import TorchTrainer
 from distributor.train.validation.process import validation_distributor
 from distributor.train.validation.queue import ValidationQueue
@@ -110,6 +110,24 @@ def test_metrics_of_a_validation_join_those_of_the_report(tmp_path: Path) -> Non
         {"loss": -10, "score": 6},
         {"loss": -2},
     ]
+
+
+def test_a_validation_of_an_earlier_checkpoint_of_the_same_name_is_ignored(
+    tmp_path: Path,
+) -> None:
+    """The earlier one was removed while its validation ran."""
+    storage = Storage(tmp_path, "mine")
+    reported = Manifest(index=1, metrics={"loss": 2}, world_size=1, files=(), status=PENDING)
+    storage.write(f"full_model/{MANIFEST}", reported.to_json())
+
+    earlier = StoredValidation(index=0, status="VALIDATED", metrics={"loss": 1, "score": 5})
+    storage.add_validation("full_model", earlier)
+    assert storage.manifest_of("full_model") == reported
+
+    storage.add_validation("full_model", StoredValidation(index=1, status="VALIDATED"))
+    found = storage.manifest_of("full_model")
+    assert found
+    assert (found.status, found.metrics) == ("VALIDATED", {"loss": 2})
 
 
 def test_validated_scores_decide_which_checkpoints_are_kept(tmp_path: Path) -> None:

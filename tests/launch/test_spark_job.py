@@ -1,0 +1,52 @@
+"""Jobs of Spark that run on threads of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.waiting import SOON, until
+
+from distributor.launch.call_site import CallSite
+from distributor.launch.spark.session import Session
+from distributor.launch.spark.spark_job import SparkJob
+from distributor.node.spark_task.result_rows import ROW_SCHEMA
+
+pytestmark = pytest.mark.spark
+
+
+def test_a_job_is_cancelled_and_no_other_one_is(spark: Any, tmp_path: Path) -> None:
+    session, enough = Session(spark), tmp_path / "enough"
+
+    def hold(_: Any) -> Iterator[Any]:
+        while not enough.exists():
+            time.sleep(0.05)
+        yield from ()
+
+    def job(tag: str, ends: list[Any]) -> SparkJob:
+        return SparkJob(
+            session,
+            session.map_in_arrow(spark.range(0, 1, 1, 1), hold, ROW_SCHEMA, barrier=True),
+            tag,
+            ends.append,
+            description=tag,
+            call_site=CallSite.of_caller("hold"),
+        )
+
+    ends: list[Any] = []
+    ends_of_other: list[Any] = []
+    with job("cancelled", ends) as cancelled, job("other", ends_of_other) as other:
+        try:
+            until(lambda: cancelled.has_begun() and other.has_begun(), "both run", 60)
+            cancelled.cancel()
+            until(lambda: ends, "the job ends", SOON)
+            assert isinstance(ends[0], Exception)
+            assert "cancelled" in str(ends[0])
+            assert not ends_of_other
+        finally:
+            enough.touch()
+        until(lambda: ends_of_other, "the other job ends", 60)
+    assert ends_of_other == [[]]
