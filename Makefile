@@ -15,7 +15,7 @@ SPARK35 := conf/constraints-spark35.txt
 TORCH = $$(nvidia-smi -L >/dev/null 2>&1 || echo "-c conf/constraints-cpu.txt")
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-spark35 demo test test-all test-gpu test-spark35 bench bench-gpu chaos notebooks docs lint clean
+.PHONY: help venv venv-spark35 demo test test-all test-gpu test-spark35 mutants bench bench-gpu chaos notebooks docs lint clean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
@@ -32,7 +32,7 @@ demo: venv ## Train on real digits, on this machine
 # These options make Spark start faster. An archive that a JVM cannot use is ignored, without a word.
 JAVA_OPTIONS := -XX:+UseSerialGC -XX:TieredStopAtLevel=1
 CLASSES := $(VENV)/spark-classes.jsa
-test test-all test-spark35 bench chaos notebooks: export JDK_JAVA_OPTIONS := $(JAVA_OPTIONS)
+test test-all test-spark35 mutants bench chaos notebooks: export JDK_JAVA_OPTIONS := $(JAVA_OPTIONS)
 test test-all: export JDK_JAVA_OPTIONS := $(JAVA_OPTIONS) -Xlog:cds=off -Xlog:cds+dynamic=off \
 	-XX:SharedArchiveFile=$(abspath $(CLASSES))
 
@@ -56,6 +56,9 @@ test-gpu: ## Run the tests that need a GPU, and record what ran; needs no .venv
 
 bench-gpu: ## Measure on a GPU; needs no .venv
 	$(firstword $(GPU_PYTHON)) -m benchmarks.gpu
+
+mutants: venv ## Put mistakes into a copy of the code, each of which a test must notice; ARGS="epochs.py 'a stall'"
+	PYTHONPATH=tests $(VENV)/bin/python -m support.mutants $(ARGS)
 
 bench: $(VENV)/.bench ## Compare speed with other launchers; ARGS=--quick for a first look
 	$(VENV)/bin/python -m benchmarks $(ARGS)

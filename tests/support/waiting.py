@@ -52,12 +52,12 @@ def assert_gone(processes: Iterable[Some], seconds: float = SOON) -> None:
     until(lambda: not alive(processes), f"still alive are some of {processes}", seconds)
 
 
-def marked(mark: str) -> list[psutil.Process]:
+def marked(mark: str, variable: str = MARK) -> list[psutil.Process]:
     """Return the processes that have a mark in their environment, descendants included."""
 
     def has_mark(process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error, OSError):
-            return process.environ().get(MARK) == mark and runs(process)
+            return process.environ().get(variable) == mark and runs(process)
         return False
 
     return [process for process in psutil.process_iter() if has_mark(process)]

@@ -1,0 +1,624 @@
+"""The mutants of `make mutants`: mistakes against promises of README, guarantees, architecture."""
+
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """A mistake in the package, and the tests that must fail because of it.
+
+    Parameters
+    ----------
+    promise : str
+        What no longer holds.
+    path : str
+        The file, relative to the project's folder.
+    old, new : str
+        A text that occurs once in the file, and what replaces it.
+    tests : tuple of str
+        Tests of the everyday tier, as ``FILE::NAME`` below ``tests/``; each takes a few seconds.
+    """
+
+    promise: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    # Values
+    Mutant(
+        "run returns rank 0's value",
+        "distributor/launch/retry.py",
+        "else [0]",
+        "else [1]",
+        ("outcomes/test_values.py::test_value_arrives_whole[local-int]",),
+    ),
+    Mutant(
+        "run_all returns values in rank order",
+        "distributor/launch/retry.py",
+        "wanted = range(job.num_processes) if",
+        "wanted = range(job.num_processes)[::-1] if",
+        (
+            "outcomes/test_values.py::test_run_all_returns_each_ranks_value_in_whatever_order_they_end[local-(2, 1, 0)]",
+        ),
+    ),
+    Mutant(
+        "a value that is not requested is not pickled",
+        "distributor/node/worker/main.py",
+        "if worker_spec.keep_value:",
+        "if True:",
+        (
+            "outcomes/test_values.py::test_a_value_that_is_not_returned_need_not_be_picklable[local]",
+        ),
+    ),
+    Mutant(
+        "large buffers are beside the pickle",
+        "distributor/serialization/oob_pickle.py",
+        "if buffer.raw().nbytes < LARGE_BUFFER:",
+        "if True:",
+        ("serialization/test_oob_pickle.py::test_large_buffers_are_stored_outside_the_pickle",),
+    ),
+    # Root causes
+    Mutant(
+        "a rank's own failure precedes lost connections",
+        "distributor/serialization/outcome.py",
+        "key=lambda failure: failure.collateral",
+        "key=lambda failure: not failure.collateral",
+        ("serialization/test_outcome.py::test_causes_come_before_collateral_failures",),
+    ),
+    Mutant(
+        "a lost connection is known as a consequence",
+        "distributor/serialization/outcome.py",
+        "return is_torchs and any(",
+        "return False and any(",
+        (
+            "outcomes/test_root_causes.py::test_root_cause_is_raised_and_not_the_error_of_a_blocked_peer[local-all_reduce-raise-1]",
+        ),
+    ),
+    Mutant(
+        "a consequence waits for its cause",
+        "distributor/node/agent/failure_grace.py",
+        "AFTER_COLLATERAL_SECONDS if failure.collateral",
+        "AFTER_CAUSE_SECONDS if failure.collateral",
+        ("node/test_failure_grace.py::test_the_period_ends_at_the_expected_time_and_not_before",),
+    ),
+    # Kills, and the end of processes
+    Mutant(
+        "the kernel kills ranks with their supervisor",
+        "distributor/node/worker/control_channel.py",
+        "prctl(set_parent_death_signal, signal.SIGKILL)",
+        "prctl(set_parent_death_signal, 0)",
+        (
+            "test_endings.py::test_the_kernel_ends_ranks_whose_supervisor_is_killed_if_the_driver_cannot",
+        ),
+    ),
+    Mutant(
+        "ranks end with the agent although another process holds its connection",
+        "distributor/node/process/supervisor.py",
+        "[os.pidfd_open(peer_credentials(agent).pid), *",
+        "[*",
+        (
+            "test_endings.py::test_ranks_end_with_a_killed_driver_although_its_child_has_its_descriptors",
+        ),
+    ),
+    Mutant(
+        "a rank's process group ends with it while others run",
+        "distributor/node/process/supervisor.py",
+        "and process_group_of(child) == pid",
+        "and False",
+        (
+            "outcomes/test_cleanup.py::test_what_a_rank_leaves_in_its_group_ends_while_others_run[local]",
+        ),
+    ),
+    Mutant(
+        "all that ranks started ends with the run",
+        "distributor/node/process/supervisor.py",
+        "kill_children(lambda child: True)",
+        "kill_children(lambda child: False)",
+        (
+            "test_endings.py::test_processes_that_ranks_started_end_with_the_run[local-fresh-return]",
+        ),
+    ),
+    Mutant(
+        "orphans become children of the supervisor",
+        "distributor/node/process/supervisor.py",
+        "        set_subreaper()\n",
+        "",
+        (
+            "test_endings.py::test_processes_that_ranks_started_end_with_the_run[local-fresh-return]",
+        ),
+    ),
+    Mutant(
+        "a resource tracker is never killed",
+        "distributor/node/process/supervisor.py",
+        "to_kill = [child for child in doomed if not is_resource_tracker(child)]",
+        "to_kill = doomed",
+        (
+            "test_endings.py::test_shared_memory_is_removed_if_its_resource_tracker_starts_late[local]",
+        ),
+    ),
+    Mutant(
+        "the agent kills what is left of a killed supervisor's ranks",
+        "distributor/node/process/supervisor_client.py",
+        "        kill_by_environment(self._run_variables)\n",
+        "",
+        (
+            "test_endings.py::test_processes_that_ranks_started_end_with_a_killed_ancestor[zygote and supervisor-warm]",
+        ),
+    ),
+    Mutant(
+        "a zygote ends with its owner",
+        "distributor/node/process/zygote.py",
+        "self._selector.register(self._owner, selectors.EVENT_READ, self._exit)",
+        "pass",
+        ("node/test_zygote_lifetime.py::test_each_driver_has_a_zygote_that_ends_with_it",),
+    ),
+    Mutant(
+        "a node stops its ranks if the driver is gone",
+        "distributor/node/spark_task/driver_lease.py",
+        "except ConnectionRefusedError:\n            return True",
+        "except ConnectionRefusedError:\n            return False",
+        (
+            "node/test_driver_lease.py::test_a_driver_that_is_gone_is_noticed_at_once_if_the_link_is_lost",
+        ),
+    ),
+    Mutant(
+        "exit handlers cannot hide an exit code",
+        "distributor/node/worker/main.py",
+        "        control.send(EXIT + bytes(exit_code))\n",
+        "        pass\n",
+        ("test_endings.py::test_an_exit_is_reported_if_its_exit_handlers_never_end[local]",),
+    ),
+    # Attempts
+    Mutant(
+        "preempted attempts do not count as failures",
+        "distributor/launch/retry.py",
+        'return "max_failures", len(failed) - num_preempted',
+        'return "max_failures", len(failed)',
+        ("train/test_preemption.py::test_preempted_attempts_are_not_counted_in_max_failures",),
+    ),
+    Mutant(
+        "failures are counted exactly",
+        "distributor/launch/retry.py",
+        "if 0 <= limit < count else None",
+        "if 0 <= limit <= count else None",
+        ("test_attempts.py::test_failures_are_counted_exactly[local]",),
+    ),
+    Mutant(
+        "an error that would repeat is not retried",
+        "distributor/launch/retry.py",
+        "if not is_retried or isinstance(last, NOT_RETRIED):",
+        "if not is_retried:",
+        ("test_attempts.py::test_a_failure_that_would_repeat_ends_the_run",),
+    ),
+    Mutant(
+        "a driver that receives SIGTERM waits for a checkpoint",
+        "distributor/launch/graceful_shutdown.py",
+        "if not self._is_subscribed:",
+        "if True:",
+        ("train/test_preemption.py::test_a_driver_that_receives_sigterm_waits_for_a_checkpoint",),
+    ),
+    # Checkpoints
+    Mutant(
+        "a checkpoint counts only with all of its files",
+        "distributor/train/storage/checkpoint_store.py",
+        '        check_sizes(self.filesystem, f"{self.path}/{checkpoint}", manifest.files)\n',
+        "",
+        ("train/test_storage.py::test_a_file_of_another_size_in_storage_stops_the_commit",),
+    ),
+    Mutant(
+        "an incomplete manifest does not count",
+        "distributor/train/storage/manifest.py",
+        'if zlib.crc32(envelope["of"].encode()) != envelope["checksum"]:',
+        "if False:",
+        ("train/test_storage.py::test_a_checkpoint_with_a_modified_manifest_is_not_committed",),
+    ),
+    Mutant(
+        "a validation is of the checkpoint that it belongs to",
+        "distributor/train/storage/manifest.py",
+        "if result is None or result.index != self.index:",
+        "if result is None:",
+        (
+            "train/test_validation.py::test_a_validation_of_an_earlier_checkpoint_of_the_same_name_is_ignored",
+        ),
+    ),
+    Mutant(
+        "a damaged checkpoint is skipped",
+        "distributor/train/storage/integrity.py",
+        "and found[1:] != (file.size, file.checksum)",
+        "and False",
+        ("train/test_resuming.py::test_a_damaged_checkpoint_is_skipped",),
+    ),
+    Mutant(
+        "a committed checkpoint is not overwritten",
+        "distributor/train/storage/checkpoint_store.py",
+        "if self.manifest_of(checkpoint) is not None:",
+        "if False:",
+        ("train/test_storage.py::test_a_committed_checkpoint_is_not_overwritten",),
+    ),
+    Mutant(
+        "a report commits the files of all ranks",
+        "distributor/train/runtime/report_round.py",
+        "parts = self._channel.gather(request.key, UPLOAD_TIMEOUT_SECONDS)",
+        "parts = self._channel.gather(request.key, UPLOAD_TIMEOUT_SECONDS)[:1]",
+        ("train/test_reporting.py::test_all_ranks_files_are_one_checkpoint[local]",),
+    ),
+    Mutant(
+        "ranks without common storage are named",
+        "distributor/train/runtime/resume.py",
+        'if proof.get("file") not in seen',
+        'if "file" not in proof',
+        ("train/test_report_errors.py::test_ranks_that_do_not_share_the_storage_are_named",),
+    ),
+    Mutant(
+        "reports after the checkpoint are forgotten",
+        "distributor/train/storage/checkpoint_manager.py",
+        'self._storage.read(f"{checkpoint}/{CHECKPOINT_LOG}")',
+        "self._storage.read(RUN_LOG)",
+        ("train/test_resuming.py::test_reports_after_the_checkpoint_are_forgotten",),
+    ),
+    Mutant(
+        "the latest checkpoint is kept",
+        "distributor/train/storage/retention.py",
+        "[*best, *committed[-1:], *pending]",
+        "[*best, *pending]",
+        ("train/test_retention.py::test_the_best_and_the_latest_checkpoints_are_kept",),
+    ),
+    Mutant(
+        "checkpoints that are yet to be validated are kept",
+        "distributor/train/storage/retention.py",
+        "[*best, *committed[-1:], *pending]",
+        "[*best, *committed[-1:]]",
+        ("train/test_validation.py::test_validated_scores_decide_which_checkpoints_are_kept",),
+    ),
+    Mutant(
+        "a loader resumes at its position",
+        "distributor/train/runtime/loaders/resumable_loader.py",
+        'sampler.start = position["seen"] if position and resumes else 0',
+        "sampler.start = 0",
+        ("train/test_positions.py::test_each_sample_is_trained_on_once_in_each_epoch",),
+    ),
+    # Data
+    Mutant(
+        "rows that equal shares left over are read after a restart",
+        "distributor/data/epochs.py",
+        "for span in _without_first(part, rows)] + rest",
+        "for span in _without_first(part, rows)]",
+        ("data/test_epochs.py::test_after_restarts_fewer_rows_than_ranks_are_dropped",),
+    ),
+    Mutant(
+        "rows that were read are not read again",
+        "distributor/data/epochs.py",
+        "for span in _without_first(part, rows)] + rest",
+        "for span in part] + rest",
+        (
+            "data/test_epochs.py::test_after_restarts_on_other_numbers_of_ranks_each_row_is_read_once",
+        ),
+    ),
+    Mutant(
+        "each epoch has its own order",
+        "distributor/data/epochs.py",
+        "seed = (order.seed % 2**64, epoch.number, part)",
+        "seed = (order.seed % 2**64, 0, part)",
+        ("data/test_epochs.py::test_a_shuffled_epoch_has_an_order_of_its_own",),
+    ),
+    Mutant(
+        "rows of a DataFrame that Spark has computed differently are an error",
+        "distributor/data/spark/chunk_file.py",
+        "if zlib.crc32(message) != spec.checksums[chunk]:",
+        "if False:",
+        ("data/test_lost_rows.py::test_rows_that_spark_has_computed_differently_are_an_error",),
+    ),
+    Mutant(
+        "a pass over a loader is the next epoch",
+        "distributor/train/runtime/loaders/resumable_loader.py",
+        "            sampler.epoch += 1\n",
+        "            pass\n",
+        ("train/test_positions.py::test_the_order_of_epochs_differs_without_set_epoch",),
+    ),
+    # Wire
+    Mutant(
+        "a link proves the secret",
+        "distributor/wire/protocol.py",
+        'if not hmac.compare_digest(proof, _proof(secret, b"client", hub_nonce, nonce, key, index)):',
+        "if False:",
+        (
+            "wire/test_protocol.py::test_another_secret_is_refused",
+            "wire/test_listener.py::test_the_secret_of_one_run_does_not_admit_to_another",
+        ),
+    ),
+    Mutant(
+        "the hub proves the secret",
+        "distributor/wire/protocol.py",
+        "if not hmac.compare_digest(welcome, ",
+        "if False and not hmac.compare_digest(welcome, ",
+        ("wire/test_hub.py::test_each_side_refuses_a_wrong_secret",),
+    ),
+    Mutant(
+        "a frame's length is limited",
+        "distributor/wire/protocol.py",
+        "if not 0 < length <= MAX_FRAME:",
+        "if not 0 < length:",
+        ("wire/test_protocol.py::test_a_frame_of_invalid_length_ends_only_its_connection",),
+    ),
+    Mutant(
+        "a silent node is lost",
+        "distributor/wire/hub.py",
+        "self._events.put((peer.node, SILENT))",
+        "pass",
+        ("wire/test_hub.py::test_a_peer_that_answers_no_heartbeat_is_dropped",),
+    ),
+    Mutant(
+        "a slow consumer holds nodes back",
+        "distributor/wire/hub.py",
+        "full = self._waiting > MAX_WAITING",
+        "full = False",
+        ("wire/test_hub.py::test_unread_messages_cause_backpressure",),
+    ),
+    Mutant(
+        "a failure inside Spark's error is authentic",
+        "distributor/wire/sealing.py",
+        "or not hmac.compare_digest(tag, _tag(body, secret))",
+        "",
+        ("wire/test_spark_error_payload.py::test_a_changed_or_truncated_payload_is_refused",),
+    ),
+    Mutant(
+        "a failure inside Spark's error is encrypted",
+        "distributor/wire/sealing.py",
+        "sealed = nonce + _xor(payload, nonce, secret)",
+        "sealed = nonce + payload",
+        ("wire/test_spark_error_payload.py::test_only_the_driver_of_the_run_can_read_messages",),
+    ),
+    # GPUs and environment
+    Mutant(
+        "GPU addresses are positions in the mask",
+        "distributor/node/agent/worker_env.py",
+        "    if all(int(address) < len(entries) for address in addresses):\n",
+        "    if not set(addresses) <= set(entries):\n",
+        ("node/test_worker_env.py::test_spark_addresses_are_positions_in_the_mask",),
+    ),
+    Mutant(
+        "ranks on CPUs see no GPU",
+        "distributor/node/agent/worker_env.py",
+        "{} if node.gpus is None else",
+        "{} if not node.gpus else",
+        ("node/test_worker_env.py::test_ranks_see_the_gpus_of_their_node",),
+    ),
+    Mutant(
+        "nodes of one host are adjacent",
+        "distributor/node/agent/worker_env.py",
+        "key=lambda partition: (first_seen[hosts[partition]], partition)",
+        "key=lambda partition: partition",
+        ("node/test_worker_env.py::test_nodes_of_one_host_are_adjacent",),
+    ),
+    Mutant(
+        "a user's variables cannot identify a rank",
+        "distributor/node/agent/worker_env.py",
+        "        **node.env,\n        **identity,\n",
+        "        **identity,\n        **node.env,\n",
+        ("node/test_worker_env.py::test_variables_that_identify_a_rank_cannot_be_overridden",),
+    ),
+    Mutant(
+        "ranks have torchrun's variables",
+        "distributor/node/agent/worker_env.py",
+        '    "ROLE_RANK": lambda node, local_rank: node.origin(local_rank).rank,\n',
+        "",
+        (
+            "node/test_worker_env.py::test_ranks_of_a_later_node_are_numbered_after_those_of_earlier_nodes",
+        ),
+    ),
+    # Redaction
+    Mutant(
+        "secrets are found by their names",
+        "distributor/core/redaction.py",
+        "|credential|",
+        "|",
+        ("core/test_redaction.py::test_secrets_are_recognized_by_their_names",),
+    ),
+    Mutant(
+        "a secret in two chunks is masked",
+        "distributor/core/redaction.py",
+        "length = len(data) if last else self._settled(self._in_bytes, data)",
+        "length = len(data)",
+        ("core/test_redaction.py::test_the_result_is_independent_of_chunk_boundaries",),
+    ),
+    Mutant(
+        "secrets leave no failure",
+        "distributor/node/agent/agent.py",
+        "        failure = redact(failure, self._redaction)\n",
+        "",
+        ("test_secrets.py::test_a_secret_does_not_leave_local_ranks",),
+    ),
+    # Deadlines and stalls
+    Mutant(
+        "start_timeout holds once nodes are up",
+        "distributor/launch/spark/monitor/deadlines.py",
+        "if now > self._start and (late",
+        "if False and (late",
+        ("launch/test_monitor.py::test_ranks_that_have_not_started_end_the_run_at_start_timeout",),
+    ),
+    Mutant(
+        "timeout holds for a run without any link",
+        "distributor/launch/spark/monitor/deadlines.py",
+        "self._end = started + self._settings.timeout + UNLINKED_SECONDS",
+        "pass",
+        ("launch/test_monitor.py::test_a_run_without_a_link_ends_a_minute_after_its_timeout",),
+    ),
+    Mutant(
+        "a cancelled run cancels its Spark job",
+        "distributor/launch/spark/spark_job.py",
+        "spark.sparkContext.cancelJobsWithTag(self._tag)",
+        "pass",
+        ("launch/test_spark_job.py::test_a_job_is_cancelled_and_no_other_one_is",),
+    ),
+    Mutant(
+        "timeout holds on a node",
+        "distributor/node/agent/agent.py",
+        "if now >= self._all_started_at + timeout:",
+        "if False:",
+        ("test_endings.py::test_a_deadline_reports_the_stacks_of_ranks[local-warm]",),
+    ),
+    Mutant(
+        "a stall needs idle ranks on all nodes",
+        "distributor/launch/hangs/stalls.py",
+        "not nodes <= self._idle_since.keys()",
+        "not nodes & self._idle_since.keys()",
+        ("launch/test_monitor.py::test_a_stall_needs_idle_ranks_on_all_nodes",),
+    ),
+    Mutant(
+        "a stall is warned of once",
+        "distributor/launch/hangs/stalls.py",
+        "            self._has_warned = True\n",
+        "            self._has_warned = False\n",
+        ("test_stalls.py::test_each_stall_is_warned_of_once",),
+    ),
+    # Preemption
+    Mutant(
+        "all ranks of a cluster receive a preemption notice",
+        "distributor/launch/spark/monitor/attempt.py",
+        "        self.hub.broadcast(messages.Preempted(tuple(hosts)))\n",
+        "",
+        ("launch/test_monitor.py::test_a_node_that_is_preempted_is_known_to_all_nodes",),
+    ),
+    Mutant(
+        "a notice is due at the same call in all ranks",
+        "distributor/train/runtime/preemption.py",
+        '1 + max(answer["calls"] for answer in answers)',
+        '1 + min(answer["calls"] for answer in answers)',
+        ("train/test_preemption_notices.py::test_notices_to_all_ranks_are_due_at_one_call",),
+    ),
+    # Output
+    Mutant(
+        "lines show their rank",
+        "distributor/launch/output/labels.py",
+        'else f"[{rank}] "',
+        'else ""',
+        ("outcomes/test_output.py::test_odd_output_is_shown_and_logged[local]",),
+    ),
+    Mutant(
+        "output is received to its end",
+        "distributor/node/agent/agent.py",
+        "        self._log_relay.drain()\n        values",
+        "        values",
+        ("outcomes/test_output.py::test_of_very_many_lines_none_is_lost_or_repeated[local]",),
+    ),
+    Mutant(
+        "nodes of different versions are refused",
+        "distributor/launch/spark/monitor/run_monitor.py",
+        '            check_alike(attempt.nodes.software | {"the driver": pickling_software()})\n',
+        "",
+        ("launch/test_monitor.py::test_nodes_with_different_versions_fail_before_the_rendezvous",),
+    ),
+    # Commands and settings
+    Mutant(
+        "the exit code is the script's",
+        "distributor/cli.py",
+        "return error.exit_code or 128 + (error.signal or 0)",
+        "return FAILED",
+        ("test_cli.py::test_the_exit_code_is_that_of_the_script",),
+    ),
+    Mutant(
+        "a timeout exits with 124",
+        "distributor/cli.py",
+        "(TimeoutError, TIMED_OUT)",
+        "(TimeoutError, FAILED)",
+        ("test_cli.py::test_timeout_is_124",),
+    ),
+    Mutant(
+        "a number of ranks is checked before the launch",
+        "distributor/launch/setting_checks.py",
+        "if number <= 0:",
+        "if number < 0:",
+        ("test_bad_input.py::test_an_invalid_setting",),
+    ),
+    Mutant(
+        "variables of the launcher are refused",
+        "distributor/launch/setting_checks.py",
+        "if variable in RANK_VARIABLES:",
+        "if False:",
+        ("test_bad_input.py::test_an_invalid_setting",),
+    ),
+    Mutant(
+        "a script waits for its runs",
+        "distributor/launch/future.py",
+        "            concurrent.futures.wait(active)\n",
+        "",
+        ("test_exit.py::test_a_script_waits_for_its_runs_and_shows_their_errors",),
+    ),
+    # Zygotes, sources and modules
+    Mutant(
+        "a changed module makes a zygote stale",
+        "distributor/node/process/zygote.py",
+        " or have_changed(self._files)",
+        "",
+        (
+            "node/test_zygote_preload.py::test_a_preloaded_module_is_imported_again_only_after_a_change",
+        ),
+    ),
+    Mutant(
+        "a variable that is read at the start makes a zygote unfit",
+        "distributor/node/process/preload_spec.py",
+        "if name.startswith(_PREFIXES_READ_AT_START) and name != THREADS_VARIABLE",
+        "if False",
+        ("node/test_preload_spec.py::test_a_variable_that_is_read_at_start_makes_it_unfit",),
+    ),
+    Mutant(
+        "ranks of a zygote draw different random numbers",
+        "distributor/node/process/fork_reset.py",
+        "    _reseed()\n",
+        "    pass\n",
+        (
+            "node/test_zygote_equivalence.py::test_each_rank_of_each_run_draws_different_random_numbers",
+        ),
+    ),
+    Mutant(
+        "executors have the driver's source",
+        "distributor/source.py",
+        "if digest_of(files) != digest:",
+        "if False:",
+        ("test_source.py::test_a_copy_with_another_source_is_not_imported",),
+    ),
+    Mutant(
+        "executors have the user's modules as they are now",
+        "distributor/launch/spark/user_modules.py",
+        "{status.st_size}\\0{status.st_mtime_ns}",
+        "",
+        ("test_modules.py::test_a_changed_module_is_the_changed_one_on_executors",),
+    ),
+    Mutant(
+        "modules that imported modules import are sent",
+        "distributor/launch/spark/user_modules.py",
+        "            wanted += _imports_of(found)\n",
+        "",
+        ("test_modules.py::test_modules_that_imported_modules_import_are_sent",),
+    ),
+    # MLflow
+    Mutant(
+        "an unavailable MLflow server does not end the training",
+        "distributor/node/worker/mlflow_stores.py",
+        "if not _is_server_error(error):\n                raise\n            self._losses",
+        "if True:\n                raise\n            self._losses",
+        (
+            "tracking/test_server_failures.py::test_training_continues_if_the_server_goes_away[local]",
+        ),
+    ),
+    Mutant(
+        "ranks that do not log have a read-only MLflow",
+        "distributor/node/worker/mlflow_hooks.py",
+        "return ReadOnlyStore(store, role.run_id)",
+        "return FaultTolerantStore(store, role.run_id, losses)",
+        ("tracking/test_job_run.py::test_only_the_first_rank_logs_artifacts_and_models[local]",),
+    ),
+    Mutant(
+        "a rank does not end the job's MLflow run",
+        "distributor/node/worker/mlflow_stores.py",
+        "        if run_id == self._run_id:\n            if run_name",
+        "        if False:\n            if run_name",
+        ("tracking/test_job_run.py::test_a_rank_that_closes_the_run_does_not_end_it[local]",),
+    ),
+)
