@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 MAIN_MODULES = ("__main__", "__mp_main__")
+"""The names of a main module, the second in processes that ``multiprocessing`` has started."""
 
 
 @dataclass(frozen=True)

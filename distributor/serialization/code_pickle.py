@@ -28,9 +28,7 @@ from typing import Any
 import cloudpickle
 
 from distributor._compat.cloudpickle import known_class, with_functions
-
-MAIN_MODULES = ("__main__", "__mp_main__")
-"""The names of a main module, the second in processes that ``multiprocessing`` has started."""
+from distributor.core.module_search import MAIN_MODULES
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -19,10 +19,11 @@ import cloudpickle
 
 from distributor._compat.cloudpickle import use_as_globals
 from distributor._compat.cpython import add_source_lines
+from distributor.core.module_search import MAIN_MODULES
 from distributor.errors import UnpicklableError
 from distributor.serialization import code_pickle, driver_views, oob_pickle
 from distributor.serialization.code_imports import imports_in_code
-from distributor.serialization.code_pickle import MAIN_MODULES, attribute
+from distributor.serialization.code_pickle import attribute
 from distributor.serialization.pickle_diagnostics import explain_call, find_unpicklable
 
 MAX_EXCEPTION = 16 * 1024 * 1024

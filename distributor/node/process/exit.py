@@ -19,10 +19,8 @@ from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
 from distributor._compat.cpython import forget_exit_handlers
+from distributor.core.module_search import MAIN_MODULES, is_installed
 
-MAIN_MODULES = ("__main__", "__mp_main__")
-_STANDARD_LIBRARY = str(Path(os.__file__).parent)
-_INSTALLED = f"-packages{os.sep}"  # site- or dist-packages
 _BUFFERED = (io.BufferedWriter, io.BufferedRandom)
 _CODE = (ModuleType, FunctionType, type)
 _ANY_FILE: type = io.IOBase.__mro__[1]  # the class in C, which has no slow check for subclasses
@@ -79,8 +77,7 @@ def _is_of_program(name: str) -> bool:
     return (
         isinstance(path, str)
         and path.endswith((".py", ".pyc"))
-        and not path.startswith(_STANDARD_LIBRARY)
-        and _INSTALLED not in path
+        and not is_installed(path)
         and name.partition(".")[0] != __name__.partition(".")[0]
     )
 
