@@ -133,7 +133,7 @@ async def _receive(link: _Link, *kinds: type) -> object:
         (length,) = protocol.HEADER.unpack(header)
         payload = memoryview(await link.reader.readexactly(length))
         tag = await link.reader.readexactly(protocol.TAG_SIZE)
-        link.session.received.check(header, payload, tag)
+        link.session.received.check(tag, header, payload)
         message = protocol.decode(payload)
         if isinstance(message, Heartbeat):
             _send(link, message)

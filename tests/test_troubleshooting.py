@@ -218,7 +218,7 @@ def another_run() -> None:
 
 
 def frame_not_authentic() -> None:
-    protocol.FrameTags(b"k" * 32).check(b"size", memoryview(b"payload"), b"t" * 16)
+    protocol.FrameTags(b"k" * 32).check(b"t" * 16, b"payload")
 
 
 def frame_too_large() -> None:

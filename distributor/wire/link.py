@@ -207,25 +207,22 @@ class Link:
         FrameTooLarge, FrameNotAuthentic
             If it is not what the hub has sent.
         """
-        header = self._read(stream, protocol.HEADER.size)
-        if not header:
-            return header
-        length = protocol.check_length(protocol.HEADER.unpack(header)[0])
-        received = self._read(stream, length + protocol.TAG_SIZE)
-        if received:
-            payload, tag = received[:length], received[length:]
-            self._session.received.check(header, payload, tag)
-            return payload
-        return received
-
-    @staticmethod
-    def _read(stream: BinaryIO, size: int) -> memoryview:
-        """Return exactly as many bytes; none if the connection has ended before them."""
+        nothing = memoryview(b"")
         try:
-            data = stream.read(size)
+            header = stream.read(protocol.HEADER.size)
+            if len(header) < protocol.HEADER.size:
+                return nothing
+            rest = protocol.check_length(protocol.HEADER.unpack(header)[0]) + protocol.TAG_SIZE
+            received = memoryview(stream.read(rest))
+        except protocol.FrameTooLarge:
+            raise
         except OSError:
-            data = b""
-        return memoryview(data if len(data) == size else b"")
+            return nothing
+        if len(received) < rest:
+            return nothing
+        content, tag = received[: -protocol.TAG_SIZE], received[-protocol.TAG_SIZE :]
+        self._session.received.check(tag, header, content)
+        return content
 
     def _lose(self) -> None:
         with self._changed:

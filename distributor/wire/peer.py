@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
 from typing import Final, Protocol
 
 from distributor.wire import protocol
 
 HANDSHAKE_SECONDS = 10.0
 NO_NODE: Final = -1
+READ_BYTES = 4096
+"""The size of each connection's buffer for small frames."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +65,8 @@ class Connections(Protocol):
 class Peer(asyncio.BufferedProtocol):
     """One connection, which first sends a hello and then frames.
 
-    It never reads a byte beyond what its next step needs.
+    It reads no byte beyond the hello before it has accepted it. Small frames are then read together
+    into one buffer, and a large one into a buffer of its own, which the run keeps.
 
     Attributes
     ----------
@@ -88,7 +90,7 @@ class Peer(asyncio.BufferedProtocol):
     def __init__(self, listener: Connections) -> None:
         self._listener = listener
         self.nonce = os.urandom(protocol.NONCE_SIZE)
-        self._expect(protocol.HELLO.size, self._on_hello)
+        self._read_into(bytearray(protocol.HELLO.size))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -103,13 +105,15 @@ class Peer(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         self._filled += nbytes
         self.silent_intervals = 0
-        if self._filled == len(self._buffer):
-            try:
-                self._then(self._buffer)
-            except ConnectionError as error:
-                if self.run is not None:
-                    _log.warning("the link of node %d is closed: %s", self.node, error)
-                self.transport.abort()
+        try:
+            if self.run is not None:
+                self._take_frames()
+            elif self._filled == protocol.HELLO.size:
+                self._take_hello()
+        except ConnectionError as error:
+            if self.run is not None:
+                _log.warning("the link of node %d is closed: %s", self.node, error)
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
@@ -119,27 +123,42 @@ class Peer(asyncio.BufferedProtocol):
         """Send a frame."""
         self.transport.writelines([*frame, self.session.sent.next(*frame)])
 
-    def _expect(self, size: int, then: Callable[[bytearray], None]) -> None:
-        self._buffer = bytearray(size)
-        self._filled = 0
-        self._then = then
+    def _read_into(self, buffer: bytearray, filled: bytes | memoryview = b"") -> None:
+        self._buffer = buffer
+        self._filled = len(filled)
+        memoryview(buffer)[: self._filled] = filled
 
-    def _on_hello(self, hello: bytearray) -> None:
-        self.transport.write(self._listener.admit(self, hello))
+    def _take_hello(self) -> None:
+        self.transport.write(self._listener.admit(self, self._buffer))
         if self.run is None:  # it has asked whether its run is served, and no more
             self.transport.close()
             return
         self._timer.cancel()
-        self._expect(protocol.HEADER.size, self._on_header)
+        self._read_into(bytearray(READ_BYTES))
 
-    def _on_header(self, header: bytearray) -> None:
-        self._header = bytes(header)
-        (length,) = protocol.HEADER.unpack(header)
-        self._expect(protocol.check_length(length) + protocol.TAG_SIZE, self._on_payload)
+    def _take_frames(self) -> None:
+        """Take the complete frames from the buffer, and make room for the rest of the next one."""
+        view, begin, size = memoryview(self._buffer), 0, 0
+        while self._filled >= begin + protocol.HEADER.size and not self.transport.is_closing():
+            (length,) = protocol.HEADER.unpack_from(view, begin)
+            size = protocol.HEADER.size + protocol.check_length(length) + protocol.TAG_SIZE
+            if self._filled < begin + size:
+                break
+            self._take_frame(view[begin : begin + size])
+            begin += size
+            size = 0
+        rest = view[begin : self._filled]
+        if size > READ_BYTES:
+            if len(self._buffer) != size:
+                self._read_into(bytearray(size), rest)
+        elif begin:
+            is_own = len(self._buffer) > READ_BYTES
+            self._read_into(bytearray(READ_BYTES) if is_own else self._buffer, rest)
 
-    def _on_payload(self, payload: bytearray) -> None:
+    def _take_frame(self, frame: memoryview) -> None:
         assert self.run is not None
-        content = memoryview(payload)[: -protocol.TAG_SIZE]
-        self.session.received.check(self._header, content, payload[-protocol.TAG_SIZE :])
-        self._expect(protocol.HEADER.size, self._on_header)
-        self.run.received(self, content)
+        if len(frame) <= READ_BYTES:
+            frame = memoryview(bytes(frame))  # the buffer is used again
+        content = frame[: -protocol.TAG_SIZE]
+        self.session.received.check(frame[-protocol.TAG_SIZE :], content)
+        self.run.received(self, content[protocol.HEADER.size :])

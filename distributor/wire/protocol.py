@@ -96,21 +96,20 @@ class FrameTags:
     """
 
     def __init__(self, key: bytes) -> None:
-        self._key = key
+        self._keyed = hmac.new(key, None, "sha256")
         self._number = 0
 
     def next(self, *parts: bytes | memoryview) -> bytes:
         """Return the tag of the next frame, which consists of these parts."""
-        mac = hmac.new(self._key, self._number.to_bytes(8, "big"), "sha256")
+        mac = self._keyed.copy()
+        mac.update(self._number.to_bytes(8, "big"))
         for part in parts:
             mac.update(part)
         self._number += 1
         return mac.digest()[:TAG_SIZE]
 
-    def check(
-        self, header: bytes | memoryview, payload: memoryview, tag: bytes | bytearray | memoryview
-    ) -> None:
-        """Check the tag of the next frame.
+    def check(self, tag: bytes | memoryview, *parts: bytes | memoryview) -> None:
+        """Check the tag of the next frame, which consists of these parts.
 
         Raises
         ------
@@ -118,7 +117,7 @@ class FrameTags:
             If it is wrong.
         """
         number = self._number
-        if not hmac.compare_digest(tag, self.next(header, payload)):
+        if not hmac.compare_digest(tag, self.next(*parts)):
             raise FrameNotAuthentic(
                 f"frame {number} of a connection was changed on the way, or another one was put in "
                 "its place: the network between driver and nodes is damaged or under attack"

@@ -199,8 +199,8 @@ def test_a_frame_of_one_direction_is_none_of_the_other() -> None:
     links = protocol.check_welcome(SECRET, greeting, nonce, welcome)
     tag = hubs.sent.next(b"header", b"payload")
     with pytest.raises(protocol.FrameNotAuthentic, match="frame 0 of a connection was changed"):
-        hubs.received.check(b"header", memoryview(b"payload"), tag)
-    links.received.check(b"header", memoryview(b"payload"), tag)
+        hubs.received.check(tag, b"header", b"payload")
+    links.received.check(tag, b"header", b"payload")
 
 
 def test_a_buffer_in_a_message_is_not_copied_and_arrives(hub: Hub) -> None:
