@@ -20,6 +20,9 @@ TASK_ERROR_LOGGERS = (
 )
 """The loggers of the driver's JVM that write the exception which ends a task."""
 
+APPLICATION_LOGGER = "org.apache.spark.deploy.client.StandaloneAppClient$ClientEndpoint"
+"""The logger of the driver's JVM that writes what a standalone master reports of executors."""
+
 PANDAS_WARNING = "PySpark does not yet fully support pandas"
 """How the warning begins that PySpark issues for each call if pandas 3 is installed."""
 
@@ -215,3 +218,62 @@ def restore_loggers(context: Any, levels: dict[str, Any]) -> None:
             logging_context.updateLoggers()
         else:
             log4j.core.config.Configurator.setLevel(name, level)
+
+
+class RecordedLog:
+    """What a logger of the driver's JVM writes at the level INFO and above, from now on.
+
+    What the user sees of it remains the same.
+
+    Parameters
+    ----------
+    context : SparkContext
+        The application.
+    name : str
+        The logger.
+
+    Raises
+    ------
+    Exception
+        If the JVM does not log with Log4j 2.
+    """
+
+    def __init__(self, context: Any, name: str) -> None:
+        log4j = context._jvm.org.apache.logging.log4j
+        self._name = name
+        self._logging_context = log4j.LogManager.getContext(False)
+        self._own = self._configuration.getLoggers().get(name)
+        self._writer = context._jvm.java.io.StringWriter()
+        layout = log4j.core.layout.PatternLayout.newBuilder().withPattern("%m%n").build()
+        appender = log4j.core.appender.WriterAppender.createAppender(
+            layout, None, self._writer, name, False, True
+        )
+        appender.start()
+        recording = log4j.core.config.LoggerConfig(name, log4j.Level.INFO, False)
+        recording.addAppender(appender, None, None)
+        usual = self._configuration.getLoggerConfig(name)
+        level = usual.getLevel()
+        while usual is not None:
+            for usual_appender in usual.getAppenders().values():
+                recording.addAppender(usual_appender, level, None)
+            usual = usual.getParent() if usual.isAdditive() else None
+        self._replace(recording)
+
+    @property
+    def text(self) -> str:
+        """What was written so far."""
+        return str(self._writer.toString())
+
+    def close(self) -> None:
+        """Restore the logger's own configuration."""
+        self._replace(self._own)
+
+    @property
+    def _configuration(self) -> Any:
+        return self._logging_context.getConfiguration()
+
+    def _replace(self, logger: Any) -> None:
+        self._configuration.removeLogger(self._name)
+        if logger is not None:
+            self._configuration.addLogger(self._name, logger)
+        self._logging_context.updateLoggers()

@@ -32,5 +32,11 @@ LOST_EXECUTOR = r"(ExecutorLostFailure [^\n]*)"
 CRASHED_WORKER = r"(Python worker exited unexpectedly \(crashed\))"
 """A Python worker ended without an exception."""
 
+EXECUTOR_ADDED = r"Executor added: (\S+) on \S+ \((.+):\d+\) with"
+"""An executor that a standalone master starts, and its host."""
+
+EXECUTOR_ENDED = r"Executor updated: (\S+) is now (?:EXITED|FAILED) \((.*)\)"
+"""An executor that ended by itself, and why, in the master's words."""
+
 END_OF_ERROR = r"\n(?:\s*SQLSTATE|\s*\n|\s+at )"
 """What follows a Python exception's message: an SQL state, an empty line or Java's stack."""

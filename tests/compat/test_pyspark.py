@@ -190,6 +190,24 @@ def test_loggers_are_switched_off_and_restored(context: Any) -> None:
             context._jvm.java.lang.Class.forName(logger)
 
 
+def test_a_log_is_recorded(context: Any) -> None:
+    name = private.APPLICATION_LOGGER
+    log4j = context._jvm.org.apache.logging.log4j
+    with relies_on("pyspark", "Log4j 2, Spark's log", "pyspark.RecordedLog"):
+        logger = log4j.LogManager.getLogger(name)
+        usual = logger.getLevel().name()
+        recorded = private.RecordedLog(context, name)
+        try:
+            logger.info("Executor updated: app-1/0 is now EXITED (Command exited with code 1)")
+            logger.debug("too fine")
+        finally:
+            recorded.close()
+        logger.error("too late")
+        text = "Executor updated: app-1/0 is now EXITED (Command exited with code 1)\n"
+        assert recorded.text == text
+        assert logger.getLevel().name() == usual
+
+
 def test_the_progress_bar_can_be_hidden(
     context: Any, run_driver: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

@@ -240,7 +240,7 @@ def test_a_driver_whose_name_does_not_resolve(cluster: Cluster) -> None:
 
     check = found.having("failure")["host name"]
     assert "spark.driver.host is 'no-such-host.invalid'" in check["found"]
-    assert "No executor has started" in found.having("failure")["slots"]["found"]
+    assert "No executor has registered" in found.having("failure")["slots"]["found"]
     assert "all-reduce" in found.having("not checked")
 
 

@@ -43,6 +43,12 @@ def test_the_obstacle_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_a_message_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    found = iter([2, 2, 2, 1, 1, None])
+    poll_until(lambda: next(found), soon(), Cancellation(), lambda left: f"{left} are here.")
+    assert capsys.readouterr().err == "Waiting: 2 are here.\nWaiting: 1 are here.\n"
+
+
 def test_the_intervals_between_messages_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(polling, "REMINDER_SECONDS", 5.0)
     now = 0

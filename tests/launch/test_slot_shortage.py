@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ def test_an_executor_larger_than_any_worker_is_named(cluster: Cluster) -> None:
     size = {"spark.executor.memory": "64g", "spark.executor.cores": "4"}
     message = message_of(cluster, **size)
     assert "2 barrier tasks are wanted at once" in message
-    assert "No executor has started. Each asks for 4 cores, 64g of memory." in message
+    assert "No executor has registered. Each asks for 4 cores, 64g of memory." in message
     assert "None of 2 workers is that large" in message
     assert "the largest has 1 core, 600m of memory and no GPU" in message
     assert "spark.executor.memory" in message
@@ -106,8 +107,26 @@ def test_another_application_that_holds_the_cores_is_named(cluster: Cluster) -> 
 @pytest.mark.slow
 def test_without_an_answer_of_the_master_the_size_is_named(cluster: Cluster) -> None:
     message = message_of(cluster, **{"spark.executor.memory": "64g", "spark.master.ui.port": "1"})
-    assert "No executor has started. Each asks for 1 core, 64g of memory." in message
+    assert "No executor has registered. Each asks for 1 core, 64g of memory." in message
     assert "No worker may have that much free, or another application holds it" in message
+
+
+@pytest.mark.slow
+def test_executors_that_cannot_reach_the_driver_are_reported(cluster: Cluster) -> None:
+    elsewhere = {"spark.driver.host": "127.99.99.99"}
+    source = PROGRAM.format(use_gpu=False).replace("start_timeout=7", "start_timeout=40")
+    with cluster.driver(source, **elsewhere) as driver:
+        facts = driver.receive("error")
+        lines = driver.log.read_text().splitlines()
+    assert facts["error"] == "StartTimeout", facts
+    ended = r"executors? ended during this wait; the last one(?: on 127\.\S+)?: Command exited with"
+    assert re.search(ended, facts["message"]), facts
+    assert re.search(r"in work/app-\S+/\d+/stderr", facts["message"])
+    assert "spark.driver.host=127.99.99.99, which must be an address of this" in facts["message"]
+    assert "smaller executors" not in facts["message"]
+    waiting = [line for line in lines if line.startswith("Waiting: ")]
+    assert any("ended during this wait" in line for line in waiting), lines
+    assert len(waiting) == len(set(waiting)), "a message that says nothing new is not shown again"
 
 
 def test_slots_that_other_jobs_of_the_application_hold_are_named(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -20,7 +21,7 @@ Obstacle = TypeVar("Obstacle")
 
 
 class Reminder:
-    """Decides when a message about a wait is due: after 5 s, then 10, 20, 40 and 60 s later.
+    """Shows messages about a wait: after 5 s, then 10, 20, 40 and 60 s later, and none twice.
 
     Parameters
     ----------
@@ -32,6 +33,13 @@ class Reminder:
         self._clock = clock
         self._interval = REMINDER_SECONDS
         self._due_at = clock() + self._interval
+        self._shown = ""
+
+    def show(self, describe: Callable[[], str]) -> None:
+        """Show a message if one is due, unless it is the same as the last one."""
+        if self.due() and (text := describe()) != self._shown:
+            self._shown = text
+            notify(f"Waiting: {text}")
 
     def due(self) -> bool:
         """Return whether a message is due now; if so, the next one is due an interval later."""
@@ -61,8 +69,8 @@ def poll_until(
     cancellation : Cancellation
         The cancellation of the run that waits.
     describe : callable, optional
-        Returns a sentence about the obstacle, which is shown at the intervals of `Reminder`. By
-        default nothing is shown.
+        Returns a sentence about the obstacle, which is shown as by `Reminder`. By default nothing
+        is shown.
     reminder : Reminder, optional
         The reminder of a wait that this is a part of; by default a new one.
 
@@ -78,8 +86,8 @@ def poll_until(
     """
     reminder = reminder or Reminder()
     while (left := obstacle()) is not None and time.monotonic() <= deadline:
-        if describe is not None and reminder.due():
-            notify(f"Waiting: {describe(left)}")
+        if describe is not None:
+            reminder.show(functools.partial(describe, left))
         cancellation.check()
         time.sleep(POLL_SECONDS)
     return left

@@ -72,7 +72,7 @@ class ExecutorSize:
         return f"{cores}, {in_mebibytes(self.memory)} of memory{overhead}{gpus}"
 
 
-def why_few_slots(session: Session, plan: ClusterPlan, slots: int) -> str:
+def why_few_slots(session: Session, plan: ClusterPlan, slots: int, ended: str = "") -> str:
     """Return why there are fewer slots than a run has tasks, and what to do.
 
     Parameters
@@ -83,14 +83,18 @@ def why_few_slots(session: Session, plan: ClusterPlan, slots: int) -> str:
         What the run needs.
     slots : int
         How many tasks the registered executors have room for.
+    ended : str
+        Which executors have ended meanwhile, and what to do; empty if there are none.
     """
     demand = (
         f"{plan.num_tasks} barrier tasks are wanted at once, and the executors of "
         f"{session.master} have room for {slots}."
     )
     count, size = Executors(session).count(), ExecutorSize.of(session)
+    if ended:  # so there is room for executors
+        return f"{demand} {ended}"
     if count == 0:
-        found = f"No executor has started. Each asks for {size}."
+        found = f"No executor has registered. Each asks for {size}."
     elif slots == 0:
         found = f"None of {counted(count, 'executor')} has room for {_task(session, plan)}."
     else:
@@ -125,7 +129,11 @@ def _why_no_more(session: Session, size: ExecutorSize, *, none_started: bool) ->
     """Return why no further executor starts."""
     if not session.master.startswith(MASTER):
         if none_started:
-            return f"No node may have that much free, or others hold it. {SMALLER}."
+            return (
+                "No node may have that much free, others may hold it, or executors end as they "
+                "start, most often because they cannot reach spark.driver.host: the cluster "
+                f"manager shows which. {SMALLER}."
+            )
         return f"The cluster may have no more, or others hold it. {MORE_SLOTS}"
     port = int(session.conf("spark.master.ui.port") or UI_PORT)
     master = ask_master(session.master, port, session.conf("spark.app.id"))
@@ -134,6 +142,12 @@ def _why_no_more(session: Session, size: ExecutorSize, *, none_started: bool) ->
             "No worker may have that much free, or another application holds it: the master's web "
             f"page says so. {SMALLER if none_started else MORE_SLOTS}".rstrip(".")
             + "."
+        )
+    if none_started and master.own:
+        return (
+            f"Workers run executors of this application ({counted(master.own, 'core')}) that have "
+            "not reached this driver: they are still starting, or cannot connect to "
+            f"spark.driver.host={session.conf('spark.driver.host')}."
         )
     return _why_by_master(master, size, none_started=none_started)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from distributor.errors import DistributorError, StartTimeout
 from distributor.launch.cancellation import Cancellation
+from distributor.launch.spark.capacity.ended_executors import ended_executors
 from distributor.launch.spark.capacity.executors import Executors
 from distributor.launch.spark.capacity.slot_shortage import why_few_slots, why_not_started
 from distributor.launch.spark.error_translation import MORE_SLOTS
@@ -67,14 +68,18 @@ class Slots:
                 f"{self.session.master} never have room for more than {most}. {MORE_SLOTS}"
             )
 
-        def shortage(slots: int) -> str:
-            return why_few_slots(self.session, self.plan, slots)
+        if self._too_few(wanted) is None:
+            return
+        with ended_executors(self.session) as describe_ended:
 
-        slots = poll_until(
-            lambda: self._too_few(wanted), deadline, cancellation, shortage, reminder
-        )
-        if slots is not None:
-            raise StartTimeout(shortage(slots))
+            def shortage(slots: int) -> str:
+                return why_few_slots(self.session, self.plan, slots, describe_ended())
+
+            slots = poll_until(
+                lambda: self._too_few(wanted), deadline, cancellation, shortage, reminder
+            )
+            if slots is not None:
+                raise StartTimeout(shortage(slots))
 
     def await_at_most(self, most: int, cancellation: Cancellation) -> int:
         """Wait, for some seconds, for slots for so many tasks; return for how many there are."""

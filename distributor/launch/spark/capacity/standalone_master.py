@@ -45,11 +45,14 @@ class Master:
         The free capacity of each of these workers.
     others : tuple of str
         The other applications that hold cores, with name and id.
+    own : int
+        The cores that executors of this application hold.
     """
 
     workers: tuple[Capacity, ...]
     free: tuple[Capacity, ...]
     others: tuple[str, ...]
+    own: int
 
 
 def ask_master(url: str, ui_port: int, application: str | None) -> Master | None:
@@ -105,6 +108,7 @@ def _master_in(report: Mapping[str, Any], application: str | None) -> Master:
             for app in report["activeapps"]
             if app["id"] != application and app["cores"]
         ),
+        own=sum(app["cores"] for app in report["activeapps"] if app["id"] == application),
     )
 
 

@@ -7,7 +7,6 @@ from typing import Literal
 
 from distributor.core.text import listed
 from distributor.errors import StartTimeout
-from distributor.launch.output.messages import notify
 from distributor.launch.spark.monitor.nodes import Nodes
 from distributor.launch.spark.monitor.run_state import RunEvent
 from distributor.launch.spark.monitor.task_starts import TaskStarts
@@ -122,8 +121,7 @@ class RendezvousDecision:
             return RunEvent.ALL_NODES_UNLINKED
         if expired and (tasks.are_pending or tasks.report_barriers):
             raise StartTimeout(f"After start_timeout, {tasks.shortfall()}")
-        if tasks.is_message_due():
-            notify(f"Waiting: {tasks.shortfall()}")
+        tasks.show_shortfall()
         return None
 
     def _remind(self) -> None:
@@ -132,8 +130,7 @@ class RendezvousDecision:
             self._reminder = None
             return
         self._reminder = self._reminder or Reminder()
-        if self._reminder.due():
-            notify(f"Waiting: {self._unprepared()}.")
+        self._reminder.show(lambda: f"{self._unprepared()}.")
 
     def _unprepared(self) -> str:
         hosts = sorted(set(self._nodes.preparing.values()))

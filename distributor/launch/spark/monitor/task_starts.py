@@ -101,10 +101,10 @@ class TaskStarts:
         """Whether all tasks have come to a barrier."""
         return self._arrivals is not None and self._arrivals[1] > 0
 
-    def is_message_due(self) -> bool:
-        """Return whether to show now that nothing was received from the tasks."""
-        quiet = self.are_pending or self.are_unknown or self.all_started_for(SILENT_SECONDS)
-        return quiet and self._reminder.due()
+    def show_shortfall(self) -> None:
+        """Show, at the intervals of the reminder, that nothing was received from the tasks."""
+        if self.are_pending or self.are_unknown or self.all_started_for(SILENT_SECONDS):
+            self._reminder.show(self.shortfall)
 
     def shortfall(self) -> str:
         """Return a sentence that nothing was received from the tasks, and why that may be."""
