@@ -14,6 +14,7 @@ from typing import Any
 
 from distributor.cli_options import make_parser
 from distributor.core.spelling import Spelling
+from distributor.core.text import printable
 from distributor.errors import WorkerDied
 from distributor.launch.application import application, check_application
 from distributor.launch.hangs.stack_requests import stacks
@@ -125,7 +126,7 @@ def _doctor(options: argparse.Namespace) -> int:
     else:
         _local(options)
         report = examine_here(wanted)
-    print(report.to_json() if options.json else report)
+    print(report.to_json() if options.json else printable(str(report)))
     return FAILED if report.failures else 0
 
 
@@ -133,7 +134,7 @@ def _clean(options: argparse.Namespace) -> None:
     from distributor.cleaning import clean
 
     for line in clean(options.days, dry_run=options.dry_run):
-        print(line)
+        print(printable(line))
 
 
 def _demo(options: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.core.mlflow_env import NAMED_SERVER
 from distributor.core.paths import absolute
 from distributor.core.redaction import Redaction
+from distributor.core.text import printable
 from distributor.data.spark.dataset import DatasetFinder
 from distributor.errors import DistributorError
 from distributor.launch import retry
@@ -235,7 +236,7 @@ def prepare_run(
     tracking: TrackedRun | Untracked = Untracked(NAMED_SERVER, NOT_TRACKED)
     if settings.is_tracked:
         tracking = open_run(
-            program.name,
+            printable(program.name),
             describe_job(run_id, facts),
             launcher.shares_disk,
             lambda: _mentions_mlflow(program, train_object, args, kwargs),
@@ -246,7 +247,7 @@ def prepare_run(
         **forwarded_env(settings),
         **settings.env,
     }
-    label = RunLabel(program.name)
+    label = RunLabel(printable(program.name))
     recorder = (
         Recorder(tracking, settings.mlflow_ranks, Redaction(env), label)
         if isinstance(tracking, TrackedRun)

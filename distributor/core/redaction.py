@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 
@@ -29,8 +30,8 @@ class Redaction:
         self._secrets = sorted(set(_secrets_in(env)), key=len, reverse=True)
         pattern = "|".join(map(re.escape, self._secrets))
         self._in_text = re.compile(pattern) if pattern else None
-        self._encoded = [secret.encode() for secret in self._secrets]
-        self._in_bytes = re.compile(pattern.encode()) if pattern else None
+        self._encoded = [os.fsencode(secret) for secret in self._secrets]
+        self._in_bytes = re.compile(os.fsencode(pattern)) if pattern else None
 
     def of_text(self, text: str) -> str:
         """Return a text without secrets."""

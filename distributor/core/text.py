@@ -1,9 +1,17 @@
-"""Counts and lists in messages, with nouns that agree with them."""
+"""Texts of messages: what is no valid Unicode, and counts and lists with nouns that agree."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator
+
+
+def printable(text: str) -> str:
+    """Return a text that can be encoded: with escapes for what is no valid Unicode.
+
+    A file name that is not in UTF-8 has such characters in Python, and so has a message about it.
+    """
+    return text.encode(errors="backslashreplace").decode()
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from distributor._compat.pyspark import CALL_SITE, CALL_SITE_DETAILS
+from distributor.core.text import printable
 
 _PACKAGE, _COMMAND_LINE = "distributor", "distributor.cli"
 _MAX_FRAMES = 20
@@ -43,8 +44,8 @@ class CallSite:
 
     def set_on(self, context: Any) -> None:
         """Name the jobs that the calling thread submits to this ``SparkContext``."""
-        context.setLocalProperty(CALL_SITE, self.short)
-        context.setLocalProperty(CALL_SITE_DETAILS, self.long)
+        context.setLocalProperty(CALL_SITE, printable(self.short))
+        context.setLocalProperty(CALL_SITE_DETAILS, printable(self.long))
 
 
 def _callers() -> Iterator[FrameType]:

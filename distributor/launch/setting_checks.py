@@ -100,6 +100,13 @@ def check_env(name: str, env: object) -> None:
             )
         if "\0" in value:
             raise ValueError(f"{name} has a NUL character in the value of {variable}.")
+        try:
+            os.fsencode(f"{variable}={value}")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{name} sets {variable!r} to {value!r}, which no environment variable can hold: "
+                f"{error.reason}."
+            ) from None
         if variable in RANK_VARIABLES:
             raise ValueError(
                 f"{name} must not set {variable}: the launcher sets it, and it differs by rank."

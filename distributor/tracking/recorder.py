@@ -13,7 +13,7 @@ from typing import Any
 from distributor._compat.mlflow import client_that_prints_no_link
 from distributor.core.redaction import Redaction
 from distributor.core.telemetry import Progress
-from distributor.core.text import counted
+from distributor.core.text import counted, printable
 from distributor.errors import RunCancelled
 from distributor.launch.output.labels import RunLabel
 from distributor.launch.output.messages import notify, warn
@@ -121,7 +121,7 @@ class Recorder(Listener):
     def _end(self, status: str, error: BaseException | None) -> None:
         run_id = self._run.run_id
         if error is not None:
-            summary = self._redaction.of_text(f"{type(error).__name__}: {error}")
+            summary = printable(self._redaction.of_text(f"{type(error).__name__}: {error}"))
             self._client.set_tag(run_id, "distributor.error", summary[:MAX_TAG])
             self._log_error_and_output(error)
         if self._run.created_for_job:
@@ -131,7 +131,8 @@ class Recorder(Listener):
         """Log the error, and what the ranks printed before it, as artifacts."""
         with tempfile.TemporaryDirectory() as folder:
             text = "".join(traceback.format_exception(error))
-            Path(folder, "error.txt").write_text(self._redaction.of_text(text))
+            content = self._redaction.of_text(text).encode(errors="backslashreplace")
+            Path(folder, "error.txt").write_bytes(content)
             for rank, output in self._output.items():
                 Path(folder, f"rank_{rank}.txt").write_bytes(output)
             self._client.log_artifacts(self._run.run_id, folder, "distributor")

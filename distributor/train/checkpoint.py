@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Any
 import pyarrow.fs as pafs
 
 from distributor.core.paths import local_path
-from distributor.train.storage.filesystems import is_local, list_files, resolve
+from distributor.train.storage.filesystems import is_local, list_files, local_name, native, resolve
 from distributor.train.storage.shared_download import shared_download
 
 METADATA = ".metadata.json"
@@ -205,12 +206,15 @@ class Checkpoint:
         folder = os.path.normpath(chosen)
         os.makedirs(folder, exist_ok=True)
         self.check_exists()
-        pafs.copy_files(self.path, folder, self.filesystem, pafs.LocalFileSystem())
+        if is_local(self.filesystem):
+            shutil.copytree(self.path, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        else:
+            _download(self.filesystem, self.path, folder)
         return folder
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the metadata that `set_metadata` wrote; empty if there is none."""
-        file = f"{self.path}/{METADATA}"
+        file = native(self.filesystem, f"{self.path}/{METADATA}")
         if self.filesystem.get_file_info(file).type != pafs.FileType.File:
             return {}
         with self.filesystem.open_input_stream(file) as stream:
@@ -231,7 +235,8 @@ class Checkpoint:
             If it is not JSON-serializable.
         """
         text = json.dumps(dict(metadata))  # before the file is opened, and so truncated
-        with self.filesystem.open_output_stream(f"{self.path}/{METADATA}") as stream:
+        file = native(self.filesystem, f"{self.path}/{METADATA}")
+        with self.filesystem.open_output_stream(file) as stream:
             stream.write(text.encode())
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
@@ -240,12 +245,14 @@ class Checkpoint:
 
     def check_exists(self) -> None:
         """Raise FileNotFoundError if the checkpoint does not exist."""
-        if self.filesystem.get_file_info(self.path).type != pafs.FileType.Directory:
+        info = self.filesystem.get_file_info(native(self.filesystem, self.path))
+        if info.type != pafs.FileType.Directory:
             raise FileNotFoundError(f"There is no checkpoint at {self.path}.")
 
     def _identity(self) -> str:
         """Return a digest of the location and the files, the same in all processes."""
-        infos = list_files(self.filesystem, self.path)
+        infos = self.filesystem.get_file_info(pafs.FileSelector(self.path, recursive=True))
+        infos = [info for info in infos if info.type == pafs.FileType.File]
         files = [(info.path, info.size, info.mtime_ns) for info in infos]
         try:
             filesystem = pickle.dumps(self.filesystem)
@@ -268,6 +275,21 @@ class Checkpoint:
 
     def __hash__(self) -> int:
         return hash(self.path)
+
+
+def _download(filesystem: pafs.FileSystem, path: str, folder: str) -> None:
+    """Copy a folder of another file system to this machine, with the names that files had there."""
+    here = pafs.LocalFileSystem()
+    names = {name: local_name(name) for name in list_files(filesystem, path)}
+    if all(name == own for name, own in names.items()):
+        into = pafs.SubTreeFileSystem(os.fsencode(folder), here)
+        pafs.copy_files(path, "", filesystem, into)  # several files at a time
+        return
+    for name, own in names.items():
+        target = os.path.join(folder, own)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        with filesystem.open_input_stream(f"{path}/{name}") as source, open(target, "wb") as file:
+            shutil.copyfileobj(source, file)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from distributor.core.text import printable
 from distributor.errors import RunTimeout, StartTimeout
 from distributor.serialization.outcome import Failure
 from distributor.wire.sealing import seal, unseal
@@ -45,7 +46,7 @@ class TaskFailed(Exception):
         kinds = "; ".join(f"{failure.origin}: {failure.kind}" for failure in failures)
         report = _encode(failures, secret)
         return cls(
-            f"{kinds[:MAX_KINDS]} (the driver raises the whole error)\n"
+            f"{printable(kinds[:MAX_KINDS])} (the driver raises the whole error)\n"
             f"<distributor-report {report}>"
         )
 
@@ -56,7 +57,7 @@ class TaskFailed(Exception):
         encoded = _sealed(error, secret)
         if len(encoded) > LIMIT:
             encoded = _sealed(type(error)(message[: LIMIT // 4]), secret)
-        summary = message.partition("\n")[0]
+        summary = printable(message.partition("\n")[0])
         return cls(f"{type(error).__name__}: {summary}\n<distributor-timeout {encoded}>")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from distributor.core.text import printable
 from distributor.launch.output.screen import SCREEN
 
 LOGGER = "distributor"
@@ -28,6 +29,7 @@ def notify(message: str, logger: str = LOGGER) -> None:
     """Show a message: through ``logging`` if the user has configured it, otherwise on stderr."""
     if _level.get() > logging.INFO:
         return
+    message = printable(message)  # a handler's file may be in UTF-8
     log = logging.getLogger(logger)
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         SCREEN.clear_line()
@@ -41,4 +43,4 @@ def warn(message: str, logger: str = LOGGER) -> None:
     if _level.get() > logging.WARNING:
         return
     SCREEN.clear_line()
-    logging.getLogger(logger).warning(message, stacklevel=2)
+    logging.getLogger(logger).warning(printable(message), stacklevel=2)

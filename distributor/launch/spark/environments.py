@@ -180,4 +180,4 @@ def _digest(archive: Path) -> str:
     """Return a digest of the archive's path, size and time, without reading it."""
     status = archive.stat()
     state = f"{archive.absolute()}\0{status.st_size}\0{status.st_mtime_ns}"
-    return hashlib.sha256(state.encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode(state)).hexdigest()[:16]

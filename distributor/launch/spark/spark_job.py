@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from distributor._compat import pyspark as private
+from distributor.core.text import printable
 from distributor.launch.call_site import CallSite
 from distributor.launch.spark.log_quieting import no_warning
 from distributor.launch.spark.session import Session
@@ -165,7 +166,7 @@ class SparkJob:
         try:
             tagger(self._tag)
             if not self._session.is_connect:
-                spark.sparkContext.setJobDescription(self._description)
+                spark.sparkContext.setJobDescription(printable(self._description))
                 self._call_site.set_on(spark.sparkContext)
                 private.keep_call_site(self._frame)
             if self._pool is not None:

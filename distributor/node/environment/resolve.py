@@ -230,7 +230,7 @@ def _folders_with(
         for location in on_disk:
             (folder / location.name).symlink_to(location)
 
-    digest = hashlib.sha256("\0".join(map(str, on_disk)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(os.fsencode("\0".join(map(str, on_disk)))).hexdigest()[:16]
     folder = cache_folder(variables) / f"modules-{digest}"
     with contextlib.ExitStack() as stack:
         linked = [stack.enter_context(build_once(folder, build, deadline))] if on_disk else []

@@ -54,7 +54,7 @@ def kill_by_environment(variables: Mapping[str, str]) -> None:
 
     Resource trackers are waited for instead.
     """
-    wanted = {f"{name}={value}".encode() for name, value in variables.items()}
+    wanted = {os.fsencode(f"{name}={value}") for name, value in variables.items()}
     assert wanted, "every process would match"
     deadline = time.monotonic() + RESOURCE_TRACKER_SECONDS
     while found := [pid for pid in all_pids() if wanted <= environment_of(pid)]:

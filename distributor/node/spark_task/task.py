@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from distributor.core.host import use_host_name
+from distributor.core.text import printable
 from distributor.core.versions import check_interpreter
 from distributor.errors import RunTimeout, StartTimeout
 from distributor.node.agent.agent import Agent
@@ -86,6 +87,10 @@ def run(
         yield from _run_node(spec, batches, replaced)
     except (StartTimeout, RunTimeout) as error:
         raise TaskFailed.timed_out(error, spec.secret) from None
+    except Exception as error:
+        # PySpark's worker dies if it cannot encode the text, and Spark never learns the cause.
+        error.args = tuple(printable(a) if isinstance(a, str) else a for a in error.args)
+        raise
 
 
 def _run_node(spec: TaskSpec, batches: Iterator[Any], replaced: str) -> Iterator[pa.RecordBatch]:

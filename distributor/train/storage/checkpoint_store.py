@@ -9,6 +9,7 @@ and one whose manifest is incomplete.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,14 @@ import pyarrow.fs as pafs
 
 from distributor.errors import DistributorError
 from distributor.train.checkpoint import Checkpoint
-from distributor.train.storage.filesystems import is_local, list_files, make_folder, resolve
+from distributor.train.storage.filesystems import (
+    is_local,
+    list_files,
+    make_folder,
+    native,
+    resolve,
+    stored_name,
+)
 from distributor.train.storage.integrity import (
     Checksum,
     check_parts,
@@ -137,7 +145,9 @@ class Storage(RunFolder):
             If the checkpoint is already committed: checkpoints are never overwritten.
         """
         self._check_uncommitted(checkpoint)
-        files = files_of(folder)
+        files = {
+            stored_name(self.filesystem, name): file for name, file in files_of(folder).items()
+        }
         for target in {self._path(checkpoint, name).rpartition("/")[0] for name in files}:
             make_folder(self.filesystem, target)
         uploaded, others = [], []
@@ -169,8 +179,7 @@ class Storage(RunFolder):
         """
         self._check_uncommitted(checkpoint)
         root = f"{self.path}/{checkpoint}"
-        existing = [info.path[len(root) + 1 :] for info in list_files(self.filesystem, root)]
-        names = sorted(set(existing).difference(RESERVED))
+        names = sorted(set(list_files(self.filesystem, root)).difference(RESERVED))
         return [
             StoredFile(name, *size_and_checksum(self.filesystem, f"{root}/{name}"))
             for name, is_ours in assignment(dict.fromkeys(names, ""))
@@ -198,11 +207,10 @@ class Storage(RunFolder):
 
     def _remove_other_files(self, checkpoint: str, files: Iterable[StoredFile]) -> None:
         """Remove files that a killed attempt has left in a checkpoint's folder."""
-        listed = {self._path(checkpoint, file.name) for file in files}
-        existing = {info.path for info in list_files(self.filesystem, self._path(checkpoint))}
+        listed = {file.name for file in files}
+        existing = set(list_files(self.filesystem, self._path(checkpoint)))
         if listed <= existing:  # else the file system lists other paths than were written
-            for path in existing - listed:
-                self.filesystem.delete_file(path)
+            self.remove_files([f"{checkpoint}/{name}" for name in existing - listed])
 
     # Checkpoints
 
@@ -283,10 +291,14 @@ class Storage(RunFolder):
     def remove(self, checkpoint: str) -> None:
         """Remove a checkpoint: its manifest first, so that no reader sees half of it."""
         self.remove_files([f"{checkpoint}/{MANIFEST}"])
-        self.filesystem.delete_dir(self._path(checkpoint))
+        self.filesystem.delete_dir(native(self.filesystem, self._path(checkpoint)))
 
     def folders(self) -> list[str]:
         """List the folders in the run's folder, which are its checkpoints."""
+        if is_local(self.filesystem):
+            with contextlib.suppress(FileNotFoundError):
+                return [entry.name for entry in os.scandir(self.path) if entry.is_dir()]
+            return []
         selector = pafs.FileSelector(self.path, allow_not_found=True)
         infos = self.filesystem.get_file_info(selector)
         return [info.base_name for info in infos if info.type == pafs.FileType.Directory]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import pyarrow as pa
@@ -12,6 +13,10 @@ from distributor.core.paths import absolute, local_path
 
 OBJECT_STORES = ("s3", "gcs")
 """The types of file systems in which a file can be written without a folder."""
+
+
+_QUOTE = "\u201b"
+"""Precedes the hexadecimal digits of a byte in a stored name; rclone quotes names alike."""
 
 
 class UnknownScheme(ValueError):
@@ -65,10 +70,52 @@ def is_local(filesystem: pafs.FileSystem) -> bool:
     return isinstance(filesystem, pafs.LocalFileSystem)
 
 
-def list_files(filesystem: pafs.FileSystem, folder: str) -> list[pafs.FileInfo]:
-    """List the files in a folder, recursively."""
+def native(filesystem: pafs.FileSystem, path: str) -> str | bytes:
+    """Return a path as the methods of its file system take it.
+
+    Names on this machine are bytes, which need not be UTF-8 as pyarrow assumes of a str.
+    """
+    return os.fsencode(path) if is_local(filesystem) else path
+
+
+def stored_name(filesystem: pafs.FileSystem, name: str) -> str:
+    """Return how a file of this machine is named in a file system.
+
+    Object stores have names in Unicode only: a byte of a name that is not in UTF-8 is quoted.
+    """
+    if is_local(filesystem):
+        return name
+    return re.sub(
+        f"{_QUOTE}|[\udc80-\udcff]",
+        lambda found: (
+            _QUOTE + (_QUOTE if found[0] == _QUOTE else f"{os.fsencode(found[0])[0]:02X}")
+        ),
+        name,
+    )
+
+
+def local_name(name: str) -> str:
+    """Return the name of a file of which this is the `stored_name` in another file system."""
+    return re.sub(
+        f"{_QUOTE}({_QUOTE}|[89A-F][0-9A-F])",
+        lambda found: _QUOTE if found[1] == _QUOTE else os.fsdecode(bytes.fromhex(found[1])),
+        name,
+    )
+
+
+def list_files(filesystem: pafs.FileSystem, folder: str) -> list[str]:
+    """List the files in a folder, recursively, by their paths in it."""
+    if is_local(filesystem):
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"There is no folder {folder}.")
+        paths = (
+            os.path.join(parent, name)
+            for parent, _, names in os.walk(folder, followlinks=True)
+            for name in names
+        )
+        return [os.path.relpath(path, folder) for path in paths if os.path.isfile(path)]
     infos = filesystem.get_file_info(pafs.FileSelector(folder, recursive=True))
-    return [info for info in infos if info.type == pafs.FileType.File]
+    return [info.path[len(folder) + 1 :] for info in infos if info.type == pafs.FileType.File]
 
 
 def make_folder(filesystem: pafs.FileSystem, path: str) -> None:
@@ -78,7 +125,7 @@ def make_folder(filesystem: pafs.FileSystem, path: str) -> None:
     bucket, which fails with permissions for a part of it.
     """
     if filesystem.type_name not in OBJECT_STORES:
-        filesystem.create_dir(path, recursive=True)
+        filesystem.create_dir(native(filesystem, path), recursive=True)
 
 
 def _adapt(filesystem: Any) -> pafs.FileSystem:

@@ -11,6 +11,7 @@ import pyarrow.fs as pafs
 from distributor.errors import DistributorError
 from distributor.train.checkpoint import METADATA
 from distributor.train.storage.crc32 import combine
+from distributor.train.storage.filesystems import native
 from distributor.train.storage.manifest import StoredFile
 from distributor.train.storage.upload import CHUNK, checksum_of_range
 
@@ -132,7 +133,7 @@ def _pieces(files: Sequence[StoredFile], rank: int, size: int) -> Iterator[Piece
 
 def _read(filesystem: pafs.FileSystem, folder: str, piece: Piece) -> Checksum:
     file, path = piece.file, f"{folder}/{piece.file.name}"
-    info = filesystem.get_file_info(path)
+    info = filesystem.get_file_info(native(filesystem, path))
     if info.type != pafs.FileType.File:
         raise Damaged(f"{path} is missing")
     if info.size != file.size:
@@ -160,13 +161,14 @@ def check_sizes(filesystem: pafs.FileSystem, folder: str, files: Iterable[Stored
         If one is missing, or has another size.
     """
     sizes = {f"{folder}/{file.name}": file.size for file in files}
-    for info in filesystem.get_file_info(list(sizes)):
+    infos = filesystem.get_file_info([native(filesystem, path) for path in sizes])
+    for (path, size), info in zip(sizes.items(), infos, strict=True):
         is_file = info.type == pafs.FileType.File
-        if not is_file or info.size != sizes[info.path]:
+        if not is_file or info.size != size:
             found = f"has {info.size:,}" if is_file else "does not exist"
             run, _, checkpoint = folder.rpartition("/")
             raise DistributorError(
-                f"The checkpoint {checkpoint} is incomplete: {sizes[info.path]:,} bytes were "
-                f"written to {info.path}, which {found}. Check that all nodes see the same storage "
+                f"The checkpoint {checkpoint} is incomplete: {size:,} bytes were "
+                f"written to {path}, which {found}. Check that all nodes see the same storage "
                 f"at {run}."
             )

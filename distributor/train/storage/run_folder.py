@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pyarrow.fs as pafs
 
 from distributor.train.checkpoint import Checkpoint
-from distributor.train.storage.filesystems import is_local, make_folder
+from distributor.train.storage.filesystems import is_local, make_folder, native
 from distributor.train.storage.manifest import StoredFile
 
 
@@ -32,14 +32,15 @@ class RunFolder:
         """Write a file in the run's folder, in one pass."""
         path = f"{self.path}/{name}"
         make_folder(self.filesystem, path.rpartition("/")[0])
-        with self.filesystem.open_output_stream(path) as stream:
+        with self.filesystem.open_output_stream(native(self.filesystem, path)) as stream:
             stream.write(data)
         return StoredFile(name.rpartition("/")[2], len(data), zlib.crc32(data))
 
     def read(self, name: str) -> bytes | None:
         """Read a file in the run's folder; return None if it does not exist."""
+        path = native(self.filesystem, f"{self.path}/{name}")
         try:
-            with self.filesystem.open_input_stream(f"{self.path}/{name}") as stream:
+            with self.filesystem.open_input_stream(path) as stream:
                 data: bytes = stream.read()
         except FileNotFoundError:
             return None
@@ -47,11 +48,12 @@ class RunFolder:
 
     def remove_files(self, names: Sequence[str]) -> set[str]:
         """Remove files in the run's folder, in order, and return those that existed."""
-        infos = self.filesystem.get_file_info([f"{self.path}/{name}" for name in names])
+        paths = {name: native(self.filesystem, f"{self.path}/{name}") for name in names}
+        infos = self.filesystem.get_file_info(list(paths.values()))
         found = [info.type == pafs.FileType.File for info in infos]
         existing = [name for name, exists in zip(names, found, strict=True) if exists]
         for name in existing:
-            self.filesystem.delete_file(f"{self.path}/{name}")
+            self.filesystem.delete_file(paths[name])
         return set(existing)
 
     def contains(self, checkpoint: Checkpoint) -> bool:

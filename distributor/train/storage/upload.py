@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from distributor.core.atomic_files import atomic_path
-from distributor.train.storage.filesystems import is_local
+from distributor.train.storage.filesystems import is_local, native
 
 CHUNK = 1024 * 1024
 """Bytes that are read and written at a time. With twice as many, Linux took four times as long."""
@@ -55,13 +55,13 @@ def upload_file(
 def size_and_checksum(filesystem: pafs.FileSystem, path: str) -> tuple[int, int]:
     """Read a file, and return its size in bytes and its CRC-32."""
     buffer_size = None if is_local(filesystem) else READ_AHEAD
-    with filesystem.open_input_stream(path, buffer_size=buffer_size) as stream:
+    with filesystem.open_input_stream(native(filesystem, path), buffer_size=buffer_size) as stream:
         return _transfer(stream)
 
 
 def checksum_of_range(filesystem: pafs.FileSystem, path: str, start: int, stop: int) -> int:
     """Read some of a file's bytes, and return their CRC-32; of fewer if the file is shorter."""
-    with filesystem.open_input_file(path) as file:
+    with filesystem.open_input_file(native(filesystem, path)) as file:
         stream = file.get_stream(start, stop - start)
         if not is_local(filesystem):
             stream = pa.BufferedInputStream(stream, READ_AHEAD)

@@ -51,7 +51,7 @@ def assign_among_ranks(channel: StoreChannel, key: str, of_rank_0: Mapping[str, 
                 yield name, False
                 continue
             own_claim = f"{channel.rank} {files[name]}"
-            claim = channel.set_first(f"{key}/{name}", own_claim)
+            claim = channel.set_first(f"{key}/{name!a}", own_claim)
             if claim == own_claim:
                 yield name, True
             elif claim.partition(" ")[2] != files[name]:
