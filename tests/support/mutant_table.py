@@ -154,15 +154,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a zygote ends with its owner",
         "distributor/node/process/zygote.py",
-        "self._selector.register(self._owner, selectors.EVENT_READ, self._exit)",
-        "pass",
+        "self._selector.register(self._owner, ",
+        "(lambda *_: None)(self._owner, ",
         ("node/test_zygote_lifetime.py::test_each_driver_has_a_zygote_that_ends_with_it",),
     ),
     Mutant(
         "a node stops its ranks if the driver is gone",
         "distributor/node/spark_task/driver_lease.py",
-        "except ConnectionRefusedError:\n            return True",
-        "except ConnectionRefusedError:\n            return False",
+        "return True",
+        "return False",
         (
             "node/test_driver_lease.py::test_a_driver_that_is_gone_is_noticed_at_once_if_the_link_is_lost",
         ),
@@ -457,10 +457,10 @@ MUTANTS: tuple[Mutant, ...] = (
         ("launch/test_spark_job.py::test_a_job_is_cancelled_and_no_other_one_is",),
     ),
     Mutant(
-        "timeout holds on a node",
+        "the error at a deadline has the stacks of the ranks",
         "distributor/node/agent/agent.py",
-        "if now >= self._all_started_at + timeout:",
-        "if False:",
+        "return dump_stacks({",
+        "return {} and dump_stacks({",
         ("test_endings.py::test_a_deadline_reports_the_stacks_of_ranks[local-warm]",),
     ),
     Mutant(
@@ -501,11 +501,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("outcomes/test_output.py::test_odd_output_is_shown_and_logged[local]",),
     ),
     Mutant(
-        "output is received to its end",
+        "output is received to its end if a run is cut short",
         "distributor/node/agent/agent.py",
-        "        self._log_relay.drain()\n        values",
-        "        values",
-        ("outcomes/test_output.py::test_of_very_many_lines_none_is_lost_or_repeated[local]",),
+        "self._log_relay.drain()  # the output",
+        "pass  # the output",
+        (
+            "outcomes/test_output.py::test_output_is_received_to_the_end_if_a_run_is_cut_short[local]",
+        ),
     ),
     Mutant(
         "nodes of different versions are refused",
@@ -584,17 +586,10 @@ MUTANTS: tuple[Mutant, ...] = (
         ("test_source.py::test_a_copy_with_another_source_is_not_imported",),
     ),
     Mutant(
-        "executors have the user's modules as they are now",
-        "distributor/launch/spark/user_modules.py",
-        "{status.st_size}\\0{status.st_mtime_ns}",
-        "",
-        ("test_modules.py::test_a_changed_module_is_the_changed_one_on_executors",),
-    ),
-    Mutant(
         "modules that imported modules import are sent",
         "distributor/launch/spark/user_modules.py",
-        "            wanted += _imports_of(found)\n",
-        "",
+        "wanted += _imports_of(found",
+        "_ = _imports_of(found",
         ("test_modules.py::test_modules_that_imported_modules_import_are_sent",),
     ),
     # MLflow
