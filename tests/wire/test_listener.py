@@ -73,7 +73,7 @@ def test_the_secret_of_one_run_does_not_admit_to_another(hubs: tuple[Hub, Hub]) 
         greeting = sock.recv(protocol.GREETING.size, socket.MSG_WAITALL)
         hello = protocol.hello(OTHER, greeting, bytes(32), 0)
         sock.sendall(protocol.run_key(SECRET) + hello[protocol.KEY_SIZE :])
-        read_until_closed(sock)
+        assert read_until_closed(sock) == b"", "no welcome"
     with pytest.raises(protocol.HandshakeRefused, match="hung up"):
         link(one.port, secret=b"no run's secret")
     assert one.nodes() == other.nodes() == set()
