@@ -3,8 +3,8 @@
 A process that ``multiprocessing`` starts by ``spawn`` or ``forkserver`` runs its parent's main
 module once more, to find the classes and functions that are pickled by name. It finds the module
 by the name in ``__main__.__spec__``. A rank that runs a function gives it the name of
-`spawned_main`, which loads the driver's names from the rank's program. Scripts and modules are run
-again, as everywhere.
+`spawned_main`, which loads the driver's names from the rank's program (on Linux, where another
+process can open its file). Scripts and modules are run again, as everywhere.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def create_main_module(program: int | None) -> None:
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     if program is None:
         vars(module)["__getattr__"] = lambda name: getattr(sys.modules["__main__"], name)
-    else:
+    elif sys.platform == "linux":
         os.environ[PROGRAM_VARIABLE] = f"/proc/{os.getpid()}/fd/{program}"
         module.__spec__ = _Spec(CHILDREN_RUN, None)
 
