@@ -36,7 +36,7 @@ pytestmark = [
 ]
 
 
-OF_EACH_RUN = ("MASTER_PORT", "TORCHELASTIC_RUN_ID")
+OF_EACH_RUN = ("DISTRIBUTOR_PROGRAM", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 SIGNAL_SETS = ("SigBlk", "SigIgn", "SigCgt", "SigPnd", "ShdPnd")
 BUFFERING = ("line_buffering", "write_through")
 
