@@ -77,6 +77,20 @@ def rebuild_tensor_of_bytes(storage: Any, *args: Any) -> Any:
         return rebuild(typed_storage(storage, torch.uint8), *args)
 
 
+def read_log_variables() -> None:
+    """Configure torch's logging by ``TORCH_LOGS``, as its import does."""
+    import torch
+
+    torch._logging._internal._init_logs()
+
+
+def read_debug_level() -> None:
+    """Set the level of torch's checks by ``TORCH_DISTRIBUTED_DEBUG``, as its import does."""
+    import torch.distributed as dist
+
+    dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+
+
 def serve_store(host: str, port: int, listener: int) -> Any:
     """Serve a `TCPStore` on a listening socket that exists, and return at once.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -62,6 +63,22 @@ def test_an_optimizer_imports_what_is_preloaded() -> None:
         command = [sys.executable, "-c", program]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
         assert set(private.OPTIMIZER_IMPORTS) <= set(done.stdout.split())
+
+
+def test_logs_and_debug_level_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, level = logging.getLogger("torch.distributed"), dist.get_debug_level()
+    with relies_on("torch", "_logging._internal._init_logs", "torch.read_log_variables"):
+        monkeypatch.setenv("TORCH_LOGS", "+distributed")
+        private.read_log_variables()
+        assert logger.getEffectiveLevel() == logging.DEBUG
+        monkeypatch.setenv("TORCH_LOGS", "-distributed")
+        private.read_log_variables()
+        assert logger.getEffectiveLevel() == logging.ERROR
+    with relies_on("torch", "set_debug_level_from_env", "torch.read_debug_level"):
+        monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+        private.read_debug_level()
+        assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+        dist.set_debug_level(level)
 
 
 def test_a_store_is_served_on_a_socket_that_exists() -> None:

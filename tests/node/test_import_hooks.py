@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from importlib import resources
 from importlib.machinery import SourceFileLoader
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distributor.node.worker.import_hooks import after_import
+from distributor.node.worker.import_hooks import after_import, at_next_import
 
 
 @pytest.fixture
@@ -72,6 +72,31 @@ def test_a_module_that_another_finder_finds_is_changed(package: str) -> None:
     finally:
         sys.modules.pop(other, None)
     assert values == [1]
+
+
+def test_a_program_that_looks_for_a_module_before_it_imports_it(package: str) -> None:
+    values: list[int] = []
+    after_import(package, lambda module: values.append(module.value))
+    assert importlib.util.find_spec(package) is not None
+    importlib.import_module(package)
+    assert values == [1]
+
+
+def test_the_next_import_of_a_package_that_is_imported_already(package: str) -> None:
+    first, calls = importlib.import_module(package), []
+    spec = first.__spec__
+    at_next_import(package, lambda: calls.append(sys.modules[package]))
+    assert package not in sys.modules
+    found = importlib.util.find_spec(package)
+    assert found is not None
+    assert spec is not None
+    assert found.origin == spec.origin
+    assert calls == []
+
+    assert importlib.import_module(package) is first
+    assert importlib.import_module(package) is first
+    assert first.__spec__ is spec
+    assert calls == [first]
 
 
 def test_a_changed_module_has_its_own_loader_and_data(package: str) -> None:

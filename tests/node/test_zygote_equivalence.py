@@ -48,7 +48,6 @@ def facts_of_this_rank() -> dict[str, Any]:
         "environment": {k: v for k, v in os.environ.items() if k not in OF_EACH_RUN},
         "folder": os.getcwd(),
         "umask": status["Umask"],
-        "open files": open_files(),
         "signal sets": {name: status[name] for name in SIGNAL_SETS},
         "signal handlers": {int(n): str(signal.getsignal(n)) for n in signal.valid_signals()},
         "limits": {
@@ -80,6 +79,7 @@ def facts_of_this_rank() -> dict[str, Any]:
     pools = [(pool["internal_api"], pool["num_threads"]) for pool in threadpool_info()]
     return {
         **facts,
+        "open files": open_files(),  # a fresh rank 0 serves the store once torch is imported
         "torch's threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
         "libraries' threads": sorted(pools),
         "warnings": [str(rule) for rule in warnings.filters],

@@ -20,7 +20,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def leave_open(folder: str) -> None:
-    """Leave files open in globals, in a module, in an exit handler, and referred to for ever."""
+    """Leave files open in globals, in a module, in an exit handler and in a place that lasts."""
     import atexit
     import builtins
     import bz2

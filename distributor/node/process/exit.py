@@ -36,9 +36,7 @@ def end_objects() -> None:
     """
     _flush_files()  # first of all: errors of a file that is freed are not reported
     threading.excepthook = lambda _: None  # of daemon threads, whose globals go
-    all_names = list(sys.modules)
-    known = all_names.index(_newest) + 1 if _newest in all_names else 0
-    candidates = {*MAIN_MODULES, *_preloaded, *all_names[known:]}
+    candidates = {*MAIN_MODULES, *_preloaded, *(sys.modules.keys() - _known)}
     names = [name for name in candidates if _is_of_program(name)]
     modules = [weakref.ref(sys.modules[name]) for name in names]
     for name in names:
@@ -58,12 +56,12 @@ def remember_modules() -> None:
 
     A forked process that looked at each of them would have to copy the pages that they are in.
     """
-    global _newest, _preloaded
+    global _known, _preloaded
     _preloaded = {name: vars(sys.modules[name]) for name in sys.modules if _is_of_program(name)}
-    _newest = next(reversed(sys.modules))
+    _known = frozenset(sys.modules)
 
 
-_newest = ""
+_known: frozenset[str] = frozenset()
 _preloaded: dict[str, dict[str, Any]] = {}
 """The globals of modules that the garbage collector never frees in processes that are forked."""
 

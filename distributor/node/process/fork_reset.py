@@ -49,7 +49,7 @@ def reset_after_fork(
     _reseed()
     threads_changed = os.environ.get(THREADS_VARIABLE) != threads_before
     if threads_changed or wanted_attributes.cpus != own_attributes.cpus:
-        _set_thread_counts()
+        set_thread_counts()
 
 
 def _replace_environment(wanted: Mapping[str, str]) -> None:
@@ -79,7 +79,7 @@ def _reseed() -> None:
         sys.modules["torch"].default_generator.seed()
 
 
-def _set_thread_counts() -> None:
+def set_thread_counts() -> None:
     """Set what the libraries derived from CPU affinity and variables when they were imported."""
     cpus = len(os.sched_getaffinity(0))
     default = _parse_count(os.environ.get(THREADS_VARIABLE), cpus)

@@ -42,6 +42,8 @@ class WorkerSpec:
         Whether the run's ranks use GPUs. If not, the rank may still see some.
     modules : str
         Folders with the user's modules, separated as in PYTHONPATH; empty if there are none.
+    has_preloads : bool
+        Whether the rank was forked from a process that has imported modules of the user's.
     program_name, run_id : str
         What the rank runs, and in which run, for process titles.
     """
@@ -59,6 +61,7 @@ class WorkerSpec:
     uses_gpus: bool = True
     data: int | None = None
     modules: str = ""
+    has_preloads: bool = False
     program_name: str = ""
     run_id: str = ""
 

@@ -34,6 +34,7 @@ import socket
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -257,7 +258,8 @@ class _Zygote:
             descriptors[:PROCESS_DESCRIPTORS],
         )
         spec_descriptors = descriptors[PROCESS_DESCRIPTORS:]
-        return 0, request.worker_spec.with_descriptors(spec_descriptors, supervisor)
+        worker_spec = request.worker_spec.with_descriptors(spec_descriptors, supervisor)
+        return 0, replace(worker_spec, has_preloads=bool(self._preload_spec.preload))
 
     def _handle_end(self, pid: int) -> None:
         """Reap a supervisor and, if it was killed, end its orphans, which are now our children."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import importlib
 import os
 import pickle
 import pkgutil
 import runpy
 import sys
+import threading
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 from distributor._compat.torch import serve_store
@@ -37,6 +42,8 @@ from distributor.node.worker.control_channel import (
 from distributor.node.worker.devices import finish_gpu_work
 from distributor.node.worker.frameworks import show_all_ranks
 from distributor.node.worker.group_lifetime import keep_groups
+from distributor.node.worker.import_hooks import after_import
+from distributor.node.worker.late_variables import read_variables_at_import
 from distributor.node.worker.main_module import create_main_module
 from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
 from distributor.node.worker.own_rendezvous import allow_own_rendezvous
@@ -83,13 +90,17 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     faulthandler.enable()
     enable_stack_dumps(worker_spec.stacks)
     context.rendezvous = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves_others = worker_spec.listener is not None and os.environ["WORLD_SIZE"] != "1"
     if worker_spec.listener is not None:
-        context.store = _serve_store(*context.rendezvous, worker_spec.listener)
+        # Not before: a program may set variables that torch reads when it is imported.
+        after_import("torch", partial(_serve_store, context, worker_spec.listener, os.getpid()))
     control.send(STARTED)
     allow_own_rendezvous(*context.rendezvous, worker_spec.run_id)
     install_mlflow_hooks()
     keep_groups()
     show_all_ranks(worker_spec.uses_gpus)
+    if not worker_spec.has_preloads:
+        read_variables_at_import()
     try:
         succeeded = _run_and_record(worker_spec, context)
     except SystemExit as leaving:
@@ -100,15 +111,21 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
         return
     exit_code[0] = 0 if succeeded else 1
     control.send(VALUE if succeeded else FAILURE)
+    if succeeded and serves_others and context.store is None:
+        # Other ranks may use the store, although this one has not.
+        threading.Thread(target=_import_torch, daemon=True).start()
     control.await_release()
 
 
-def _serve_store(host: str, port: int, listener: int) -> object:
+def _serve_store(context: WorkerContext, listener: int, rank: int, _: ModuleType) -> None:
     """Open the rendezvous store on the inherited socket, so that no port is ever guessed."""
-    try:
-        return serve_store(host, port, listener)
-    except ImportError:
-        return None  # without torch no rank of this run can use the store
+    if os.getpid() == rank:  # not in a process that the program has forked
+        context.store = serve_store(*context.rendezvous, listener)
+
+
+def _import_torch() -> None:
+    with contextlib.suppress(Exception):  # without torch no rank of this run can use the store
+        importlib.import_module("torch")
 
 
 def _run_and_record(worker_spec: WorkerSpec, context: WorkerContext) -> bool:

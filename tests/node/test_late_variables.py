@@ -1,0 +1,76 @@
+"""A program sets environment variables before it imports torch, which may have been imported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import cluster_is_slow
+from support.ranks import Distribute
+
+from distributor import TorchDistributor
+
+pytest.importorskip("torch")
+
+SCRIPT = """
+import importlib.util, json, os, sys
+from pathlib import Path
+
+before = [name for name in sys.modules if name.partition(".")[0] == "torch"]
+os.environ["OMP_NUM_THREADS"] = "2"
+os.environ["TORCH_LOGS"] = "+distributed"
+os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
+found = importlib.util.find_spec("torch").origin
+import torch.nn
+import torch, logging, torch.distributed as dist
+
+facts = {
+    "modules before": before,
+    "threads": torch.get_num_threads(),
+    "log level": logging.getLogger("torch.distributed").getEffectiveLevel(),
+    "debug level": str(dist.get_debug_level()),
+    "spec": [found == torch.__file__, torch.__spec__.origin == torch.__file__],
+}
+Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(facts))
+dist.init_process_group("gloo")
+dist.barrier()
+dist.destroy_process_group()
+"""
+EXPECTED = {
+    "modules before": [],
+    "threads": 2,
+    "log level": 10,
+    "debug level": "DebugLevel.INFO",
+    "spec": [True, True],
+}
+
+
+@pytest.mark.parametrize("warm", [True, False])
+@cluster_is_slow
+def test_variables_that_a_script_sets_before_it_imports_torch(
+    distribute: Distribute, tmp_path: Path, warm: bool
+) -> None:
+    script, out = tmp_path / "script.py", tmp_path / "out"
+    script.write_text(SCRIPT)
+    out.mkdir()
+    distribute(2, warm=warm).run(script, str(out))
+    assert [json.loads((out / rank).read_text()) for rank in "01"] == [EXPECTED] * 2
+
+
+@pytest.mark.slow
+def test_rank_0_serves_a_store_that_it_does_not_use(tmp_path: Path) -> None:
+    def use_store() -> Any:
+        import os
+
+        if os.environ["RANK"] == "0":
+            return None
+        import torch.distributed as dist
+
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(*address, is_master=False)
+        return store.add("key", 1)
+
+    ranks = TorchDistributor(2, use_gpu=False, warm=False, timeout=120)
+    assert ranks.run_all(use_store) == [None, 1]
