@@ -3,8 +3,8 @@
 A process that ``multiprocessing`` starts by ``spawn`` or ``forkserver`` runs its parent's main
 module once more, to find the classes and functions that are pickled by name. It finds the module
 by the name in ``__main__.__spec__``. A rank that runs a function gives it the name of
-`spawned_main`, which loads the driver's names from the rank's program (on Linux, where another
-process can open its file). Scripts and modules are run again, as everywhere.
+`spawned_main`, which loads the driver's names from the rank's program. (Only Linux lets another
+process open its file.) Scripts and modules are run again, as everywhere.
 """
 
 from __future__ import annotations
