@@ -178,8 +178,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "preempted attempts do not count as failures",
         "distributor/launch/retry.py",
-        'return "max_failures", len(failed) - num_preempted',
-        'return "max_failures", len(failed)',
+        'return "max_failures", history.count - history.num_preempted',
+        'return "max_failures", history.count',
         ("train/test_preemption.py::test_preempted_attempts_are_not_counted_in_max_failures",),
     ),
     Mutant(
