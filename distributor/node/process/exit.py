@@ -19,8 +19,10 @@ from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
 from distributor._compat.cpython import forget_exit_handlers
-from distributor.core.module_search import MAIN_MODULES, is_installed
+from distributor.core.module_search import MAIN_MODULES
 
+_STANDARD_LIBRARY = str(Path(os.__file__).parent)
+_INSTALLED = ("site-packages", "dist-packages")
 _BUFFERED = (io.BufferedWriter, io.BufferedRandom)
 _CODE = (ModuleType, FunctionType, type)
 _ANY_FILE: type = io.IOBase.__mro__[1]  # the class in C, which has no slow check for subclasses
@@ -72,12 +74,13 @@ def _is_of_program(name: str) -> bool:
     if not isinstance(module, ModuleType) or name in MAIN_MODULES:
         return isinstance(module, ModuleType)
     path = vars(module).get("__file__")
-    return (
-        isinstance(path, str)
-        and path.endswith((".py", ".pyc"))
-        and not is_installed(path)
-        and name.partition(".")[0] != __name__.partition(".")[0]
-    )
+    if not isinstance(path, str) or not path.endswith((".py", ".pyc")):
+        return False
+    # The innermost: the folders of executors can be below that of an installed PySpark.
+    folders = [folder for folder in sys.path if folder and path.startswith(folder + os.sep)]
+    folder = max(folders, key=len, default="")
+    is_installed = folder == _STANDARD_LIBRARY or folder.endswith(_INSTALLED)
+    return not is_installed and name.partition(".")[0] != __name__.partition(".")[0]
 
 
 def _release_values(modules: list[weakref.ref[ModuleType]], names: list[str]) -> bool:
