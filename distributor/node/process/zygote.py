@@ -232,7 +232,8 @@ class _Zygote:
             send(agent, Refused(f"no process could be forked: {error}"))
             return None
         if pid:
-            send(agent, Forked(pid))
+            with contextlib.suppress(OSError):  # the agent has ended, and the supervisor will
+                send(agent, Forked(pid))
             self._supervisors[pid] = pidfd = os.pidfd_open(pid)
             self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._handle_end(pid))
             return None
