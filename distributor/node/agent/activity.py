@@ -69,7 +69,7 @@ class ActivityMonitor:
         """If a sample is due, take it, and call ``on_idle`` if the ranks are idle or were so."""
         if time.monotonic() < self._next:
             return
-        last, sample = self._last, _sample([worker for worker in self._workers if worker.working])
+        last, sample = self._last, self._sample()
         self._last, self._next = sample, sample.time + self._interval
         if not self._is_active(last, sample):
             self._idle_since = self._idle_since or last.time
@@ -77,6 +77,14 @@ class ActivityMonitor:
         elif self._idle_since is not None:
             self._idle_since = None
             self._listener.on_idle(0.0)
+
+    def disregard_latest(self) -> None:
+        """Count nothing that the ranks have done since the last sample: it was on our request."""
+        if self._next < math.inf:
+            self._last = self._sample()
+
+    def _sample(self) -> _Sample:
+        return _sample([worker for worker in self._workers if worker.working])
 
     def _is_active(self, last: _Sample, sample: _Sample) -> bool:
         if not sample.ranks or last.ranks != sample.ranks:

@@ -267,7 +267,9 @@ class Agent:
 
     def _stacks(self) -> dict[int, str]:
         """Return the stacks of the ranks that have no outcome yet."""
-        return dump_stacks({w.origin.rank: w for w in self._workers if w.working})
+        stacks = dump_stacks({w.origin.rank: w for w in self._workers if w.working})
+        self._activity.disregard_latest()  # to write them takes CPU time
+        return stacks
 
     def _release_or_stop(self) -> None:
         if self._stop_requested.is_set() or self._grace_period.is_over():
