@@ -35,6 +35,8 @@ package.mkdir()
 (package / "__init__.py").write_text("from mine.answers import answer")
 (package / "answers.py").write_text("def answer(): return 'first'")
 (package / "words.txt").write_text("data beside it")
+latin_1 = os.fsdecode(b"caf\\xe9 100%25.txt")
+(package / latin_1).write_text("of another encoding")
 (here / "alone.py").write_text("value = 'alone'")
 
 builder = SparkSession.builder.master("local-cluster[1,2,1024]")
@@ -49,6 +51,7 @@ def look():
         "answer": mine.answer(),
         "alone": alone.value,
         "data": importlib.resources.files("mine").joinpath("words.txt").read_text(),
+        "latin_1": (pathlib.Path(mine.__file__).parent / latin_1).read_text(),
         "child": printed.stdout.strip(),
         "here": pathlib.Path(mine.__file__).is_relative_to(here),
         "folder": str(pathlib.Path(mine.__file__).parents[1]),
@@ -101,6 +104,7 @@ def test_a_changed_module_is_the_changed_one_on_executors(
 
     first, again, changed = facts["first"], facts["again"], facts["changed"]
     expected = {"alone": "alone", "data": "data beside it", "here": False}
+    expected["latin_1"] = "of another encoding"
     for found, answer in ((first, "first"), (again, "first"), (changed, "second")):
         for rank in found:
             assert rank == {**rank, **expected, "answer": answer, "child": answer}

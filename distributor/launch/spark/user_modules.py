@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.machinery import BYTECODE_SUFFIXES, SOURCE_SUFFIXES, PathFinder
 from pathlib import Path
-from urllib.parse import unquote, urlparse
+from urllib.parse import quote, unquote, urlparse
 
 from distributor.core.module_search import (
     Location,
@@ -414,7 +414,8 @@ def _size(files: Mapping[str, ModuleFile]) -> int:
 
 
 def _files_of_imported() -> set[Path]:
-    files = [getattr(module, "__dict__", {}).get("__file__") for module in sys.modules.values()]
+    modules = list(sys.modules.values())
+    files = [getattr(module, "__dict__", {}).get("__file__") for module in modules]
     return {Path(file).absolute() for file in files if isinstance(file, str)}
 
 
@@ -541,6 +542,6 @@ def _pack(files: Mapping[str, ModuleFile], archive: Path) -> None:
         # Sorted and with a fixed date, so that equal files make equal archives. Applications may
         # share a folder, and Spark refuses a file whose namesake there differs.
         for name, file in sorted(files.items()):
-            entry = zipfile.ZipInfo(name)
+            entry = zipfile.ZipInfo(quote(os.fsencode(name)))  # as names in Unicode
             entry.external_attr = (0o755 if file.is_executable else 0o644) << 16
             packed.writestr(entry, file.read(), zipfile.ZIP_DEFLATED)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote
 
 from distributor.core.atomic_files import atomic_path, write_atomically
 from distributor.serialization.program import Module, Program, Script
@@ -37,9 +39,10 @@ def unpack_modules(archive: str) -> str:
 
 def _unpack(archive: str, folder: Path) -> None:
     with zipfile.ZipFile(archive) as packed:
-        packed.extractall(folder)
-        for entry in packed.infolist():  # `extractall` ignores permissions
-            (folder / entry.filename).chmod(entry.external_attr >> 16)
+        for entry in packed.infolist():
+            entry.filename = unquote(entry.filename, errors="surrogateescape")
+            extracted = packed.extract(entry, folder)
+            os.chmod(extracted, entry.external_attr >> 16)  # `extract` ignores permissions
 
 
 def program_on_this_node(program: Program) -> Program:
