@@ -151,9 +151,9 @@ def imported() -> Iterator[Location]:
     These are top-level modules, modules that are not in the folder of their package, and packages
     above those that have no place themselves.
     """
-    users = {}
+    users = {__name__.partition(".")[0]: False}  # also if this package runs from a checkout
     for name, module in list(sys.modules.items()):
-        if "." in name or name in MAIN_MODULES:
+        if "." in name or name in MAIN_MODULES or name in users:
             continue
         if _is_from_installation(module):
             users[name] = False

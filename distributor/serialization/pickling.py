@@ -52,6 +52,8 @@ class PickledCall:
         rank's tracebacks and ``inspect.getsource`` work there.
     imports : frozenset of str
         The full names that its functions import, and those pickled with them.
+    uses_environment : bool
+        Whether what is pickled mentions the process's environment variables.
     """
 
     payload: Any
@@ -59,6 +61,7 @@ class PickledCall:
     buffers: tuple[Any, ...]
     sources: dict[str, list[str]]
     imports: frozenset[str] = frozenset()
+    uses_environment: bool = True
 
     @property
     def size(self) -> int:
@@ -239,12 +242,14 @@ class _CallPickler(driver_views.Pickler):
         return pickler
 
     def pickled(self) -> PickledCall:
+        payload = self._file.getvalue()
         return PickledCall(
-            pickle.PickleBuffer(self._file.getvalue()),
+            pickle.PickleBuffer(payload),
             self.main_size,
             tuple(self.buffers),
             self.sources,
             frozenset(self.imports),
+            uses_environment=b"environ" in payload or b"putenv" in payload,
         )
 
     def reducer_override(self, obj: Any) -> Any:

@@ -59,6 +59,18 @@ def test_variables_that_a_script_sets_before_it_imports_torch(
     assert [json.loads((out / rank).read_text()) for rank in "01"] == [EXPECTED] * 2
 
 
+def test_variables_that_a_function_sets_before_it_imports_torch() -> None:
+    def threads() -> int:
+        import os
+
+        os.environ["OMP_NUM_THREADS"] = "2"
+        import torch
+
+        return torch.get_num_threads()
+
+    assert TorchDistributor(2, use_gpu=False, timeout=120).run_all(threads) == [2, 2]
+
+
 @pytest.mark.slow
 def test_rank_0_serves_a_store_that_it_does_not_use(tmp_path: Path) -> None:
     def use_store() -> Any:

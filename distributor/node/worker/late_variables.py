@@ -2,7 +2,8 @@
 
 In a warm rank torch has been imported before the program starts. What torch can still apply is
 applied when the program imports it. A rank with preloaded modules is left as it is: these may have
-imported torch for the program.
+imported torch for the program. So is one whose function does not mention the environment, because
+to hide torch takes milliseconds.
 """
 
 from __future__ import annotations

@@ -99,8 +99,6 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     install_mlflow_hooks()
     keep_groups()
     show_all_ranks(worker_spec.uses_gpus)
-    if not worker_spec.has_preloads:
-        read_variables_at_import()
     try:
         succeeded = _run_and_record(worker_spec, context)
     except SystemExit as leaving:
@@ -151,6 +149,9 @@ def _load_program(worker_spec: WorkerSpec) -> Program:
     program = oob_pickle.unpack(worker_spec.program)
     assert isinstance(program, Program)
     create_main_module(worker_spec.program if isinstance(program, Call) else None)
+    may_set_variables = not isinstance(program, Call) or program.call.uses_environment
+    if may_set_variables and not worker_spec.has_preloads:
+        read_variables_at_import()
     name = program.path if isinstance(program, Script) else program.name
     sys.argv = [name, *write_files(program.args, worker_spec.scratch)]
     return program
