@@ -459,8 +459,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the error at a deadline has the stacks of the ranks",
         "distributor/node/agent/agent.py",
-        "return dump_stacks({",
-        "return {} and dump_stacks({",
+        "stacks = dump_stacks({",
+        "stacks = {} and dump_stacks({",
         ("test_endings.py::test_a_deadline_reports_the_stacks_of_ranks[local-warm]",),
     ),
     Mutant(

@@ -43,7 +43,7 @@ class WorkerSpec:
     modules : str
         Folders with the user's modules, separated as in PYTHONPATH; empty if there are none.
     has_preloads : bool
-        Whether the rank was forked from a process that has imported modules of the user's.
+        Whether the rank was forked from a process that has imported modules for this run.
     program_name, run_id : str
         What the rank runs, and in which run, for process titles.
     """

@@ -240,13 +240,18 @@ class _Zygote:
         close_inherited(self._selector, keep=self._owner)
         set_by_imports = self._imports.variables((*RANK_IMPORTS, *preload))
         try:
-            supervisor = Supervisor(agent, partial(self._fork_rank, set_by_imports), self._owner)
+            fork_rank = partial(self._fork_rank, set_by_imports, bool(preload))
+            supervisor = Supervisor(agent, fork_rank, self._owner)
         except OSError:
             os._exit(1)  # the agent has died
         return supervisor.serve()
 
     def _fork_rank(
-        self, set_by_imports: Mapping[str, str], request: StartRank, descriptors: list[int]
+        self,
+        set_by_imports: Mapping[str, str],
+        has_preloads: bool,
+        request: StartRank,
+        descriptors: list[int],
     ) -> tuple[int, WorkerSpec | None]:
         """Fork a rank; runs in a supervisor."""
         supervisor, pid = os.getpid(), _fork()
@@ -260,7 +265,7 @@ class _Zygote:
         )
         spec_descriptors = descriptors[PROCESS_DESCRIPTORS:]
         worker_spec = request.worker_spec.with_descriptors(spec_descriptors, supervisor)
-        return 0, replace(worker_spec, has_preloads=bool(self._preload_spec.preload))
+        return 0, replace(worker_spec, has_preloads=has_preloads)
 
     def _handle_end(self, pid: int) -> None:
         """Reap a supervisor and, if it was killed, end its orphans, which are now our children."""
