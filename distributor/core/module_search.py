@@ -78,16 +78,14 @@ def find_spec(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None
     """
     parts, spec = name.split("."), None
     for end in range(1, len(parts) + 1):
-        spec = find_in_package(".".join(parts[:end]), path)
+        spec = _find_in_package(".".join(parts[:end]), path)
         if spec is None:
             return None
         path = list(spec.submodule_search_locations or ())
     return spec
 
 
-def find_in_package(
-    name: str, path: Sequence[str] | None, target: ModuleType | None = None
-) -> ModuleSpec | None:
+def _find_in_package(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
     """Ask all finders for a module, as ``MetaPathFinder.find_spec``."""
     is_top = "." not in name
     for finder in list(sys.meta_path):
@@ -95,15 +93,15 @@ def find_in_package(
             continue  # finders without it are possible before Python 3.12
         if is_top and finder is PathFinder:
             # Not sys.path itself: Python would then keep finders of its relative entries.
-            spec = PathFinder.find_spec(name, search_path() if path is None else path, target)
+            spec = PathFinder.find_spec(name, search_path() if path is None else path)
         elif is_top:
-            spec = finder.find_spec(name, None, target)
+            spec = finder.find_spec(name, None)
         else:
             try:
-                spec = finder.find_spec(name, path, target)
+                spec = finder.find_spec(name, path)
             except (KeyError, ModuleNotFoundError):
                 # A namespace package looks for the package above it in sys.modules.
-                spec = finder.find_spec(name.rpartition(".")[2], path, target)
+                spec = finder.find_spec(name.rpartition(".")[2], path)
         if spec is not None:
             return spec
     return None

@@ -69,11 +69,10 @@ def test_equal_shares_drop_or_repeat_fewer_rows_than_ranks(
             assert set(counts) == set(range(total))
 
 
-@given(CHUNKS, ATTEMPTS, RANKS, ORDERS)
-def test_after_restarts_on_other_numbers_of_ranks_each_row_is_read_once(
-    rows: list[int], attempts: list[tuple[int, int]], ranks: int, order: Order
-) -> None:
-    layout = layout_of(rows)
+def read_in_attempts(
+    layout: Layout, attempts: list[tuple[int, int]], ranks: int, order: Order
+) -> tuple[list[int], list[list[int]]]:
+    """Return the rows that attempts have read, and each rank's share of the rest of the epoch."""
     epoch = Epoch(1, order)
     seen: list[int] = []
     for attempt_ranks, read in attempts:
@@ -81,6 +80,15 @@ def test_after_restarts_on_other_numbers_of_ranks_each_row_is_read_once(
             seen += rows_of(layout, layout.plan(epoch, rank, attempt_ranks))[:read]
         epoch = epoch.after(attempt_ranks, read)
     shares = [rows_of(layout, layout.plan(epoch, rank, ranks)) for rank in range(ranks)]
+    return seen, shares
+
+
+@given(CHUNKS, ATTEMPTS, RANKS, ORDERS)
+def test_after_restarts_on_other_numbers_of_ranks_each_row_is_read_once(
+    rows: list[int], attempts: list[tuple[int, int]], ranks: int, order: Order
+) -> None:
+    layout = layout_of(rows)
+    seen, shares = read_in_attempts(layout, attempts, ranks, order)
     assert sorted(chain(seen, *shares)) == list(range(sum(rows)))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -90,13 +98,7 @@ def test_after_restarts_fewer_rows_than_ranks_are_dropped(
     rows: list[int], attempts: list[tuple[int, int]], ranks: int, order: Order
 ) -> None:
     layout = layout_of(rows, "drop")
-    epoch = Epoch(1, order)
-    seen: list[int] = []
-    for attempt_ranks, read in attempts:
-        for rank in range(attempt_ranks):
-            seen += rows_of(layout, layout.plan(epoch, rank, attempt_ranks))[:read]
-        epoch = epoch.after(attempt_ranks, read)
-    shares = [rows_of(layout, layout.plan(epoch, rank, ranks)) for rank in range(ranks)]
+    seen, shares = read_in_attempts(layout, attempts, ranks, order)
     assert len({len(share) for share in shares}) == 1
     read_rows = [*seen, *chain(*shares)]
     assert len(read_rows) == len(set(read_rows)) > sum(rows) - ranks
