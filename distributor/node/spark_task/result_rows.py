@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from distributor.core.resources import format_bytes
 from distributor.serialization.outcome import PART_BYTES, Value
@@ -28,7 +29,6 @@ class UnsentReports:
         self._waiting: list[Output] = []
         self._waiting_bytes = 0
         self._rank = 0
-        self._file = tempfile.TemporaryFile(buffering=0)
         self._sizes: list[int] = []  # of the pieces in the file
         self._left_out = 0
 
@@ -47,7 +47,8 @@ class UnsentReports:
         """
         if self._waiting:
             self._write()
-        self._file.seek(0)
+        if self._sizes:
+            self._file.seek(0)
         for number, size in enumerate(self._sizes):
             if size > room:
                 self._left_out += sum(self._sizes[number:])
@@ -65,10 +66,15 @@ class UnsentReports:
             message = Output(self._rank, "stderr", text.encode())
             yield _row(self._rank, REPORTS_PART, packed([message]))
 
+    @functools.cached_property
+    def _file(self) -> BinaryIO:
+        return tempfile.TemporaryFile(buffering=0)
+
     def _write(self) -> None:
         piece = packed(self._waiting)
         self._waiting, self._waiting_bytes = [], 0
         try:
+            self._file.seek(sum(self._sizes))
             is_written = self._file.write(piece) == len(piece)
         except OSError:
             is_written = False
@@ -76,7 +82,6 @@ class UnsentReports:
             self._sizes.append(len(piece))
         else:
             self._left_out += len(piece)
-            self._file.seek(sum(self._sizes))
 
 
 def packed(reports: list[Output]) -> bytes:
