@@ -18,7 +18,7 @@ from support.waiting import until
 
 PROGRAM = Path(__file__).with_name("session_program.py")
 DEADLINE = 300
-"""Seconds until a scenario has ended."""
+"""Seconds until a scenario prints something or has ended."""
 SECRET = {"SPARK_CONNECT_AUTHENTICATE_TOKEN": "of these tests"}
 
 
@@ -56,12 +56,21 @@ class SessionProgram:
         self._wait_for("\nSERVING\n")
 
     def _wait_for(self, text: str) -> None:
-        def comes_or_cannot() -> bool:
-            printed = self._printed("stdout")
-            return (text in printed and printed.endswith("\n")) or self.process.poll() is not None
-
-        until(comes_or_cannot, text, DEADLINE)
+        while not self._has_printed_or_ended(text):
+            self._wait_for_progress(text)
         assert text in self._printed("stdout"), self._printed("stderr")[-8000:]
+
+    def _wait_for_progress(self, text: str) -> None:
+        printed = self._printed("stdout")
+        until(
+            lambda: self._printed("stdout") != printed or self._has_printed_or_ended(text),
+            f"nothing more is printed: {text}",
+            DEADLINE,
+        )
+
+    def _has_printed_or_ended(self, text: str) -> bool:
+        printed = self._printed("stdout")
+        return (text in printed and printed.endswith("\n")) or self.process.poll() is not None
 
     def _printed(self, stream: str) -> str:
         return "\n" + (self.folder / stream).read_text()
