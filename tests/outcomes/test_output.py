@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,9 @@ from support.ranks import (
     wait_to_be_stopped,
     wait_until,
 )
+from support.waiting import alive
 
-from distributor import (
-    RunTimeout,
-    WorkerDied,
-)
+from distributor import RunTimeout, TorchDistributor, WorkerDied
 from distributor.launch.job import Job
 from distributor.launch.programs import program_of
 from distributor.prepared_run import plan
@@ -278,13 +277,48 @@ def test_output_is_received_to_the_end_if_a_run_is_cut_short(distribute: Distrib
         print("ready")
         wait_to_be_stopped()
 
-    distributor, sink = distribute(1), CutShort()
-    launcher = plan(distributor, 1, 1).launcher
-    job = Job(
-        program=program_of(program, (), {}), num_processes=1, min_processes=1, settings=distributor
-    )
+    sink = CutShort()
     with pytest.raises(RunTimeout, match="cut short"):
-        launcher.launch(job, sink)
+        launch(program, distribute(1), sink)
     assert sink.received.startswith(b"ready\n")
     assert sink.received.endswith(b"last line\n")
     assert len(sink.received) == len(b"ready\nlast line\n") + 2 * MIB
+
+
+class RoomAtTheEnd:
+    """A sink that has room once the rank that has written its process id to a file has ended."""
+
+    def __init__(self, file: Path) -> None:
+        self.received = b""
+        self._file = file
+
+    def write(self, rank: int, stream: str, data: bytes) -> None:
+        self.received += data
+
+    def has_room(self) -> bool:
+        return self._file.exists() and not alive([int(self._file.read_text() or os.getpid())])
+
+
+def test_output_is_received_to_the_end_if_a_rank_ends_before_there_is_room(tmp_path: Path) -> None:
+    def program(file: Path) -> None:
+        os.write(1, b"l" * 2 * MIB + b"last line\n")
+        file.write_text(str(os.getpid()))
+
+    sink = RoomAtTheEnd(tmp_path / "pid")
+    distributor = TorchDistributor(1, local_mode=True, use_gpu=False)
+    launch(program, distributor, sink, tmp_path / "pid")
+    assert sink.received.endswith(b"last line\n")
+    assert len(sink.received) == len(b"last line\n") + 2 * MIB
+
+
+def launch(
+    program: Callable[..., object], distributor: TorchDistributor, sink: Any, *args: object
+) -> None:
+    """Run a program on one rank, with a sink of the test's own."""
+    job = Job(
+        program=program_of(program, args, {}),
+        num_processes=1,
+        min_processes=1,
+        settings=distributor,
+    )
+    plan(distributor, 1, 1).launcher.launch(job, sink)

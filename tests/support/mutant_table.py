@@ -510,6 +510,15 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
+        "output that had no room is received after the ranks have ended",
+        "distributor/node/agent/agent.py",
+        "        self._log_relay.drain()\n        values",
+        "        values",
+        (
+            "outcomes/test_output.py::test_output_is_received_to_the_end_if_a_rank_ends_before_there_is_room",
+        ),
+    ),
+    Mutant(
         "nodes of different versions are refused",
         "distributor/launch/spark/monitor/run_monitor.py",
         '            check_alike(attempt.nodes.software | {"the driver": pickling_software()})\n',
