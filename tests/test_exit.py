@@ -79,6 +79,7 @@ def test_a_script_waits_for_its_runs_and_shows_their_errors(
     assert (tmp_path / "value").exists(), "the run went on after the script's end"
     assert done.stdout.split("\n")[:2] == ["collected", "child 0"], "a forked process has no runs"
     assert "Waiting for 3 runs (" in done.stderr
+    assert done.stderr.count("Waiting for") == 1, "it waits without asking again and again"
     assert done.stderr.count("The run of fail failed:") == 2
     for what in ("kept", "dropped"):
         assert f"KeyError: 'of a run that is {what}'" in done.stderr

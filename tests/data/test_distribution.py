@@ -125,7 +125,7 @@ def test_each_row_is_read_once_before_and_after_a_kill(
 
 
 @pytest.mark.slow
-@settings(SETTINGS, max_examples=60)
+@settings(SETTINGS, max_examples=25)
 @given(**CASES)
 def test_each_row_is_read_once_in_many_cases(
     spark: Any, monkeypatch: pytest.MonkeyPatch, **case: Any

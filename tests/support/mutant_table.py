@@ -555,10 +555,17 @@ MUTANTS: tuple[Mutant, ...] = (
         ("test_bad_input.py::test_an_invalid_setting",),
     ),
     Mutant(
-        "a script waits for its runs",
+        "a script that waits for its runs is idle",
         "distributor/launch/future.py",
         "            concurrent.futures.wait(active)\n",
         "",
+        ("test_exit.py::test_a_script_waits_for_its_runs_and_shows_their_errors",),
+    ),
+    Mutant(
+        "a script waits for its runs",
+        "distributor/launch/future.py",
+        "    before_thread_pools_end(_await_open_runs)\n",
+        "    pass\n",
         ("test_exit.py::test_a_script_waits_for_its_runs_and_shows_their_errors",),
     ),
     # Zygotes, sources and modules
