@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +30,18 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROWS, STEPS, RATE = 16, 30, 0.2
 SETTINGS: dict[str, Any] = {
-    "timeout": 500,  # for the extension that DeepSpeed compiles at its first start on a machine
+    "timeout": 500,  # for the extension that DeepSpeed compiles at its first start
     "env": {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},  # ninja's
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_extensions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile into a new folder: in the user's, a killed process may have left its lock."""
+    folder = tmp_path_factory.mktemp("extensions")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SETTINGS["env"], "TORCH_EXTENSIONS_DIR", str(folder))
+        yield
 
 
 class Report(NamedTuple):

@@ -174,7 +174,8 @@ def test_of_two_drivers_one_ends_and_the_other_goes_on(
 
 @needs_namespaces
 def test_ctrl_c_ends_the_run_and_no_other_job(cluster: Cluster, tmp_path: Path) -> None:
-    training = Training(cluster, tmp_path / "ranks")
+    with_room = {"spark.executor.cores": "2", "spark.cores.max": "4"}  # for the other job
+    training = Training(cluster, tmp_path / "ranks", **with_room)
     with training.start() as driver:
         training.await_ranks()
         training.await_ordinary_job()
