@@ -24,6 +24,7 @@ import psutil
 
 from support.cluster import Cluster, Driver, cluster_on
 from support.machines import Machine, machines_apart, machines_on_loopback, why_not_apart
+from support.two_machines import STOPS_ITSELF
 from support.waiting import alive, comes_true
 
 RANKS = 2
@@ -271,7 +272,8 @@ class Series:
                 sum((SHARED_MEMORY / rank.segment).exists() for rank in ranks),
             )
 
-        comes_true(lambda: not any(left()), ENDS_IN)
+        cut_off = self._case.fault == "a host is cut off"
+        comes_true(lambda: not any(left()), STOPS_ITSELF if cut_off else ENDS_IN)
         found = left()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
