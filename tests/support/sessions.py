@@ -56,21 +56,19 @@ class SessionProgram:
         self._wait_for("\nSERVING\n")
 
     def _wait_for(self, text: str) -> None:
-        while not self._has_printed_or_ended(text):
-            self._wait_for_progress(text)
+        printed = self._printed("stdout")
+        while not (text in printed and printed.endswith("\n")) and self.process.poll() is None:
+            printed = self._printed_after(printed, text)
         assert text in self._printed("stdout"), self._printed("stderr")[-8000:]
 
-    def _wait_for_progress(self, text: str) -> None:
-        printed = self._printed("stdout")
+    def _printed_after(self, printed: str, awaited: str) -> str:
+        """Wait until the program prints more or ends, and return all that it has printed."""
         until(
-            lambda: self._printed("stdout") != printed or self._has_printed_or_ended(text),
-            f"nothing more is printed: {text}",
+            lambda: self._printed("stdout") != printed or self.process.poll() is not None,
+            f"nothing more is printed: {awaited}",
             DEADLINE,
         )
-
-    def _has_printed_or_ended(self, text: str) -> bool:
-        printed = self._printed("stdout")
-        return (text in printed and printed.endswith("\n")) or self.process.poll() is not None
+        return self._printed("stdout")
 
     def _printed(self, stream: str) -> str:
         return "\n" + (self.folder / stream).read_text()
