@@ -9,12 +9,15 @@ import lzma
 import shelve
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import cloudpickle
 import pytest
 from conftest import cluster_is_slow
 from support.ranks import Distribute
+
+from distributor.launch.programs import module_of
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -69,6 +72,16 @@ def leave_open(folder: str) -> None:
     builtins.file.write("lzma")  # type: ignore[attr-defined]
 
 
+def leave_hdf5_open(path: str) -> None:
+    """Leave an HDF5 file open in a place that lasts."""
+    import builtins
+
+    import h5py
+
+    builtins.file = h5py.File(path, "w")  # type: ignore[attr-defined]
+    builtins.file["column"] = [1, 2, 3]  # type: ignore[attr-defined]
+
+
 def check_files(folder: Path) -> None:
     names = {"notes", "zip", "gzip", "parquet", "zip of a module", "bz2", "lzma"}
     found = {path.name for path in folder.iterdir()}
@@ -104,13 +117,28 @@ def test_of_a_function(
     check_files(folder)
 
 
-ENDINGS = {"return": "", "raise": "raise LookupError('of the program')", "exit": "sys.exit(3)"}
-OF_MAIN = """
+@pytest.mark.skipif(find_spec("h5py") is None, reason="h5py is not installed")
+@pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
+@cluster_is_slow
+def test_of_hdf5(distribute: Distribute, tmp_path: Path, warm: bool) -> None:
+    path = tmp_path / "file"
+    distribute(1, warm=warm).run(leave_hdf5_open, str(path))
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(path) as file:
+        assert list(file["column"]) == [1, 2, 3]
+
+
+SOURCE = f"""
+from __future__ import annotations
+import sys
+
+{inspect.getsource(leave_open)}
 if sys.version_info < (3, 14):  # which keeps exit handlers until all have run
     import atexit
     atexit.register(lambda: None)  # refers to all globals
 leave_open(sys.argv[1])
 """
+ENDINGS = {"return": "", "raise": "raise LookupError('of the program')", "exit": "sys.exit(3)"}
 
 
 @pytest.mark.parametrize(
@@ -125,15 +153,23 @@ leave_open(sys.argv[1])
 @cluster_is_slow
 def test_of_a_script(distribute: Distribute, folder: Path, ending: str, warm: bool) -> None:
     script = folder.with_name("program") / "script.py"
-    script.write_text(
-        "from __future__ import annotations\nimport sys\n\n"
-        + inspect.getsource(leave_open)
-        + OF_MAIN
-        + ENDINGS[ending]
-    )
+    script.write_text(SOURCE + ENDINGS[ending])
     if ending == "return":
         distribute(1, warm=warm).run(script, str(folder))
     else:
         with pytest.raises(Exception, match=r"of the program|exited with code 3"):
             distribute(1, warm=warm).run(script, str(folder))
+    check_files(folder)
+
+
+@pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
+@cluster_is_slow
+def test_of_a_module_that_is_run_by_name(
+    distribute: Distribute, folder: Path, monkeypatch: pytest.MonkeyPatch, warm: bool
+) -> None:
+    package = folder.with_name("program") / "package"
+    package.mkdir()
+    (package / "train.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(package.parent))
+    distribute(1, warm=warm).run(module_of("package.train"), str(folder))
     check_files(folder)

@@ -174,6 +174,23 @@ MUTANTS: tuple[Mutant, ...] = (
         "        pass\n",
         ("test_endings.py::test_an_exit_is_reported_if_its_exit_handlers_never_end[local]",),
     ),
+    Mutant(
+        "what a program leaves open in globals is closed",
+        "distributor/node/process/exit.py",
+        "names = [name for name in candidates if _is_of_program(name)]",
+        "names: list[str] = []",
+        (
+            "outcomes/test_open_objects.py::test_of_a_script[local-return-True]",
+            "outcomes/test_open_objects.py::test_of_a_module_that_is_run_by_name[local-True]",
+        ),
+    ),
+    Mutant(
+        "HDF5 files that are left open are closed",
+        "distributor/node/process/exit.py",
+        "    _close_hdf5()\n",
+        "",
+        ("outcomes/test_open_objects.py::test_of_hdf5[local-True]",),
+    ),
     # Attempts
     Mutant(
         "preempted attempts do not count as failures",
