@@ -7,20 +7,24 @@ fixed port.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import needs_connect, needs_java
+from support.ports import free_port
 from support.sessions import SECRET, SessionProgram, python_without_torch, session_program
 from support.waiting import assert_gone, until
 
 pytestmark = [pytest.mark.spark, needs_java]
+StartClient = Callable[..., "subprocess.Popen[str]"]
 
 
 def also(kind: str) -> pytest.MarkDecorator:
@@ -220,33 +224,90 @@ def test_a_node_without_a_link_joins_the_rendezvous_through_spark(tmp_path: Path
 
 
 CLIENT = """
-import os, sys, threading
+import os, sys, threading, time
 from pyspark.sql import SparkSession
 from distributor import TorchDistributor
 
 def wait(folder):
     open(os.path.join(folder, str(os.getpid())), "w").close()
-    threading.Event().wait()
+    while not os.path.exists(os.path.join(folder, "enough")):
+        time.sleep(0.02)
+    return "done"
 
 SparkSession.builder.remote("sc://localhost:15002").getOrCreate()
-TorchDistributor(2, local_mode=False, use_gpu=False).run(wait, sys.argv[1])
+ranks, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+print(TorchDistributor(ranks, local_mode=False, use_gpu=False, hub_port=port).run(wait, folder))
 """
+
+
+@pytest.fixture
+def client(connect: SessionProgram, tmp_path: Path) -> Iterator[StartClient]:
+    """Return a function that starts another client of the server, and wait for its ranks."""
+    connect.wait_until_it_serves()
+    script = tmp_path / "client.py"
+    script.write_text(CLIENT)
+    with contextlib.ExitStack() as clients:
+
+        def start(num_ranks: int, folder: Path, port: int = 0) -> subprocess.Popen[str]:
+            folder.mkdir()
+            started = clients.enter_context(
+                subprocess.Popen(
+                    [sys.executable, str(script), str(num_ranks), str(port), str(folder)],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, **SECRET},
+                )
+            )
+            clients.callback(started.kill)
+            until(lambda: len(list(folder.iterdir())) == num_ranks, "the ranks run", 120)
+            return started
+
+        yield start
 
 
 @needs_connect
 def test_ranks_do_not_outlive_a_connect_client_that_is_killed(
-    connect: SessionProgram, tmp_path: Path
+    connect: SessionProgram, client: StartClient, tmp_path: Path
 ) -> None:
-    ranks, script = tmp_path / "ranks", tmp_path / "client.py"
-    ranks.mkdir()
-    script.write_text(CLIENT)
-    connect.wait_until_it_serves()
-    command = [sys.executable, str(script), str(ranks)]
-    with subprocess.Popen(command, env={**os.environ, **SECRET}) as client:
-        try:
-            until(lambda: len(list(ranks.iterdir())) == 2, "the ranks run", 120)
-        finally:
-            client.kill()
+    client(2, tmp_path / "ranks").kill()
 
-    assert_gone(int(rank.name) for rank in ranks.iterdir())
+    assert_gone(ranks_in(tmp_path / "ranks"))
     assert connect.process.poll() is None, "the server continues"
+
+
+@needs_connect
+def test_ranks_do_not_take_a_new_client_at_the_port_for_their_own(
+    connect: SessionProgram, client: StartClient, tmp_path: Path
+) -> None:
+    port = free_port()
+    old = client(1, tmp_path / "old", port)
+    until(lambda: len(nodes_of(connect)) == 1, "the nodes of earlier runs have ended")
+    [node] = nodes_of(connect)
+    node.suspend()  # it looks for its driver only once the new one is there
+    try:
+        old.kill()
+        new = client(1, tmp_path / "new", port)
+    finally:
+        node.resume()
+
+    assert_gone(ranks_in(tmp_path / "old"))
+    assert new.poll() is None, "the new client, which listens at the port, continues"
+    (tmp_path / "new" / "enough").touch()
+    output, _ = new.communicate(timeout=120)
+    assert output.endswith("done\n")
+
+
+def ranks_in(folder: Path) -> list[int]:
+    return [int(rank.name) for rank in folder.iterdir()]
+
+
+def nodes_of(connect: SessionProgram) -> list[psutil.Process]:
+    """Return the server's processes that are nodes of a run at present."""
+
+    def is_node(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            return " ".join(process.cmdline()).startswith("distributor: node ")
+        return False
+
+    server = psutil.Process(connect.process.pid)
+    return [process for process in server.children(recursive=True) if is_node(process)]
