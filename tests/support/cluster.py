@@ -144,7 +144,7 @@ class Cluster:
         return found
 
     def _start_daemon(self, machine: Machine, name: str, *wanted: str) -> subprocess.Popen[Any]:
-        home = _spark_home()
+        home = spark_home()
         number = self.on_workers.index(machine) if machine in self.on_workers else ""
         with (self.folder / f"{name}{number}.log").open("wb") as log:
             return machine.start(
@@ -277,7 +277,8 @@ def cluster_on(
                 process.kill()
 
 
-def _spark_home() -> str:
+def spark_home() -> str:
+    """Return the folder of the Spark that drivers use."""
     if home := os.environ.get("SPARK_HOME"):
         return home
     found = find_spec("pyspark")

@@ -625,6 +625,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "_ = _imports_of(found",
         ("test_modules.py::test_modules_that_imported_modules_import_are_sent",),
     ),
+    Mutant(
+        "an executor's user may have no home",
+        "distributor/node/environment/build_once.py",
+        "with contextlib.suppress(RuntimeError):",
+        "if True:",
+        ("test_unnamed_users.py::test_environments_are_kept_in_a_temporary_folder",),
+    ),
+    Mutant(
+        "an executor's user may have no name",
+        "distributor/node/process/scratch.py",
+        'f"pymp-{secrets.token_hex(4)}"',
+        "f\"pymp-{__import__('getpass').getuser()[:4]}-{secrets.token_hex(4)}\"",
+        ("test_unnamed_users.py::test_runs_work_if_the_python_of_executors_has_such_a_user",),
+    ),
     # MLflow
     Mutant(
         "an unavailable MLflow server does not end the training",

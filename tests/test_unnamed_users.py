@@ -1,0 +1,159 @@
+"""Users without a passwd entry, as in containers that run under any number."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import facts_in, needs_java
+from support.cluster import spark_home
+from support.packages import variables_for
+from support.waiting import until
+
+USER = 54321
+"""A user who has no passwd entry."""
+AS_USER = ["unshare", "--user", f"--map-user={USER}"]
+
+
+def why_not_unnamed() -> str:
+    """Return why no process can run as that user, or an empty string if one can."""
+    if not shutil.which("unshare"):
+        return "util-linux is not installed"
+    tried = subprocess.run([*AS_USER, "id", "-un"], capture_output=True, text=True)
+    return "" if "cannot find name" in tried.stderr else f"no user can be unnamed: {tried.stderr}"
+
+
+WHY_NOT = why_not_unnamed()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
+RUNS = """
+import json, os, sys
+from distributor import TorchDistributor
+
+def lacks():
+    import pathlib, pwd
+
+    found = []
+    for what in (lambda: pwd.getpwuid(os.getuid()), pathlib.Path.home):
+        try:
+            what()
+        except (KeyError, RuntimeError) as error:
+            found.append(type(error).__name__)
+    return found
+
+def train():
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    model(torch.full((1, 1), dist.get_rank() + 1.0)).sum().backward()
+    return os.getuid(), lacks(), model.module.weight.grad.item()
+
+def fail():
+    raise LookupError("no such thing")
+
+runner = TorchDistributor(2, local_mode=sys.argv[1] == "local", use_gpu=False, timeout=120)
+facts = {"trained": runner.run_all(train)}
+try:
+    runner.run(fail)
+except LookupError as error:
+    facts["failed"] = str(error)
+print("FACTS " + json.dumps(facts))
+"""
+CLUSTER = """
+from pyspark.sql import SparkSession
+
+builder = SparkSession.builder.master("local-cluster[1,2,1024]")
+builder = builder.config("spark.executor.memory", "512m").config("spark.log.level", "OFF")
+builder.config("spark.ui.enabled", "false").getOrCreate()
+"""
+WAITS = """
+from distributor import TorchDistributor
+
+TorchDistributor(1, local_mode=False, use_gpu=False).run(print)
+"""
+JAVA = """#!/bin/sh
+case "$*" in *CoarseGrainedExecutorBackend*) exec {as_user} {java} "$@";; esac
+exec {java} "$@"
+"""
+DEADLINE = 120.0
+ENDED = re.compile(r"\d+ executors? ended during this wait; .*, in (work/\S+/stderr)")
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    """Make an interpreter that runs as the user, who has no home either."""
+    python = tmp_path / "python"
+    unset = ("HOME", "USER", "LOGNAME", "XDG_CACHE_HOME")
+    variables = [*(f"--unset={name}" for name in unset), f"TMPDIR={tmp_path}"]
+    command = shlex.join(["env", *variables, *AS_USER, sys.executable])
+    python.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def check(facts: dict[str, object]) -> None:
+    assert facts["trained"] == 2 * [[USER, ["KeyError", "RuntimeError"], 1.5]]
+    assert str(facts["failed"]).startswith("no such thing")
+
+
+CACHE = "from distributor.node.environment import build_once; print(build_once.cache_folder({}))"
+
+
+def test_environments_are_kept_in_a_temporary_folder(python: str, tmp_path: Path) -> None:
+    done = subprocess.run([python, "-c", CACHE], capture_output=True, text=True, timeout=100)
+    assert done.stdout == f"{tmp_path}/distributor-{USER}\n", done.stderr
+
+
+@pytest.mark.slow
+def test_local_runs_work(python: str, tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(RUNS)
+    command = [python, str(script), "local"]
+    check(facts_in(subprocess.run(command, capture_output=True, text=True, timeout=200)))
+
+
+@pytest.mark.spark
+@needs_java
+def test_runs_work_if_the_python_of_executors_has_such_a_user(
+    run_driver: RunDriver, python: str
+) -> None:
+    done = run_driver(CLUSTER + RUNS, "cluster", env={"PYSPARK_PYTHON": python})
+    check(facts_in(done))
+
+
+@pytest.mark.spark
+@needs_java
+def test_executors_whose_java_ends_for_lack_of_a_name_are_reported(tmp_path: Path) -> None:
+    java = str(Path(shutil.which("java") or "").resolve())
+    wrapper = tmp_path / "java" / "bin" / "java"
+    wrapper.parent.mkdir(parents=True)
+    wrapper.write_text(JAVA.format(as_user=shlex.join(AS_USER), java=shlex.quote(java)))
+    wrapper.chmod(0o755)
+    script, shown = tmp_path / "driver.py", tmp_path / "stderr"
+    script.write_text(CLUSTER + WAITS)
+    variables = variables_for(CLUSTER + WAITS, {"JAVA_HOME": str(wrapper.parents[1])})
+    variables.pop("SPARK_WORKER_DIR", None)
+    with (
+        shown.open("wb") as stderr,
+        subprocess.Popen(
+            [sys.executable, str(script)], stderr=stderr, env=variables, cwd=tmp_path
+        ) as driver,
+    ):
+        try:
+            until(lambda: ENDED.search(shown.read_text()), "they are reported", DEADLINE)
+        finally:
+            driver.kill()
+
+    log = ENDED.findall(shown.read_text())[-1]
+    assert "invalid null input: name" in Path(spark_home(), log).read_text()
+    assert "a passwd entry of their user" in shown.read_text()
+    assert "smaller executors" not in shown.read_text()
