@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import cluster_is_slow
 from support.ranks import Distribute
 from test_main_module import Main, main  # noqa: F401  (a fixture)
+
+from distributor.launch.programs import module_of
 
 CHILDREN = """
 import concurrent.futures, multiprocessing, os
@@ -38,6 +41,11 @@ def values(method):
         results.append(executor.submit(nested, method, 3).result())
     return [result.value for result in results if type(result) is State]
 """
+SCRIPT = f"""{CHILDREN}
+if __name__ == "__main__":
+    import json, sys
+    with open(sys.argv[1], "w") as file: json.dump(values(sys.argv[2]), file)
+"""
 EXPECTED = [7, 10]
 
 
@@ -52,13 +60,20 @@ def test_children_of_a_script(
     distribute: Distribute, tmp_path: Path, method: str, warm: bool
 ) -> None:
     script = tmp_path / "train.py"
-    script.write_text(
-        f"{CHILDREN}\n"
-        "if __name__ == '__main__':\n"
-        "    import json, sys\n"
-        "    with open(sys.argv[1], 'w') as file: json.dump(values(sys.argv[2]), file)\n"
-    )
+    script.write_text(SCRIPT)
     distribute(1, warm=warm).run(script, str(tmp_path / "values"), method)
+    assert json.loads((tmp_path / "values").read_text()) == EXPECTED
+
+
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+@cluster_is_slow
+def test_children_of_a_module_that_is_run_by_name(
+    distribute: Distribute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(SCRIPT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    distribute(1).run(module_of("package.train"), str(tmp_path / "values"), method)
     assert json.loads((tmp_path / "values").read_text()) == EXPECTED
 
 

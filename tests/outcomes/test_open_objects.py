@@ -128,6 +128,26 @@ def test_of_hdf5(distribute: Distribute, tmp_path: Path, warm: bool) -> None:
         assert list(file["column"]) == [1, 2, 3]
 
 
+def leave_unwritable(path: str) -> None:
+    """Leave a file open that can no longer be written."""
+    import builtins
+    import os
+
+    builtins.file = open(path, "w")  # type: ignore[attr-defined]
+    builtins.file.write("lost")  # type: ignore[attr-defined]
+    os.dup2(os.open(path, os.O_RDONLY), builtins.file.fileno())  # type: ignore[attr-defined]
+
+
+@cluster_is_slow
+def test_a_file_that_cannot_be_written_is_reported(
+    distribute: Distribute, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    distribute(1).run(leave_unwritable, str(tmp_path / "file"))
+    shown = capfd.readouterr().err
+    assert f"at the end of the program in: <_io.TextIOWrapper name='{tmp_path}/file'" in shown
+    assert "Bad file descriptor" in shown
+
+
 SOURCE = f"""
 from __future__ import annotations
 import sys

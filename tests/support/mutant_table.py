@@ -191,6 +191,22 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
         ("outcomes/test_open_objects.py::test_of_hdf5[local-True]",),
     ),
+    Mutant(
+        "a file that is left open and cannot be written is reported",
+        "distributor/node/process/exit.py",
+        '        print_error(f"Exception ignored at the end of the program in: {what!r}\\n")\n',
+        "",
+        ("outcomes/test_open_objects.py::test_a_file_that_cannot_be_written_is_reported[local]",),
+    ),
+    Mutant(
+        "processes that a rank starts have its main module's names",
+        "distributor/node/worker/main_module.py",
+        'sys.modules["__main__"] = sys.modules["__mp_main__"] = module',
+        'sys.modules["__main__"] = module',
+        (
+            "outcomes/test_child_processes.py::test_children_of_a_module_that_is_run_by_name[local-spawn]",
+        ),
+    ),
     # Attempts
     Mutant(
         "preempted attempts do not count as failures",
