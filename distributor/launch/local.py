@@ -31,6 +31,7 @@ from distributor.node.agent.output.sink import Sink
 from distributor.node.agent.worker_env import common_environment
 from distributor.node.process import zygote_client
 from distributor.node.process.interpreter import Interpreter
+from distributor.node.process.start_limit import StartLimit
 from distributor.node.process.supervisor_client import is_supported
 from distributor.node.process.zygote_client import ZygoteSpec
 from distributor.node.worker.control_channel import SECRET_BYTES
@@ -105,10 +106,11 @@ class LocalLauncher:
         zygote_spec = _zygote_spec(settings, job.num_processes, env, interpreter)
         ports = port_range("rank_ports", settings.rank_ports)
         located = located_modules(job.program, settings.py_modules)
+        limit = StartLimit(start_deadline, job.cancellation.check)
         with (
             listen_for_ranks(LOOPBACK, ports) as store_socket,
             in_file(replace(job.program, located=located)) as program,
-            zygote_client.open_spawner(zygote_spec, start_deadline, interpreter) as spawner,
+            zygote_client.open_spawner(zygote_spec, limit, interpreter) as spawner,
         ):
             listener = _LocalListener(job, sink, f"Started {self.training(job.num_processes)}")
             agent = Agent(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import socket
@@ -18,8 +17,8 @@ from distributor.node.agent.agent import Agent
 from distributor.node.agent.listener import BaseAgentListener
 from distributor.node.agent.node_spec import NodeSpec
 from distributor.node.process import zygote_client
-from distributor.node.process.interpreter import Interpreter
 from distributor.node.process.spawner import Process, Spawner
+from distributor.node.process.start_limit import StartLimit
 from distributor.serialization.outcome import Failure
 from distributor.serialization.program import in_file
 
@@ -87,7 +86,7 @@ def test_a_rank_that_dies_while_another_failure_is_handled_is_reported_too(tmp_p
         )
         with (
             in_file(program_of(wait_or_exit, (tmp_path / "marker",), {})) as program,
-            zygote_client.open_spawner(None, math.inf, Interpreter.current()) as spawner,
+            zygote_client.open_spawner(None, StartLimit()) as spawner,
         ):
             recording: Any = RecordingSpawner(spawner, recorder.processes)
             with Agent(node, program, recording, recorder, store_socket=store_socket) as agent:

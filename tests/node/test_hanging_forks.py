@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cloudpickle
+import psutil
 import pytest
 from support.driver_process import driver
 from support.waiting import assert_gone, marked, until
-from support.zygotes import DEADLINE, WriteModule, local
+from support.zygotes import DEADLINE, WriteModule, local, waiting_source, zygotes
 
 from distributor import StartTimeout
-from distributor.node.process import supervisor_client
+from distributor.node.agent.worker_env import common_environment
+from distributor.node.process import supervisor_client, zygote_client
+from distributor.node.process.ipc import RequestSupervisor
 from distributor.node.process.supervisor_client import is_supported
+from distributor.node.process.zygote_client import ZygoteSpec
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [
@@ -78,6 +85,54 @@ def test_the_start_of_ranks_that_hangs_in_a_fork_ends_at_start_timeout(
     assert_gone([hung])
 
 
+@pytest.mark.parametrize("place", ["child 1", "before 1"])
+@pytest.mark.parametrize("request_", ["cancel", pytest.param("Ctrl-C", marks=pytest.mark.slow)])
+def test_the_start_of_ranks_that_hangs_in_a_fork_can_be_cancelled(
+    tmp_path: Path, write_module: WriteModule, place: str, request_: str
+) -> None:
+    (tmp_path / place).touch()
+    ranks = local(2, preload=[write_module(SOURCE.format(folder=str(tmp_path)))])
+    hung = tmp_path / "hung"
+    if request_ == "cancel":
+        run = ranks.submit(os.getpid)
+        until(hung.exists, "it hangs", DEADLINE)
+        assert run.cancel()
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(interrupt_once, hung.exists)
+            with pytest.raises(KeyboardInterrupt):
+                ranks.run(os.getpid)
+    until(hung.read_text, "it has written its process id")
+    assert_gone([int(hung.read_text())])
+
+
+def test_a_supervisor_that_hangs_ends_if_its_run_has_ended_before_the_fork(
+    tmp_path: Path, write_module: WriteModule
+) -> None:
+    begun, go, forked = (tmp_path / name for name in ("begun", "go", "forked"))
+    source = SOURCE.format(folder=str(tmp_path)) + waiting_source(begun, go)
+    name = write_module(f"{source}\nos.register_at_fork(after_in_parent=(folder / 'forked').touch)")
+    local(preload=[name])
+    (tmp_path / "child 1").touch()
+    until(begun.exists, "it is loading", DEADLINE)
+    environment = common_environment(1, {}, os.environ)
+    zygote_spec = ZygoteSpec(owner=os.getpid(), environment=environment, preload=(name,))
+    connection = zygote_client._connect(os.getpid())
+    assert connection
+    with connection:
+        connection.sendall(pickle.dumps(RequestSupervisor(zygote_spec.preload_spec)))
+    go.touch()
+    until(forked.exists, "it has forked", DEADLINE)
+    [zygote] = zygotes()
+    until(lambda: not psutil.Process(zygote).children(), "the supervisor is left")
+
+
+def interrupt_once(condition: Callable[[], bool]) -> None:
+    """Send this process the signal of a Ctrl-C once a condition holds."""
+    until(condition, "it hangs", DEADLINE)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_a_supervisor_that_does_not_become_ready_ends_at_start_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +145,11 @@ def test_a_supervisor_that_does_not_become_ready_ends_at_start_timeout(
     monkeypatch.setattr(sys, "executable", str(interpreter))
     with pytest.raises(StartTimeout, match=f"start_timeout has passed, and {interpreter} on "):
         local(warm=False, start_timeout=1).run(os.getpid)
+    assert_gone([int(pid.read_text())])
+    pid.unlink()
+    run = local(warm=False).submit(os.getpid)
+    until(pid.exists, "it has started", DEADLINE)
+    assert run.cancel()
     assert_gone([int(pid.read_text())])
     monkeypatch.setattr(supervisor_client, "READY_SECONDS", 1.0)
     with pytest.raises(RuntimeError, match="has not become the supervisor of ranks within 1 s"):

@@ -26,6 +26,7 @@ from distributor.node.process import zygote_client
 from distributor.node.process.ipc import ShutDown, StartRank
 from distributor.node.process.process_attributes import ProcessAttributes
 from distributor.node.process.scratch import new_scratch_path
+from distributor.node.process.start_limit import StartLimit
 from distributor.node.process.supervisor_client import SupervisedSpawner, is_supported
 from distributor.node.process.worker_spec import WorkerSpec
 from distributor.node.process.zygote_client import ZygoteSpec
@@ -90,7 +91,7 @@ def test_a_request_without_descriptors_ends_only_its_supervisor(tmp_path: Path) 
     zygote_spec = ZygoteSpec(owner=os.getpid(), environment=common_environment(1, {}, os.environ))
     with held_run(tmp_path / "run") as run:
         connection, supervisor = zygote_client._request_supervisor(
-            zygote_spec, time.monotonic() + DEADLINE
+            zygote_spec, StartLimit(time.monotonic() + DEADLINE)
         )
         with connection:
             connection.sendall(pickle.dumps(StartRank(worker_spec, ProcessAttributes.current())))
@@ -132,7 +133,7 @@ def test_a_rank_that_ends_with_its_agent_disturbs_no_run(tmp_path: Path) -> None
         in_file(program_of(signal.pause, (), {})) as program,
         anonymous_file() as outcome,
         tempfile.TemporaryFile() as output,
-        zygote_client.open_spawner(zygote_spec, time.monotonic() + DEADLINE) as starter,
+        zygote_client.open_spawner(zygote_spec, StartLimit(time.monotonic() + DEADLINE)) as starter,
         ours,
         theirs,
     ):

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from distributor.node.process.preload_spec import PreloadSpec
 from distributor.node.process.process_attributes import ProcessAttributes
+from distributor.node.process.start_limit import StartLimit
 from distributor.node.process.worker_spec import WorkerSpec
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -167,6 +168,23 @@ def receive(connection: socket.socket) -> object:
     except OSError:
         return None
     return pickle.loads(data) if data else None
+
+
+def await_message(connection: socket.socket, limit: StartLimit) -> object:
+    """Return the next message as `receive`, if it comes within the limit.
+
+    Raises
+    ------
+    TimeoutError
+        If the limit's deadline has passed.
+    """
+    for seconds in limit.intervals():
+        connection.settimeout(seconds)
+        with contextlib.suppress(TimeoutError):
+            message = receive(connection)
+            connection.settimeout(None)
+            return message
+    raise TimeoutError
 
 
 def read_environment(descriptor: int) -> dict[str, str]:

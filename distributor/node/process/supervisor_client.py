@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import pickle
 import queue
@@ -12,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import BinaryIO, NamedTuple
 
 from distributor.core.host import host_name
@@ -24,11 +24,13 @@ from distributor.node.process.ipc import (
     Ready,
     Refused,
     StartRank,
+    await_message,
     receive,
 )
 from distributor.node.process.process_attributes import ProcessAttributes
 from distributor.node.process.signals import kill_by_environment, kill_group
 from distributor.node.process.spawner import RUN_VARIABLES, Process
+from distributor.node.process.start_limit import StartLimit
 from distributor.node.process.worker_spec import WorkerSpec
 from distributor.serialization.oob_pickle import anonymous_file
 
@@ -50,15 +52,15 @@ class SupervisorConnection(NamedTuple):
     pid: int
 
 
-def start_supervisor(interpreter: Interpreter, deadline: float = math.inf) -> SupervisorConnection:
+def start_supervisor(interpreter: Interpreter, limit: StartLimit) -> SupervisorConnection:
     """Start a supervisor whose ranks each get a new interpreter of the same kind.
 
     Parameters
     ----------
     interpreter : Interpreter
         The interpreter.
-    deadline : float
-        When, by ``time.monotonic``, it must be ready.
+    limit : StartLimit
+        How long it is waited for.
 
     Raises
     ------
@@ -72,14 +74,15 @@ def start_supervisor(interpreter: Interpreter, deadline: float = math.inf) -> Su
         environment = {**os.environ, **interpreter.variables}
         number = theirs.fileno()
         pid = interpreter.start_detached("supervisor", str(number), number, environment)
-    seconds = max(0.001, min(READY_SECONDS, deadline - time.monotonic()))
-    ours.settimeout(seconds)
+    deadline = min(limit.deadline, time.monotonic() + READY_SECONDS)
     try:
-        reply = receive(ours)
-    except TimeoutError:
+        reply = await_message(ours, replace(limit, deadline=deadline))
+    except BaseException as error:
         kill(pid)
         ours.close()
-        if seconds == READY_SECONDS:
+        if not isinstance(error, TimeoutError):
+            raise
+        if deadline < limit.deadline:
             raise DistributorError(
                 f"{interpreter.executable} on {host_name()} has not become the supervisor of ranks "
                 f"within {READY_SECONDS:.0f} s."
@@ -92,7 +95,6 @@ def start_supervisor(interpreter: Interpreter, deadline: float = math.inf) -> Su
         raise DistributorError(
             f"{interpreter.executable} could not be started as the supervisor of ranks."
         )
-    ours.settimeout(None)
     return SupervisorConnection(ours, pid)
 
 
@@ -109,13 +111,13 @@ class SupervisedSpawner:
     ----------
     supervisor : SupervisorConnection
         The supervisor.
-    deadline : float
-        When, by ``time.monotonic``, all ranks must have been started.
+    limit : StartLimit
+        How long its answers are waited for.
     """
 
-    def __init__(self, supervisor: SupervisorConnection, deadline: float = math.inf) -> None:
+    def __init__(self, supervisor: SupervisorConnection, limit: StartLimit) -> None:
         self._connection, self._supervisor_pid = supervisor
-        self._deadline = deadline
+        self._limit = limit
         self._attributes = ProcessAttributes.current()
         self._processes: dict[int, Process] = {}
         self._replies: queue.SimpleQueue[RankStarted | Refused] = queue.SimpleQueue()
@@ -157,16 +159,15 @@ class SupervisedSpawner:
         return self._processes[reply.pid]
 
     def _next_reply(self) -> RankStarted | Refused:
-        left = self._deadline - time.monotonic()
-        try:
-            return self._replies.get(timeout=None if left == math.inf else max(0.0, left))
-        except queue.Empty:
-            raise StartTimeout(
-                f"start_timeout has passed, and the process on {host_name()} that starts the ranks "
-                f"has not answered (supervisor, process {self._supervisor_pid}). It was stopped, "
-                "or hangs while it forks, perhaps in a function that a preloaded module has "
-                "registered with os.register_at_fork."
-            ) from None
+        for seconds in self._limit.intervals():
+            with contextlib.suppress(queue.Empty):
+                return self._replies.get(timeout=seconds)
+        raise StartTimeout(
+            f"start_timeout has passed, and the process on {host_name()} that starts the ranks has "
+            f"not answered (supervisor, process {self._supervisor_pid}). It was stopped, or hangs "
+            "while it forks, perhaps in a function that a preloaded module has registered with "
+            "os.register_at_fork."
+        )
 
     def _send_request(
         self,

@@ -232,8 +232,10 @@ class _Zygote:
             send(agent, Refused(f"no process could be forked: {error}"))
             return None
         if pid:
-            with contextlib.suppress(OSError):  # the agent has ended, and the supervisor will
-                send(agent, Forked(pid))
+            try:
+                agent.sendall(pickle.dumps(Forked(pid)))
+            except OSError:  # the agent has ended, or its run was cancelled
+                os.kill(pid, signal.SIGKILL)
             self._supervisors[pid] = pidfd = os.pidfd_open(pid)
             self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._handle_end(pid))
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import pickle
 import socket
@@ -25,12 +24,13 @@ from distributor.node.process.ipc import (
     ShutDown,
     Stale,
     ZygoteArguments,
+    await_message,
     peer_credentials,
-    receive,
     send,
 )
 from distributor.node.process.preload_spec import PreloadSpec
 from distributor.node.process.spawner import FreshSpawner, Spawner
+from distributor.node.process.start_limit import StartLimit
 from distributor.node.process.supervisor_client import (
     SupervisedSpawner,
     SupervisorConnection,
@@ -47,6 +47,11 @@ MAX_ATTEMPTS = 5
 _CHECK_CUDA_THROUGH_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Keeps torch from initializing CUDA when a preloaded module asks whether there is a GPU, because
 CUDA cannot be used in forks of a process that has initialized it."""
+_STILL_IMPORTS = "does not answer: it is still importing, or hangs"
+_HANGS_IN_FORK = (
+    "has forked a process that hangs, perhaps in a function that one of them has registered with "
+    "os.register_at_fork"
+)
 _last_prepared: PreloadSpec | None = None
 
 
@@ -78,7 +83,7 @@ class ZygoteSpec:
 
 def open_spawner(
     zygote_spec: ZygoteSpec | None,
-    deadline: float = math.inf,
+    limit: StartLimit,
     interpreter: Interpreter | None = None,
 ) -> Spawner:
     """Return a spawner whose ranks are forked from a zygote or started in fresh interpreters.
@@ -89,8 +94,8 @@ def open_spawner(
     ----------
     zygote_spec : ZygoteSpec or None
         What a zygote must have loaded; None for fresh interpreters.
-    deadline : float
-        When, by ``time.monotonic``, the zygote must be ready.
+    limit : StartLimit
+        How long the start of all ranks is waited for.
     interpreter : Interpreter, optional
         The interpreter of fresh ranks; by default that of this process.
 
@@ -105,9 +110,9 @@ def open_spawner(
     if not is_supported():
         return FreshSpawner(interpreter)
     if zygote_spec is None:
-        return SupervisedSpawner(start_supervisor(interpreter, deadline), deadline)
+        return SupervisedSpawner(start_supervisor(interpreter, limit), limit)
     try:
-        return SupervisedSpawner(_request_supervisor(zygote_spec, deadline), deadline)
+        return SupervisedSpawner(_request_supervisor(zygote_spec, limit), limit)
     except TimeoutError as error:
         modules = ", ".join(("torch", *zygote_spec.preload))
         raise StartTimeout(
@@ -119,7 +124,7 @@ def open_spawner(
             f"distributor: no warm process, so ranks start in new interpreters: {error}",
             file=sys.stderr,
         )
-        return SupervisedSpawner(start_supervisor(interpreter, deadline), deadline)
+        return SupervisedSpawner(start_supervisor(interpreter, limit), limit)
 
 
 def prepare(zygote_spec: ZygoteSpec | None) -> None:
@@ -152,8 +157,8 @@ def start_if_missing(zygote_spec: ZygoteSpec) -> bool:
 
 def _replace_if_stale(zygote_spec: ZygoteSpec) -> None:
     with contextlib.suppress(OSError, DistributorError):
-        deadline = time.monotonic() + PREPARE_SECONDS
-        _request_supervisor(zygote_spec, deadline).connection.close()
+        limit = StartLimit(time.monotonic() + PREPARE_SECONDS)
+        _request_supervisor(zygote_spec, limit).connection.close()
 
 
 def is_warm(owner: int) -> bool:
@@ -173,7 +178,7 @@ def shut_down(owner: int) -> None:
                 send(connection, ShutDown())
 
 
-def _request_supervisor(zygote_spec: ZygoteSpec, deadline: float) -> SupervisorConnection:
+def _request_supervisor(zygote_spec: ZygoteSpec, limit: StartLimit) -> SupervisorConnection:
     """Have a zygote fork a supervisor, and return the connection to it.
 
     A zygote that does not fit replies so and exits, and is replaced.
@@ -194,7 +199,7 @@ def _request_supervisor(zygote_spec: ZygoteSpec, deadline: float) -> SupervisorC
         connection = running or _start_zygote(to_start)
         if connection is None:
             continue  # another thread or process has just started one
-        reply = _send_request(connection, zygote_spec.preload_spec, deadline)
+        reply = _send_request(connection, zygote_spec.preload_spec, limit)
         if isinstance(reply, Ready):
             return SupervisorConnection(connection, reply.pid)
         connection.close()
@@ -214,7 +219,9 @@ def _request_supervisor(zygote_spec: ZygoteSpec, deadline: float) -> SupervisorC
     raise ConnectionError(f"found and lost {MAX_ATTEMPTS} of them")
 
 
-def _send_request(connection: socket.socket, preload_spec: PreloadSpec, deadline: float) -> object:
+def _send_request(
+    connection: socket.socket, preload_spec: PreloadSpec, limit: StartLimit
+) -> object:
     """Request a supervisor, and return the reply; None if the zygote has gone.
 
     Raises
@@ -225,25 +232,17 @@ def _send_request(connection: socket.socket, preload_spec: PreloadSpec, deadline
     forked = None
     try:
         connection.sendall(pickle.dumps(RequestSupervisor(preload_spec)))
-        while True:
-            seconds_left = deadline - time.monotonic()
-            connection.settimeout(max(0.001, seconds_left) if seconds_left < math.inf else None)
-            reply = receive(connection)
-            if not isinstance(reply, Forked):
-                break
+        while isinstance(reply := await_message(connection, limit), Forked):
             forked = reply.pid
-        connection.settimeout(None)
-    except TimeoutError:
+    except BaseException as error:
         connection.close()
-        if forked is None:
-            raise TimeoutError("does not answer: it is still importing, or hangs") from None
-        kill(forked)
-        raise TimeoutError(
-            "has forked a process that hangs, perhaps in a function that one of them has "
-            "registered with os.register_at_fork"
-        ) from None
-    except OSError:
-        return None
+        if forked is not None:
+            kill(forked)
+        if isinstance(error, TimeoutError):
+            raise TimeoutError(_STILL_IMPORTS if forked is None else _HANGS_IN_FORK) from None
+        if isinstance(error, OSError):
+            return None
+        raise
     return reply
 
 

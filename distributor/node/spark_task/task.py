@@ -25,6 +25,7 @@ from distributor.node.environment.resolve import PreparedEnvironment
 from distributor.node.process import zygote_client
 from distributor.node.process.interpreter import Interpreter
 from distributor.node.process.process_title import temporary_run_title
+from distributor.node.process.start_limit import StartLimit
 from distributor.node.process.supervisor_client import is_supported
 from distributor.node.process.zygote_client import ZygoteSpec
 from distributor.node.spark_task.channel import Channel
@@ -190,10 +191,13 @@ def _run_ranks(
     lifecycle: NodeLifecycle,
 ) -> list[Value]:
     """Run the node's ranks until they end, and return the values of a run that succeeds."""
-    deadline = time.monotonic() + spec.rendezvous_timeout
-    with zygote_client.open_spawner(
-        _zygote_spec(spec, interpreter), deadline, interpreter
-    ) as spawner:
+
+    def check() -> None:
+        if lifecycle.is_ended_by_driver:
+            raise TaskFailed.of([], spec.secret)
+
+    limit = StartLimit(time.monotonic() + spec.rendezvous_timeout, check)
+    with zygote_client.open_spawner(_zygote_spec(spec, interpreter), limit, interpreter) as spawner:
         agent = Agent(
             node,
             program,
@@ -209,7 +213,7 @@ def _run_ranks(
             channel.attach(agent)
             slack = channel.deadline_slack
             timeout = math.inf if spec.timeout is None else spec.timeout
-            outcomes = agent.run(deadline + slack, timeout + slack)
+            outcomes = agent.run(limit.deadline + slack, timeout + slack)
     if not lifecycle.fire(NodeEvent.RANKS_ENDED):  # a rank failed, or the run has ended elsewhere
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if channel.await_verdict(failures):
