@@ -14,6 +14,11 @@ def printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def is_unicode(text: str) -> bool:
+    """Return whether a text is valid Unicode, as a file name that is not in UTF-8 is not."""
+    return printable(text) == text
+
+
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """Return a number and its noun, such as "1 rank" or "2 ranks".
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -268,6 +269,29 @@ def test_a_shard_can_be_passed_to_the_ranks_or_made_there(
     assert [len(rows) for rows in passed] == [4, 4, 4]
     assert {x for rows in passed for x in rows} == set(range(11))
     assert list(whole) == [list(range(11))] * 3
+
+
+def test_names_that_are_not_valid_unicode(write: Write, tmp_path: Path) -> None:
+    latin_1 = os.fsdecode(b"caf\xe9")
+    folder = tmp_path / f"files {latin_1}"
+    (folder / latin_1).mkdir(parents=True)
+    written = write("part", x=range(6))
+    for name in (f"1 {latin_1}.parquet", f"{latin_1}/2.parquet", "3.parquet"):
+        shutil.copy(written, folder / name)
+    shard = from_parquet([folder / f"1 {latin_1}.parquet", f"{folder}/{latin_1[:-1]}*/*"])
+    ranks = TorchDistributor(2, local_mode=True, use_gpu=False, timeout=120)
+    passed, made, whole = zip(*ranks.run_all(read_shards, shard, str(folder)), strict=True)
+    assert sorted(x for rows in passed for x in rows) == sorted([*range(6)] * 2)
+    assert sorted(x for rows in made for x in rows) == sorted([*range(6)] * 3)
+    assert list(whole) == [[*range(6)] * 3] * 2
+    assert values(open_parquet(folder, filters=pc.field("x") >= 4)) == [4, 5] * 3
+
+    file = folder / f"y={latin_1}" / "4.parquet"
+    file.parent.mkdir()
+    shutil.copy(written, file)
+    with pytest.raises(ValueError, match="not valid Unicode, so it cannot be a column") as caught:
+        from_parquet(folder)
+    assert str(file) in str(caught.value)
 
 
 @pytest.mark.spark

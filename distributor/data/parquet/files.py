@@ -8,12 +8,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple, NoReturn
 from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 
 from distributor.core.paths import absolute
+from distributor.core.text import is_unicode
 
 PathLike = str | os.PathLike[str]
 HIDDEN = ("_", ".")
@@ -37,6 +39,13 @@ class DataFiles:
 
     filesystem: pafs.FileSystem
     folders: dict[str, list[str]]
+
+
+class _Entry(NamedTuple):
+    """A file or a folder."""
+
+    path: str
+    is_file: bool
 
 
 def find_files(path: PathLike | Sequence[PathLike]) -> DataFiles:
@@ -82,8 +91,14 @@ def find_files(path: PathLike | Sequence[PathLike]) -> DataFiles:
 
 
 def partitions_of(folder: str, paths: Sequence[str]) -> list[dict[str, pa.Scalar]]:
-    """Return for each path the values in the names of its subfolders, such as ``label=3``."""
-    texts = [_folder_values(path[len(folder) :]) for path in paths]
+    """Return for each path the values in the names of its subfolders, such as ``label=3``.
+
+    Raises
+    ------
+    ValueError
+        If such a name is not valid Unicode.
+    """
+    texts = [_folder_values(folder, path[len(folder) :]) for path in paths]
     names = {name for each in texts for name in each}
     types = {name: _type_of([each.get(name) for each in texts]) for name in names}
     return [
@@ -97,8 +112,13 @@ def shown(path: PathLike) -> str:
     return re.sub("://[^/@]*@", "://", os.fspath(path))
 
 
-def _folder_values(path: str) -> dict[str, str | None]:
-    parts = (part.partition("=") for part in path.split("/")[:-1])
+def _folder_values(folder: str, path: str) -> dict[str, str | None]:
+    parts = [part.partition("=") for part in path.split("/")[:-1]]
+    if unreadable := [value for _, equals, value in parts if equals and not is_unicode(value)]:
+        raise ValueError(
+            f"{folder}{path} is in a folder whose name ends in ={unreadable[0]}. This is not "
+            "valid Unicode, so it cannot be a column's value. Rename the folder."
+        )
     return {
         unquote(name): None if value == NULL else unquote(value)
         for name, equals, value in parts
@@ -123,15 +143,52 @@ def _resolve(path: str) -> tuple[pafs.FileSystem, str]:
     return pafs.LocalFileSystem(), os.path.abspath(address)
 
 
-def _matches(filesystem: pafs.FileSystem, path: str) -> list[pafs.FileInfo]:
+def _matches(filesystem: pafs.FileSystem, path: str) -> list[_Entry]:
     """Return the files and folders that a path or a pattern names, sorted."""
-    info = filesystem.get_file_info(path)
-    if info.type != pafs.FileType.NotFound:
-        return [info]
+    if found := _existing(filesystem, [path]):
+        return found
     parts = path.split("/")
     names = _expand(filesystem, parts[0], parts[1:]) if _is_pattern(path) else []
-    infos = filesystem.get_file_info(sorted(set(names)))
-    return [info for info in infos if info.type != pafs.FileType.NotFound]
+    return _existing(filesystem, sorted(set(names)))
+
+
+def _existing(filesystem: pafs.FileSystem, paths: list[str]) -> list[_Entry]:
+    """Return those of the paths that exist."""
+    # On this machine, names are bytes, which need not be UTF-8 as pyarrow assumes of a str.
+    names = list(map(os.fsencode, paths)) if _is_local(filesystem) else paths
+    types = [info.type for info in filesystem.get_file_info(names)]
+    return [
+        _Entry(path, type == pafs.FileType.File)
+        for path, type in zip(paths, types, strict=True)
+        if type != pafs.FileType.NotFound
+    ]
+
+
+def _entries(filesystem: pafs.FileSystem, folder: str, recursive: bool) -> list[_Entry]:
+    """Return the files and folders in a folder; none if it does not exist."""
+    if not _is_local(filesystem):
+        selector = pafs.FileSelector(folder, allow_not_found=True, recursive=recursive)
+        infos = filesystem.get_file_info(selector)
+        return [_Entry(info.path, info.type == pafs.FileType.File) for info in infos]
+    if not os.path.isdir(folder):
+        return []
+    found = []
+    # pyarrow cannot list names that are not in UTF-8.
+    for parent, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
+        found += [_Entry(os.path.join(parent, name), False) for name in folders]
+        paths = (os.path.join(parent, name) for name in files)
+        found += [_Entry(path, True) for path in paths if os.path.isfile(path)]
+        if not recursive:
+            break
+    return found
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
+def _is_local(filesystem: pafs.FileSystem) -> bool:
+    return isinstance(filesystem, pafs.LocalFileSystem)
 
 
 def _expand(filesystem: pafs.FileSystem, folder: str, parts: list[str]) -> list[str]:
@@ -142,12 +199,11 @@ def _expand(filesystem: pafs.FileSystem, folder: str, parts: list[str]) -> list[
     if not _is_pattern(first):
         return _expand(filesystem, f"{folder}/{first}", rest)
     anywhere = first == "**"
-    selector = pafs.FileSelector(folder or "/", allow_not_found=True, recursive=anywhere)
     found = [
-        info.path
-        for info in filesystem.get_file_info(selector)
-        if (anywhere or fnmatchcase(info.base_name, first))
-        and not (rest and info.type == pafs.FileType.File)
+        entry.path
+        for entry in _entries(filesystem, folder or "/", recursive=anywhere)
+        if (anywhere or fnmatchcase(os.path.basename(entry.path), first))
+        and not (rest and entry.is_file)
     ]
     return [
         path
@@ -160,20 +216,20 @@ def _is_pattern(text: str) -> bool:
     return any(character in text for character in "*?[")
 
 
-def _files(filesystem: pafs.FileSystem, match: pafs.FileInfo) -> list[tuple[str, str]]:
+def _files(filesystem: pafs.FileSystem, match: _Entry) -> list[tuple[str, str]]:
     """Return pairs of folder and file for what a path names."""
-    if match.type == pafs.FileType.File:
+    if match.is_file:
         return [(os.path.dirname(match.path), match.path)]
-    infos = filesystem.get_file_info(pafs.FileSelector(match.path, recursive=True))
-    if any(info.base_name == DELTA_LOG for info in infos):
+    entries = _entries(filesystem, match.path, recursive=True)
+    if any(os.path.basename(entry.path) == DELTA_LOG for entry in entries):
         raise ValueError(
             f"{match.path} is a Delta table, whose folder also contains files of earlier versions. "
             'Read it with Spark, spark.read.format("delta").load(path), and pass the DataFrame.'
         )
     return sorted(
-        (match.path, info.path)
-        for info in infos
-        if info.type == pafs.FileType.File and not _is_hidden(info.path[len(match.path) :])
+        (match.path, entry.path)
+        for entry in entries
+        if entry.is_file and not _is_hidden(entry.path[len(match.path) :])
     )
 
 

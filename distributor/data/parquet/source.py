@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -12,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as pads
+
+from distributor.core.text import is_unicode
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,9 +29,14 @@ class ParquetFile:
 
     def fragment(self, filesystem: Any, row_groups: list[int] | None = None) -> Any:
         """Return all of the file, or some row groups, for pyarrow to read."""
+        # pyarrow finds a file whose name is not in UTF-8 only by its bytes.
+        file = (
+            (self.path, filesystem)
+            if is_unicode(self.path)
+            else (filesystem.open_input_file(os.fsencode(self.path)),)
+        )
         return pads.ParquetFileFormat().make_fragment(
-            self.path,
-            filesystem,
+            *file,
             partition_expression=self._expression(),
             row_groups=row_groups,
         )
