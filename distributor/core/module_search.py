@@ -173,6 +173,21 @@ def imported() -> Iterator[Location]:
             package = package.rpartition(".")[0]
 
 
+def not_on_path(names: Iterable[str]) -> Iterator[Location]:
+    """Yield the modules, and the packages above them, that are not where ``sys.path`` leads."""
+    for name in names:
+        parts, path = name.split("."), search_path()
+        for end in range(1, len(parts) + 1):
+            found = locate(".".join(parts[:end]))
+            if found is None or found.archive:
+                break
+            # By its last part, because a namespace package looks for the one above it.
+            spec = PathFinder.find_spec(parts[end - 1], path)
+            if found != _location_of_spec(found.name, spec):
+                yield found
+            path = list(found.folders or ())
+
+
 def _is_from_installation(module: object) -> bool:
     """Return whether a module's code is part of an installation, which most modules' is."""
     file = getattr(module, "__dict__", {}).get("__file__")

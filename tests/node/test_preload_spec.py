@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from distributor.core.module_search import Location
 from distributor.node.process.ipc import ZygoteArguments
 from distributor.node.process.preload_spec import PreloadSpec, have_changed, loaded_files
 
@@ -79,9 +80,9 @@ def test_a_successor_imports_the_same_modules_only_in_the_same_interpreter() -> 
 
 def test_it_is_the_same_after_a_command_line() -> None:
     environment = {"PYTHONPATH": "naïve \udcff\n'\"", "LANG": "", "TORCH_LOGS": "+dynamo"}
-    birth = ZygoteArguments(
-        owner=7, listener=8, preload_spec=PreloadSpec.of(environment, ("json", "abc"))
-    )
+    located = Location("a", "/a/__init__.py", ("/a",)), Location("b", "/b.py", None)
+    preload_spec = replace(PreloadSpec.of(environment, ("json", "abc")), located=located)
+    birth = ZygoteArguments(owner=7, listener=8, preload_spec=preload_spec)
     assert ZygoteArguments.from_argument(birth.to_argument()) == birth
 
 

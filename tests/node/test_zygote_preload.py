@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import locale
 import os
 import subprocess
@@ -84,6 +85,25 @@ def test_a_preloaded_module_is_imported_again_only_after_a_change(
     assert note.read_text().split() == [str(first), str(second)]
     assert_gone([first])
     assert zygote_of() == second, "a run without the module uses it too"
+
+
+def test_modules_that_the_path_does_not_lead_to_are_preloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, file in (("apart", "__init__.py"), ("apart.inner", "inner.py")):
+        (tmp_path / file).write_text("VALUE = 'by its file'")
+        spec = importlib.util.spec_from_file_location(name, tmp_path / file)
+        assert spec
+        assert spec.loader
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+
+    def look() -> tuple[bool, int]:
+        return sys.modules["apart.inner"].VALUE == "by its file", grandparent()
+
+    found = local(preload=["apart.inner"]).run(look)
+    assert found == (True, zygote_of()), "a run without the module uses the same zygote"
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ import pickle
 import socket
 import struct
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from distributor.core.module_search import Location
 from distributor.node.process.preload_spec import PreloadSpec
 from distributor.node.process.process_attributes import ProcessAttributes
 from distributor.node.process.start_limit import StartLimit
@@ -61,8 +62,14 @@ class ZygoteArguments:
             "path": tuple(preload_spec["path"]),
             "variables": tuple(map(tuple, preload_spec["variables"])),
             "preload": tuple(preload_spec["preload"]),
+            "located": tuple(map(_location, preload_spec["located"])),
         }
         return cls(**{**fields, "preload_spec": PreloadSpec(**preload_spec)})
+
+
+def _location(fields: dict[str, Any]) -> Location:
+    folders = fields["folders"]
+    return Location(**{**fields, "folders": None if folders is None else tuple(folders)})
 
 
 @dataclass(frozen=True)

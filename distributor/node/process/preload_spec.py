@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from distributor.core.module_search import Location, not_on_path
 from distributor.node.process.interpreter import Interpreter
 
 _PREFIXES_READ_AT_START = (
@@ -43,12 +44,15 @@ class PreloadSpec:
         this travels on a command line, which all users can read.
     preload : tuple of str
         The user's modules that it has imported in addition to those that every rank needs.
+    located : tuple of Location
+        Where those of them are that an import does not find.
     """
 
     executable: str
     path: tuple[str, ...]
     variables: tuple[tuple[str, str], ...]
     preload: tuple[str, ...]
+    located: tuple[Location, ...]
 
     @classmethod
     def of(
@@ -79,12 +83,16 @@ class PreloadSpec:
             path=interpreter.path,
             variables=tuple(sorted(variables)),
             preload=preload,
+            located=tuple(dict.fromkeys(not_on_path(preload))),
         )
 
     def covers(self, wanted: PreloadSpec) -> bool:
         """Return whether a zygote with this spec can fork ranks that need another spec."""
-        same = replace(self, preload=()) == replace(wanted, preload=())
-        return same and set(wanted.preload) <= set(self.preload)
+        return (
+            replace(self, preload=(), located=()) == replace(wanted, preload=(), located=())
+            and set(wanted.preload) <= set(self.preload)
+            and set(wanted.located) <= set(self.located)
+        )
 
     def preload_for_successor(self, wanted: PreloadSpec) -> tuple[str, ...]:
         """Return the modules that the next zygote should import too: other runs may need them."""

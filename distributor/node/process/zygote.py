@@ -41,6 +41,7 @@ from typing import NoReturn
 from distributor._compat.cpython import disable_exit_finalizers
 from distributor._compat.torch import OPTIMIZER_IMPORTS
 from distributor.core.kernel import set_subreaper
+from distributor.core.module_search import find_at
 from distributor.core.procfs import child_pids
 from distributor.node.process.exit import flush_streams, remember_modules
 from distributor.node.process.fork_reset import reset_after_fork
@@ -99,6 +100,7 @@ def serve(argument: str) -> WorkerSpec:
     set_title(f"zygote for process {arguments.owner}", "zygote")
     since, imports = time.time_ns(), Imports()
     with _exit_if_owner_dies(arguments.owner):
+        find_at(arguments.preload_spec.located)
         preload = arguments.preload_spec.preload
         import_error = imports.add((*RANK_IMPORTS, *preload), optional="torch")
     return _Zygote(arguments, import_error, imports, since).serve()
