@@ -73,6 +73,35 @@ def test_variables_that_a_function_sets_before_it_imports_torch() -> None:
     assert TorchDistributor(2, use_gpu=False, timeout=120).run_all(threads) == [2, 2]
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"OMP_NUM_THREADS": "999"},
+        pytest.param({"MKL_NUM_THREADS": "999"}, marks=pytest.mark.slow),
+        pytest.param({"OMP_NUM_THREADS": "7", "MKL_DYNAMIC": "FALSE"}, marks=pytest.mark.slow),
+        pytest.param({"OMP_NUM_THREADS": "999", "MKL_NUM_THREADS": "1"}, marks=pytest.mark.slow),
+    ],
+)
+def test_more_threads_than_cores_are_limited_as_in_plain_python(variables: dict[str, str]) -> None:
+    def threads() -> list[tuple[str, int]]:
+        import os
+
+        os.environ.update(variables)
+        import torch
+        from threadpoolctl import threadpool_info
+
+        found = [("torch", torch.get_num_threads())]  # which has OpenMP start as many
+        return sorted(
+            found + [(pool["internal_api"], pool["num_threads"]) for pool in threadpool_info()]
+        )
+
+    warm, fresh = (
+        TorchDistributor(1, use_gpu=False, timeout=120, warm=warm).run(threads)
+        for warm in (True, False)
+    )
+    assert warm == fresh
+
+
 @pytest.mark.slow
 def test_rank_0_serves_a_store_that_it_does_not_use(tmp_path: Path) -> None:
     def use_store() -> Any:

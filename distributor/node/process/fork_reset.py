@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib.machinery
+import math
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from threadpoolctl import ThreadpoolController
 
 from distributor.node.process.ipc import read_environment
 from distributor.node.process.preload_spec import THREADS_VARIABLE
 from distributor.node.process.process_attributes import ProcessAttributes
+
+_CPUS = Path("/sys/devices/system/cpu")
 
 
 def reset_after_fork(
@@ -85,10 +89,22 @@ def set_thread_counts() -> None:
     default = _parse_count(os.environ.get(THREADS_VARIABLE), cpus)
     for library in ThreadpoolController().lib_controllers:
         variable = f"{library.internal_api}_NUM_THREADS".upper()
-        library.set_num_threads(_parse_count(os.environ.get(variable), default))
-    if "torch" in sys.modules:
-        mkl_threads = _parse_count(os.environ.get("MKL_NUM_THREADS"), default)
-        sys.modules["torch"].set_num_threads(mkl_threads)
+        count = _parse_count(os.environ.get(variable), default)
+        library.set_num_threads(min(count, cpus) if library.internal_api == "openblas" else count)
+    if torch := sys.modules.get("torch"):
+        count = _parse_count(os.environ.get("MKL_NUM_THREADS"), default)
+        # By default, torch starts as many threads as MKL.
+        torch.set_num_threads(
+            min(count, _mkl_limit()) if torch.backends.mkl.is_available() else count
+        )
+
+
+def _mkl_limit() -> float:
+    """Return how many threads MKL starts at most: one for each core of the machine."""
+    if os.environ.get("MKL_DYNAMIC", "").lower() == "false":
+        return math.inf
+    cores = {file.read_text() for file in _CPUS.glob("cpu[0-9]*/topology/thread_siblings_list")}
+    return len(cores) or os.cpu_count() or 1  # not all containers show the cores
 
 
 def _parse_count(text: str | None, default: int) -> int:
