@@ -62,6 +62,14 @@ def leave_open(folder: str) -> None:
     kept["named"] = tempfile.NamedTemporaryFile(dir=folder)
     kept["folder of its own"] = tempfile.TemporaryDirectory(dir=folder)
     kept["noted"] = Noted()
+
+    class Cyclic:
+        """Is freed by the garbage collector alone, with its file and the file below that."""
+
+        file = gzip.open(folder + "/gzip in a cycle", "wt")
+
+    kept["cyclic"] = Cyclic
+    Cyclic.file.write("cycle")
     weakref.finalize(kept["noted"], note, "finalized")
     module.file = zipfile.ZipFile(folder + "/zip of a module", "w")
     module.file.writestr("member", "module")
@@ -83,12 +91,13 @@ def leave_hdf5_open(path: str) -> None:
 
 
 def check_files(folder: Path) -> None:
-    names = {"notes", "zip", "gzip", "parquet", "zip of a module", "bz2", "lzma"}
+    names = {"notes", "zip", "gzip", "gzip in a cycle", "parquet", "zip of a module", "bz2", "lzma"}
     found = {path.name for path in folder.iterdir()}
     assert {name for name in found if not name.startswith("shelf")} == names
     assert zipfile.ZipFile(folder / "zip").read("member") == b"zip"
     assert zipfile.ZipFile(folder / "zip of a module").read("member") == b"module"
     assert gzip.open(folder / "gzip", "rt").read() == "gzip"
+    assert gzip.open(folder / "gzip in a cycle", "rt").read() == "cycle"
     assert bz2.open(folder / "bz2", "rt").read() == "bz2 of an exit handler"
     assert lzma.open(folder / "lzma", "rt").read() == "lzma"
     with shelve.open(str(folder / "shelf")) as shelf:

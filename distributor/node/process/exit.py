@@ -36,7 +36,8 @@ def end_objects() -> None:
     were not installed. Libraries keep theirs, such as torch its process groups, whose destructors
     may block or abort.
     """
-    _flush_files()  # first of all: errors of a file that is freed are not reported
+    files = list(_open_files())
+    _flush(files)  # first of all: errors of a file that is freed are not reported
     threading.excepthook = lambda _: None  # of daemon threads, whose globals go
     candidates = {*MAIN_MODULES, *_preloaded, *(sys.modules.keys() - _known)}
     names = [name for name in candidates if _is_of_program(name)]
@@ -45,6 +46,9 @@ def end_objects() -> None:
         # An import must not run a module again. Some code reads attributes of the main module.
         sys.modules[name] = ModuleType(name) if name in MAIN_MODULES else None  # type: ignore[assignment]
     forget_exit_handlers()
+    # The collector may end a file before a compressed one that writes to it. So files outlast all
+    # other objects, and are closed from the outside in, but for those that would keep a module.
+    files = [file for file in files if type(file).__module__ not in names]
     gc.collect()  # finalizers still find all of their modules' globals
     # Something else can keep a whole module, such as a thread.
     if _release_values(modules, names):
@@ -116,10 +120,10 @@ def _open_files() -> Iterator[Any]:
                 yield file
 
 
-def _flush_files() -> None:
-    files = list(_open_files())
+def _flush(files: list[Any]) -> None:
+    """Write what files hold back, from the outside in."""
     for file in files:
-        if type(file) is io.TextIOWrapper and type(file.buffer) in _BUFFERED:
+        if type(file) is io.TextIOWrapper:
             _end(file.flush, file)
     for file in files:
         if type(file) in _BUFFERED:
