@@ -44,6 +44,20 @@ def with_functions(reduced: Any, make: Any, set_attributes: Any, argument: Any) 
     return make, (own_make, *args), (own_setter, state, argument), items, pairs, set_attributes
 
 
+def with_globals(reduced: Any, further: dict[str, Any]) -> Any:
+    """Return how a function is pickled by value, with further globals.
+
+    Parameters
+    ----------
+    reduced : tuple
+        What cloudpickle's ``reducer_override`` returns for the function.
+    further : dict of str to object
+        Globals that cloudpickle has not found in the function's code.
+    """
+    make, args, (state, slots), *rest = reduced
+    return make, args, (state, {**slots, "__globals__": further | slots["__globals__"]}), *rest
+
+
 def known_class(arguments: tuple[Any, ...]) -> type | None:
     """Return the class that this process has already, by the arguments of a function to make it."""
     known: type | None = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(arguments[-2])

@@ -7,6 +7,7 @@ This is cloudpickle, with these differences:
 - A class that the loading process has already, as the driver has those of its own main module,
   stays as it is there. cloudpickle finds it too, but replaces its attributes by copies.
 - A class inside another one keeps its qualified name, by which it is pickled.
+- The bodies of classes inside a function find the globals that they name, as its code does.
 - What the functools module makes of functions is pickled by value where the function is.
 - So are objects that pickle themselves by name, if the loading process cannot import that name.
 """
@@ -14,21 +15,25 @@ This is cloudpickle, with these differences:
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
+import inspect
 import io
 import pickle
 import sys
 import types
 import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
 import cloudpickle
 
-from distributor._compat.cloudpickle import known_class, with_functions
+from distributor._compat.cloudpickle import known_class, with_functions, with_globals
 from distributor.core.module_search import MAIN_MODULES
+
+_NAME_LOOKUPS = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -45,7 +50,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _reduce_main_global(obj) if kind.__module__ in MAIN_MODULES else reduced
         if issubclass(kind, type):
             return with_functions(reduced, _make_class, _set_attributes, obj.__qualname__)
-        return _reduce_single_dispatch(obj) if obj.__code__ is _DISPATCHER else reduced
+        if obj.__code__ is _DISPATCHER:
+            return _reduce_single_dispatch(obj)
+        names = set(_names_in_class_bodies(obj.__code__)) & obj.__globals__.keys()
+        return with_globals(reduced, {name: obj.__globals__[name] for name in sorted(names)})
 
 
 def dumps(obj: object) -> bytes:
@@ -61,6 +69,16 @@ def attribute(namespace: Any, path: str) -> Any:
         return attrgetter(path)(namespace)
     except AttributeError:
         return None
+
+
+def _names_in_class_bodies(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that class bodies below some code look up in the class, then globally."""
+    for nested in code.co_consts:
+        if isinstance(nested, types.CodeType):
+            yield from _names_in_class_bodies(nested)
+            if not nested.co_flags & inspect.CO_OPTIMIZED:
+                found = dis.get_instructions(nested)
+                yield from (each.argval for each in found if each.opname in _NAME_LOOKUPS)
 
 
 def _code_of_file(

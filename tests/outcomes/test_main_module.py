@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from conftest import facts_in
+from conftest import cluster_is_slow, facts_in
 from support.ranks import Distribute
 
 Main = Callable[[str], Any]
@@ -215,6 +215,29 @@ def test_cached_and_dispatching_functions_run_in_ranks(main: Main, distribute: D
     assert distribute(1).run(program.train, program.Model()) == expected
     assert distribute(1).run(program.vocabulary) == ["a", "b"]
     assert program.factorial.cache_info().currsize == 0
+
+
+CLASS_BODIES = """
+from fractions import Fraction
+
+RATE = 3
+
+def doubled(value): return 2 * value
+
+def train():
+    class Options:
+        rate = doubled(RATE)
+        class Nested:
+            half = Fraction(1, 2)
+        def scaled(self, by: Fraction = Fraction(RATE)) -> Fraction: return by * self.rate
+    return [Options.rate, Options.Nested.half, Options().scaled()]
+"""
+
+
+@cluster_is_slow
+def test_bodies_of_classes_in_a_function_find_globals(main: Main, distribute: Distribute) -> None:
+    program = main(CLASS_BODIES)
+    assert distribute(1).run(program.train) == program.train() == [6, 0.5, 18]
 
 
 @pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
