@@ -120,6 +120,10 @@ def test_all_files_of_one_executor_a_machine_agree() -> None:
     assert gpus["spark.executor.resource.gpu.amount"] == gpus["spark.task.resource.gpu.amount"]
 
 
+def test_the_defaults_file_changes_nothing_as_it_is() -> None:
+    assert properties(CONF / "spark-defaults-distributor.conf") == {}
+
+
 def test_all_keys_of_the_package_are_documented() -> None:
     keys = properties(CONF / "spark-defaults-distributor.conf", with_examples=True)
     assert {each.key for each in ADMIN_DEFAULTS} <= keys.keys()
@@ -236,7 +240,8 @@ def test_a_run_uses_the_defaults_the_pools_and_the_log_settings(
     folder.mkdir()
     shutil.copy(CONF / "log4j2.properties", folder)
     text = (CONF / "spark-defaults-distributor.conf").read_text()
-    text = re.sub(r"^# (spark\.scheduler\.)", r"\1", text, flags=re.MULTILINE)
+    wanted = r"spark\.(?:scheduler\.|distributor\.(?:warm|logDir|cacheDir))"
+    text = re.sub(rf"^# ({wanted})", r"\1", text, flags=re.MULTILINE)
     text = text.replace("/opt/spark/conf/fairscheduler.xml", str(CONF / "fairscheduler.xml"))
     text = text.replace(" /var/", f" {tmp_path}/")
     (folder / "spark-defaults.conf").write_text(text)
