@@ -5,6 +5,7 @@ from distributor.core.telemetry import Progress, Reported
 from distributor.deepspeed_distributor import DeepspeedTorchDistributor
 from distributor.diagnosis import doctor
 from distributor.errors import (
+    ApplicationEnded,
     DistributorError,
     ExecutorNotReady,
     NodeLost,
@@ -27,6 +28,7 @@ from distributor.torch_distributor import TorchDistributor
 from distributor.version import __version__
 
 __all__ = [
+    "ApplicationEnded",
     "DeepspeedTorchDistributor",
     "DistributorError",
     "ExecutorNotReady",

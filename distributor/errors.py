@@ -130,14 +130,19 @@ class NodeLost(DistributorError):
         The node, and what is known about it.
     silent : tuple of str
         Hosts that only stopped answering, so that Spark may still consider them alive.
+    reclaimed : tuple of str
+        Hosts on which the cluster manager took a container back for another application.
     """
 
-    def __init__(self, message: str, *, silent: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, message: str, *, silent: tuple[str, ...] = (), reclaimed: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.silent = silent
+        self.reclaimed = reclaimed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self.args, {"silent": self.silent}
+        return type(self), self.args, {"silent": self.silent, "reclaimed": self.reclaimed}
 
 
 class ValueTooLarge(DistributorError):
@@ -153,4 +158,11 @@ class ExecutorNotReady(DistributorError):
     """A node lacks something that ranks need: the driver's Python, torch, pyarrow, an environment.
 
     The message names the node, what was found there, and what to set.
+    """
+
+
+class ApplicationEnded(DistributorError):
+    """The Spark application has ended, so that its session can run nothing more.
+
+    The message says who ended it, as far as Spark or the cluster manager reports it.
     """

@@ -48,6 +48,119 @@ def java_context(context: Any) -> Any:
     return context._jsc.sc()
 
 
+def is_stopped(context: Any) -> bool:
+    """Return whether an application has ended, by this process or by itself.
+
+    Raises
+    ------
+    Exception
+        If the driver's JVM does not answer.
+    """
+    return context._jsc is None or bool(java_context(context).isStopped())
+
+
+def jvm_has_ended() -> bool:
+    """Return whether this process has had a JVM that no longer answers."""
+    from pyspark import SparkContext
+
+    gateway = SparkContext._gateway
+    if gateway is None:
+        return False
+    try:
+        gateway.jvm.java.lang.System.nanoTime()
+    except Exception:  # of another type in each version of py4j
+        return True
+    return False
+
+
+class Yarn:
+    """YARN's resource manager, asked through the driver's JVM; a context manager.
+
+    Every method raises an exception if the JVM or the resource manager does not answer.
+
+    Parameters
+    ----------
+    context : SparkContext
+        The application.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._yarn = context._jvm.org.apache.hadoop.yarn
+        self._gateway = context._gateway
+        hadoop = java_context(context).hadoopConfiguration()
+        self._conf = self._yarn.conf.YarnConfiguration(hadoop)
+        self._client = self._yarn.client.api.YarnClient.createYarnClient()
+
+    def __enter__(self) -> Yarn:
+        self._client.init(self._conf)
+        self._client.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._client.stop()
+
+    def application(self, application_id: str) -> tuple[str, str, str]:
+        """Return the state, diagnostics and queue of an application."""
+        parsed = self._yarn.api.records.ApplicationId.fromString(application_id)
+        report = self._client.getApplicationReport(parsed)
+        state = report.getYarnApplicationState().toString()
+        return str(state), str(report.getDiagnostics()), str(report.getQueue())
+
+    def queue_shares(self, queue: str) -> tuple[float, float]:
+        """Return how much of a queue's capacity is in use, and how much may be, as shares."""
+        info = self._client.getQueueInfo(queue)
+        return float(info.getCurrentCapacity()), float(info.getMaximumCapacity())
+
+    def nodes(self) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
+        """Return the capacity of each running node, and what is in use: cores, MiB and GPUs."""
+        states = self._gateway.new_array(self._yarn.api.records.NodeState, 1)
+        states[0] = self._yarn.api.records.NodeState.RUNNING
+        reports = self._client.getNodeReports(states)
+        return [(_amounts(each.getCapability()), _amounts(each.getUsed())) for each in reports]
+
+    def min_allocation(self) -> int:
+        """Return the memory of which containers get a multiple (MiB), as this machine knows it."""
+        return int(self._conf.getInt("yarn.scheduler.minimum-allocation-mb", 1024))
+
+
+def _amounts(resource: Any) -> tuple[int, int, int]:
+    """Return the cores, the memory (MiB) and the GPUs of a resource of YARN."""
+    if resource is None:
+        return 0, 0, 0
+    gpus = {each.getName(): each.getValue() for each in resource.getResources()}
+    amounts = resource.getVirtualCores(), resource.getMemorySize(), gpus.get("yarn.io/gpu", 0)
+    return int(amounts[0]), int(amounts[1]), int(amounts[2])
+
+
+def waiting_pods(context: Any, namespace: str, application_id: str) -> list[str]:
+    """Return why each of an application's executor pods waits, as Kubernetes reports it.
+
+    Raises
+    ------
+    Exception
+        If Kubernetes does not answer, or the JVM has no public client of it (before Spark 4.3).
+    """
+    client = java_context(context).schedulerBackend().kubernetesClient()
+    pods = client.pods().inNamespace(namespace)
+    pods = pods.withLabel("spark-app-selector", application_id).withLabel("spark-role", "executor")
+    reasons = (_why_it_waits(pod.getStatus()) for pod in pods.list().getItems())
+    return [reason for reason in reasons if reason]
+
+
+def _why_it_waits(status: Any) -> str:
+    for container in status.getContainerStatuses():
+        if (waiting := container.getState().getWaiting()) is not None:
+            return _reason_of(waiting)
+    for condition in status.getConditions():
+        if condition.getType() == "PodScheduled" and condition.getStatus() == "False":
+            return _reason_of(condition)
+    return ""
+
+
+def _reason_of(state: Any) -> str:
+    return ": ".join(filter(None, [state.getReason(), state.getMessage()]))
+
+
 def max_concurrent_tasks(context: Any, profile: Any = None) -> int:
     """Return how many tasks the executors that have registered can run at once.
 

@@ -26,8 +26,20 @@ NO_PACKAGE = r"(?:PACKAGE_NOT_INSTALLED\] |ImportError: )(\w+) >= \S+ must be in
 NO_INTERPRETER = r'Cannot run program "([^"]+)"'
 """The path at which there is no Python interpreter."""
 
-LOST_EXECUTOR = r"(ExecutorLostFailure [^\n]*)"
-"""Why an executor was lost, in Spark's words."""
+LOST_EXECUTOR = r"(ExecutorLostFailure .*?)(?=\n\s*(?:Driver stacktrace:|at \S+\()|\Z)"
+"""Why an executor was lost, in Spark's words, which may have several lines."""
+
+CONTAINER_STATUSES = r"The API gave the following container statuses:.*"
+"""What Kubernetes reports of a pod that has ended."""
+
+POD_ENDED = r"termination reason: (\S+)"
+"""Why the container of a pod has ended, among these."""
+
+OUT_OF_MEMORY = r"exceeding \w+ memory limits|beyond the '\w+' memory limit|OOMKilled|container OOM"
+"""A container was killed because its processes needed more memory than it has."""
+
+PREEMPTED = r"\bwas preempted\b"
+"""YARN took a container back for another application."""
 
 CRASHED_WORKER = r"(Python worker exited unexpectedly \(crashed\))"
 """A Python worker ended without an exception."""
@@ -40,3 +52,6 @@ EXECUTOR_ENDED = r"Executor updated: (\S+) is now (?:EXITED|FAILED) \((.*)\)"
 
 END_OF_ERROR = r"\n(?:\s*SQLSTATE|\s*\n|\s+at )"
 """What follows a Python exception's message: an SQL state, an empty line or Java's stack."""
+
+TOO_MANY_EXECUTOR_FAILURES = r"Max number of executor failures"
+"""Spark has ended an application because too many of its executors failed."""

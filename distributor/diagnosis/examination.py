@@ -22,7 +22,7 @@ from distributor.launch.cancellation import Cancellation
 from distributor.launch.spark.capacity.executors import Executors
 from distributor.launch.spark.capacity.slot_shortage import why_few_slots
 from distributor.launch.spark.capacity.slots import Slots
-from distributor.launch.spark.error_translation import MORE_SLOTS, explain
+from distributor.launch.spark.error_translation import explain, more_slots
 from distributor.launch.spark.hub_address import choose_hub_address
 from distributor.launch.spark.log_quieting import quiet
 from distributor.launch.spark.package_shipping import barrier_frame
@@ -62,7 +62,9 @@ def await_slots(session: Session, plan: ClusterPlan) -> tuple[int, Check]:
     poll_until(too_few, time.monotonic() + SLOT_SECONDS, Cancellation())
     slots = executors.slots(profile) or 0
     if slots < plan.num_tasks:
-        return slots, failure(name, why_few_slots(session, plan, slots), MORE_SLOTS, EXECUTORS)
+        return slots, failure(
+            name, why_few_slots(session, plan, slots), more_slots(session.master), EXECUTORS
+        )
     found = f"{counted(slots, 'slot')} for {counted(plan.num_tasks, 'task')}"
     return slots, ok(name, found, EXECUTORS)
 

@@ -21,10 +21,21 @@ SET_PYTHON = (
     "that has torch and pyarrow and is of the driver's version, at the same path on every node, "
     "before the Spark session is made."
 )
-MORE_SLOTS = (
-    "Ask for fewer ranks, or add executors or cores to the application "
-    "(spark.executor.instances, spark.executor.cores, spark.cores.max, spark.task.cpus)."
+
+MORE_MEMORY = (
+    "The container's limit is the sum of spark.executor.memory, the Java heap, and "
+    "spark.executor.memoryOverhead, from which the ranks take theirs: make the session with a "
+    "larger spark.executor.memoryOverhead."
 )
+
+
+def more_slots(master: str = "") -> str:
+    """Return what to do if a cluster has too few slots; `master` is its URL, if known."""
+    cores_max = "spark.cores.max, " if master.startswith("spark://") else ""
+    return (
+        "Ask for fewer ranks, or add executors or cores to the application "
+        f"(spark.executor.instances, spark.executor.cores, {cores_max}spark.task.cpus)."
+    )
 
 
 def explain(error: BaseException, num_tasks: int, first_lost: str = "") -> DistributorError:
@@ -97,17 +108,31 @@ def _no_interpreter(found: re.Match[str], where: str) -> DistributorError:
 
 
 def _lost(found: re.Match[str], where: str) -> DistributorError:
+    reason = _reason(found.group(1))
+    ended = f"The node{where} ended without reporting a failure: {reason}."
+    if re.search(spark_texts.PREEMPTED, reason):
+        host = where.rpartition(" ")[2] or "unknown host"
+        return NodeLost(f"{ended} The cluster manager took it back.", reclaimed=(host,))
+    if re.search(spark_texts.OUT_OF_MEMORY, reason):
+        return NodeLost(f"{ended} {MORE_MEMORY}")
     return NodeLost(
-        f"The node{where} ended without reporting a failure: {found.group(1).strip()}. Most often "
-        "its host or its container ran out of memory, or the cluster manager took it back. "
-        "The logs of the executor, and of its host's kernel, show more."
+        f"{ended} Most often its host or its container ran out of memory, or the cluster manager "
+        "took it back. The logs of the executor, and of its host's kernel, show more."
     )
+
+
+def _reason(text: str) -> str:
+    """Return why an executor was lost, on one line."""
+    brief = re.sub(spark_texts.CONTAINER_STATUSES, "", text, flags=re.DOTALL)
+    ended = re.search(spark_texts.POD_ENDED, text)
+    reason = f"{brief} {ended.group(0) if ended else ''}"
+    return " ".join(reason.split())[:1000].rstrip(". ")
 
 
 def _no_slots(found: re.Match[str], where: str) -> DistributorError:
     return StartTimeout(
         "Spark started none of the run's tasks, and gave up: a barrier job's tasks start together, "
-        f"and the cluster has too few slots for them. {MORE_SLOTS}"
+        f"and the cluster has too few slots for them. {more_slots()}"
     )
 
 

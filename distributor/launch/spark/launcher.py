@@ -19,6 +19,7 @@ from distributor.launch.job import Job
 from distributor.launch.one_time_warnings import warn_once
 from distributor.launch.output.messages import notify
 from distributor.launch.settings import Settings, gpu_type_of
+from distributor.launch.spark.application_end import end_explained
 from distributor.launch.spark.capacity.container_memory import container_shortage
 from distributor.launch.spark.capacity.executors import Executors
 from distributor.launch.spark.capacity.slots import Slots
@@ -80,11 +81,12 @@ class SparkLauncher:
         knows the slots, and all ranks are launched.
         """
         slots = Slots(self.session, self.plan)
-        slots.await_removal(job.silent, job.cancellation)
         per_task = self.plan.ranks_per_task
         min_tasks, tasks = -(-job.min_processes // per_task), self.plan.num_tasks
-        if min_tasks < tasks:
-            tasks = max(min_tasks, min(tasks, slots.await_at_most(tasks, job.cancellation)))
+        with end_explained(self.session.spark):
+            slots.await_removal(job.silent, job.cancellation)
+            if min_tasks < tasks:
+                tasks = max(min_tasks, min(tasks, slots.await_at_most(tasks, job.cancellation)))
         return replace(self, plan=self.plan.with_tasks(tasks)), tasks * per_task
 
     def launch(self, job: Job, sink: Sink) -> list[Outcome]:
@@ -100,18 +102,21 @@ class SparkLauncher:
             If an executor lacks what a rank needs.
         NodeLost
             If a node no longer answers, or Spark lost its executor.
+        ApplicationEnded
+            If the application has ended.
         RunCancelled
             If the run was cancelled.
         DistributorError
             If the executors can never have enough slots, or Spark ended the job and no rank
             reported a cause.
         """
-        try:
-            return self._launch(job, sink, heading=job.heading)
-        except ProgramNotReceived as error:
-            notify(f"{error} Spark sends them to the executors of this session from now on.")
-            use_spark(self.session)
-            return self._launch(job, sink)
+        with end_explained(self.session.spark, is_last=not job.may_be_followed):
+            try:
+                return self._launch(job, sink, heading=job.heading)
+            except ProgramNotReceived as error:
+                notify(f"{error} Spark sends them to the executors of this session from now on.")
+                use_spark(self.session)
+                return self._launch(job, sink)
 
     def hint(self, error: Exception, job: Job) -> str | None:
         """Return why a rank lacks a module or file that this process has, if that is the error."""

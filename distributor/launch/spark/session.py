@@ -13,6 +13,8 @@ from contextvars import copy_context
 from typing import Any
 
 from distributor._compat import pyspark as private
+from distributor.errors import ApplicationEnded
+from distributor.launch.spark.application_end import JVM_ENDED, check_not_ended
 from distributor.launch.spark.log_quieting import no_warning
 
 _PROFILES: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
@@ -52,13 +54,18 @@ class Session:
         ------
         RuntimeError
             If there is none.
+        ApplicationEnded
+            If its application has ended.
         """
         session = cls.active()
+        if session is None and private.jvm_has_ended():
+            raise ApplicationEnded(JVM_ENDED)
         if session is None:
             raise RuntimeError(
                 "Distributed mode runs on the active Spark session, and there is none. Make one "
                 f"first (SparkSession.builder.getOrCreate()), or {otherwise}."
             )
+        check_not_ended(session.spark)
         return session
 
     @functools.cached_property

@@ -42,7 +42,7 @@ def container_shortage(
     """
     if not (conf("spark.master") or "").startswith(("yarn", "k8s://")):
         return None
-    overhead, source = _overhead(conf)
+    overhead, source = memory_overhead(conf)
     room = overhead + size_in_bytes(conf(PYSPARK) or "0", "m")
     # However Spark places the tasks, at least one executor has this many.
     tasks_here = math.ceil(tasks / int(conf(EXECUTORS) or 2))
@@ -61,8 +61,8 @@ def container_shortage(
     )
 
 
-def _overhead(conf: Callable[[str], str | None]) -> tuple[int, str]:
-    """Return the overhead of executors (bytes), and the property that sets it."""
+def memory_overhead(conf: Callable[[str], str | None]) -> tuple[int, str]:
+    """Return the overhead of executors on YARN and Kubernetes (bytes), and what sets it."""
     if value := conf(OVERHEAD):
         return size_in_bytes(value, "m"), f"{OVERHEAD}={value}"
     heap = conf(HEAP) or "1g"

@@ -34,11 +34,15 @@ class Executors:
     session: Session
 
     def count(self) -> int:
-        """Return how many executors have registered; 0 through Connect."""
-        if self.session.is_connect:
+        """Return how many executors can take tasks; 0 through Connect.
+
+        Spark still knows executors that are lost while it waits for the reason.
+        """
+        if self.session.is_connect or self.session.is_local_master:
             return 0
-        # The driver is among them.
-        return len(private.executor_hosts(self.session.spark.sparkContext)) - 1
+        context = self.session.spark.sparkContext
+        ids = private.executor_ids(context)
+        return sum(private.is_executor_active(context, executor) for executor in ids)
 
     def hosts(self) -> set[str]:
         """Return the hosts of the executors, without the driver's; none through Connect."""
@@ -99,9 +103,8 @@ class Executors:
             return int(found[1]) * (int(found[2]) // cpus)
         if master.startswith("spark://") and (max_cores := conf("spark.cores.max")):
             return int(max_cores) // cpus
-        executors = conf("spark.executor.instances")
-        if master.startswith(("yarn", "k8s://")) and cores and executors:
-            return int(executors) * (int(cores) // cpus)
+        if master.startswith(("yarn", "k8s://")):  # with Spark's defaults
+            return int(conf("spark.executor.instances") or 2) * (int(cores or 1) // cpus)
         return None
 
     def max_result_bytes(self) -> int:

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections import Counter
 from dataclasses import dataclass
 
+from distributor._compat import pyspark as private
+from distributor.launch.spark.capacity.container_memory import memory_overhead
 from distributor.launch.spark.capacity.executors import Executors
-from distributor.launch.spark.capacity.sizes import size_in_bytes
-from distributor.launch.spark.capacity.standalone_master import (
-    MASTER,
-    UI_PORT,
+from distributor.launch.spark.capacity.machines import (
     Capacity,
-    Master,
-    ask_master,
+    Machines,
     counted,
     in_mebibytes,
 )
-from distributor.launch.spark.error_translation import MORE_SLOTS
+from distributor.launch.spark.capacity.sizes import size_in_bytes
+from distributor.launch.spark.capacity.standalone_master import MASTER, UI_PORT, ask_master
+from distributor.launch.spark.capacity.yarn import ask_yarn
+from distributor.launch.spark.error_translation import more_slots
 from distributor.launch.spark.plan import EXECUTOR_GPUS, TASK_GPUS, ClusterPlan
 from distributor.launch.spark.session import Session
 
-MIN_OVERHEAD = 384
-"""The minimum that Spark adds to an executor's heap on YARN and Kubernetes (MiB)."""
 SMALLER = (
     "Ask for smaller executors (spark.executor.cores, spark.executor.memory, "
-    f"{EXECUTOR_GPUS}), or add workers that have room for one"
+    f"{EXECUTOR_GPUS}), or add machines that have room for one."
 )
 
 
@@ -56,7 +57,7 @@ class ExecutorSize:
         return cls(
             cores=None if cores is None else int(cores),
             memory=memory,
-            overhead=_overhead(session, memory) if contained else 0,
+            overhead=memory_overhead(session.conf)[0] // 2**20 if contained else 0,
             gpus=int(float(session.conf(EXECUTOR_GPUS) or 0)),
         )
 
@@ -102,11 +103,13 @@ def why_few_slots(session: Session, plan: ClusterPlan, slots: int, ended: str = 
     return " ".join([demand, found, _why_no_more(session, size, none_started=count == 0)])
 
 
-def why_not_started(other_tasks: int, *, has_room: bool) -> str:
+def why_not_started(session: Session, other_tasks: int, *, has_room: bool) -> str:
     """Return what may keep Spark from starting the tasks of a submitted job, and what to do.
 
     Parameters
     ----------
+    session : Session
+        The session.
     other_tasks : int
         How many tasks the application's other jobs run.
     has_room : bool
@@ -121,27 +124,36 @@ def why_not_started(other_tasks: int, *, has_room: bool) -> str:
         return "The executors have room for them: Spark may still be preparing the job."
     return (
         "A barrier job's tasks start together, once there is a free slot for each: too few may "
-        f"exist, or others may hold them. {MORE_SLOTS}"
+        f"exist, or others may hold them. {more_slots(session.master)}"
     )
 
 
 def _why_no_more(session: Session, size: ExecutorSize, *, none_started: bool) -> str:
-    """Return why no further executor starts."""
-    if not session.master.startswith(MASTER):
-        if none_started:
-            return (
-                "No node may have that much free, others may hold it, or executors end as they "
-                "start, most often because they cannot reach spark.driver.host: the cluster "
-                f"manager shows which. {SMALLER}."
-            )
-        return f"The cluster may have no more, or others hold it. {MORE_SLOTS}"
+    """Return why no further executor starts, as far as the cluster manager reports it."""
+    if session.master.startswith(MASTER):
+        return _why_by_master(session, size, none_started=none_started)
+    if session.master == "yarn" and (cluster := ask_yarn(session)):
+        minimum = cluster.container(size.minimum)
+        found = _why_by_machines(cluster.nodes, minimum, "node", none_started=none_started)
+        return f"{cluster.queue} {found}"
+    if session.master.startswith("k8s://") and (pods := _waiting_pods(session)):
+        return pods
+    if none_started:
+        return (
+            "No node may have that much free, others may hold it, or executors end as they "
+            "start, most often because they cannot reach spark.driver.host: the cluster "
+            f"manager shows which. {SMALLER}"
+        )
+    return f"The cluster may have no more, or others hold it. {more_slots(session.master)}"
+
+
+def _why_by_master(session: Session, size: ExecutorSize, *, none_started: bool) -> str:
     port = int(session.conf("spark.master.ui.port") or UI_PORT)
     master = ask_master(session.master, port, session.conf("spark.app.id"))
     if master is None:
         return (
             "No worker may have that much free, or another application holds it: the master's web "
-            f"page says so. {SMALLER if none_started else MORE_SLOTS}".rstrip(".")
-            + "."
+            f"page says so. {SMALLER if none_started else more_slots(MASTER)}"
         )
     if none_started and master.own:
         return (
@@ -149,49 +161,57 @@ def _why_no_more(session: Session, size: ExecutorSize, *, none_started: bool) ->
             "not reached this driver: they are still starting, or cannot connect to "
             f"spark.driver.host={session.conf('spark.driver.host')}."
         )
-    return _why_by_master(master, size, none_started=none_started)
-
-
-def _why_by_master(master: Master, size: ExecutorSize, *, none_started: bool) -> str:
-    workers = counted(len(master.workers), "worker")
-    if not master.workers:
+    if not master.total:
         return "The master has no worker: start one, and see that it reaches the master."
-    if size.gpus and not any(worker.gpus for worker in master.workers):
+    if size.gpus and not any(worker.gpus for worker in master.total):
         return (
-            f"None of {workers} has GPUs: set spark.worker.resource.gpu.amount and "
-            "spark.worker.resource.gpu.discoveryScript where they are started, or run on CPUs "
-            f"(use_gpu=False) in a session without {EXECUTOR_GPUS}."
+            f"None of {counted(len(master.total), 'worker')} has GPUs: set "
+            "spark.worker.resource.gpu.amount and spark.worker.resource.gpu.discoveryScript where "
+            "they are started, or run on CPUs (use_gpu=False) in a session without "
+            f"{EXECUTOR_GPUS}."
         )
-    if not any(worker.holds(size.minimum) for worker in master.workers):
-        largest = max(master.workers, key=lambda w: (w.gpus, w.cores, w.memory))
-        return f"None of {workers} is that large; the largest has {largest}. {SMALLER}."
-    if any(worker.holds(size.minimum) for worker in master.free):
-        return "A worker has room for one more: it may still be starting." + (
-            "" if none_started else f" {MORE_SLOTS}"
+    return _why_by_machines(master, size.minimum, "worker", none_started=none_started)
+
+
+def _why_by_machines(
+    machines: Machines, minimum: Capacity, noun: str, *, none_started: bool
+) -> str:
+    """Return why no machine has room for a further executor, which needs `minimum`."""
+    add = SMALLER if none_started else more_slots(MASTER if noun == "worker" else "")
+    if not machines.total:
+        return f"The cluster has no {noun} that runs."
+    if not any(machine.holds(minimum) for machine in machines.total):
+        number = counted(len(machines.total), noun)
+        largest = max(machines.total, key=lambda each: (each.gpus, each.cores, each.memory))
+        return f"None of {number} is that large; the largest has {largest}. {SMALLER}"
+    if any(machine.holds(minimum) for machine in machines.free):
+        return f"A {noun} has room for one more: it may still be starting." + (
+            "" if none_started else f" {add}"
         )
-    if master.others:
-        held = ", ".join(master.others)
+    if machines.others:
+        held = ", ".join(machines.others)
         return (
-            f"No worker has that much free; other applications hold cores: {held}. Wait for them "
+            f"No {noun} has that much free; other applications hold cores: {held}. Wait for them "
             "to end, or ask for fewer ranks or smaller executors."
         )
-    return (
-        f"No worker has that much free. {SMALLER if none_started else MORE_SLOTS}".rstrip(".") + "."
-    )
+    return f"No {noun} has that much free. {add}"
+
+
+def _waiting_pods(session: Session) -> str:
+    """Return why executor pods wait, as Kubernetes reports it; empty if that is not known."""
+    namespace = session.conf("spark.kubernetes.namespace") or "default"
+    context = session.spark.sparkContext
+    with contextlib.suppress(Exception):
+        reasons = private.waiting_pods(context, namespace, context.applicationId)
+        pods = [f"{counted(n, 'pod')} ({reason})" for reason, n in Counter(reasons).items()]
+        return f"Kubernetes has not started {' and '.join(pods)}. {SMALLER}" if pods else ""
+    return ""
 
 
 def _task(session: Session, plan: ClusterPlan) -> str:
     needs = f"a task of {counted(int(session.conf('spark.task.cpus') or 1), 'core')}"
     gpus = plan.profile_gpus or math.ceil(float(session.conf(TASK_GPUS) or 0))
     return f"{needs} and {counted(gpus, 'GPU')}" if plan.use_gpu and gpus else needs
-
-
-def _overhead(session: Session, memory: int) -> int:
-    if (overhead := _mebibytes(session, "spark.executor.memoryOverhead")) is not None:
-        return overhead
-    factor = float(session.conf("spark.executor.memoryOverheadFactor") or 0.1)
-    minimum = _mebibytes(session, "spark.executor.minMemoryOverhead") or MIN_OVERHEAD
-    return max(minimum, math.ceil(factor * memory))
 
 
 def _mebibytes(session: Session, key: str) -> int | None:

@@ -8,10 +8,11 @@ from typing import Any
 
 from distributor.errors import DistributorError, StartTimeout
 from distributor.launch.cancellation import Cancellation
+from distributor.launch.spark.application_end import check_not_ended
 from distributor.launch.spark.capacity.ended_executors import ended_executors
 from distributor.launch.spark.capacity.executors import Executors
 from distributor.launch.spark.capacity.slot_shortage import why_few_slots, why_not_started
-from distributor.launch.spark.error_translation import MORE_SLOTS
+from distributor.launch.spark.error_translation import more_slots
 from distributor.launch.spark.plan import ClusterPlan
 from distributor.launch.spark.polling import Reminder, poll_until
 from distributor.launch.spark.session import Session
@@ -58,14 +59,17 @@ class Slots:
             If the executors never have slots for all tasks.
         StartTimeout
             If the deadline has passed.
+        ApplicationEnded
+            If the application has ended.
         RunCancelled
             If the run was cancelled.
         """
         wanted, most = self.plan.num_tasks, Executors(self.session).max_slots()
-        if most is not None and most < wanted:
+        if most is not None and most < wanted and self._too_few(wanted) is not None:
+            master = self.session.master
             raise DistributorError(
-                f"{wanted} barrier tasks are wanted at once, and the executors of "
-                f"{self.session.master} never have room for more than {most}. {MORE_SLOTS}"
+                f"{wanted} barrier tasks are wanted at once, and the executors of {master} never "
+                f"have room for more than {most}. {more_slots(master)}"
             )
 
         if self._too_few(wanted) is None:
@@ -121,9 +125,10 @@ class Slots:
         """
         slots = Executors(self.session).slots(self.profile)
         has_room = slots is not None and slots >= self.plan.num_tasks
-        return why_not_started(other_tasks, has_room=has_room)
+        return why_not_started(self.session, other_tasks, has_room=has_room)
 
     def _too_few(self, wanted: int) -> int | None:
         """Return how many slots there are if these are fewer than wanted."""
+        check_not_ended(self.session.spark)
         slots = Executors(self.session).slots(self.profile)
         return slots if slots is not None and slots < wanted else None

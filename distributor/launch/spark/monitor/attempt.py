@@ -95,6 +95,10 @@ class Attempt:
         self.job.preempted.update(self.nodes.ranks_on(hosts))
         self.hub.broadcast(messages.Preempted(tuple(hosts)))
 
+    def note_reclaimed(self, hosts: Collection[str]) -> None:
+        """Note that hosts have lost a process to another application, without a notice."""
+        self.job.preempted.update({host: [] for host in hosts} | self.nodes.ranks_on(hosts))
+
     def warn_about_links(self) -> None:
         """Warn about the nodes that have no link to this process, if there are any."""
         if unlinked := self.nodes.unreported:

@@ -261,7 +261,11 @@ class RunMonitor:
         attempt = self._attempt
         never_linked = not attempt.nodes.hosts and attempt.rendezvous.method is None
         if isinstance(ending, BaseException):
-            outcomes = attempt.outcomes.after_error(ending, attempt.nodes.first_lost)
+            try:
+                outcomes = attempt.outcomes.after_error(ending, attempt.nodes.first_lost)
+            except NodeLost as error:
+                attempt.note_reclaimed(error.reclaimed)
+                raise
             if never_linked:
                 attempt.warn_about_links()
             return outcomes
