@@ -26,6 +26,9 @@ APPLICATION_LOGGER = "org.apache.spark.deploy.client.StandaloneAppClient$ClientE
 PANDAS_WARNING = "PySpark does not yet fully support pandas"
 """How the warning begins that PySpark issues for each call if pandas 3 is installed."""
 
+MODULES_OF_SPARK_FILES = ("pyspark.core.files", "pyspark.files")
+"""The modules that have the class ``SparkFiles``, or had it before PySpark 4."""
+
 _python_lock = threading.Lock()
 
 
@@ -224,6 +227,12 @@ def _private_field(value: Any, name: str) -> Any:
     field = next(field for field in fields if field.getName().endswith(name))
     field.setAccessible(True)
     return field.get(value)
+
+
+def find_spark_files(module: Any, folder: str) -> None:
+    """Have ``SparkFiles`` of a module find files in a folder, as it does in a Python worker."""
+    module.SparkFiles._root_directory = folder
+    module.SparkFiles._is_running_on_worker = True
 
 
 def temporary_folder(context: Any) -> str:

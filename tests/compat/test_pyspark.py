@@ -151,6 +151,17 @@ def test_a_function_runs_with_another_interpreter(spark: Any, context: Any) -> N
             frame.collect()
 
 
+def test_files_of_spark_are_found_in_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyspark import SparkFiles
+
+    with relies_on("pyspark", "what SparkFiles knows in a worker", "pyspark.find_spark_files"):
+        for name in ("_root_directory", "_is_running_on_worker"):
+            monkeypatch.setattr(SparkFiles, name, getattr(SparkFiles, name))
+        assert SparkFiles.__module__ in private.MODULES_OF_SPARK_FILES
+        private.find_spark_files(sys.modules[SparkFiles.__module__], "/folder")
+        assert SparkFiles.get("name") == "/folder/name"
+
+
 def test_a_job_keeps_its_call_site(spark: Any, context: Any) -> None:
     names: list[str] = []
     tracker = context.statusTracker()

@@ -45,6 +45,7 @@ from distributor.node.spark_task.shipped_files import unpack_modules
 from distributor.node.spark_task.spark_channel import SparkChannel
 from distributor.node.spark_task.task_spec import TaskSpec
 from distributor.node.spark_task.value_fallback import save_large_values, save_refused_values
+from distributor.node.worker.spark_files import VARIABLE as SPARK_FILES
 from distributor.serialization.outcome import Failure, Value
 from distributor.wire.messages import NodeWarning, Rendezvous
 from distributor.wire.sealing import rank_secret
@@ -157,7 +158,9 @@ def _join(
     warnings: tuple[NodeWarning, ...],
 ) -> tuple[NodeSpec, socket.socket | None]:
     """Agree with the other nodes on where rank 0's store listens."""
-    hosts = hosts_of(context)
+    from pyspark import SparkFiles
+
+    hosts, files = hosts_of(context), SparkFiles.getRootDirectory()
     store_socket = listen_for_ranks(address, spec.rank_ports) if node_rank == 0 else None
     own = Rendezvous(address, store_socket.getsockname()[1]) if store_socket else None
     store = channel.exchange_rendezvous(own, prepared.software, warnings)
@@ -172,7 +175,7 @@ def _join(
         master_addr=store.host,
         master_port=store.port,
         gpus=assigned_gpus(spec, node_rank, context),
-        env={**prepared.interpreter.variables, **spec.env},
+        env={SPARK_FILES: files, **prepared.interpreter.variables, **spec.env},
         modules=unpack_modules(spec.modules) if spec.modules else "",
         program_name=spec.program_name,
         secret=rank_secret(spec.secret),

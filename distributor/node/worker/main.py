@@ -47,6 +47,7 @@ from distributor.node.worker.late_variables import read_variables_at_import
 from distributor.node.worker.main_module import create_main_module
 from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
 from distributor.node.worker.own_rendezvous import allow_own_rendezvous
+from distributor.node.worker.spark_files import find_spark_files
 from distributor.node.worker.stack_dump import enable_stack_dumps, write_collectives
 from distributor.node.worker.stdio import StandardStreams
 from distributor.node.worker.worker_context import WorkerContext, enter_worker
@@ -99,6 +100,7 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     install_mlflow_hooks()
     keep_groups()
     show_all_ranks(worker_spec.uses_gpus)
+    find_spark_files()
     try:
         succeeded = _run_and_record(worker_spec, context)
     except SystemExit as leaving:
