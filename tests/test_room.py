@@ -59,6 +59,29 @@ def run_without_link(
         return driver.receive("ending")
 
 
+PRINTS_WITHOUT_A_LINK = """
+def train():
+    import os
+    print("in", os.environ["RANK"])
+    print("no end of line", end="")
+
+TorchDistributor(2, local_mode=False, use_gpu=False, hub_address="127.0.0.1").run(train)
+send(done=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@needs_namespaces
+def test_output_without_a_link_or_a_folder_is_in_the_executors_logs(cluster: Cluster) -> None:
+    with cluster.driver(PRINTS_WITHOUT_A_LINK) as driver:
+        driver.receive("done")
+        assert "in the logs of the executors" in driver.log.read_text()
+    logs = [path.read_text() for path in cluster.folder.glob("work*/*/*/stderr")]
+    for rank in range(2):
+        assert sum(f"[{rank}] in {rank}\n[{rank}] no end of line\n" in log for log in logs) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.spark
 @needs_namespaces

@@ -14,6 +14,7 @@ from distributor.node.agent.failure_grace import AFTER_COLLATERAL_SECONDS
 from distributor.node.agent.listener import BaseAgentListener
 from distributor.node.agent.output.log_files import LogFiles
 from distributor.node.spark_task.channel import Delivery
+from distributor.node.spark_task.executor_log import ExecutorLog
 from distributor.node.spark_task.node_state import NodeEvent, NodeLifecycle
 from distributor.node.spark_task.rendezvous import exchange_through_spark
 from distributor.node.spark_task.result_rows import UnsentReports
@@ -48,8 +49,9 @@ class SparkChannel(BaseAgentListener):
     """The channel of a node that has no link to the driver.
 
     Failures reach the driver inside the exception that ends the task. Output goes to the node's own
-    ``log_dir``, if there is one, and is not shown. The driver cannot ask for stacks, nor stop the
-    ranks other than by ending the task, and preemption notices do not reach other nodes.
+    ``log_dir``, or to the executor's log if there is none, and is not shown. The driver cannot ask
+    for stacks, nor stop the ranks other than by ending the task, and preemption notices do not
+    reach other nodes.
 
     Parameters
     ----------
@@ -69,15 +71,16 @@ class SparkChannel(BaseAgentListener):
         self._context = context
         self._lifecycle = lifecycle
         self._agent: Agent | None = None
-        self._files = LogFiles(spec.log_dir, spec.run_id, spec.attempt) if spec.log_dir else None
+        self._log = (
+            LogFiles(spec.log_dir, spec.run_id, spec.attempt) if spec.log_dir else ExecutorLog()
+        )
         self._last_barrier = threading.Thread(target=self._await_all_nodes, daemon=True)
 
     def __enter__(self) -> SparkChannel:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._files:
-            self._files.close()
+        self._log.close()
 
     def attach(self, agent: Agent) -> None:
         self._agent = agent
@@ -133,8 +136,7 @@ class SparkChannel(BaseAgentListener):
 
     def write(self, rank: int, source: Source, data: bytes) -> None:
         if source == "stdout" or source == "stderr":
-            if self._files:
-                self._files.write(rank, source, data)
+            self._log.write(rank, source, data)
         else:
             self.unsent_reports.add(Output(rank, source, data))
 

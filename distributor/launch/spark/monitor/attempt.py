@@ -103,10 +103,12 @@ class Attempt:
         """Warn about the nodes that have no link to this process, if there are any."""
         if unlinked := self.nodes.unreported:
             self._warned_of.update(unlinked)
+            log = "log_dir there" if self.job.settings.log_dir else "the logs of the executors"
             warn(
                 f"{listed('Node', unlinked)} did not reach this process at port {self.hub.port}: "
-                "their output is not shown here, and values are sent through Spark. Open this port "
-                "to the executors, or set hub_address to an address that they can reach."
+                f"their output is in {log} and not shown here, and values are sent through Spark. "
+                "Open this port to the executors, or set hub_address to an address that they can "
+                "reach."
             )
 
     def withdraw_warning(self, node: int) -> None:
