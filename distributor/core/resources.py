@@ -50,6 +50,16 @@ def spark_local_dirs() -> list[str]:
     return list(filter(None, os.environ.get("SPARK_LOCAL_DIRS", "").split(",")))
 
 
+def local_folder() -> str:
+    """Return where to put large temporary files: Spark's local folder with the most room.
+
+    On YARN it belongs to the container, and on Kubernetes it is a volume; the temporary folder of
+    this machine, which is used without Spark, may be small there, or read-only.
+    """
+    folders = list(filter(os.path.isdir, spark_local_dirs())) or [tempfile.gettempdir()]
+    return max(folders, key=lambda folder: shutil.disk_usage(folder).free)
+
+
 def describe_free_space() -> str:
     """Return the free space of the folders that ranks and loaders write to, and what to do."""
     folders = [SHARED_MEMORY, tempfile.gettempdir(), os.getcwd()]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.waiting import SOON, until
 
 from distributor.cleaning import clean
 from distributor.errors import ExecutorNotReady
-from distributor.node.environment.build_once import build_once
+from distributor.node.environment.build_once import build_once, cache_folder
 from distributor.node.environment.cache import (
     DAY_SECONDS,
     CacheLimits,
@@ -63,6 +65,15 @@ def create(cache: Path, number: int, days_ago: float) -> Path:
 
 def names(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir())
+
+
+def test_the_home_that_yarn_sets_for_all_users_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "of all"))
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: SimpleNamespace(pw_dir=tmp_path / "own"))
+    assert cache_folder({"CONTAINER_ID": "1"}) == tmp_path / "own" / ".cache" / "distributor"
+    assert cache_folder({}) == tmp_path / "of all" / ".cache" / "distributor"
 
 
 def test_an_environment_not_used_for_long_is_removed(cache: Path) -> None:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from typing import BinaryIO
 
+from distributor.core.resources import local_folder
 from distributor.node.agent.node_spec import NodeSpec
 from distributor.node.agent.worker_env import rank_environment
 from distributor.node.agent.worker_handle import WorkerHandle
@@ -63,7 +64,7 @@ class RankStarter:
         ours, theirs = socket.socketpair()
         ours.sendall(self._node.secret)
         outcome, answers, progress = anonymous_file(), anonymous_file(), anonymous_file()
-        stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        stdout, stderr = (tempfile.TemporaryFile(dir=local_folder()) for _ in range(2))
         is_first = origin.rank == 0
         scratch = new_scratch_path()
         worker_spec = WorkerSpec(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import pwd
 import shutil
 import tempfile
 import time
@@ -17,6 +18,8 @@ from distributor.errors import ExecutorNotReady, StartTimeout
 
 CACHE_VARIABLE = "DISTRIBUTOR_CACHE"
 """The variable that names the cache folder."""
+IN_YARN = "CONTAINER_ID"
+"""A variable of all processes in a container of YARN."""
 COMPLETE_MARKER = ".complete"
 """The file that is written last into a folder; it contains the folder's size on disk in bytes."""
 LOCK_POLL_SECONDS = 0.1
@@ -84,9 +87,14 @@ def _candidates(variables: Mapping[str, str]) -> Iterator[Path]:
     if chosen := variables.get(CACHE_VARIABLE):
         yield Path(chosen).expanduser().absolute()
         return
-    with contextlib.suppress(RuntimeError):  # an executor's user may have no home
-        yield Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache", "distributor")
+    with contextlib.suppress(RuntimeError, KeyError):  # an executor's user may have no home
+        yield Path(variables.get("XDG_CACHE_HOME") or _home(variables) / ".cache", "distributor")
     yield _shared_folder()
+
+
+def _home(variables: Mapping[str, str]) -> Path:
+    """Return this user's home. In its containers, YARN sets HOME to one folder for all users."""
+    return Path(pwd.getpwuid(os.getuid()).pw_dir) if IN_YARN in variables else Path.home()
 
 
 def _shared_folder() -> Path:

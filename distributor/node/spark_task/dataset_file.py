@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from distributor.core.resources import spark_local_dirs
+from distributor.core.resources import local_folder
 from distributor.node.spark_task.task_spec import TaskSpec
 
 
@@ -35,11 +33,5 @@ def dataset_file(spec: TaskSpec, batches: Iterator[Any]) -> Iterator[BinaryIO | 
         return
     from distributor.data.spark.packing import write_chunks
 
-    with write_chunks(batches, spec.datasets, spec.ranks_per_node, _local_folder()) as file:
+    with write_chunks(batches, spec.datasets, spec.ranks_per_node, local_folder()) as file:
         yield file
-
-
-def _local_folder() -> str:
-    """Return the one of Spark's local folders that has the most room."""
-    folders = spark_local_dirs() or [tempfile.gettempdir()]
-    return max(folders, key=lambda folder: shutil.disk_usage(folder).free)
