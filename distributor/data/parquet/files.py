@@ -16,6 +16,7 @@ import pyarrow.fs as pafs
 
 from distributor.core.paths import absolute
 from distributor.core.text import is_unicode
+from distributor.data.addresses import resolve_address
 
 PathLike = str | os.PathLike[str]
 HIDDEN = ("_", ".")
@@ -138,8 +139,7 @@ def _type_of(texts: Sequence[str | None]) -> pa.DataType:
 def _resolve(path: str) -> tuple[pafs.FileSystem, str]:
     address = absolute(path)
     if "://" in address:
-        filesystem, inside = pafs.FileSystem.from_uri(address)
-        return filesystem, str(inside).rstrip("/")
+        return resolve_address(address)
     return pafs.LocalFileSystem(), os.path.abspath(address)
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from distributor._compat.pyspark import HADOOP_CONFIGURATION
 from distributor.core.host import use_host_name
 from distributor.core.text import printable
 from distributor.core.versions import check_interpreter
@@ -160,7 +161,7 @@ def _join(
     """Agree with the other nodes on where rank 0's store listens."""
     from pyspark import SparkFiles
 
-    hosts, files = hosts_of(context), SparkFiles.getRootDirectory()
+    hosts, files = hosts_of(context), os.path.abspath(SparkFiles.getRootDirectory())
     store_socket = listen_for_ranks(address, spec.rank_ports) if node_rank == 0 else None
     own = Rendezvous(address, store_socket.getsockname()[1]) if store_socket else None
     store = channel.exchange_rendezvous(own, prepared.software, warnings)
@@ -175,12 +176,24 @@ def _join(
         master_addr=store.host,
         master_port=store.port,
         gpus=assigned_gpus(spec, node_rank, context),
-        env={SPARK_FILES: files, **prepared.interpreter.variables, **spec.env},
+        env={
+            SPARK_FILES: files,
+            **_hadoop_variables(),
+            **prepared.interpreter.variables,
+            **spec.env,
+        },
         modules=unpack_modules(spec.modules) if spec.modules else "",
         program_name=spec.program_name,
         secret=rank_secret(spec.secret),
     )
     return node, store_socket
+
+
+def _hadoop_variables() -> dict[str, str]:
+    """Return the variable that names the driver's Hadoop configuration, if Spark has sent it."""
+    folder = os.path.abspath(HADOOP_CONFIGURATION)
+    is_needed = "HADOOP_CONF_DIR" not in os.environ and os.path.isdir(folder)
+    return {"HADOOP_CONF_DIR": folder} if is_needed else {}
 
 
 def _run_ranks(

@@ -9,13 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.data.addresses import UnknownScheme
 from distributor.node.worker.worker_context import worker_context
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.runtime.collectives import Collectives
 from distributor.train.runtime.in_process import InProcessRun
 from distributor.train.runtime.preemption import NoticeTracker, agree
 from distributor.train.runtime.reporter import Reporter
-from distributor.train.storage.filesystems import UnknownScheme
 
 if TYPE_CHECKING:
     from distributor.data.shard import DatasetShard

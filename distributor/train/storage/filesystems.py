@@ -1,4 +1,4 @@
-"""File systems by address: pyarrow's if it knows the scheme, else fsspec's."""
+"""File systems of storage, and the names of files in them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 import re
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.fs as pafs
 
 from distributor.core.paths import absolute, local_path
+from distributor.data.addresses import adapted, resolve_address
 
 OBJECT_STORES = ("s3", "gcs")
 """The types of file systems in which a file can be written without a folder."""
@@ -17,10 +17,6 @@ OBJECT_STORES = ("s3", "gcs")
 
 _QUOTE = "\u201b"
 """Precedes the hexadecimal digits of a byte in a stored name; rclone quotes names alike."""
-
-
-class UnknownScheme(ValueError):
-    """No file system is registered for the scheme of an address; a program may register one."""
 
 
 def resolve(path: str | os.PathLike[str], filesystem: Any = None) -> tuple[pafs.FileSystem, str]:
@@ -45,24 +41,20 @@ def resolve(path: str | os.PathLike[str], filesystem: Any = None) -> tuple[pafs.
     TypeError
         If `filesystem` is of neither kind.
     UnknownScheme
-        If neither pyarrow nor fsspec knows the address's scheme.
+        If nothing that is installed provides the address's file system.
     ValueError
         If the path is none of this machine although it looks like one; see `core.paths`.
     """
     text = os.fspath(path)
     if filesystem is not None:
-        adapted = _adapt(filesystem)
+        found = adapted(filesystem)
         # Normalized as the file system lists it: a SubTreeFileSystem, without the first slash.
-        inside = local_path(text) if is_local(adapted) else adapted.normalize_path(text)
-        return adapted, inside.rstrip("/")
+        inside = local_path(text) if is_local(found) else found.normalize_path(text)
+        return found, inside.rstrip("/")
     address = absolute(text)
     if "://" not in address:
         return pafs.LocalFileSystem(), address
-    try:
-        found, inside = pafs.FileSystem.from_uri(address)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as unknown:
-        return _resolve_with_fsspec(address, unknown)
-    return found, str(inside).rstrip("/")
+    return resolve_address(address)
 
 
 def is_local(filesystem: pafs.FileSystem) -> bool:
@@ -126,27 +118,3 @@ def make_folder(filesystem: pafs.FileSystem, path: str) -> None:
     """
     if filesystem.type_name not in OBJECT_STORES:
         filesystem.create_dir(native(filesystem, path), recursive=True)
-
-
-def _adapt(filesystem: Any) -> pafs.FileSystem:
-    if isinstance(filesystem, pafs.FileSystem):
-        return filesystem
-    if hasattr(filesystem, "ls") and hasattr(filesystem, "open"):
-        return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem))
-    raise TypeError(
-        "A file system must be one of pyarrow (pyarrow.fs) or fsspec, but the one that was passed "
-        f"is {filesystem!r}."
-    )
-
-
-def _resolve_with_fsspec(address: str, unknown: Exception) -> tuple[pafs.FileSystem, str]:
-    try:
-        from fsspec.core import url_to_fs
-
-        found, inside = url_to_fs(address)
-    except (ImportError, ValueError) as error:
-        raise UnknownScheme(
-            f"No file system is known for {address}: pyarrow says {str(unknown)!r}, and fsspec "
-            f"{str(error)!r}. Install the package that provides it, or pass a file system."
-        ) from error
-    return _adapt(found), str(inside).rstrip("/")

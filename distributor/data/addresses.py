@@ -1,0 +1,83 @@
+"""File systems by address: pyarrow's if it can provide one, else fsspec's or hdfs-native's."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+HDFS = ("hdfs", "viewfs")
+
+
+class UnknownScheme(ValueError):
+    """No file system is registered for the scheme of an address; a program may register one."""
+
+
+def resolve_address(address: str) -> tuple[pafs.FileSystem, str]:
+    """Return the file system of an address such as ``s3://bucket/folder``, and the path in it.
+
+    Raises
+    ------
+    UnknownScheme
+        If nothing that is installed provides the file system.
+    """
+    try:
+        found, inside = pafs.FileSystem.from_uri(address)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as unavailable:
+        if urlsplit(address).scheme in HDFS:
+            return _resolve_with_hdfs_native(address, unavailable)
+        if isinstance(unavailable, OSError):
+            raise
+        return _resolve_with_fsspec(address, unavailable)
+    return found, str(inside).rstrip("/")
+
+
+def adapted(filesystem: Any) -> pafs.FileSystem:
+    """Return a file system of pyarrow or fsspec as one of pyarrow.
+
+    Raises
+    ------
+    TypeError
+        If it is neither.
+    """
+    if isinstance(filesystem, pafs.FileSystem):
+        return filesystem
+    if hasattr(filesystem, "ls") and hasattr(filesystem, "open"):
+        return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem))
+    raise TypeError(
+        "A file system must be one of pyarrow (pyarrow.fs) or fsspec, but the one that was passed "
+        f"is {filesystem!r}."
+    )
+
+
+def _resolve_with_hdfs_native(address: str, unavailable: Exception) -> tuple[pafs.FileSystem, str]:
+    """Use a client of HDFS that needs neither Java nor Hadoop's own library.
+
+    It reads HADOOP_CONF_DIR. Without a host in the address, its ``fs.defaultFS`` is used.
+    """
+    parts = urlsplit(address)
+    try:
+        from hdfs_native.fsspec import HdfsFileSystem, ViewfsFileSystem
+    except ImportError as error:
+        raise UnknownScheme(
+            f"{address} cannot be used: pyarrow does not find Hadoop's own library "
+            f"({str(unavailable).strip()!r}), and hdfs-native, which needs none, is not installed "
+            "(pip install hdfs-native, in the environment of the ranks too)."
+        ) from error
+    kind = {"hdfs": HdfsFileSystem, "viewfs": ViewfsFileSystem}[parts.scheme]
+    return adapted(kind(parts.hostname, parts.port)), parts.path.rstrip("/")
+
+
+def _resolve_with_fsspec(address: str, unknown: Exception) -> tuple[pafs.FileSystem, str]:
+    try:
+        from fsspec.core import url_to_fs
+
+        found, inside = url_to_fs(address)
+    except (ImportError, ValueError) as error:
+        raise UnknownScheme(
+            f"No file system is known for {address}: pyarrow says {str(unknown)!r}, and fsspec "
+            f"{str(error)!r}. Install the package that provides it, or pass a file system."
+        ) from error
+    return adapted(found), str(inside).rstrip("/")
