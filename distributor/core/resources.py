@@ -25,6 +25,8 @@ _VERSIONS = (
 )
 """Of both versions of cgroups: the controller's name, its folder, the files with the bound and the
 use of a group's memory, and in its statistics, the files that the kernel can drop from memory."""
+IN_YARN = "CONTAINER_ID"
+"""A variable of all processes in a container of YARN."""
 NO_BOUND = 2**60
 """Bytes that version 1 has as the bound of a group without one, at least."""
 _ERRORS = (errno.ENOSPC, errno.EDQUOT)

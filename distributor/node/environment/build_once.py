@@ -14,12 +14,11 @@ from pathlib import Path
 
 from distributor.core.host import host_name
 from distributor.core.private_files import is_private_folder, private_folder
+from distributor.core.resources import IN_YARN
 from distributor.errors import ExecutorNotReady, StartTimeout
 
 CACHE_VARIABLE = "DISTRIBUTOR_CACHE"
 """The variable that names the cache folder."""
-IN_YARN = "CONTAINER_ID"
-"""A variable of all processes in a container of YARN."""
 COMPLETE_MARKER = ".complete"
 """The file that is written last into a folder; it contains the folder's size on disk in bytes."""
 LOCK_POLL_SECONDS = 0.1

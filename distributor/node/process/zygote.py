@@ -9,7 +9,8 @@ Life cycle:
    already, and wait. It exits if the owner dies or the imports take more than ten minutes.
 2. *Serve*: for each `RequestSupervisor` that it fits, it forks a supervisor, which replies. To the
    first other request it replies with `Refused` (a preloaded module cannot be imported) or `Stale`
-   (the caller needs something else, or an imported file has changed), and exits.
+   (the caller needs something else, an imported file has changed, or the container of YARN has
+   lost it), and exits.
 3. *Idle*: two seconds without a request it also imports what the ranks of a `TorchTrainer` need,
    for the next attempt of a run that fails, and then what the first optimizer of a rank would
    otherwise spend a second on. The latter comes half a minute later if there are supervisors,
@@ -43,6 +44,7 @@ from distributor._compat.torch import OPTIMIZER_IMPORTS
 from distributor.core.kernel import set_subreaper
 from distributor.core.module_search import find_at
 from distributor.core.procfs import child_pids
+from distributor.core.resources import IN_YARN
 from distributor.node.process.exit import flush_streams, remember_modules
 from distributor.node.process.fork_reset import reset_after_fork
 from distributor.node.process.ipc import (
@@ -122,6 +124,7 @@ class _Zygote:
         self._imports = imports
         self._files: FileStates = {}
         self._since = since
+        self._parent = os.getppid()
         self._attributes = ProcessAttributes.current()
         self._listener = socket.socket(fileno=arguments.listener)
         self._owner = os.pidfd_open(arguments.owner)
@@ -206,10 +209,19 @@ class _Zygote:
     def _handle_request(self, client: socket.socket, wanted: PreloadSpec) -> WorkerSpec | None:
         if self._import_error is not None:
             self._reply_and_exit(client, Refused(self._import_error))
-        if not self._preload_spec.covers(wanted) or have_changed(self._files):
+        fits = self._preload_spec.covers(wanted) and not have_changed(self._files)
+        if not fits or self._is_outside_of_container():
             preload = self._preload_spec.preload_for_successor(wanted)
             self._reply_and_exit(client, Stale(preload))
         return self._fork_supervisor(client, wanted.preload)
+
+    def _is_outside_of_container(self) -> bool:
+        """Return whether YARN no longer counts the memory of this process and its forks.
+
+        It counts processes below the container's first one. Once the Python worker that started
+        this process has ended, as Spark ends it when a task fails, it is not among them.
+        """
+        return IN_YARN in os.environ and os.getppid() != self._parent
 
     def _reply_and_exit(self, client: socket.socket, reply: Refused | Stale) -> NoReturn:
         """Send the reply to all who wait, and exit; the client that started us may come last."""
