@@ -15,7 +15,12 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from distributor._compat.torch import LOST_CONNECTION
-from distributor.core.resources import describe_free_space, lacks_room
+from distributor.core.resources import (
+    container_memory,
+    describe_free_space,
+    format_bytes,
+    lacks_room,
+)
 from distributor.core.text import listed
 from distributor.errors import OtherRankFailed, RemoteError, RemoteTraceback, WorkerDied
 from distributor.serialization import pickling
@@ -203,12 +208,23 @@ def death(
     )
 
 
+def _limit_of_container() -> str:
+    container = container_memory()
+    if container is None:
+        return ""
+    return (
+        f" The limit of its container is {format_bytes(container.most)}; for executors, "
+        "spark.executor.memoryOverhead raises it."
+    )
+
+
 def _hint(signum: int | None) -> str:
     if signum == signal.SIGKILL:
         return (
             "\nNothing in this run sent that signal. On Linux it was most often the out-of-memory "
             "killer: look at the kernel log of that host, and use a smaller batch or fewer ranks "
             "per host. It may also have been the cluster manager: look at its log."
+            f"{_limit_of_container()}"
         )
     if signum == signal.SIGBUS:
         return f"\nMost often shared memory or a disk is full. {describe_free_space()}"
