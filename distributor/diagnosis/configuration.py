@@ -23,6 +23,13 @@ DYNAMIC, SPECULATION = "spark.dynamicAllocation.enabled", "spark.speculation"
 TLS, IGNORE_TLS = "spark.ssl.enabled", "pytorch.spark.distributor.ignoreSsl"
 ENCRYPTION = ("spark.network.crypto.enabled", "spark.authenticate.enableSaslEncryption")
 SYNC, MIN_SYNC_SECONDS = "spark.barrier.sync.timeout", 60
+MAX_FAILURES = "spark.executor.maxNumFailures"
+FAILURES_EXPIRE = "spark.executor.failuresValidityInterval"
+BIND_ADDRESS, USE_POD_ADDRESS = (
+    "spark.driver.bindAddress",
+    "spark.kubernetes.executor.useDriverPodIP",
+)
+GRACE = "spark.kubernetes.executor.terminationGracePeriodSeconds"
 ADDRESS_SPACE = "spark.executor.pyspark.memory"
 WHERE = "Spark's configuration"
 
@@ -149,6 +156,48 @@ def _executor_memory(session: Session) -> Iterator[Check]:
         yield ok(name, "no limit that ranks would exceed", WHERE)
 
 
+def _executor_failures(session: Session) -> Iterator[Check]:
+    if not session.master.startswith(("yarn", "k8s://")):
+        return
+    name = "executor failures"
+    limit = session.conf(MAX_FAILURES)
+    if limit or session.conf(FAILURES_EXPIRE):
+        yield ok(name, f"{MAX_FAILURES} is {limit or 'unset, and failures expire'}", WHERE)
+        return
+    most = max(3, 2 * int(session.conf("spark.executor.instances") or 2))
+    yield warning(
+        name,
+        f"Once {most} executors have failed, Spark ends the application, and with it every run, "
+        "whatever max_failures is.",
+        f"For long runs, make the session with a larger {MAX_FAILURES}, and {FAILURES_EXPIRE}=1h.",
+        WHERE,
+    )
+
+
+def _kubernetes(session: Session) -> Iterator[Check]:
+    if not session.master.startswith("k8s://"):
+        return
+    is_bound_anywhere = session.conf(BIND_ADDRESS) in ("0.0.0.0", "::")
+    in_client_mode = (session.conf("spark.submit.deployMode") or "client") == "client"
+    takes_bound = (session.conf(USE_POD_ADDRESS) or "true").lower() == "true"
+    if is_bound_anywhere and in_client_mode and takes_bound:
+        yield failure(
+            "driver's address",
+            f"{BIND_ADDRESS} is {session.conf(BIND_ADDRESS)}, and since Spark 4.1 executors "
+            f"connect to it, because {USE_POD_ADDRESS} is true. They end at once.",
+            f"Make the session with {USE_POD_ADDRESS}=false.",
+            WHERE,
+        )
+    if is_on(session, "spark.decommission.enabled") and not session.conf(GRACE):
+        yield warning(
+            "grace period",
+            f"{GRACE} is unset: a pod that is preempted has 30 s for a checkpoint, whatever its "
+            "template says.",
+            f"Make the session with a longer {GRACE}, such as 120s.",
+            WHERE,
+        )
+
+
 def _python(session: Session) -> Iterator[Check]:
     name = "PYSPARK_PYTHON"
     value = os.environ.get(name)
@@ -195,5 +244,7 @@ _CHECKS: tuple[Callable[[Session], Iterator[Check]], ...] = (
     _encryption,
     _barrier,
     _executor_memory,
+    _executor_failures,
+    _kubernetes,
     _driver_host,
 )
