@@ -139,9 +139,14 @@ def test_the_pod_template() -> None:
     template = ROOT / conf["spark.kubernetes.executor.podTemplateFile"]
     assert template == CONF / "executor-pod-template.yaml"
 
-    [mount], [volume] = container["volumeMounts"], spec["volumes"]
-    assert mount == {"name": volume["name"], "mountPath": "/dev/shm"}
-    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
+    volumes = {volume["name"]: volume["emptyDir"] for volume in spec["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    assert mounts == {
+        "/dev/shm": {"medium": "Memory", "sizeLimit": "64Gi"},
+        "/opt/spark/work-dir": {},
+        "/tmp": {},
+    }
+    assert len(volumes) == len(mounts)
 
     gpu = f"{conf['spark.executor.resource.gpu.vendor']}/gpu"
     amount = int(conf["spark.executor.resource.gpu.amount"])

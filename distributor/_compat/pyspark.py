@@ -26,6 +26,9 @@ APPLICATION_LOGGER = "org.apache.spark.deploy.client.StandaloneAppClient$ClientE
 PANDAS_WARNING = "PySpark does not yet fully support pandas"
 """How the warning begins that PySpark issues for each call if pandas 3 is installed."""
 
+HADOOP_CONFIGURATION = "__spark_conf__/__hadoop_conf__"
+"""The folder with the driver's Hadoop configuration, in the working folder of a YARN container."""
+
 MODULES_OF_SPARK_FILES = ("pyspark.core.files", "pyspark.files")
 """The modules that have the class ``SparkFiles``, or had it before PySpark 4."""
 
@@ -76,6 +79,9 @@ def jvm_has_ended() -> bool:
     return False
 
 
+NODE_EXPIRY = "yarn.nm.liveness-monitor.expiry-interval-ms"
+
+
 class Yarn:
     """YARN's resource manager, asked through the driver's JVM; a context manager.
 
@@ -102,12 +108,20 @@ class Yarn:
     def __exit__(self, *exc_info: object) -> None:
         self._client.stop()
 
-    def application(self, application_id: str) -> tuple[str, str, str]:
-        """Return the state, diagnostics and queue of an application."""
+    def ending(self, application_id: str) -> tuple[str, str]:
+        """Return the state of an application, and why it is in it."""
+        report = self._report(application_id)
+        return str(report.getYarnApplicationState().toString()), str(report.getDiagnostics())
+
+    def usage(self, application_id: str) -> tuple[str, int]:
+        """Return the queue of an application, and how many containers it has, its master's too."""
+        report = self._report(application_id)
+        used = report.getApplicationResourceUsageReport().getNumUsedContainers()
+        return str(report.getQueue()), int(used)
+
+    def _report(self, application_id: str) -> Any:
         parsed = self._yarn.api.records.ApplicationId.fromString(application_id)
-        report = self._client.getApplicationReport(parsed)
-        state = report.getYarnApplicationState().toString()
-        return str(state), str(report.getDiagnostics()), str(report.getQueue())
+        return self._client.getApplicationReport(parsed)
 
     def queue_shares(self, queue: str) -> tuple[float, float]:
         """Return how much of a queue's capacity is in use, and how much may be, as shares."""
@@ -124,6 +138,10 @@ class Yarn:
     def min_allocation(self) -> int:
         """Return the memory of which containers get a multiple (MiB), as this machine knows it."""
         return int(self._conf.getInt("yarn.scheduler.minimum-allocation-mb", 1024))
+
+    def expiry_seconds(self) -> float:
+        """Return after how long a node without a sign of life is lost, as this machine knows it."""
+        return int(self._conf.getLong(NODE_EXPIRY, 600_000)) / 1000
 
 
 def _amounts(resource: Any) -> tuple[int, int, int]:

@@ -14,6 +14,9 @@ TOO_FEW_SLOTS = r"SPARK-24819|BARRIER_STAGE_NOT_ENOUGH_SLOTS"
 FULL_DISK = r"([^\n]*No space left on device[^\n]*)"
 """The line of an error about a full disk."""
 
+NOT_WRITABLE = r"(?:FileSystemException: (\S+): Read-only file system|AccessDeniedException: (\S+))"
+"""The file that an executor could not write."""
+
 OTHER_PYTHON = r"worker has different version:? \(?(.*?)\)? than that in driver:? (\S+?),"
 """The Python versions of a worker and the driver, which differ."""
 
@@ -52,6 +55,9 @@ EXECUTOR_ENDED = r"Executor updated: (\S+) is now (?:EXITED|FAILED) \((.*)\)"
 
 END_OF_ERROR = r"\n(?:\s*SQLSTATE|\s*\n|\s+at )"
 """What follows a Python exception's message: an SQL state, an empty line or Java's stack."""
+
+CONTEXT_STOPPED = r"stopped SparkContext|SparkContext was shut down"
+"""A job whose application has ended, perhaps in a Connect server that still answers."""
 
 TOO_MANY_EXECUTOR_FAILURES = r"Max number of executor failures"
 """Spark has ended an application because too many of its executors failed."""

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from distributor.errors import NodeLost
+from distributor.errors import ApplicationEnded, NodeLost
 from distributor.launch.spark.error_translation import explain
 
 FAILED = (
@@ -70,6 +70,17 @@ def test_a_container_that_yarn_took_back() -> None:
     assert "was preempted. The cluster manager took it back." in str(error)
     assert "memory" not in str(error)
     assert pickle.loads(pickle.dumps(error)).reclaimed == error.reclaimed == ("h",)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Job 3 cancelled because SparkContext was shut down",
+        "Cannot call methods on a stopped SparkContext.",
+    ],
+)
+def test_a_job_of_an_application_that_has_ended(text: str) -> None:
+    assert isinstance(explain(RuntimeError(text), 2), ApplicationEnded)
 
 
 def test_another_loss() -> None:

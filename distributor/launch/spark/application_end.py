@@ -54,8 +54,6 @@ def end_explained(spark: Any, *, is_last: bool = False) -> Iterator[None]:
     """
     try:
         yield
-    except ApplicationEnded:
-        raise
     except Exception as error:
         deadline = time.monotonic() + NOTICE_SECONDS
         while (end := end_of(spark, asks_manager=True)) is None:
@@ -99,7 +97,7 @@ def _yarn_end(context: Any) -> str:
     """Return what YARN reports of an application that has ended; empty while it has not."""
     try:
         with private.Yarn(context) as yarn:
-            state, diagnostics, _ = yarn.application(context.applicationId)
+            state, diagnostics = yarn.ending(context.applicationId)
     except Exception:
         return ""  # the resource manager does not answer
     if state not in YARN_ENDED:

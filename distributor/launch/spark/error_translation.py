@@ -8,12 +8,14 @@ from collections.abc import Callable
 from distributor._compat import spark_texts
 from distributor.core.text import counted
 from distributor.errors import (
+    ApplicationEnded,
     DistributorError,
     ExecutorNotReady,
     NodeLost,
     StartTimeout,
     ValueTooLarge,
 )
+from distributor.launch.spark.application_end import NEXT
 from distributor.node.spark_task.program_file import ProgramNotReceived
 
 SET_PYTHON = (
@@ -89,6 +91,14 @@ def _full_disk(found: re.Match[str], where: str) -> DistributorError:
     )
 
 
+def _not_writable(found: re.Match[str], where: str) -> DistributorError:
+    return ExecutorNotReady(
+        f"The executor{where} cannot write {found.group(1) or found.group(2)}. It needs a working "
+        "folder and temporary folders (/tmp, java.io.tmpdir) that it can write: in a pod whose "
+        "root is read-only, mount an emptyDir at each (conf/executor-pod-template.yaml)."
+    )
+
+
 def _other_python(found: re.Match[str], where: str) -> DistributorError:
     return ExecutorNotReady(
         f"The Python worker{where} runs Python {found.group(1)}, the driver {found.group(2)}. "
@@ -129,6 +139,10 @@ def _reason(text: str) -> str:
     return " ".join(reason.split())[:1000].rstrip(". ")
 
 
+def _ended(found: re.Match[str], where: str) -> DistributorError:
+    return ApplicationEnded(f"The Spark application has ended ({found.group(0)}). {NEXT}")
+
+
 def _no_slots(found: re.Match[str], where: str) -> DistributorError:
     return StartTimeout(
         "Spark started none of the run's tasks, and gave up: a barrier job's tasks start together, "
@@ -144,8 +158,10 @@ _MEANINGS: list[tuple[str, Meaning]] = [
     (r"ProgramNotReceived: ([^\n]*)", _not_received),
     (r"ExecutorNotReady: ([^\n]*(?:\n {4}[^\n]*)*)", _not_ready),  # indented lines belong to it
     (r"ValueTooLarge: (.*?)(?:\n|$)", _too_large),
+    (spark_texts.CONTEXT_STOPPED, _ended),
     (spark_texts.TOO_FEW_SLOTS, _no_slots),
     (spark_texts.FULL_DISK, _full_disk),
+    (spark_texts.NOT_WRITABLE, _not_writable),
     (spark_texts.OTHER_PYTHON, _other_python),
     (spark_texts.NO_MODULE, _no_module),
     (spark_texts.NO_PACKAGE, _no_module),

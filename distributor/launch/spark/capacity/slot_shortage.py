@@ -18,7 +18,7 @@ from distributor.launch.spark.capacity.machines import (
 )
 from distributor.launch.spark.capacity.sizes import size_in_bytes
 from distributor.launch.spark.capacity.standalone_master import MASTER, UI_PORT, ask_master
-from distributor.launch.spark.capacity.yarn import ask_yarn
+from distributor.launch.spark.capacity.yarn import YarnCluster, ask_yarn
 from distributor.launch.spark.error_translation import more_slots
 from distributor.launch.spark.plan import EXECUTOR_GPUS, TASK_GPUS, ClusterPlan
 from distributor.launch.spark.session import Session
@@ -100,7 +100,7 @@ def why_few_slots(session: Session, plan: ClusterPlan, slots: int, ended: str = 
         found = f"None of {counted(count, 'executor')} has room for {_task(session, plan)}."
     else:
         found = f"There is room on {counted(count, 'executor')}, each of {size}."
-    return " ".join([demand, found, _why_no_more(session, size, none_started=count == 0)])
+    return " ".join([demand, found, _why_no_more(session, size, count)])
 
 
 def why_not_started(session: Session, other_tasks: int, *, has_room: bool) -> str:
@@ -128,14 +128,13 @@ def why_not_started(session: Session, other_tasks: int, *, has_room: bool) -> st
     )
 
 
-def _why_no_more(session: Session, size: ExecutorSize, *, none_started: bool) -> str:
-    """Return why no further executor starts, as far as the cluster manager reports it."""
+def _why_no_more(session: Session, size: ExecutorSize, count: int) -> str:
+    """Return why there are no more executors than `count`, as far as the manager reports it."""
+    none_started = count == 0
     if session.master.startswith(MASTER):
         return _why_by_master(session, size, none_started=none_started)
     if session.master == "yarn" and (cluster := ask_yarn(session)):
-        minimum = cluster.container(size.minimum)
-        found = _why_by_machines(cluster.nodes, minimum, "node", none_started=none_started)
-        return f"{cluster.queue} {found}"
+        return f"{cluster.queue} {_why_by_yarn(session, cluster, size, count)}"
     if session.master.startswith("k8s://") and (pods := _waiting_pods(session)):
         return pods
     if none_started:
@@ -171,6 +170,18 @@ def _why_by_master(session: Session, size: ExecutorSize, *, none_started: bool) 
             f"{EXECUTOR_GPUS}."
         )
     return _why_by_machines(master, size.minimum, "worker", none_started=none_started)
+
+
+def _why_by_yarn(session: Session, cluster: YarnCluster, size: ExecutorSize, count: int) -> str:
+    if cluster.executors > count:
+        return (
+            f"It has started {counted(cluster.executors, 'container')} for executors: the others "
+            "are still starting, cannot connect to "
+            f"spark.driver.host={session.conf('spark.driver.host')}, or their node is lost, which "
+            f"YARN notices after {cluster.expiry:g} s ({private.NODE_EXPIRY})."
+        )
+    minimum = cluster.container(size.minimum)
+    return _why_by_machines(cluster.nodes, minimum, "node", none_started=count == 0)
 
 
 def _why_by_machines(

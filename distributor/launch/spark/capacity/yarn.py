@@ -23,11 +23,17 @@ class YarnCluster:
         The application's queue, and how much of it is in use, as a sentence.
     min_allocation : int
         The memory of which each container gets a multiple (MiB).
+    executors : int
+        The containers of executors that run as far as YARN knows.
+    expiry : float
+        Seconds until YARN notices that a node is lost.
     """
 
     nodes: Machines
     queue: str
     min_allocation: int
+    executors: int
+    expiry: float
 
     def container(self, asked: Capacity) -> Capacity:
         """Return what YARN allocates for an executor.
@@ -44,8 +50,14 @@ def ask_yarn(session: Session) -> YarnCluster | None:
     with contextlib.suppress(Exception), private.Yarn(context) as yarn:
         found = [(Capacity(*total), Capacity(*used)) for total, used in yarn.nodes()]
         nodes = Machines(tuple(t for t, _ in found), tuple(t.less(u) for t, u in found))
-        _, _, queue = yarn.application(context.applicationId)
+        queue, containers = yarn.usage(context.applicationId)
         used, most = yarn.queue_shares(queue)
         share = f"Queue '{queue}' is at {used:.0%} of its capacity, and may take {most:.0%} of its"
-        return YarnCluster(nodes, f"{share} parent's.", yarn.min_allocation())
+        return YarnCluster(
+            nodes,
+            f"{share} parent's.",
+            yarn.min_allocation(),
+            executors=containers - 1,
+            expiry=yarn.expiry_seconds(),
+        )
     return None
