@@ -57,7 +57,7 @@ if __name__ == "__main__":
 """
 SPARK = """
     from pyspark.sql import SparkSession
-    builder = SparkSession.builder.master("local[3]")
+    builder = SparkSession.builder.master("local[4]")  # a core for each run
     spark = builder.config("spark.ui.enabled", "false").getOrCreate()
 """
 

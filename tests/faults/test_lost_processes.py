@@ -81,21 +81,21 @@ def test_a_killed_process_leaves_nothing_of_the_run(
 
 @needs_namespaces
 @pytest.mark.parametrize(
-    "command",
+    ("command", "error"),
     [
-        "spark.sparkContext.cancelAllJobs()",
-        "spark.sparkContext.cancelJobGroup('of this test')",
-        "spark.stop()",
+        ("spark.sparkContext.cancelAllJobs()", "DistributorError"),
+        ("spark.sparkContext.cancelJobGroup('of this test')", "DistributorError"),
+        ("spark.stop()", "ApplicationEnded"),
     ],
 )
 def test_a_job_cancelled_by_spark_ends_the_run(
-    cluster: Cluster, tmp_path: Path, command: str
+    cluster: Cluster, tmp_path: Path, command: str, error: str
 ) -> None:
     training = Training(cluster, tmp_path / "ranks")
     with training.start() as driver:
         training.await_ranks()
         driver.send(command)
-        assert driver.receive("error", 30)["error"] == "DistributorError"
+        assert driver.receive("error", 30)["error"] == error
         assert_gone(training.started)
 
 
