@@ -15,7 +15,7 @@ SPARK35 := conf/constraints-spark35.txt
 TORCH = $$(nvidia-smi -L >/dev/null 2>&1 || echo "-c conf/constraints-cpu.txt")
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-spark35 demo test test-all test-gpu test-spark35 mutants bench bench-gpu chaos notebooks docs lint clean
+.PHONY: help venv venv-spark35 demo test test-all test-gpu test-spark35 test-yarn test-kubernetes mutants bench bench-gpu chaos notebooks docs lint clean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
@@ -32,7 +32,7 @@ demo: venv ## Train on real digits, on this machine
 # These options make Spark start faster. An archive that a JVM cannot use is ignored, without a word.
 JAVA_OPTIONS := -XX:+UseSerialGC -XX:TieredStopAtLevel=1
 CLASSES := $(VENV)/spark-classes.jsa
-test test-all test-spark35 mutants bench chaos notebooks: export JDK_JAVA_OPTIONS := $(JAVA_OPTIONS)
+test test-all test-spark35 test-yarn test-kubernetes mutants bench chaos notebooks: export JDK_JAVA_OPTIONS := $(JAVA_OPTIONS)
 test test-all: export JDK_JAVA_OPTIONS := $(JAVA_OPTIONS) -Xlog:cds=off -Xlog:cds+dynamic=off \
 	-XX:SharedArchiveFile=$(abspath $(CLASSES))
 
@@ -47,6 +47,12 @@ test-all: venv $(CLASSES) ## Run all the tests
 
 test-spark35: venv-spark35 ## Run the tests, less the slow ones, on PySpark 3.5
 	$(VENV35)/bin/$(PYTEST) -m "not slow" $(ARGS)
+
+test-yarn: venv ## Run the tests of YARN, on the cluster of HADOOP_CONF_DIR
+	$(VENV)/bin/python -m pytest tests/managed -k yarn $(ARGS)
+
+test-kubernetes: venv ## Run the tests of Kubernetes; CONTRIBUTING.md says which variables name the cluster
+	$(VENV)/bin/python -m pytest tests/managed -k kubernetes $(ARGS)
 
 # A GPU machine often has torch, and no way to install more. PYTHON=... replaces .venv.
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(wildcard $(VENV)/bin/python) ,)$(PYTHON)

@@ -212,7 +212,7 @@ class Driver:
         Its process.
     """
 
-    def __init__(self, cluster: Cluster, script: Path, properties: dict[str, str]) -> None:
+    def __init__(self, cluster: Any, script: Path, properties: dict[str, str]) -> None:
         self._cluster = cluster
         self._ours, theirs = socket.socketpair()
         self._reader = self._ours.makefile("r")

@@ -1,0 +1,189 @@
+"""Sessions on YARN and Kubernetes, whatever cluster is there; how to start one is in CONTRIBUTING.
+
+A session is a driver program of its own that runs the code that it is sent, so that many tests
+share its executors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from support.cluster import CHANNEL, SESSION, Driver
+from support.machines import Machine
+
+SECONDS = 300.0
+"""Seconds for a session to start, and for what it is sent."""
+EXECUTOR = {
+    "spark.executor.cores": "1",
+    "spark.executor.memory": "512m",
+    "spark.executor.memoryOverhead": "900m",
+    "spark.ui.enabled": "false",
+    "spark.log.level": "OFF",
+}
+AT_ONCE = {"spark.scheduler.maxRegisteredResourcesWaitingTime": "1s"}
+"""A session does not wait for executors, which will not come."""
+
+LOOP = """
+import functools, io, contextlib
+
+def ranks(count, **settings):
+    settings = {"start_timeout": 120, "timeout": 240, **settings}
+    return TorchDistributor(count, local_mode=False, use_gpu=False, **settings)
+
+def executor_of_rank():
+    import psutil
+    return next(each for each in psutil.Process().parents() if each.name() == "java")
+
+for line in _channel.makefile():
+    message = json.loads(line)
+    names = {**globals(), **message["names"], "__name__": "__main__"}
+    began = time.monotonic()
+    try:
+        exec(compile(message["source"], "<test>", "exec"), names)
+        ending = {"result": names.get("result")}
+    except BaseException as error:
+        ending = {"error": type(error).__name__, "message": str(error)}
+    send(ending=ending, seconds=time.monotonic() - began)
+"""
+
+
+class Failed(Exception):
+    """What a session was sent has raised an exception.
+
+    Attributes
+    ----------
+    kind, message : str
+        The exception's type and text.
+    seconds : float
+        How long it took.
+    """
+
+    def __init__(self, kind: str, message: str, seconds: float) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+        self.message = message
+        self.seconds = seconds
+
+
+@dataclass
+class ManagedSession:
+    """A driver program with a Spark session.
+
+    Attributes
+    ----------
+    seconds : float
+        How long the driver took for what it was sent last.
+    """
+
+    driver: Driver
+    seconds: float = 0.0
+
+    def run(self, source: str, **names: Any) -> Any:
+        """Run code in the driver, and return what it assigns to ``result``.
+
+        It finds the session in ``spark``, and ``ranks(count, **settings)``.
+
+        Raises
+        ------
+        Failed
+            If it raised an exception.
+        """
+        self.send(source, **names)
+        return self.receive()
+
+    def send(self, source: str, **names: Any) -> None:
+        """Have the driver run code, and do not wait for it."""
+        self.driver.send({"source": textwrap.dedent(source), "names": names})
+
+    def receive(self) -> Any:
+        """Wait for the code that was sent, and return its result, as `run` does."""
+        answer = self.driver.receive("ending", SECONDS)
+        self.seconds = answer["seconds"]
+        ending = answer["ending"]
+        if "error" in ending:
+            raise Failed(ending["error"], ending["message"], self.seconds)
+        return ending["result"]
+
+
+@dataclass
+class Manager:
+    """A cluster manager, and what Spark needs to use it.
+
+    Parameters
+    ----------
+    name : str
+        "yarn" or "kubernetes".
+    folder : Path
+        For driver programs and their logs.
+    properties : dict of str to str
+        Spark properties.
+    environment : dict of str to str
+        The variables of drivers.
+    """
+
+    name: str
+    folder: Path
+    properties: dict[str, str]
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def on_driver(self) -> Machine:
+        """The machine of drivers, which is this one."""
+        return Machine(self.properties["spark.driver.host"])
+
+    @contextlib.contextmanager
+    def session(self, executors: int = 2, **conf: str) -> Iterator[ManagedSession]:
+        """Start a session with so many executors, and end it."""
+        script = self.folder / f"driver-{len(os.listdir(self.folder))}.py"
+        script.write_text(CHANNEL + SESSION + LOOP)
+        wanted = {"spark.executor.instances": str(executors), **conf}
+        with Driver(self, script, self.properties | wanted) as driver:
+            driver.receive("ready", SECONDS)
+            yield ManagedSession(driver)
+            driver.send({"source": "spark.stop()", "names": {}})
+            driver.receive("ending", SECONDS)
+
+
+def why_missing(name: str) -> str:
+    """Return why there is no cluster of this kind for tests; empty if there is one."""
+    variable = {"yarn": "HADOOP_CONF_DIR", "kubernetes": "KUBERNETES_MASTER"}[name]
+    return "" if os.environ.get(variable) else f"{variable} is not set: no cluster is known"
+
+
+def manager(name: str, folder: Path) -> Manager:
+    """Return a cluster manager, as the environment variables of the tests describe it."""
+    common = {**EXECUTOR, "spark.driver.host": _own_address(name)}
+    if name == "yarn":
+        pyspark = find_spec("pyspark")
+        assert pyspark is not None
+        assert pyspark.origin is not None
+        jars = f"local:{Path(pyspark.origin).parent}/jars/*"  # else each session copies all of them
+        properties = {"spark.master": "yarn", "spark.yarn.am.memory": "256m"}
+        properties["spark.yarn.jars"] = os.environ.get("YARN_SPARK_JARS", jars)
+        python = os.environ.get("YARN_PYTHON", sys.executable)
+        return Manager(name, folder, common | properties, {"PYSPARK_PYTHON": python})
+    properties = {
+        "spark.master": os.environ["KUBERNETES_MASTER"],
+        "spark.kubernetes.container.image": os.environ["KUBERNETES_IMAGE"],
+        "spark.kubernetes.namespace": os.environ.get("KUBERNETES_NAMESPACE", "default"),
+    }
+    python = os.environ.get("KUBERNETES_PYTHON", "python3")
+    return Manager(name, folder, common | properties, {"PYSPARK_PYTHON": python})
+
+
+def _own_address(name: str) -> str:
+    """Return the address of this machine to which executors connect."""
+    if given := os.environ.get(f"{name.upper()}_DRIVER_HOST"):
+        return given
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect(("192.0.2.1", 9))  # nothing is sent; the kernel chooses the address
+        return str(sock.getsockname()[0])

@@ -1,0 +1,195 @@
+"""Run a YARN cluster on this machine: ``PYTHONPATH=tests python -m support.yarn FOLDER``.
+
+One JVM has the real ResourceManager and NodeManagers of Hadoop, whose containers are processes of
+this machine, and with ``--dfs`` HDFS as the default file system. It runs until SIGINT or SIGTERM,
+and then nothing is left of it but the jars. PySpark has all jars but those in `ARTIFACTS`: they
+come from ``--jars``, or from Maven (``mvn``), once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+import psutil
+
+from support.cluster import spark_home
+
+ARTIFACTS = (
+    "org.apache.hadoop:hadoop-client-minicluster:{hadoop}",
+    "org.bouncycastle:bcprov-jdk18on:1.82",
+    "org.bouncycastle:bcpkix-jdk18on:1.82",
+    "org.bouncycastle:bcutil-jdk18on:1.82",
+    "org.junit.jupiter:junit-jupiter-api:5.13.4",
+    "org.junit.platform:junit-platform-commons:1.13.4",
+    "org.opentest4j:opentest4j:1.3.0",
+)
+PR_SET_CHILD_SUBREAPER = 36
+READY_SECONDS = 60_000
+
+
+def jars_of(folder: Path) -> list[Path]:
+    """Return the jars of the cluster, which Maven copies to the folder if they are not there."""
+    [client] = Path(spark_home(), "jars").glob("hadoop-client-api-*.jar")
+    hadoop = client.stem.rpartition("-")[2]
+    wanted = [artifact.format(hadoop=hadoop) for artifact in ARTIFACTS]
+    paths = [folder / "{1}-{2}.jar".format(*artifact.split(":")) for artifact in wanted]
+    for artifact, path in zip(wanted, paths, strict=True):
+        if not path.exists():
+            goal = ["dependency:copy", f"-Dartifact={artifact}", f"-DoutputDirectory={folder}"]
+            subprocess.run(["mvn", "--batch-mode", "--quiet", *goal], check=True)
+    return paths
+
+
+def properties(options: argparse.Namespace) -> dict[str, str]:
+    """Return what differs from Hadoop's defaults, which are for machines that do nothing else."""
+    memory, cores = str(options.memory), str(options.cores)
+    gpu, queue = "yarn.io/gpu", "yarn.scheduler.capacity"
+    found = {
+        "yarn.nodemanager.resource.memory-mb": memory,
+        "yarn.minicluster.yarn.nodemanager.resource.memory-mb": memory,
+        "yarn.nodemanager.resource.cpu-vcores": cores,
+        "yarn.scheduler.minimum-allocation-mb": "128",
+        "yarn.scheduler.maximum-allocation-mb": memory,
+        "yarn.scheduler.maximum-allocation-vcores": cores,
+        # Memory is watched as on clusters without cgroups, each second.
+        "yarn.nodemanager.pmem-check-enabled": "true",
+        "yarn.nodemanager.vmem-check-enabled": "false",
+        "yarn.minicluster.control-resource-monitoring": "true",
+        "yarn.nodemanager.resource.memory.enforced": "false",
+        "yarn.nodemanager.container-monitor.interval-ms": "1000",
+        "yarn.nodemanager.disk-health-checker.enable": "false",
+        "yarn.minicluster.fixed.ports": "false",
+        "yarn.resourcemanager.nodemanagers.heartbeat-interval-ms": "200",
+        f"{queue}.root.queues": "default",
+        f"{queue}.root.default.capacity": "100",
+        f"{queue}.root.default.maximum-am-resource-percent": "1.0",
+        f"{queue}.maximum-am-resource-percent": "1.0",
+        f"{queue}.node-locality-delay": "-1",
+        f"{queue}.resource-calculator": (
+            "org.apache.hadoop.yarn.util.resource.DominantResourceCalculator"
+        ),
+    }
+    if options.gpus:
+        found["yarn.resource-types"] = gpu
+        found[f"yarn.resource-types.{gpu}.maximum-allocation"] = str(options.gpus)
+        found[f"yarn.nodemanager.resource-type.{gpu}"] = str(options.gpus)
+    return found
+
+
+def write(path: Path, found: dict[str, str]) -> None:
+    """Write a configuration file of Hadoop."""
+    rows = (
+        f"<property><name>{k}</name><value>{escape(v)}</value></property>" for k, v in found.items()
+    )
+    path.write_text("<configuration>\n{}\n</configuration>\n".format("\n".join(rows)))
+
+
+@contextlib.contextmanager
+def java(folder: Path, jars: list[Path]) -> Iterator[Any]:
+    """Start a JVM whose classes py4j can call, and end it with all that it has started."""
+    from py4j.java_gateway import GatewayParameters, JavaGateway
+
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # containers outlive their NodeManager
+    classes = [folder / "server", folder / "conf", *jars, f"{spark_home()}/jars/*"]
+    settings = ["-Xmx768m", "-Djava.net.preferIPv4Stack=true", f"-Dtest.build.data={folder}/data"]
+    settings += [f"-Dhadoop.log.dir={folder}/logs", "--add-opens=java.base/java.lang=ALL-UNNAMED"]
+    process = subprocess.Popen(
+        [
+            "java",
+            *settings,
+            "-cp",
+            ":".join(map(str, classes)),
+            "py4j.GatewayServer",
+            "--die-on-broken-pipe",
+            "0",
+        ],
+        stdin=subprocess.PIPE,  # the JVM ends when this process does
+        stdout=subprocess.PIPE,
+        stderr=(folder / "java.log").open("w"),
+        cwd=folder,
+        env={k: v for k, v in os.environ.items() if not k.startswith(("SPARK_", "PYSPARK_"))},
+    )
+    try:
+        assert process.stdout
+        port = int(process.stdout.readline())
+        yield JavaGateway(gateway_parameters=GatewayParameters(port=port, auto_convert=True))
+    finally:
+        while left := psutil.Process().children(recursive=True):
+            for each in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+            psutil.wait_procs(left, 5)
+
+
+def start(gateway: Any, folder: Path, options: argparse.Namespace) -> None:
+    """Start the daemons, and write the configuration of their clients."""
+    hadoop = gateway.jvm.org.apache.hadoop
+    conf = hadoop.yarn.conf.YarnConfiguration()
+    conf.set("hadoop.tmp.dir", f"{folder}/tmp")
+    for key, value in properties(options).items():
+        conf.set(key, value)
+    default = "file:///"
+    if options.dfs:
+        conf.set("dfs.replication", "1")
+        builder = getattr(hadoop.hdfs, "MiniDFSCluster$Builder")(conf)
+        dfs = builder.numDataNodes(1).build()
+        dfs.waitActive()
+        default = str(dfs.getURI().toString())
+        conf.set("fs.defaultFS", default)
+    cluster = hadoop.yarn.server.MiniYARNCluster("yarn", options.nodes, 1, 1)
+    cluster.init(conf)
+    cluster.start()
+    if not cluster.waitForNodeManagersToConnect(READY_SECONDS):
+        raise TimeoutError("the NodeManagers have not reached the ResourceManager")
+    ours = cluster.getConfig()
+    addresses = [f"yarn.resourcemanager.{each}address" for each in ("", "scheduler.", "webapp.")]
+    known = {key: ours.get(key) for key in [*properties(options), *addresses] if ours.get(key)}
+    write(folder / "conf" / "yarn-site.xml", known)
+    write(folder / "conf" / "core-site.xml", {"fs.defaultFS": default})
+    write(folder / "conf" / "hdfs-site.xml", {"dfs.replication": "1"})
+
+
+def main() -> None:
+    """Run a cluster until this process receives SIGINT or SIGTERM."""
+    parser = argparse.ArgumentParser("yarn", description=__doc__)
+    parser.add_argument("folder", type=Path, help="a new folder; it is removed at the end")
+    parser.add_argument("--jars", type=Path, default=Path.home() / ".cache/yarn-jars")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--memory", type=int, default=6144, help="MiB of each node")
+    parser.add_argument("--cores", type=int, default=8, help="of each node")
+    parser.add_argument("--gpus", type=int, default=0, help="of each node, which are only counted")
+    parser.add_argument("--dfs", action="store_true", help="HDFS is the default file system")
+    options = parser.parse_args()
+    folder = options.folder.resolve()
+    for name in ("conf", "server", "logs", "data", "tmp"):
+        (folder / name).mkdir(parents=True)
+    for name in ("capacity-scheduler.xml", "resource-types.xml", "node-resources.xml"):
+        write(folder / "server" / name, properties(options))
+    if options.gpus:
+        write(folder / "conf" / "resource-types.xml", properties(options))
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        with java(folder, jars_of(options.jars)) as gateway:
+            start(gateway, folder, options)
+            print(f"export HADOOP_CONF_DIR={folder}/conf", flush=True)
+            ended.wait()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
