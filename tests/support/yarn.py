@@ -183,7 +183,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     try:
-        with java(folder, jars_of(options.jars)) as gateway:
+        with java(folder, jars_of(options.jars.resolve())) as gateway:
             start(gateway, folder, options)
             print(f"export HADOOP_CONF_DIR={folder}/conf", flush=True)
             ended.wait()
