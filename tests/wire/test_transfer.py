@@ -56,7 +56,8 @@ def test_the_digest_of_a_block_is_the_same_wherever_it_is(
         arriving.append(memoryview(CONTENT))
     expected = digest(MemoryBlock(PIECES), len(CONTENT))
     assert digest(arriving, len(CONTENT)) == expected
-    others = [CONTENT[:-1], b"?" + CONTENT[1:], CONTENT[CHUNK:] + CONTENT[:CHUNK]]
+    changed = bytes([CONTENT[0] ^ 1]) + CONTENT[1:]
+    others = [CONTENT[:-1], changed, CONTENT[CHUNK:] + CONTENT[:CHUNK]]
     assert expected not in [digest(MemoryBlock([each]), len(CONTENT)) for each in others]
 
 
