@@ -12,6 +12,7 @@ import pytest
 from conftest import facts_in, needs_java
 from support.cluster import Cluster, cluster_on
 from support.machines import machines_apart, small_disk, why_not_apart, why_not_mounted
+from support.waiting import until
 
 from distributor import (
     ExecutorNotReady,
@@ -77,9 +78,15 @@ def test_output_without_a_link_or_a_folder_is_in_the_executors_logs(cluster: Clu
     with cluster.driver(PRINTS_WITHOUT_A_LINK) as driver:
         driver.receive("done")
         assert "in the logs of the executors" in driver.log.read_text()
-    logs = [path.read_text() for path in cluster.folder.glob("work*/*/*/stderr")]
     for rank in range(2):
-        assert sum(f"[{rank}] in {rank}\n[{rank}] no end of line\n" in log for log in logs) == 1
+        lines = {f"[{rank}] in {rank}", f"[{rank}] no end of line"}
+        # Spark copies what its Python workers print.
+        until(lambda lines=lines: any(lines <= each for each in logs_of(cluster)), "they are there")
+
+
+def logs_of(cluster: Cluster) -> list[set[str]]:
+    """Return the lines of each executor's log."""
+    return [set(path.read_text().splitlines()) for path in cluster.folder.glob("work*/*/*/stderr")]
 
 
 @pytest.mark.slow
