@@ -13,11 +13,10 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from support.cluster import CHANNEL, SESSION, Driver
+from support.cluster import CHANNEL, SESSION, Driver, spark_home
 from support.machines import Machine
 
 SECONDS = 300.0
@@ -33,8 +32,6 @@ AT_ONCE = {"spark.scheduler.maxRegisteredResourcesWaitingTime": "1s"}
 """A session does not wait for executors, which will not come."""
 
 LOOP = """
-import functools, io, contextlib
-
 def ranks(count, **settings):
     settings = {"start_timeout": 120, "timeout": 240, **settings}
     return TorchDistributor(count, local_mode=False, use_gpu=False, **settings)
@@ -97,15 +94,7 @@ class ManagedSession:
         Failed
             If it raised an exception.
         """
-        self.send(source, **names)
-        return self.receive()
-
-    def send(self, source: str, **names: Any) -> None:
-        """Have the driver run code, and do not wait for it."""
         self.driver.send({"source": textwrap.dedent(source), "names": names})
-
-    def receive(self) -> Any:
-        """Wait for the code that was sent, and return its result, as `run` does."""
         answer = self.driver.receive("ending", SECONDS)
         self.seconds = answer["seconds"]
         ending = answer["ending"]
@@ -163,10 +152,7 @@ def manager(name: str, folder: Path) -> Manager:
     """Return a cluster manager, as the environment variables of the tests describe it."""
     common = {**EXECUTOR, "spark.driver.host": _own_address(name)}
     if name == "yarn":
-        pyspark = find_spec("pyspark")
-        assert pyspark is not None
-        assert pyspark.origin is not None
-        jars = f"local:{Path(pyspark.origin).parent}/jars/*"  # else each session copies all of them
+        jars = f"local:{spark_home()}/jars/*"  # else each session copies all of them
         properties = {"spark.master": "yarn", "spark.yarn.am.memory": "256m"}
         properties["spark.yarn.jars"] = os.environ.get("YARN_SPARK_JARS", jars)
         python = os.environ.get("YARN_PYTHON", sys.executable)

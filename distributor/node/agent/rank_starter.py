@@ -64,7 +64,8 @@ class RankStarter:
         ours, theirs = socket.socketpair()
         ours.sendall(self._node.secret)
         outcome, answers, progress = anonymous_file(), anonymous_file(), anonymous_file()
-        stdout, stderr = (tempfile.TemporaryFile(dir=local_folder()) for _ in range(2))
+        folder = local_folder()
+        stdout, stderr = tempfile.TemporaryFile(dir=folder), tempfile.TemporaryFile(dir=folder)
         is_first = origin.rank == 0
         scratch = new_scratch_path()
         worker_spec = WorkerSpec(

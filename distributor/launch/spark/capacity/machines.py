@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distributor.core.text import counted
+
 
 @dataclass(frozen=True)
 class Capacity:
@@ -48,11 +50,6 @@ class Machines:
     free: tuple[Capacity, ...]
     others: tuple[str, ...] = ()
     own: int = 0
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number and its noun, such as ``1 core`` or ``2 cores``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def in_mebibytes(count: int) -> str:

@@ -8,14 +8,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from distributor._compat import pyspark as private
+from distributor.core.text import counted
 from distributor.launch.spark.capacity.container_memory import memory_overhead
 from distributor.launch.spark.capacity.executors import Executors
-from distributor.launch.spark.capacity.machines import (
-    Capacity,
-    Machines,
-    counted,
-    in_mebibytes,
-)
+from distributor.launch.spark.capacity.machines import Capacity, Machines, in_mebibytes
 from distributor.launch.spark.capacity.sizes import size_in_bytes
 from distributor.launch.spark.capacity.standalone_master import MASTER, UI_PORT, ask_master
 from distributor.launch.spark.capacity.yarn import YarnCluster, ask_yarn

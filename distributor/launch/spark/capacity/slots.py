@@ -65,15 +65,14 @@ class Slots:
             If the run was cancelled.
         """
         wanted, most = self.plan.num_tasks, Executors(self.session).max_slots()
-        if most is not None and most < wanted and self._too_few(wanted) is not None:
+        if self._too_few(wanted) is None:
+            return
+        if most is not None and most < wanted:
             master = self.session.master
             raise DistributorError(
                 f"{wanted} barrier tasks are wanted at once, and the executors of {master} never "
                 f"have room for more than {most}. {more_slots(master)}"
             )
-
-        if self._too_few(wanted) is None:
-            return
         with ended_executors(self.session) as describe_ended:
 
             def shortage(slots: int) -> str:

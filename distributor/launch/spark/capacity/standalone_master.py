@@ -8,7 +8,8 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from distributor.launch.spark.capacity.machines import Capacity, Machines, counted
+from distributor.core.text import counted
+from distributor.launch.spark.capacity.machines import Capacity, Machines
 
 MASTER = "spark://"
 UI_PORT = 8080
