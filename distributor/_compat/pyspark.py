@@ -213,7 +213,7 @@ def executor_ids(context: Any) -> list[str]:
 
 
 def executor_host(context: Any, executor: str) -> str:
-    """Return the host of an executor."""
+    """Return the host of an executor; empty until Spark has recorded it."""
     address: str = java_context(context).statusStore().executorSummary(executor).hostPort()
     return address.rpartition(":")[0]
 

@@ -41,8 +41,10 @@ POD_ENDED = r"termination reason: (\S+)"
 OUT_OF_MEMORY = r"exceeding \w+ memory limits|beyond the '\w+' memory limit|OOMKilled|container OOM"
 """A container was killed because its processes needed more memory than it has."""
 
-PREEMPTED = r"\bwas preempted\b"
-"""YARN took a container back for another application."""
+RECLAIMED = r"\bwas preempted\b|\bExecutor decommission\b"
+"""YARN took a container back for another application, or Spark had an executor end, as when its pod
+is evicted.
+"""
 
 CRASHED_WORKER = r"(Python worker exited unexpectedly \(crashed\))"
 """A Python worker ended without an exception."""

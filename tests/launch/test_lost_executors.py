@@ -39,6 +39,7 @@ CONTAINER = (
     "used. Consider boosting spark.executor.memoryOverhead."
 )
 PREEMPTED = "Container container_17_0001_01_000002 on host: h was preempted."
+DECOMMISSIONED = "Executor decommission: Executor 4 is decommissioned."
 
 
 def lost(how: str, reason: str) -> NodeLost:
@@ -65,9 +66,10 @@ def test_a_container_without_memory(reason: str, found: str) -> None:
     assert error.reclaimed == ()
 
 
-def test_a_container_that_yarn_took_back() -> None:
-    error = lost(UNRELATED, PREEMPTED)
-    assert "was preempted. The cluster manager took it back." in str(error)
+@pytest.mark.parametrize("reason", [PREEMPTED, DECOMMISSIONED])
+def test_an_executor_that_was_taken_back(reason: str) -> None:
+    error = lost(UNRELATED, reason)
+    assert f"{reason} The cluster manager took it back." in str(error)
     assert "memory" not in str(error)
     assert pickle.loads(pickle.dumps(error)).reclaimed == error.reclaimed == ("h",)
 

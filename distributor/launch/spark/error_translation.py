@@ -120,7 +120,7 @@ def _no_interpreter(found: re.Match[str], where: str) -> DistributorError:
 def _lost(found: re.Match[str], where: str) -> DistributorError:
     reason = _reason(found.group(1))
     ended = f"The node{where} ended without reporting a failure: {reason}."
-    if re.search(spark_texts.PREEMPTED, reason):
+    if re.search(spark_texts.RECLAIMED, reason):
         host = where.rpartition(" ")[2] or "unknown host"
         return NodeLost(f"{ended} The cluster manager took it back.", reclaimed=(host,))
     if re.search(spark_texts.OUT_OF_MEMORY, reason):

@@ -66,7 +66,7 @@ class Executors:
             host_of = _HOSTS.setdefault(context, {})
             ids = private.executor_ids(context)
             for executor in ids:
-                if executor not in host_of:
+                if not host_of.get(executor):
                     host_of[executor] = private.executor_host(context, executor)
             on_hosts = [each for each in ids if hosts is None or host_of[each] in hosts]
             return {
