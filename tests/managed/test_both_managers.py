@@ -1,25 +1,187 @@
-"""What runs promise, on YARN and on Kubernetes."""
+"""What runs promise, on YARN and on Kubernetes, also after kills and evictions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from support.managed import Failed, ManagedSession, Manager, manager, why_missing
+from support.managed import (
+    ENDS_IN,
+    Failed,
+    ManagedSession,
+    Manager,
+    manager,
+    nearly_a_node,
+    properties_of_hadoop,
+    why_missing,
+)
+from support.waiting import marked, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark]
 
+RUN = """
+import secrets, subprocess, tempfile, threading
+from distributor.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, UserCallback
+from distributor.train.torch import TorchTrainer
 
-@pytest.fixture(scope="module", params=["yarn", "kubernetes"])
+def loop(config):
+    import os, signal
+    import torch
+    from distributor import train
+    rank, first = train.get_context().get_world_rank(), 0
+    checkpoint = train.get_checkpoint()
+    if checkpoint:
+        with checkpoint.as_directory() as folder:
+            first = torch.load(os.path.join(folder, "step.pt")) + 1
+    if first == 0:  # more than the ranks must end
+        left = {**os.environ, "DISTRIBUTOR_TEST_MARK": config["mark"]}
+        subprocess.Popen(["sleep", "1000"], start_new_session=True, env=left)
+    for step in range(first, 3):
+        if step == 1 and first == 0 and config["kill"] == "eviction":
+            while not train.is_preempted():
+                threading.Event().wait(0.1)
+        elif step > 0 and first == 0:
+            if rank == 1 and config["kill"] == "rank":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 1 and config["kill"] == "executor":
+                executor_of_rank().kill()
+            threading.Event().wait()
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save(step, os.path.join(folder, "step.pt"))
+            facts = {"step": step, "first": first, "container": os.environ.get("CONTAINER_ID")}
+            facts["pod"] = os.environ.get("SPARK_EXECUTOR_POD_NAME", os.environ.get("HOSTNAME"))
+            train.report(facts, checkpoint=Checkpoint(folder))
+
+class Killer(UserCallback):
+    def after_report(self, run_context, metrics, checkpoint):
+        times[metrics[0]["first"] > 0].append(time.monotonic())
+        if metrics[0]["step"] == 0:
+            strike(metrics[1])
+
+    def after_exception(self, run_context, worker_exceptions):
+        causes.extend(f"{type(each).__name__}: {each}" for each in worker_exceptions.values())
+
+def strike(facts):
+    context = spark.sparkContext
+    if kill == "container":
+        yarn = context._jvm.org.apache.hadoop.yarn
+        client = yarn.client.api.YarnClient.createYarnClient()
+        client.init(yarn.conf.YarnConfiguration(context._jsc.sc().hadoopConfiguration()))
+        client.start()
+        records = yarn.api.records
+        command = records.SignalContainerCommand.FORCEFUL_SHUTDOWN
+        client.signalToContainer(records.ContainerId.fromString(facts["container"]), command)
+    if kill in ("pod", "eviction"):
+        client = context._jsc.sc().schedulerBackend().kubernetesClient()
+        namespace = spark.conf.get("spark.kubernetes.namespace")
+        pod = client.pods().inNamespace(namespace).withName(facts["pod"])
+        pod.evict() if kill == "eviction" else pod.delete()
+    if kill in ("preemption", "driver"):
+        send(struck=True)
+
+times, causes = ([], []), []
+preempted = kill in ("eviction", "preemption")
+failures = FailureConfig(max_failures=int(not preempted), max_preemption_failures=1)
+trainer = TorchTrainer(
+    loop,
+    train_loop_config={"kill": kill, "mark": mark},
+    scaling_config=ScalingConfig(num_workers=2, use_gpu=False, local_mode=False),
+    run_config=RunConfig(
+        name=secrets.token_hex(4),
+        storage_path=storage,
+        failure_config=failures,
+        callbacks=[Killer()],
+    ),
+)
+done = trainer.fit()
+result = {**done.metrics, "seconds": times[1][0] - times[0][0], "causes": causes}
+"""
+KILLS = {
+    "yarn": ["rank", "executor", "container"],
+    "kubernetes": ["rank", "executor", "pod", "eviction"],
+}
+
+
+@pytest.fixture(scope="module", params=list(KILLS))
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Manager:
     if why := why_missing(request.param):
         pytest.skip(why)
     return manager(request.param, tmp_path_factory.mktemp(request.param))
 
 
+Start = Callable[[ManagedSession, str], None]
+
+
+@pytest.fixture
+def start(cluster: Manager) -> Iterator[Callable[[ManagedSession, str], None]]:
+    """Return a function that starts the run in a session; at the end nothing of it may be left."""
+    if not cluster.storage:
+        pytest.skip("KUBERNETES_STORAGE is not set: nothing is known that executors can write to")
+    mark = secrets.token_hex(8)
+
+    def start(session: ManagedSession, kill: str) -> None:
+        session.send(RUN, kill=kill, mark=mark, storage=cluster.storage)
+
+    yield start
+    until(lambda: not marked(mark), "no process of the ranks is left")
+
+
+def check_cause(cluster: Manager, kill: str, result: Any) -> None:
+    """Print a row of the table of kills, which pytest shows with ``-rP``; check the cause."""
+    [cause] = result["causes"]
+    print(f"{cluster.name} | {kill} | {result['seconds']:.1f} s | {cause[:300]!r}")
+    assert ("WorkerDied: " if kill == "rank" else "NodeLost: ") in cause
+
+
+def has_urgent_queue() -> bool:
+    scheduler = "yarn.scheduler.capacity.root"
+    known = properties_of_hadoop("capacity-scheduler.xml")
+    monitored = "yarn.resourcemanager.scheduler.monitor.enable"
+    return (
+        "urgent" in known.get(f"{scheduler}.queues", "").split(",")
+        and known.get(monitored) == "true"
+    )
+
+
+# It needs the room that the session of the tests below would take.
+def test_a_preempted_container(
+    cluster: Manager,
+    start: Start,
+) -> None:
+    if cluster.name != "yarn" or not has_urgent_queue():
+        pytest.skip("no cluster with a queue 'urgent' that preempts is known")
+    conf = nearly_a_node()  # two fill the cluster
+    with cluster.session(2, **conf) as session:
+        start(session, "preemption")
+        session.driver.receive("struck")
+        with cluster.session(1, **conf, **{"spark.yarn.queue": "urgent"}) as urgent:
+            assert urgent.run("result = ranks(1).run_all(lambda: 1)") == [1]
+        result = session.result()
+    check_cause(cluster, "preemption", result)
+    assert (result["step"], result["first"]) == (2, 1)
+    assert "was preempted" in result["causes"][0]
+
+
+def test_a_killed_driver(cluster: Manager, start: Start) -> None:
+    with cluster.session() as session:
+        start(session, "driver")
+        session.driver.receive("struck")
+        session.driver.process.kill()
+        at = time.monotonic()
+        until(lambda: not marked(session.mark), "nothing is left of the session", ENDS_IN)
+        print(f"{cluster.name} | driver | nothing left after {time.monotonic() - at:.1f} s")
+
+
 @pytest.fixture(scope="module")
 def session(cluster: Manager) -> Iterator[ManagedSession]:
-    with cluster.session() as session:
+    conf = {
+        "spark.decommission.enabled": "true",
+        "spark.kubernetes.executor.terminationGracePeriodSeconds": "8s",
+    }
+    with cluster.session(**conf) as session:
         yield session
 
 
@@ -72,34 +234,6 @@ def test_the_error_of_a_rank(session: ManagedSession) -> None:
         """)
 
 
-def test_a_killed_rank(session: ManagedSession) -> None:
-    with pytest.raises(Failed, match=r"WorkerDied: .*SIGKILL"):
-        session.run("""
-            def train():
-                import os, signal, threading
-                if os.environ["RANK"] == "1":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                threading.Event().wait()
-
-            ranks(2).run(train)
-        """)
-
-
-def test_a_killed_executor_is_replaced(session: ManagedSession) -> None:
-    result = session.run("""
-        def train():
-            import os, threading
-            if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-                if os.environ["RANK"] == "1":
-                    executor_of_rank().kill()
-                threading.Event().wait()
-            return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-
-        result = ranks(2, max_failures=1).run(train)
-    """)
-    assert result == 1
-
-
 def test_a_container_without_memory_says_so(session: ManagedSession) -> None:
     with pytest.raises(Failed) as caught:
         session.run("""
@@ -133,3 +267,19 @@ def test_doctor_knows_what_ends_an_application(session: ManagedSession) -> None:
     assert statuses["executor failures"] == "warning"
     assert statuses["all-reduce"] == "ok", statuses
     assert "failure" not in statuses.values(), statuses
+
+
+@pytest.mark.parametrize("kill", ["rank", "executor", "container", "pod", "eviction"])
+def test_the_next_attempt_resumes(
+    cluster: Manager,
+    session: ManagedSession,
+    start: Start,
+    kill: str,
+) -> None:
+    if kill not in KILLS[cluster.name]:
+        pytest.skip(f"{cluster.name} has no {kill}")
+    start(session, kill)
+    result = session.result()
+    check_cause(cluster, kill, result)
+    assert result["step"] == 2
+    assert result["first"] == (2 if kill == "eviction" else 1)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.managed import AT_ONCE, Failed, Manager, manager, why_missing
+from support.cluster import spark_home
+from support.conf_files import CONF, TRAIN, pod_template, properties
+from support.managed import AT_ONCE, SECONDS, Failed, ManagedSession, Manager, manager, why_missing
 from support.project_files import load_yaml
 
 WHY = why_missing("kubernetes")
 pytestmark = [pytest.mark.slow, pytest.mark.spark, pytest.mark.skipif(bool(WHY), reason=WHY)]
-
-
-CONF = Path(__file__).parents[2] / "conf"
 
 
 @pytest.fixture(scope="module")
@@ -24,62 +27,30 @@ def kubernetes(tmp_path_factory: pytest.TempPathFactory) -> Manager:
     return manager("kubernetes", tmp_path_factory.mktemp("kubernetes"))
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "reason"),
-    [
-        ("spark.executor.cores", "900", "Insufficient cpu"),
-        ("spark.kubernetes.container.image", "missing-image", r"ImagePull|pull"),
-    ],
-)
-def test_a_wait_for_pods_has_their_own_reason(
-    kubernetes: Manager, key: str, value: str, reason: str
-) -> None:
-    with (
-        kubernetes.session(1, **AT_ONCE, **{key: value}) as session,
-        pytest.raises(Failed) as caught,
-    ):
-        session.run("ranks(1, start_timeout=15).run(print)")
+@pytest.fixture(scope="module")
+def waiting(kubernetes: Manager) -> Iterator[ManagedSession]:
+    """Start a session whose executor never starts."""
+    with kubernetes.session(
+        1, **AT_ONCE, **{"spark.kubernetes.container.image": "missing-image"}
+    ) as session:
+        yield session
+
+
+def assert_waits_in_vain(session: ManagedSession, reason: str) -> None:
+    with pytest.raises(Failed) as caught:
+        session.run("ranks(1, start_timeout=5).run(print)")
     assert caught.value.kind == "StartTimeout", caught.value
     assert caught.value.message.count("Kubernetes has not started 1 pod (") == 1, caught.value
     assert re.search(reason, caught.value.message), caught.value
 
 
-def test_a_deleted_pod_is_replaced(kubernetes: Manager) -> None:
-    with kubernetes.session(2) as session:
-        result = session.run("""
-            import threading
-            import distributor
-
-            def delete_a_pod():
-                while not distributor.stacks():
-                    time.sleep(0.1)
-                context = spark.sparkContext
-                client = context._jsc.sc().schedulerBackend().kubernetesClient()
-                namespace = spark.conf.get("spark.kubernetes.namespace")
-                pods = client.pods().inNamespace(namespace)
-                pods = pods.withLabel("spark-app-selector", context.applicationId)
-                [pod] = pods.withLabel("spark-exec-id", "1").list().getItems()
-                name = pod.getMetadata().getName()
-                client.pods().inNamespace(namespace).withName(name).delete()
-
-            def train():
-                import os, threading
-                if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-                    threading.Event().wait()
-                return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-
-            threading.Thread(target=delete_a_pod).start()
-            result = ranks(2, max_failures=1).run(train)
-        """)
-    assert result == 1
+def test_a_wait_for_a_pod_without_an_image(waiting: ManagedSession) -> None:
+    assert_waits_in_vain(waiting, "ImagePull|pull")
 
 
-def template_without_gpus() -> dict[str, Any]:
-    pod: dict[str, Any] = load_yaml(CONF / "executor-pod-template.yaml")
-    for key in ("nodeSelector", "tolerations"):
-        del pod["spec"][key]
-    del pod["spec"]["containers"][0]["resources"]
-    return pod
+def test_a_wait_for_a_pod_without_a_node(kubernetes: Manager) -> None:
+    with kubernetes.session(1, **AT_ONCE, **{"spark.executor.cores": "900"}) as session:
+        assert_waits_in_vain(session, "Insufficient cpu")
 
 
 @pytest.mark.skipif(
@@ -88,8 +59,7 @@ def template_without_gpus() -> dict[str, Any]:
 )
 @pytest.mark.parametrize("writable", [True, False], ids=["writable", "nothing is mounted"])
 def test_the_pod_template(kubernetes: Manager, tmp_path: Path, writable: bool) -> None:
-    pod, file = template_without_gpus(), tmp_path / "pod.yaml"
-    pod["spec"]["volumes"][0]["emptyDir"]["sizeLimit"] = "1Gi"
+    pod, file = pod_template(), tmp_path / "pod.yaml"
     if not writable:
         pod["spec"]["containers"][0]["volumeMounts"] = []
     file.write_text(json.dumps(pod))
@@ -104,3 +74,127 @@ def test_the_pod_template(kubernetes: Manager, tmp_path: Path, writable: bool) -
             return
         with pytest.raises(Failed, match=r"ExecutorNotReady: .* cannot write \./"):
             session.run(run)
+
+
+GPUS = int(os.environ.get("KUBERNETES_GPUS", "0"))
+STORAGE = os.environ.get("KUBERNETES_STORAGE", "")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return a folder that pods have too, with all that a submission needs."""
+    folder = Path(tempfile.mkdtemp(dir=STORAGE))
+    folder.chmod(0o755)
+    shutil.copy(CONF / "get_gpus.sh", folder)
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "pod.yaml").write_text(json.dumps(pod_template(GPUS)))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def write_properties(kubernetes: Manager, files: Path, **further: str) -> Path:
+    given = ("spark.kubernetes.container.image", "spark.kubernetes.namespace")
+    values = {key: kubernetes.properties[key] for key in given}
+    values["spark.kubernetes.container.image.pullPolicy"] = "IfNotPresent"
+    values["spark.kubernetes.executor.podTemplateFile"] = str(files / "pod.yaml")
+    values["spark.executor.resource.gpu.discoveryScript"] = str(files / "get_gpus.sh")
+    values["spark.pyspark.python"] = kubernetes.environment["PYSPARK_PYTHON"]
+    volume = "volumes.hostPath.storage"
+    for key in ("mount", "options"):
+        for role in ("driver", "executor"):
+            further[f"spark.kubernetes.{role}.{volume}.{key}.path"] = STORAGE
+    file = files / "spark.conf"
+    file.write_text(properties("spark-defaults-kubernetes.conf", files, values, further))
+    return file
+
+
+with_gpus = pytest.mark.skipif(
+    GPUS < 2 or not STORAGE.startswith("/"), reason="no GPUs, or no folder of the node"
+)
+
+
+@with_gpus
+def test_the_properties_file_in_cluster_mode(kubernetes: Manager, files: Path) -> None:
+    further = {"spark.kubernetes.driverEnv.PYTHONPATH": str(CONF.parent)}
+    master = kubernetes.properties["spark.master"]
+    further["spark.kubernetes.driver.master"] = master.removeprefix("k8s://")
+    file = write_properties(kubernetes, files, **further)
+    done = subprocess.run(
+        [
+            f"{spark_home()}/bin/spark-submit",
+            *("--master", master, "--deploy-mode", "cluster", "--driver-memory", "512m"),
+            *("--properties-file", str(file), f"local://{files}/train.py"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    assert "exit code: 0" in done.stderr, done.stderr[-8000:]
+
+
+@with_gpus
+def test_the_properties_file_in_client_mode(
+    kubernetes: Manager, waiting: ManagedSession, files: Path
+) -> None:
+    """A driver's pod with its service, as a notebook's is."""
+    namespace = kubernetes.properties["spark.kubernetes.namespace"]
+    service = load_yaml(CONF / "driver-service.yaml")
+    service["metadata"]["namespace"] = namespace
+    address = f"{service['metadata']['name']}.{namespace}.svc.cluster.local"
+    name = f"driver-{secrets.token_hex(4)}"
+    file = write_properties(
+        kubernetes,
+        files,
+        **{
+            "spark.driver.host": address,
+            "spark.driver.bindAddress": "0.0.0.0",
+            "spark.kubernetes.executor.useDriverPodIP": "false",
+            "spark.kubernetes.driver.pod.name": name,
+        },
+    )
+    submit = os.environ.get("KUBERNETES_SPARK_HOME", "/opt/spark") + "/bin/spark-submit"
+    master = kubernetes.properties["spark.master"]
+    arguments = ["--master", master, "--deploy-mode", "client", "--driver-memory", "512m"]
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": namespace, "labels": service["spec"]["selector"]},
+        "spec": {
+            "restartPolicy": "Never",
+            "containers": [
+                {
+                    "name": "driver",
+                    "image": kubernetes.properties["spark.kubernetes.container.image"],
+                    "command": [submit, *arguments, "--properties-file", str(file)],
+                    "args": [str(files / "train.py")],
+                    "env": [{"name": "PYTHONPATH", "value": str(CONF.parent)}],
+                    "volumeMounts": [{"name": "storage", "mountPath": STORAGE}],
+                }
+            ],
+            "volumes": [{"name": "storage", "hostPath": {"path": STORAGE}}],
+        },
+    }
+    phase, log = waiting.run(
+        """
+        def resource_of(text):
+            return client.resource(text).inNamespace(namespace)
+
+        client = spark.sparkContext._jsc.sc().schedulerBackend().kubernetesClient()
+        namespace = spark.conf.get("spark.kubernetes.namespace")
+        for text in texts:
+            resource_of(text).create()
+        pods = client.pods().inNamespace(namespace).withName(name)
+        deadline = time.monotonic() + 120
+        while (phase := pods.get().getStatus().getPhase()) not in ("Succeeded", "Failed"):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.5)
+        result = phase, pods.getLog()
+        for text in texts:
+            resource_of(text).delete()
+        """,
+        texts=[json.dumps(service), json.dumps(pod)],
+        name=name,
+    )
+    assert phase == "Succeeded", log[-8000:]

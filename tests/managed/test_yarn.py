@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.cluster import spark_home
-from support.managed import AT_ONCE, SECONDS, Failed, ManagedSession, Manager, manager, why_missing
+from support.conf_files import CONF, TRAIN, properties
+from support.managed import (
+    AT_ONCE,
+    SECONDS,
+    Failed,
+    ManagedSession,
+    Manager,
+    manager,
+    nearly_a_node,
+    properties_of_hadoop,
+    why_missing,
+)
 
 WHY = why_missing("yarn")
 pytestmark = [pytest.mark.slow, pytest.mark.spark, pytest.mark.skipif(bool(WHY), reason=WHY)]
-CONF = Path(__file__).parents[2] / "conf"
 
 KILL = """
 import threading
@@ -59,26 +67,8 @@ def session(yarn: Manager) -> Iterator[ManagedSession]:
         yield session
 
 
-def properties_of_hadoop(name: str) -> dict[str, str]:
-    path = Path(os.environ["HADOOP_CONF_DIR"], name)
-    if not path.exists():
-        return {}
-    entries = ET.parse(path).iter("property")
-    return {each.findtext("name", ""): each.findtext("value", "") for each in entries}
-
-
-def test_an_application_that_is_killed(session: ManagedSession) -> None:
-    for source in (KILL.format(max_failures=2), "ranks(2).run(print)"):
-        with pytest.raises(Failed) as caught:
-            session.run(source)
-        assert caught.value.kind == "ApplicationEnded", caught.value
-        assert "YARN reports KILLED: " in caught.value.message
-        assert "was killed by user" in caught.value.message
-    assert caught.value.seconds < 5, "the second run did not start"
-
-
 def test_an_application_with_too_many_failures(yarn: Manager) -> None:
-    conf = {"spark.executor.maxNumFailures": "1"}
+    conf = {"spark.executor.maxNumFailures": "1", "spark.yarn.maxAppAttempts": "1"}
     with yarn.session(2, **conf) as session, pytest.raises(Failed) as caught:
         session.run("""
             def train():
@@ -94,14 +84,19 @@ def test_an_application_with_too_many_failures(yarn: Manager) -> None:
     assert "raise it for the next session" in caught.value.message
 
 
-def test_a_wait_for_room_names_the_queue(yarn: Manager) -> None:
-    with (
-        yarn.session(100, **AT_ONCE) as session,
-        pytest.raises(Failed, match="StartTimeout") as caught,
-    ):
-        session.run("ranks(100, start_timeout=10).run(print)")
-    assert caught.value.kind == "StartTimeout", caught.value
-    assert re.search(r"Queue '\S+' is at \d+% of its capacity", caught.value.message)
+def test_a_wait_for_room_and_an_application_that_is_killed(yarn: Manager) -> None:
+    with yarn.session(100, **AT_ONCE, **nearly_a_node()) as session:
+        with pytest.raises(Failed) as caught:
+            session.run("ranks(100, start_timeout=5).run(print)")
+        assert caught.value.kind == "StartTimeout", caught.value
+        assert re.search(r"Queue '\S+' is at \d+% of its capacity", caught.value.message)
+        for source in (KILL.format(max_failures=2), "ranks(2).run(print)"):
+            with pytest.raises(Failed) as caught:
+                session.run(source)
+            assert caught.value.kind == "ApplicationEnded", caught.value
+            assert "YARN reports KILLED: " in caught.value.message
+            assert "was killed by user" in caught.value.message
+        assert caught.value.seconds < 5, "the second run did not start"
 
 
 def gpus_of_a_node() -> int:
@@ -109,59 +104,17 @@ def gpus_of_a_node() -> int:
     return int(known.get("yarn.resource-types.yarn.io/gpu.maximum-allocation", 0))
 
 
-TRAIN = """
-import os
-
-from pyspark.sql import SparkSession
-
-from distributor import TorchDistributor
-
-
-def train():
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    total = torch.ones(())
-    dist.all_reduce(total)
-    return total.item(), os.environ["CUDA_VISIBLE_DEVICES"]
-
-
-spark = SparkSession.builder.getOrCreate()
-total, gpus = TorchDistributor(2, local_mode=False, use_gpu=True).run(train)
-assert total == 2, total
-assert gpus == "0,1", gpus
-spark.stop()
-"""
-
-
 @pytest.mark.skipif(bool(WHY) or gpus_of_a_node() < 2, reason="no node of the cluster has two GPUs")
 @pytest.mark.parametrize("mode", ["client", "cluster"])
 def test_the_properties_file_as_its_header_says(yarn: Manager, tmp_path: Path, mode: str) -> None:
-    text = (CONF / "spark-defaults-yarn.conf").read_text()
-    amounts = {
-        "spark.executor.instances": "1",
-        "spark.executor.cores": "2",
-        "spark.executor.resource.gpu.amount": "2",
-        "spark.task.resource.gpu.amount": "2",
-        "spark.task.cpus": "2",
-        "spark.executor.memory": "512m",
-        "spark.executor.memoryOverhead": "1500m",
+    values = {
         "spark.pyspark.python": yarn.environment["PYSPARK_PYTHON"],
         "spark.files": str(CONF / "get_gpus.sh"),
     }
-    for key, value in amounts.items():
-        text, count = re.subn(rf"^({re.escape(key)}\s+)\S.*$", rf"\g<1>{value}", text, flags=re.M)
-        assert count == 1, key
-    further = ("spark.yarn.jars", "spark.yarn.am.memory")
-    text += "".join(f"{key} {yarn.properties[key]}\n" for key in further)
-    if shutil.which("nvidia-smi") is None:  # and so the nodes of this machine have none either
-        stub = tmp_path / "nvidia-smi"
-        stub.write_text("#!/bin/sh\nprintf '0\\n1\\n'\n")
-        stub.chmod(0o755)
-        text += f"spark.executorEnv.PATH {tmp_path}:/usr/local/bin:/usr/bin:/bin\n"
-    properties, script = tmp_path / "spark.conf", tmp_path / "train.py"
-    properties.write_text(text)
+    further = {key: yarn.properties[key] for key in ("spark.yarn.jars", "spark.yarn.am.memory")}
+    text = properties("spark-defaults-yarn.conf", tmp_path, values, further)
+    file, script = tmp_path / "spark.conf", tmp_path / "train.py"
+    file.write_text(text)
     script.write_text(TRAIN)
     environment = {**os.environ, "PYTHONPATH": str(CONF.parent)}
     environment.pop("PYSPARK_PYTHON", None)  # the file has it
@@ -169,7 +122,7 @@ def test_the_properties_file_as_its_header_says(yarn: Manager, tmp_path: Path, m
         [
             f"{spark_home()}/bin/spark-submit",
             *("--master", "yarn", "--deploy-mode", mode, "--driver-memory", "512m"),
-            *("--properties-file", str(properties), str(script)),
+            *("--properties-file", str(file), str(script)),
         ],
         env=environment,
         capture_output=True,

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import sys
 import textwrap
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from support.cluster import CHANNEL, SESSION, Driver, spark_home
 from support.machines import Machine
+from support.waiting import MARK, marked, until
 
 SECONDS = 300.0
 """Seconds for a session to start, and for what it is sent."""
@@ -27,9 +30,19 @@ EXECUTOR = {
     "spark.executor.memoryOverhead": "900m",
     "spark.ui.enabled": "false",
     "spark.log.level": "OFF",
+    # Executors start in half the time.
+    "spark.executor.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
 }
+ENVIRONMENT = {
+    "yarn": ("spark.executorEnv", "spark.yarn.appMasterEnv"),
+    "kubernetes": ("spark.executorEnv",),
+}
+"""Prefixes of the properties that set variables of executors and of application masters."""
 AT_ONCE = {"spark.scheduler.maxRegisteredResourcesWaitingTime": "1s"}
 """A session does not wait for executors, which will not come."""
+
+ENDS_IN = 20.0
+"""Seconds until nothing is left of a session that has ended."""
 
 LOOP = """
 def ranks(count, **settings):
@@ -77,11 +90,14 @@ class ManagedSession:
 
     Attributes
     ----------
+    mark : str
+        The value of `MARK` in the environment of all of its processes.
     seconds : float
         How long the driver took for what it was sent last.
     """
 
     driver: Driver
+    mark: str
     seconds: float = 0.0
 
     def run(self, source: str, **names: Any) -> Any:
@@ -94,7 +110,15 @@ class ManagedSession:
         Failed
             If it raised an exception.
         """
+        self.send(source, **names)
+        return self.result()
+
+    def send(self, source: str, **names: Any) -> None:
+        """Have the driver run code; `result` waits for it."""
         self.driver.send({"source": textwrap.dedent(source), "names": names})
+
+    def result(self) -> Any:
+        """Wait for the code that was sent, as `run` does."""
         answer = self.driver.receive("ending", SECONDS)
         self.seconds = answer["seconds"]
         ending = answer["ending"]
@@ -117,12 +141,16 @@ class Manager:
         Spark properties.
     environment : dict of str to str
         The variables of drivers.
+    storage : str
+        A folder, by path or address, that drivers and executors can write to; empty if there is
+        none.
     """
 
     name: str
     folder: Path
     properties: dict[str, str]
     environment: dict[str, str] = field(default_factory=dict)
+    storage: str = ""
 
     @property
     def on_driver(self) -> Machine:
@@ -131,15 +159,20 @@ class Manager:
 
     @contextlib.contextmanager
     def session(self, executors: int = 2, **conf: str) -> Iterator[ManagedSession]:
-        """Start a session with so many executors, and end it."""
+        """Start a session with so many executors, and end it; nothing of it may be left."""
         script = self.folder / f"driver-{len(os.listdir(self.folder))}.py"
         script.write_text(CHANNEL + SESSION + LOOP)
-        wanted = {"spark.executor.instances": str(executors), **conf}
-        with Driver(self, script, self.properties | wanted) as driver:
+        mark = secrets.token_hex(8)
+        wanted = {**self.properties, "spark.executor.instances": str(executors), **conf}
+        wanted |= {f"{prefix}.{MARK}": mark for prefix in ENVIRONMENT[self.name]}
+        environment = {**self.environment, MARK: mark}
+        with Driver(replace(self, environment=environment), script, wanted) as driver:
             driver.receive("ready", SECONDS)
-            yield ManagedSession(driver)
-            driver.send({"source": "spark.stop()", "names": {}})
-            driver.receive("ending", SECONDS)
+            yield ManagedSession(driver, mark)
+            with contextlib.suppress(OSError):  # the test has killed it
+                driver.send({"source": "spark.stop()", "names": {}})
+                driver.receive("ending", SECONDS)
+        until(lambda: not marked(mark), f"of {script} are left: {marked(mark)}", ENDS_IN)
 
 
 def why_missing(name: str) -> str:
@@ -148,22 +181,50 @@ def why_missing(name: str) -> str:
     return "" if os.environ.get(variable) else f"{variable} is not set: no cluster is known"
 
 
+def properties_of_hadoop(name: str) -> dict[str, str]:
+    """Return the properties in a file of HADOOP_CONF_DIR; none if it does not exist."""
+    path = Path(os.environ.get("HADOOP_CONF_DIR", ""), name)
+    if not path.is_file():
+        return {}
+    entries = ET.parse(path).iter("property")
+    return {each.findtext("name", ""): each.findtext("value", "") for each in entries}
+
+
+def nearly_a_node() -> dict[str, str]:
+    """Return the properties of executors that take a node of YARN, but for small containers."""
+    allocation = "yarn.scheduler.maximum-allocation-mb"
+    most = int(properties_of_hadoop("yarn-site.xml").get(allocation, 8192))
+    return {"spark.executor.memoryOverhead": f"{most - 1200}m"}
+
+
 def manager(name: str, folder: Path) -> Manager:
     """Return a cluster manager, as the environment variables of the tests describe it."""
     common = {**EXECUTOR, "spark.driver.host": _own_address(name)}
     if name == "yarn":
         jars = f"local:{spark_home()}/jars/*"  # else each session copies all of them
-        properties = {"spark.master": "yarn", "spark.yarn.am.memory": "256m"}
-        properties["spark.yarn.jars"] = os.environ.get("YARN_SPARK_JARS", jars)
+        properties = {
+            "spark.master": "yarn",
+            "spark.yarn.am.memory": "256m",
+            "spark.yarn.am.extraJavaOptions": EXECUTOR["spark.executor.extraJavaOptions"],
+            "spark.yarn.jars": os.environ.get("YARN_SPARK_JARS", jars),
+            "spark.yarn.scheduler.heartbeat.interval-ms": "500",
+        }
         python = os.environ.get("YARN_PYTHON", sys.executable)
-        return Manager(name, folder, common | properties, {"PYSPARK_PYTHON": python})
+        default = properties_of_hadoop("core-site.xml").get("fs.defaultFS", "")
+        storage = f"{default}/tmp/distributor-tests" if default.startswith("hdfs:") else str(folder)
+        environment = {"PYSPARK_PYTHON": python}
+        return Manager(name, folder, common | properties, environment, storage)
     properties = {
         "spark.master": os.environ["KUBERNETES_MASTER"],
         "spark.kubernetes.container.image": os.environ["KUBERNETES_IMAGE"],
         "spark.kubernetes.namespace": os.environ.get("KUBERNETES_NAMESPACE", "default"),
     }
-    python = os.environ.get("KUBERNETES_PYTHON", "python3")
-    return Manager(name, folder, common | properties, {"PYSPARK_PYTHON": python})
+    storage = os.environ.get("KUBERNETES_STORAGE", "")
+    if storage.startswith("/"):  # a folder of the one node, which is this machine
+        volume = "spark.kubernetes.executor.volumes.hostPath.storage"
+        properties |= {f"{volume}.mount.path": storage, f"{volume}.options.path": storage}
+    environment = {"PYSPARK_PYTHON": os.environ.get("KUBERNETES_PYTHON", "python3")}
+    return Manager(name, folder, common | properties, environment, storage)
 
 
 def _own_address(name: str) -> str:

@@ -56,6 +56,7 @@ def properties(options: argparse.Namespace) -> dict[str, str]:
     """Return what differs from Hadoop's defaults, which are for machines that do nothing else."""
     memory, cores = str(options.memory), str(options.cores)
     gpu, queue = "yarn.io/gpu", "yarn.scheduler.capacity"
+    preemption = "yarn.resourcemanager.monitor.capacity.preemption"
     found = {
         "yarn.nodemanager.resource.memory-mb": memory,
         "yarn.minicluster.yarn.nodemanager.resource.memory-mb": memory,
@@ -71,10 +72,17 @@ def properties(options: argparse.Namespace) -> dict[str, str]:
         "yarn.nodemanager.container-monitor.interval-ms": "1000",
         "yarn.nodemanager.disk-health-checker.enable": "false",
         "yarn.minicluster.fixed.ports": "false",
+        # What the queue of urgent applications lacks is taken from the other at once.
+        "yarn.resourcemanager.scheduler.monitor.enable": "true",
+        f"{preemption}.monitoring_interval": "500",
+        f"{preemption}.max_wait_before_kill": "1000",
+        f"{preemption}.total_preemption_per_round": "1.0",
+        f"{preemption}.natural_termination_factor": "1.0",
         "yarn.resourcemanager.nodemanagers.heartbeat-interval-ms": "200",
-        f"{queue}.root.queues": "default",
-        f"{queue}.root.default.capacity": "100",
-        f"{queue}.root.default.maximum-am-resource-percent": "1.0",
+        f"{queue}.root.queues": "default,urgent",
+        f"{queue}.root.default.capacity": "10",
+        f"{queue}.root.default.user-limit-factor": "10",
+        f"{queue}.root.urgent.capacity": "90",
         f"{queue}.maximum-am-resource-percent": "1.0",
         f"{queue}.node-locality-delay": "-1",
         f"{queue}.resource-calculator": (
@@ -177,8 +185,8 @@ def main() -> None:
         (folder / name).mkdir(parents=True)
     for name in ("capacity-scheduler.xml", "resource-types.xml", "node-resources.xml"):
         write(folder / "server" / name, properties(options))
-    if options.gpus:
-        write(folder / "conf" / "resource-types.xml", properties(options))
+    for name in ("capacity-scheduler.xml", *(["resource-types.xml"] if options.gpus else [])):
+        write(folder / "conf" / name, properties(options))
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())

@@ -1,0 +1,89 @@
+"""The files of conf/ on the clusters of tests: with smaller amounts, and else as they are."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from support.pages import ROOT
+from support.project_files import load_yaml
+
+CONF = ROOT / "conf"
+AMOUNTS = {
+    "spark.executor.instances": "1",
+    "spark.executor.cores": "2",
+    "spark.executor.resource.gpu.amount": "2",
+    "spark.task.resource.gpu.amount": "2",
+    "spark.task.cpus": "2",
+    "spark.executor.memory": "512m",
+    "spark.executor.memoryOverhead": "1500m",
+}
+TRAIN = """
+import os
+
+from pyspark.sql import SparkSession
+
+from distributor import TorchDistributor
+
+
+def train():
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.ones(())
+    dist.all_reduce(total)
+    return total.item(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+spark = SparkSession.builder.getOrCreate()
+found = TorchDistributor(2, local_mode=False, use_gpu=True).run(train)
+assert found == (2, "0,1"), found
+spark.stop()
+"""
+"""A program for one executor with two GPUs."""
+
+
+def properties(
+    name: str, folder: Path, values: Mapping[str, str], further: Mapping[str, str]
+) -> str:
+    """Return a properties file of conf/ for a cluster of tests.
+
+    Parameters
+    ----------
+    name : str
+        The name of the file.
+    folder : Path
+        A folder that executors can read: the command nvidia-smi is written to it, if this machine
+        has none.
+    values : mapping of str to str
+        Values that the file has, and that the cluster needs to be others.
+    further : mapping of str to str
+        Properties that are added.
+    """
+    text = (CONF / name).read_text()
+    for key, value in {**AMOUNTS, **values}.items():
+        text, count = re.subn(rf"^({re.escape(key)}\s+)\S.*$", rf"\g<1>{value}", text, flags=re.M)
+        assert count == 1, key
+    if shutil.which("nvidia-smi") is None:  # and so the nodes of this machine have none either
+        stub = folder / "nvidia-smi"
+        stub.write_text("#!/bin/sh\nprintf '0\\n1\\n'\n")
+        stub.chmod(0o755)
+        further = {**further, "spark.executorEnv.PATH": f"{folder}:/usr/local/bin:/usr/bin:/bin"}
+    return text + "".join(f"{key} {value}\n" for key, value in further.items())
+
+
+def pod_template(gpus: int = 0) -> dict[str, Any]:
+    """Return the pod template of conf/, for nodes with so many GPUs."""
+    pod: dict[str, Any] = load_yaml(CONF / "executor-pod-template.yaml")
+    pod["spec"]["volumes"][0]["emptyDir"]["sizeLimit"] = "1Gi"
+    [container] = pod["spec"]["containers"]
+    container["resources"]["limits"] = {"nvidia.com/gpu": gpus}
+    if not gpus:
+        for key in ("nodeSelector", "tolerations"):
+            del pod["spec"][key]
+        del container["resources"]
+    return pod
