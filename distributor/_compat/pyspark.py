@@ -6,6 +6,7 @@ A ``context`` is a ``pyspark.SparkContext``, which Spark Connect does not have.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Container, Iterator, Sequence
@@ -27,7 +28,9 @@ PANDAS_WARNING = "PySpark does not yet fully support pandas"
 """How the warning begins that PySpark issues for each call if pandas 3 is installed."""
 
 HADOOP_CONFIGURATION = "__spark_conf__/__hadoop_conf__"
-"""The folder with the driver's Hadoop configuration, in the working folder of a YARN container."""
+"""The folder with the Hadoop configuration of spark-submit, in the working folder of a YARN
+container.
+"""
 
 MODULES_OF_SPARK_FILES = ("pyspark.core.files", "pyspark.files")
 """The modules that have the class ``SparkFiles``, or had it before PySpark 4."""
@@ -204,6 +207,17 @@ def max_concurrent_tasks(context: Any, profile: Any = None) -> int:
 def executor_hosts(context: Any) -> list[str]:
     """Return the host of each executor that has registered, and of the driver."""
     return [info.host() for info in java_context(context).statusTracker().getExecutorInfos()]
+
+
+def sent_hadoop_configuration() -> str | None:
+    """Return the folder with the configuration of Hadoop that Spark has sent to this container.
+
+    None outside of YARN's containers, and if HADOOP_CONF_DIR names another. In deploy mode
+    "cluster", the driver is in a container too.
+    """
+    folder = os.path.abspath(HADOOP_CONFIGURATION)
+    is_needed = "HADOOP_CONF_DIR" not in os.environ and os.path.isdir(folder)
+    return folder if is_needed else None
 
 
 def executor_ids(context: Any) -> list[str]:

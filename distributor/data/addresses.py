@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.fs as pafs
+
+from distributor._compat.pyspark import sent_hadoop_configuration
 
 HDFS = ("hdfs", "viewfs")
 
@@ -66,6 +69,8 @@ def _resolve_with_hdfs_native(address: str, unavailable: Exception) -> tuple[paf
             f"({str(unavailable).strip()!r}), and hdfs-native, which needs none, is not installed "
             "(pip install hdfs-native, in the environment of the ranks too)."
         ) from error
+    if configuration := sent_hadoop_configuration():
+        os.environ["HADOOP_CONF_DIR"] = configuration  # it looks nowhere else
     kind = {"hdfs": HdfsFileSystem, "viewfs": ViewfsFileSystem}[parts.scheme]
     return adapted(kind(parts.hostname, parts.port)), parts.path.rstrip("/")
 

@@ -123,7 +123,7 @@ def test_the_properties_file_in_cluster_mode(kubernetes: Manager, files: Path) -
         [
             f"{spark_home()}/bin/spark-submit",
             *("--master", master, "--deploy-mode", "cluster", "--driver-memory", "512m"),
-            *("--properties-file", str(file), f"local://{files}/train.py"),
+            *("--properties-file", str(file), f"local://{files}/train.py", STORAGE),
         ],
         capture_output=True,
         text=True,
@@ -167,7 +167,7 @@ def test_the_properties_file_in_client_mode(
                     "name": "driver",
                     "image": kubernetes.properties["spark.kubernetes.container.image"],
                     "command": [submit, *arguments, "--properties-file", str(file)],
-                    "args": [str(files / "train.py")],
+                    "args": [str(files / "train.py"), STORAGE],
                     "env": [{"name": "PYTHONPATH", "value": str(CONF.parent)}],
                     "volumeMounts": [{"name": "storage", "mountPath": STORAGE}],
                 }

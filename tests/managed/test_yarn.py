@@ -122,7 +122,7 @@ def test_the_properties_file_as_its_header_says(yarn: Manager, tmp_path: Path, m
         [
             f"{spark_home()}/bin/spark-submit",
             *("--master", "yarn", "--deploy-mode", mode, "--driver-memory", "512m"),
-            *("--properties-file", str(file), str(script)),
+            *("--properties-file", str(file), str(script), yarn.storage),
         ],
         env=environment,
         capture_output=True,

@@ -23,28 +23,33 @@ AMOUNTS = {
 }
 TRAIN = """
 import os
+import sys
+import tempfile
 
 from pyspark.sql import SparkSession
 
-from distributor import TorchDistributor
+from distributor import TorchDistributor, train
 
 
-def train():
+def train_func():
     import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     total = torch.ones(())
     dist.all_reduce(total)
+    with tempfile.TemporaryDirectory() as folder:
+        train.report({}, checkpoint=train.Checkpoint.from_directory(folder))
     return total.item(), os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 spark = SparkSession.builder.getOrCreate()
-found = TorchDistributor(2, local_mode=False, use_gpu=True).run(train)
+ranks = TorchDistributor(2, local_mode=False, use_gpu=True, storage_path=sys.argv[1])
+found = ranks.run(train_func)
 assert found == (2, "0,1"), found
 spark.stop()
 """
-"""A program for one executor with two GPUs."""
+"""A program for one executor with two GPUs; its argument is a folder for checkpoints."""
 
 
 def properties(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from distributor._compat.pyspark import HADOOP_CONFIGURATION
+from distributor._compat.pyspark import sent_hadoop_configuration
 from distributor.core.host import use_host_name
 from distributor.core.text import printable
 from distributor.core.versions import check_interpreter
@@ -190,10 +190,9 @@ def _join(
 
 
 def _hadoop_variables() -> dict[str, str]:
-    """Return the variable that names the driver's Hadoop configuration, if Spark has sent it."""
-    folder = os.path.abspath(HADOOP_CONFIGURATION)
-    is_needed = "HADOOP_CONF_DIR" not in os.environ and os.path.isdir(folder)
-    return {"HADOOP_CONF_DIR": folder} if is_needed else {}
+    """Return the variable that names the configuration of Hadoop, if Spark has sent it."""
+    folder = sent_hadoop_configuration()
+    return {"HADOOP_CONF_DIR": folder} if folder else {}
 
 
 def _run_ranks(
