@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,11 +49,47 @@ def adapted(filesystem: Any) -> pafs.FileSystem:
     if isinstance(filesystem, pafs.FileSystem):
         return filesystem
     if hasattr(filesystem, "ls") and hasattr(filesystem, "open"):
-        return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem))
+        return pafs.PyFileSystem(_Handler(filesystem))
     raise TypeError(
         "A file system must be one of pyarrow (pyarrow.fs) or fsspec, but the one that was passed "
         f"is {filesystem!r}."
     )
+
+
+class _Handler(pafs.FSSpecHandler):  # type: ignore[misc]
+    """A file system of fsspec.
+
+    With pyarrow's own handler, hdfs-native receives a ``Buffer``, which it converts one byte at a
+    time.
+    """
+
+    def open_output_stream(self, path: str, metadata: Any) -> pa.PythonFile:
+        return pa.PythonFile(_BytesWriter(self.fs.open(path, mode="wb")), mode="w")
+
+
+class _BytesWriter(io.RawIOBase):
+    """A file that is written to as ``bytes``.
+
+    Parameters
+    ----------
+    file : file
+        The file, which is closed with this one.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        written: int = self._file.write(bytes(data))
+        return written
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._file.close()
 
 
 def _resolve_with_hdfs_native(address: str, unavailable: Exception) -> tuple[pafs.FileSystem, str]:
