@@ -59,9 +59,14 @@ def adapted(filesystem: Any) -> pafs.FileSystem:
 class _Handler(pafs.FSSpecHandler):  # type: ignore[misc]
     """A file system of fsspec.
 
-    With pyarrow's own handler, hdfs-native receives a ``Buffer``, which it converts one byte at a
-    time.
+    With pyarrow's own handler, a file does not exist if storage cannot be reached, and hdfs-native
+    receives a ``Buffer``, which it converts one byte at a time.
     """
+
+    def open_input_file(self, path: str) -> pa.PythonFile:
+        return pa.PythonFile(self.fs.open(path, mode="rb"), mode="r")
+
+    open_input_stream = open_input_file
 
     def open_output_stream(self, path: str, metadata: Any) -> pa.PythonFile:
         return pa.PythonFile(_BytesWriter(self.fs.open(path, mode="wb")), mode="w")

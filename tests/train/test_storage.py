@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -293,3 +294,28 @@ def test_uris_of_pyarrow_and_of_fsspec_are_accepted(tmp_path: Path) -> None:
         Checkpoint("nowhere://x")
     with pytest.raises(TypeError, match=r"A file system must be one of pyarrow .* is 's3'"):
         Checkpoint("x", filesystem="s3")
+
+
+def test_a_manifest_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    """A checkpoint without a manifest counts as unfinished, and is removed later."""
+    from fsspec import AbstractFileSystem
+    from fsspec.implementations.local import LocalFileSystem
+
+    def check(path: Any) -> None:
+        if os.fspath(path).endswith(MANIFEST):
+            raise ConnectionError("storage cannot be reached")
+
+    class Unreachable(LocalFileSystem):  # type: ignore[misc]
+        isfile = AbstractFileSystem.isfile
+
+        def info(self, path: Any, **options: Any) -> Any:
+            check(path)
+            return super().info(path, **options)
+
+        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+            check(path)
+            return super()._open(path, mode, **options)
+
+    save(Storage(tmp_path, "run"), 0, tmp_path)
+    with pytest.raises(ConnectionError, match="storage cannot be reached"):
+        Storage(str(tmp_path), "run", Unreachable()).survey()
