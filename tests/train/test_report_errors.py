@@ -72,7 +72,7 @@ def test_storage_is_checked_before_the_function_runs(spark: Any, tmp_path: Path)
 def test_unwritable_storage_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
-    with pytest.raises(DistributorError, match=r"rank 0 on .*: NotADirectoryError"):
+    with pytest.raises(DistributorError, match=r"Rank 0 on .* cannot write to .*: NotADir"):
         ranks.run(lambda: train.report({"loss": 1.0}))
 
 

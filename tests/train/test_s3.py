@@ -207,7 +207,7 @@ def test_metadata_can_be_added_to_a_checkpoint_in_a_bucket(runs: str, tmp_path: 
 
 def test_a_missing_bucket_is_an_error_that_names_it(runs: str) -> None:
     ranks = two_ranks(runs.replace("bucket", "nowhere"))
-    with pytest.raises(DistributorError, match=r"rank 0 on .*nowhere"):
+    with pytest.raises(DistributorError, match=r"Rank 0 on .*nowhere"):
         ranks.run(lambda: train.report({"loss": 1.0}))
 
 
@@ -218,7 +218,7 @@ def test_permissions_for_the_folder_of_the_run_are_sufficient(
     try:
         send_request(server, "/moto-api/reset-auth", "POST", "0")
         two_ranks(runs, env=keys).run(count, tmp_path, 1)
-        with pytest.raises(DistributorError, match=r"rank 0 on .*ACCESS_DENIED"):
+        with pytest.raises(DistributorError, match=r"Rank 0 on .*ACCESS_DENIED"):
             two_ranks(runs, env=keys, name="another").run(count, tmp_path, 1)
         with pytest.raises(OSError, match="When listing objects"):
             TorchTrainer(print, run_config=RunConfig(storage_path=runs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -114,5 +115,5 @@ class RankUpload:
 
 
 def describe_error(error: Exception) -> str:
-    """Return an exception's type and message."""
-    return f"{type(error).__name__}: {error}"
+    """Return an exception's type and message, without the Java stack of an error of HDFS."""
+    return re.split(r"(?:\n|\\n)(?:\t|\\t)at ", f"{type(error).__name__}: {error}")[0]

@@ -246,7 +246,8 @@ class ReportRounds:
         except DistributorError as error:
             return {"error": str(error)}
         except Exception as error:
-            return {"error": describe_error(error)}
+            why = f"The report could not be stored in {self._storage.path}: {describe_error(error)}"
+            return {"error": why}
 
     def _notify_driver(self, committed: str | None, parts: list[dict[str, Any]]) -> None:
         path = self._storage.checkpoint(committed).path if committed else None

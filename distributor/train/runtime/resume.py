@@ -10,6 +10,7 @@ from typing import Any
 from distributor.core.host import host_name
 from distributor.errors import DistributorError
 from distributor.train.checkpoint import Checkpoint
+from distributor.train.runtime.rank_upload import describe_error
 from distributor.train.runtime.store_channel import StoreChannel
 from distributor.train.storage.checkpoint_manager import CheckpointManager
 from distributor.train.storage.checkpoint_store import Storage
@@ -104,13 +105,16 @@ def _write_proof(storage: Storage) -> dict[str, str]:
     try:
         storage.write(file, b"\n")
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": describe_error(error)}
     return {"file": file}
 
 
 def _check_shared(channel: StoreChannel, storage: Storage) -> str | None:
     """Return an error that names the ranks whose proofs rank 0 does not see."""
     proofs = channel.gather("proof")
+    if "error" in proofs[0]:
+        own = proofs[0]
+        return f"Rank 0 on {own['host']} cannot write to {storage.path}: {own['error']}"
     seen = storage.remove_files([proof["file"] for proof in proofs if "file" in proof])
     failures = [
         f"rank {rank} on {proof['host']}: {proof.get('error', 'its files do not appear there')}"

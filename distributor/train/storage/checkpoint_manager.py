@@ -84,7 +84,7 @@ class CheckpointManager:
         DistributorError
             If the parts do not agree, or a rank could not upload its files.
         """
-        _check_parts(parts)
+        _check_parts(parts, self._storage.path)
         files = [part["files"] for part in parts if part["files"] is not None]
         if files:
             check_in_step([part["positions"] for part in parts])
@@ -189,11 +189,13 @@ def requested_validation(parts: Sequence[dict[str, Any]]) -> Any:
     return next((part["validation"] for part in parts if part["files"] is not None), None)
 
 
-def _check_parts(parts: Sequence[dict[str, Any]]) -> None:
+def _check_parts(parts: Sequence[dict[str, Any]], folder: str) -> None:
     """Check that no rank has failed."""
     for rank, part in enumerate(parts):
         if "error" in part:
-            raise DistributorError(f"Rank {rank} could not upload its checkpoint: {part['error']}")
+            raise DistributorError(
+                f"Rank {rank} could not upload its checkpoint to {folder}: {part['error']}"
+            )
 
 
 def _merge_files(parts: list[list[dict[str, Any]]]) -> tuple[StoredFile, ...]:
