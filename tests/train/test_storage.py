@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -319,3 +320,19 @@ def test_a_manifest_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     save(Storage(tmp_path, "run"), 0, tmp_path)
     with pytest.raises(ConnectionError, match="storage cannot be reached"):
         Storage(str(tmp_path), "run", Unreachable()).survey()
+
+
+def test_several_files_are_uploaded_at_a_time(tmp_path: Path) -> None:
+    from fsspec.implementations.local import LocalFileSystem
+
+    opened = threading.Barrier(2, timeout=60)
+
+    class Waiting(LocalFileSystem):  # type: ignore[misc]
+        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+            if mode == "wb":
+                opened.wait()
+            return super()._open(path, mode, **options)
+
+    storage = Storage(str(tmp_path), "run", Waiting())
+    uploaded, _ = storage.upload(saved_by(0, tmp_path), "checkpoint_000000")
+    assert {file.name for file in uploaded} == {"__0_0.distcp", "deep/0.pt"}

@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pyarrow.fs as pafs
 
@@ -52,10 +54,13 @@ from distributor.train.storage.upload_assignment import (
     identities_of,
 )
 
+T = TypeVar("T")
 PREFIX = "checkpoint_"
 NUMBERED = re.compile(rf"{PREFIX}(\d{{6,}})")
 """The names of checkpoints that the user has not named."""
 DAMAGED: Literal["damaged"] = "damaged"
+WRITERS = 8
+"""The number of files that a rank uploads at a time: to close one often takes HDFS 0.5 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +83,18 @@ class Survey:
     damaged: list[str]
     unfinished: list[str]
     next_index: int
+
+
+class _OneAtATime(Iterator[T]):
+    """An iterator whose items several threads take."""
+
+    def __init__(self, items: Iterator[T]) -> None:
+        self._items = items
+        self._lock = threading.Lock()
+
+    def __next__(self) -> T:
+        with self._lock:
+            return next(self._items)
 
 
 class Storage(RunFolder):
@@ -150,15 +167,24 @@ class Storage(RunFolder):
         }
         for target in {self._path(checkpoint, name).rpartition("/")[0] for name in files}:
             make_folder(self.filesystem, target)
-        uploaded, others = [], []
-        for name, uploads in assignment(identities_of(files)):
-            if uploads:
-                target = self._path(checkpoint, name)
-                sums = upload_file(files[name], self.filesystem, target, keep=keep)
-                uploaded.append(StoredFile(name, *sums))
-            else:
-                sums = size_and_checksum(pafs.LocalFileSystem(), str(files[name]))
-                others.append(StoredFile(name, *sums))
+        uploaded: list[StoredFile] = []
+        others: list[StoredFile] = []
+        assigned = _OneAtATime(assignment(identities_of(files)))
+
+        def process() -> None:
+            for name, uploads in assigned:
+                if uploads:
+                    target = self._path(checkpoint, name)
+                    sums = upload_file(files[name], self.filesystem, target, keep=keep)
+                    uploaded.append(StoredFile(name, *sums))
+                else:
+                    sums = size_and_checksum(pafs.LocalFileSystem(), str(files[name]))
+                    others.append(StoredFile(name, *sums))
+
+        count = 1 if is_local(self.filesystem) else min(WRITERS, len(files))
+        with ThreadPoolExecutor(max(count, 1), "writers") as writers:
+            for writer in [writers.submit(process) for _ in range(count)]:
+                writer.result()
         return uploaded, others
 
     def describe(self, checkpoint: str, assignment: Assignment = assign_all) -> list[StoredFile]:
