@@ -49,7 +49,7 @@ test-spark35: venv-spark35 ## Run the tests, less the slow ones, on PySpark 3.5
 	$(VENV35)/bin/$(PYTEST) -m "not slow" $(ARGS)
 
 test-yarn: venv ## Run the tests of YARN, on the cluster of HADOOP_CONF_DIR
-	$(VENV)/bin/python -m pytest tests/managed -k yarn $(ARGS)
+	$(VENV)/bin/python -m pytest tests/managed -k "yarn or hdfs" $(ARGS)
 
 test-kubernetes: venv ## Run the tests of Kubernetes; CONTRIBUTING.md says which variables name the cluster
 	$(VENV)/bin/python -m pytest tests/managed -k kubernetes $(ARGS)

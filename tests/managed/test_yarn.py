@@ -1,4 +1,4 @@
-"""What is particular to YARN: its applications, queues, GPUs, deploy modes and HDFS."""
+"""What is particular to YARN: its applications, queues, GPUs and deploy modes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.cluster import spark_home
@@ -130,45 +129,3 @@ def test_the_properties_file_as_its_header_says(yarn: Manager, tmp_path: Path, m
         timeout=SECONDS,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-
-
-ON_HDFS = not WHY and properties_of_hadoop("core-site.xml").get("fs.defaultFS", "").startswith("h")
-
-
-@pytest.mark.skipif(not ON_HDFS, reason="HDFS is not the default file system of the cluster")
-def test_checkpoints_on_hdfs(session: ManagedSession) -> None:
-    result: Any = session.run("""
-        import secrets, tempfile
-        from distributor import train
-        from distributor.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
-        from distributor.train.torch import TorchTrainer
-
-        def loop():
-            import os
-            import torch
-            from distributor import train
-            checkpoint, first = train.get_checkpoint(), 0
-            if checkpoint:
-                with checkpoint.as_directory() as folder:
-                    first = torch.load(os.path.join(folder, "step.pt")) + 1
-            for step in range(first, 4):
-                if step == 2 and not first and train.get_context().get_world_rank() == 1:
-                    executor_of_rank().kill()
-                with tempfile.TemporaryDirectory() as folder:
-                    torch.save(step, os.path.join(folder, "step.pt"))
-                    train.report({"step": step, "first": first}, checkpoint=Checkpoint(folder))
-
-        name = secrets.token_hex(4)
-        trainer = TorchTrainer(
-            loop,
-            scaling_config=ScalingConfig(num_workers=2, use_gpu=False, local_mode=False),
-            run_config=RunConfig(
-                name=name,
-                storage_path="hdfs:///tmp/distributor-tests",
-                failure_config=FailureConfig(max_failures=1),
-            ),
-        )
-        done = trainer.fit()
-        result = [done.metrics["step"], done.metrics["first"] > 0, done.checkpoint.path]
-    """)
-    assert result[:2] == [3, True], result

@@ -24,6 +24,12 @@ from distributor.train.storage.manifest import MANIFEST, Manifest
 fsspec = pytest.importorskip("fsspec")
 
 
+def of_type_bytes(data: Any) -> bytes:
+    """Return what is written to a file; hdfs-native converts other types one byte at a time."""
+    assert type(data) is bytes
+    return data
+
+
 def plain_by_fsspec(folder: Path) -> Any:
     """Return a file system that supports no more than a mounted object store."""
     from fsspec.implementations.dirfs import DirFileSystem
@@ -34,6 +40,9 @@ def plain_by_fsspec(folder: Path) -> Any:
             assert mode in ("rb", "wb"), f"{mode} is no plain write"
             assert mode == "rb" or not Path(path).exists(), f"{path} is written twice"
             file = super()._open(path, mode, **options)
+            if mode == "wb":
+                write = file.write
+                file.write = lambda data: write(of_type_bytes(data))
             return file
 
         def mv(self, *args: Any, **options: Any) -> None:
