@@ -29,7 +29,7 @@ NO_PACKAGE = r"(?:PACKAGE_NOT_INSTALLED\] |ImportError: )(\w+) >= \S+ must be in
 NO_INTERPRETER = r'Cannot run program "([^"]+)"'
 """The path at which there is no Python interpreter."""
 
-LOST_EXECUTOR = r"(ExecutorLostFailure .*?)(?=\n\s*(?:Driver stacktrace:|at \S+\()|\Z)"
+LOST_EXECUTOR = r"(ExecutorLostFailure .*?)(?=\n\s*(?:Driver stacktrace:|JVM stacktrace:|at \S+\()|\Z)"
 """Why an executor was lost, in Spark's words, which may have several lines."""
 
 CONTAINER_STATUSES = r"The API gave the following container statuses:.*"
@@ -58,8 +58,12 @@ EXECUTOR_ENDED = r"Executor updated: (\S+) is now (?:EXITED|FAILED) \((.*)\)"
 END_OF_ERROR = r"\n(?:\s*SQLSTATE|\s*\n|\s+at )"
 """What follows a Python exception's message: an SQL state, an empty line or Java's stack."""
 
-CONTEXT_STOPPED = r"stopped SparkContext|SparkContext was shut down"
-"""A job whose application has ended, perhaps in a Connect server that still answers."""
+CONTEXT_STOPPED = (
+    r"stopped SparkContext|SparkContext was shut down|Application error processing RPC"
+)
+"""A job whose application has ended, perhaps in a Connect server that still answers: the third text
+is its answer to all calls then.
+"""
 
 TOO_MANY_EXECUTOR_FAILURES = r"Max number of executor failures"
 """Spark has ended an application because too many of its executors failed."""

@@ -79,11 +79,14 @@ def test_an_executor_that_was_taken_back(reason: str) -> None:
     [
         "Job 3 cancelled because SparkContext was shut down",
         "Cannot call methods on a stopped SparkContext.",
+        'status = StatusCode.UNKNOWN\n\tdetails = "Application error processing RPC"',
     ],
 )
 def test_a_job_of_an_application_that_has_ended(text: str) -> None:
     assert isinstance(explain(RuntimeError(text), 2), ApplicationEnded)
 
 
-def test_another_loss() -> None:
-    assert "Executor Process Lost. Most often" in str(lost(BY_TASK, "Executor Process Lost"))
+@pytest.mark.parametrize("end", ["", "\n\nJVM stacktrace:\norg.apache.spark.SparkException"])
+def test_another_loss(end: str) -> None:
+    """A Spark Connect server adds a stack of its own."""
+    assert "Executor Process Lost. Most often" in str(lost(BY_TASK, f"Executor Process Lost{end}"))

@@ -16,7 +16,10 @@ NOTICE_SECONDS = 2.0
 """Seconds in which Spark notices that the cluster manager has ended an application."""
 POLL_SECONDS = 0.2
 YARN_ENDED = ("FINISHED", "FAILED", "KILLED")
-NEXT = "Its session can run nothing more: stop it (spark.stop()), and make a new one."
+NEXT = (
+    "Its session can run nothing more: stop it (spark.stop()), and make a new one; a Spark Connect "
+    "server must first be started anew."
+)
 JVM_ENDED = (
     "The Spark application has ended: the JVM of this process no longer answers, and PySpark "
     "starts no other one. Start a new process: in a notebook, restart the kernel."
