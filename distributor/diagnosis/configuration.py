@@ -30,6 +30,8 @@ BIND_ADDRESS, USE_POD_ADDRESS = (
     "spark.kubernetes.executor.useDriverPodIP",
 )
 GRACE = "spark.kubernetes.executor.terminationGracePeriodSeconds"
+DISCOVERY = "spark.executor.resource.gpu.discoveryScript"
+EXECUTORS_PYTHON = "spark.executorEnv.PYSPARK_PYTHON"
 ADDRESS_SPACE = "spark.executor.pyspark.memory"
 WHERE = "Spark's configuration"
 
@@ -174,13 +176,24 @@ def _executor_failures(session: Session) -> Iterator[Check]:
     )
 
 
+def _yarn(session: Session) -> Iterator[Check]:
+    script = session.conf(DISCOVERY) or ""
+    if session.master == "yarn" and script and "/" not in script:
+        yield failure(
+            "discovery script",
+            f"{DISCOVERY} is {script}, which executors do not find in their working folder. They "
+            "end at once.",
+            f"Make the session with {DISCOVERY}=./{script}, and send the file with --files.",
+            WHERE,
+        )
+
+
 def _kubernetes(session: Session) -> Iterator[Check]:
     if not session.master.startswith("k8s://"):
         return
     is_bound_anywhere = session.conf(BIND_ADDRESS) in ("0.0.0.0", "::")
-    in_client_mode = (session.conf("spark.submit.deployMode") or "client") == "client"
     takes_bound = (session.conf(USE_POD_ADDRESS) or "true").lower() == "true"
-    if is_bound_anywhere and in_client_mode and takes_bound:
+    if is_bound_anywhere and _in_client_mode(session) and takes_bound:
         yield failure(
             "driver's address",
             f"{BIND_ADDRESS} is {session.conf(BIND_ADDRESS)}, and since Spark 4.1 executors "
@@ -201,7 +214,16 @@ def _kubernetes(session: Session) -> Iterator[Check]:
 def _python(session: Session) -> Iterator[Check]:
     name = "PYSPARK_PYTHON"
     value = os.environ.get(name)
-    if value is None and not session.is_one_machine and not session.is_connect:
+    others = session.conf(EXECUTORS_PYTHON)
+    if others and others != value and _in_client_mode(session):
+        yield warning(
+            name,
+            f"{EXECUTORS_PYTHON} is {others}, which has no effect in deploy mode client: executors "
+            f"run {value or 'the python3 of their PATH'}.",
+            SET_PYTHON,
+            WHERE,
+        )
+    elif value is None and not session.is_one_machine and not session.is_connect:
         yield warning(
             name,
             f"{name} is unset: executors run the python3 of their PATH.",
@@ -210,6 +232,10 @@ def _python(session: Session) -> Iterator[Check]:
         )
     else:
         yield ok(name, value or "the driver's interpreter", "the driver's environment")
+
+
+def _in_client_mode(session: Session) -> bool:
+    return (session.conf("spark.submit.deployMode") or "client") == "client"
 
 
 def _driver_host(session: Session) -> Iterator[Check]:
@@ -245,6 +271,7 @@ _CHECKS: tuple[Callable[[Session], Iterator[Check]], ...] = (
     _barrier,
     _executor_memory,
     _executor_failures,
+    _yarn,
     _kubernetes,
     _driver_host,
 )
