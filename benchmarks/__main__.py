@@ -32,6 +32,7 @@ from benchmarks.turns import Effort
 BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "launch": launch.measure,
     "launch_spark": launch.measure_spark,
+    "launch_managers": launch.measure_managers,
     "values": values.measure,
     "arguments": values.measure_arguments,
     "distribution": distribution.measure,

@@ -10,7 +10,7 @@ from benchmarks import functions
 from benchmarks.measure import Driven, apart, kept
 from benchmarks.peers import PEERS, Peer, chosen
 from benchmarks.report import Row, gathered, row
-from benchmarks.spark import EMBEDDED, LOCAL, standalone
+from benchmarks.spark import EMBEDDED, LOCAL, managers, standalone
 from benchmarks.turns import Effort, measured
 
 ON_ONE_MACHINE = (
@@ -52,7 +52,8 @@ class Case(NamedTuple):
 
 def titled(place: str, ranks: int) -> str:
     """Return the title of a case."""
-    where = "standalone" if place.startswith("spark://") else place
+    schemes = {"spark": "standalone", "k8s": "Kubernetes", "yarn": "YARN"}
+    where = schemes.get(place.partition("://")[0], place)
     return f"{where}, {ranks} rank{'s' if ranks > 1 else ''}"
 
 
@@ -74,6 +75,13 @@ def measure_spark(effort: Effort) -> list[Row]:
     with standalone() as (master, pids), kept(pids):
         rows += _measured([Case(peer, master, RANKS) for peer in peers], effort.few_rounds)
     return rows
+
+
+def measure_managers(effort: Effort) -> list[Row]:
+    """Measure launches on YARN and Kubernetes, on the clusters that variables name."""
+    peers = chosen(THROUGH_SPARK, effort.families)
+    cases = [Case(peer, place, RANKS) for place in managers() for peer in peers]
+    return _measured(cases, effort.few_rounds)
 
 
 def drive(peer: str, place: str, ranks: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.floors import free_port
-from benchmarks.measure import environment
+from benchmarks.measure import ROOT, environment
 
 LOCAL = "local"
 """The place that needs no Spark."""
@@ -57,6 +57,8 @@ def _properties(place: str) -> dict[str, str]:
         "spark.driver.memory": "6g",
         "spark.driver.maxResultSize": "0",
     }
+    if place in managers():
+        properties |= managers()[place]
     if place.startswith("spark://"):
         # Two executors on the one worker.
         properties |= {
@@ -65,6 +67,36 @@ def _properties(place: str) -> dict[str, str]:
             "spark.driver.host": LOOPBACK,
         }
     return properties
+
+
+def managers() -> dict[str, dict[str, str]]:
+    """Return the masters of the clusters of YARN and Kubernetes, with the properties they need.
+
+    The variables that name the clusters are those of `make test-yarn` and `make test-kubernetes`.
+    Executors read this project and PySpark's jars from the paths that they have here.
+    """
+    variables = os.environ
+    executors = {
+        "spark.executor.instances": str(RANKS),
+        "spark.executor.cores": "1",
+        "spark.executor.memory": "512m",
+        "spark.executor.memoryOverhead": "1500m",
+        "spark.executorEnv.PYTHONPATH": str(ROOT),
+        "spark.driver.memory": "1g",
+    }
+    found = {}
+    if "HADOOP_CONF_DIR" in variables:
+        jars = f"local:{_packaged_spark()}/jars/*"
+        found["yarn"] = {**executors, "spark.yarn.jars": jars}
+    if "KUBERNETES_MASTER" in variables:
+        namespace = variables.get("KUBERNETES_NAMESPACE", "default")
+        found[variables["KUBERNETES_MASTER"]] = {
+            **executors,
+            "spark.driver.host": variables["KUBERNETES_DRIVER_HOST"],
+            "spark.kubernetes.container.image": variables["KUBERNETES_IMAGE"],
+            "spark.kubernetes.namespace": namespace,
+        }
+    return found
 
 
 def empty_stage(spark: Any, tasks: int) -> None:

@@ -81,6 +81,11 @@ LINES = (
         "floor_stage",
         in_readme=True,
     ),
+    *(
+        Line(f"{what} on {where}", "launch_managers", launch.titled(place, launch.RANKS), what)
+        for place, where in (("yarn", "YARN"), ("k8s://", "Kubernetes"))
+        for what in (launch.FIRST, launch.LATER)
+    ),
     Line(
         "a value of 1 GB",
         "values",

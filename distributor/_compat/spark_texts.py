@@ -29,9 +29,7 @@ NO_PACKAGE = r"(?:PACKAGE_NOT_INSTALLED\] |ImportError: )(\w+) >= \S+ must be in
 NO_INTERPRETER = r'Cannot run program "([^"]+)"'
 """The path at which there is no Python interpreter."""
 
-LOST_EXECUTOR = (
-    r"(ExecutorLostFailure .*?)(?=\n\s*(?:(?:Driver|JVM) stacktrace:|at \S+\()|\Z)"
-)
+LOST_EXECUTOR = r"(ExecutorLostFailure .*?)(?=\n\s*(?:(?:Driver|JVM) stacktrace:|at \S+\()|\Z)"
 """Why an executor was lost, in Spark's words, which may have several lines."""
 
 CONTAINER_STATUSES = r"The API gave the following container statuses:.*"

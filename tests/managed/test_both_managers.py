@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.managed import (
+    AT_ONCE,
     ENDS_IN,
     Failed,
     ManagedSession,
@@ -173,6 +174,18 @@ def test_a_killed_driver(cluster: Manager, start: Start) -> None:
         at = time.monotonic()
         until(lambda: not marked(session.mark), "nothing is left of the session", ENDS_IN)
         print(f"{cluster.name} | driver | nothing left after {time.monotonic() - at:.1f} s")
+
+
+def test_dynamic_allocation_is_refused(cluster: Manager) -> None:
+    conf = {
+        "spark.dynamicAllocation.enabled": "true",
+        "spark.dynamicAllocation.shuffleTracking.enabled": "true",
+    }
+    with (
+        cluster.session(1, **AT_ONCE, **conf) as session,
+        pytest.raises(Failed, match=r"RuntimeError: 'spark.dynamicAllocation.enabled' is 'true'"),
+    ):
+        session.run("ranks(1).run(print)")
 
 
 @pytest.fixture(scope="module")
