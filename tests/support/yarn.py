@@ -3,7 +3,7 @@
 One JVM has the real ResourceManager and NodeManagers of Hadoop, whose containers are processes of
 this machine, and with ``--dfs`` HDFS as the default file system. It runs until SIGINT or SIGTERM,
 and then nothing is left of it but the jars. PySpark has all jars but those in `ARTIFACTS`: they
-come from ``--jars``, or from Maven (``mvn``), once.
+are downloaded to the folder ``--jars`` once, from a repository of Maven.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlretrieve
 from xml.sax.saxutils import escape
 
 import psutil
@@ -35,20 +36,26 @@ ARTIFACTS = (
     "org.junit.platform:junit-platform-commons:1.13.4",
     "org.opentest4j:opentest4j:1.3.0",
 )
+MAVEN_CENTRAL = "https://repo.maven.apache.org/maven2"
 PR_SET_CHILD_SUBREAPER = 36
 READY_SECONDS = 60_000
 
 
-def jars_of(folder: Path) -> list[Path]:
-    """Return the jars of the cluster, which Maven copies to the folder if they are not there."""
+def jars_of(folder: Path, repository: str) -> list[Path]:
+    """Return the jars of the cluster; those that the folder does not have are downloaded to it."""
     [client] = Path(spark_home(), "jars").glob("hadoop-client-api-*.jar")
     hadoop = client.stem.rpartition("-")[2]
-    wanted = [artifact.format(hadoop=hadoop) for artifact in ARTIFACTS]
-    paths = [folder / "{1}-{2}.jar".format(*artifact.split(":")) for artifact in wanted]
-    for artifact, path in zip(wanted, paths, strict=True):
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for artifact in ARTIFACTS:
+        group, name, version = artifact.format(hadoop=hadoop).split(":")
+        path = folder / f"{name}-{version}.jar"
         if not path.exists():
-            goal = ["dependency:copy", f"-Dartifact={artifact}", f"-DoutputDirectory={folder}"]
-            subprocess.run(["mvn", "--batch-mode", "--quiet", *goal], check=True)
+            address = f"{repository}/{group.replace('.', '/')}/{name}/{version}/{path.name}"
+            print(f"downloading {address}", file=sys.stderr)
+            part, _ = urlretrieve(address, path.with_suffix(".part"))
+            part.rename(path)
+        paths.append(path)
     return paths
 
 
@@ -174,6 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("yarn", description=__doc__)
     parser.add_argument("folder", type=Path, help="a new folder; it is removed at the end")
     parser.add_argument("--jars", type=Path, default=Path.home() / ".cache/yarn-jars")
+    parser.add_argument("--repository", default=MAVEN_CENTRAL, help="where jars come from")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--memory", type=int, default=6144, help="MiB of each node")
     parser.add_argument("--cores", type=int, default=8, help="of each node")
@@ -191,7 +199,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     try:
-        with java(folder, jars_of(options.jars.resolve())) as gateway:
+        with java(folder, jars_of(options.jars.resolve(), options.repository)) as gateway:
             start(gateway, folder, options)
             print(f"export HADOOP_CONF_DIR={folder}/conf", flush=True)
             ended.wait()
