@@ -655,6 +655,35 @@ MUTANTS: tuple[Mutant, ...] = (
         "f\"pymp-{__import__('getpass').getuser()[:4]}-{secrets.token_hex(4)}\"",
         ("test_unnamed_users.py::test_runs_work_if_the_python_of_executors_has_such_a_user",),
     ),
+    # Cluster managers and storage
+    Mutant(
+        "the end of a decommissioned executor is a preemption",
+        "distributor/_compat/spark_texts.py",
+        r"|\bExecutor decommission\b",
+        "",
+        ("launch/test_lost_executors.py::test_an_executor_that_was_taken_back",),
+    ),
+    Mutant(
+        "a property of Kubernetes that ends all executors is noticed",
+        "distributor/diagnosis/configuration.py",
+        '(session.conf(USE_POD_ADDRESS) or "true")',
+        '(session.conf(USE_POD_ADDRESS) or "false")',
+        ("diagnosis/test_configuration.py::test_a_property_of_a_cluster_manager",),
+    ),
+    Mutant(
+        "file systems of fsspec are written to as bytes",
+        "distributor/data/addresses.py",
+        "self._file.write(bytes(data))",
+        "self._file.write(data)",
+        ("train/test_storage.py::test_committed_checkpoints_are_found_in_order[fsspec]",),
+    ),
+    Mutant(
+        "a manifest that storage does not deliver is an error",
+        "distributor/data/addresses.py",
+        "    open_input_stream = open_input_file\n",
+        "",
+        ("train/test_storage.py::test_a_manifest_that_cannot_be_read_is_an_error",),
+    ),
     # MLflow
     Mutant(
         "an unavailable MLflow server does not end the training",
