@@ -50,8 +50,11 @@ def ranks(count, **settings):
     return TorchDistributor(count, local_mode=False, use_gpu=False, **settings)
 
 def executor_of_rank():
-    import psutil
-    return next(each for each in psutil.Process().parents() if each.name() == "java")
+    import os, psutil
+    processes = psutil.Process().parents()
+    if "SPARK_EXECUTOR_POD_NAME" in os.environ:  # in which a failed task leaves orphans
+        processes = psutil.process_iter()
+    return next(each for each in processes if each.name() == "java")
 
 for line in _channel.makefile():
     message = json.loads(line)
