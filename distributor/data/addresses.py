@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 from typing import Any
@@ -64,7 +65,12 @@ class _Handler(pafs.FSSpecHandler):  # type: ignore[misc]
     """
 
     def open_input_file(self, path: str) -> pa.PythonFile:
-        return pa.PythonFile(self.fs.open(path, mode="rb"), mode="r")
+        try:
+            return pa.PythonFile(self.fs.open(path, mode="rb"), mode="r")
+        except OSError as error:
+            if error.errno == errno.ENOENT:  # of another type in some file systems
+                raise FileNotFoundError(path) from error
+            raise
 
     open_input_stream = open_input_file
 

@@ -331,6 +331,33 @@ def test_ranks_without_a_checkpoint_do_not_wait_for_an_upload_in_the_background(
     TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120).run(report)
 
 
+def test_a_checkpoint_that_is_uploaded_when_the_program_has_failed(tmp_path: Path) -> None:
+    def python_shuts_down() -> bool:
+        from concurrent.futures import ThreadPoolExecutor
+
+        try:
+            ThreadPoolExecutor(1).submit(int)
+        except RuntimeError:
+            return True
+        return False
+
+    def fail() -> None:
+        as_directory = Checkpoint.as_directory
+
+        def wait(self: Checkpoint) -> Any:
+            until(python_shuts_down, "the program has failed", 60)
+            return as_directory(self)
+
+        Checkpoint.as_directory = wait  # type: ignore[method-assign]
+        train.report({}, save(tmp_path, "x"), checkpoint_upload_mode="ASYNC")
+        raise ValueError("on purpose")
+
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path / "runs", name="mine")
+    with pytest.raises(ValueError, match="on purpose"):
+        ranks.run(fail)
+    assert len(Storage(tmp_path / "runs", "mine").committed()) == 1
+
+
 def test_all_reported_checkpoints_are_those_that_this_rank_has_reported(tmp_path: Path) -> None:
     """A rank that is ahead waits for the other one."""
 

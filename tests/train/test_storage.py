@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import subprocess
@@ -18,7 +19,7 @@ from support.plain import plain
 from distributor import DistributorError
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.storage import integrity
-from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.checkpoint_store import HDFS_WRITERS, Storage
 from distributor.train.storage.manifest import MANIFEST, Manifest
 
 fsspec = pytest.importorskip("fsspec")
@@ -306,6 +307,61 @@ def test_uris_of_pyarrow_and_of_fsspec_are_accepted(tmp_path: Path) -> None:
         Checkpoint("x", filesystem="s3")
 
 
+THREADS_AT_THE_END = """
+from concurrent.futures import ThreadPoolExecutor
+from distributor.train.storage.checkpoint_store import _run_in_threads
+
+def at_the_end():
+    try:
+        while True:
+            pool.submit(int)
+    except RuntimeError:
+        _run_in_threads(lambda: print("uploaded"), 3)
+
+pool = ThreadPoolExecutor(2)
+pool.submit(at_the_end)
+"""
+
+
+def test_several_threads_upload_even_when_python_shuts_down() -> None:
+    command = [sys.executable, "-c", THREADS_AT_THE_END]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "uploaded" in done.stdout, done.stderr
+
+
+def test_no_file_is_uploaded_after_one_that_fails(tmp_path: Path) -> None:
+    from fsspec.implementations.local import LocalFileSystem
+
+    opened = []
+
+    class Full(LocalFileSystem):  # type: ignore[misc]
+        protocol = "hdfs"  # so that several threads upload
+
+        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+            opened.append(path)
+            raise OSError("it is full")
+
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    for number in range(100):
+        (folder / str(number)).touch()
+    with pytest.raises(OSError, match="it is full"):
+        Storage(tmp_path / "storage", "run", Full()).upload(folder, "checkpoint_000000")
+    assert len(opened) <= HDFS_WRITERS
+
+
+def test_a_file_that_is_missing_has_one_type_of_error(tmp_path: Path) -> None:
+    from fsspec.implementations.local import LocalFileSystem
+
+    class Shares(LocalFileSystem):  # type: ignore[misc]
+        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+            error = OSError("no such object")
+            error.errno = errno.ENOENT
+            raise error
+
+    assert Storage(tmp_path, "run", Shares()).manifest_of("checkpoint_000000") is None
+
+
 def test_a_manifest_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     """A checkpoint without a manifest counts as unfinished, and is removed later."""
     from fsspec import AbstractFileSystem
@@ -331,12 +387,14 @@ def test_a_manifest_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         Storage(str(tmp_path), "run", Unreachable()).survey()
 
 
-def test_several_files_are_uploaded_at_a_time(tmp_path: Path) -> None:
+def test_several_files_are_uploaded_to_hdfs_at_a_time(tmp_path: Path) -> None:
     from fsspec.implementations.local import LocalFileSystem
 
     opened = threading.Barrier(2, timeout=60)
 
     class Waiting(LocalFileSystem):  # type: ignore[misc]
+        protocol = "hdfs"
+
         def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
             if mode == "wb":
                 opened.wait()

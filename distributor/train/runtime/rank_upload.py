@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from typing import Any
 
 from distributor.train.checkpoint import Checkpoint, CheckpointUploadMode
 from distributor.train.runtime.report_request import ReportRequest
 from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.filesystems import describe_error
 from distributor.train.storage.manifest import StoredFile
 from distributor.train.storage.upload_assignment import Assignment
 
@@ -112,8 +112,3 @@ class RankUpload:
         except Exception as error:
             part["error"] = describe_error(error)
         return part
-
-
-def describe_error(error: Exception) -> str:
-    """Return an exception's type and message, without the Java stack of an error of HDFS."""
-    return re.split(r"(?:\n|\\n)(?:\t|\\t)at ", f"{type(error).__name__}: {error}")[0]

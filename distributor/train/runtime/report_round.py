@@ -11,13 +11,13 @@ from distributor.core.text import counted
 from distributor.errors import DistributorError, OtherRankFailed
 from distributor.node.worker.worker_context import worker_context
 from distributor.train.checkpoint import CheckpointUploadMode
-from distributor.train.runtime.rank_upload import RankUpload, describe_error
+from distributor.train.runtime.rank_upload import RankUpload
 from distributor.train.runtime.report_request import ReportRequest
 from distributor.train.runtime.resume import ResumePoint
 from distributor.train.runtime.store_channel import UPLOAD_TIMEOUT_SECONDS, StoreChannel
-from distributor.train.storage.checkpoint_manager import CheckpointManager
+from distributor.train.storage.checkpoint_manager import CheckpointManager, failed_upload
 from distributor.train.storage.checkpoint_store import PREFIX, Storage
-from distributor.train.storage.filesystems import is_local
+from distributor.train.storage.filesystems import describe_error, is_local
 from distributor.train.storage.report_log import Report
 from distributor.train.storage.upload_assignment import (
     assign_among_ranks,
@@ -203,7 +203,7 @@ class ReportRounds:
         """Decide the name of the folder that all ranks have uploaded to. Rank 0 only."""
         for rank, each in enumerate(offers):
             if each["error"] is not None:
-                why = f"Rank {rank} could not upload its checkpoint: {each['error']}"
+                why = failed_upload(rank, self._storage.path, each["error"])
                 return {"error": why, "has failed": True}
         names = {each["name"]: rank for rank, each in enumerate(offers) if each["name"] is not None}
         if len(names) > 1:
@@ -240,14 +240,23 @@ class ReportRounds:
                 world_size=self._channel.size,
                 attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             )
-            self._manager.add(report, self._next_index, parts)
+            self._add(report, parts)
             self._notify_driver(report.checkpoint, parts)
             return {"committed": report.checkpoint}
         except DistributorError as error:
             return {"error": str(error)}
         except Exception as error:
-            why = f"The report could not be stored in {self._storage.path}: {describe_error(error)}"
-            return {"error": why}
+            return {"error": describe_error(error)}
+
+    def _add(self, report: Report, parts: list[dict[str, Any]]) -> None:
+        try:
+            self._manager.add(report, self._next_index, parts)
+        except DistributorError:
+            raise
+        except Exception as error:
+            raise DistributorError(
+                f"The report could not be stored in {self._storage.path}: {describe_error(error)}"
+            ) from error
 
     def _notify_driver(self, committed: str | None, parts: list[dict[str, Any]]) -> None:
         path = self._storage.checkpoint(committed).path if committed else None

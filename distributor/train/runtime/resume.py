@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,10 +11,10 @@ from typing import Any
 from distributor.core.host import host_name
 from distributor.errors import DistributorError
 from distributor.train.checkpoint import Checkpoint
-from distributor.train.runtime.rank_upload import describe_error
 from distributor.train.runtime.store_channel import StoreChannel
 from distributor.train.storage.checkpoint_manager import CheckpointManager
 from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.filesystems import describe_error
 from distributor.train.storage.integrity import Checksum, Damaged
 from distributor.train.storage.manifest import Manifest
 from distributor.train.storage.positions import stored_positions
@@ -112,10 +113,13 @@ def _write_proof(storage: Storage) -> dict[str, str]:
 def _check_shared(channel: StoreChannel, storage: Storage) -> str | None:
     """Return an error that names the ranks whose proofs rank 0 does not see."""
     proofs = channel.gather("proof")
+    written = [proof["file"] for proof in proofs if "file" in proof]
     if "error" in proofs[0]:
         own = proofs[0]
+        with contextlib.suppress(Exception):  # it may not be reached
+            storage.remove_files(written)
         return f"Rank 0 on {own['host']} cannot write to {storage.path}: {own['error']}"
-    seen = storage.remove_files([proof["file"] for proof in proofs if "file" in proof])
+    seen = storage.remove_files(written)
     failures = [
         f"rank {rank} on {proof['host']}: {proof.get('error', 'its files do not appear there')}"
         for rank, proof in enumerate(proofs)

@@ -9,6 +9,7 @@ from typing import Any
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.errors import DistributorError
 from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.filesystems import describe_error
 from distributor.train.storage.manifest import (
     CHECKPOINT_LOG,
     COMMITTED,
@@ -144,7 +145,7 @@ class CheckpointManager:
         try:
             self._storage.write(RUN_LOG, self._log.content())
         except OSError as error:  # mounted object stores cannot overwrite a file
-            self._warn_once("log", f"{RUN_LOG} cannot be updated: {error}.")
+            self._warn_once("log", f"{RUN_LOG} cannot be updated: {describe_error(error)}.")
         self._is_logged, self._logged_at = True, time.monotonic()
 
     def _commit(
@@ -189,13 +190,16 @@ def requested_validation(parts: Sequence[dict[str, Any]]) -> Any:
     return next((part["validation"] for part in parts if part["files"] is not None), None)
 
 
+def failed_upload(rank: int, folder: str, why: str) -> str:
+    """Return that a rank has failed to upload its checkpoint."""
+    return f"Rank {rank} could not upload its checkpoint to {folder}: {why}"
+
+
 def _check_parts(parts: Sequence[dict[str, Any]], folder: str) -> None:
     """Check that no rank has failed."""
     for rank, part in enumerate(parts):
         if "error" in part:
-            raise DistributorError(
-                f"Rank {rank} could not upload its checkpoint to {folder}: {part['error']}"
-            )
+            raise DistributorError(failed_upload(rank, folder, part["error"]))
 
 
 def _merge_files(parts: list[list[dict[str, Any]]]) -> tuple[StoredFile, ...]:

@@ -13,7 +13,7 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -59,8 +59,8 @@ PREFIX = "checkpoint_"
 NUMBERED = re.compile(rf"{PREFIX}(\d{{6,}})")
 """The names of checkpoints that the user has not named."""
 DAMAGED: Literal["damaged"] = "damaged"
-WRITERS = 8
-"""The number of files that a rank uploads at a time: to close one often takes HDFS 0.5 s."""
+HDFS_WRITERS = 8
+"""The number of files that a rank writes to HDFS at a time: to close one often takes 0.5 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,15 +86,37 @@ class Survey:
 
 
 class _OneAtATime(Iterator[T]):
-    """An iterator whose items several threads take."""
+    """An iterator whose items several threads take, until one of them stops it."""
 
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
         self._lock = threading.Lock()
+        self._is_stopped = False
 
     def __next__(self) -> T:
         with self._lock:
+            if self._is_stopped:
+                raise StopIteration
             return next(self._items)
+
+    def stop(self) -> None:
+        self._is_stopped = True
+
+
+def _run_in_threads(function: Callable[[], None], count: int) -> None:
+    """Call a function in several threads at once, and raise what it raises."""
+    if count <= 1:
+        function()
+        return
+    with ThreadPoolExecutor(count, "writers") as pool:
+        calls = []
+        try:
+            for _ in range(count):
+                calls.append(pool.submit(function))
+        except RuntimeError:  # Python shuts down, and starts no more threads
+            function()
+        for call in calls:
+            call.result()
 
 
 class Storage(RunFolder):
@@ -171,20 +193,26 @@ class Storage(RunFolder):
         others: list[StoredFile] = []
         assigned = _OneAtATime(assignment(identities_of(files)))
 
-        def process() -> None:
-            for name, uploads in assigned:
-                if uploads:
-                    target = self._path(checkpoint, name)
-                    sums = upload_file(files[name], self.filesystem, target, keep=keep)
-                    uploaded.append(StoredFile(name, *sums))
-                else:
-                    sums = size_and_checksum(pafs.LocalFileSystem(), str(files[name]))
-                    others.append(StoredFile(name, *sums))
+        def process(name: str, uploads: bool) -> None:
+            if uploads:
+                target = self._path(checkpoint, name)
+                sums = upload_file(files[name], self.filesystem, target, keep=keep)
+                uploaded.append(StoredFile(name, *sums))
+            else:
+                sums = size_and_checksum(pafs.LocalFileSystem(), str(files[name]))
+                others.append(StoredFile(name, *sums))
 
-        count = 1 if is_local(self.filesystem) else min(WRITERS, len(files))
-        with ThreadPoolExecutor(max(count, 1), "writers") as writers:
-            for writer in [writers.submit(process) for _ in range(count)]:
-                writer.result()
+        def process_all() -> None:
+            try:
+                for name, uploads in assigned:
+                    process(name, uploads)
+            except BaseException:
+                assigned.stop()
+                raise
+
+        # Others buffer whole files in memory, or are not made for several threads.
+        is_hdfs = "hdfs" in self.filesystem.type_name
+        _run_in_threads(process_all, min(HDFS_WRITERS, len(files)) if is_hdfs else 1)
         return uploaded, others
 
     def describe(self, checkpoint: str, assignment: Assignment = assign_all) -> list[StoredFile]:

@@ -57,6 +57,11 @@ def resolve(path: str | os.PathLike[str], filesystem: Any = None) -> tuple[pafs.
     return resolve_address(address)
 
 
+def describe_error(error: Exception) -> str:
+    """Return an exception's type and message, without the Java stack of an error of HDFS."""
+    return re.split(r"(?:\n|\\n)(?:\t|\\t)at ", f"{type(error).__name__}: {error}")[0]
+
+
 def is_local(filesystem: pafs.FileSystem) -> bool:
     """Return whether it is this machine's file system, which includes mounted shares."""
     return isinstance(filesystem, pafs.LocalFileSystem)

@@ -8,6 +8,7 @@ from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.filesystems import describe_error
 from distributor.train.storage.manifest import Manifest
 
 
@@ -25,7 +26,7 @@ def remove_all(storage: Storage, names: Iterable[str]) -> list[str]:
         try:
             storage.remove(name)
         except Exception as error:
-            failures.append(f"{name} could not be removed: {error}.")
+            failures.append(f"{name} could not be removed: {describe_error(error)}.")
     return failures
 
 
