@@ -215,7 +215,8 @@ def sent_hadoop_configuration() -> str | None:
     None outside of YARN's containers, and if HADOOP_CONF_DIR names another. In deploy mode
     "cluster", the driver is in a container too.
     """
-    folder = os.path.abspath(HADOOP_CONFIGURATION)
+    container = os.environ.get("PWD", "")  # the program may have changed its working folder
+    folder = os.path.abspath(os.path.join(container, HADOOP_CONFIGURATION))
     is_needed = "HADOOP_CONF_DIR" not in os.environ and os.path.isdir(folder)
     return folder if is_needed else None
 

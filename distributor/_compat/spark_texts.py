@@ -42,8 +42,8 @@ OUT_OF_MEMORY = r"exceeding \w+ memory limits|beyond the '\w+' memory limit|OOMK
 """A container was killed because its processes needed more memory than it has."""
 
 RECLAIMED = r"\bwas preempted\b|\bExecutor decommission\b"
-"""YARN took a container back for another application, or Spark had an executor end, as when its pod
-is evicted.
+"""YARN took a container back for another application, or Spark decommissioned an executor, as when
+its pod is evicted.
 """
 
 CRASHED_WORKER = r"(Python worker exited unexpectedly \(crashed\))"
@@ -58,11 +58,12 @@ EXECUTOR_ENDED = r"Executor updated: (\S+) is now (?:EXITED|FAILED) \((.*)\)"
 END_OF_ERROR = r"\n(?:\s*SQLSTATE|\s*\n|\s+at )"
 """What follows a Python exception's message: an SQL state, an empty line or Java's stack."""
 
-CONTEXT_STOPPED = (
-    r"stopped SparkContext|SparkContext was shut down|Application error processing RPC"
-)
-"""A job whose application has ended, perhaps in a Connect server that still answers: the third text
-is its answer to all calls then.
+CONTEXT_STOPPED = r"stopped SparkContext|SparkContext was shut down"
+"""A job whose application has ended, perhaps in a Connect server that still answers."""
+
+SERVER_FAILED = r"Application error processing RPC"
+"""A Connect server's answer to all calls once its application has ended, and to others that it
+cannot handle.
 """
 
 TOO_MANY_EXECUTOR_FAILURES = r"Max number of executor failures"

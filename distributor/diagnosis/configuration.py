@@ -181,8 +181,8 @@ def _yarn(session: Session) -> Iterator[Check]:
     if session.master == "yarn" and script and "/" not in script:
         yield failure(
             "discovery script",
-            f"{DISCOVERY} is {script}, which executors do not find in their working folder. They "
-            "end at once.",
+            f"{DISCOVERY} is {script}, without a slash: executors look for it in their PATH, "
+            "do not find it, and end at once.",
             f"Make the session with {DISCOVERY}=./{script}, and send the file with --files.",
             WHERE,
         )
@@ -192,8 +192,9 @@ def _kubernetes(session: Session) -> Iterator[Check]:
     if not session.master.startswith("k8s://"):
         return
     is_bound_anywhere = session.conf(BIND_ADDRESS) in ("0.0.0.0", "::")
+    in_client_mode = (session.conf("spark.submit.deployMode") or "client") == "client"
     takes_bound = (session.conf(USE_POD_ADDRESS) or "true").lower() == "true"
-    if is_bound_anywhere and _in_client_mode(session) and takes_bound:
+    if is_bound_anywhere and in_client_mode and takes_bound:
         yield failure(
             "driver's address",
             f"{BIND_ADDRESS} is {session.conf(BIND_ADDRESS)}, and since Spark 4.1 executors "
@@ -214,16 +215,17 @@ def _kubernetes(session: Session) -> Iterator[Check]:
 def _python(session: Session) -> Iterator[Check]:
     name = "PYSPARK_PYTHON"
     value = os.environ.get(name)
+    is_checked = not session.is_one_machine and not session.is_connect
     others = session.conf(EXECUTORS_PYTHON)
-    if others and others != value and _in_client_mode(session):
+    if is_checked and others and others != value:
         yield warning(
             name,
-            f"{EXECUTORS_PYTHON} is {others}, which has no effect in deploy mode client: executors "
-            f"run {value or 'the python3 of their PATH'}.",
+            f"{EXECUTORS_PYTHON} is {others}, which has no effect: executors run "
+            f"{value or 'the python3 of their PATH'}.",
             SET_PYTHON,
             WHERE,
         )
-    elif value is None and not session.is_one_machine and not session.is_connect:
+    elif is_checked and value is None:
         yield warning(
             name,
             f"{name} is unset: executors run the python3 of their PATH.",
@@ -232,10 +234,6 @@ def _python(session: Session) -> Iterator[Check]:
         )
     else:
         yield ok(name, value or "the driver's interpreter", "the driver's environment")
-
-
-def _in_client_mode(session: Session) -> bool:
-    return (session.conf("spark.submit.deployMode") or "client") == "client"
 
 
 def _driver_host(session: Session) -> Iterator[Check]:

@@ -17,11 +17,12 @@ NO_POD_ADDRESS = {"spark.kubernetes.executor.useDriverPodIP": "false"}
 DECOMMISSIONS = {**KUBERNETES, "spark.decommission.enabled": "true"}
 GRACE = {"spark.kubernetes.executor.terminationGracePeriodSeconds": "120s"}
 OTHER_PYTHON = {**YARN, "spark.executorEnv.PYSPARK_PYTHON": "/opt/other/bin/python"}
+LOCAL = {"spark.master": "local[2]"}
 CLUSTER_MODE = {"spark.submit.deployMode": "cluster"}
 
 
 class Properties(Session):
-    """A session of which only the properties are asked for."""
+    """A session that has properties only."""
 
     def __init__(self, properties: dict[str, str]) -> None:
         self.is_connect = False
@@ -46,7 +47,7 @@ def found(properties: dict[str, str]) -> dict[str, str]:
         (BOUND, NO_POD_ADDRESS, "driver's address", "failure"),
         (BOUND, CLUSTER_MODE, "driver's address", "failure"),
         (DECOMMISSIONS, GRACE, "grace period", "warning"),
-        (OTHER_PYTHON, CLUSTER_MODE, "PYSPARK_PYTHON", "warning"),
+        (OTHER_PYTHON, LOCAL, "PYSPARK_PYTHON", "warning"),
     ],
 )
 def test_a_property_of_a_cluster_manager(

@@ -16,10 +16,8 @@ NOTICE_SECONDS = 2.0
 """Seconds in which Spark notices that the cluster manager has ended an application."""
 POLL_SECONDS = 0.2
 YARN_ENDED = ("FINISHED", "FAILED", "KILLED")
-NEXT = (
-    "Its session can run nothing more: stop it (spark.stop()), and make a new one; a Spark Connect "
-    "server must first be started anew."
-)
+NEXT = "Its session can run nothing more: stop it (spark.stop()), and make a new one."
+RESTART = "With Spark Connect, restart the server first."
 JVM_ENDED = (
     "The Spark application has ended: the JVM of this process no longer answers, and PySpark "
     "starts no other one. Start a new process: in a notebook, restart the kernel."
@@ -116,5 +114,5 @@ def _end_of_server(spark: Any) -> str | None:
     try:
         spark.conf.get("spark.app.id")
     except Exception as error:
-        return f"The Spark Connect server no longer serves this session: {error}. {NEXT}"
+        return f"The Spark Connect server no longer serves this session: {error}. {NEXT} {RESTART}"
     return None

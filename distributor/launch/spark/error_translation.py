@@ -15,7 +15,7 @@ from distributor.errors import (
     StartTimeout,
     ValueTooLarge,
 )
-from distributor.launch.spark.application_end import NEXT
+from distributor.launch.spark.application_end import NEXT, RESTART
 from distributor.node.spark_task.program_file import ProgramNotReceived
 
 SET_PYTHON = (
@@ -140,7 +140,14 @@ def _reason(text: str) -> str:
 
 
 def _ended(found: re.Match[str], where: str) -> DistributorError:
-    return ApplicationEnded(f"The Spark application has ended ({found.group(0)}). {NEXT}")
+    return ApplicationEnded(f"The Spark application has ended ({found.group(0)}). {NEXT} {RESTART}")
+
+
+def _server_failed(found: re.Match[str], where: str) -> DistributorError:
+    return ApplicationEnded(
+        f"The Spark Connect server answers '{found.group(0)}', and its log says why. Most often "
+        f"its Spark application has ended. {NEXT} {RESTART}"
+    )
 
 
 def _no_slots(found: re.Match[str], where: str) -> DistributorError:
@@ -159,6 +166,7 @@ _MEANINGS: list[tuple[str, Meaning]] = [
     (r"ExecutorNotReady: ([^\n]*(?:\n {4}[^\n]*)*)", _not_ready),  # indented lines belong to it
     (r"ValueTooLarge: (.*?)(?:\n|$)", _too_large),
     (spark_texts.CONTEXT_STOPPED, _ended),
+    (spark_texts.SERVER_FAILED, _server_failed),
     (spark_texts.TOO_FEW_SLOTS, _no_slots),
     (spark_texts.FULL_DISK, _full_disk),
     (spark_texts.NOT_WRITABLE, _not_writable),
