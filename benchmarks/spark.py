@@ -92,10 +92,11 @@ def managers() -> dict[str, dict[str, str]]:
         namespace = variables.get("KUBERNETES_NAMESPACE", "default")
         found[variables["KUBERNETES_MASTER"]] = {
             **executors,
-            "spark.driver.host": variables["KUBERNETES_DRIVER_HOST"],
             "spark.kubernetes.container.image": variables["KUBERNETES_IMAGE"],
             "spark.kubernetes.namespace": namespace,
         }
+        if host := variables.get("KUBERNETES_DRIVER_HOST"):
+            found[variables["KUBERNETES_MASTER"]]["spark.driver.host"] = host
     return found
 
 

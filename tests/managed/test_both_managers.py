@@ -11,6 +11,7 @@ import pytest
 from support.managed import (
     AT_ONCE,
     ENDS_IN,
+    SECONDS,
     Failed,
     ManagedSession,
     Manager,
@@ -157,7 +158,7 @@ def test_a_preempted_container(
     conf = nearly_a_node()  # two fill the cluster
     with cluster.session(2, **conf) as session:
         start(session, "preemption")
-        session.driver.receive("struck")
+        session.driver.receive("struck", SECONDS)
         with cluster.session(1, **conf, **{"spark.yarn.queue": "urgent"}) as urgent:
             assert urgent.run("result = spark.range(3).count()") == 3
         result = session.result()
@@ -169,7 +170,7 @@ def test_a_preempted_container(
 def test_a_killed_driver(cluster: Manager, start: Start) -> None:
     with cluster.session() as session:
         start(session, "driver")
-        session.driver.receive("struck")
+        session.driver.receive("struck", SECONDS)
         session.driver.process.kill()
         at = time.monotonic()
         until(lambda: not marked(session.mark), "nothing is left of the session", ENDS_IN)

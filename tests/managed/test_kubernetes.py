@@ -185,7 +185,7 @@ def test_the_properties_file_in_client_mode(
         for text in texts:
             resource_of(text).create()
         pods = client.pods().inNamespace(namespace).withName(name)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while (phase := pods.get().getStatus().getPhase()) not in ("Succeeded", "Failed"):
             if time.monotonic() > deadline:
                 break

@@ -1,4 +1,4 @@
-"""The files of conf/ on the clusters of tests: with smaller amounts, and else as they are."""
+"""The files of conf/ on the clusters of tests: with smaller amounts, otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def properties(
         A folder that executors can read: the command nvidia-smi is written to it, if this machine
         has none.
     values : mapping of str to str
-        Values that the file has, and that the cluster needs to be others.
+        Values to replace for this cluster.
     further : mapping of str to str
         Properties that are added.
     """

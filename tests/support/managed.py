@@ -20,7 +20,7 @@ from typing import Any
 
 from support.cluster import CHANNEL, SESSION, Driver, spark_home
 from support.machines import Machine
-from support.waiting import MARK, marked, until
+from support.waiting import MARK, comes_true, marked
 
 SECONDS = 300.0
 """Seconds for a session to start, and for what it is sent."""
@@ -41,7 +41,7 @@ ENVIRONMENT = {
 AT_ONCE = {"spark.scheduler.maxRegisteredResourcesWaitingTime": "1s"}
 """A session does not wait for executors, which will not come."""
 
-ENDS_IN = 20.0
+ENDS_IN = 60.0
 """Seconds until nothing is left of a session that has ended."""
 
 LOOP = """
@@ -175,7 +175,8 @@ class Manager:
             with contextlib.suppress(OSError):  # the test has killed it
                 driver.send({"source": "spark.stop()", "names": {}})
                 driver.receive("ending", SECONDS)
-        until(lambda: not marked(mark), f"of {script} are left: {marked(mark)}", ENDS_IN)
+        comes_true(lambda: not marked(mark), ENDS_IN)
+        assert not (left := marked(mark)), f"processes of {script} are left: {left}"
 
 
 def why_missing(name: str) -> str:
