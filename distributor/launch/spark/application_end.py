@@ -87,6 +87,8 @@ def end_of(spark: Any, *, asks_manager: bool = False) -> str | None:
         is_stopped = private.is_stopped(context)
         asks_yarn = (is_stopped or asks_manager) and context.master == "yarn"
         reported = _yarn_end(context) if asks_yarn else ""
+        if is_stopped and context.master.startswith("k8s://"):
+            reported = MORE_FAILURES  # Kubernetes does not report why
     except Exception:
         return JVM_ENDED
     if not (is_stopped or reported):
