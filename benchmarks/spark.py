@@ -57,8 +57,7 @@ def _properties(place: str) -> dict[str, str]:
         "spark.driver.memory": "6g",
         "spark.driver.maxResultSize": "0",
     }
-    if place in managers():
-        properties |= managers()[place]
+    properties |= managers().get(place, {})
     if place.startswith("spark://"):
         # Two executors on the one worker.
         properties |= {

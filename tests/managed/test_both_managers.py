@@ -67,17 +67,12 @@ class Killer(UserCallback):
         causes.extend(f"{type(each).__name__}: {each}" for each in worker_exceptions.values())
 
 def strike(facts):
-    context = spark.sparkContext
     if kill == "container":
-        yarn = context._jvm.org.apache.hadoop.yarn
-        client = yarn.client.api.YarnClient.createYarnClient()
-        client.init(yarn.conf.YarnConfiguration(context._jsc.sc().hadoopConfiguration()))
-        client.start()
-        records = yarn.api.records
+        client, records = yarn_client()
         command = records.SignalContainerCommand.FORCEFUL_SHUTDOWN
         client.signalToContainer(records.ContainerId.fromString(facts["container"]), command)
     if kill in ("pod", "eviction"):
-        client = context._jsc.sc().schedulerBackend().kubernetesClient()
+        client = spark._jsc.sc().schedulerBackend().kubernetesClient()
         namespace = spark.conf.get("spark.kubernetes.namespace")
         pod = client.pods().inNamespace(namespace).withName(facts["pod"])
         pod.evict() if kill == "eviction" else pod.delete()
@@ -118,7 +113,7 @@ Start = Callable[[ManagedSession, str], None]
 
 
 @pytest.fixture
-def start(cluster: Manager) -> Iterator[Callable[[ManagedSession, str], None]]:
+def start(cluster: Manager) -> Iterator[Start]:
     """Return a function that starts the run in a session; at the end nothing of it may be left."""
     if not cluster.storage:
         pytest.skip("KUBERNETES_STORAGE is not set: nothing is known that executors can write to")
@@ -149,10 +144,7 @@ def has_urgent_queue() -> bool:
 
 
 # It needs the room that the session of the tests below would take.
-def test_a_preempted_container(
-    cluster: Manager,
-    start: Start,
-) -> None:
+def test_a_preempted_container(cluster: Manager, start: Start) -> None:
     if cluster.name != "yarn" or not has_urgent_queue():
         pytest.skip("no cluster with a queue 'urgent' that preempts is known")
     conf = nearly_a_node()  # two fill the cluster

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from support.managed import (
     AT_ONCE,
     SECONDS,
     Failed,
-    ManagedSession,
     Manager,
     manager,
     nearly_a_node,
@@ -30,16 +28,6 @@ KILL = """
 import threading
 import distributor
 
-def kill_application():
-    context = spark.sparkContext
-    yarn = context._jvm.org.apache.hadoop.yarn
-    conf = yarn.conf.YarnConfiguration(context._jsc.sc().hadoopConfiguration())
-    client = yarn.client.api.YarnClient.createYarnClient()
-    client.init(conf)
-    client.start()
-    parsed = yarn.api.records.ApplicationId.fromString(context.applicationId)
-    client.killApplication(parsed)
-
 def train():
     import threading
     threading.Event().wait()
@@ -47,7 +35,9 @@ def train():
 def kill_once_it_runs():
     while not distributor.stacks():
         time.sleep(0.1)
-    kill_application()
+    client, records = yarn_client()
+    application = records.ApplicationId.fromString(spark.sparkContext.applicationId)
+    client.killApplication(application)
 
 threading.Thread(target=kill_once_it_runs).start()
 ranks(2, max_failures={max_failures}).run(train)
@@ -57,13 +47,6 @@ ranks(2, max_failures={max_failures}).run(train)
 @pytest.fixture(scope="module")
 def yarn(tmp_path_factory: pytest.TempPathFactory) -> Manager:
     return manager("yarn", tmp_path_factory.mktemp("yarn"))
-
-
-@pytest.fixture
-def session(yarn: Manager) -> Iterator[ManagedSession]:
-    """Start a session that the test may end."""
-    with yarn.session() as session:
-        yield session
 
 
 def test_an_application_with_too_many_failures(yarn: Manager) -> None:

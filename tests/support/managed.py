@@ -56,6 +56,13 @@ def executor_of_rank():
         processes = psutil.process_iter()
     return next(each for each in processes if each.name() == "java")
 
+def yarn_client():
+    yarn = spark._jvm.org.apache.hadoop.yarn
+    client = yarn.client.api.YarnClient.createYarnClient()
+    client.init(yarn.conf.YarnConfiguration(spark._jsc.hadoopConfiguration()))
+    client.start()
+    return client, yarn.api.records
+
 for line in _channel.makefile():
     message = json.loads(line)
     names = {**globals(), **message["names"], "__name__": "__main__"}
