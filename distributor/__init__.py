@@ -1,7 +1,6 @@
 """Run a PyTorch function or script on many ranks, on this machine or on a Spark cluster."""
 
 from distributor import runtime
-from distributor.core.telemetry import Progress, Reported
 from distributor.deepspeed_distributor import DeepspeedTorchDistributor
 from distributor.diagnosis import doctor
 from distributor.errors import (
@@ -22,6 +21,7 @@ from distributor.launch.future import RunFuture
 from distributor.launch.hangs.stack_requests import stacks
 from distributor.launch.local import cool_down
 from distributor.launch.run_listener import Listener
+from distributor.rank.messages import Progress, Reported
 from distributor.serialization.outcome import load_value
 from distributor.serverless import distributed
 from distributor.torch_distributor import TorchDistributor

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from distributor.core.telemetry import checked
-from distributor.node.worker.worker_context import worker_context
+from distributor.rank.context import worker_context
+from distributor.rank.messages import checked
 
 
 def get_global_rank(group: Any = None) -> int:

@@ -36,6 +36,7 @@ HEAVY = ("torch", "pyspark", "py4j", "mlflow", "ray", "pandas", "numpy", "pyarro
 LAYERS = [
     {"version", "errors", "source", "_compat"},
     {"core"},
+    {"rank"},
     {"serialization"},
     {"wire"},
     {"data", "node"},
@@ -57,7 +58,7 @@ COMPAT = "distributor._compat"
 DOCUMENTED = {"_exit", "_fields"}
 """Names of the standard library that begin with an underscore and are documented."""
 
-EXECUTOR_SIDE = {"_compat", "core", "serialization", "wire", "node"}
+EXECUTOR_SIDE = {"_compat", "core", "rank", "serialization", "wire", "node"}
 """The parts that a node imports."""
 
 

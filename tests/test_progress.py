@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from distributor import TorchDistributor, runtime
-from distributor.core.telemetry import Progress, Reader
 from distributor.launch.output.run_progress import RunProgress
 from distributor.launch.spark.hub_address import HubAddress
+from distributor.rank.messages import Progress, Reader
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]

@@ -19,7 +19,7 @@ from support.gpus import RunGpuDriver, check_numbers, local_conf
 from support.ranks import Distribute
 
 from distributor import DeepspeedTorchDistributor, TorchDistributor, WorkerDied
-from distributor.node.worker.worker_context import worker_context
+from distributor.rank.context import worker_context
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -21,7 +21,7 @@ from distributor.data.options import (
 from distributor.data.share import Share
 from distributor.data.tensors import TensorOptions, check_columns
 from distributor.data.tensors.options import Ragged as RaggedKind
-from distributor.node.worker.devices import move, pin
+from distributor.rank.devices import move, pin
 
 Dtypes: TypeAlias = "torch.dtype | Mapping[str, torch.dtype] | None"
 Ragged: TypeAlias = "RaggedKind | Mapping[str, RaggedKind]"

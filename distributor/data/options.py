@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from distributor.data.epochs import Order
-from distributor.node.worker.devices import device as rank_device
+from distributor.rank.devices import device as rank_device
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from distributor.data.epochs import Epoch, Layout, Order, Span
 from distributor.data.options import PassOptions
 from distributor.data.prefetch import prefetched
 from distributor.data.source import Source
-from distributor.node.worker.worker_context import worker_context
+from distributor.rank.context import worker_context
 
 
 @dataclass

@@ -23,7 +23,7 @@ from distributor.data.rank_share import RankShare, is_rank_share
 from distributor.data.share import Share
 from distributor.data.source import CachedSource
 from distributor.data.tensors import TensorOptions
-from distributor.node.worker.import_hooks import after_import
+from distributor.rank.import_hooks import after_import
 
 CACHE_BYTES = 256 * 1024 * 1024
 """Bytes of chunks that a dataset keeps for the next rows."""

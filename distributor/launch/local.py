@@ -34,7 +34,7 @@ from distributor.node.process.interpreter import Interpreter
 from distributor.node.process.start_limit import StartLimit
 from distributor.node.process.supervisor_client import is_supported
 from distributor.node.process.zygote_client import ZygoteSpec
-from distributor.node.worker.control_channel import SECRET_BYTES
+from distributor.rank.messages import SECRET_BYTES
 from distributor.serialization.outcome import Failure, Outcome
 from distributor.serialization.program import in_file
 from distributor.wire.messages import NodeWarning

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distributor.core.telemetry import Progress, Reported
+from distributor.rank.messages import Progress, Reported
 from distributor.wire.messages import Stream
 
 

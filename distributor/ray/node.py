@@ -18,7 +18,7 @@ from distributor.core.versions import release
 from distributor.errors import DistributorError, StartTimeout
 from distributor.node.agent.worker_env import mask_entries
 from distributor.node.process.scratch import create_elsewhere
-from distributor.node.worker.worker_context import worker_context
+from distributor.rank.context import worker_context
 
 MIN_VERSION = (2, 55)
 """The first version of Ray whose nodes have temporary folders of their own."""

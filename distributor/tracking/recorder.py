@@ -12,12 +12,12 @@ from typing import Any
 
 from distributor._compat.mlflow import client_that_prints_no_link
 from distributor.core.redaction import Redaction
-from distributor.core.telemetry import Progress
 from distributor.core.text import counted, printable
 from distributor.errors import RunCancelled
 from distributor.launch.output.labels import RunLabel
 from distributor.launch.output.messages import notify, warn
 from distributor.launch.run_listener import Listener
+from distributor.rank.messages import Progress
 from distributor.tracking.metrics_queue import MetricsQueue
 from distributor.tracking.run import TrackedRun, call_with_deadline, first_line
 from distributor.wire.messages import Stream

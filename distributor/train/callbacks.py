@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from distributor.core.telemetry import Reported
 from distributor.launch.run_listener import Listener
+from distributor.rank.messages import Reported
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.run_config import TrainRunContext, UserCallback
 

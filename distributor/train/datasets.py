@@ -10,7 +10,7 @@ from distributor.data.spark.dataset import DatasetFinder, ShardReference
 from distributor.launch.call_site import CallSite
 from distributor.launch.cancellation import Cancellation
 from distributor.launch.job import new_run_id
-from distributor.node.worker.worker_context import worker_context
+from distributor.rank.context import worker_context
 
 if TYPE_CHECKING:
     from distributor.data.shard import DatasetShard

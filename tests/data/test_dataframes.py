@@ -132,7 +132,7 @@ def test_submitted_runs_take_data_frames(on_executors: Make, spark: Any) -> None
 
 def test_ranks_of_one_node_share_a_file(spark: Any) -> None:
     def file_of(shard: Any) -> tuple[int, int]:
-        from distributor.node.worker.worker_context import worker_context
+        from distributor.rank.context import worker_context
 
         descriptor = worker_context().data
         assert descriptor is not None

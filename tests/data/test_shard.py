@@ -28,7 +28,7 @@ from support.waiting import until
 from distributor import DistributorError
 from distributor.data import DatasetShard, iteration, shard
 from distributor.data.row_order import reordered
-from distributor.node.worker import worker_context as contexts
+from distributor.rank import context as contexts
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 BATCH = st.integers(1, 50)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distributor.node.worker.import_hooks import after_import, at_next_import
+from distributor.rank.import_hooks import after_import, at_next_import
 
 
 @pytest.fixture

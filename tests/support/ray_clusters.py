@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from distributor.node.worker.worker_context import worker_context
+from distributor.rank.context import worker_context
 from support.waiting import assert_gone, until
 
 

@@ -11,7 +11,7 @@ import cloudpickle
 import pytest
 
 from distributor import Listener, TorchDistributor, train
-from distributor.core.telemetry import Progress, Reported
+from distributor.rank.messages import Progress, Reported
 from distributor.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, UserCallback
 from distributor.train.torch import TorchTrainer
 

@@ -15,7 +15,7 @@ import pytest
 from support.waiting import until
 
 from distributor import DistributorError, TorchDistributor
-from distributor.node.worker.worker_context import worker_context
+from distributor.rank.context import worker_context
 from distributor.train import collective, get_context
 from distributor.train.runtime import collectives, store_channel
 

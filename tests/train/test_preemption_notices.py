@@ -14,7 +14,7 @@ from support.waiting import until
 
 from distributor import TorchDistributor, train
 from distributor.core.host import use_host_name
-from distributor.node.worker.worker_context import worker_context
+from distributor.rank.context import worker_context
 from distributor.train.runtime import preemption
 from distributor.train.runtime.preemption import Agreement, NoticeTracker
 

@@ -18,7 +18,7 @@ from support.waiting import assert_gone, until
 
 from distributor import TorchDistributor, UnpicklableError, train
 from distributor.core.checkpoint_config import CheckpointSettings
-from distributor.core.telemetry import Reported
+from distributor.rank.messages import Reported
 from distributor.train import (
     Checkpoint,
     CheckpointConfig,

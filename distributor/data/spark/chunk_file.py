@@ -22,7 +22,7 @@ import pyarrow as pa
 from distributor.data.epochs import Layout
 from distributor.data.equal_shares import Equal
 from distributor.errors import DistributorError
-from distributor.node.worker.worker_context import worker_context
+from distributor.rank.context import worker_context
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

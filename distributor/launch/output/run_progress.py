@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from distributor.core.telemetry import Progress
 from distributor.core.text import counted
+from distributor.rank.messages import Progress
 
 
 class RunProgress:

@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
-from distributor.core.telemetry import Progress, Reader, Reported
 from distributor.errors import RunCancelled
 from distributor.launch.job import Job
 from distributor.launch.output.console import Console
 from distributor.launch.run_listener import Listener
 from distributor.launch.settings import Settings
 from distributor.node.agent.output.log_files import LogFiles
+from distributor.rank.messages import Progress, Reader, Reported
 from distributor.serialization.outcome import Failure
 from distributor.wire.messages import Source, Stream
 

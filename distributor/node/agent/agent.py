@@ -26,9 +26,9 @@ from distributor.node.agent.rank_starter import RankStarter
 from distributor.node.agent.worker_handle import WorkerHandle
 from distributor.node.agent.worker_selector import WorkerSelector
 from distributor.node.process.spawner import Spawner
-from distributor.node.worker import control_channel
 from distributor.node.worker.stack_dump import dump_stacks
 from distributor.node.worker.stack_text import append_stacks
+from distributor.rank import messages
 from distributor.serialization.outcome import Failure, Outcome, Value
 
 RELAY_INTERVAL = 0.05
@@ -173,7 +173,7 @@ class Agent:
 
     def notify_preemption(self, here: bool) -> None:
         """Notify the ranks that a process is about to end, here or elsewhere. From any thread."""
-        notice = control_channel.NOTICE_HERE if here else control_channel.NOTICE
+        notice = messages.NOTICE_HERE if here else messages.NOTICE
         self._notices.append(notice)  # ranks count them: each one is sent
         self._selector.wake()
 
@@ -292,11 +292,11 @@ class Agent:
 
 
 _HANDLERS: dict[bytes, Callable[[Agent, WorkerHandle], object]] = {
-    control_channel.STARTED: Agent._note_start,
-    control_channel.VALUE: Agent._note_value,
-    control_channel.FAILURE: Agent._note_exception,
-    control_channel.EXIT: Agent._note_exit_code,
-    control_channel.SUBSCRIBED: Agent._note_subscription,
-    control_channel.IGNORES_SIGTERM: Agent._note_ignores_sigterm,
-    control_channel.SIGTERM_RECEIVED: Agent._note_sigterm,
+    messages.STARTED: Agent._note_start,
+    messages.VALUE: Agent._note_value,
+    messages.FAILURE: Agent._note_exception,
+    messages.EXIT: Agent._note_exit_code,
+    messages.SUBSCRIBED: Agent._note_subscription,
+    messages.IGNORES_SIGTERM: Agent._note_ignores_sigterm,
+    messages.SIGTERM_RECEIVED: Agent._note_sigterm,
 }

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from distributor.node.process.scratch import remove_scratch
 from distributor.node.process.spawner import Process
-from distributor.node.worker import control_channel
+from distributor.rank import messages
 from distributor.serialization.outcome import Origin, Outcome, Value
 from distributor.wire.messages import Source, Stream
 
@@ -83,7 +83,7 @@ class WorkerHandle:
         """Let the worker end, because no other rank needs it any longer."""
         if self.released_at == math.inf:
             self.released_at = time.monotonic()
-            self.send(control_channel.RELEASE)
+            self.send(messages.RELEASE)
 
     def send(self, message: bytes) -> None:
         """Send a message over the control channel, if the worker can receive it."""

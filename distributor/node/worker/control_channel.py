@@ -13,40 +13,18 @@ from collections.abc import Callable, Mapping
 
 from distributor.node.process.signals import kill_group
 from distributor.node.process.worker_spec import WorkerSpec
-
-STARTED, VALUE, FAILURE, EXIT = b"S", b"V", b"F", b"X"
-"""Messages of a rank: work begins, and how it ended. The byte after ``EXIT`` is the exit code."""
-SUBSCRIBED, IGNORES_SIGTERM, SIGTERM_RECEIVED = b"H", b"D", b"A"
-"""Messages of a rank about preemption: it subscribed to notices, SIGTERM alone no longer ends it,
-and a SIGTERM has come."""
-RELEASE, MANY_LINES, COLLECTIVES, NOTICE, NOTICE_HERE = b"R", b"M", b"C", b"N", b"P"
-"""Messages of the agent: the rank may leave, it prints very many lines, it is to write down its
-last collectives, and the run is about to lose a process, on another host or on this one."""
-
-
-SECRET_BYTES = 32
+from distributor.rank.messages import RELEASE, SECRET_BYTES
 
 
 class ControlChannel:
-    """A rank's connection to its agent: it ends the rank if the agent ends.
-
-    Parameters
-    ----------
-    worker_spec : WorkerSpec
-        What the agent passed to this rank.
-
-    Attributes
-    ----------
-    secret : bytes
-        The secret of the attempt's ranks, with which the agent begins. Unlike an environment
-        variable or a command line, nothing else can read it.
-    """
+    """A rank's connection to its agent: it ends the rank if the agent ends."""
 
     def __init__(self, worker_spec: WorkerSpec) -> None:
         for descriptor in worker_spec.descriptors():
             os.set_inheritable(descriptor, False)
         _die_with_parent(worker_spec.parent)
         self._socket = socket.socket(fileno=worker_spec.control)
+        # Of the attempt's ranks. Unlike a variable or a command line, nothing else can read it.
         self.secret = self._socket.recv(SECRET_BYTES, socket.MSG_WAITALL)
         self._released = threading.Event()
 

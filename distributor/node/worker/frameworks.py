@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from distributor._compat import accelerate, lightning
-from distributor.node.worker.import_hooks import after_import
+from distributor.rank.import_hooks import after_import
 
 
 def show_all_ranks(uses_gpus: bool) -> None:

@@ -17,7 +17,7 @@ ranks destroy their group right after ``all_gather_object`` did not end.
 from __future__ import annotations
 
 from distributor._compat import torch as private
-from distributor.node.worker.import_hooks import after_import
+from distributor.rank.import_hooks import after_import
 
 
 def keep_groups() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 
 from distributor._compat import torch as private
-from distributor.node.worker.import_hooks import at_next_import
+from distributor.rank.import_hooks import at_next_import
 
 LOGS = ("TORCH_LOGS", "TORCH_LOGS_FORMAT", "TORCH_LOGS_OUT")
 DEBUG_LEVEL = "TORCH_DISTRIBUTED_DEBUG"

@@ -28,7 +28,20 @@ from distributor.node.process.exit import (
 from distributor.node.process.process_title import set_run_title
 from distributor.node.process.scratch import create_scratch
 from distributor.node.process.worker_spec import WorkerSpec
-from distributor.node.worker.control_channel import (
+from distributor.node.worker.control_channel import ControlChannel
+from distributor.node.worker.frameworks import show_all_ranks
+from distributor.node.worker.group_lifetime import keep_groups
+from distributor.node.worker.late_variables import read_variables_at_import
+from distributor.node.worker.main_module import create_main_module
+from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
+from distributor.node.worker.own_rendezvous import allow_own_rendezvous
+from distributor.node.worker.spark_files import find_spark_files
+from distributor.node.worker.stack_dump import enable_stack_dumps, write_collectives
+from distributor.node.worker.stdio import StandardStreams
+from distributor.rank.context import WorkerContext, enter_worker
+from distributor.rank.devices import finish_gpu_work
+from distributor.rank.import_hooks import after_import
+from distributor.rank.messages import (
     COLLECTIVES,
     EXIT,
     FAILURE,
@@ -37,20 +50,7 @@ from distributor.node.worker.control_channel import (
     NOTICE_HERE,
     STARTED,
     VALUE,
-    ControlChannel,
 )
-from distributor.node.worker.devices import finish_gpu_work
-from distributor.node.worker.frameworks import show_all_ranks
-from distributor.node.worker.group_lifetime import keep_groups
-from distributor.node.worker.import_hooks import after_import
-from distributor.node.worker.late_variables import read_variables_at_import
-from distributor.node.worker.main_module import create_main_module
-from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
-from distributor.node.worker.own_rendezvous import allow_own_rendezvous
-from distributor.node.worker.spark_files import find_spark_files
-from distributor.node.worker.stack_dump import enable_stack_dumps, write_collectives
-from distributor.node.worker.stdio import StandardStreams
-from distributor.node.worker.worker_context import WorkerContext, enter_worker
 from distributor.serialization import oob_pickle, pickling
 from distributor.serialization.outcome import failure_of
 from distributor.serialization.program import Call, Module, Program, Script, write_files

@@ -34,7 +34,6 @@ from distributor.core.mlflow_env import (
     NO_RANK,
     RUN_ID,
 )
-from distributor.node.worker.import_hooks import after_import
 from distributor.node.worker.mlflow_entities import NOWHERE, make_model_version
 from distributor.node.worker.mlflow_stores import (
     EmptyStore,
@@ -43,6 +42,7 @@ from distributor.node.worker.mlflow_stores import (
     ReadOnlyStore,
     StoreProxy,
 )
+from distributor.rank.import_hooks import after_import
 
 STORE_GROUPS = ("mlflow.tracking_store", "mlflow.model_registry_store")
 """The registries of stores that are replaced, by the groups in which plugins extend them."""

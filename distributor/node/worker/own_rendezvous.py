@@ -17,7 +17,7 @@ from typing import Any
 
 from distributor._compat import torch as private
 from distributor.core.addresses import is_loopback, joined, resolve
-from distributor.node.worker.import_hooks import after_import
+from distributor.rank.import_hooks import after_import
 from distributor.serialization import code_pickle
 
 USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"

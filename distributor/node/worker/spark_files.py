@@ -6,7 +6,7 @@ import os
 from functools import partial
 
 from distributor._compat import pyspark as private
-from distributor.node.worker.import_hooks import after_import
+from distributor.rank.import_hooks import after_import
 
 VARIABLE = "DISTRIBUTOR_SPARK_FILES"
 """The variable of a rank on an executor that has the folder of these files."""

@@ -19,6 +19,7 @@ from distributor._compat.cpython import split_stacks
 from distributor._compat.torch import recorded_collectives
 from distributor.core.procfs import is_in_signal_mask
 from distributor.node.worker import control_channel
+from distributor.rank.messages import COLLECTIVES
 
 SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (3 if hasattr(signal, "SIGRTMAX") else 0)
 """A signal that hardly any program uses; batch systems may send SIGUSR1 and SIGUSR2."""
@@ -118,7 +119,7 @@ def dump_stacks(ranks: Mapping[int, DumpTarget]) -> dict[int, str]:
 def _await_collectives(ranks: Sequence[DumpTarget]) -> None:
     """Have ranks write their last collectives, after their stacks: it takes a thread of theirs."""
     for target in ranks:
-        target.send(control_channel.COLLECTIVES)
+        target.send(COLLECTIVES)
     deadline = time.monotonic() + COLLECTIVES_SECONDS
     while time.monotonic() < deadline and not all(_collectives_of(each).exists() for each in ranks):
         time.sleep(POLL_INTERVAL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from distributor.node.worker.worker_context import worker_context
+from distributor.rank.context import worker_context
 
 
 def connect_store(prefix: str, **options: Any) -> Any:

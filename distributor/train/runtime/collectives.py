@@ -13,7 +13,7 @@ from typing import Any
 from distributor.core.addresses import joined
 from distributor.core.resources import format_bytes
 from distributor.errors import DistributorError
-from distributor.node.worker.worker_context import worker_context
+from distributor.rank.context import worker_context
 from distributor.serialization import oob_pickle
 from distributor.train.runtime.store_channel import StoreChannel
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from distributor.core.spelling import checks_keywords
-from distributor.node.worker.devices import device
+from distributor.rank.devices import device
 
 
 class BackendConfig:

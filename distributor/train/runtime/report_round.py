@@ -6,10 +6,10 @@ import os
 import shutil
 from typing import Any
 
-from distributor.core.telemetry import Reported
 from distributor.core.text import counted
 from distributor.errors import DistributorError, OtherRankFailed
-from distributor.node.worker.worker_context import worker_context
+from distributor.rank.context import worker_context
+from distributor.rank.messages import Reported
 from distributor.train.checkpoint import CheckpointUploadMode
 from distributor.train.runtime.rank_upload import RankUpload
 from distributor.train.runtime.report_request import ReportRequest

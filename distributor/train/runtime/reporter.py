@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings, check_name
-from distributor.node.worker.worker_context import worker_context
+from distributor.rank.context import worker_context
 from distributor.train.checkpoint import Checkpoint, CheckpointUploadMode, ReportedCheckpoint
 from distributor.train.runtime.json_metrics import json_metrics
 from distributor.train.runtime.report_request import ReportRequest, UploadFn

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.data.addresses import UnknownScheme
-from distributor.node.worker.worker_context import worker_context
+from distributor.rank.context import worker_context
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.runtime.collectives import Collectives
 from distributor.train.runtime.in_process import InProcessRun

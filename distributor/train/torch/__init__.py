@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from distributor import runtime
-from distributor.node.worker.devices import device
+from distributor.rank.devices import device
 from distributor.train.runtime.process_group import TorchConfig, ensure_group
 from distributor.train.torch.checkpoint import TorchCheckpoint
 from distributor.train.trainer import TorchTrainer

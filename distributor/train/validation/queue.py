@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings
-from distributor.core.telemetry import Reported
 from distributor.errors import RunCancelled, RunTimeout
 from distributor.launch.future import RunFuture
 from distributor.launch.output.messages import notify, warn
 from distributor.launch.programs import program_of
 from distributor.launch.run_listener import Listener
 from distributor.prepared_run import plan
+from distributor.rank.messages import Reported
 from distributor.serialization.outcome import Failure
 from distributor.torch_distributor import TorchDistributor
 from distributor.train.checkpoint import ReportedCheckpointStatus

@@ -11,7 +11,7 @@ from distributor.core.redaction import Redaction
 from distributor.node.agent.output.sink import Sink
 from distributor.node.agent.output.system_metrics import SystemMetrics
 from distributor.node.agent.worker_handle import STANDARD_STREAMS, WorkerHandle
-from distributor.node.worker import control_channel
+from distributor.rank import messages
 from distributor.serialization.oob_pickle import give_back
 from distributor.wire.messages import Source
 
@@ -72,7 +72,7 @@ class LogRelay:
                 if source == "progress":
                     give_back(file, worker.relayed[source])
                 if source in STANDARD_STREAMS and data.count(b"\n") > MANY_LINES:
-                    worker.send(control_channel.MANY_LINES)
+                    worker.send(messages.MANY_LINES)
         return more
 
     def drain(self) -> None:

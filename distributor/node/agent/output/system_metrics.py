@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 
 from distributor.core.gpus import gpu_usage
-from distributor.core.telemetry import Progress
 from distributor.node.agent.output.host_usage import read_host_usage
+from distributor.rank.messages import Progress
 
 SAMPLE_INTERVAL = 10.0
 """Seconds between two samples, as in MLflow's own system metrics."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from distributor.node.worker.devices import move
+from distributor.rank.devices import move
 
 
 class DeviceLoader(DataLoader[Any]):

@@ -10,15 +10,7 @@ from types import ModuleType
 
 
 def after_import(name: str, change: Callable[[ModuleType], object]) -> None:
-    """Call `change` with a module once it is imported, or now if it already is.
-
-    Parameters
-    ----------
-    name : str
-        The module's full name. It is not imported here: a program may not need it.
-    change : callable
-        Called once, with the module.
-    """
+    """Call `change` with a module once it is imported, or now if it already is."""
     if name in sys.modules:
         change(sys.modules[name])
         return
@@ -33,13 +25,6 @@ def at_next_import(package: str, call: Callable[[], object]) -> None:
     """Call a function when a package that this process has imported is imported once more.
 
     Until then, the package and its modules are as if they had not been imported.
-
-    Parameters
-    ----------
-    package : str
-        The name of a top-level package. If it has not been imported, nothing is called.
-    call : callable
-        Called once, when the package can be used again.
     """
     if package in sys.modules:
         names = [name for name in sys.modules if name.partition(".")[0] == package]

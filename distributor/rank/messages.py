@@ -1,4 +1,8 @@
-"""Progress and metrics that ranks report: one line of JSON each, in a file or on the wire."""
+"""Messages between a rank and its agent, and the progress and metrics that a rank reports.
+
+Messages are single bytes on the control channel. Reports are one line of JSON each, in a file or on
+the wire.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+STARTED, VALUE, FAILURE, EXIT = b"S", b"V", b"F", b"X"
+"""Messages of a rank: work begins, and how it ended. The byte after ``EXIT`` is the exit code."""
+SUBSCRIBED, IGNORES_SIGTERM, SIGTERM_RECEIVED = b"H", b"D", b"A"
+"""Messages of a rank about preemption: it subscribed to notices, SIGTERM alone no longer ends it,
+and a SIGTERM has come."""
+RELEASE, MANY_LINES, COLLECTIVES, NOTICE, NOTICE_HERE = b"R", b"M", b"C", b"N", b"P"
+"""Messages of the agent: the rank may leave, it prints very many lines, it is to write down its
+last collectives, and the run is about to lose a process, on another host or on this one."""
+SECRET_BYTES = 32
+"""Bytes of the attempt's secret, with which the agent begins."""
 
 
 @dataclass(frozen=True)
@@ -56,23 +71,19 @@ class Reported:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
-Message = Progress | Reported
-"""What one line of JSON holds."""
-
-
 class Reader:
-    """Assembles messages from a stream of bytes."""
+    """Assembles reports from a stream of bytes."""
 
     def __init__(self) -> None:
         self._rest = b""
 
-    def take(self, data: bytes) -> list[Message]:
-        """Return the messages that these bytes complete."""
+    def take(self, data: bytes) -> list[Progress | Reported]:
+        """Return the reports that these bytes complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         return list(filter(None, map(_read, lines)))
 
 
-def _read(line: bytes) -> Message | None:
+def _read(line: bytes) -> Progress | Reported | None:
     try:
         message = json.loads(line)
         if isinstance(message, dict):
@@ -84,13 +95,7 @@ def _read(line: bytes) -> Message | None:
 
 
 def checked(done: Any, total: Any, metrics: Mapping[str, Any]) -> Progress:
-    """Return progress with plain numbers, converted from tensors or numpy's types.
-
-    Raises
-    ------
-    TypeError
-        If a value is not a number; the message names it.
-    """
+    """Return progress with plain numbers, converted from tensors or numpy's types."""
     return Progress(
         done=_number("done", done),
         total=None if total is None else _number("total", total),

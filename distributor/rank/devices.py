@@ -7,17 +7,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from distributor.node.worker.worker_context import worker_context
+from distributor.rank.context import worker_context
 
 if TYPE_CHECKING:
     import torch
 
 
 def device() -> torch.device:
-    """Return this rank's GPU if it has one, and the run uses GPUs, else the CPU.
-
-    Outside a run it is the current GPU.
-    """
+    """Return this rank's GPU if the run uses GPUs, else the CPU; outside a run the current GPU."""
     import torch
 
     if not (worker_context().uses_gpus and torch.cuda.is_available()):
@@ -30,11 +27,9 @@ def device() -> torch.device:
 
 
 def finish_gpu_work() -> None:
-    """Wait for the kernels that this process has started on its GPU, if any.
-
-    Kernels run asynchronously. Otherwise, the error of one that fails after the program's last
-    statement would be lost, or would look like an error of what pickles the program's value.
-    """
+    """Wait for the kernels that this process has started on its GPU, if any."""
+    # Otherwise, the error of one that fails after the program's last statement would be lost, or
+    # would look like an error of what pickles the program's value.
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()

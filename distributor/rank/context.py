@@ -1,0 +1,121 @@
+"""The state of a rank that its program can reach: one object for each process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from distributor.rank.messages import (
+    IGNORES_SIGTERM,
+    SIGTERM_RECEIVED,
+    SUBSCRIBED,
+    Progress,
+    Reported,
+)
+
+
+class PreemptionNotices:
+    """Passes on the notices that a rank receives, and takes its first SIGTERM as one."""
+
+    def __init__(self, send: Callable[[bytes], object] | None) -> None:
+        self._send = send  # to the rank's agent, which sends a notice on to all ranks
+        self._lock = threading.Lock()
+        self._notices: list[bool] = []
+        self._callbacks: list[Callable[[bool], object]] = []
+
+    def notify(self, here: bool) -> None:
+        """Receive a notice about a process of this host, or another. Any thread can call it."""
+        with self._lock:
+            self._notices.append(here)
+            for callback in self._callbacks:
+                callback(here)
+
+    def subscribe(self, callback: Callable[[bool], object]) -> None:
+        """Call `callback` with `here` for each notice, also for those that have come already."""
+        with self._lock:
+            self._callbacks.append(callback)
+            for here in self._notices:
+                callback(here)
+        self._send_if_rank(SUBSCRIBED)
+        self._survive_sigterm()
+
+    def _send_if_rank(self, message: bytes) -> None:
+        if self._send is not None:
+            self._send(message)
+
+    def _survive_sigterm(self) -> None:
+        """Take the first SIGTERM as a notice, unless the program has a handler of its own."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._send_if_rank(IGNORES_SIGTERM)
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+            os.register_at_fork(after_in_child=self._restore_sigterm)
+
+    def _on_sigterm(self, *_: object) -> None:
+        self._restore_sigterm()
+        self._send_if_rank(SIGTERM_RECEIVED)
+
+    def _restore_sigterm(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class WorkerContext:
+    """What a rank reports, receives and has still to do; outside a rank, it does nothing.
+
+    `node.worker.main` creates it before the program starts. A process that the program forks
+    inherits it, and its metrics count as the rank's; one that it starts otherwise is no rank.
+    """
+
+    def __init__(
+        self,
+        send_control: Callable[[bytes], object] | None = None,
+        progress_file: int | None = None,
+    ) -> None:
+        self.preemption_notices = PreemptionNotices(send_control)
+        self.completed_steps = 0  # in earlier attempts too; sent with the program's failure
+        self.uses_gpus = True  # if not, this process may still see some
+        self.rendezvous: tuple[str, int] = ("", 0)  # of rank 0's store, whatever the program sets
+        self.store: object = None  # kept while the process lives: shutting it down takes time
+        self.secret = b""  # authenticates ranks in that store, which anybody can write to
+        self.scratch = ""  # a folder that is removed after the rank, even if the rank is killed
+        self.data: int | None = None  # descriptor of the node's part of the run's datasets
+        # Called with a bound method that returns a data loader's position, which each checkpoint
+        # then contains, and the loader's name. Returns the position to resume from, or None.
+        self.register_loader: Callable[[Callable[[], Any], str], Any] | None = None
+        self._progress_file = progress_file  # the agent reads it
+        self._final_steps: list[Callable[[], object]] = []
+
+    @property
+    def is_rank(self) -> bool:
+        return self._progress_file is not None
+
+    def send(self, update: Progress | Reported) -> None:
+        """Send progress or a report to the driver, at the cost of one small write."""
+        if self._progress_file is not None:
+            os.write(self._progress_file, update.to_line())
+
+    def add_final_step(self, step: Callable[[], object]) -> None:
+        """Call `step` once the program has returned; if it raises, the rank has failed."""
+        self._final_steps.append(step)
+
+    def run_final_steps(self) -> None:
+        while self._final_steps:
+            self._final_steps.pop(0)()
+
+
+_context = WorkerContext()
+
+
+def worker_context() -> WorkerContext:
+    """Return the context of this process."""
+    return _context
+
+
+def enter_worker(context: WorkerContext) -> None:
+    """Make this process the rank that the context belongs to."""
+    global _context
+    _context = context
