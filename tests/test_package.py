@@ -36,7 +36,7 @@ HEAVY = ("torch", "pyspark", "py4j", "mlflow", "ray", "pandas", "numpy", "pyarro
 LAYERS = [
     {"version", "errors", "source", "_compat"},
     {"core"},
-    {"rank"},
+    {"filesystems", "rank"},
     {"serialization"},
     {"wire"},
     {"data", "node"},

@@ -16,9 +16,9 @@ import pytest
 from support.plain import plain
 
 from distributor import TorchDistributor, train
+from distributor.filesystems import local_name, stored_name
 from distributor.train import Checkpoint, RunConfig, ScalingConfig
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.filesystems import local_name, stored_name
 from distributor.train.torch import TorchTrainer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -100,7 +100,7 @@ def check_storage(path: str, marker: str, where: str) -> Check:
 
 
 def _open(path: str) -> tuple[Any, str]:
-    from distributor.train.storage.filesystems import is_local, resolve
+    from distributor.filesystems import is_local, resolve
 
     filesystem, folder = resolve(path)
     if is_local(filesystem) and not os.path.isdir(folder):

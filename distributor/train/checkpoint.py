@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow.fs as pafs
 
 from distributor.core.paths import local_path
-from distributor.train.storage.filesystems import is_local, list_files, local_name, native, resolve
+from distributor.filesystems import is_local, list_files, local_name, native, resolve
 from distributor.train.storage.shared_download import shared_download
 
 METADATA = ".metadata.json"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from distributor.filesystems import resolve
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.filesystems import resolve
 from distributor.train.storage.manifest import Manifest
 from distributor.train.storage.report_log import Report, read_reports
 from distributor.train.storage.retention import best_of, score_of

@@ -9,7 +9,7 @@ import pyarrow.fs as pafs
 import pytest
 from support.managed import Failed, ManagedSession, manager, properties_of_hadoop, why_missing
 
-from distributor.data.addresses import HDFS, resolve_address
+from distributor.filesystems import HDFS, resolve_address
 from distributor.train import Result
 
 WHY = why_missing("yarn")

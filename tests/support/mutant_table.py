@@ -672,14 +672,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "file systems of fsspec are written to as bytes",
-        "distributor/data/addresses.py",
+        "distributor/filesystems.py",
         "self._file.write(bytes(data))",
         "self._file.write(data)",
         ("train/test_storage.py::test_committed_checkpoints_are_found_in_order[fsspec]",),
     ),
     Mutant(
         "a manifest that storage does not deliver is an error",
-        "distributor/data/addresses.py",
+        "distributor/filesystems.py",
         "    open_input_stream = open_input_file\n",
         "",
         ("train/test_storage.py::test_a_manifest_that_cannot_be_read_is_an_error",),

@@ -16,7 +16,7 @@ import pyarrow.fs as pafs
 
 from distributor.core.paths import absolute
 from distributor.core.text import is_unicode
-from distributor.data.addresses import resolve_address
+from distributor.filesystems import resolve_address
 
 PathLike = str | os.PathLike[str]
 HIDDEN = ("_", ".")

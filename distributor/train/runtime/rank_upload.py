@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from distributor.filesystems import describe_error
 from distributor.train.checkpoint import Checkpoint, CheckpointUploadMode
 from distributor.train.runtime.report_request import ReportRequest
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.filesystems import describe_error
 from distributor.train.storage.manifest import StoredFile
 from distributor.train.storage.upload_assignment import Assignment
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from distributor.core.text import counted
 from distributor.errors import DistributorError, OtherRankFailed
+from distributor.filesystems import describe_error, is_local
 from distributor.rank.context import worker_context
 from distributor.rank.messages import Reported
 from distributor.train.checkpoint import CheckpointUploadMode
@@ -17,7 +18,6 @@ from distributor.train.runtime.resume import ResumePoint
 from distributor.train.runtime.store_channel import UPLOAD_TIMEOUT_SECONDS, StoreChannel
 from distributor.train.storage.checkpoint_manager import CheckpointManager, failed_upload
 from distributor.train.storage.checkpoint_store import PREFIX, Storage
-from distributor.train.storage.filesystems import describe_error, is_local
 from distributor.train.storage.report_log import Report
 from distributor.train.storage.upload_assignment import (
     assign_among_ranks,

@@ -10,11 +10,11 @@ from typing import Any
 
 from distributor.core.host import host_name
 from distributor.errors import DistributorError
+from distributor.filesystems import describe_error
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.runtime.store_channel import StoreChannel
 from distributor.train.storage.checkpoint_manager import CheckpointManager
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.filesystems import describe_error
 from distributor.train.storage.integrity import Checksum, Damaged
 from distributor.train.storage.manifest import Manifest
 from distributor.train.storage.positions import stored_positions

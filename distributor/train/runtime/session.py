@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from distributor.core.checkpoint_config import CheckpointSettings
-from distributor.data.addresses import UnknownScheme
+from distributor.filesystems import UnknownScheme
 from distributor.rank.context import worker_context
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.runtime.collectives import Collectives

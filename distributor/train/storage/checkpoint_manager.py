@@ -8,8 +8,8 @@ from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.errors import DistributorError
+from distributor.filesystems import describe_error
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.filesystems import describe_error
 from distributor.train.storage.manifest import (
     CHECKPOINT_LOG,
     COMMITTED,

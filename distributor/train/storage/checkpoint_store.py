@@ -21,8 +21,7 @@ from typing import Any, Literal, TypeVar
 import pyarrow.fs as pafs
 
 from distributor.errors import DistributorError
-from distributor.train.checkpoint import Checkpoint
-from distributor.train.storage.filesystems import (
+from distributor.filesystems import (
     is_local,
     list_files,
     make_folder,
@@ -30,6 +29,7 @@ from distributor.train.storage.filesystems import (
     resolve,
     stored_name,
 )
+from distributor.train.checkpoint import Checkpoint
 from distributor.train.storage.integrity import (
     Checksum,
     check_parts,

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pyarrow.fs as pafs
 
 from distributor.errors import DistributorError
+from distributor.filesystems import native
 from distributor.train.checkpoint import METADATA
 from distributor.train.storage.crc32 import combine
-from distributor.train.storage.filesystems import native
 from distributor.train.storage.manifest import StoredFile
 from distributor.train.storage.upload import CHUNK, checksum_of_range
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.filesystems import describe_error
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.filesystems import describe_error
 from distributor.train.storage.manifest import Manifest
 
 

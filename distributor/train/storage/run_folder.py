@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pyarrow.fs as pafs
 
+from distributor.filesystems import is_local, make_folder, native
 from distributor.train.checkpoint import Checkpoint
-from distributor.train.storage.filesystems import is_local, make_folder, native
 from distributor.train.storage.manifest import StoredFile
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from distributor.core.atomic_files import atomic_path
-from distributor.train.storage.filesystems import is_local, native
+from distributor.filesystems import is_local, native
 
 CHUNK = 1024 * 1024
 """Bytes that are read and written at a time. With twice as many, Linux took four times as long."""
