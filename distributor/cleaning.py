@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 
 from distributor.core.resources import format_bytes
-from distributor.node.environment.build_once import cache_folders
 from distributor.node.environment.cache import (
     CacheEntry,
     CacheLimits,
+    cache_folders,
     cached_environments,
     remove_leftovers,
     saved_values,

@@ -105,7 +105,7 @@ def check(facts: dict[str, object]) -> None:
     assert str(facts["failed"]).startswith("no such thing")
 
 
-CACHE = "from distributor.node.environment import build_once; print(build_once.cache_folder({}))"
+CACHE = "from distributor.node.environment import cache; print(cache.cache_folder({}))"
 
 
 def test_environments_are_kept_in_a_temporary_folder(python: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from distributor.core.addresses import checked_port, port_range
 from distributor.core.paths import local_path
 from distributor.launch.output.messages import warn
 from distributor.launch.spark.session import Session
-from distributor.node.environment.build_once import CACHE_VARIABLE
+from distributor.node.environment.cache import CACHE_VARIABLE
 
 CONF_TIMEOUT = 10.0
 """Seconds for a Connect server to return its configuration; its client would retry for minutes."""

@@ -17,7 +17,7 @@ from support.waiting import SOON, until
 
 from distributor.errors import ExecutorNotReady, StartTimeout
 from distributor.node.environment.archive import find_python_library, unpack
-from distributor.node.environment.build_once import (
+from distributor.node.environment.cache import (
     Build,
     build_once,
     cache_folder,
@@ -67,7 +67,7 @@ def test_a_failed_build_is_repeated(tmp_path: Path) -> None:
 
 HALF = """
 import pathlib, signal, sys, time
-from distributor.node.environment.build_once import build_once
+from distributor.node.environment.cache import build_once
 
 def make(folder, lock):
     (folder / "half").touch()

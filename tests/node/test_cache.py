@@ -18,10 +18,11 @@ from support.waiting import SOON, until
 
 from distributor.cleaning import clean
 from distributor.errors import ExecutorNotReady
-from distributor.node.environment.build_once import build_once, cache_folder
 from distributor.node.environment.cache import (
     DAY_SECONDS,
     CacheLimits,
+    build_once,
+    cache_folder,
     cached_environments,
     remove_leftovers,
     trim,

@@ -643,7 +643,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an executor's user may have no home",
-        "distributor/node/environment/build_once.py",
+        "distributor/node/environment/cache.py",
         "with contextlib.suppress(RuntimeError, KeyError):",
         "if True:",
         ("test_unnamed_users.py::test_environments_are_kept_in_a_temporary_folder",),

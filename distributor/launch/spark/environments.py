@@ -18,7 +18,7 @@ from distributor.launch.spark.executor_files import send_archive
 from distributor.launch.spark.session import Session
 from distributor.launch.spark.user_modules import own_folders
 from distributor.node.environment.archive import READ_ERRORS, SUFFIXES, find_python_library, unpack
-from distributor.node.environment.build_once import build_once, cache_folder, with_default_cache
+from distributor.node.environment.cache import build_once, cache_folder, with_default_cache
 from distributor.node.environment.resolve import PreparedEnvironment, use_packed, use_requirements
 
 Environment: TypeAlias = str | os.PathLike[str] | Sequence[str] | None

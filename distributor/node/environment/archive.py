@@ -12,26 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
-"""The archives that Spark unpacks."""
+SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")  # of the archives that Spark unpacks
+# What reading a damaged archive raises.
 READ_ERRORS = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError)
-"""What reading a damaged archive raises."""
 _LIBRARY = re.compile(r"(?:\./)?(?P<above>[^/]+/)?lib/python(?P<version>\d+\.\d+)/")
 
 
 def find_python_library(archive: Path) -> re.Match[str] | None:
     """Find the first file of a Python's library in an archive, and read no further.
 
-    Returns
-    -------
-    Match or None
-        Its groups are ``version``, such as "3.11", and ``above``, the folder in the archive that
-        contains the environment, or None if the environment is at the top.
-
-    Raises
-    ------
-    TarError, BadZipFile, zlib.error, EOFError, OSError
-        If the archive cannot be read: one of `READ_ERRORS`.
+    Its groups are ``version``, such as "3.11", and ``above``, the folder in the archive that
+    contains the environment, or None if the environment is at the top.
     """
     for name in _names_in(archive):
         if found := _LIBRARY.match(name):

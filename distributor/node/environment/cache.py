@@ -1,129 +1,193 @@
-"""Limits what this package caches on a node: the least recently used entries are removed first.
+"""The cache of a node: a folder is built once; those not used for long are removed first.
 
-Each process that uses a folder of the cache holds a lock on it, so that no folder in use is
-removed. A folder is renamed before it is removed: if the cleaner is killed, nothing is left that
+Each process that uses a folder holds a shared lock on the file beside it, so that no folder in use
+is removed. A folder is renamed before it is removed: if the cleaner is killed, nothing is left that
 could be mistaken for a complete folder, and the next cleaner removes the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
+import pwd
 import re
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from distributor.core.host import host_name
-from distributor.errors import ExecutorNotReady
-from distributor.node.environment.build_once import (
-    COMPLETE_MARKER,
-    disk_size,
-    is_current_lock,
-    lock_file_of,
-    open_lock,
-    tree_size,
-    try_lock_exclusively,
-)
+from distributor.core.private_files import is_private_folder, private_folder
+from distributor.core.resources import IN_YARN
+from distributor.errors import ExecutorNotReady, StartTimeout
 
+CACHE_VARIABLE = "DISTRIBUTOR_CACHE"
 CACHE_GB, CACHE_DAYS = "DISTRIBUTOR_CACHE_GB", "DISTRIBUTOR_CACHE_DAYS"
-"""The variables that set the limits."""
 DEFAULT_LIMITS = {CACHE_GB: 20.0, CACHE_DAYS: 30.0}
 GB_BYTES, DAY_SECONDS = 1e9, 86400.0
+# Written last into a folder; contains the folder's size on disk in bytes.
+COMPLETE_MARKER = ".complete"
+LOCK_POLL_SECONDS = 0.1  # a blocking wait for a lock would have no deadline
 _ENTRY = re.compile(r"((?:environment|requirements|modules)-[0-9a-f]{16})(?:\.lock)?")
 _REMOVED = re.compile(r"(?:environment|requirements|modules)-[0-9a-f]{16}\.[0-9a-f]{8}\.removed")
 _VALUE = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}-value-of-rank-\d+")
 
+# Fills a folder; also gets the lock's descriptor, for processes that write into the folder.
+Build = Callable[[Path, int], object]
+
+
+def with_default_cache(variables: Mapping[str, str], folder: str | None) -> dict[str, str]:
+    """Add the administrator's choice of a cache folder, unless the variables already name one."""
+    return {**variables, CACHE_VARIABLE: variables.get(CACHE_VARIABLE) or folder or ""}
+
+
+def cache_folder(variables: Mapping[str, str]) -> Path:
+    """Return this user's cache folder on this node, and create it if necessary."""
+    refused = []
+    for folder in _candidates(variables):
+        try:
+            if folder == _shared_folder():
+                return private_folder(folder)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK | os.X_OK):
+                return folder
+            refused.append(f"{folder} cannot be written")
+        except OSError as error:
+            refused.append(f"{folder} cannot be used ({error.strerror or error})")
+    raise ExecutorNotReady(
+        f"On {host_name()} there is no folder for environments: "
+        f"{', '.join(refused)}. Name a writable folder in the "
+        f"variable {CACHE_VARIABLE} (env=), or as spark.distributor.cacheDir in Spark's conf."
+    )
+
+
+def cache_folders(variables: Mapping[str, str]) -> list[Path]:
+    """List the existing folders that `cache_folder` may have returned."""
+    shared = _shared_folder()
+    return [
+        folder
+        for folder in _candidates(variables)
+        if (is_private_folder(folder) if folder == shared else folder.is_dir())
+    ]
+
+
+def _candidates(variables: Mapping[str, str]) -> Iterator[Path]:
+    if chosen := variables.get(CACHE_VARIABLE):
+        yield Path(chosen).expanduser().absolute()
+        return
+    with contextlib.suppress(RuntimeError, KeyError):  # an executor's user may have no home
+        yield Path(variables.get("XDG_CACHE_HOME") or _home(variables) / ".cache", "distributor")
+    yield _shared_folder()
+
+
+def _home(variables: Mapping[str, str]) -> Path:
+    # In its containers, YARN sets HOME to one folder for all users.
+    return Path(pwd.getpwuid(os.getuid()).pw_dir) if IN_YARN in variables else Path.home()
+
+
+def _shared_folder() -> Path:
+    """Return this user's folder in the temporary one; others may have created it."""
+    return Path(tempfile.gettempdir(), f"distributor-{os.getuid()}")
+
+
+@contextlib.contextmanager
+def build_once(folder: Path, build: Build, deadline: float) -> Iterator[Path]:
+    """Use a folder, which is built first, completely or not at all, if it does not exist yet."""
+    file = lock_file_of(folder)
+    while True:
+        with open_lock(file) as lock:
+            exclusive = _lock_unless_built(folder, lock, deadline)
+            if exclusive and is_current_lock(lock, file) and not _is_complete(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                build(folder, lock)
+                (folder / COMPLETE_MARKER).write_text(str(tree_size(folder)))
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            # Before we got the shared lock, a cleaner may have removed both folder and lock.
+            if is_current_lock(lock, file) and _is_complete(folder):
+                os.utime(lock)  # records when the folder was last used
+                yield folder
+                return
+
+
+def _lock_unless_built(folder: Path, lock: int, deadline: float) -> bool:
+    """Wait for an exclusive lock; return False if another process builds the folder first."""
+    while not _is_complete(folder):
+        if try_lock_exclusively(lock):
+            return True
+        if time.monotonic() > deadline:
+            raise StartTimeout(
+                f"start_timeout has passed, and another process on {host_name()} is still building "
+                f"{folder}."
+            )
+        time.sleep(LOCK_POLL_SECONDS)
+    return False
+
+
+def _is_complete(folder: Path) -> bool:
+    return (folder / COMPLETE_MARKER).exists()
+
+
+def lock_file_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")
+
+
+@contextlib.contextmanager
+def open_lock(file: Path) -> Iterator[int]:
+    """Open a lock file; a process that inherits the descriptor shares what is locked by it."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def is_current_lock(lock: int, file: Path) -> bool:
+    """Return whether an open lock is the one that others open: the file may have been removed."""
+    try:
+        return os.path.samestat(os.fstat(lock), file.stat())
+    except FileNotFoundError:
+        return False
+
+
+def try_lock_exclusively(descriptor: int) -> bool:
+    """Take an exclusive lock; return False if another process holds the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def tree_size(folder: Path) -> int:
+    """Return the bytes of disk that a folder and its content use."""
+    paths = [folder]
+    for above, folders, files in os.walk(folder):
+        paths += [Path(above, name) for name in (*folders, *files)]
+    return sum(map(_disk_size, paths))
+
+
+def _disk_size(path: Path) -> int:
+    with contextlib.suppress(OSError):  # it is gone
+        return path.lstat().st_blocks * 512
+    return 0
+
 
 @dataclass(frozen=True)
 class CacheLimits:
-    """What may stay in a cache.
-
-    Parameters
-    ----------
-    days : float
-        Days without use after which an entry is removed.
-    size : float
-        Bytes of disk that all entries together may use; unlimited by default.
-    """
+    """Days without use after which an entry is removed, and bytes of disk for all entries."""
 
     days: float
     size: float = math.inf
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> CacheLimits:
-        """Read the limits from environment variables.
-
-        Raises
-        ------
-        ExecutorNotReady
-            If a variable is not a number, or is negative.
-        """
         return cls(_number(CACHE_DAYS, variables), _number(CACHE_GB, variables) * GB_BYTES)
-
-
-class CacheEntry(Protocol):
-    """Something that is stored on this node and may be removed while it is not in use."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def used_at(self) -> float:
-        """When it was last used, in seconds since the epoch."""
-
-    @property
-    def size(self) -> int:
-        """The bytes of disk that it uses."""
-
-    def in_use(self) -> bool: ...
-
-    def remove(self) -> bool:
-        """Remove it; return False if it is in use."""
-
-
-def select_excess(entries: Iterable[CacheEntry], limits: CacheLimits) -> Iterator[CacheEntry]:
-    """Select the entries to remove so that the others are within the limits."""
-    oldest, total = time.time() - limits.days * DAY_SECONDS, 0
-    for entry in sorted(entries, key=lambda entry: entry.used_at, reverse=True):
-        total += entry.size
-        if entry.used_at <= oldest or total > limits.size:
-            yield entry
-
-
-def trim(cache: Path, limits: CacheLimits) -> None:
-    """Remove entries of a cache that exceed the limits and are not in use."""
-    for entry in list(select_excess(cached_environments(cache), limits)):
-        entry.remove()
-    remove_leftovers(cache)
-
-
-def cached_environments(cache: Path) -> list[CacheEntry]:
-    """List the environments in a cache folder; other files there do not belong to this package."""
-    with contextlib.suppress(FileNotFoundError):
-        found = (_ENTRY.fullmatch(name) for name in os.listdir(cache))
-        return [_Environment.of(cache / name) for name in sorted({m[1] for m in found if m})]
-    return []
-
-
-def remove_leftovers(cache: Path) -> None:
-    """Remove what killed cleaners had begun to remove."""
-    with contextlib.suppress(FileNotFoundError):
-        for name in filter(_REMOVED.fullmatch, os.listdir(cache)):
-            shutil.rmtree(cache / name, ignore_errors=True)
-
-
-def saved_values() -> list[CacheEntry]:
-    """List the values saved for `distributor.load_value`, except for those in a ``log_dir``."""
-    folder = Path(tempfile.gettempdir())
-    found = (folder / name for name in os.listdir(folder) if _VALUE.fullmatch(name))
-    return [_Value.of(path) for path in found if path.lstat().st_uid == os.getuid()]
 
 
 def _number(name: str, variables: Mapping[str, str]) -> float:
@@ -141,16 +205,23 @@ def _number(name: str, variables: Mapping[str, str]) -> float:
 
 
 @dataclass(frozen=True)
-class _Environment:
+class CacheEntry:
+    """A file or folder that may be removed, with the time of its last use and its bytes of disk."""
+
     path: Path
     used_at: float
     size: int
 
-    @classmethod
-    def of(cls, folder: Path) -> _Environment:
-        times = (path.stat().st_mtime for path in (lock_file_of(folder), folder) if path.exists())
-        return cls(folder, next(times, 0.0), _recorded_size(folder))
+    def in_use(self) -> bool:
+        return False
 
+    def remove(self) -> bool:
+        """Remove it; return False if it is in use."""
+        self.path.unlink(missing_ok=True)  # a process that has mapped it keeps the data
+        return True
+
+
+class _Environment(CacheEntry):
     def in_use(self) -> bool:
         if not lock_file_of(self.path).exists():
             return False
@@ -173,26 +244,52 @@ class _Environment:
         return True
 
 
-def _recorded_size(folder: Path) -> int:
-    """Return the size that was recorded when the folder was built, or else compute it."""
-    with contextlib.suppress(OSError, ValueError):
-        return int((folder / COMPLETE_MARKER).read_text())
-    return tree_size(folder)
+def cached_environments(cache: Path) -> list[CacheEntry]:
+    """List the environments in a cache folder; other files there do not belong to this package."""
+    with contextlib.suppress(FileNotFoundError):
+        found = (_ENTRY.fullmatch(name) for name in os.listdir(cache))
+        return [_environment(cache / name) for name in sorted({m[1] for m in found if m})]
+    return []
 
 
-@dataclass(frozen=True)
-class _Value:
-    path: Path
-    used_at: float
-    size: int
+def _environment(folder: Path) -> CacheEntry:
+    times = (path.stat().st_mtime for path in (lock_file_of(folder), folder) if path.exists())
+    try:
+        size = int((folder / COMPLETE_MARKER).read_text())
+    except (OSError, ValueError):  # it is not complete
+        size = tree_size(folder)
+    return _Environment(folder, next(times, 0.0), size)
 
-    @classmethod
-    def of(cls, path: Path) -> _Value:
-        return cls(path, path.lstat().st_mtime, disk_size(path))
 
-    def in_use(self) -> bool:
-        return False
+def saved_values() -> list[CacheEntry]:
+    """List the values saved for `distributor.load_value`, except for those in a ``log_dir``."""
+    folder = Path(tempfile.gettempdir())
+    found = (folder / name for name in os.listdir(folder) if _VALUE.fullmatch(name))
+    return [
+        CacheEntry(path, path.lstat().st_mtime, _disk_size(path))
+        for path in found
+        if path.lstat().st_uid == os.getuid()
+    ]
 
-    def remove(self) -> bool:
-        self.path.unlink(missing_ok=True)  # a process that has mapped it keeps the data
-        return True
+
+def select_excess(entries: Iterable[CacheEntry], limits: CacheLimits) -> Iterator[CacheEntry]:
+    """Select the entries to remove so that the others are within the limits."""
+    oldest, total = time.time() - limits.days * DAY_SECONDS, 0
+    for entry in sorted(entries, key=lambda entry: entry.used_at, reverse=True):
+        total += entry.size
+        if entry.used_at <= oldest or total > limits.size:
+            yield entry
+
+
+def trim(cache: Path, limits: CacheLimits) -> None:
+    """Remove entries of a cache that exceed the limits and are not in use."""
+    for entry in list(select_excess(cached_environments(cache), limits)):
+        entry.remove()
+    remove_leftovers(cache)
+
+
+def remove_leftovers(cache: Path) -> None:
+    """Remove what killed cleaners had begun to remove."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in filter(_REMOVED.fullmatch, os.listdir(cache)):
+            shutil.rmtree(cache / name, ignore_errors=True)

@@ -1,8 +1,8 @@
 """Resolves an environment on this node to the interpreter that ranks run with.
 
-The interpreter has packages of its own. From this process it gets this package and cloudpickle,
-which must be the same at both ends of a pickle, ahead of its own packages; and what else a rank
-imports, behind its own packages.
+The environment was packed elsewhere, or pip installs it here, once per node. Its interpreter has
+packages of its own. From this process it gets this package and cloudpickle, which must be the same
+at both ends of a pickle, ahead of its own packages; and what else a rank imports, behind them.
 """
 
 from __future__ import annotations
@@ -11,32 +11,36 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
+import platform
 import subprocess
 import sys
+import sysconfig
+import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from distributor.core.host import host_name
+from distributor.core.redaction import Redaction
 from distributor.core.versions import Software, pickling_software
-from distributor.errors import ExecutorNotReady
-from distributor.node.environment.build_once import build_once, cache_folder
-from distributor.node.environment.cache import CacheLimits, trim
-from distributor.node.environment.pip_install import installed_requirements, site_packages_of
+from distributor.errors import ExecutorNotReady, StartTimeout
+from distributor.node.environment.cache import CacheLimits, build_once, cache_folder, trim
 from distributor.node.process.interpreter import Interpreter
 
-FIRST_MODULES = ("distributor", "cloudpickle")
-"""Modules of this process that replace the environment's."""
-LAST_MODULES = ("threadpoolctl",)
-"""Modules of this process that ranks use if the environment lacks them."""
-PROBE_SECONDS = 60.0
-"""Seconds that an environment's interpreter has to describe itself."""
+FIRST_MODULES = ("distributor", "cloudpickle")  # of this process, in place of the environment's
+LAST_MODULES = ("threadpoolctl",)  # of this process, if the environment lacks them
+PROBE_SECONDS = 60.0  # that an environment's interpreter has to describe itself
+TAIL_LINES = 12  # of pip's output, in an error: the last ones contain the reason
+PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 PATH_VARIABLE = "PYTHONPATH"
+# By these, Spark's Python finds its modules; an empty value has no effect.
 NOT_INHERITED = {PATH_VARIABLE: "", "PYTHONHOME": ""}
-"""Variables by which Spark's Python finds its modules; an empty value has no effect."""
+# Has an interpreter describe itself; its arguments are folders whose packages it should list.
 PROBE_PROGRAM = """
 import json, sys
 from importlib import metadata
@@ -49,51 +53,27 @@ except metadata.PackageNotFoundError:
 version = "{}.{}".format(*sys.version_info)
 print("\\n" + json.dumps({"path": sys.path, "version": version, "software": found}))
 """
-"""Has an interpreter describe itself; its arguments are folders whose packages it should list."""
+# Runs like `python -m pip`, but pip and its build processes do not outlive their parent.
+PIP_PROGRAM = """
+import os, runpy, signal, threading
+
+parent = os.dup(0)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that pip's children do not wait for input
+
+def end_with_parent():
+    os.read(parent, 1)  # returns once the parent closes the pipe or dies: it never writes
+    os.killpg(0, signal.SIGKILL)
+
+threading.Thread(target=end_with_parent, daemon=True).start()
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
 
 
 class PreparedEnvironment(NamedTuple):
-    """An environment that is ready for ranks on this node.
-
-    Parameters
-    ----------
-    interpreter : Interpreter
-        The interpreter of the ranks.
-    software : Software
-        Its versions of the software that all nodes must have in common.
-    """
+    """The interpreter of the ranks, and its versions of what all nodes must have in common."""
 
     interpreter: Interpreter
     software: Software
-
-
-def use_packed(
-    folder: Path, variables: Mapping[str, str], deadline: float, module_folders: Sequence[str] = ()
-) -> AbstractContextManager[PreparedEnvironment]:
-    """Use an environment that was packed elsewhere and is unpacked on this node.
-
-    Parameters
-    ----------
-    folder : Path
-        The folder with the unpacked environment.
-    variables : mapping of str to str
-        The environment variables of its ranks, as far as they are known.
-    deadline : float
-        When, by ``time.monotonic``, it must be ready.
-    module_folders : sequence of str
-        Folders with the user's modules, which are searched before the environment's own.
-
-    Returns
-    -------
-    context manager of PreparedEnvironment
-        Within its context, what the environment uses of the node's cache is not removed.
-
-    Raises
-    ------
-    ExecutorNotReady
-        If its interpreter does not run, or is another version of Python than this one.
-    """
-    return _prepare(folder, (), variables, deadline, module_folders)
 
 
 @contextlib.contextmanager
@@ -103,42 +83,27 @@ def use_requirements(
     deadline: float,
     module_folders: Sequence[str] = (),
 ) -> Iterator[PreparedEnvironment]:
-    """Use an environment that pip installs on this node; all nodes must get the same versions.
-
-    Parameters
-    ----------
-    requirements : sequence of str
-        Requirements as pip takes them.
-    variables, deadline, module_folders
-        As for `use_packed`.
-
-    Yields
-    ------
-    PreparedEnvironment
-        The environment; within the context, it is not removed from the node's cache.
-
-    Raises
-    ------
-    ExecutorNotReady
-        If pip fails.
-    StartTimeout
-        If the deadline has passed.
-    """
-    with installed_requirements(requirements, {**variables, **NOT_INHERITED}, deadline) as folder:
-        compared = (str(site_packages_of(folder)),)
-        with _prepare(folder, compared, variables, deadline, module_folders) as prepared:
+    """Use an environment that pip installs on this node; all nodes must get the same versions."""
+    pip_variables = {**variables, **NOT_INHERITED}
+    with _installed_requirements(requirements, pip_variables, deadline) as folder:
+        compared = (str(_site_packages_of(folder)),)
+        with use_packed(folder, variables, deadline, module_folders, compared) as prepared:
             yield prepared
 
 
 @contextlib.contextmanager
-def _prepare(
+def use_packed(
     folder: Path,
-    compared: tuple[str, ...],
     variables: Mapping[str, str],
     deadline: float,
-    module_folders: Sequence[str],
+    module_folders: Sequence[str] = (),
+    compared: tuple[str, ...] = (),
 ) -> Iterator[PreparedEnvironment]:
-    """Prepare an environment; nodes compare the versions of packages in the compared folders."""
+    """Use an environment on this node; what it uses of the cache is not removed meanwhile.
+
+    Folders with the user's modules come before the environment's own; nodes compare the versions of
+    the packages in the compared folders.
+    """
     executable = folder / "bin" / "python"
     description = _describe(str(executable), compared)
     with (
@@ -147,29 +112,20 @@ def _prepare(
     ):
         trim(cache_folder(variables), CacheLimits.of(variables))
         path = [*first, *module_folders, *description["path"], *last]
-        interpreter = _interpreter(executable, path, variables, module_folders)
+        inherited = variables.get(PATH_VARIABLE, "").split(os.pathsep)
+        interpreter = Interpreter(
+            executable=str(executable),
+            path=tuple(dict.fromkeys(path)),
+            variables={
+                **NOT_INHERITED,
+                PATH_VARIABLE: os.pathsep.join(e for e in inherited if e in module_folders),
+                "VIRTUAL_ENV": str(folder),
+                "PATH": os.pathsep.join(
+                    [str(executable.parent), variables.get("PATH", os.defpath)]
+                ),
+            },
+        )
         yield PreparedEnvironment(interpreter, {**description["software"], **pickling_software()})
-
-
-def _interpreter(
-    executable: Path,
-    path: Sequence[str],
-    variables: Mapping[str, str],
-    module_folders: Sequence[str],
-) -> Interpreter:
-    search = os.pathsep.join([str(executable.parent), variables.get("PATH", os.defpath)])
-    inherited = variables.get(PATH_VARIABLE, "").split(os.pathsep)
-    python_path = os.pathsep.join(entry for entry in inherited if entry in module_folders)
-    return Interpreter(
-        executable=str(executable),
-        path=tuple(dict.fromkeys(path)),
-        variables={
-            **NOT_INHERITED,
-            PATH_VARIABLE: python_path,
-            "VIRTUAL_ENV": str(executable.parent.parent),
-            "PATH": search,
-        },
-    )
 
 
 @functools.cache
@@ -243,3 +199,88 @@ def _location_of(name: str) -> Path:
     assert spec is not None, "it is a requirement"
     locations = [*(spec.submodule_search_locations or []), spec.origin]
     return Path(str(locations[0])).absolute()
+
+
+def _installed_requirements(
+    requirements: Sequence[str], variables: Mapping[str, str], deadline: float
+) -> AbstractContextManager[Path]:
+    """Use a virtual environment with these requirements; the first caller on a node creates it."""
+
+    def build(folder: Path, lock: int) -> None:
+        import venv
+
+        venv.create(folder, symlinks=True)
+        # This interpreter's packages are on the path too, behind the environment's own, so that
+        # torch is not installed again.
+        line = f"import site; list(map(site.addsitedir, {package_folders!r}))\n"
+        (_site_packages_of(folder) / "distributor-base.pth").write_text(line)
+        _install(folder, requirements, variables, lock, deadline)
+
+    package_folders = [entry for entry in sys.path if Path(entry).name in PACKAGE_FOLDERS]
+    content = [
+        sorted(requirements), sys.version, sys.prefix, platform.platform(), package_folders
+    ]  # fmt: skip
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    return build_once(cache_folder(variables) / f"requirements-{digest}", build, deadline)
+
+
+def _site_packages_of(folder: Path) -> Path:
+    scheme = {"base": str(folder), "platbase": str(folder)}
+    return Path(sysconfig.get_path("purelib", "posix_prefix", scheme))
+
+
+def _install(
+    folder: Path,
+    requirements: Sequence[str],
+    variables: Mapping[str, str],
+    lock: int,
+    deadline: float,
+) -> None:
+    python = str(folder / "bin" / "python")
+    options = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+    command = [python, "-I", "-c", PIP_PROGRAM, "install", *options, *requirements]
+    with tempfile.TemporaryFile() as output:
+        returncode = _run_pip(command, variables, output, lock, deadline)
+        output.seek(0)
+        lines = output.read().decode(errors="replace").splitlines()
+    if returncode is None:
+        raise StartTimeout(
+            f"start_timeout has passed, and pip on {host_name()} is still installing "
+            f"{', '.join(requirements)}."
+        )
+    if returncode:
+        # Spark writes the error to its event log, and pip may have printed a password.
+        raise ExecutorNotReady(Redaction(variables).of_text(_describe_failure(requirements, lines)))
+
+
+def _run_pip(
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    output: BinaryIO,
+    lock: int,
+    deadline: float,
+) -> int | None:
+    """Return pip's exit code; None if it has not finished in time, and then it is killed."""
+    with subprocess.Popen(
+        command,
+        env=variables,
+        stdin=subprocess.PIPE,  # only this process has the other end
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        pass_fds=[lock],  # if this process is killed, the next one waits until pip has ended
+        start_new_session=True,
+    ) as process:
+        seconds = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(seconds)
+    return None
+
+
+def _describe_failure(requirements: Sequence[str], lines: list[str]) -> str:
+    summary = (
+        f"On {host_name()} pip of {sys.executable} could not install {', '.join(requirements)}. "
+        "Set its package indexes in pip.conf there or by PIP_* variables (env=). Its last lines:"
+    )
+    last_lines = [line.rstrip() for line in lines if line.strip()][-TAIL_LINES:]
+    # The error is read from Spark's message of a failed task, in which indented lines belong to it.
+    return "\n    ".join([summary, *last_lines])

@@ -17,7 +17,7 @@ from distributor.errors import ExecutorNotReady
 from distributor.node.agent.memory import memory_warnings
 from distributor.node.agent.worker_env import visible_devices
 from distributor.node.environment import resolve
-from distributor.node.environment.build_once import with_default_cache
+from distributor.node.environment.cache import with_default_cache
 from distributor.node.environment.resolve import PreparedEnvironment
 from distributor.node.process import zygote_client
 from distributor.node.process.interpreter import Interpreter

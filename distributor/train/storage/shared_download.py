@@ -14,18 +14,17 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from distributor.core.atomic_files import atomic_path
 from distributor.core.private_files import private_folder
-from distributor.node.environment.build_once import (
+from distributor.node.environment.cache import (
+    CacheEntry,
     is_current_lock,
     open_lock,
     tree_size,
     try_lock_exclusively,
 )
-from distributor.node.environment.cache import CacheEntry
 
 Download = Callable[[Path], object]
 """Copies the remote folder into a folder of this machine, which it makes."""
@@ -92,13 +91,8 @@ def _remove_unused(root: Path) -> None:
             pass  # its exit removes a copy that nobody uses
 
 
-@dataclass(frozen=True)
-class _LeftoverCopy:
+class _LeftoverCopy(CacheEntry):
     """A copy as a cache entry, which `distributor.cleaning` can remove."""
-
-    path: Path
-    used_at: float
-    size: int
 
     @classmethod
     def from_lock(cls, root: Path, lock: Path) -> _LeftoverCopy:
