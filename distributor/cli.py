@@ -20,7 +20,7 @@ from distributor.launch.application import application, check_application
 from distributor.launch.hangs.stack_requests import stacks
 from distributor.launch.output.screen import SCREEN
 from distributor.launch.programs import module_of, program_of
-from distributor.launch.setting_checks import check_num_processes
+from distributor.launch.setting_types import check_num_processes
 from distributor.launch.settings import Settings
 from distributor.node.worker.stack_text import append_stacks
 from distributor.torch_distributor import TorchDistributor
@@ -87,7 +87,7 @@ def _cluster(
     options: argparse.Namespace, settings: Mapping[str, Any]
 ) -> AbstractContextManager[object]:
     """Check all input, because Spark takes long to start, and return the Spark application."""
-    check_num_processes(settings.get("num_processes", 1), _SPELLING.num_processes)
+    check_num_processes(_SPELLING.num_processes, settings.get("num_processes", 1))
     _Settings(**_fields_of(Settings, settings))
     return _application(options)
 

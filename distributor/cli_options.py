@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from distributor.core.spelling import suggestion
-from distributor.launch.setting_descriptions import help_of
+from distributor.diagnosis.settings import Wanted
+from distributor.launch.setting_fields import help_of, setting_fields
+from distributor.launch.setting_types import read_pair
 from distributor.torch_distributor import TorchDistributor
 from distributor.version import __version__
 
@@ -40,10 +42,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     known = ["--master", "--conf", "--module"]
     run.set_defaults(command="run", known_options=known)
-    for field in dataclasses.fields(TorchDistributor):
-        one_of = run.add_mutually_exclusive_group()
-        for flags, option in _flags_of(field):
-            known += one_of.add_argument(*flags, dest=field.name, **option).option_strings
+    for field in setting_fields(TorchDistributor):
+        known += _add_options(run, field, help_of(field).replace("%", "%%"))
     _add_spark_options(run)
     run.add_argument(
         "-m",
@@ -99,7 +99,7 @@ def _add_spark_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--conf",
         metavar="KEY=VALUE",
-        type=_pair,
+        type=read_pair,
         action="append",
         default=[],
         help="with --cluster: a Spark property; may be repeated",
@@ -121,48 +121,24 @@ def _add_doctor(commands: Any) -> None:
         help="check Spark's executors and the network between them too",
     )
     _add_spark_options(doctor)
-    options: list[tuple[list[str], dict[str, Any]]] = [
-        (
-            ["--nproc", "--num-processes"],
-            {"dest": "num_processes", "type": int, "help": "the number of ranks of a run"},
-        ),
-        (["--gpus"], {"type": int, "help": "the number of GPUs of a run (default: 0, CPUs)"}),
-        (
-            ["--storage"],
-            {"dest": "storage_path", "metavar": "PATH", "help": "storage that all hosts share"},
-        ),
-        (["--hub-address"], {"help": "the address of the driver that executors connect to"}),
-        (["--hub-port"], {"type": int, "help": "the driver's port for executors"}),
-        (["--rank-ports"], {"metavar": "FIRST-LAST", "help": "the ports for rank 0's store"}),
-    ]
     known = ["--cluster", "--master", "--conf", "--json"]
-    for flags, option in options:
-        kind = {"metavar": "N"} if option.get("type") is int else {}
-        known += doctor.add_argument(*flags, **kind, **option).option_strings
+    for field in setting_fields(Wanted):
+        known += _add_options(doctor, field, field.metadata["text"])
     doctor.add_argument(
         "--json", action="store_true", default=False, help="print JSON instead of a table"
     )
     doctor.set_defaults(command="doctor", known_options=known)
 
 
-def _flags_of(field: dataclasses.Field[Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Derive the flags of a setting of `TorchDistributor`."""
-    help_text = help_of(field).replace("%", "%%")
-    if field.name in _SPECIAL_FLAGS:
-        for flags, option in _SPECIAL_FLAGS[field.name]:
-            yield flags, {"help": help_text, **option}
-    else:
-        flag = "--" + field.name.replace("_", "-")
-        kind = str(field.type)
-        option = next(option for name, option in _OPTION_BY_TYPE.items() if name in kind)
-        yield [flag], {"help": help_text, **option}
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, found {text!r}")
-    return name, value
+def _add_options(
+    command: argparse.ArgumentParser, field: dataclasses.Field[Any], help_text: str
+) -> Iterator[str]:
+    """Add the options of a setting, which exclude each other, and yield their flags."""
+    one_of = command.add_mutually_exclusive_group()
+    for flags, arguments in field.metadata["type"].options:
+        dashed = [flag.format(field.name.replace("_", "-")) for flag in flags]
+        how = {"help": help_text, **arguments}
+        yield from one_of.add_argument(*dashed, dest=field.name, **how).option_strings
 
 
 def _days(text: str) -> float:
@@ -173,77 +149,3 @@ def _days(text: str) -> float:
     if not days >= 0:
         raise argparse.ArgumentTypeError(f"expected a number of days, found {text!r}")
     return days
-
-
-def _number_of_ranks(text: str) -> int | tuple[int, int]:
-    try:
-        counts = tuple(int(count) for count in text.split(","))
-    except ValueError:
-        counts = ()
-    match counts:
-        case (count,):
-            return count
-        case (min_processes, max_processes):
-            return min_processes, max_processes
-    raise argparse.ArgumentTypeError(
-        f"expected a number of ranks, or minimum and maximum such as 2,4; found {text!r}"
-    )
-
-
-def _ranks(text: str) -> str | tuple[int, ...]:
-    if text in ("all", "none"):
-        return text
-    try:
-        return tuple(int(rank) for rank in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected 'all', 'none' or ranks such as 0,3; found {text!r}"
-        ) from None
-
-
-_SPECIAL_FLAGS: dict[str, list[tuple[list[str], dict[str, Any]]]] = {
-    "listeners": [],  # Python objects
-    "num_processes": [
-        (["--nproc", "--num-processes"], {"type": _number_of_ranks, "metavar": "N[,MAX]"})
-    ],
-    "local_mode": [
-        (
-            ["--cluster"],
-            {"action": "store_false", "help": "run on Spark's executors instead of this machine"},
-        )
-    ],
-    "use_gpu": [
-        (["--gpu"], {"action": "store_true", "help": "one GPU per rank (default)"}),
-        (["--cpu"], {"action": "store_false", "help": "no GPUs"}),
-    ],
-    "stall_warning": [
-        (["--stall-warning"], {"type": float, "metavar": "SECONDS"}),
-        (
-            ["--no-stall-warning"],
-            {"action": "store_const", "const": None, "help": "no such warning"},
-        ),
-    ],
-    "environment": [
-        (
-            ["--environment"],
-            {"metavar": "ARCHIVE", "help": "a packed virtual environment for the ranks"},
-        ),
-        (
-            ["--requirement"],
-            {
-                "action": "append",
-                "metavar": "NAME==VERSION",
-                "help": "a requirement that pip installs for the ranks, once on each node",
-            },
-        ),
-    ],
-}
-_OPTION_BY_TYPE: dict[str, dict[str, Any]] = {
-    "Mapping": {"type": _pair, "action": "append", "metavar": "NAME=VALUE"},
-    "Literal": {"type": _ranks, "metavar": "RANKS"},
-    "Sequence": {"action": "append", "metavar": "NAME"},
-    "bool": {"action": argparse.BooleanOptionalAction},
-    "float": {"type": float, "metavar": "SECONDS"},
-    "int": {"type": int, "metavar": "N"},
-    "str": {"type": str, "metavar": "TEXT"},
-}

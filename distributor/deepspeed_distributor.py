@@ -12,8 +12,8 @@ from typing import Any
 
 from distributor.core.spelling import Spelling, check_names
 from distributor.launch.programs import instead_of_keywords
-from distributor.launch.setting_checks import check_bool, check_count
-from distributor.launch.setting_descriptions import documented, setting
+from distributor.launch.setting_fields import documented
+from distributor.launch.setting_types import check_bool, check_count
 from distributor.launch.settings import Settings
 from distributor.serialization.program import Argument, FileArgument, Program
 from distributor.torch_distributor import TorchDistributor
@@ -81,7 +81,7 @@ class DeepspeedTorchDistributor(TorchDistributor):
         hides_gpus=False,
     )
 
-    deepspeed_config: Any = setting(None, "mapping or path", "What was passed as deepspeedConfig.")
+    deepspeed_config: Any = None
 
     def __init__(
         self,

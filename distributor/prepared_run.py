@@ -24,13 +24,9 @@ from distributor.launch.local import LocalLauncher
 from distributor.launch.one_time_warnings import warn_once
 from distributor.launch.output.labels import RunLabel
 from distributor.launch.programs import program_of
-from distributor.launch.setting_checks import (
-    check_bool,
-    check_num_processes,
-    ignored_settings,
-)
-from distributor.launch.setting_descriptions import setting
-from distributor.launch.settings import Settings, forwarded_env, gpu_type_of
+from distributor.launch.setting_fields import setting
+from distributor.launch.setting_types import RANKS, SWITCH, check_num_processes, option
+from distributor.launch.settings import Settings, forwarded_env, gpu_type_of, ignored_settings
 from distributor.launch.spark.datasets.arguments import check_datasets, datasets_of
 from distributor.launch.spark.plan import plan_cluster, plan_local
 from distributor.launch.spark.session import Session
@@ -58,32 +54,38 @@ class PlannedSettings(Settings):
 
     num_processes: int | tuple[int, int] = setting(
         1,
-        "int or (int, int)",
+        RANKS,
         """Number of ranks. In local mode with GPUs it is reduced, with a warning, to the number
         of GPUs. A pair is (minimum, maximum): each attempt takes as many ranks as there is room
         for.""",
     )
     local_mode: bool = setting(
         True,
-        "bool",
+        SWITCH.with_options(
+            option(
+                "--cluster",
+                action="store_false",
+                help="run on Spark's executors instead of this machine",
+            )
+        ),
         """Whether ranks run on this machine, without Spark. If False, they run on the executors
         of the active Spark session, classic or Connect.""",
-        check_bool,
     )
     use_gpu: bool = setting(
         True,
-        "bool",
+        SWITCH.with_options(
+            option("--gpu", action="store_true", help="one GPU per rank (default)"),
+            option("--cpu", action="store_false", help="no GPUs"),
+        ),
         """Whether each rank has a GPU. If False, GPUs are hidden from the ranks on executors, and
         those on this machine have its ``CUDA_VISIBLE_DEVICES``.""",
-        check_bool,
     )
 
     def __post_init__(self) -> None:
         given = [field.name for field in fields(self) if _is_given(self, field)]
         super().__post_init__()
         # The dataclass is frozen for its users; here the number of ranks is resolved, once.
-        name = self.spelling.num_processes
-        min_processes, max_processes = check_num_processes(self.num_processes, name)
+        min_processes, max_processes = check_num_processes("num_processes", self.num_processes)
         planned = plan(self, min_processes, max_processes)
         ranks = planned.num_processes
         resolved = ranks if min_processes == max_processes else (min_processes, ranks)
@@ -228,7 +230,7 @@ def prepare_run(
     program = settings._program_of(train_object, args, kwargs)
     if settings.storage_path is not None:
         program = replace(program, begins_with=CHECK_STORAGE)
-    min_processes, max_processes = check_num_processes(settings.num_processes)
+    min_processes, max_processes = check_num_processes("num_processes", settings.num_processes)
     launcher, num_processes, _ = plan(settings, min_processes, max_processes)
     launcher.check(settings.spelling)
     run_id = new_run_id()

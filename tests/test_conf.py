@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 from conftest import facts_in
 from support.project_files import load_yaml, requirements, setup_cfg
-
-from distributor.launch.defaults import ADMIN_DEFAULTS
+from support.settings_table import ADMIN_DEFAULTS
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -92,7 +91,7 @@ def test_every_property_exists(path: Path) -> None:
         pytest.skip("the files are for Spark 4")
     keys = properties(path, with_examples=True)
     own = {key for key in keys if key.startswith("spark.distributor.")}
-    assert own <= {each.key for each in ADMIN_DEFAULTS}
+    assert own <= {each.key for each in ADMIN_DEFAULTS.values()}
     assert len(keys) > len(own)
     assert {key for key in keys if key not in own and not is_known(key)} == set()
 
@@ -126,7 +125,7 @@ def test_the_defaults_file_changes_nothing_as_it_is() -> None:
 
 def test_all_keys_of_the_package_are_documented() -> None:
     keys = properties(CONF / "spark-defaults-distributor.conf", with_examples=True)
-    assert {each.key for each in ADMIN_DEFAULTS} <= keys.keys()
+    assert {each.key for each in ADMIN_DEFAULTS.values()} <= keys.keys()
 
 
 def test_the_pod_template() -> None:

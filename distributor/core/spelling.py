@@ -49,6 +49,8 @@ class Spelling:
 
     def of(self, setting: str) -> str:
         """Return what the user writes for a setting of `TorchDistributor`."""
+        if setting == "num_processes":
+            return self.num_processes
         if setting == "gpu_type":
             setting = self.gpu_type
         return f"--{setting.replace('_', '-')}" if self.has_options else setting

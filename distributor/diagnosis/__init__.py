@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from distributor.core.paths import absolute
-from distributor.launch.defaults import NOT_GIVEN
+from distributor.launch.setting_fields import NOT_GIVEN
 
 if TYPE_CHECKING:
     from distributor.diagnosis.report import Report
@@ -74,7 +74,7 @@ def doctor(
 
     from distributor.diagnosis.examine import examine_cluster, examine_here
     from distributor.diagnosis.settings import Wanted
-    from distributor.launch.setting_checks import check_bool
+    from distributor.launch.setting_types import check_bool
     from distributor.launch.spark.session import Session
 
     check_bool("local_mode", local_mode)

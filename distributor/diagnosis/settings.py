@@ -2,61 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from distributor.core.addresses import checked_port, port_range, split_address
-from distributor.launch.defaults import NOT_GIVEN, complete
-from distributor.launch.setting_checks import check_count
+from distributor.launch.defaults import complete
+from distributor.launch.setting_fields import setting, setting_fields
+from distributor.launch.setting_types import (
+    HOST,
+    NUMBER,
+    PORT,
+    PORTS,
+    SettingType,
+    check_count,
+    option,
+    optional,
+)
+from distributor.launch.settings import Settings
+
+_COUNT = SettingType("int", optional(check_count), (NUMBER,))
+_OF_RUNS = {field.name: field.metadata["default"] for field in setting_fields(Settings)}
 
 
 @dataclass(frozen=True)
 class Wanted:
     """What a run would need; checked on construction.
 
-    Parameters
-    ----------
-    num_processes : int or None
-        The number of ranks; None for one on each executor, or two on this machine.
-    gpus : int
-        The number of GPUs, one for each rank; 0 for ranks on CPUs.
-    storage_path : str or None
-        Storage that all hosts share.
-    hub_address : str or None
-        The address of the driver that executors connect to.
-    hub_port : int
-        Its port; 0 for any.
-    rank_ports : str or None
-        A range of ports for rank 0's store.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If a value is invalid.
+    Without a number of ranks, each executor would have one, and this machine two.
     """
 
-    num_processes: int | None = None
-    gpus: int = 0
-    storage_path: str | None = None
-    hub_address: str | None = None
-    hub_port: int = NOT_GIVEN
-    rank_ports: str | None = NOT_GIVEN
+    num_processes: int | None = setting(
+        None,
+        _COUNT.with_options(option("--nproc", "--{}", type=int, metavar="N")),
+        "the number of ranks of a run",
+    )
+    gpus: int = setting(
+        0,
+        replace(_COUNT, check=lambda name, count: count == 0 or check_count(name, count)),
+        "the number of GPUs of a run (default: 0, CPUs)",
+    )
+    storage_path: str | None = setting(
+        None,
+        SettingType("str", lambda name, path: None, (option("--storage", metavar="PATH"),)),
+        "storage that all hosts share",
+    )
+    hub_address: str | None = setting(
+        None, HOST, "the address of the driver that executors connect to"
+    )
+    hub_port: int = setting(_OF_RUNS["hub_port"], PORT, "the driver's port for executors")
+    rank_ports: str | None = setting(_OF_RUNS["rank_ports"], PORTS, "the ports for rank 0's store")
 
     def __post_init__(self) -> None:
         complete(self)
-        if self.num_processes is not None:
-            check_count("num_processes", self.num_processes)
-        if self.gpus != 0:
-            check_count("gpus", self.gpus)
+        for field in fields(self):
+            field.metadata["type"].check(field.name, getattr(self, field.name))
         if self.gpus and self.num_processes not in (None, self.gpus):
             raise ValueError(
                 f"Each rank has one GPU, but num_processes is {self.num_processes} and gpus is "
                 f"{self.gpus}. Leave one of them out."
             )
-        if self.hub_address is not None:
-            split_address("hub_address", self.hub_address)
-        checked_port("hub_port", self.hub_port)
-        port_range("rank_ports", self.rank_ports)
 
     @property
     def ranks(self) -> int | None:

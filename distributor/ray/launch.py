@@ -14,8 +14,8 @@ from distributor.decorated_function import DecoratedFunction, decorator_of
 from distributor.launch.future import RunFuture
 from distributor.launch.one_time_warnings import warn_once
 from distributor.launch.programs import check_arguments, check_runs
-from distributor.launch.setting_checks import check_num_processes
-from distributor.launch.setting_descriptions import documented
+from distributor.launch.setting_fields import documented
+from distributor.launch.setting_types import check_num_processes
 from distributor.launch.settings import Settings
 from distributor.launch.spark.session import Session
 from distributor.ray.node import TEMP_DIR_VARIABLE, why_no_ray
@@ -267,7 +267,7 @@ def _check_no_datasets(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None
 def _check_unused(counts: Mapping[str, Any]) -> None:
     """Check the numbers of GPUs that a cluster of this machine without GPUs has no use for."""
     for name, count in counts.items():
-        if count is not None and check_num_processes(count, name) != (1, 1):
+        if count is not None and check_num_processes(name, count) != (1, 1):
             warn_once(f"{name} has no effect: without GPUs, this machine is one Ray node.")
 
 

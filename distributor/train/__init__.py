@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from distributor.launch.setting_checks import check_bool
+from distributor.launch.setting_types import check_bool
 from distributor.train.checkpoint import (
     Checkpoint,
     CheckpointConsistencyMode,

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from distributor.core.spelling import checks_keywords
 from distributor.launch.one_time_warnings import warn_once
-from distributor.launch.setting_checks import check_max_failures
+from distributor.launch.setting_types import check_max_failures
 
 LEVELS: dict[str, int] = {
     name: getattr(logging, name)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from distributor.core.checkpoint_config import check_name
 from distributor.core.spelling import checks_keywords
 from distributor.launch.job import new_run_id
-from distributor.launch.setting_checks import check_env, check_storage_path
+from distributor.launch.setting_types import check_env, check_storage_path
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.config import (
     CheckpointConfig,

@@ -11,8 +11,7 @@ from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.core.paths import absolute
 from distributor.core.spelling import Spelling, suggestion
 from distributor.launch.run_listener import Listener
-from distributor.launch.setting_checks import check_listeners
-from distributor.launch.setting_descriptions import setting
+from distributor.launch.setting_types import check_listeners
 from distributor.launch.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
 from distributor.train.checkpoint import Checkpoint
@@ -46,8 +45,8 @@ class _Distributor(TorchDistributor):
 
     spelling = _SPELLING
 
-    storage_filesystem: Any = setting(None, "FileSystem", "The file system of the storage.")
-    resume_from: Checkpoint | None = setting(None, "Checkpoint", "The checkpoint to start from.")
+    storage_filesystem: Any = None
+    resume_from: Checkpoint | None = None
 
     def _stored_positions(self, env: Mapping[str, str]) -> Mapping[str, Any]:
         settings = CheckpointSettings.from_env(env)

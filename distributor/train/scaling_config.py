@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from distributor.core.spelling import checks_keywords
-from distributor.launch.setting_checks import check_bool, check_gpu_type, check_num_processes
+from distributor.launch.setting_types import check_bool, check_gpu_type, check_num_processes
 from distributor.train.config import ChecksUnsupported, InvalidArgument
 
 _TASK_RESOURCES = (
@@ -108,7 +108,7 @@ class ScalingConfig(ChecksUnsupported):
 
     def _check_num_workers(self) -> None:
         try:
-            check_num_processes(self.num_workers, "num_workers")
+            check_num_processes("num_workers", self.num_workers)
         except TypeError as error:
             raise InvalidArgument(str(error)) from None
         interval = self.elastic_resize_monitor_interval_s
@@ -206,7 +206,9 @@ class ScalingConfig(ChecksUnsupported):
 
     @property
     def _range(self) -> tuple[int, int]:
-        return (0, 0) if self.runs_in_process else check_num_processes(self.num_workers)
+        return (
+            (0, 0) if self.runs_in_process else check_num_processes("num_workers", self.num_workers)
+        )
 
     @property
     def _per_worker(self) -> dict[str, float]:

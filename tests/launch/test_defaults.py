@@ -11,34 +11,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.settings_table import settings_table
+from support.settings_table import ADMIN_DEFAULTS, defaults_table, settings_table
 
 from distributor import TorchDistributor
-from distributor.launch.defaults import ADMIN_DEFAULTS, CACHE_DIR, conf_cache_dir, table
+from distributor.launch.defaults import CACHE_DIR, conf_cache_dir
+from distributor.launch.setting_fields import admin_defaults
 from distributor.launch.settings import Settings
 from distributor.launch.spark.session import Session
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
-SETTING_DEFAULTS = [each for each in ADMIN_DEFAULTS if each is not CACHE_DIR]
 VALUES = {  # three texts of a variable or Spark property for each, with the setting's value
     "warm": [("0", False), ("TRUE", True), ("false", False)],
     "hub_port": [("7078", 7078), ("7079", 7079), ("7080", 7080)],
     "rank_ports": [("1-2", "1-2"), ("3-4", "3-4"), ("29500", "29500")],
     "log_dir": [("{0}/a", "{0}/a"), ("{0}/b", "{0}/b"), ("{0}/c", "{0}/c")],
 }
-each_setting = pytest.mark.parametrize("default", SETTING_DEFAULTS, ids=lambda each: each.name)
+each_setting = pytest.mark.parametrize(("name", "default"), admin_defaults(Settings).items())
 
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for each in ADMIN_DEFAULTS:
+    for each in ADMIN_DEFAULTS.values():
         monkeypatch.delenv(each.variable, raising=False)
 
 
 @pytest.fixture
 def conf(spark: Any) -> Iterator[Any]:
     yield spark.conf
-    for each in ADMIN_DEFAULTS:
+    for each in ADMIN_DEFAULTS.values():
         spark.conf.unset(each.key)
 
 
@@ -51,34 +51,34 @@ def values(name: str, folder: Path) -> list[tuple[str, Any]]:
 
 @each_setting
 def test_an_argument_takes_precedence_over_a_variable(
-    default: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, default: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (text, value), (_, other), _ = values(default.name, tmp_path)
-    assert getattr(Settings(), default.name) == default.value
+    (text, value), (_, other), _ = values(name, tmp_path)
+    assert getattr(Settings(), name) == default.value
     monkeypatch.setenv(default.variable, "")
-    assert getattr(Settings(), default.name) == default.value, "an empty variable is not set"
+    assert getattr(Settings(), name) == default.value, "an empty variable is not set"
     monkeypatch.setenv(default.variable, text)
-    assert getattr(Settings(), default.name) == value
-    assert getattr(Settings(**{default.name: other}), default.name) == other
-    assert getattr(Settings(**{default.name: default.value}), default.name) == default.value
+    assert getattr(Settings(), name) == value
+    assert getattr(Settings(**{name: other}), name) == other
+    assert getattr(Settings(**{name: default.value}), name) == default.value
 
 
 @pytest.mark.spark
 @each_setting
 def test_a_variable_takes_precedence_over_sparks_conf(
-    default: Any, conf: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, default: Any, conf: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (text, value), (other_text, other), (_, argument) = values(default.name, tmp_path)
+    (text, value), (other_text, other), (_, argument) = values(name, tmp_path)
 
     def shown(**settings: Any) -> Any:
         runner = TorchDistributor(1, local_mode=True, use_gpu=False, **settings)
-        return getattr(runner, default.name)
+        return getattr(runner, name)
 
     conf.set(default.key, text)
     assert shown() == value
     monkeypatch.setenv(default.variable, other_text)
     assert shown() == other
-    assert shown(**{default.name: argument}) == argument
+    assert shown(**{name: argument}) == argument
 
 
 @pytest.mark.spark
@@ -95,7 +95,7 @@ def test_a_variable_takes_precedence_over_sparks_conf(
 def test_the_error_for_a_malformed_default_names_its_source(
     name: str, text: str, message: str, conf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    default = next(each for each in ADMIN_DEFAULTS if each.name == name)
+    default = ADMIN_DEFAULTS[name]
     conf.set(default.key, text)
     with pytest.raises((ValueError, OSError), match=f"^{default.key} in Spark's conf {message}"):
         TorchDistributor(1, local_mode=True, use_gpu=False)
@@ -134,4 +134,4 @@ def test_the_page_describes_every_setting() -> None:
 
 
 def test_the_page_has_the_table_of_defaults() -> None:
-    assert table() in PAGE.read_text()
+    assert defaults_table() in PAGE.read_text()

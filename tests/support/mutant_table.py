@@ -575,14 +575,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a number of ranks is checked before the launch",
-        "distributor/launch/setting_checks.py",
+        "distributor/launch/setting_types.py",
         "if number <= 0:",
         "if number < 0:",
         ("test_bad_input.py::test_an_invalid_setting",),
     ),
     Mutant(
         "variables of the launcher are refused",
-        "distributor/launch/setting_checks.py",
+        "distributor/launch/setting_types.py",
         "if variable in RANK_VARIABLES:",
         "if False:",
         ("test_bad_input.py::test_an_invalid_setting",),

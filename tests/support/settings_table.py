@@ -10,12 +10,15 @@ import dataclasses
 from typing import Any
 
 from distributor.cli_options import make_parser
-from distributor.launch.defaults import ADMIN_DEFAULTS, NOT_GIVEN
+from distributor.launch.defaults import CACHE_DIR
+from distributor.launch.setting_fields import AdminDefault, admin_defaults
 from distributor.launch.settings import Settings
 from support.pages import PAGES, fill_section
 
 SETTINGS = PAGES / "reference" / "settings.md"
 COMMANDS = PAGES / "reference" / "cli.md"
+ADMIN_DEFAULTS = {**admin_defaults(Settings), f'env["{CACHE_DIR.variable}"]': CACHE_DIR}
+"""The defaults that administrators can set, by setting; that of the cache is a variable."""
 COMMAND_NAMES = ("run", "doctor", "clean")
 
 
@@ -26,6 +29,16 @@ def settings_table() -> str:
         for field in dataclasses.fields(Settings)
     ]
     return "\n".join(["| setting | default | description |", "| --- | --- | --- |", *rows])
+
+
+def defaults_table() -> str:
+    """Return the defaults that administrators can set as Markdown."""
+    rows = [
+        f"| `{name}` | `{each.variable}` | `{each.key}` | {each.shown} |"
+        for name, each in ADMIN_DEFAULTS.items()
+    ]
+    head = ["| setting | environment variable | Spark conf | else |", "| --- | --- | --- | --- |"]
+    return "\n".join([*head, *rows])
 
 
 def options_table(command: str) -> str:
@@ -44,8 +57,8 @@ def options_table(command: str) -> str:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
-    if field.default is NOT_GIVEN:
-        return next(each.shown for each in ADMIN_DEFAULTS if each.name == field.name) + " *"
+    if isinstance(default := field.metadata["default"], AdminDefault):
+        return f"{default.shown} *"
     if isinstance(field.default, (bool, int, float, str)):
         return f"`{field.default!r}`" if isinstance(field.default, str) else f"{field.default:g}"
     return "none"

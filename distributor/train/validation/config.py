@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from distributor.launch.programs import check_runs
-from distributor.launch.setting_checks import check_bool, check_timeout
+from distributor.launch.setting_types import check_bool, check_timeout
 from distributor.train.checkpoint import Checkpoint
 from distributor.train.config import UnsupportedParameter
 
