@@ -22,7 +22,7 @@ from distributor.launch.output.screen import SCREEN
 from distributor.launch.programs import module_of, program_of
 from distributor.launch.setting_types import check_num_processes
 from distributor.launch.settings import Settings
-from distributor.node.worker.stack_text import append_stacks
+from distributor.node.worker.stacks import append_stacks
 from distributor.torch_distributor import TorchDistributor
 
 _SPELLING = Spelling(

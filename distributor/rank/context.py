@@ -119,3 +119,23 @@ def enter_worker(context: WorkerContext) -> None:
     """Make this process the rank that the context belongs to."""
     global _context
     _context = context
+
+
+def connect_store(prefix: str, **options: Any) -> Any:
+    """Return a client of the run's store, whatever rendezvous the program has chosen.
+
+    It has its own connection, a prefix of its keys, and options of ``torch.distributed.TCPStore``.
+    """
+    import torch.distributed as dist
+
+    # Torch adds a new store to its table of Python objects without the interpreter's lock.
+    with _connecting:
+        client = dist.TCPStore(  # type: ignore[attr-defined]
+            *worker_context().rendezvous, is_master=False, wait_for_workers=False, **options
+        )
+        store = dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
+        del client
+        return store
+
+
+_connecting = threading.Lock()

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from distributor.errors import StartTimeout
-from distributor.node.worker.store_client import connect_store
+from distributor.rank.context import connect_store
 
 
 class Peers:

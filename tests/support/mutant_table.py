@@ -687,7 +687,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # MLflow
     Mutant(
         "an unavailable MLflow server does not end the training",
-        "distributor/node/worker/mlflow_stores.py",
+        "distributor/node/worker/mlflow_hooks.py",
         "if not _is_server_error(error):\n                raise\n            self._losses",
         "if True:\n                raise\n            self._losses",
         (
@@ -697,13 +697,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "ranks that do not log have a read-only MLflow",
         "distributor/node/worker/mlflow_hooks.py",
-        "return ReadOnlyStore(store, role.run_id)",
-        "return FaultTolerantStore(store, role.run_id, losses)",
+        "return _ReadOnlyStore(store, self._run_id)",
+        "return _FaultTolerantStore(store, self._run_id, self._losses)",
         ("tracking/test_job_run.py::test_only_the_first_rank_logs_artifacts_and_models[local]",),
     ),
     Mutant(
         "a rank does not end the job's MLflow run",
-        "distributor/node/worker/mlflow_stores.py",
+        "distributor/node/worker/mlflow_hooks.py",
         "        if run_id == self._run_id:\n            if run_name",
         "        if False:\n            if run_name",
         ("tracking/test_job_run.py::test_a_rank_that_closes_the_run_does_not_end_it[local]",),

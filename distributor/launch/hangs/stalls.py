@@ -11,7 +11,7 @@ from distributor.core.spelling import Spelling
 from distributor.errors import RunStalled
 from distributor.launch.output.messages import warn
 from distributor.launch.settings import Settings
-from distributor.node.worker.stack_text import append_stacks
+from distributor.node.worker.stacks import append_stacks
 
 MIN_INTERVAL, MAX_INTERVAL = 0.5, 10.0
 """Bounds of the seconds between two measurements of a node's activity."""

@@ -26,8 +26,7 @@ from distributor.node.agent.rank_starter import RankStarter
 from distributor.node.agent.worker_handle import WorkerHandle
 from distributor.node.agent.worker_selector import WorkerSelector
 from distributor.node.process.spawner import Spawner
-from distributor.node.worker.stack_dump import dump_stacks
-from distributor.node.worker.stack_text import append_stacks
+from distributor.node.worker.stacks import append_stacks, dump_stacks
 from distributor.rank import messages
 from distributor.serialization.outcome import Failure, Outcome, Value
 

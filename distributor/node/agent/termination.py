@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 
 from distributor.node.agent.output.sink import Sink
 from distributor.node.agent.worker_handle import WorkerHandle
-from distributor.node.worker.stack_dump import dump_stacks
-from distributor.node.worker.stack_text import append_stacks
+from distributor.node.worker.stacks import append_stacks, dump_stacks
 from distributor.serialization.outcome import Value
 
 TERMINATION_GRACE_SECONDS = 5.0

@@ -46,7 +46,7 @@ from distributor.node.spark_task.shipped_files import unpack_modules
 from distributor.node.spark_task.spark_channel import SparkChannel
 from distributor.node.spark_task.task_spec import TaskSpec
 from distributor.node.spark_task.value_fallback import save_large_values, save_refused_values
-from distributor.node.worker.spark_files import VARIABLE as SPARK_FILES
+from distributor.node.worker.libraries import SPARK_FILES
 from distributor.serialization.outcome import Failure, Value
 from distributor.wire.messages import NodeWarning, Rendezvous
 from distributor.wire.sealing import rank_secret

@@ -29,14 +29,11 @@ from distributor.node.process.process_title import set_run_title
 from distributor.node.process.scratch import create_scratch
 from distributor.node.process.worker_spec import WorkerSpec
 from distributor.node.worker.control_channel import ControlChannel
-from distributor.node.worker.frameworks import show_all_ranks
-from distributor.node.worker.group_lifetime import keep_groups
-from distributor.node.worker.late_variables import read_variables_at_import
+from distributor.node.worker.libraries import adapt_libraries, read_variables_at_import
 from distributor.node.worker.main_module import create_main_module
 from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
 from distributor.node.worker.own_rendezvous import allow_own_rendezvous
-from distributor.node.worker.spark_files import find_spark_files
-from distributor.node.worker.stack_dump import enable_stack_dumps, write_collectives
+from distributor.node.worker.stacks import enable_stack_dumps, write_collectives
 from distributor.node.worker.stdio import StandardStreams
 from distributor.rank.context import WorkerContext, enter_worker
 from distributor.rank.devices import finish_gpu_work
@@ -57,15 +54,7 @@ from distributor.serialization.program import Call, Module, Program, Script, wri
 
 
 def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
-    """Be the rank that `worker_spec` describes.
-
-    Parameters
-    ----------
-    worker_spec : WorkerSpec
-        What the agent passed to this rank.
-    at_exit : list of callable
-        What the caller calls when the interpreter exits; this adds the end of the process.
-    """
+    """Be the rank that `worker_spec` describes; `at_exit` is called when the interpreter exits."""
     exit_code = [1]
     use_host_name(worker_spec.origin.host)
     set_run_title(f"rank {worker_spec.origin.rank}", worker_spec.program_name, worker_spec.run_id)
@@ -98,9 +87,7 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     control.send(STARTED)
     allow_own_rendezvous(*context.rendezvous, worker_spec.run_id)
     install_mlflow_hooks()
-    keep_groups()
-    show_all_ranks(worker_spec.uses_gpus)
-    find_spark_files()
+    adapt_libraries(worker_spec.uses_gpus)
     try:
         succeeded = _run_and_record(worker_spec, context)
     except SystemExit as leaving:
@@ -129,7 +116,7 @@ def _import_torch() -> None:
 
 
 def _run_and_record(worker_spec: WorkerSpec, context: WorkerContext) -> bool:
-    """Run the program, record its value or its failure, and return whether it succeeded."""
+    """Return whether the program succeeded."""
     with open(worker_spec.outcome, "wb") as file:
         try:
             value = _execute(_load_program(worker_spec), context)
@@ -151,6 +138,7 @@ def _load_program(worker_spec: WorkerSpec) -> Program:
     program = oob_pickle.unpack(worker_spec.program)
     assert isinstance(program, Program)
     create_main_module(worker_spec.program if isinstance(program, Call) else None)
+    # To hide torch takes milliseconds, and a preloaded module may have imported it for the program.
     may_set_variables = not isinstance(program, Call) or program.call.uses_environment
     if may_set_variables and not worker_spec.has_preloads:
         read_variables_at_import()
@@ -160,7 +148,6 @@ def _load_program(worker_spec: WorkerSpec) -> Program:
 
 
 def _execute(program: Program, context: WorkerContext) -> Any:
-    """Run the program and its final steps, and return its value."""
     rank = os.getpid()
     try:
         value = _value_of(program)
@@ -173,11 +160,10 @@ def _execute(program: Program, context: WorkerContext) -> Any:
 
 
 def _value_of(program: Program) -> Any:
-    """Run the program and return its value; an exit with code 0 counts as a return of None."""
     try:
         return _call(program)
     except SystemExit as leaving:
-        if leaving.code in (None, 0):
+        if leaving.code in (None, 0):  # counts as a return
             return None
         raise
 

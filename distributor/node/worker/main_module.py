@@ -2,8 +2,8 @@
 
 A process that ``multiprocessing`` starts by ``spawn`` or ``forkserver`` runs its parent's main
 module once more, to find the classes and functions that are pickled by name. It finds the module
-by the name in ``__main__.__spec__``. A rank that runs a function gives it the name of
-`spawned_main`, which loads the driver's names from the rank's program. (Only Linux lets another
+by the name in ``__main__.__spec__``. In a rank that runs a function that is the name of this
+module, which then loads the driver's names from the rank's program. (Only Linux lets another
 process open its file.) Scripts and modules are run again, as everywhere.
 """
 
@@ -17,10 +17,9 @@ from typing import Any
 
 from distributor.serialization import oob_pickle, pickling
 
+# Names the file with a rank's program for the processes that the rank starts.
 PROGRAM_VARIABLE = "DISTRIBUTOR_PROGRAM"
-"""Names the file with a rank's program for the processes that the rank starts."""
-
-CHILDREN_RUN = "distributor.node.worker.spawned_main"
+NAME = "distributor.node.worker.main_module"  # in these processes, this is "__mp_main__"
 
 
 class _MainModule(ModuleType):
@@ -39,11 +38,8 @@ class _Spec(ModuleSpec):
 def create_main_module(program: int | None) -> None:
     """Replace the main module, which has the names of this package's bootstrap, by an empty one.
 
-    Parameters
-    ----------
-    program : int or None
-        The descriptor of the file with the pickled call that this rank runs. None for scripts and
-        modules, which `runpy` runs in main modules of their own.
+    `program` is the descriptor of the file with the pickled call that this rank runs. It is None
+    for scripts and modules, which `runpy` runs in main modules of their own.
     """
     module = _MainModule("__main__")
     # multiprocessing's processes send back objects of classes in its second name.
@@ -52,22 +48,23 @@ def create_main_module(program: int | None) -> None:
         vars(module)["__getattr__"] = lambda name: getattr(sys.modules["__main__"], name)
     elif sys.platform == "linux":
         os.environ[PROGRAM_VARIABLE] = f"/proc/{os.getpid()}/fd/{program}"
-        module.__spec__ = _Spec(CHILDREN_RUN, None)
+        module.__spec__ = _Spec(NAME, None)
 
 
 def load_main_module(namespace: dict[str, Any]) -> None:
-    """Fill the main module of a process that `multiprocessing` has started for a rank.
-
-    Parameters
-    ----------
-    namespace : dict
-        The globals of `spawned_main`, which the process runs as its main module.
-    """
+    """Fill the globals of the main module of a process that `multiprocessing` has started."""
     for name in namespace.keys() - {"__name__", "__builtins__"}:
         del namespace[name]
-    namespace["__spec__"] = _Spec(CHILDREN_RUN, None)
+    namespace["__spec__"] = _Spec(NAME, None)
     sys.modules["__main__"] = sys.modules[namespace["__name__"]]
     with open(os.environ[PROGRAM_VARIABLE], "rb") as file:
         call = oob_pickle.unpack(file.fileno()).call
     pickling.install_sources(call.sources)
     call.load_main(namespace)
+
+
+if __name__ == "__mp_main__":
+    # That of another copy of this module, because the globals of this one are replaced.
+    from distributor.node.worker import main_module
+
+    main_module.load_main_module(globals())

@@ -2,8 +2,8 @@
 
 MLflow reaches everything outside its process through stores: for tracking, for registered models
 and for artifacts. Its registries build a store by the scheme of an address. Once a rank imports
-MLflow, the public methods of these registries return a store of `mlflow_stores`, whatever address
-the user's code names:
+MLflow, the public methods of these registries return a store of this module, whatever address the
+user's code names:
 
 - in a rank that logs, MLflow's own store; if the server fails, training continues;
 - in a rank that does not log, MLflow's own store for reading, while writes are dropped;
@@ -15,11 +15,13 @@ code may name any address, and a plugin that takes over a built-in scheme cannot
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import sys
+import time
+import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -32,198 +34,406 @@ from distributor.core.mlflow_env import (
     LOGGING_RANKS,
     NAMED_SERVER,
     NO_RANK,
+    OFF_REASON,
     RUN_ID,
+    SERVER_ERRORS,
+    USE_NOT_DETECTED,
 )
-from distributor.node.worker.mlflow_entities import NOWHERE, make_model_version
-from distributor.node.worker.mlflow_stores import (
-    EmptyStore,
-    FaultTolerantStore,
-    LossReporter,
-    ReadOnlyStore,
-    StoreProxy,
-)
+from distributor.core.text import counted
 from distributor.rank.import_hooks import after_import
 
+# The registries of stores that are replaced, by the groups in which plugins extend them.
 STORE_GROUPS = ("mlflow.tracking_store", "mlflow.model_registry_store")
-"""The registries of stores that are replaced, by the groups in which plugins extend them."""
-
-
-@dataclass(frozen=True)
-class LoggingRole:
-    """Which stores a rank logs to.
-
-    Parameters
-    ----------
-    logging_ranks : str
-        Which ranks log, as in `mlflow_env`.
-    is_rank_0 : bool
-        Whether this is rank 0.
-    run_id : str or None
-        The job's run.
-    job_uri : str
-        The address of the store that has the job's run.
-    """
-
-    logging_ranks: str
-    is_rank_0: bool
-    run_id: str | None
-    job_uri: str
-
-    @classmethod
-    def of_this_rank(cls) -> LoggingRole:
-        """Read the role from the environment that the driver has prepared."""
-        env = os.environ
-        return cls(
-            logging_ranks=env.get(LOGGING_RANKS, NAMED_SERVER),
-            is_rank_0=env["RANK"] == "0",
-            run_id=env.get(RUN_ID),
-            job_uri=env.get("MLFLOW_TRACKING_URI", ""),
-        )
-
-    @property
-    def is_tracked(self) -> bool:
-        """Whether the job has a run."""
-        return self.logging_ranks in (FIRST, ALL)
-
-    def logs_to(self, uri: str) -> bool:
-        """Return whether this rank logs to the store at an address."""
-        if self.logging_ranks == NAMED_SERVER and not _is_server(uri):
-            return False
-        if self.logging_ranks == ALL and not self.is_other_server(uri):
-            return True
-        return self.logging_ranks != NO_RANK and self.is_rank_0
-
-    def logs(self) -> bool:
-        """Return whether this rank logs to the store that is set now."""
-        return self.logs_to(_tracking_uri())
-
-    def is_other_server(self, uri: str) -> bool:
-        """Return whether the job's run is in a file, and this is a server that the code names."""
-        return self.job_uri.startswith(LOCAL_STORES) and _is_server(uri)
+NOWHERE = "distributor-nowhere"  # the scheme of the addresses of artifacts that are not stored
+# Methods that return something that may have been created in this process alone.
+GETTERS = frozenset(
+    {"get_experiment", "get_experiment_by_name", "get_logged_model", "get_model_version"}
+)
+# What the names of methods begin with that change nothing in a store.
+READ_VERBS = frozenset(
+    {"batch", "calculate", "download", "filter", "find", "for", "get", "list", "load", "max"}
+    | {"query", "resolve", "search", "supports", "verify"}
+)
 
 
 def install_mlflow_hooks() -> None:
     """Have MLflow log to the job's run, or nowhere, once this rank imports it."""
-    role, losses = LoggingRole.of_this_rank(), LossReporter()
-    hooks: dict[str, Callable[[LoggingRole, LossReporter, Any], object]] = {
-        "mlflow": _change_registration,
-        "mlflow.models.model": _change_model_logging,
-        "mlflow.store.artifact.artifact_repository_registry": _change_artifact_stores,
-        "mlflow.tracking.fluent": _change_runs,
-        "mlflow.tracking.registry": _change_stores,
+    hooks = _Hooks()
+    changes = {
+        "mlflow": hooks.change_registration,
+        "mlflow.models.model": hooks.change_model_logging,
+        "mlflow.store.artifact.artifact_repository_registry": hooks.change_artifact_stores,
+        "mlflow.tracking.fluent": hooks.change_runs,
+        "mlflow.tracking.registry": hooks.change_stores,
     }
-    for name, change in hooks.items():
-        after_import(name, functools.partial(change, role, losses))
+    for name, change in changes.items():
+        after_import(name, change)
 
 
-def _change_stores(role: LoggingRole, losses: LossReporter, module: Any) -> None:
-    """Replace the stores for tracking and registered models."""
-    get_builder = module.StoreRegistry.get_store_builder
+class _Hooks:
+    """The changes to MLflow's modules, and which stores this rank logs to.
 
-    @functools.wraps(get_builder)
-    def get_store_builder(registry: Any, store_uri: str) -> Any:
-        build = get_builder(registry, store_uri)
-        if registry.group_name not in STORE_GROUPS:
-            return build
-
-        @functools.wraps(build, updated=())  # the registry looks at the parameters
-        def build_proxy(*args: Any, **kwargs: Any) -> StoreProxy:
-            logs = role.logs_to(store_uri)
-            if not logs and not role.is_tracked:
-                losses.report_off()
-                return ReadOnlyStore(EmptyStore())
-            # Not at the import of MLflow, which may have been in the zygote, for another run.
-            for name, value in HTTP_DEFAULTS.items():
-                os.environ.setdefault(name, value)
-            return _proxy(role, losses, build(*args, **kwargs), logs=logs)
-
-        return build_proxy
-
-    module.StoreRegistry.get_store_builder = get_store_builder
-
-
-def _change_artifact_stores(role: LoggingRole, losses: LossReporter, module: Any) -> None:
-    """Replace the stores for artifacts, which may be read anywhere and are written below runs."""
-    get_repository = module.ArtifactRepositoryRegistry.get_artifact_repository
-
-    @functools.wraps(get_repository)
-    def get_artifact_repository(registry: Any, artifact_uri: str, *args: Any, **kwargs: Any) -> Any:
-        if str(artifact_uri).startswith(f"{NOWHERE}:"):
-            return ReadOnlyStore(EmptyStore())
-        store = get_repository(registry, artifact_uri, *args, **kwargs)
-        return _proxy(role, losses, store, logs=role.logs())
-
-    module.ArtifactRepositoryRegistry.get_artifact_repository = get_artifact_repository
-
-
-def _proxy(role: LoggingRole, losses: LossReporter, store: Any, *, logs: bool) -> StoreProxy:
-    if logs:
-        return FaultTolerantStore(store, role.run_id, losses)
-    return ReadOnlyStore(store, role.run_id)
-
-
-def _change_runs(role: LoggingRole, _: LossReporter, fluent: Any) -> None:
-    """Have every start of a run attach to the job's run: MLflow forgets it after the first.
-
-    If the code has set another experiment, MLflow would refuse the run. On a server that the code
-    names while the job's run is in a file, the start makes a new run.
+    That is read from the environment that the driver has prepared.
     """
-    if (run_id := role.run_id) is None:
-        return
-    compat.keep_run_open_at_exit()
-    start_run = fluent.start_run
 
-    @functools.wraps(start_run)
-    def attach(*args: Any, **kwargs: Any) -> Any:
-        if fluent.active_run() is None:
-            if role.is_other_server(_tracking_uri()):
-                os.environ.pop(RUN_ID, None)
-                compat.end_run_at_exit()
-            else:
-                os.environ[RUN_ID] = run_id
-                compat.forget_active_experiment()
-        return start_run(*args, **kwargs)
+    def __init__(self) -> None:
+        env = os.environ
+        self._logging_ranks = env.get(LOGGING_RANKS, NAMED_SERVER)
+        self._is_rank_0 = env["RANK"] == "0"
+        self._run_id = env.get(RUN_ID)
+        self._job_uri = env.get("MLFLOW_TRACKING_URI", "")
+        self._losses = _LossReporter()
 
-    modules: list[Any] = [fluent, sys.modules["mlflow"]]
-    for module in modules:
-        if hasattr(module, "start_run"):  # not yet in MLflow itself while it is being imported
-            module.start_run = attach
+    def _logs_to(self, uri: str) -> bool:
+        if self._logging_ranks == NAMED_SERVER and not _is_server(uri):
+            return False
+        if self._logging_ranks == ALL and not self._is_other_server(uri):
+            return True
+        return self._logging_ranks != NO_RANK and self._is_rank_0
+
+    def _logs(self) -> bool:
+        """Return whether this rank logs to the store that is set now."""
+        return self._logs_to(_tracking_uri())
+
+    def _is_other_server(self, uri: str) -> bool:
+        """Return whether the job's run is in a file, and this is a server that the code names."""
+        return self._job_uri.startswith(LOCAL_STORES) and _is_server(uri)
+
+    def _proxy(self, store: Any, *, logs: bool) -> _StoreProxy:
+        if logs:
+            return _FaultTolerantStore(store, self._run_id, self._losses)
+        return _ReadOnlyStore(store, self._run_id)
+
+    def change_stores(self, module: Any) -> None:
+        """Replace the stores for tracking and registered models."""
+        get_builder = module.StoreRegistry.get_store_builder
+
+        @functools.wraps(get_builder)
+        def get_store_builder(registry: Any, store_uri: str) -> Any:
+            build = get_builder(registry, store_uri)
+            if registry.group_name not in STORE_GROUPS:
+                return build
+
+            @functools.wraps(build, updated=())  # the registry looks at the parameters
+            def build_proxy(*args: Any, **kwargs: Any) -> _StoreProxy:
+                logs = self._logs_to(store_uri)
+                if not logs and self._logging_ranks not in (FIRST, ALL):  # the job has no run
+                    self._losses.report_off()
+                    return _ReadOnlyStore(_EmptyStore())
+                # Not at the import of MLflow, which may have been in the zygote, for another run.
+                for name, value in HTTP_DEFAULTS.items():
+                    os.environ.setdefault(name, value)
+                return self._proxy(build(*args, **kwargs), logs=logs)
+
+            return build_proxy
+
+        module.StoreRegistry.get_store_builder = get_store_builder
+
+    def change_artifact_stores(self, module: Any) -> None:
+        """Replace the stores for artifacts: read anywhere, written below runs."""
+        get_repository = module.ArtifactRepositoryRegistry.get_artifact_repository
+
+        @functools.wraps(get_repository)
+        def get_artifact_repository(
+            registry: Any, artifact_uri: str, *args: Any, **kwargs: Any
+        ) -> Any:
+            if str(artifact_uri).startswith(f"{NOWHERE}:"):
+                return _ReadOnlyStore(_EmptyStore())
+            store = get_repository(registry, artifact_uri, *args, **kwargs)
+            return self._proxy(store, logs=self._logs())
+
+        module.ArtifactRepositoryRegistry.get_artifact_repository = get_artifact_repository
+
+    def change_runs(self, fluent: Any) -> None:
+        """Have every start of a run attach to the job's run: MLflow forgets it after the first.
+
+        If the code has set another experiment, MLflow would refuse the run. On a server that the
+        code names while the job's run is in a file, the start makes a new run.
+        """
+        if (run_id := self._run_id) is None:
+            return
+        compat.keep_run_open_at_exit()
+        start_run = fluent.start_run
+
+        @functools.wraps(start_run)
+        def attach(*args: Any, **kwargs: Any) -> Any:
+            if fluent.active_run() is None:
+                if self._is_other_server(_tracking_uri()):
+                    os.environ.pop(RUN_ID, None)
+                    compat.end_run_at_exit()
+                else:
+                    os.environ[RUN_ID] = run_id
+                    compat.forget_active_experiment()
+            return start_run(*args, **kwargs)
+
+        modules: list[Any] = [fluent, sys.modules["mlflow"]]
+        for module in modules:
+            if hasattr(module, "start_run"):  # not yet in MLflow itself while it is being imported
+                module.start_run = attach
+
+    def change_model_logging(self, module: Any) -> None:
+        """Have a rank that does not log save no models either, because that takes long."""
+        log = module.Model.log.__func__
+
+        @functools.wraps(log)
+        def log_or_skip(cls: Any, artifact_path: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if self._logs():
+                return log(cls, artifact_path, *args, **kwargs)
+            name, active = kwargs.get("name") or artifact_path, _imported("mlflow").active_run()
+            run_id = kwargs.get("run_id") or (active.info.run_id if active else None)
+            return cls(artifact_path=name, run_id=run_id).get_model_info()
+
+        module.Model.log = classmethod(log_or_skip)
+
+    def change_registration(self, mlflow: Any) -> None:
+        """Have a rank that does not log register no models: MLflow would look for saved files."""
+        register = getattr(mlflow, "register_model", None)
+        if register is None:
+            return  # MLflow is installed for tracing only
+
+        @functools.wraps(register)
+        def register_or_skip(model_uri: str, name: str, *args: Any, **kwargs: Any) -> Any:
+            if self._logs():
+                return register(model_uri, name, *args, **kwargs)
+            return _make_model_version(name)
+
+        mlflow.register_model = register_or_skip
 
 
-def _change_model_logging(role: LoggingRole, _: LossReporter, module: Any) -> None:
-    """Have a rank that does not log save no models either, because that takes long."""
-    log = module.Model.log.__func__
-
-    @functools.wraps(log)
-    def log_or_skip(cls: Any, artifact_path: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if role.logs():
-            return log(cls, artifact_path, *args, **kwargs)
-        name, active = kwargs.get("name") or artifact_path, import_module("mlflow").active_run()
-        run_id = kwargs.get("run_id") or (active.info.run_id if active else None)
-        return cls(artifact_path=name, run_id=run_id).get_model_info()
-
-    module.Model.log = classmethod(log_or_skip)
-
-
-def _change_registration(role: LoggingRole, _: LossReporter, mlflow: Any) -> None:
-    """Have a rank that does not log register no models: MLflow would look for the saved files."""
-    register = getattr(mlflow, "register_model", None)
-    if register is None:
-        return  # MLflow is installed for tracing only
-
-    @functools.wraps(register)
-    def register_or_skip(model_uri: str, name: str, *args: Any, **kwargs: Any) -> Any:
-        if role.logs():
-            return register(model_uri, name, *args, **kwargs)
-        return make_model_version(name)
-
-    mlflow.register_model = register_or_skip
+def _imported(module: str) -> Any:
+    return import_module(module)
 
 
 def _tracking_uri() -> str:
-    mlflow: Any = import_module("mlflow")
-    return str(mlflow.get_tracking_uri())
+    return str(_imported("mlflow").get_tracking_uri())
 
 
 def _is_server(uri: str) -> bool:
     return uri == "databricks" or ("://" in uri and not uri.startswith(LOCAL_STORES))
+
+
+class _LossReporter:
+    """Prints why a rank does not log, or that a server failed and how many calls were lost."""
+
+    def __init__(self) -> None:
+        self._lost = 0
+        is_rank_0 = os.environ["RANK"] == "0"
+        self._off_reason = os.environ.get(OFF_REASON, USE_NOT_DETECTED) if is_rank_0 else ""
+
+    def report_off(self) -> None:
+        """Print why nothing is logged: once, on rank 0, and unless the driver has warned."""
+        if self._off_reason:
+            print(f"distributor: {self._off_reason}", file=sys.stderr)
+            self._off_reason = ""
+
+    def count(self, error: Exception) -> None:
+        """Count a call that the server failed, and print the first error."""
+        if not self._lost:
+            print(
+                f"distributor: The MLflow server did not accept what was logged: {error}. "
+                "Training continues.",
+                file=sys.stderr,
+            )
+            atexit.register(self._report_total)
+        self._lost += 1
+
+    def _report_total(self) -> None:
+        lost = counted(self._lost, "call")
+        print(f"distributor: {lost} did not reach MLflow.", file=sys.stderr)
+
+
+class _StoreProxy:
+    """A store of MLflow whose methods that change something go through `_write`.
+
+    It delegates by name. A subclass of MLflow's abstract store would need more than a hundred
+    methods, and other ones in each version.
+    """
+
+    def __init__(self, store: Any, run_id: str | None = None) -> None:
+        self._store = store
+        self._run_id = run_id  # of the job
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # MLflow checks by `isinstance` which protocol a store speaks
+        return type(self._store)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store, name)
+        if name.startswith("_") or name.partition("_")[0] in READ_VERBS or not callable(found):
+            return found
+        return functools.partial(self._write, name, found)
+
+    def get_run(self, run_id: str) -> Any:
+        """Return a run; the job's own even if the server fails."""
+        try:
+            return self._store.get_run(run_id)
+        except Exception as error:
+            if run_id != self._run_id or not _is_server_error(error):
+                raise
+            return _make_run(run_id)
+
+    def _write(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class _FaultTolerantStore(_StoreProxy):
+    """Drops what a failing server does not accept, and does not end the job's run."""
+
+    def __init__(self, store: Any, run_id: str | None, losses: _LossReporter) -> None:
+        super().__init__(store, run_id)
+        self._losses = losses
+
+    def _write(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("create_"):
+            return method(*args, **kwargs)  # the caller needs what it returns
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            if not _is_server_error(error):
+                raise
+            self._losses.count(error)
+
+    def update_run_info(
+        self, run_id: str, run_status: Any, end_time: Any, run_name: Any = None
+    ) -> Any:
+        """Change the status and name of a run, but of the job's run only the name."""
+        if run_id == self._run_id:
+            if run_name is None:
+                return None
+            run_status, end_time = _imported("mlflow.entities").RunStatus.RUNNING, None
+        update = self._store.update_run_info
+        return self._write("update_run_info", update, run_id, run_status, end_time, run_name)
+
+
+class _ReadOnlyStore(_StoreProxy):
+    """Drops what is written. What is created exists in this process alone."""
+
+    def __init__(self, store: Any, run_id: str | None = None) -> None:
+        super().__init__(store, run_id)
+        self._created: dict[str, Any] = {}
+
+    def get_run(self, run_id: str) -> Any:
+        return self._created.get(run_id) or super().get_run(run_id)
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return functools.partial(self._read, found) if name in GETTERS else found
+
+    def _read(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        key = next(iter((*args, *kwargs.values())), None)
+        created = self._created.get(str(key))
+        return method(*args, **kwargs) if created is None else created
+
+    def _write(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return compat.finished_operations() if name.endswith("_async") else None
+
+    def create_run(self, experiment_id: str, *args: Any, **kwargs: Any) -> Any:
+        run_id = uuid.uuid4().hex
+        return self._keep(_make_run(run_id, experiment_id), run_id)
+
+    def create_experiment(self, name: str, *args: Any, **kwargs: Any) -> str:
+        experiment_id = str(uuid.uuid4().int % 10**18)
+        self._keep(_make_experiment(experiment_id, name), experiment_id, name)
+        return experiment_id
+
+    def create_logged_model(
+        self,
+        experiment_id: str = "0",
+        name: str | None = None,
+        source_run_id: str | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        model_id, now = f"m-{uuid.uuid4().hex}", _now()
+        model = _imported("mlflow.entities").LoggedModel(
+            experiment_id,
+            model_id,
+            name or model_id,
+            f"{NOWHERE}:/{model_id}",
+            now,
+            now,
+            source_run_id=source_run_id,
+        )
+        return self._keep(model, model_id)
+
+    def finalize_logged_model(self, model_id: str, *args: Any, **kwargs: Any) -> Any:
+        return self._created.get(model_id)
+
+    def start_trace(self, trace_info: Any) -> Any:
+        return trace_info
+
+    def create_registered_model(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return _imported("mlflow.entities.model_registry").RegisteredModel(name)
+
+    def create_model_version(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._keep(_make_model_version(name), name)
+
+    def _keep(self, created: Any, *keys: str) -> Any:
+        self._created.update(dict.fromkeys(keys, created))
+        return created
+
+
+class _EmptyStore:
+    """A store without network or files: it has every run and experiment that it is asked for."""
+
+    supports_workspaces = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        verb = name.partition("_")[0]
+        if verb == "search":
+            return lambda *args, **kwargs: _imported("mlflow.store.entities").PagedList([], None)
+        if verb == "list":
+            return lambda *args, **kwargs: []
+        return _raise_not_found
+
+    def get_run(self, run_id: str) -> Any:
+        return _make_run(run_id)
+
+    def get_experiment(self, experiment_id: str, *args: Any) -> Any:
+        return _make_experiment(experiment_id, experiment_id)
+
+    def get_experiment_by_name(self, name: str, *args: Any) -> Any:
+        return _make_experiment("0", name)
+
+
+def _raise_not_found(*args: Any, **kwargs: Any) -> Any:
+    raise _imported("mlflow.exceptions").MlflowException(
+        "MLflow is off in this rank, because the run is not tracked: there is nothing to read.",
+        error_code=_imported("mlflow.protos.databricks_pb2").RESOURCE_DOES_NOT_EXIST,
+    )
+
+
+def _is_server_error(error: Exception) -> bool:
+    return getattr(error, "error_code", None) in SERVER_ERRORS
+
+
+def _make_run(run_id: str, experiment_id: str = "0") -> Any:
+    """Return a running run that has no parameters, metrics or tags."""
+    entities = _imported("mlflow.entities")
+    info = entities.RunInfo(
+        run_id=run_id,
+        experiment_id=experiment_id,
+        user_id="",
+        status="RUNNING",
+        start_time=_now(),
+        end_time=None,
+        lifecycle_stage="active",
+        artifact_uri=f"{NOWHERE}:/{run_id}",
+        run_name=run_id,
+    )
+    return entities.Run(info, entities.RunData())
+
+
+def _make_experiment(experiment_id: str, name: str) -> Any:
+    location = f"{NOWHERE}:/{experiment_id}"
+    return _imported("mlflow.entities").Experiment(experiment_id, name, location, "active")
+
+
+def _make_model_version(name: str) -> Any:
+    return _imported("mlflow.entities.model_registry").ModelVersion(name, "0", _now())
+
+
+def _now() -> int:
+    return int(time.time() * 1000)

@@ -25,18 +25,7 @@ RUN_ID = "TORCHELASTIC_RUN_ID"
 
 
 def allow_own_rendezvous(host: str, port: int, run_id: str) -> None:
-    """Have this process serve a store itself if its program chooses another port.
-
-    Parameters
-    ----------
-    host : str
-        The host of the store that rank 0 serves, as ranks know it.
-    port : int
-        The store's port.
-    run_id : str
-        The run's id. Another in the environment is that of another agent, which a rank has started
-        and which serves the store of its own ranks.
-    """
+    """Have this process serve a store itself if its program chooses another port."""
     choose = partial(_choose_store, host, port, run_id)
     after_import("torch.distributed.rendezvous", partial(private.choose_store, choose=choose))
     after_import("torch.distributed.distributed_c10d", private.separate_initializations)
@@ -45,14 +34,9 @@ def allow_own_rendezvous(host: str, port: int, run_id: str) -> None:
 
 
 def _choose_store(host: str, port: int, run_id: str, wanted_host: str, wanted_port: int) -> str:
-    """Decide who serves the store that the program wants; return the host to connect to.
-
-    Raises
-    ------
-    ValueError
-        If the program's host is loopback, and rank 0 is on another machine.
-    """
+    """Decide who serves the store that the program wants; return the host to connect to."""
     if os.environ.get(RUN_ID, run_id) != run_id:
+        # A rank has started another agent, which serves the store of its own ranks.
         return wanted_host
     is_ours = wanted_port == port
     os.environ[USE_AGENT_STORE] = str(is_ours)

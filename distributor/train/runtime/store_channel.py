@@ -12,7 +12,7 @@ from typing import Any
 from distributor import runtime
 from distributor.core.text import listed
 from distributor.errors import DistributorError
-from distributor.node.worker.store_client import connect_store
+from distributor.rank.context import connect_store
 
 RANK_TIMEOUT_SECONDS = 1800.0
 """Seconds that a rank waits for the other ranks to report, as in torch's collectives."""

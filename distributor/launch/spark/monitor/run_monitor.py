@@ -21,7 +21,7 @@ from distributor.launch.spark.monitor.run_state import RunEvent, RunState
 from distributor.launch.spark.monitor.task_starts import TaskStarts
 from distributor.launch.spark.plan import ClusterPlan
 from distributor.node.agent.output.sink import Sink
-from distributor.node.worker.stack_text import append_stacks
+from distributor.node.worker.stacks import append_stacks
 from distributor.serialization.outcome import Outcome
 from distributor.wire import messages
 from distributor.wire.hub import HERE, Hub

@@ -8,35 +8,48 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Protocol
 
 from distributor._compat.cpython import split_stacks
 from distributor._compat.torch import recorded_collectives
 from distributor.core.procfs import is_in_signal_mask
+from distributor.core.text import listed
 from distributor.node.worker import control_channel
 from distributor.rank.messages import COLLECTIVES
 
+# A signal that hardly any program uses; batch systems may send SIGUSR1 and SIGUSR2.
 SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (3 if hasattr(signal, "SIGRTMAX") else 0)
-"""A signal that hardly any program uses; batch systems may send SIGUSR1 and SIGUSR2."""
-DUMP_SECONDS = 1.0
-"""Seconds that ranks have to write their stacks."""
-COLLECTIVES_SECONDS = 1.0
-"""Seconds that ranks have to write their last collectives; those that cannot run Python do not."""
-QUIET_SECONDS = 0.05
-"""Seconds without another line after which a dump counts as complete: it has no end mark."""
+DUMP_SECONDS = 1.0  # that ranks have to write their stacks
+COLLECTIVES_SECONDS = 1.0  # for their last collectives; those that cannot run Python write none
+QUIET_SECONDS = 0.05  # without another line: a dump is complete, which has no end mark
 POLL_INTERVAL = 0.01
 NO_DUMP = "  (no stack: the process is stopped, or has not started its work)"
-MAX_COLLECTIVES = 3
-"""Collectives of a rank that are shown."""
-_COLLECTIVES = "collectives"
-"""The file in a rank's scratch folder."""
+MAX_COLLECTIVES = 3  # of a rank that are shown
+_COLLECTIVES = "collectives"  # the file in a rank's scratch folder
+# The file of the only lasting thread of this package in a rank, which is left out.
 _OWN_THREAD = control_channel.__file__
-"""The file of the only lasting thread of this package in a rank, which is left out."""
+
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_THREAD = re.compile(r"^.*[Tt]hread.*\(most recent call first\):$", re.MULTILINE)
+_SENT = "/distributor-modules-"  # part of the folders with the user's modules on nodes
+# Files that are not the user's: installed packages, the standard library, this package.
+_LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<(?:frozen |string>)"
+    r"|/distributor/(?:_compat|core|data|launch|node|rank|ray|serialization|tracking|train|wire)/"
+)
+# The oldest frames of a rank, which have called the user's program.
+_LAUNCHERS = re.compile(
+    r'(?<=\n)(?:  File "(?:[^"\n]*/distributor/node/[^"\n]*|<string>|<frozen runpy>)", '
+    r".*(?:\n|\Z))+\Z"
+)
+# Functions that are not what the user called, such as those of torch's decorators.
+_INTERNAL = re.compile(r"^_|^wrapper$")
 
 
 def enable_stack_dumps(descriptor: int) -> None:
@@ -45,10 +58,7 @@ def enable_stack_dumps(descriptor: int) -> None:
 
 
 def write_collectives(scratch: str) -> None:
-    """Write this process's last collectives to its scratch folder, for `dump_stacks`.
-
-    A thread of its own does that: torch may have to wait for a GPU.
-    """
+    """Write this process's last collectives to its scratch folder, for `dump_stacks`."""
 
     def write() -> None:
         path = Path(scratch, _COLLECTIVES)
@@ -58,6 +68,7 @@ def write_collectives(scratch: str) -> None:
             partial.write_text("\n".join(lines))
             partial.replace(path)
 
+    # A thread of its own: torch may have to wait for a GPU.
     threading.Thread(target=write, name="collectives", daemon=True).start()
 
 
@@ -86,16 +97,8 @@ class DumpTarget(Protocol):
 def dump_stacks(ranks: Mapping[int, DumpTarget]) -> dict[int, str]:
     """Request the stacks of ranks, and wait for them.
 
-    Parameters
-    ----------
-    ranks : mapping of int to DumpTarget
-        The processes, by rank.
-
-    Returns
-    -------
-    dict of int to str
-        The threads of each rank, the most recent call first, without the launcher's own, after
-        its last collectives.
+    Returned are the threads of each rank, the most recent call first, without the launcher's own,
+    after its last collectives.
     """
     begun = {rank: _size(target) for rank, target in ranks.items()}
     waiting = {rank for rank, target in ranks.items() if _signal(target.pid)}
@@ -109,6 +112,7 @@ def dump_stacks(ranks: Mapping[int, DumpTarget]) -> dict[int, str]:
             break
         sizes |= now
         time.sleep(POLL_INTERVAL)
+    # After their stacks: it takes a thread of theirs.
     _await_collectives([ranks[rank] for rank in waiting])
     return {
         rank: _read_collectives(target) + _read_stack(target, begun[rank])
@@ -117,7 +121,6 @@ def dump_stacks(ranks: Mapping[int, DumpTarget]) -> dict[int, str]:
 
 
 def _await_collectives(ranks: Sequence[DumpTarget]) -> None:
-    """Have ranks write their last collectives, after their stacks: it takes a thread of theirs."""
     for target in ranks:
         target.send(COLLECTIVES)
     deadline = time.monotonic() + COLLECTIVES_SECONDS
@@ -127,19 +130,15 @@ def _await_collectives(ranks: Sequence[DumpTarget]) -> None:
 
 def _signal(pid: int) -> bool:
     """Signal a process, unless it has no handler for the signal, which would then kill it."""
-    if not _handles_signal(pid):
-        return False
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, SIGNAL)
-        return True
-    return False
-
-
-def _handles_signal(pid: int) -> bool:
     try:
-        return is_in_signal_mask(pid, "SigCgt", SIGNAL)
+        handles_signal = is_in_signal_mask(pid, "SigCgt", SIGNAL)
     except FileNotFoundError:
-        return not Path("/proc").is_dir()  # other systems than Linux do not show it
+        handles_signal = not Path("/proc").is_dir()  # other systems than Linux do not show it
+    if handles_signal:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, SIGNAL)
+            return True
+    return False
 
 
 def _size(target: DumpTarget) -> int:
@@ -165,3 +164,46 @@ def _read_stack(target: DumpTarget, begun: int) -> str:
     text = os.pread(target.answers.fileno(), size, begun).decode(errors="backslashreplace")
     threads = split_stacks(text)
     return "\n".join(thread for thread in threads if _OWN_THREAD not in thread) or NO_DUMP
+
+
+def append_stacks(text: str, stacks: Mapping[int, str]) -> str:
+    """Append the stacks of ranks to a text, after a line for each place at which ranks are."""
+    if not stacks:
+        return text
+    shown = {rank: _without_launcher(stack) for rank, stack in stacks.items()}
+    parts = "".join(f"{ranks}:\n{stack}\n" for stack, ranks in _grouped(shown).items())
+    places = _grouped({rank: _place(stack) for rank, stack in stacks.items()})
+    summary = "".join(f"\n  {ranks}: {place}" for place, ranks in places.items() if place)
+    if summary:
+        text = f"{text}\n\nWhere the ranks are:{summary}"
+    return f"{text}\n\nStacks of the ranks, the most recent call first:\n{parts}".rstrip("\n")
+
+
+def _grouped(text_by_rank: Mapping[int, str]) -> dict[str, str]:
+    """Return the ranks that have each text, as text."""
+    ranks_with: dict[str, list[int]] = {}
+    for rank, text in sorted(text_by_rank.items()):
+        ranks_with.setdefault(text, []).append(rank)
+    return {text: listed("rank", ranks) for text, ranks in ranks_with.items()}
+
+
+def _without_launcher(stack: str) -> str:
+    """Omit the oldest frames if they are this package's, unless there are no others."""
+    shorter = _LAUNCHERS.sub("", stack)
+    return shorter.rstrip("\n") if _FRAME.search(_THREAD.split(shorter)[-1]) else stack
+
+
+def _place(stack: str) -> str:
+    """Return the user's line at which a rank's main thread is, and what it called there.
+
+    Empty if the stack has no line of the user's.
+    """
+    main_thread = _THREAD.split(stack)[-1]  # faulthandler writes the oldest thread last
+    called = ""
+    for file, line, function in _FRAME.findall(main_thread):
+        if _SENT in file or not _LIBRARY.search(file):
+            place = f"{function} ({PurePath(file).name}:{line})"
+            return f"in {called}, called by {place}" if called else f"in {place}"
+        if not _INTERNAL.search(function):
+            called = function
+    return ""

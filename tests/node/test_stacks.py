@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distributor.node.worker.stack_text import append_stacks
+from distributor.node.worker.stacks import append_stacks
 
 PACKAGES = "/env/lib/python3.12/site-packages"
 BARRIER = f"""\

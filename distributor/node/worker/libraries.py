@@ -1,0 +1,69 @@
+"""What a rank changes in torch, PySpark and frameworks once its program imports them."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from distributor._compat import accelerate, lightning, pyspark, torch
+from distributor.rank.import_hooks import after_import, at_next_import
+
+SPARK_FILES = "DISTRIBUTOR_SPARK_FILES"
+"""The variable of a rank on an executor that has the folder of ``SparkContext.addFile``'s files."""
+LOGS = ("TORCH_LOGS", "TORCH_LOGS_FORMAT", "TORCH_LOGS_OUT")
+DEBUG_LEVEL = "TORCH_DISTRIBUTED_DEBUG"
+
+
+def adapt_libraries(uses_gpus: bool) -> None:
+    # Accelerate, Transformers and Lightning train one model on all ranks by default, even on CPUs,
+    # of which they would use one.
+    after_import("accelerate.state", accelerate.see_all_ranks)
+    for name in lightning.CONNECTORS:
+        after_import(name, partial(lightning.see_all_ranks, uses_gpus=uses_gpus))
+    _keep_groups()
+    # `SparkFiles` finds files as in Spark's own functions.
+    if folder := os.environ.get(SPARK_FILES):
+        for name in pyspark.MODULES_OF_SPARK_FILES:
+            after_import(name, partial(pyspark.find_spark_files, folder=folder))
+
+
+def _keep_groups() -> None:
+    """Keep a process group alive as long as freeing it could block."""
+    # The destructor of a gloo process group waits for the group's threads, and such a thread needs
+    # the interpreter's lock to free its last operation: since torch 2.13 every backward pass leaves
+    # a Python object in the state that an operation carries. Torch releases the lock when it frees
+    # the Python object of a group, but not when it frees a DDP model's reducer. So if
+    # `destroy_process_group()` is called first and the model is freed afterwards, the reducer is
+    # the last owner of the group, and the process can deadlock. Whether it does under torchrun
+    # depends on the order of imports: the default arguments in `torch.distributed.nn.functional`
+    # own the default group if that module (which `torch._dynamo` imports) is first imported after
+    # `init_process_group`. So every DDP model keeps its group's Python object until it is freed.
+    after_import("torch.nn.parallel.distributed", torch.keep_groups_of_models)
+    # Before version 2.8 (https://github.com/pytorch/pytorch/pull/154976), torch does not release
+    # the lock in `destroy_process_group()` either. With torch 2.4, three of four runs of torchrun
+    # in which three ranks destroy their group right after `all_gather_object` did not end. There,
+    # destroyed groups exist until this process ends.
+    after_import("torch.distributed.distributed_c10d", torch.keep_destroyed_groups)
+
+
+def read_variables_at_import() -> None:
+    """Apply the variables that the program changes from now on when it imports torch.
+
+    In a warm rank torch has been imported before the program starts. This is what torch can still
+    apply.
+    """
+    before = dict(os.environ)
+    at_next_import("torch", lambda: _apply_changes(before))
+
+
+def _apply_changes(before: dict[str, str]) -> None:
+    changed = {name for name, _ in before.items() ^ os.environ.items()}
+    if any(name.endswith("_NUM_THREADS") for name in changed):
+        # Imported only here: in a fresh rank, threadpoolctl would set variables before the program.
+        from distributor.node.process.fork_reset import set_thread_counts
+
+        set_thread_counts()
+    if not changed.isdisjoint(LOGS):
+        torch.read_log_variables()
+    if DEBUG_LEVEL in changed:
+        torch.read_debug_level()
