@@ -61,8 +61,7 @@ def chunks(spark: Any, frame: Any) -> Iterator[Attempt]:
         specs = datasets.specs
 
         def task(batches: Iterator[Any]) -> Iterator[Any]:
-            from distributor.data.spark.chunk_file import ChunkSource
-            from distributor.data.spark.packing import write_chunks
+            from distributor.data.chunk_file import ChunkSource, write_chunks
 
             with write_chunks(batches, specs, 1, tempfile.gettempdir()) as file:
                 source = ChunkSource(f"/proc/self/fd/{file.fileno()}", 0)

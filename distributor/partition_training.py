@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distributor.data.spark.dataset import DatasetFinder, from_spark
+from distributor.data.dataframes import DatasetFinder, from_spark
 from distributor.prepared_run import PlannedSettings, prepare_run
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from distributor.core.mlflow_env import NAMED_SERVER
 from distributor.core.paths import absolute
 from distributor.core.redaction import Redaction
 from distributor.core.text import printable
-from distributor.data.spark.dataset import DatasetFinder
+from distributor.data.dataframes import DatasetFinder
 from distributor.errors import DistributorError
 from distributor.launch import retry
 from distributor.launch.call_site import CallSite

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from distributor.core.spelling import Spelling, checks_keywords
-from distributor.data.spark.partition_loader import get_spark_partition_data_loader
+from distributor.data.dataframes import get_spark_partition_data_loader
 from distributor.launch.future import RunFuture, start_run
 from distributor.launch.setting_fields import documented
 from distributor.launch.spark.session import Session

@@ -19,14 +19,6 @@ def keep_shares_whole(accelerator: ModuleType, is_share: Callable[[object], bool
     """Have an ``Accelerator`` leave a dataset whole that is one rank's share already.
 
     The Transformers ``Trainer`` prepares its data loaders by an ``Accelerator``, too.
-
-    Parameters
-    ----------
-    accelerator : module
-        ``accelerate.accelerator``, whose ``prepare_data_loader`` is changed. An ``Accelerator``
-        calls it with the number of processes among which the data are to be divided.
-    is_share : callable
-        Called with a dataset; returns whether it is one rank's share.
     """
     prepare = accelerator.prepare_data_loader
     signature = inspect.signature(prepare)
@@ -58,11 +50,6 @@ def see_all_ranks(state: ModuleType) -> None:
 
     Accelerate looks for them on CPUs only if it is asked to: an ``Accelerator`` by a variable, a
     ``PartialState`` by an argument. The Transformers ``TrainingArguments`` make one, too.
-
-    Parameters
-    ----------
-    state : module
-        ``accelerate.state``, whose ``PartialState`` is changed.
     """
     initialize = state.PartialState.__init__
 

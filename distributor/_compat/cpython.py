@@ -95,11 +95,6 @@ def future_warning_ignored(message: str) -> Iterator[None]:
     The filters of ``warnings`` belong to the process, so `warnings.catch_warnings` would change
     them for other threads too. The filter that is added here matches only on threads within this
     context manager, and the last of them removes it.
-
-    Parameters
-    ----------
-    message : str
-        How the warning begins, as a regular expression.
     """
     global _active
     with _lock:

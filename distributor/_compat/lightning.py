@@ -25,13 +25,6 @@ def see_all_ranks(module: ModuleType, uses_gpus: bool) -> None:
 
     By default, Lightning counts the GPUs of this machine, and one CPU: on CPUs, and with one GPU
     on each of several machines, each rank would train a model of its own.
-
-    Parameters
-    ----------
-    module : module
-        One of `CONNECTORS`, whose class is changed.
-    uses_gpus : bool
-        Whether the ranks use GPUs. If not, they may still see some.
     """
     connector = getattr(module, CONNECTORS[module.__name__])
     initialize = connector.__init__

@@ -58,13 +58,7 @@ def java_context(context: Any) -> Any:
 
 
 def is_stopped(context: Any) -> bool:
-    """Return whether an application has ended, by this process or by itself.
-
-    Raises
-    ------
-    Exception
-        If the driver's JVM does not answer.
-    """
+    """Return whether an application has ended, by this process or by itself."""
     return context._jsc is None or bool(java_context(context).isStopped())
 
 
@@ -89,11 +83,6 @@ class Yarn:
     """YARN's resource manager, asked through the driver's JVM; a context manager.
 
     Every method raises an exception if the JVM or the resource manager does not answer.
-
-    Parameters
-    ----------
-    context : SparkContext
-        The application.
     """
 
     def __init__(self, context: Any) -> None:
@@ -157,13 +146,7 @@ def _amounts(resource: Any) -> tuple[int, int, int]:
 
 
 def waiting_pods(context: Any, namespace: str, application_id: str) -> list[str]:
-    """Return why each of an application's executor pods waits, as Kubernetes reports it.
-
-    Raises
-    ------
-    Exception
-        If Kubernetes does not answer, or the JVM has no public client of it (before Spark 4.3).
-    """
+    """Return why each of an application's executor pods waits, as Kubernetes reports it."""
     client = java_context(context).schedulerBackend().kubernetesClient()
     pods = client.pods().inNamespace(namespace)
     pods = pods.withLabel("spark-app-selector", application_id).withLabel("spark-role", "executor")
@@ -186,15 +169,7 @@ def _reason_of(state: Any) -> str:
 
 
 def max_concurrent_tasks(context: Any, profile: Any = None) -> int:
-    """Return how many tasks the executors that have registered can run at once.
-
-    Parameters
-    ----------
-    context : SparkContext
-        The application.
-    profile : pyspark.resource.ResourceProfile, optional
-        What each task needs; by default the application's default profile.
-    """
+    """Return how many tasks the executors that have registered can run at once."""
     java = java_context(context)
     manager = java.resourceProfileManager()
     if profile is None:
@@ -338,18 +313,7 @@ def progress_bar(context: Any) -> ProgressBar | None:
 
 
 def switch_loggers_off(context: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Switch loggers of the driver's JVM off; return the levels to pass to `restore_loggers`.
-
-    Returns
-    -------
-    dict of str to object
-        By name: the logger's own level, or None if it inherits one.
-
-    Raises
-    ------
-    Exception
-        If the JVM does not log with Log4j 2.
-    """
+    """Switch loggers of the driver's JVM off; return the levels to pass to `restore_loggers`."""
     log4j = context._jvm.org.apache.logging.log4j
     configured = log4j.LogManager.getContext(False).getConfiguration().getLoggers()
     own = {name: configured.get(name) for name in names}
@@ -379,18 +343,6 @@ class RecordedLog:
     """What a logger of the driver's JVM writes at the level INFO and above, from now on.
 
     What the user sees of it remains the same.
-
-    Parameters
-    ----------
-    context : SparkContext
-        The application.
-    name : str
-        The logger.
-
-    Raises
-    ------
-    Exception
-        If the JVM does not log with Log4j 2.
     """
 
     def __init__(self, context: Any, name: str) -> None:

@@ -92,22 +92,7 @@ def read_debug_level() -> None:
 
 
 def serve_store(host: str, port: int, listener: int) -> Any:
-    """Serve a `TCPStore` on a listening socket that exists, and return at once.
-
-    Parameters
-    ----------
-    host : str
-        The host by which other ranks, and the store's own client, connect.
-    port : int
-        The socket's port.
-    listener : int
-        The socket's descriptor, which the store takes over.
-
-    Raises
-    ------
-    ImportError
-        If torch cannot be imported.
-    """
+    """Serve a `TCPStore` on a listening socket that exists, and return at once."""
     import torch
     import torch.distributed as dist
 
@@ -120,16 +105,7 @@ def serve_store(host: str, port: int, listener: int) -> Any:
 
 
 def choose_store(rendezvous: ModuleType, choose: Callable[[str, int], str]) -> None:
-    """Have torch ask for the host of the store that ``init_process_group`` connects to.
-
-    Parameters
-    ----------
-    rendezvous : module
-        ``torch.distributed.rendezvous``, whose handlers of ``env://`` and ``tcp://`` are changed.
-    choose : callable
-        Called with the host and the port that the program wants, before torch reads
-        ``TORCHELASTIC_USE_AGENT_STORE``; returns the host.
-    """
+    """Have torch ask for the host of the store that ``init_process_group`` connects to."""
     create = rendezvous._create_c10d_store
 
     @functools.wraps(create)
@@ -161,11 +137,6 @@ def separate_initializations(distributed_c10d: ModuleType) -> None:
     Each rank counts its initializations in the store, for each number of ranks, because other
     processes can follow it as the same rank. It counts those that succeed, so that all ranks may
     try again. The first keeps torch's keys: a process without this function can take part in it.
-
-    Parameters
-    ----------
-    distributed_c10d : module
-        ``torch.distributed.distributed_c10d``, whose ``_new_process_group_helper`` is changed.
     """
     create = distributed_c10d._new_process_group_helper
 
@@ -190,16 +161,7 @@ def separate_initializations(distributed_c10d: ModuleType) -> None:
 
 
 def wrap_spawned(spawn: ModuleType, wrap: Callable[[Any], Any]) -> None:
-    """Have ``torch.multiprocessing`` start processes with ``wrap(function)``.
-
-    Parameters
-    ----------
-    spawn : module
-        ``torch.multiprocessing.spawn``, whose ``start_processes`` is changed; its ``spawn`` calls
-        that. The package has it by name too, if it has been imported.
-    wrap : callable
-        Called with the function that the processes are to call.
-    """
+    """Have ``torch.multiprocessing`` start processes with ``wrap(function)``."""
     start = spawn.start_processes
 
     @functools.wraps(start)
@@ -212,13 +174,7 @@ def wrap_spawned(spawn: ModuleType, wrap: Callable[[Any], Any]) -> None:
 
 
 def keep_groups_of_models(parallel: ModuleType) -> None:
-    """Have each DDP model keep its process group's Python object until the model is freed.
-
-    Parameters
-    ----------
-    parallel : module
-        ``torch.nn.parallel.distributed``, whose ``DistributedDataParallel`` is changed.
-    """
+    """Have each DDP model keep its process group's Python object until the model is freed."""
     initialize = parallel.DistributedDataParallel.__init__
 
     @functools.wraps(initialize)
@@ -234,14 +190,7 @@ def keep_groups_of_models(parallel: ModuleType) -> None:
 
 
 def keep_destroyed_groups(distributed_c10d: ModuleType) -> None:
-    """Have the process groups that a program destroys exist until its process ends.
-
-    Parameters
-    ----------
-    distributed_c10d : module
-        ``torch.distributed.distributed_c10d``, whose ``destroy_process_group`` is changed. Torch
-        2.8 and later need no change.
-    """
+    """Have the process groups that a program destroys exist until its process ends."""
     import torch
 
     if torch.__version__ >= "2.8":  # compared as versions
@@ -268,16 +217,7 @@ _kept_groups: set[Any] = set()
 
 
 def keep_shares_whole(distributed: ModuleType, is_share: Callable[[object], bool]) -> None:
-    """Have ``DistributedSampler`` sample all of a dataset that is one rank's share already.
-
-    Parameters
-    ----------
-    distributed : module
-        ``torch.utils.data.distributed``, whose ``DistributedSampler`` is changed. Subclasses call
-        its constructor, Lightning's too.
-    is_share : callable
-        Called with a dataset; returns whether it is one rank's share.
-    """
+    """Have ``DistributedSampler`` sample all of a dataset that is one rank's share already."""
     initialize = distributed.DistributedSampler.__init__
 
     @functools.wraps(initialize)

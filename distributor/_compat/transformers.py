@@ -10,13 +10,7 @@ _VIEW = {"_setup_devices", "__cached__setup_devices", "_n_gpu", "distributed_sta
 
 
 def init_arguments(arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return from what ``TrainingArguments`` can be made anew, without what they know of processes.
-
-    Returns
-    -------
-    tuple of dict and dict
-        The arguments of the constructor, and the attributes that it does not take.
-    """
+    """Return from what ``TrainingArguments`` can be made anew, but not their view of processes."""
     names = {field.name for field in dataclasses.fields(arguments) if field.init}
     attributes = {name: value for name, value in vars(arguments).items() if name not in _VIEW}
     taken = {name: attributes.pop(name) for name in names & attributes.keys()}

@@ -24,38 +24,14 @@ def is_loopback(address: str) -> bool:
 
 
 def resolve(host: str) -> tuple[socket.AddressFamily, str]:
-    """Return a host's address family and address: an IPv4 address if it has one, else IPv6.
-
-    Raises
-    ------
-    OSError
-        If it has neither.
-    """
+    """Return a host's address family and address: an IPv4 address if it has one, else IPv6."""
     found = socket.getaddrinfo(bare(host), None, type=socket.SOCK_STREAM)
     family, _, _, _, where = min(found, key=lambda each: each[0] != socket.AF_INET)
     return family, str(where[0])
 
 
 def split_address(name: str, address: object) -> tuple[str, int]:
-    """Split ``host``, ``host:port``, ``[IPv6]`` or ``[IPv6]:port``.
-
-    Parameters
-    ----------
-    name : str
-        The setting, for messages.
-    address : str
-        Its value.
-
-    Returns
-    -------
-    tuple of str and int
-        The host, without brackets, and the port; 0 if there is none.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If it is none of these.
-    """
+    """Split ``host``, ``host:port``, ``[IPv6]`` or ``[IPv6]:port``."""
     wanted = f"{name} must be 'host' or 'host:port', with an IPv6 address in brackets"
     if not isinstance(address, str):
         raise TypeError(f"{wanted}, but is {address!r}.")
@@ -73,13 +49,7 @@ def split_address(name: str, address: object) -> tuple[str, int]:
 
 
 def checked_port(name: str, port: object) -> int:
-    """Return a port, or 0 for any free one.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If it is neither.
-    """
+    """Return a port, or 0 for any free one."""
     if isinstance(port, bool) or not isinstance(port, int):
         raise TypeError(f"{name} is a port, or 0 for a free one, but is {port!r}.")
     if not 0 <= port <= MAX_PORT:
@@ -88,13 +58,7 @@ def checked_port(name: str, port: object) -> int:
 
 
 def port_range(name: str, ports: object) -> range | None:
-    """Read a range of ports such as "29500-29599", or a single one; None if there is none.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If it is no range of ports.
-    """
+    """Read a range of ports such as "29500-29599", or a single one; None if there is none."""
     if ports is None:
         return None
     wanted = f"{name} is a range of ports such as '29500-29599'"

@@ -11,15 +11,7 @@ from pathlib import Path
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file, replacing it if it exists; other processes never see a part of it.
-
-    Parameters
-    ----------
-    path : str or path
-        The file. Its folder must exist.
-    data : bytes
-        The new content.
-    """
+    """Write a file, replacing it if it exists; other processes never see a part of it."""
     with atomic_path(path) as partial:
         partial.write_bytes(data)
 
@@ -33,20 +25,6 @@ def atomic_path(
     A file replaces the file at `path`. A folder does not replace a folder that has content: if
     another process has made `path` in the meantime, that one stays and this one is removed. If the
     block raises, what it has written is removed, and `path` stays as it was.
-
-    Parameters
-    ----------
-    path : str or path
-        The final path. Its folder must exist.
-    partial : str or path, optional
-        The path to write at, on the same file system; by default a new name beside `path`. A caller
-        that is alone, by a lock for example, passes a fixed one: what a process that was killed has
-        left there is removed first.
-
-    Yields
-    ------
-    Path
-        The path to write at. Nothing exists there yet.
     """
     path = Path(path)
     if partial is None:

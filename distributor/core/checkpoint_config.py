@@ -13,13 +13,7 @@ VARIABLE = "DISTRIBUTOR_TRAIN"
 
 
 def check_name(parameter: str, name: object) -> None:
-    """Check that a parameter is a valid name of a folder, without slashes.
-
-    Raises
-    ------
-    ValueError
-        If it is not; says what was passed.
-    """
+    """Check that a parameter is a valid name of a folder, without slashes."""
     is_name = isinstance(name, str) and name not in ("", ".", "..")
     if not is_name or not {"/", "\0"}.isdisjoint(str(name)):
         raise ValueError(f"{parameter} must be the name of a folder, but is {name!r}.")
@@ -27,21 +21,7 @@ def check_name(parameter: str, name: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """The storage of a training run, and which checkpoints it keeps.
-
-    Parameters
-    ----------
-    storage_path, name : str
-        The folder of all runs, and the name of this run's folder in it.
-    num_to_keep : int or None
-        How many of the best checkpoints are kept; None for all.
-    score_attribute : str or None
-        The metric that checkpoints are ranked by; None for their age.
-    score_order : "max" or "min"
-        Whether a high or a low value of that metric is better.
-    validates : bool
-        Whether the driver has a function that validates checkpoints.
-    """
+    """The storage of a training run, and which checkpoints it keeps."""
 
     storage_path: str
     name: str

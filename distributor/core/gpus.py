@@ -30,15 +30,7 @@ class GPUType(str, enum.Enum):
 
 
 class GPUUsage(NamedTuple):
-    """How busy a GPU is.
-
-    Parameters
-    ----------
-    utilization : float
-        Percentage of time in which a kernel ran.
-    memory_used, memory_total : float
-        Bytes.
-    """
+    """How busy a GPU is."""
 
     utilization: float
     memory_used: float
@@ -46,15 +38,7 @@ class GPUUsage(NamedTuple):
 
 
 class DriverVersion(NamedTuple):
-    """The version of this machine's NVIDIA driver.
-
-    Parameters
-    ----------
-    driver : str
-        Its version, such as "550.54.15".
-    cuda : str
-        The newest version of CUDA that it supports, such as "12.4".
-    """
+    """The version of this machine's NVIDIA driver."""
 
     driver: str
     cuda: str

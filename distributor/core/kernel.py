@@ -35,13 +35,7 @@ def lacking_for_supervision() -> tuple[str, ...]:
 
 
 def set_subreaper(wanted: bool = True) -> None:
-    """Become, or cease to be, the parent of every descendant whose own parent ends.
-
-    Raises
-    ------
-    OSError
-        If the kernel refuses it.
-    """
+    """Become, or cease to be, the parent of every descendant whose own parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(wanted))
 
 

@@ -21,19 +21,7 @@ MAIN_MODULES = ("__main__", "__mp_main__")
 
 @dataclass(frozen=True)
 class Location:
-    """The place of a module.
-
-    Parameters
-    ----------
-    name : str
-        The module's full name.
-    file : str or None
-        The file with its code; None for a namespace package.
-    folders : tuple of str or None
-        The folders of a package; None for a module.
-    archive : str
-        The zip file that contains all of this; empty if none does.
-    """
+    """The place of a module."""
 
     name: str
     file: str | None
@@ -49,15 +37,7 @@ class Location:
 
 
 def locate(name: str, first: Sequence[str] = ()) -> Location | None:
-    """Return where a module is, without importing it; None if it is neither a file nor a folder.
-
-    Parameters
-    ----------
-    name : str
-        The module's full name.
-    first : sequence of str
-        Absolute folders that are searched before anything else.
-    """
+    """Return where a module is, without importing it; None if it is neither a file nor a folder."""
     if first:
         # With the rest of the path, because a package there replaces a folder without __init__.py.
         found = _location_of_spec(name, PathFinder.find_spec(name, [*first, *search_path()]))
@@ -67,15 +47,7 @@ def locate(name: str, first: Sequence[str] = ()) -> Location | None:
 
 
 def find_spec(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None:
-    """Find a module as an import would, without importing the packages above it.
-
-    Parameters
-    ----------
-    name : str
-        The module's full name.
-    path : sequence of str, optional
-        Where its top-level package is searched; by default, ``sys.path``.
-    """
+    """Find a module as an import would, without importing the packages above it."""
     parts, spec = name.split("."), None
     for end in range(1, len(parts) + 1):
         spec = _find_in_package(".".join(parts[:end]), path)

@@ -14,33 +14,14 @@ _KNOWN = {"abfs", "abfss", "dbfs", "file", "gs", "hdfs", "s3", "s3a", "s3n", "vi
 
 
 def absolute(path: str | os.PathLike[str], name: str = "The path") -> str:
-    """Return a path of this machine as an absolute one; an address with a scheme unchanged.
-
-    Parameters
-    ----------
-    path : str or path
-        The path, perhaps with ``~`` or ``file:``, or an address such as ``s3://bucket/folder``.
-    name : str
-        What the user calls it, for messages.
-
-    Raises
-    ------
-    ValueError
-        If it would be a folder below the working one although something else was meant.
-    """
+    """Return a path of this machine as an absolute one; an address with a scheme unchanged."""
     text = os.fspath(path)
     is_address = "://" in text and not text.lower().startswith(("file:", "dbfs:"))
     return text if is_address else local_path(text, name)
 
 
 def local_path(path: str | os.PathLike[str], name: str = "The path") -> str:
-    """Return the absolute path of a file or folder of this machine.
-
-    Raises
-    ------
-    ValueError
-        As `absolute`, and for an address of other storage.
-    """
+    """Return the absolute path of a file or folder of this machine."""
     text = os.fspath(path)
     if found := _FILE.fullmatch(text):
         return unquote(found[1], errors="surrogateescape")

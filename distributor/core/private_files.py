@@ -12,18 +12,6 @@ def private_folder(path: Path) -> Path:
     """Create a folder for this user alone, or use one that this user has created.
 
     Other users can create the same path in a temporary folder first. The parent must exist.
-
-    Parameters
-    ----------
-    path : Path
-        The folder, which is returned.
-
-    Raises
-    ------
-    PermissionError
-        If it is a link or another user's, or others may write to it.
-    OSError
-        If it cannot be created.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)

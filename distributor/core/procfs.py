@@ -29,13 +29,7 @@ class Stat(IntEnum):
 
 
 def all_pids() -> list[int]:
-    """List the processes of this system.
-
-    Raises
-    ------
-    OSError
-        If the system has no ``/proc``.
-    """
+    """List the processes of this system."""
     return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
@@ -56,24 +50,12 @@ def parent_pid(pid: int) -> int:
 
 
 def stat_field(pid: int, field: Stat) -> str:
-    """Return one field of ``/proc/<pid>/stat``.
-
-    Raises
-    ------
-    OSError
-        If the process has ended and was reaped, or the system has no ``/proc``.
-    """
+    """Return one field of ``/proc/<pid>/stat``."""
     return _stat(pid)[field].decode()
 
 
 def cpu_seconds_of_descendants(ancestor: int) -> float:
-    """Return the CPU time of all descendants of a process, including children that they reaped.
-
-    Raises
-    ------
-    OSError
-        If the system has no ``/proc``.
-    """
+    """Return the CPU time of all descendants of a process, including children that they reaped."""
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
     for pid in all_pids():
@@ -90,13 +72,7 @@ def cpu_seconds_of_descendants(ancestor: int) -> float:
 
 
 def status_field(pid: int, name: str) -> str:
-    """Return one line of ``/proc/<pid>/status``; empty if the system does not report it.
-
-    Raises
-    ------
-    OSError
-        If the process has ended and was reaped, or the system has no ``/proc``.
-    """
+    """Return one line of ``/proc/<pid>/status``; empty if the system does not report it."""
     for line in _read(pid, "status").decode(errors="replace").splitlines():
         key, _, value = line.partition(":")
         if key == name:
@@ -105,13 +81,7 @@ def status_field(pid: int, name: str) -> str:
 
 
 def is_in_signal_mask(pid: int, mask: str, signum: int) -> bool:
-    """Return whether a signal is in one of a process's masks, such as SigIgn or SigCgt.
-
-    Raises
-    ------
-    OSError
-        If the process has ended and was reaped, or the system has no ``/proc``.
-    """
+    """Return whether a signal is in one of a process's masks, such as SigIgn or SigCgt."""
     signals = int(status_field(pid, mask) or "0", 16)
     return bool(signals >> (signum - 1) & 1)
 
@@ -128,11 +98,6 @@ def command_line_of(pid: int) -> bytes:
     """Return the command line of a process, which is empty if the process has ended.
 
     It is also empty for a moment while a process is being executed; this waits until it is there.
-
-    Raises
-    ------
-    OSError
-        If the process was reaped, or the system has no ``/proc``.
     """
     deadline = time.monotonic() + EXEC_SECONDS
     while not (line := _read(pid, "cmdline")):

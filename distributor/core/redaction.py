@@ -17,13 +17,7 @@ MASK = "*********(redacted)"
 
 
 class Redaction:
-    """Replaces the secrets of a run in the output of its ranks.
-
-    Parameters
-    ----------
-    env : mapping of str to str
-        The ranks' variables.
-    """
+    """Replaces the secrets of a run in the output of its ranks."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         # Longer ones first: one may be a prefix of another.
@@ -38,22 +32,7 @@ class Redaction:
         return self._in_text.sub(MASK, text) if self._in_text else text
 
     def of_stream(self, data: bytes, last: bool) -> tuple[bytes, int]:
-        """Return the next part of a stream without secrets.
-
-        Parameters
-        ----------
-        data : bytes
-            The bytes that have arrived.
-        last : bool
-            Whether the stream ends here.
-
-        Returns
-        -------
-        bytes
-            The bytes to show.
-        int
-            How many bytes of `data` these replace: the rest may be the beginning of a secret.
-        """
+        """Return the next part of a stream without secrets."""
         if self._in_bytes is None:
             return data, len(data)
         length = len(data) if last else self._settled(self._in_bytes, data)

@@ -12,30 +12,7 @@ from typing import Any, TypeVar
 
 @dataclass(frozen=True)
 class Spelling:
-    """The names and conventions of one API; the names are by default those of `TorchDistributor`.
-
-    Parameters
-    ----------
-    api : str
-        The class, decorator or command.
-    num_processes : str
-        The parameter for the number of ranks.
-    run_here : str
-        What to do for ranks on this machine instead of a cluster.
-    run_on_cpus : str
-        What to do for ranks that use no GPUs.
-    logger : str
-        The logger for what PySpark's classes log, each to the logger of its name.
-    ignore_ssl : str
-        The Spark property that permits runs on a cluster that requires encryption.
-    hides_gpus : bool
-        Whether local ranks that use no GPUs have GPUs hidden from them. PySpark's classes leave
-        ``CUDA_VISIBLE_DEVICES`` as it is.
-    gpu_type : str
-        The parameter for the type of the GPUs.
-    has_options : bool
-        Whether settings are options of a command line.
-    """
+    """The names and conventions of one API, by default those of `TorchDistributor`."""
 
     api: str = "TorchDistributor"
     num_processes: str = "num_processes"
@@ -71,24 +48,12 @@ _SYNONYMS = (
 
 
 def unknown_argument(function: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for an argument that does not exist, with the one that was likely meant.
-
-    Examples
-    --------
-    >>> unknown_argument("run", "num_gpus", ["num_processes", "timeout"])
-    "run got an unexpected keyword argument 'num_gpus'. Did you mean 'num_processes'?"
-    """
+    """Return the message for an unknown argument, with the known one that was likely meant."""
     return f"{function} got an unexpected keyword argument {name!r}. {suggestion(name, known)}"
 
 
 def check_names(function: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Check the names of keyword arguments.
-
-    Raises
-    ------
-    TypeError
-        If one is not known.
-    """
+    """Check the names of keyword arguments."""
     for name in given:
         if name not in known:
             raise TypeError(unknown_argument(function, name, known))

@@ -14,33 +14,7 @@ Table: TypeAlias = Mapping[tuple[StateT, Event], tuple[StateT, str]]
 
 
 class StateMachine(Generic[StateT]):
-    """The current state, which changes by a table alone.
-
-    Parameters
-    ----------
-    table : mapping of (state, event) to (state, str)
-        The transitions.
-    initial : enum.Enum
-        The first state.
-
-    Attributes
-    ----------
-    state : enum.Enum
-        The current state.
-
-    Examples
-    --------
-    >>> class Door(enum.Enum):
-    ...     OPEN = "open"
-    ...     CLOSED = "closed"
-    >>> class Push(enum.Enum):
-    ...     PUSH = "push"
-    >>> door = StateMachine({(Door.OPEN, Push.PUSH): (Door.CLOSED, "latch")}, Door.OPEN)
-    >>> door.fire(Push.PUSH), door.state
-    (True, <Door.CLOSED: 'closed'>)
-    >>> door.fire(Push.PUSH), door.state
-    (False, <Door.CLOSED: 'closed'>)
-    """
+    """The current state, which changes by a table alone."""
 
     def __init__(self, table: Table[StateT], initial: StateT) -> None:
         self._table = table

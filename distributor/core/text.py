@@ -20,17 +20,7 @@ def is_unicode(text: str) -> bool:
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """Return a number and its noun, such as "1 rank" or "2 ranks".
-
-    Parameters
-    ----------
-    number : int
-        How many there are.
-    noun : str
-        What there is one of.
-    plural : str, optional
-        The noun's plural; by default the noun and an "s".
-    """
+    """Return a number and its noun, such as "1 rank" or "2 ranks"."""
     return f"{number} {_agreeing(number, noun, plural)}"
 
 

@@ -37,13 +37,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def check_interpreter() -> None:
-    """Check that this interpreter can be a rank's.
-
-    Raises
-    ------
-    ExecutorNotReady
-        If it has no torch.
-    """
+    """Check that this interpreter can be a rank's."""
     if find_spec("torch") is None:
         raise ExecutorNotReady(
             f"The executor on {host_name()} runs Python {platform.python_version()} at "
@@ -70,18 +64,7 @@ def software() -> Software:
 
 
 def check_alike(found: Mapping[str, Software]) -> None:
-    """Check that several hosts have the same versions.
-
-    Parameters
-    ----------
-    found : mapping of str to Software
-        By host; software that a host lacks is not compared.
-
-    Raises
-    ------
-    ExecutorNotReady
-        If they differ; the message names versions and hosts.
-    """
+    """Check that several hosts have the same versions."""
     others = {name for versions in found.values() for name in versions}.difference(SHARED)
     for name in (*SHARED, *sorted(others)):
         hosts: dict[str, list[str]] = {}

@@ -6,17 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from distributor.data.dataframes import SparkDataset, from_spark
     from distributor.data.parquet import from_parquet
     from distributor.data.shard import DatasetShard
-    from distributor.data.spark.dataset import SparkDataset, from_spark
 
 __all__ = ["DatasetShard", "SparkDataset", "from_parquet", "from_spark"]
 
 _MODULES = {
     "DatasetShard": "distributor.data.shard",
-    "SparkDataset": "distributor.data.spark.dataset",
+    "SparkDataset": "distributor.data.dataframes",
     "from_parquet": "distributor.data.parquet",
-    "from_spark": "distributor.data.spark.dataset",
+    "from_spark": "distributor.data.dataframes",
 }
 """The module of each public name. It is imported on first use, because it may need torch."""
 

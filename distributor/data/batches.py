@@ -1,16 +1,19 @@
-"""Reads windows of a dataset, and makes batches of them."""
+"""Reads windows of a dataset, makes batches of them, and prepares those ahead in a thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from distributor.data.epochs import Span
-from distributor.data.row_order import reordered
 from distributor.data.source import Source
 from distributor.errors import DistributorError
 
@@ -26,54 +29,29 @@ PART_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Format:
-    """How tables become batches.
-
-    Parameters
-    ----------
-    convert : callable
-        Converts a table.
-    cut : callable, optional
-        Returns the batch from one row to another of a converted table, without much work. By
-        default each batch is converted by itself.
-    max_rows : int, optional
-        The most rows to convert at once, if they are more than a batch.
-    """
+    """How tables become batches."""
 
     convert: Callable[[pa.Table], Any]
+    # Returns the batch from one row to another of a converted table, without much work. By default
+    # each batch is converted by itself.
     cut: Callable[[Any, int, int], Any] | None = None
-    max_rows: int | None = None
+    max_rows: int | None = None  # to convert at once, if they are more than a batch
 
 
 @dataclass(frozen=True)
 class Converted:
-    """Batches that have been converted at once.
+    """Batches that have been converted at once."""
 
-    Parameters
-    ----------
-    value : object
-        What a `Format` has made of them.
-    rows : int
-        The rows of all.
-    batch_size : int
-        The rows of each; the last may have fewer.
-    """
-
-    value: Any
+    value: Any  # what a `Format` has made of them
     rows: int
-    batch_size: int
+    batch_size: int  # the last may have fewer rows
 
     def __len__(self) -> int:
         return -(-self.rows // self.batch_size)
 
 
 class Batches(Generic[T]):
-    """Batches that can be iterated over again: each pass is the next epoch.
-
-    Parameters
-    ----------
-    begin : callable
-        Returns the iterator of a new pass.
-    """
+    """Batches that can be iterated over again: each pass is the next epoch."""
 
     def __init__(self, begin: Callable[[], Iterator[T]]) -> None:
         self._begin = begin
@@ -83,13 +61,6 @@ class Batches(Generic[T]):
 
 
 def read_chunk(source: Source, chunk: int) -> pa.Table:
-    """Read a chunk of a dataset.
-
-    Raises
-    ------
-    DistributorError
-        If it is not on this node.
-    """
     try:
         found = source.read(chunk)
     except LookupError as error:
@@ -117,7 +88,7 @@ def read_window(source: Source, span: Span) -> pa.Table:
 
 
 def pieces_of(span: Span) -> NDArray[np.int64]:
-    """Return the pieces of a span whose rows are in order: those of its window, cut to its rows."""
+    """Return the pieces of the window of a span whose rows are in order, cut to its rows."""
     chunks, starts, stops = span.pieces.T
     lengths = stops - starts
     begins = np.cumsum(lengths) - lengths
@@ -131,21 +102,6 @@ def pieces_of(span: Span) -> NDArray[np.int64]:
 def converted(
     source: Source, spans: Sequence[Span], form: Format, batch_size: int | None, drop_last: bool
 ) -> Iterator[Converted]:
-    """Read spans, and convert their rows.
-
-    Parameters
-    ----------
-    source : Source
-        The dataset.
-    spans : list of Span
-        The rows, in order.
-    form : Format
-        What batches are.
-    batch_size : int or None
-        The rows of a batch; None makes each window a batch.
-    drop_last : bool
-        Whether the last batch is dropped if it is smaller.
-    """
     windows = _windows(source, spans)
     for table in windows if batch_size is None else _regrouped(windows, batch_size):
         size = batch_size or table.num_rows
@@ -153,8 +109,11 @@ def converted(
             table = table.slice(0, table.num_rows // size * size)
         at_once = size
         if form.cut is not None:
-            at_once = min(form.max_rows or max(table.num_rows, 1), _fitting(table))
-        for part in _slices(table, -(-at_once // size) * size):
+            fitting = max(1, int(table.num_rows * PART_BYTES / max(1, table.nbytes)))
+            at_once = min(form.max_rows or max(table.num_rows, 1), fitting)
+        step = -(-at_once // size) * size
+        for start in range(0, table.num_rows, step):
+            part = table.slice(start, step)
             yield Converted(form.convert(part), part.num_rows, size)
 
 
@@ -163,10 +122,8 @@ def batches_of(parts: Iterable[Converted], form: Format) -> Iterator[tuple[int, 
     for part in parts:
         for start in range(0, part.rows, part.batch_size):
             stop = min(start + part.batch_size, part.rows)
-            yield (
-                stop - start,
-                part.value if form.cut is None else form.cut(part.value, start, stop),
-            )
+            batch = part.value if form.cut is None else form.cut(part.value, start, stop)
+            yield stop - start, batch
 
 
 def _windows(source: Source, spans: Iterable[Span]) -> Iterator[pa.Table]:
@@ -175,16 +132,6 @@ def _windows(source: Source, spans: Iterable[Span]) -> Iterator[pa.Table]:
         yield read_window(source, span)
         for chunk in span.pieces[:, 0].tolist():
             source.release(chunk)
-
-
-def _fitting(table: pa.Table) -> int:
-    """Return about how many rows of a table have `PART_BYTES`, at least one."""
-    return max(1, int(table.num_rows * PART_BYTES / max(1, table.nbytes)))
-
-
-def _slices(table: pa.Table, rows: int) -> Iterator[pa.Table]:
-    for start in range(0, table.num_rows, rows):
-        yield table.slice(start, rows)
 
 
 def _regrouped(windows: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
@@ -208,3 +155,118 @@ def _regrouped(windows: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
             missing = rows - rest[0].num_rows
     if rest:
         yield pa.concat_tables(rest)
+
+
+def reordered(table: pa.Table, order: NDArray[np.int64]) -> pa.Table:
+    """Return the rows of a table that have these numbers."""
+    indices = pa.array(order)
+    columns = [_taken(_whole(column), indices) for column in table.columns]
+    return pa.Table.from_arrays(columns, schema=table.schema)
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    combined = column.combine_chunks()
+    if isinstance(combined, pa.ChunkedArray):  # an array would have too many bytes
+        return combined.chunk(0) if combined.num_chunks == 1 else combined
+    return combined
+
+
+def _taken(column: pa.Array | pa.ChunkedArray, indices: pa.Array) -> pa.Array | pa.ChunkedArray:
+    if column.null_count or not len(column):
+        return column.take(indices)
+    if isinstance(column, pa.StructArray):
+        parts = [_taken(part, indices) for part in column.flatten()]
+        return pa.StructArray.from_arrays(parts, fields=list(column.type))
+    if isinstance(column, (pa.ListArray, pa.LargeListArray)):
+        bounds = pc.min_max(pc.list_value_length(column))
+        size = bounds["min"].as_py()
+        if size == bounds["max"].as_py() and size > 0:
+            # Arrow takes arrays of equal length many times faster if the type says so.
+            fixed = pa.FixedSizeListArray.from_arrays(column.flatten(), size)
+            return _with_type(fixed.take(indices), column.type, size)
+    return column.take(indices)
+
+
+def _with_type(rows: pa.FixedSizeListArray, kind: pa.DataType, size: int) -> pa.Array:
+    """Return arrays of equal length as arrays of a type that allows any length."""
+    width = np.int64 if pa.types.is_large_list(kind) else np.int32
+    offsets = pa.py_buffer(np.arange(len(rows) + 1, dtype=width) * width(size))
+    return pa.Array.from_buffers(kind, len(rows), [None, offsets], children=[rows.flatten()])
+
+
+def prefetched(parts: Iterator[Converted], ahead: int) -> Generator[Converted, None, None]:
+    """Yield parts that a thread makes while those that are ready have fewer batches than `ahead`.
+
+    With 0, each is made when it is wanted, in the consumer's thread.
+    """
+    if ahead == 0:
+        yield from parts
+        return
+    channel = _Channel(ahead)
+    thread = threading.Thread(
+        target=channel.fill, args=(parts,), name="distributor-batches", daemon=True
+    )
+    del parts  # it is the thread's
+    thread.start()
+    try:
+        yield from channel.received()
+    finally:
+        channel.close()
+
+
+class _Channel:
+    """Passes batches from a thread to another one."""
+
+    def __init__(self, ahead: int) -> None:
+        self._ahead = ahead
+        self._changed = threading.Condition()
+        self._ready: deque[Converted] = deque()
+        self._end: BaseException | None = None
+        self._closed = False
+        self._process = os.getpid()
+
+    def fill(self, parts: Iterator[Converted]) -> None:
+        end: BaseException = StopIteration()
+        try:
+            while self._waits_for_room():
+                item = next(parts)
+                with self._changed:
+                    self._ready.append(item)
+                    self._changed.notify_all()
+                del item  # it is the consumer's
+        except BaseException as error:
+            end = error
+        with self._changed:
+            self._end = end
+            self._changed.notify_all()
+
+    def received(self) -> Iterator[Converted]:
+        while True:
+            if os.getpid() != self._process:
+                raise RuntimeError(
+                    "These batches are prepared by a thread of another process, from which this "
+                    "one was forked. Begin a new pass here, or set prefetch_batches=0."
+                )
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._end)
+                if not self._ready:
+                    break
+                item = self._ready.popleft()
+                self._changed.notify_all()
+            yield item
+            del item  # its memory may be needed for the next one
+        if self._end is not None and not isinstance(self._end, StopIteration):
+            raise self._end
+
+    def close(self) -> None:
+        """End the thread as soon as it has made its current item."""
+        if os.getpid() != self._process:
+            return  # the lock may have been held when this process was forked
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _waits_for_room(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or sum(map(len, self._ready)) < self._ahead)
+            return not self._closed

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distributor.data.equal_shares import Equal
+from distributor.data.source import Equal
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,52 +29,29 @@ WINDOW_BYTES = 32 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Order:
-    """The order of a rank's rows in an epoch.
+    """The order of a rank's rows in an epoch."""
 
-    Parameters
-    ----------
-    shuffle : bool
-        Whether the pieces of the rank's share are shuffled, and the rows within windows.
-    buffer_rows : int or None
-        Rows of a window within which rows are shuffled, whether or not the pieces are.
-    seed : int
-        Determines the order, together with the epoch and the rank.
-    whole : bool
-        Whether the rank's share is one window, so that any of its rows may follow another.
-    """
-
-    shuffle: bool = False
-    buffer_rows: int | None = None
-    seed: int = 0
-    whole: bool = False
+    shuffle: bool = False  # the pieces of the rank's share, and the rows within windows
+    buffer_rows: int | None = None  # of a window within which rows are shuffled in any case
+    seed: int = 0  # determines the order, together with the epoch and the rank
+    whole: bool = False  # the share is one window, so that any of its rows may follow another
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """An epoch, and what ranks have already read of it.
-
-    Parameters
-    ----------
-    number : int
-        The number of the epoch, from 0.
-    order : Order
-        The order of its rows.
-    history : tuple of (int, int)
-        For each earlier attempt at the epoch: the number of ranks, and the rows that each has read.
-    """
+    """An epoch, and what ranks have already read of it."""
 
     number: int
     order: Order
+    # For each earlier attempt at it: the number of ranks, and the rows that each has read.
     history: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def from_position(cls, position: Mapping[str, Any]) -> Epoch:
-        """Return the epoch of a position, as checkpoints contain it."""
         history = tuple((int(ranks), int(rows)) for ranks, rows in position["history"])
         return cls(position["epoch"], Order(**position["order"]), history)
 
     def to_position(self) -> dict[str, Any]:
-        """Return the epoch as values for JSON."""
         return {
             "epoch": self.number,
             "order": asdict(self.order),
@@ -82,27 +59,16 @@ class Epoch:
         }
 
     def after(self, num_ranks: int, rows: int) -> Epoch:
-        """Return the epoch after each of `num_ranks` ranks has read so many more rows."""
         return replace(self, history=(*self.history, (num_ranks, rows)))
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Some of a window's rows.
+    """Some of a window's rows."""
 
-    Parameters
-    ----------
-    pieces : array of int64, shape (n, 3)
-        The window: chunk, start and stop of each piece.
-    seed : tuple of int or None
-        Determines the order of the window's rows; None leaves them in order.
-    begin, end : int
-        The positions in that order of the span's rows.
-    """
-
-    pieces: NDArray[np.int64]
-    seed: tuple[int, ...] | None
-    begin: int
+    pieces: NDArray[np.int64]  # of the window; shape (n, 3): chunk, start and stop
+    seed: tuple[int, ...] | None  # of the order of the window's rows; None leaves them in order
+    begin: int  # in that order
     end: int
 
     def __len__(self) -> int:
@@ -119,30 +85,18 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The chunks of a dataset, and how the ranks share them.
-
-    Parameters
-    ----------
-    chunk_rows, chunk_bytes : array of int64, shape (chunks,)
-        The rows and the size of each chunk.
-    equal : "drop", "pad" or False
-        How ranks get equally many rows. If False, they differ by at most one.
-    split : bool, default True
-        Whether the ranks share the dataset. If not, each reads all of it.
-    """
+    """The chunks of a dataset, and how the ranks share them."""
 
     chunk_rows: NDArray[np.int64]
     chunk_bytes: NDArray[np.int64]
     equal: Equal
-    split: bool = True
+    split: bool = True  # if not, each rank reads all of it
 
     @property
     def num_rows(self) -> int:
-        """The rows of the whole dataset."""
         return int(self.chunk_rows.sum())
 
     def rows_per_rank(self, num_ranks: int) -> list[int]:
-        """Return the number of rows that each rank reads in an epoch."""
         if not self.split:
             return [self.num_rows] * num_ranks
         *cuts, _ = _cuts(self.num_rows, num_ranks, self.equal)
@@ -150,7 +104,6 @@ class Layout:
         return [max(sizes)] * num_ranks if self.equal == "pad" else sizes
 
     def plan(self, epoch: Epoch, rank: int, num_ranks: int) -> list[Span]:
-        """Return what a rank reads in the rest of an epoch."""
         if not self.split:
             alone = tuple((1, rows) for _, rows in epoch.history)
             rank, num_ranks, epoch = 0, 1, replace(epoch, history=alone)
@@ -191,7 +144,6 @@ class Layout:
         ]
 
     def _pieces(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the pieces that consist of the rows from `start` to `stop`."""
         ends = np.cumsum(self.chunk_rows)
         begins = ends - self.chunk_rows
         first = np.maximum(begins, start) - begins
@@ -211,7 +163,6 @@ class Layout:
         ]
 
     def _grouped(self, pieces: NDArray[np.int64], order: Order) -> list[NDArray[np.int64]]:
-        """Divide a list of pieces into windows."""
         if not len(pieces):
             return []
         if order.whole:
@@ -257,7 +208,6 @@ def _split_every(pieces: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
 
 
 def between(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
-    """Return the rows from `start` to `stop` of a list of spans."""
     found = []
     at = 0
     for span in spans:

@@ -16,7 +16,7 @@ from distributor.data.tensors import TensorOptions, to_tensors
 Change: TypeAlias = Callable[[Any], Any]
 """Makes another object of a table, a batch or a row."""
 
-NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+_NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
 ROWS_AT_ONCE = 1024
 """Rows that are converted at once to be yielded one by one."""
 
@@ -24,17 +24,7 @@ ROWS_AT_ONCE = 1024
 def tensor_format(
     options: TensorOptions, change: Change | None = None, finish: Change | None = None
 ) -> Format:
-    """Return the format of dicts of tensors.
-
-    Parameters
-    ----------
-    options : TensorOptions
-        How columns become tensors.
-    change : callable, optional
-        Changes each batch.
-    finish : callable, optional
-        Changes tensors, of many batches at once.
-    """
+    """Return the format of dicts of tensors; `change` changes each batch, `finish` many at once."""
     convert = chained(partial(to_tensors, options=options), finish)
     if options.has_nested:
         return Format(chained(convert, change))
@@ -53,7 +43,6 @@ def collated_format(
 
 
 def table_format(batch_format: str | None, vectors: frozenset[str]) -> Format:
-    """Return one of the `BATCH_FORMATS`."""
     if batch_format == "pandas":
         return Format(partial(_to_pandas, vectors=vectors))
     if batch_format in ("numpy", "default"):
@@ -62,17 +51,14 @@ def table_format(batch_format: str | None, vectors: frozenset[str]) -> Format:
 
 
 def chained(first: Change, second: Change | None) -> Change:
-    """Return a function that calls one function, and another one with what it returns."""
     return first if second is None else partial(_call_both, first, second)
 
 
 def row_format(vectors: frozenset[str]) -> Format:
-    """Return the format of rows as dicts of Python's values."""
     return Format(partial(_to_rows, vectors=vectors), _cut_row, ROWS_AT_ONCE)
 
 
 def item_format(options: TensorOptions, change: Change | None) -> Format:
-    """Return the format of rows as dicts of tensors and values, each changed by a function."""
     return Format(partial(items, options=options, change=change), _cut_row, ROWS_AT_ONCE)
 
 
@@ -112,7 +98,6 @@ def _cut_row(rows: list[Any], start: int, _: int) -> Any:
 
 
 def _cut(batch: Any, start: int, stop: int) -> Any:
-    """Return the rows from `start` to `stop` of what `to_tensors` returns."""
     if isinstance(batch, dict):
         return {name: _cut(column, start, stop) for name, column in batch.items()}
     return batch[start:stop]
@@ -141,22 +126,19 @@ def _to_pandas(table: pa.Table, vectors: frozenset[str]) -> Any:
 
 
 def _dense(table: pa.Table, name: str) -> Any:
-    """Return a column of Spark ML vectors as an array of two dimensions."""
     options = TensorOptions(vectors=frozenset([name]))
     return to_tensors(table.select([name]), options)[name].numpy()
 
 
 def _array(column: pa.ChunkedArray) -> Any:
-    """Convert a column to an array that may be changed; lists of equal length have two dimensions.
-
-    Arrow's memory must not be changed, because other ranks may read it.
-    """
+    """Convert a column to a writable array; lists of equal length have two dimensions."""
     values = column.combine_chunks()
     if isinstance(values, pa.ChunkedArray):  # of some versions of pyarrow
         values = pa.concat_arrays(values.chunks)
     kind = values.type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if (is_list or pa.types.is_fixed_size_list(kind)) and _is_number(kind.value_type):
+    is_list = is_list or pa.types.is_fixed_size_list(kind)
+    if is_list and any(is_kind(kind.value_type) for is_kind in _NUMBERS):
         flat = values.flatten()
         lengths = np.unique(values.value_lengths().to_numpy(zero_copy_only=False))
         if not values.null_count and len(lengths) == 1 and not flat.null_count:
@@ -164,9 +146,6 @@ def _array(column: pa.ChunkedArray) -> Any:
     return _writable(values.to_numpy(zero_copy_only=False))
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return any(is_kind(kind) for is_kind in NUMBERS)
-
-
 def _writable(array: Any) -> Any:
+    # Arrow's memory must not be changed, because other ranks may read it.
     return array if array.flags.writeable else array.copy()

@@ -6,13 +6,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 
 class RankShare:
-    """A dataset that samplers and data loaders must not divide among the ranks.
-
-    Attributes
-    ----------
-    rows_of_all_ranks : int
-        The rows of the dataset of which it is a share.
-    """
+    """A dataset that samplers and data loaders must not divide among the ranks."""
 
     rows_of_all_ranks: int
 

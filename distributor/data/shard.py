@@ -1,29 +1,52 @@
-"""A rank's share of a dataset."""
+"""A rank's share of a dataset, in the names of Ray's ``DataIterator``."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+import torch
 
 from distributor.core.resources import format_bytes
 from distributor.core.text import counted
-from distributor.data.batches import pieces_of, read_chunk
+from distributor.data.batches import Batches, pieces_of, read_chunk
+from distributor.data.columns import Ragged as RaggedKind
 from distributor.data.epochs import Epoch, Layout, Order
-from distributor.data.formats import item_format, tensor_format
-from distributor.data.iteration import Dtypes, Ragged, ShareIterator
-from distributor.data.options import check_callable, pass_options, whole_number
-from distributor.data.share import Progress, Share
+from distributor.data.formats import (
+    collated_format,
+    item_format,
+    row_format,
+    table_format,
+    tensor_format,
+)
+from distributor.data.share import (
+    PassOptions,
+    Progress,
+    Share,
+    check_bool,
+    pass_options,
+    whole_number,
+)
 from distributor.data.source import CachedSource, Source
+from distributor.data.tensors import TensorOptions, check_columns
 from distributor.data.torch_datasets import ShardDataset, ShardIterable
+from distributor.rank.devices import device as rank_device
+from distributor.rank.devices import move, pin
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+Dtypes: TypeAlias = "torch.dtype | Mapping[str, torch.dtype] | None"
+Ragged: TypeAlias = "RaggedKind | Mapping[str, RaggedKind]"
+_BATCH_FORMATS = ("default", "numpy", "pandas", "pyarrow", None)
+"""The formats of `DatasetShard.iter_batches`; None is "pyarrow", and "default" is "numpy"."""
 
-class DatasetShard(ShareIterator):
+
+class DatasetShard:
     """A rank's share of a dataset, as batches, as rows, or as a dataset of PyTorch.
 
     A function that is run with a Spark DataFrame among its arguments receives one in its place.
@@ -178,6 +201,178 @@ class DatasetShard(ShareIterator):
         shard._share = replace(self._share, source=held)
         return shard
 
+    def iter_torch_batches(
+        self,
+        *,
+        prefetch_batches: int = 1,
+        batch_size: int | None = 256,
+        dtypes: Dtypes = None,
+        device: str | torch.device = "auto",
+        collate_fn: Callable[[Any], Any] | None = None,
+        drop_last: bool = False,
+        local_shuffle_buffer_size: int | None = None,
+        local_shuffle_seed: int | None = None,
+        pin_memory: bool = False,
+        shuffle: bool = False,
+        seed: int = 0,
+        fill: Any = None,
+        ragged: Ragged = "error",
+    ) -> Batches[Any]:
+        """Return the share as batches of tensors.
+
+        Follows ``ray.data.DataIterator.iter_torch_batches``:
+        https://docs.ray.io/en/latest/data/api/doc/ray.data.DataIterator.iter_torch_batches.html
+
+        Parameters
+        ----------
+        prefetch_batches : int, default 1
+            Batches that a thread prepares before they are wanted; 0 prepares each when it is.
+        batch_size : int or None, default 256
+            Rows of a batch. None yields as many as are read at once, up to about 32 MiB.
+        dtypes : torch.dtype or mapping of str to torch.dtype, optional
+            The dtype of all tensors, or of columns; by default that of the column's type.
+        device : str or torch.device, default "auto"
+            Where the tensors are; "auto" is this rank's device. They are copied to a GPU from
+            pinned memory, asynchronously.
+        collate_fn : callable, optional
+            Makes the batch of a dict of NumPy arrays, or, if it is an instance of Ray's
+            ``ArrowBatchCollateFn`` or ``PandasBatchCollateFn``, of a table or a DataFrame. Its
+            tensors are copied to `device`. It is called in the thread.
+        drop_last : bool, default False
+            Whether to drop the last batch if it is smaller.
+        local_shuffle_buffer_size : int, optional
+            Shuffle the rows within blocks of so many; at least `batch_size`.
+        local_shuffle_seed : int, optional
+            Another name of `seed`, which it overrides. Without either, the order is that of seed 0
+            (in Ray it is random).
+        pin_memory : bool, default False
+            Whether tensors that stay on the CPU are in pinned memory, if there is a GPU.
+        shuffle : bool, default False
+            Whether to shuffle the rows of the share, in another order each epoch. Chunks are
+            shuffled, and the rows within windows of several chunks.
+        seed : int, default 0
+            Determines the order, together with the epoch and the rank.
+        fill : number or mapping of str to object, optional
+            What replaces nulls, in all columns of numbers or in those named; by default nulls are
+            an error.
+        ragged : "error", "nested" or "list", or mapping of str to these, default "error"
+            What arrays of unequal length become: an error, a nested tensor, or a list of tensors.
+
+        Returns
+        -------
+        iterable of dict of str to torch.Tensor
+            The batches. Each iteration over it is the next epoch.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument, a column's type, or a null does not allow it.
+        DistributorError
+            In an iteration, if rows are not on this node.
+
+        Examples
+        --------
+        >>> for batch in shard.iter_torch_batches(batch_size=4, device="cpu"):
+        ...     print(batch["id"])
+        tensor([0, 1, 2, 3])
+        tensor([4, 5, 6, 7])
+        tensor([8, 9])
+        """
+        options = pass_options(
+            batch_size=batch_size,
+            drop_last=drop_last,
+            prefetch_batches=prefetch_batches,
+            shuffle=shuffle,
+            seed=seed,
+            local_shuffle_buffer_size=local_shuffle_buffer_size,
+            local_shuffle_seed=local_shuffle_seed,
+        )
+        check_bool("pin_memory", pin_memory)
+        _check_collate_fn(collate_fn, dtypes, fill)
+        target = _checked_device(device)
+        pins = torch.cuda.is_available() and (pin_memory or target.type == "cuda")
+        finish = pin if pins else None
+        if collate_fn is None:
+            form = tensor_format(self._tensor_options(dtypes, fill, ragged), finish=finish)
+        else:
+            form = collated_format(collate_fn, self._share.source.vectors, finish)
+        return Batches(partial(_on_device, partial(self._share.read, options, form), target))
+
+    def iter_batches(
+        self,
+        *,
+        prefetch_batches: int = 1,
+        batch_size: int | None = 256,
+        batch_format: str | None = "default",
+        drop_last: bool = False,
+        local_shuffle_buffer_size: int | None = None,
+        local_shuffle_seed: int | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+    ) -> Batches[Any]:
+        """Return the share as batches of arrays, DataFrames or tables.
+
+        Follows ``ray.data.DataIterator.iter_batches``:
+        https://docs.ray.io/en/latest/data/api/doc/ray.data.DataIterator.iter_batches.html
+
+        Parameters
+        ----------
+        prefetch_batches, batch_size, drop_last, local_shuffle_buffer_size, local_shuffle_seed, \
+shuffle, seed
+            As for `iter_torch_batches`.
+        batch_format : "default", "numpy", "pandas", "pyarrow" or None, default "default"
+            What a batch is: a dict of NumPy arrays ("default" and "numpy"), a pandas DataFrame, or
+            an Arrow table ("pyarrow" and None).
+
+        Returns
+        -------
+        iterable
+            The batches. Each iteration over it is the next epoch.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument has the wrong type or value.
+        DistributorError
+            In an iteration, if rows are not on this node.
+
+        Examples
+        --------
+        >>> [len(batch["id"]) for batch in shard.iter_batches(batch_size=4)]
+        [4, 4, 2]
+        """
+        options = pass_options(
+            batch_size=batch_size,
+            drop_last=drop_last,
+            prefetch_batches=prefetch_batches,
+            shuffle=shuffle,
+            seed=seed,
+            local_shuffle_buffer_size=local_shuffle_buffer_size,
+            local_shuffle_seed=local_shuffle_seed,
+        )
+        _check_batch_format(batch_format)
+        form = table_format(batch_format, self._share.source.vectors)
+        return Batches(partial(self._share.read, options, form))
+
+    def iter_rows(self) -> Batches[dict[str, Any]]:
+        """Return the share's rows as dicts of Python's values, in order.
+
+        Follows ``ray.data.DataIterator.iter_rows``:
+        https://docs.ray.io/en/latest/data/api/doc/ray.data.DataIterator.iter_rows.html
+
+        Returns
+        -------
+        iterable of dict of str to object
+            The rows. Each iteration over it is the next epoch.
+
+        Examples
+        --------
+        >>> next(iter(shard.iter_rows()))
+        {'id': 0, 'label': 0.0}
+        """
+        form = row_format(self._share.source.vectors)
+        return Batches(partial(self._share.read, PassOptions(batch_size=1), form))
+
     def dataset(
         self,
         *,
@@ -225,7 +420,7 @@ class DatasetShard(ShareIterator):
         >>> [len(batch["id"]) for batch in loader]
         [5, 5]
         """
-        check_callable("transform", transform)
+        _check_callable("transform", transform)
         options = self._tensor_options(dtypes, fill, ragged)
         return ShardDataset(self._share, options, transform)
 
@@ -276,7 +471,7 @@ class DatasetShard(ShareIterator):
         >>> [len(batch["id"]) for batch in loader]
         [5, 5]
         """
-        check_callable("transform", transform)
+        _check_callable("transform", transform)
         options = pass_options(
             batch_size=1 if batch_size is None else batch_size,
             drop_last=drop_last,
@@ -287,3 +482,77 @@ class DatasetShard(ShareIterator):
         make = item_format if batch_size is None else tensor_format
         form = make(tensors, transform)
         return ShardIterable(self._share, options, form)
+
+    def iter_tf_batches(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotImplementedError."""
+        _refuse("iter_tf_batches", 'iter_batches(batch_format="numpy") and tf.convert_to_tensor')
+
+    def to_tf(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotImplementedError."""
+        _refuse("to_tf", 'tf.data.Dataset.from_generator with iter_batches(batch_format="numpy")')
+
+    def iter_jax_batches(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotImplementedError."""
+        _refuse("iter_jax_batches", 'iter_batches(batch_format="numpy") and jax.numpy.asarray')
+
+    def to_torch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotImplementedError: Ray has deprecated it."""
+        _refuse("to_torch", "iter_torch_batches, iterable or dataset")
+
+    def _tensor_options(self, dtypes: Dtypes, fill: Any, ragged: Ragged) -> TensorOptions:
+        source = self._share.source
+        options = TensorOptions(dtypes, fill, ragged, source.vectors)
+        check_columns(source.schema, options, source.null_counts, source.name)
+        return options
+
+
+def _refuse(name: str, alternative: str) -> NoReturn:
+    raise NotImplementedError(f"DatasetShard has no {name}. Use {alternative} instead.")
+
+
+def _on_device(begin: Callable[[], Iterator[Any]], target: torch.device) -> Iterator[Any]:
+    """Copy batches to a GPU, in this thread, so that its stream waits for the copies."""
+    if target.type == "cpu":
+        return begin()
+    return (move(batch, target) for batch in begin())
+
+
+def _check_callable(name: str, value: Callable[..., Any] | None) -> None:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable, but is {value!r}.")
+
+
+def _check_collate_fn(
+    collate_fn: Callable[[Any], Any] | None,
+    dtypes: torch.dtype | Mapping[str, torch.dtype] | None,
+    fill: Any,
+) -> None:
+    """Check that nothing is asked of the conversion to tensors that `collate_fn` replaces."""
+    _check_callable("collate_fn", collate_fn)
+    if collate_fn is None:
+        return
+    for name, value in (("dtypes", dtypes), ("fill", fill)):
+        if value is not None:
+            raise ValueError(
+                f"{name} and collate_fn exclude each other: collate_fn itself converts the NumPy "
+                "arrays that it is called with."
+            )
+
+
+def _check_batch_format(batch_format: Any) -> None:
+    if batch_format not in _BATCH_FORMATS:
+        listed = ", ".join(map(repr, _BATCH_FORMATS))
+        raise ValueError(f"batch_format must be one of {listed}, but is {batch_format!r}.")
+
+
+def _checked_device(device: Any) -> torch.device:
+    """Return the device that an argument names; "auto" is this rank's."""
+    if device == "auto":
+        return rank_device()
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f'device must be "auto" or a device of torch: {error}') from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {str(found)!r}, but torch finds no GPU here.")
+    return found

@@ -1,50 +1,82 @@
-"""A rank's share of a dataset: its rows in each epoch, and how far it has read them."""
+"""A rank's share of a dataset: its rows in each epoch, the passes over them, and its progress."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
-from distributor.data.batches import Format, batches_of, converted
+from distributor.data.batches import Format, batches_of, converted, prefetched
 from distributor.data.epochs import Epoch, Layout, Order, Span
-from distributor.data.options import PassOptions
-from distributor.data.prefetch import prefetched
 from distributor.data.source import Source
 from distributor.rank.context import worker_context
 
 
+@dataclass(frozen=True)
+class PassOptions:
+    """What a pass reads: the rows of its batches, their order, and how far ahead."""
+
+    batch_size: int | None = None  # None makes each window a batch
+    drop_last: bool = False
+    prefetch_batches: int = 0
+    order: Order = field(default_factory=Order)
+
+
+def pass_options(
+    *,
+    batch_size: int | None,
+    drop_last: bool = False,
+    prefetch_batches: int = 0,
+    shuffle: bool = False,
+    seed: int = 0,
+    local_shuffle_buffer_size: int | None = None,
+    local_shuffle_seed: int | None = None,
+) -> PassOptions:
+    size = None if batch_size is None else whole_number("batch_size", batch_size, 1)
+    ahead = whole_number("prefetch_batches", prefetch_batches, 0)
+    check_bool("drop_last", drop_last)
+    check_bool("shuffle", shuffle)
+    seed = whole_number("seed", seed)
+    if local_shuffle_seed is not None:
+        seed = whole_number("local_shuffle_seed", local_shuffle_seed)
+    buffer_rows = None
+    if local_shuffle_buffer_size is not None:
+        buffer_rows = whole_number("local_shuffle_buffer_size", local_shuffle_buffer_size, 1)
+        if size is None or buffer_rows < size:
+            raise ValueError(
+                f"local_shuffle_buffer_size is {buffer_rows}, so batch_size must be between 1 and "
+                f"{buffer_rows}, but is {size}."
+            )
+    return PassOptions(size, drop_last, ahead, Order(shuffle, buffer_rows, seed))
+
+
+def whole_number(name: str, value: Any, least: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer, but is {value!r}.")
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, but is {value}.")
+    return int(value)
+
+
+def check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, but is {value!r}.")
+
+
 @dataclass
 class Pass:
-    """One pass over what is left of an epoch.
+    """One pass over what is left of an epoch."""
 
-    Parameters
-    ----------
-    epoch : Epoch
-        The epoch, with what was read of it before the pass.
-    rows : int
-        The rows that each rank has yielded since, or all that it had.
-    """
-
-    epoch: Epoch
-    rows: int = 0
+    epoch: Epoch  # with what was read of it before
+    rows: int = 0  # that each rank has yielded since, or all that it had
 
 
 class Progress:
-    """Counts a shard's epochs and the rows read, and resumes from a checkpoint's position.
+    """Counts a shard's epochs and the rows read, and resumes from a checkpoint's position."""
 
-    Ranks read in lockstep: what rank 0 has read, each rank has read of its own rows.
-
-    Parameters
-    ----------
-    name : str
-        The dataset's name, for messages.
-    num_rows : int
-        The rows of the whole dataset.
-    rank, num_ranks : int
-        This rank, and the number of ranks.
-    """
+    # Ranks read in lockstep: what rank 0 has read, each rank has read of its own rows.
 
     def __init__(self, name: str, num_rows: int, rank: int, num_ranks: int) -> None:
         self._name, self._num_rows = name, num_rows
@@ -65,7 +97,6 @@ class Progress:
 
     @property
     def next_epoch(self) -> int:
-        """The epoch of the next pass."""
         self._register()
         return self._next_epoch
 
@@ -118,21 +149,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Share:
-    """The rows that are a rank's.
-
-    Parameters
-    ----------
-    source : Source
-        The chunks of the dataset.
-    layout : Layout
-        How the ranks share them.
-    rank : int
-        The rank.
-    num_ranks : int
-        The number of ranks.
-    progress : Progress
-        What it has read.
-    """
+    """The rows that are a rank's."""
 
     source: Source
     layout: Layout
@@ -144,20 +161,12 @@ class Share:
         return self.layout.rows_per_rank(self.num_ranks)[self.rank]
 
     def spans(self, epoch: Epoch) -> list[Span]:
-        """Return the rows that are left of an epoch."""
         return self.layout.plan(epoch, self.rank, self.num_ranks)
 
     def read(self, options: PassOptions, form: Format, counts: bool = True) -> Iterator[Any]:
         """Yield the batches of the next pass.
 
-        Parameters
-        ----------
-        options : PassOptions
-            Which batches.
-        form : Format
-            What they are.
-        counts : bool, default True
-            Whether the position has what has been yielded of an epoch, or whole epochs only.
+        `counts`: whether the position has what was yielded of an epoch, or whole epochs only.
         """
         now = self.progress.begin(options.order)
         if options.batch_size is None and self.layout.split and self.num_ranks > 1:

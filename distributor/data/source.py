@@ -1,66 +1,45 @@
-"""Where the rows of a dataset come from: numbered chunks, which a rank reads one at a time."""
+"""A dataset as numbered chunks, which a rank reads one at a time, and how ranks share its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
     from numpy.typing import NDArray
 
+Equal: TypeAlias = Literal["drop", "pad", False]
+"""Drop the rows that are left over, repeat some rows, or (False) leave a difference of one row."""
+
+
+def check_sharing(equal: object, split: object) -> None:
+    if equal is not False and equal not in ("drop", "pad"):
+        raise ValueError(f"equal must be 'pad', 'drop' or False, but is {equal!r}.")
+    if not isinstance(split, bool):
+        raise TypeError(f"split must be True or False, but is {split!r}.")
+
 
 class Source(Protocol):
     """A dataset as chunks of rows, with what every rank knows of all of them."""
 
-    @property
-    def name(self) -> str:
-        """The dataset's name, for messages."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """The columns."""
-
-    @property
-    def vectors(self) -> frozenset[str]:
-        """The columns that contain Spark ML vectors, as structs."""
-
-    @property
-    def chunk_rows(self) -> NDArray[np.int64]:
-        """The number of rows of each chunk of the whole dataset."""
-
-    @property
-    def chunk_bytes(self) -> NDArray[np.int64]:
-        """The size of each chunk in memory, in bytes, at least roughly."""
-
-    @property
-    def null_counts(self) -> Mapping[str, int] | None:
-        """The number of nulls of each column of the whole dataset; None if it is not known."""
+    name: str
+    schema: pa.Schema
+    vectors: frozenset[str]  # the columns of Spark ML vectors, as structs
+    chunk_rows: NDArray[np.int64]  # of the whole dataset
+    chunk_bytes: NDArray[np.int64]  # in memory, at least roughly
+    null_counts: Mapping[str, int] | None  # of columns of the whole dataset, if it is known
 
     def read(self, chunk: int) -> pa.RecordBatch | pa.Table:
-        """Read a chunk.
-
-        Raises
-        ------
-        LookupError
-            If this rank cannot read it.
-        """
+        """Read a chunk; raises LookupError if this rank cannot."""
 
     def release(self, chunk: int) -> None:
         """Free memory of a chunk that has been read. It can be read again, and views stay valid."""
 
 
 class CachedSource:
-    """A source that keeps the chunks read last, within this process.
-
-    Parameters
-    ----------
-    source : Source
-        The source of the chunks.
-    max_bytes : float
-        The size of the chunks that are kept at most; infinite keeps all.
-    """
+    """A source that keeps the chunks read last, within this process."""
 
     def __init__(self, source: Source, max_bytes: float) -> None:
         self.name, self.schema, self.vectors = source.name, source.schema, source.vectors
@@ -71,7 +50,6 @@ class CachedSource:
         self._size = 0
 
     def read(self, chunk: int) -> pa.RecordBatch | pa.Table:
-        """Return a chunk."""
         found = self._chunks.pop(chunk, None)
         if found is None:
             found = self._source.read(chunk)

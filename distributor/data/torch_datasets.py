@@ -18,9 +18,8 @@ from distributor._compat import torch as private_torch
 from distributor.data.batches import Format, batches_of, converted, pieces_of, read_chunk
 from distributor.data.epochs import Epoch, Order, between
 from distributor.data.formats import items
-from distributor.data.options import PassOptions, whole_number
 from distributor.data.rank_share import RankShare, is_rank_share
-from distributor.data.share import Share
+from distributor.data.share import PassOptions, Share, whole_number
 from distributor.data.source import CachedSource
 from distributor.data.tensors import TensorOptions
 from distributor.rank.import_hooks import after_import
@@ -32,22 +31,7 @@ MAX_WORKERS = 1024
 
 
 class ShardDataset(Dataset[Any], RankShare):
-    """A rank's share as a map-style dataset; `DatasetShard.dataset` documents it.
-
-    Parameters
-    ----------
-    share : Share
-        The rows.
-    options : TensorOptions
-        How they become tensors.
-    transform : callable, optional
-        Makes the item of a row.
-
-    Attributes
-    ----------
-    share : Share
-        The rows.
-    """
+    """A rank's share as a map-style dataset; `DatasetShard.dataset` documents it."""
 
     def __init__(
         self,
@@ -87,7 +71,6 @@ class ShardDataset(Dataset[Any], RankShare):
         return item
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the items of many rows, in the order of `indices`."""
         rows = np.array([self._checked(index) for index in indices], dtype=np.int64)
         order = np.argsort(rows, kind="stable")
         table = self._read(rows[order])
@@ -120,17 +103,7 @@ class ShardDataset(Dataset[Any], RankShare):
 
 
 class ShardIterable(IterableDataset[Any], RankShare):
-    """A rank's share as an iterable dataset; `DatasetShard.iterable` documents it.
-
-    Parameters
-    ----------
-    share : Share
-        The rows.
-    options : PassOptions
-        The order and the size of what it yields.
-    form : Format
-        What that is.
-    """
+    """A rank's share as an iterable dataset; `DatasetShard.iterable` documents it."""
 
     def __init__(self, share: Share, options: PassOptions, form: Format) -> None:
         self.rows_of_all_ranks = share.layout.num_rows

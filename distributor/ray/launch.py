@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar, overload
 
 from distributor.core.gpus import GPUType
-from distributor.data.spark.dataset import DatasetFinder
+from distributor.data.dataframes import DatasetFinder
 from distributor.decorated_function import DecoratedFunction, decorator_of
 from distributor.launch.future import RunFuture
 from distributor.launch.one_time_warnings import warn_once

@@ -18,28 +18,12 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def script_mentions(package: str, path: Path) -> bool:
-    """Return whether a script, or a module beside it that it imports, mentions a package.
-
-    Parameters
-    ----------
-    package : str
-        The package's name, in lower case; ``MLFlowLogger`` mentions mlflow, too.
-    path : Path
-        The script.
-    """
+    """Return whether a script, or a module beside it that it imports, mentions a package."""
     return any(_mentions(package, code) for code in _code_of_script(path))
 
 
 def call_mentions(package: str, *parts: object) -> bool:
-    """Return whether a function, or a function of the user's that it refers to, mentions a package.
-
-    Parameters
-    ----------
-    package : str
-        The package's name, in lower case.
-    *parts
-        The function and its arguments, which may be or contain functions.
-    """
+    """Return whether a function, or one of the user's that it refers to, mentions a package."""
     return any(_mentions(package, code) for code in _code_of_call(*parts))
 
 

@@ -59,20 +59,7 @@ def give_back(file: BinaryIO, length: int) -> None:
 
 
 class Pickler(code_pickle.Pickler):
-    """Pickles tensors like arrays: a storage is a buffer, once for all tensors that share it.
-
-    Parameters
-    ----------
-    file : BinaryIO
-        The file for the pickle.
-    in_band : bool, default False
-        Whether large buffers are part of the pickle too.
-
-    Attributes
-    ----------
-    buffers : list of PickleBuffer
-        The large buffers, which are not in the pickle.
-    """
+    """Pickles tensors like arrays: a storage is a buffer, once for all tensors that share it."""
 
     def __init__(self, file: BinaryIO, in_band: bool = False) -> None:
         super().__init__(
@@ -151,18 +138,7 @@ def pieces(offset: int, buffers: Sequence[pickle.PickleBuffer]) -> Iterator[byte
 
 
 def unpack(file: int) -> Any:
-    """Load the object from a file.
-
-    Parameters
-    ----------
-    file : int
-        The file's descriptor; it may be closed afterwards.
-
-    Raises
-    ------
-    EOFError
-        If the file is incomplete.
-    """
+    """Load the object from a file."""
     mapped = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
     return pickle.Unpickler(mapped, buffers=_buffers(memoryview(mapped))).load()
 

@@ -48,15 +48,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Value:
-    """The value that a rank returned, still pickled.
-
-    Parameters
-    ----------
-    rank : int
-        The global rank.
-    file : BinaryIO
-        The pickled value, alone in an anonymous file.
-    """
+    """The value that a rank returned, still pickled."""
 
     rank: int
     file: BinaryIO
@@ -110,26 +102,7 @@ def load_value(path: str | os.PathLike[str]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a rank failed, as plain data that any process can unpickle.
-
-    Parameters
-    ----------
-    origin : Origin
-        The rank that failed.
-    summary : str
-        One line: the exception's type and message, or how the process ended.
-    text : str
-        The remote traceback with its source lines, or the last lines of output.
-    pickled : bytes or None
-        The exception; None if it cannot be pickled.
-    collateral : bool
-        Whether the failure looks like a consequence of another rank's, such as a lost connection.
-    step : int or None
-        How many steps the rank's program had made; None for a rank that did not raise.
-    kind : str
-        The exception's type, or how the process ended. It may appear in logs, unlike a message,
-        which may contain a secret.
-    """
+    """Why a rank failed, as plain data that any process can unpickle."""
 
     origin: Origin
     summary: str
@@ -238,13 +211,7 @@ def cause_first(failures: Iterable[Failure]) -> dict[int, Failure]:
 
 
 def raise_first(failures: Mapping[int, Failure]) -> None:
-    """Raise the first failure's exception, with the mapping as its ``rank_failures``.
-
-    Parameters
-    ----------
-    failures : mapping of int to Failure
-        Failures by rank, the cause first; not empty.
-    """
+    """Raise the first failure's exception, with the mapping as its ``rank_failures``."""
     first = next(iter(failures.values()))
     error = first.exception()
     error.__dict__["rank_failures"] = dict(failures)  # bypasses __setattr__, as in `add_note`

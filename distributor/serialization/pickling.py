@@ -37,23 +37,6 @@ class PickledCall:
     Python pickles classes and functions by name, and finds them in the module of that name. A
     rank's main module is therefore made of what was pickled by value from the driver's, and so is
     that of each process which the rank starts by ``spawn`` or ``forkserver``.
-
-    Parameters
-    ----------
-    payload : buffer
-        Three pickles with one memo: functions and classes of the main module, its names, and the
-        function with its arguments.
-    main_size : int
-        The size of the first two.
-    buffers : tuple of buffers
-        The large buffers of their tensors and arrays, which are not in `payload`.
-    sources : dict of str to list of str
-        Source lines of files that exist only in this process (notebook cells), so that a
-        rank's tracebacks and ``inspect.getsource`` work there.
-    imports : frozenset of str
-        The full names that its functions import, and those pickled with them.
-    uses_environment : bool
-        Whether what is pickled mentions the process's environment variables.
     """
 
     payload: Any
@@ -71,13 +54,7 @@ class PickledCall:
     def load(
         self, main: dict[str, Any] | None = None
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Return the function, its positional and its keyword arguments.
-
-        Parameters
-        ----------
-        main : dict, optional
-            The namespace of a main module, which gets what the call needs of the driver's.
-        """
+        """Return the function, its positional and its keyword arguments."""
         namespace = {} if main is None else main
         own = _own_names(namespace)
         unpickler = self._load_main(self.payload, namespace)
@@ -106,13 +83,7 @@ class PickledCall:
 def dump_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> PickledCall:
-    """Pickle a call for the ranks.
-
-    Raises
-    ------
-    UnpicklableError
-        If something cannot be pickled; the message names the variable or argument.
-    """
+    """Pickle a call for the ranks."""
     main = sys.modules["__main__"]
     if main.__name__ in MAIN_MODULES[1:]:
         cloudpickle.register_pickle_by_value(main)
@@ -131,13 +102,7 @@ def dump_call(
 
 
 def dump_value(value: object, file: BinaryIO, what: str) -> None:
-    """Pickle a rank's value into `file`.
-
-    Raises
-    ------
-    UnpicklableError
-        If part of it cannot be pickled; the message names that part.
-    """
+    """Pickle a rank's value into `file`."""
     try:
         oob_pickle.pack(value, file)
     except (MemoryError, OSError):

@@ -15,15 +15,7 @@ from distributor.serialization.pickling import PickledCall
 
 @dataclass(frozen=True)
 class FileArgument:
-    """A command-line argument that is the path of a file, which each rank creates.
-
-    Parameters
-    ----------
-    name : str
-        The file's name.
-    content : str
-        Its content.
-    """
+    """A command-line argument that is the path of a file, which each rank creates."""
 
     name: str
     content: str
@@ -34,21 +26,7 @@ Argument = str | FileArgument
 
 @dataclass(frozen=True)
 class Call:
-    """A function with its arguments.
-
-    Parameters
-    ----------
-    name : str
-        The function's name, for messages.
-    call : PickledCall
-        The function and its arguments.
-    begins_with : str
-        A function to call first, as ``package.module:function``; empty for none.
-    args : tuple of str or FileArgument
-        The command-line arguments that the function sees in ``sys.argv``.
-    located : tuple of Location
-        Modules that ranks on this machine find at their places, and not by ``sys.path``.
-    """
+    """A function with its arguments."""
 
     name: str
     call: PickledCall
@@ -69,23 +47,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Script:
-    """A Python file with its command-line arguments.
-
-    Parameters
-    ----------
-    name : str
-        The file's name, for messages.
-    path : str
-        Its absolute path.
-    args : tuple of str or FileArgument
-        Its command-line arguments.
-    source : bytes
-        Its content, for nodes that do not have the file.
-    begins_with : str
-        A function to call first, as ``package.module:function``; empty for none.
-    located : tuple of Location
-        As for `Call`.
-    """
+    """A Python file with its command-line arguments."""
 
     name: str
     path: str
@@ -112,21 +74,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Module:
-    """A Python module with its command-line arguments, run as ``python -m`` runs it.
-
-    Parameters
-    ----------
-    name : str
-        The module's name.
-    folder : str
-        Where the driver looks for it first; empty on nodes, which receive its files.
-    args : tuple of str or FileArgument
-        Its command-line arguments.
-    begins_with : str
-        A function to call first, as ``package.module:function``; empty for none.
-    located : tuple of Location
-        As for `Call`.
-    """
+    """A Python module with its command-line arguments, run as ``python -m`` runs it."""
 
     name: str
     folder: str

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from distributor.core.spelling import suggestion
-from distributor.data.spark.dataset import SparkDataset, is_dataframe
+from distributor.data.dataframes import SparkDataset, is_dataframe
 from distributor.train.runtime.session import session
 
 if TYPE_CHECKING:

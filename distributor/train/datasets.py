@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from distributor.data.spark.dataset import DatasetFinder, ShardReference
+from distributor.data.dataframes import DatasetFinder, ShardReference
 from distributor.launch.call_site import CallSite
 from distributor.launch.cancellation import Cancellation
 from distributor.launch.job import new_run_id
@@ -30,7 +30,7 @@ def shards_in_process(datasets: Mapping[str, Any]) -> Iterator[Mapping[str, Data
     if not finder.datasets:
         yield datasets
         return
-    from distributor.data.spark.chunk_file import open_shard
+    from distributor.data.chunk_file import open_shard
     from distributor.launch.spark.datasets.collection import Datasets
 
     opened = Datasets(finder.datasets)

@@ -19,27 +19,7 @@ def connect(
     timeout: float,
     handshake_timeout: float | None = None,
 ) -> tuple[socket.socket, protocol.Session]:
-    """Connect as ``node`` to the run with this secret; return a blocking socket and its session.
-
-    Parameters
-    ----------
-    host, port : str, int
-        Where the listener is.
-    secret : bytes
-        The run's secret.
-    node : int
-        The index of this node.
-    timeout : float
-        Seconds to connect, after the resolution of the host's name, which the system limits.
-    handshake_timeout : float, optional
-        Seconds for the authentication; by default `timeout`. The kernel accepts connections for a
-        listener whose process is too busy to answer at once.
-
-    Raises
-    ------
-    OSError
-        If the connection fails: `HandshakeRefused`, TimeoutError and others.
-    """
+    """Connect as ``node`` to the run with this secret; return a blocking socket and its session."""
     limit = timeout
     try:
         sock = _dial(host, port, time.monotonic() + timeout)
@@ -56,32 +36,7 @@ def connect(
 
 
 def is_served(host: str, port: int, secret: bytes, *, timeout: float) -> bool:
-    """Ask what listens at an address whether it serves the run with this secret.
-
-    Parameters
-    ----------
-    host, port : str, int
-        The address.
-    secret : bytes
-        The run's secret.
-    timeout : float
-        Seconds to connect, and again to get the answer.
-
-    Returns
-    -------
-    bool
-        Whether it has proved that it does. If not, it accepts connections and says nothing: a
-        process that is stopped, or too busy, or has no free descriptors, or not the hub.
-
-    Raises
-    ------
-    ConnectionRefusedError
-        If nothing listens there.
-    RunNotServed
-        If it certainly does not.
-    OSError
-        If there was no connection, or it ended before the answer.
-    """
+    """Ask what listens at an address whether it serves the run with this secret."""
     with _dial(host, port, time.monotonic() + timeout) as sock:
         try:
             _prove(sock, secret, protocol.PROBE, time.monotonic() + timeout)

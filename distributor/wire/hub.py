@@ -42,24 +42,7 @@ SILENT: Final = Lost.SILENT
 
 
 class Hub:
-    """Receives from the nodes that prove this run's secret, and sends to them.
-
-    Parameters
-    ----------
-    bind_address : str
-        The address to listen at. Hubs of this process at one address share a socket.
-    secret : bytes
-        Authenticates a node to the hub, and the hub to a node; each run needs its own.
-    port : int
-        0 for any.
-
-    Raises
-    ------
-    OSError
-        If the address or the port cannot be bound.
-    ValueError
-        If the secret is empty, or another run's.
-    """
+    """Receives from the nodes that prove this run's secret, and sends to them."""
 
     def __init__(self, bind_address: str, secret: bytes, *, port: int = 0) -> None:
         if not secret:
@@ -80,15 +63,7 @@ class Hub:
         self.close()
 
     def get(self, timeout: float) -> tuple[int, object] | None:
-        """Wait for the next message, at most ``timeout`` seconds.
-
-        Returns
-        -------
-        tuple of int and object, or None
-            ``(node, message)``, in the order in which that node sent its messages;
-            ``(node, LOST)`` after its last message, preceded by ``(node, SILENT)`` if the hub gave
-            the node up; ``(HERE, message)`` for a message of `post`; None after a timeout.
-        """
+        """Wait for the next message, at most ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -116,13 +91,7 @@ class Hub:
         self._events.put((HERE, message))
 
     def send(self, node: int, message: object) -> None:
-        """Send to one node, from any thread and without waiting; dropped if it is not connected.
-
-        Raises
-        ------
-        FrameTooLarge
-            If the pickled message is larger than `protocol.MAX_FRAME`.
-        """
+        """Send to one node, from any thread and without waiting; dropped if it is not connected."""
         self._listener.call(self._write, protocol.encode(message), node)
 
     def broadcast(self, message: object) -> None:

@@ -21,13 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Link:
-    """An authenticated connection to a hub; use `Link.connect`.
-
-    Attributes
-    ----------
-    lost
-        Whether the connection ended without a call of `close`, or before all messages were sent.
-    """
+    """An authenticated connection to a hub; use `Link.connect`."""
 
     def __init__(
         self,
@@ -65,27 +59,7 @@ class Link:
         on_message: Callable[[object], None],
         on_lost: Callable[[], None] = lambda: None,
     ) -> Link:
-        """Connect to a hub as ``node``, with authentication in both directions.
-
-        Parameters
-        ----------
-        timeout
-            Seconds to connect, after the resolution of the host's name, which the system limits.
-        handshake_timeout
-            Seconds for the authentication; by default `timeout`. The kernel accepts connections
-            for a hub whose process is too busy to answer at once.
-        on_message
-            Called in the reader's thread with each message, perhaps before this method returns.
-            This includes heartbeats, which have been answered. If it raises, the exception is
-            logged and the link is lost.
-        on_lost
-            Called in the same thread once, after the last message, unless `close` ended the link.
-
-        Raises
-        ------
-        OSError
-            If the connection fails: `HandshakeRefused`, TimeoutError and others.
-        """
+        """Connect to a hub as ``node``, with authentication in both directions."""
         sock, session = connect(
             host, port, secret, node, timeout=timeout, handshake_timeout=handshake_timeout
         )
@@ -102,13 +76,7 @@ class Link:
         self.close()
 
     def send(self, message: object) -> None:
-        """Queue a message for the sender's thread; it is dropped if the link is lost or closed.
-
-        Raises
-        ------
-        FrameTooLarge
-            If the pickled message is larger than `protocol.MAX_FRAME`.
-        """
+        """Queue a message for the sender's thread; it is dropped if the link is lost or closed."""
         if self.lost or self._closing:
             return
         frame = protocol.encode(message)
@@ -200,13 +168,7 @@ class Link:
             self._on_lost()
 
     def _next_payload(self, stream: BinaryIO) -> memoryview:
-        """Return the next frame's payload; empty if the connection has ended.
-
-        Raises
-        ------
-        FrameTooLarge, FrameNotAuthentic
-            If it is not what the hub has sent.
-        """
+        """Return the next frame's payload; empty if the connection has ended."""
         nothing = memoryview(b"")
         try:
             header = stream.read(protocol.HEADER.size)

@@ -54,13 +54,7 @@ class Listener:
         return self.address == address and port in (0, self.port)
 
     def add(self, run: Run) -> None:
-        """Admit connections that prove that they hold the run's secret.
-
-        Raises
-        ------
-        ValueError
-            If another run here has the same secret.
-        """
+        """Admit connections that prove that they hold the run's secret."""
         if self._runs.setdefault(protocol.run_key(run.secret), run) is not run:
             raise ValueError("another run at this address has the same secret")
 
@@ -171,18 +165,7 @@ class Listener:
             oldest.transport.abort()
 
     def admit(self, peer: Peer, hello: bytearray) -> bytes:
-        """Add a peer to the run that its hello names, unless it only asks whether that is served.
-
-        Returns
-        -------
-        bytes
-            The welcome to send.
-
-        Raises
-        ------
-        HandshakeRefused
-            If there is no such run, the proof is wrong, or the node is connected already.
-        """
+        """Add a peer to the run that its hello names, unless it only asks if that is served."""
         run = self._runs.get(protocol.key_in(hello))
         if run is None:
             if protocol.is_probe(hello):
@@ -209,24 +192,7 @@ class Listener:
 
 
 def listen(bind_address: str, port: int, run: Run) -> Listener:
-    """Add a run to this process's listener at an address, which is created if there is none.
-
-    Parameters
-    ----------
-    bind_address : str
-        A host name or an address.
-    port : int
-        0 for any: the port of an existing listener, or one that the system chooses.
-    run : Run
-        Removed by `Listener.remove`.
-
-    Raises
-    ------
-    OSError
-        If the address or the port cannot be bound.
-    ValueError
-        If another run at this address has the same secret.
-    """
+    """Add a run to this process's listener at an address, which is created if there is none."""
     family, _, _, _, found = socket.getaddrinfo(bind_address, port, type=socket.SOCK_STREAM)[0]
     address = str(found[0])
     with _lock:

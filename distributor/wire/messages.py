@@ -22,15 +22,7 @@ class Preparing:
 
 
 class NodeWarning(NamedTuple):
-    """A problem of a node that the user should know about and that does not stop the run.
-
-    Parameters
-    ----------
-    text : str
-        The same text on all nodes that have the same problem.
-    detail : str
-        What differs between these nodes, such as figures.
-    """
+    """A problem of a node that the user should know about and that does not stop the run."""
 
     text: str
     detail: str = ""
@@ -185,16 +177,7 @@ class Preempted:
 
 @dataclass(frozen=True)
 class Stop:
-    """Driver to nodes: stop your ranks.
-
-    Parameters
-    ----------
-    reason : str
-        Why.
-    fails_task : bool
-        Whether the node's task then fails, by which Spark ends the other tasks. Otherwise it
-        returns no values: Spark keeps the Python worker, and the next attempt starts sooner.
-    """
+    """Driver to nodes: stop your ranks."""
 
     reason: str
     fails_task: bool = True

@@ -25,13 +25,7 @@ class Run(Protocol):
     """The authenticated connections, by node index."""
 
     def admit(self, peer: Peer) -> None:
-        """Add a peer that has proved that it holds the secret, and has named its node.
-
-        Raises
-        ------
-        HandshakeRefused
-            If that node is connected already.
-        """
+        """Add a peer that has proved that it holds the secret, and has named its node."""
 
     def received(self, peer: Peer, payload: memoryview) -> None:
         """Queue a frame's payload."""
@@ -67,17 +61,6 @@ class Peer(asyncio.BufferedProtocol):
 
     It reads no byte beyond the hello before it has accepted it. Small frames are then read together
     into one buffer, and a large one into a buffer of its own, which the run keeps.
-
-    Attributes
-    ----------
-    run, node
-        The run that it belongs to, and its node's index; None and `NO_NODE` until its hello.
-    session
-        The tags of its frames, from its hello on.
-    silent_intervals
-        How many intervals between heartbeats have ended since bytes came last.
-    garbled
-        Whether a message could not be read. Later messages of this connection are discarded.
     """
 
     transport: asyncio.Transport

@@ -87,13 +87,7 @@ class FrameNotAuthentic(ConnectionError):
 
 
 class FrameTags:
-    """Computes the tags of the frames of one direction of a connection, in their order.
-
-    Parameters
-    ----------
-    key : bytes
-        The key of this connection and direction.
-    """
+    """Computes the tags of the frames of one direction of a connection, in their order."""
 
     def __init__(self, key: bytes) -> None:
         self._keyed = hmac.new(key, None, "sha256")
@@ -109,13 +103,7 @@ class FrameTags:
         return mac.digest()[:TAG_SIZE]
 
     def check(self, tag: bytes | memoryview, *parts: bytes | memoryview) -> None:
-        """Check the tag of the next frame, which consists of these parts.
-
-        Raises
-        ------
-        FrameNotAuthentic
-            If it is wrong.
-        """
+        """Check the tag of the next frame, which consists of these parts."""
         number = self._number
         if not hmac.compare_digest(tag, self.next(*parts)):
             raise FrameNotAuthentic(
@@ -167,13 +155,7 @@ def admit(secret: bytes, hub_nonce: bytes, answer: bytes | bytearray) -> tuple[i
 
 
 def check_welcome(secret: bytes, greeting: bytes, nonce: bytes, welcome: bytes) -> Session:
-    """Return the link's session if the hub has proved that it holds the secret.
-
-    Raises
-    ------
-    RunNotServed
-        If it has not.
-    """
+    """Return the link's session if the hub has proved that it holds the secret."""
     _, hub_nonce = GREETING.unpack(greeting)
     if welcome == UNKNOWN_RUN:
         raise RunNotServed("the hub there serves other runs")

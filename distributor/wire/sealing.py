@@ -28,33 +28,14 @@ class NotAuthentic(ValueError):
 
 
 def seal(payload: bytes, secret: bytes) -> bytes:
-    """Encrypt and authenticate a payload.
-
-    Parameters
-    ----------
-    payload : bytes
-        The plain bytes.
-    secret : bytes
-        Random bytes that only the two ends hold.
-
-    Returns
-    -------
-    bytes
-        `NONCE_BYTES` + `TAG_BYTES` longer than the payload.
-    """
+    """Encrypt and authenticate a payload."""
     nonce = os.urandom(NONCE_BYTES)
     sealed = nonce + _xor(payload, nonce, secret)
     return sealed + _tag(sealed, secret)
 
 
 def unseal(sealed: bytes, secret: bytes) -> bytes:
-    """Return the payload that was given to `seal`.
-
-    Raises
-    ------
-    NotAuthentic
-        If it was not sealed with this secret, or has been changed or truncated.
-    """
+    """Return the payload that was given to `seal`."""
     body, tag = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
     if len(body) < NONCE_BYTES or not hmac.compare_digest(tag, _tag(body, secret)):
         raise NotAuthentic("The payload was not sealed with this secret, or was changed since.")

@@ -32,15 +32,7 @@ class TaskFailed(Exception):
 
     @classmethod
     def of(cls, failures: Sequence[Failure], secret: bytes) -> TaskFailed:
-        """Report failures, or, if there are none, that the node was asked to stop.
-
-        Parameters
-        ----------
-        failures : sequence of Failure
-            In the order in which they occurred.
-        secret : bytes
-            The run's secret.
-        """
+        """Report failures, or, if there are none, that the node was asked to stop."""
         if not failures:
             return cls("The ranks of this node were stopped because the run ended elsewhere.")
         kinds = "; ".join(f"{failure.origin}: {failure.kind}" for failure in failures)
@@ -69,13 +61,6 @@ def failures_in(text: str, secret: bytes) -> list[Failure]:
     """Return the failures inside the text of Spark's exception.
 
     Nothing is unpickled that was not sealed with the run's secret.
-
-    Parameters
-    ----------
-    text : str
-        The text of Spark's exception.
-    secret : bytes
-        The run's secret.
     """
     found: dict[int, Failure] = {}
     for encoded in _REPORT.findall(text):

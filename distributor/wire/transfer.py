@@ -39,23 +39,11 @@ class Block(Protocol):
     """Bytes that a server sends."""
 
     def read(self, offset: int) -> Iterator[Any]:
-        """Yield the bytes from an offset to the end as buffers; wait for those still to come.
-
-        Raises
-        ------
-        OSError
-            If they will not come.
-        """
+        """Yield the bytes from an offset to the end as buffers; wait for those still to come."""
 
 
 class MemoryBlock:
-    """A block of buffers in memory.
-
-    Parameters
-    ----------
-    pieces : sequence of buffers
-        The bytes, in order.
-    """
+    """A block of buffers in memory."""
 
     def __init__(self, pieces: Sequence[Any]) -> None:
         self._pieces = [memoryview(piece).cast("B") for piece in pieces]
@@ -68,20 +56,7 @@ class MemoryBlock:
 
 
 class ArrivingBlock:
-    """A block that arrives in a file, and can be read meanwhile; a context manager.
-
-    Parameters
-    ----------
-    file : BinaryIO
-        An empty file.
-    size : int
-        The size of the whole block in bytes.
-
-    Attributes
-    ----------
-    arrived : int
-        The bytes that have arrived.
-    """
+    """A block that arrives in a file, and can be read meanwhile; a context manager."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self.size = size
@@ -99,13 +74,7 @@ class ArrivingBlock:
             self._changed.notify_all()
 
     def append(self, data: memoryview) -> None:
-        """Add bytes.
-
-        Raises
-        ------
-        OSError
-            If the disk is full.
-        """
+        """Add bytes."""
         self._file.write(data)
         self._file.flush()
         with self._changed:
@@ -129,24 +98,7 @@ class ArrivingBlock:
 
 
 class BlockServer:
-    """Sends a block to everyone who holds its secret; a context manager.
-
-    Parameters
-    ----------
-    bind_address : str
-        The address to listen at. All servers and hubs of this process there share a socket.
-    secret : bytes
-        The secret of the block; see `block_secret`.
-    block : Block
-        The block.
-    port : int
-        0 for any.
-
-    Raises
-    ------
-    OSError
-        If the address or the port cannot be bound.
-    """
+    """Sends a block to everyone who holds its secret; a context manager."""
 
     def __init__(self, bind_address: str, secret: bytes, block: Block, *, port: int = 0) -> None:
         self.secret = secret
@@ -205,20 +157,7 @@ def block_secret(secret: bytes) -> bytes:
 
 
 def digest(block: Block, size: int) -> str:
-    """Return the digest of a block: the SHA-256 of those of its pieces, computed by threads.
-
-    Parameters
-    ----------
-    block : Block
-        The block.
-    size : int
-        Its size in bytes.
-
-    Raises
-    ------
-    OSError
-        If some of its bytes will not come.
-    """
+    """Return the digest of a block: the SHA-256 of those of its pieces, computed by threads."""
     with ThreadPoolExecutor(DIGEST_THREADS) as pool:
         pieces = pool.map(lambda start: _digest_of_piece(block, start), range(0, size, PIECE))
         return hashlib.sha256(b"".join(pieces)).hexdigest()
@@ -237,26 +176,7 @@ def _digest_of_piece(block: Block, start: int) -> bytes:
 def receive(
     address: tuple[str, int], secret: bytes, node: int, offset: int, append: Callable[[Any], object]
 ) -> None:
-    """Receive a block from an offset until its server has no more of it.
-
-    Parameters
-    ----------
-    address : tuple of str and int
-        The host and port of the block's server.
-    secret : bytes
-        The block's secret.
-    node : int
-        The index of this node.
-    offset : int
-        The bytes that are here already.
-    append : callable
-        Called with each buffer, which is overwritten afterwards.
-
-    Raises
-    ------
-    OSError
-        If there is no connection, or nothing comes for `STALL_SECONDS`; and what `append` raises.
-    """
+    """Receive a block from an offset until its server has no more of it."""
     buffer = memoryview(bytearray(CHUNK))
     sock, session = connect(*address, secret, node, timeout=CONNECT_SECONDS)
     with sock:

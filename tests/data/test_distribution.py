@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 from distributor.data import from_spark
 from distributor.data.batches import converted
+from distributor.data.chunk_file import ChunkSource, write_chunks
 from distributor.data.epochs import Epoch, Order
-from distributor.data.equal_shares import Equal
 from distributor.data.formats import table_format
-from distributor.data.spark.chunk_file import ChunkSource
-from distributor.data.spark.packing import write_chunks
+from distributor.data.source import Equal
 from distributor.launch.call_site import CallSite
 from distributor.launch.cancellation import Cancellation
 from distributor.launch.spark.datasets import chunked_dataset

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributor.data.epochs import Epoch, Layout, Order, Span
-from distributor.data.equal_shares import Equal
+from distributor.data.source import Equal
 
 CHUNKS = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 RANKS = st.integers(1, 5)

@@ -15,9 +15,8 @@ import pytest
 from conftest import facts_in
 from support.machines import small_disk, why_not_mounted
 
+from distributor.data.chunk_file import DatasetSpec, write_chunks
 from distributor.data.epochs import Layout
-from distributor.data.spark.chunk_file import DatasetSpec
-from distributor.data.spark.packing import write_chunks
 from distributor.errors import DistributorError, ExecutorNotReady
 
 pytestmark = pytest.mark.spark

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from distributor import TorchDistributor
 from distributor.data.epochs import Epoch, Layout, Order
-from distributor.data.parquet import from_parquet, open_parquet
-from distributor.data.parquet.source import ParquetSource
+from distributor.data.parquet import ParquetSource, from_parquet, open_parquet
 
 Write = Callable[..., Path]
 

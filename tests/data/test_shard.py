@@ -26,8 +26,8 @@ from support.tables import TableSource, points, shard_of
 from support.waiting import until
 
 from distributor import DistributorError
-from distributor.data import DatasetShard, iteration, shard
-from distributor.data.row_order import reordered
+from distributor.data import DatasetShard, shard
+from distributor.data.batches import reordered
 from distributor.rank import context as contexts
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -53,12 +53,11 @@ def checkpoints(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     return resume_from
 
 
-@pytest.mark.parametrize("module", [iteration, shard], ids=["iteration", "shard"])
-def test_the_examples_run(module: Any) -> None:
+def test_the_examples_run() -> None:
     globs = {"shard": shard_of(points([6, 4]))}
-    result = doctest.testmod(module, extraglobs=globs)
+    result = doctest.testmod(shard, extraglobs=globs)
     assert result.failed == 0
-    assert result.attempted > 2
+    assert result.attempted > 4
 
 
 @given(SIZES, BATCH, st.integers(1, 3), st.booleans(), st.booleans(), st.integers(0, 2))

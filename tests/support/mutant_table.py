@@ -342,7 +342,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rows of a DataFrame that Spark has computed differently are an error",
-        "distributor/data/spark/chunk_file.py",
+        "distributor/data/chunk_file.py",
         "if zlib.crc32(message) != spec.checksums[chunk]:",
         "if False:",
         ("data/test_lost_rows.py::test_rows_that_spark_has_computed_differently_are_an_error",),

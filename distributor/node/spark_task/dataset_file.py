@@ -31,7 +31,7 @@ def dataset_file(spec: TaskSpec, batches: Iterator[Any]) -> Iterator[BinaryIO | 
             pass
         yield None
         return
-    from distributor.data.spark.packing import write_chunks
+    from distributor.data.chunk_file import write_chunks
 
     with write_chunks(batches, spec.datasets, spec.ranks_per_node, local_folder()) as file:
         yield file

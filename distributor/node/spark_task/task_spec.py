@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from distributor.serialization.program import Program
 
 if TYPE_CHECKING:
-    from distributor.data.spark.chunk_file import DatasetSpec
+    from distributor.data.chunk_file import DatasetSpec
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from distributor.data.spark.dataset import SparkDataset
+from distributor.data.dataframes import SparkDataset
 from distributor.launch.spark.session import Session
 from distributor.serialization.program import Module
 

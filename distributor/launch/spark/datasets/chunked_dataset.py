@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from distributor.data.spark.chunk_file import DatasetSpec
-from distributor.data.spark.dataset import SparkDataset
-from distributor.data.spark.packing import CHUNK_COLUMNS, INDEX_COLUMNS
+from distributor.data.chunk_file import CHUNK_COLUMNS, INDEX_COLUMNS, DatasetSpec
+from distributor.data.dataframes import SparkDataset
 from distributor.launch.spark.datasets.data_jobs import DataJobs
 from distributor.launch.spark.package_shipping import portable_task
 from distributor.launch.spark.session import Session
@@ -73,7 +72,7 @@ def _persisted_chunks(dataset: SparkDataset, session: Session) -> Iterator[Any]:
 
     _check_columns(dataset)
     size = json.dumps(_chunk_bytes(session)).encode()
-    task = portable_task(session, "distributor.data.spark.packing:pack", size)
+    task = portable_task(session, "distributor.data.chunk_file:pack", size)
     # mapInArrow selects the columns by their names, in which a dot, a backtick or * has a meaning,
     # and the case may have none.
     renamed = dataset.frame.toDF(*(f"c{at}" for at in range(len(dataset.frame.columns))))

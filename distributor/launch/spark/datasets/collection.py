@@ -11,9 +11,9 @@ from typing import Any, BinaryIO
 from distributor._compat import pyspark as private
 from distributor.core.resources import format_bytes
 from distributor.core.text import counted
+from distributor.data.chunk_file import ChunkFileWriter, DatasetSpec
+from distributor.data.dataframes import SparkDataset
 from distributor.data.epochs import Epoch
-from distributor.data.spark.chunk_file import ChunkFileWriter, DatasetSpec
-from distributor.data.spark.dataset import SparkDataset
 from distributor.errors import DistributorError
 from distributor.launch.call_site import CallSite
 from distributor.launch.cancellation import Cancellation

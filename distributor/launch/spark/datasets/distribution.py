@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from distributor.data.chunk_file import DatasetSpec
 from distributor.data.epochs import Epoch, Order
-from distributor.data.spark.chunk_file import DatasetSpec
 from distributor.launch.spark.datasets.chunked_dataset import ChunkedDataset
 from distributor.launch.spark.session import Session
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple, NoReturn
 from urllib.parse import unquote
@@ -26,20 +25,9 @@ NULL = "__HIVE_DEFAULT_PARTITION__"
 DELTA_LOG = "_delta_log"
 
 
-@dataclass(frozen=True)
-class DataFiles:
-    """Files of one file system.
-
-    Parameters
-    ----------
-    filesystem : FileSystem
-        The file system.
-    folders : dict of str to list of str
-        The files by the folder in which they were found, perhaps in subfolders.
-    """
-
+class DataFiles(NamedTuple):
     filesystem: pafs.FileSystem
-    folders: dict[str, list[str]]
+    folders: dict[str, list[str]]  # the files by the folder in which they were found
 
 
 class _Entry(NamedTuple):
@@ -50,26 +38,6 @@ class _Entry(NamedTuple):
 
 
 def find_files(path: PathLike | Sequence[PathLike]) -> DataFiles:
-    """Find the files that a path names.
-
-    Parameters
-    ----------
-    path : str, path, or sequence of them
-        Files, folders, and patterns with ``*``, ``?``, ``[...]`` and ``**``, on this machine or as
-        the address of a file system that pyarrow knows.
-
-    Returns
-    -------
-    DataFiles
-        Each file once, sorted within each path.
-
-    Raises
-    ------
-    FileNotFoundError
-        If a path names no file; says which.
-    ValueError
-        If paths are of several file systems, or name a Delta table; and as `core.paths.absolute`.
-    """
     paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
     if not paths:
         raise FileNotFoundError("No paths were passed: the list is empty.")
@@ -92,13 +60,7 @@ def find_files(path: PathLike | Sequence[PathLike]) -> DataFiles:
 
 
 def partitions_of(folder: str, paths: Sequence[str]) -> list[dict[str, pa.Scalar]]:
-    """Return for each path the values in the names of its subfolders, such as ``label=3``.
-
-    Raises
-    ------
-    ValueError
-        If such a name is not valid Unicode.
-    """
+    """Return for each path the values in the names of its subfolders, such as ``label=3``."""
     texts = [_folder_values(folder, path[len(folder) :]) for path in paths]
     names = {name for each in texts for name in each}
     types = {name: _type_of([each.get(name) for each in texts]) for name in names}
@@ -165,7 +127,6 @@ def _existing(filesystem: pafs.FileSystem, paths: list[str]) -> list[_Entry]:
 
 
 def _entries(filesystem: pafs.FileSystem, folder: str, recursive: bool) -> list[_Entry]:
-    """Return the files and folders in a folder; none if it does not exist."""
     if not _is_local(filesystem):
         selector = pafs.FileSelector(folder, allow_not_found=True, recursive=recursive)
         infos = filesystem.get_file_info(selector)

@@ -1,32 +1,79 @@
-"""Which class converts a column of which type, with which options."""
+"""Tables of Arrow become dicts of tensors, by the types that docs/how-to/dataframes.md lists."""
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
+import torch
 
-from distributor.data.tensors.columns import Column, Leaf, Numbers, Texts
-from distributor.data.tensors.composite import Arrays, Struct, Vectors
-from distributor.data.tensors.options import TensorOptions
+from distributor.data.columns import Arrays, Column, Leaf, Numbers, Ragged, Struct, Texts, Vectors
 
 _VECTOR_FIELDS = ["type", "size", "indices", "values"]
 
 
-def leaves_of(columns: Mapping[str, Column]) -> Iterator[Leaf]:
-    """Yield the columns of plain values that columns consist of."""
+@dataclass(frozen=True)
+class TensorOptions:
+    """How columns become tensors. A field of a struct is named as in ``"address.zip"``."""
+
+    dtypes: torch.dtype | Mapping[str, torch.dtype] | None = None
+    # Replaces nulls: of all columns of numbers, or of each column. It also replaces the elements of
+    # an array or vector that is null, if all others have the same length.
+    fill: Any = None
+    # With "nested", only the outermost of nested arrays may differ in length; with "list", nested
+    # arrays become lists of lists of tensors.
+    ragged: Ragged | Mapping[str, Ragged] = "error"
+    vectors: frozenset[str] = frozenset()  # the columns of Spark ML vectors, as structs
+
+    def __post_init__(self) -> None:
+        for dtype in _values(self.dtypes):
+            if not isinstance(dtype, torch.dtype | None):
+                raise TypeError(
+                    "dtypes must be a torch.dtype, or a mapping of columns' names to these, but is "
+                    f"or contains {dtype!r}."
+                )
+        for ragged in _values(self.ragged):
+            if ragged not in get_args(Ragged):
+                raise ValueError(
+                    "ragged must be 'error', 'nested' or 'list', or a mapping of columns' names to "
+                    f"these, but is or contains {ragged!r}."
+                )
+        if not isinstance(self.fill, numbers.Number | Mapping | None):
+            raise TypeError(
+                "fill must be a number, which replaces nulls in all columns of numbers, or a "
+                f"mapping of columns' names to values, but is {self.fill!r}."
+            )
+
+    @property
+    def has_nested(self) -> bool:
+        """Whether columns may become nested tensors, whose rows cannot be sliced."""
+        return "nested" in _values(self.ragged)
+
+    def dtype_of(self, path: str) -> torch.dtype | None:
+        return self.dtypes.get(path) if isinstance(self.dtypes, Mapping) else self.dtypes
+
+    def ragged_of(self, path: str) -> Ragged:
+        return self.ragged.get(path, "error") if isinstance(self.ragged, Mapping) else self.ragged
+
+
+def _values(option: Any) -> list[Any]:
+    return list(option.values()) if isinstance(option, Mapping) else [option]
+
+
+def _leaves_of(columns: Mapping[str, Column]) -> Iterator[Leaf]:
     for column in columns.values():
         yield from column.leaves()
 
 
-def make_columns(schema: pa.Schema, options: TensorOptions, dataset: str) -> dict[str, Column]:
+def _make_columns(schema: pa.Schema, options: TensorOptions, dataset: str) -> dict[str, Column]:
     """Return what converts each column, after all checks that need no rows."""
     factory = _Factory(options, dataset)
     columns = factory.columns(schema, "")
-    known = [leaf.path for leaf in leaves_of(columns)]
+    known = [leaf.path for leaf in _leaves_of(columns)]
     for option in ("dtypes", "fill", "ragged"):
         value = getattr(options, option)
         unknown = sorted(value.keys() - set(known)) if isinstance(value, Mapping) else []
@@ -90,14 +137,15 @@ class _Factory:
     def _leaf(self, kind: pa.DataType, path: str, label: str) -> Numbers | Texts:
         if pa.types.is_dictionary(kind):
             kind = kind.value_type
-        if _is_string(kind) or _is_binary(kind):
+        is_binary = _is(kind, "binary", "large_binary", "fixed_size_binary")
+        if is_binary or _is(kind, "string", "large_string"):
             if isinstance(self.options.dtypes, Mapping) and path in self.options.dtypes:
                 raise ValueError(
                     f"{label} has the type {kind}, which remains a list without a dtype. Leave it "
                     "out of dtypes."
                 )
             fill = self._fill(path, label, kind, (kind,))
-            return Texts(path, label, fill, _is_binary(kind))
+            return Texts(path, label, fill, is_binary)
         types = _arrow_types(kind)
         if not types:
             hint = " Select its fields as arrays of their own." if pa.types.is_struct(kind) else ""
@@ -129,45 +177,35 @@ class _Factory:
         return found
 
 
+def _is(kind: pa.DataType, *names: str) -> bool:
+    return any(getattr(pa.types, f"is_{name}")(kind) for name in names)
+
+
 def _is_array(kind: pa.DataType) -> bool:
-    types = pa.types
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
-
-
-def _is_string(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    types = pa.types
-    return bool(
-        types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
-    )
+    return _is(kind, "list", "large_list", "fixed_size_list")
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    types = pa.types
-    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
+    return _is(kind, "integer", "floating", "decimal")
 
 
 def _arrow_types(kind: pa.DataType) -> tuple[pa.DataType, ...]:
     """Return the types through which Arrow converts numbers; none if torch has no such type."""
-    types = pa.types
-    if types.is_decimal(kind):
+    if _is(kind, "decimal"):
         return (pa.float64(),)
-    if types.is_date(kind):
+    if _is(kind, "date"):
         return (pa.date32(), pa.int32())
-    if types.is_timestamp(kind):
+    if _is(kind, "timestamp"):
         return (pa.timestamp("us", kind.tz), pa.int64())
-    if types.is_time(kind):
+    if _is(kind, "time"):
         return (pa.time64("us"), pa.int64())
-    if types.is_duration(kind):
+    if _is(kind, "duration"):
         return (pa.duration("us"), pa.int64())
-    if types.is_uint16(kind):
+    if _is(kind, "uint16"):
         return (pa.int32(),)
-    if types.is_uint32(kind) or types.is_uint64(kind):
+    if _is(kind, "uint32", "uint64"):
         return (pa.int64(),)
-    return (kind,) if _is_number(kind) or types.is_boolean(kind) else ()
+    return (kind,) if _is_number(kind) or _is(kind, "boolean") else ()
 
 
 def _scalar(value: Any, types: tuple[pa.DataType, ...]) -> pa.Scalar | None:
@@ -180,3 +218,23 @@ def _scalar(value: Any, types: tuple[pa.DataType, ...]) -> pa.Scalar | None:
         return None
     is_truncated = pa.types.is_integer(types[0]) and scalar.as_py() != value
     return scalar.cast(types[-1]) if scalar.is_valid and not is_truncated else None
+
+
+def to_tensors(table: pa.Table, options: TensorOptions) -> dict[str, Any]:
+    """Convert a table's columns to tensors, which own their memory."""
+    columns = _make_columns(table.schema, options, "")
+    return {
+        name: column.convert(table.column(index).chunks)
+        for index, (name, column) in enumerate(columns.items())
+    }
+
+
+def check_columns(
+    schema: pa.Schema, options: TensorOptions, null_counts: Mapping[str, int] | None, name: str
+) -> None:
+    """Check, before the first batch, that a dataset's columns can become tensors."""
+    columns = _make_columns(schema, options, name)
+    known: dict[str, Column] = {leaf.path: leaf for leaf in _leaves_of(columns)} | columns
+    for path, count in (null_counts or {}).items():
+        if path in known:
+            known[path].check_nulls(count)

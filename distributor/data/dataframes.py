@@ -6,9 +6,12 @@ import functools
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from distributor.data.equal_shares import Equal, check_equal
+from distributor.data.source import Equal, check_sharing
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,11 +74,53 @@ def from_spark(frame: Any, *, equal: Equal = "pad", split: bool = True) -> Spark
         raise TypeError(
             f"from_spark takes a Spark DataFrame, but got an object of type {_type_name(frame)}."
         )
-    check_equal(equal)
-    if not isinstance(split, bool):
-        raise TypeError(f"split must be True or False, but is {split!r}.")
+    check_sharing(equal, split)
     _check_batch(frame)
     return SparkDataset(frame, equal, split)
+
+
+def get_spark_partition_data_loader(
+    num_samples: int, batch_size: int, num_workers: int = 1, prefetch_factor: int = 2
+) -> DataLoader[Any]:
+    """Return a data loader of this rank's rows of the DataFrame, inside ``train_on_dataframe``.
+
+    Each batch is a list with a tensor for each column: float64 for floats, int64 for integers,
+    and for arrays and Spark ML vectors a matrix with a row for each sample.
+
+    Follows ``_get_spark_partition_data_loader`` of PySpark's ``pyspark.ml.torch.distributor``.
+
+    Parameters
+    ----------
+    num_samples : int
+        The samples of an epoch: the first rows. If there are fewer rows, they are repeated.
+    batch_size : int
+        The samples of a batch; the last one may have fewer.
+    num_workers : int, default 1
+        Processes that load the data; 0 loads it in this process. It is at most 1, as in PySpark.
+    prefetch_factor : int, default 2
+        Batches that are loaded in advance, if there is a process for it.
+
+    Returns
+    -------
+    torch.utils.data.DataLoader
+        The loader.
+
+    Raises
+    ------
+    RuntimeError
+        If this process is not a rank of a run that was started by ``train_on_dataframe``, or
+        `num_workers` is more than 1.
+    ValueError
+        If a column has another type, or a parameter is not positive.
+
+    Examples
+    --------
+    >>> for features, labels in get_spark_partition_data_loader(1000, 32):  # doctest: +SKIP
+    ...     ...
+    """
+    from distributor.data.partition_loader import partition_loader
+
+    return partition_loader(num_samples, batch_size, num_workers, prefetch_factor)
 
 
 def is_dataframe(value: object) -> bool:
@@ -105,34 +150,22 @@ def _type_name(value: object) -> str:
 
 @dataclass(frozen=True)
 class ShardReference:
-    """Stands for a DataFrame among the pickled arguments of a run; loads as this rank's shard.
+    """Stands for a DataFrame among the pickled arguments of a run; loads as this rank's shard."""
 
-    Parameters
-    ----------
-    number : int
-        The number of the dataset.
-    """
-
-    number: int
+    number: int  # of the dataset
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _open_shard, (self.number,)
 
 
 def _open_shard(number: int) -> Any:
-    from distributor.data.spark.chunk_file import open_shard
+    from distributor.data.chunk_file import open_shard
 
     return open_shard(number)
 
 
 class DatasetFinder:
-    """Finds the DataFrames among the arguments of a run, and puts references in their place.
-
-    Attributes
-    ----------
-    datasets : list of SparkDataset
-        What was found. A DataFrame that is found twice is one dataset.
-    """
+    """Finds the DataFrames among the arguments of a run, and puts references in their place."""
 
     def __init__(self) -> None:
         self.datasets: list[SparkDataset] = []
@@ -152,7 +185,6 @@ class DatasetFinder:
         return tuple(positional), named
 
     def add(self, dataset: SparkDataset, name: str) -> ShardReference:
-        """Add a dataset, unless it has been found before, and return its reference."""
         number = self._numbers.setdefault(id(dataset.frame), len(self.datasets))
         if number == len(self.datasets):
             _check_batch(dataset.frame)

@@ -9,16 +9,16 @@ import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from distributor.data.epochs import Epoch, Order, Span
+from distributor.data.batches import read_chunk
+from distributor.data.chunk_file import open_source
+from distributor.data.epochs import Epoch, Order
 from distributor.data.source import Source
-from distributor.data.spark.chunk_file import open_source
 from distributor.data.tensors import TensorOptions, to_tensors
 
 
 def partition_loader(
     num_samples: int, batch_size: int, num_workers: int, prefetch_factor: int
 ) -> DataLoader[Any]:
-    """Return the loader as `get_spark_partition_data_loader` documents it."""
     for name, value, least in (
         ("num_samples", num_samples, 1),
         ("batch_size", batch_size, 1),
@@ -37,15 +37,7 @@ def partition_loader(
 
 
 class PartitionBatches(IterableDataset[list[torch.Tensor]]):
-    """Yields batches of this rank's rows, from the first again after the last one.
-
-    Parameters
-    ----------
-    num_samples : int
-        The rows of a pass.
-    batch_size : int
-        The rows of a batch.
-    """
+    """Yields batches of this rank's rows, from the first again after the last one."""
 
     def __init__(self, num_samples: int, batch_size: int) -> None:
         self._num_samples = num_samples
@@ -77,24 +69,13 @@ class PartitionBatches(IterableDataset[list[torch.Tensor]]):
         """Yield the rows, endlessly."""
         while True:
             for span in self._spans:
-                yield from _pieces(self._source, span)
-
-
-def _pieces(source: Source, span: Span) -> Iterator[pa.Table]:
-    for chunk, start, stop in span.pieces.tolist():
-        rows = source.read(chunk).slice(start, stop - start)
-        yield rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows])
-        source.release(chunk)
+                for chunk, start, stop in span.pieces.tolist():
+                    yield read_chunk(self._source, chunk).slice(start, stop - start)
+                    self._source.release(chunk)
 
 
 def _dtypes(source: Source) -> dict[str, torch.dtype]:
-    """Return what PySpark's loader makes of Python's numbers; arrays keep their type.
-
-    Raises
-    ------
-    ValueError
-        If a column has another type.
-    """
+    """Return what PySpark's loader makes of Python's numbers; arrays keep their type."""
     dtypes = {}
     for field in source.schema:
         if field.name in source.vectors:

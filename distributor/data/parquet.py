@@ -1,0 +1,419 @@
+"""Parquet files as training data, which the ranks read themselves: a chunk is a row group."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial, reduce
+from operator import and_
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as pads
+import pyarrow.parquet as pq
+
+from distributor.core.text import counted, is_unicode
+from distributor.data.epochs import Layout
+from distributor.data.parquet_files import PathLike, find_files, partitions_of, shown
+from distributor.data.shard import DatasetShard
+from distributor.data.source import Equal, check_sharing
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+THREADS = 16
+"""Files whose footers are read at the same time."""
+
+
+def from_parquet(
+    path: PathLike | Sequence[PathLike],
+    *,
+    columns: Sequence[str] | None = None,
+    filters: Any = None,
+    equal: Equal = "pad",
+    split: bool = True,
+) -> DatasetShard:
+    """Return this rank's share of the rows of Parquet files, without Spark.
+
+    The ranks read the files themselves, so all of them need access to the files, which may be
+    larger than the disks of the cluster. A rank reads one row group at a time, and keeps it in
+    memory until it needs another one. Ranks share the rows evenly, whatever the row groups' sizes.
+
+    Call it in the training function, or on the driver and pass what it returns as an argument of
+    ``run``. The latter looks at the files once instead of in each rank.
+
+    Parameters
+    ----------
+    path : str, path, or sequence of them
+        Files, folders, and patterns such as ``"data/2024-*/*.parquet"``; or addresses of a file
+        system that pyarrow knows, such as ``"s3://bucket/folder"``, in which patterns consist of
+        ``*`` and ``**`` only. Folders are searched recursively, without files whose names begin
+        with ``_`` or ``.``. Subfolders such as ``label=3``, as Spark writes them with
+        ``partitionBy``, become columns.
+    columns : sequence of str, optional
+        The columns to read, by default all. The columns that are read must have the same types in
+        all files.
+    filters : pyarrow expression, or list, optional
+        Which rows to read, as in `pyarrow.parquet.read_table`: an expression, a list of conditions
+        such as ``[("label", "<", 5)]`` that must all hold, or a list of such lists, of which one
+        must. Row groups are skipped whose statistics exclude that they contain such rows. To count
+        the rows, the columns of the filter are read once when this function is called; without
+        filters, only the files' footers are read.
+    equal : "pad", "drop" or False, default "pad"
+        How all ranks get the same number of rows, as for `from_spark`.
+    split : bool, default True
+        Whether the ranks share the rows. If not, each rank reads all of them.
+
+    Returns
+    -------
+    DatasetShard
+        The share of this rank, according to ``RANK`` and ``WORLD_SIZE``. Outside of a run, it has
+        all rows.
+
+    Raises
+    ------
+    FileNotFoundError
+        If a path names no file.
+    TypeError
+        If `columns` is a string, or `split` not a bool.
+    ValueError
+        If a file is not a Parquet file or lacks a column, if types differ between files, if
+        `columns` or `filters` name a column that does not exist, if `equal` has another value, or
+        if there are no rows or fewer rows than ranks.
+
+    Examples
+    --------
+    >>> import pyarrow as pa, pyarrow.parquet as pq
+    >>> pq.write_table(pa.table({"x": [0.5, 1.5, 2.5], "label": [0, 1, 0]}), "rows.parquet")
+    >>> shard = from_parquet("rows.parquet", filters=[("label", "==", 0)])
+    >>> shard.count()
+    2
+    """
+    check_sharing(equal, split)
+    return ParquetShard(open_parquet(path, columns, filters), equal, split)
+
+
+class ParquetShard(DatasetShard):
+    """A rank's share of Parquet files. A copy that is unpickled in a rank is that rank's share."""
+
+    def __init__(self, source: ParquetSource, equal: Equal, split: bool) -> None:
+        rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        layout = Layout(source.chunk_rows, source.chunk_bytes, equal, split)
+        if not layout.num_rows:
+            selected = "" if source.expression is None else " that the filters select"
+            raise ValueError(f"{source.name} has no rows{selected}.")
+        if split and layout.num_rows < num_ranks:
+            raise ValueError(
+                f"{source.name} has {counted(layout.num_rows, 'row')}, which is less than one for "
+                f"each of the {num_ranks} ranks. Use fewer ranks."
+            )
+        super().__init__(source, layout, rank, num_ranks)
+        self._arguments = (source, equal, split)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._arguments
+
+    def __copy__(self) -> ParquetShard:
+        # Within a rank, a copy has the same epochs and position.
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+
+def open_parquet(
+    path: PathLike | Sequence[PathLike], columns: Sequence[str] | None = None, filters: Any = None
+) -> ParquetSource:
+    """Read the footers of Parquet files; with filters, also count the rows that they select."""
+    found = find_files(path)
+    files = [
+        ParquetFile(*each)
+        for folder, paths in found.folders.items()
+        for each in zip(paths, partitions_of(folder, paths), strict=True)
+    ]
+    schema = schema_of(found.filesystem, files[0])
+    names = _check_columns(columns, schema)
+    query = Query(schema, None if columns is None else names, _expression(filters, schema))
+    with ThreadPoolExecutor(THREADS) as threads:
+        row_groups = [
+            (number, group)
+            for number, groups in enumerate(
+                threads.map(partial(read_footer, found.filesystem, query), files)
+            )
+            for group in groups
+        ]
+    return ParquetSource(
+        name=_name(path),
+        schema=pa.schema([schema.field(name) for name in names]),
+        vectors=vectors_of(schema) & set(names),
+        chunk_rows=np.array([group.rows for _, group in row_groups], np.int64),
+        chunk_bytes=np.array([group.bytes for _, group in row_groups], np.int64),
+        null_counts=_null_counts(names, [group for _, group in row_groups]),
+        filesystem=found.filesystem,
+        files=files,
+        row_groups=[(number, group.number) for number, group in row_groups],
+        file_schema=schema.remove_metadata(),
+        expression=query.expression,
+    )
+
+
+def _check_columns(columns: Sequence[str] | None, schema: pa.Schema) -> list[str]:
+    if isinstance(columns, str):
+        raise TypeError(f"columns must be a list of names, but is the string {columns!r}.")
+    names = list(schema.names if columns is None else columns)
+    if unknown := [name for name in names if name not in schema.names]:
+        raise ValueError(
+            f"There is no column {unknown[0]!r}, which is in columns={names}. The columns of the "
+            f"files are {', '.join(schema.names)}."
+        )
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"columns must name at least one column, and each once, but is {names}.")
+    return names
+
+
+def _expression(filters: Any, schema: pa.Schema) -> Any:
+    if filters is None:
+        return None
+    try:
+        expression = pq.filters_to_expression(filters)
+        schema.empty_table().filter(expression)
+    except (pa.ArrowException, ValueError, TypeError) as error:
+        raise ValueError(
+            f"filters={filters} cannot be applied: {str(error).splitlines()[0]}. The columns of "
+            f"the files are {', '.join(schema.names)}."
+        ) from error
+    return expression
+
+
+def _null_counts(names: Sequence[str], row_groups: Sequence[RowGroup]) -> dict[str, int] | None:
+    totals = dict.fromkeys(names, 0)
+    for group in row_groups:
+        for name in names:
+            count = group.nulls[name]
+            if count is None:
+                return None
+            totals[name] += count
+    return totals
+
+
+def _name(path: PathLike | Sequence[PathLike]) -> str:
+    if isinstance(path, (str, os.PathLike)):
+        return shown(path)
+    first, *others = path
+    return shown(first) + (f" and {counted(len(others), 'other path')}" if others else "")
+
+
+@dataclass(frozen=True)
+class ParquetFile:
+    """A file, and the values of the columns that the names of its folders contain."""
+
+    path: str
+    partition: Mapping[str, pa.Scalar]
+
+    def fragment(self, filesystem: Any, row_groups: list[int] | None = None) -> Any:
+        """Return all of the file, or some row groups, for pyarrow to read."""
+        # pyarrow finds a file whose name is not in UTF-8 only by its bytes.
+        file = (
+            (self.path, filesystem)
+            if is_unicode(self.path)
+            else (filesystem.open_input_file(os.fsencode(self.path)),)
+        )
+        return pads.ParquetFileFormat().make_fragment(
+            *file,
+            partition_expression=self._expression(),
+            row_groups=row_groups,
+        )
+
+    def _expression(self) -> Any:
+        conditions = [
+            pc.field(name) == value if value.is_valid else pc.field(name).is_null()
+            for name, value in self.partition.items()
+        ]
+        return reduce(and_, conditions) if conditions else None
+
+
+@dataclass(eq=False)
+class ParquetSource:
+    """The row groups of Parquet files, as a `Source`. It can be pickled, and is small then."""
+
+    name: str
+    schema: pa.Schema
+    vectors: frozenset[str]
+    chunk_rows: NDArray[np.int64]
+    chunk_bytes: NDArray[np.int64]
+    null_counts: Mapping[str, int] | None
+    filesystem: Any
+    files: list[ParquetFile]
+    row_groups: list[tuple[int, int]]  # of each chunk, the file and the number of the row group
+    file_schema: pa.Schema  # all columns of the files
+    expression: Any  # which rows are read; None for all
+    _last: tuple[int, pa.Table] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_last": None}
+
+    def release(self, chunk: int) -> None:
+        """Do nothing: the next row group that is read replaces it."""
+
+    def read(self, chunk: int) -> pa.Table:
+        """Read a row group, unless it is the one that was read last."""
+        if (last := self._last) is not None and last[0] == chunk:
+            return last[1]
+        last = self._last = None  # so that only one is in memory
+        file, row_group = self.row_groups[chunk]
+        table = (
+            self.files[file]
+            .fragment(self.filesystem, [row_group])
+            .to_table(schema=self.file_schema, columns=self.schema.names, filter=self.expression)
+        )
+        if len(table) != self.chunk_rows[chunk]:
+            raise RuntimeError(
+                f"{self.files[file].path} has changed since the run began: row group {row_group} "
+                f"had {self.chunk_rows[chunk]} rows, and has {len(table)} now."
+            )
+        self._last = (chunk, table)
+        return table
+
+
+SPARK_SCHEMA = b"org.apache.spark.sql.parquet.row.metadata"
+VECTOR = "linalg.VectorUDT"
+"""How the names of Spark's vector types end."""
+WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+"""Bytes in memory of a value of Parquet's types of fixed size."""
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """A row group of a file."""
+
+    number: int
+    rows: int  # that are read
+    bytes: int  # of these in memory, roughly
+    nulls: dict[str, int | None]  # of each column in these rows, if it is known
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is read of files."""
+
+    schema: pa.Schema  # of the first file, which the others must have too
+    names: Sequence[str] | None  # of the columns that are read; None for all
+    expression: Any  # which rows are read; None for all
+
+
+def schema_of(filesystem: Any, file: ParquetFile) -> pa.Schema:
+    """Return the columns of a file and of its folders."""
+    schema, _ = _footer(file.path, file.fragment(filesystem))
+    return _with_partition(schema, file)
+
+
+def read_footer(filesystem: Any, query: Query, file: ParquetFile) -> list[RowGroup]:
+    """Return the row groups of a file; with a filter, those with rows that it may select."""
+    fragment = file.fragment(filesystem)
+    schema, metadata = _footer(file.path, fragment)
+    _check_schema(file.path, _with_partition(schema, file), query)
+    leaves = [field.name for field in schema for _ in range(_num_leaves(field.type))]
+    names = set(query.schema.names if query.names is None else query.names)
+    row_groups = []
+    for number, rows in _num_rows(fragment, metadata, query):
+        size, nulls = _size_and_nulls(metadata.row_group(number), leaves, names)
+        if query.expression is not None:  # which may select none of them
+            size = size * rows // max(metadata.row_group(number).num_rows, 1)
+            nulls = {name: None if count else count for name, count in nulls.items()}
+        nulls |= {name: 0 if value.is_valid else rows for name, value in file.partition.items()}
+        row_groups.append(RowGroup(number, rows, size, nulls))
+    return row_groups
+
+
+def vectors_of(schema: pa.Schema) -> frozenset[str]:
+    """Return the columns of a file that Spark wrote from vectors."""
+    text = (schema.metadata or {}).get(SPARK_SCHEMA)
+    fields = json.loads(text)["fields"] if text else []
+    return frozenset(
+        field["name"]
+        for field in fields
+        if isinstance(field["type"], dict) and str(field["type"].get("class")).endswith(VECTOR)
+    )
+
+
+def _footer(path: str, fragment: Any) -> tuple[pa.Schema, Any]:
+    try:
+        return fragment.physical_schema, fragment.metadata
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} cannot be read as a Parquet file: {error}") from error
+
+
+def _with_partition(schema: pa.Schema, file: ParquetFile) -> pa.Schema:
+    for name, value in file.partition.items():
+        if name not in schema.names:
+            schema = schema.append(pa.field(name, value.type))
+    return schema
+
+
+def _check_schema(path: str, schema: pa.Schema, query: Query) -> None:
+    expected = query.schema
+    names = query.names or [*expected.names, *(set(schema.names) - set(expected.names))]
+    for name in names:
+        here, there = (
+            found.field(name).type if name in found.names else None for found in (schema, expected)
+        )
+        if here != there:
+            raise ValueError(
+                f"The files have different columns: {name!r} is {here or 'missing'} in {path}, and "
+                f"{there or 'missing'} in the first file. Select columns that are the same in all "
+                "files by columns=[...]."
+            )
+    if query.expression is not None:
+        try:
+            schema.empty_table().filter(query.expression)
+        except pa.ArrowException as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"The filters cannot be applied to {path}: {reason}.") from error
+
+
+def _num_leaves(type: pa.DataType) -> int:
+    if isinstance(type, pa.BaseExtensionType):
+        return _num_leaves(type.storage_type)
+    if pa.types.is_struct(type):
+        return sum(_num_leaves(field.type) for field in type)
+    if pa.types.is_map(type):
+        return _num_leaves(type.key_type) + _num_leaves(type.item_type)
+    return _num_leaves(type.value_type) if hasattr(type, "value_type") else 1
+
+
+def _num_rows(fragment: Any, metadata: Any, query: Query) -> Iterator[tuple[int, int]]:
+    """Return numbers of row groups and of the rows that are read of them."""
+    if query.expression is None:
+        for number in range(metadata.num_row_groups):
+            yield number, metadata.row_group(number).num_rows
+        return
+    for group in fragment.split_by_row_group(filter=query.expression, schema=query.schema):
+        scanner = group.scanner(columns=[], filter=query.expression, schema=query.schema)
+        yield group.row_groups[0].id, scanner.count_rows()
+
+
+def _size_and_nulls(
+    metadata: Any, leaves: list[str], names: Collection[str]
+) -> tuple[int, dict[str, int | None]]:
+    size = 0
+    nulls: dict[str, int | None] = {}
+    for index, name in enumerate(leaves):
+        if name in names:
+            column = metadata.column(index)
+            width = WIDTHS.get(column.physical_type, 0)
+            size += max(column.num_values * width, column.total_uncompressed_size)
+            count, before = _null_count(column, name), nulls.get(name, 0)
+            nulls[name] = None if count is None or before is None else before + count
+    return size, nulls
+
+
+def _null_count(column: Any, name: str) -> int | None:
+    statistics = column.statistics
+    if statistics is None or not statistics.has_null_count:
+        return None
+    is_nested = column.path_in_schema != name  # empty lists count as nulls there
+    return None if is_nested and statistics.null_count else int(statistics.null_count)

@@ -1,1 +1,0 @@
-"""Spark DataFrames as arguments of a run, and their rows as chunks on the way to the ranks."""
