@@ -29,11 +29,10 @@ from distributor.node.agent.node_spec import NodeSpec
 from distributor.node.agent.node_warnings import node_warnings
 from distributor.node.agent.output.sink import Sink
 from distributor.node.agent.worker_env import common_environment
-from distributor.node.process import zygote_client
-from distributor.node.process.interpreter import Interpreter
-from distributor.node.process.start_limit import StartLimit
-from distributor.node.process.supervisor_client import is_supported
-from distributor.node.process.zygote_client import ZygoteSpec
+from distributor.node.process import zygote
+from distributor.node.process.spawner import Interpreter, StartLimit
+from distributor.node.process.supervisor import is_supported
+from distributor.node.process.zygote import ZygoteSpec
 from distributor.rank.messages import SECRET_BYTES
 from distributor.serialization.outcome import Failure, Outcome
 from distributor.serialization.program import in_file
@@ -74,7 +73,7 @@ class LocalLauncher:
         if settings.environment:
             return  # building it may take long, and perhaps no run follows
         env = {**forwarded_env(settings), **settings.env}
-        zygote_client.prepare(_zygote_spec(settings, num_processes, env, Interpreter.current()))
+        zygote.prepare(_zygote_spec(settings, num_processes, env, Interpreter.current()))
 
     def resolve_size(self, job: Job) -> tuple[LocalLauncher, int]:
         """Return this launcher and the job's size, which the plan has adapted to this machine."""
@@ -110,7 +109,7 @@ class LocalLauncher:
         with (
             listen_for_ranks(LOOPBACK, ports) as store_socket,
             in_file(replace(job.program, located=located)) as program,
-            zygote_client.open_spawner(zygote_spec, limit, interpreter) as spawner,
+            zygote.open_spawner(zygote_spec, limit, interpreter) as spawner,
         ):
             listener = _LocalListener(job, sink, f"Started {self.training(job.num_processes)}")
             agent = Agent(
@@ -215,7 +214,7 @@ def _memory_warnings(job: Job) -> Iterator[NodeWarning]:
         job.num_processes,
         1,
         warm=job.settings.warm and is_supported(),
-        is_warm=lambda: zygote_client.is_warm(os.getpid()),
+        is_warm=lambda: zygote.is_warm(os.getpid()),
     )
 
 
@@ -229,7 +228,7 @@ def cool_down() -> None:
     --------
     >>> distributor.cool_down()
     """
-    zygote_client.shut_down(os.getpid())
+    zygote.shut_down(os.getpid())
 
 
 def _zygote_spec(

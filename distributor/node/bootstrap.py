@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from distributor.node.process.worker_spec import WorkerSpec
+from distributor.node.process.spawner import WorkerSpec
 
 
 def main(role: str, argument: str, exit_handlers: list[Callable[[], object]]) -> None:
-    """Run as a rank, a supervisor or a zygote.
+    """Run in a role; the handlers, to which a rank adds its own, are called at the very end.
 
     A zygote's supervisors fork ranks, in which this function continues as it does in a rank that
     has an interpreter of its own.
-
-    Parameters
-    ----------
-    role : "rank", "supervisor" or "zygote"
-        What this process is to be.
-    argument : str
-        What the role needs to know, as `Interpreter.command` passes it.
-    exit_handlers : list of callable
-        Called in this order at the very end of the process; a rank adds its own.
     """
     if role == "rank":
         worker_spec = WorkerSpec.from_argument(argument)

@@ -23,7 +23,7 @@ from support.cuda import (
 )
 
 from distributor import RunStalled, TorchDistributor, WorkerDied
-from distributor.node.process.supervisor_client import is_supported
+from distributor.node.process.supervisor import is_supported
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

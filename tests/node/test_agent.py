@@ -16,9 +16,8 @@ from distributor.launch.programs import program_of
 from distributor.node.agent.agent import Agent
 from distributor.node.agent.listener import BaseAgentListener
 from distributor.node.agent.node_spec import NodeSpec
-from distributor.node.process import zygote_client
-from distributor.node.process.spawner import Process, Spawner
-from distributor.node.process.start_limit import StartLimit
+from distributor.node.process import zygote
+from distributor.node.process.spawner import Process, Spawner, StartLimit
 from distributor.serialization.outcome import Failure
 from distributor.serialization.program import in_file
 
@@ -86,7 +85,7 @@ def test_a_rank_that_dies_while_another_failure_is_handled_is_reported_too(tmp_p
         )
         with (
             in_file(program_of(wait_or_exit, (tmp_path / "marker",), {})) as program,
-            zygote_client.open_spawner(None, StartLimit()) as spawner,
+            zygote.open_spawner(None, StartLimit()) as spawner,
         ):
             recording: Any = RecordingSpawner(spawner, recorder.processes)
             with Agent(node, program, recording, recorder, store_socket=store_socket) as agent:

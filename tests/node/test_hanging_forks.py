@@ -20,10 +20,10 @@ from support.zygotes import DEADLINE, WriteModule, local, waiting_source, zygote
 
 from distributor import StartTimeout
 from distributor.node.agent.worker_env import common_environment
-from distributor.node.process import supervisor_client, zygote_client
-from distributor.node.process.ipc import RequestSupervisor
-from distributor.node.process.supervisor_client import is_supported
-from distributor.node.process.zygote_client import ZygoteSpec
+from distributor.node.process import supervisor
+from distributor.node.process import zygote as zygote_module
+from distributor.node.process.supervisor import is_supported
+from distributor.node.process.zygote import RequestSupervisor, ZygoteSpec
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [
@@ -117,7 +117,7 @@ def test_a_supervisor_that_hangs_ends_if_its_run_has_ended_before_the_fork(
     until(begun.exists, "it is loading", DEADLINE)
     environment = common_environment(1, {}, os.environ)
     zygote_spec = ZygoteSpec(owner=os.getpid(), environment=environment, preload=(name,))
-    connection = zygote_client._connect(os.getpid())
+    connection = zygote_module._connect(os.getpid())
     assert connection
     with connection:
         connection.sendall(pickle.dumps(RequestSupervisor(zygote_spec.preload_spec)))
@@ -151,7 +151,7 @@ def test_a_supervisor_that_does_not_become_ready_ends_at_start_timeout(
     until(pid.exists, "it has started", DEADLINE)
     assert run.cancel()
     assert_gone([int(pid.read_text())])
-    monkeypatch.setattr(supervisor_client, "READY_SECONDS", 1.0)
+    monkeypatch.setattr(supervisor, "READY_SECONDS", 1.0)
     with pytest.raises(RuntimeError, match="has not become the supervisor of ranks within 1 s"):
         local(warm=False).run(os.getpid)
 

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from distributor.core.module_search import Location
-from distributor.node.process.ipc import ZygoteArguments
-from distributor.node.process.preload_spec import PreloadSpec, have_changed, loaded_files
+from distributor.node.process.zygote import PreloadSpec, have_changed, loaded_files
 
 NAME = "module_whose_file_changes"
 
@@ -76,14 +74,6 @@ def test_a_successor_imports_the_same_modules_only_in_the_same_interpreter() -> 
     made = PreloadSpec.of({}, ("json",))
     assert made.preload_for_successor(PreloadSpec.of({"LANG": "C"}, ())) == ("json",)
     assert made.preload_for_successor(replace(made, executable="/elsewhere/bin/python")) == ()
-
-
-def test_it_is_the_same_after_a_command_line() -> None:
-    environment = {"PYTHONPATH": "naïve \udcff\n'\"", "LANG": "", "TORCH_LOGS": "+dynamo"}
-    located = Location("a", "/a/__init__.py", ("/a",)), Location("b", "/b.py", None)
-    preload_spec = replace(PreloadSpec.of(environment, ("json", "abc")), located=located)
-    birth = ZygoteArguments(owner=7, listener=8, preload_spec=preload_spec)
-    assert ZygoteArguments.from_argument(birth.to_argument()) == birth
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ import torch
 from support.zygotes import grandparent, kill_zygotes, local, zygote_of
 
 from distributor.core.versions import release
-from distributor.node.process.supervisor_client import is_supported
+from distributor.node.process.supervisor import is_supported
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [

@@ -27,7 +27,7 @@ from support.zygotes import (
 
 from distributor import TorchDistributor
 from distributor.launch.local import cool_down
-from distributor.node.process.supervisor_client import is_supported
+from distributor.node.process.supervisor import is_supported
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [

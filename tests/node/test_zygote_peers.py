@@ -22,14 +22,12 @@ from support.zygotes import DEADLINE, held_run, local, zygote_of
 from distributor.launch.local import cool_down
 from distributor.launch.programs import program_of
 from distributor.node.agent.worker_env import common_environment
-from distributor.node.process import zygote_client
-from distributor.node.process.ipc import ShutDown, StartRank
-from distributor.node.process.process_attributes import ProcessAttributes
+from distributor.node.process import zygote as zygote_module
+from distributor.node.process.fork_reset import ProcessAttributes
 from distributor.node.process.scratch import new_scratch_path
-from distributor.node.process.start_limit import StartLimit
-from distributor.node.process.supervisor_client import SupervisedSpawner, is_supported
-from distributor.node.process.worker_spec import WorkerSpec
-from distributor.node.process.zygote_client import ZygoteSpec
+from distributor.node.process.spawner import StartLimit, WorkerSpec
+from distributor.node.process.supervisor import StartRank, SupervisedSpawner, is_supported
+from distributor.node.process.zygote import ShutDown, ZygoteSpec
 from distributor.serialization.oob_pickle import anonymous_file
 from distributor.serialization.outcome import Origin
 from distributor.serialization.program import in_file
@@ -44,7 +42,7 @@ pytestmark = [
 @contextmanager
 def connected() -> Iterator[socket.socket]:
     """Connect to the zygote of this process."""
-    connection = zygote_client._connect(os.getpid())
+    connection = zygote_module._connect(os.getpid())
     assert connection is not None
     with connection:
         yield connection
@@ -90,12 +88,11 @@ def test_a_request_without_descriptors_ends_only_its_supervisor(tmp_path: Path) 
     )
     zygote_spec = ZygoteSpec(owner=os.getpid(), environment=common_environment(1, {}, os.environ))
     with held_run(tmp_path / "run") as run:
-        connection, supervisor = zygote_client._request_supervisor(
-            zygote_spec, StartLimit(time.monotonic() + DEADLINE)
-        )
-        with connection:
-            connection.sendall(pickle.dumps(StartRank(worker_spec, ProcessAttributes.current())))
-            assert_gone([supervisor])
+        limit = StartLimit(time.monotonic() + DEADLINE)
+        with zygote_module._request_supervisor(zygote_spec, limit) as spawner:
+            request = StartRank(worker_spec, ProcessAttributes.current())
+            spawner._connection.sendall(pickle.dumps(request))
+            assert_gone([spawner._supervisor_pid])
         assert zygote_of() == run.zygote
         assert run.release() == ["undisturbed"]
         until(lambda: not psutil.Process(run.zygote).children(), "a process is left")
@@ -115,7 +112,7 @@ def test_a_connection_during_shutdown_disturbs_no_run(tmp_path: Path) -> None:
         assert zygote_of() == run.zygote, "so it has accepted the connection"
         with stopped(run.zygote):
             closing.sendall(pickle.dumps(ShutDown()))
-            late = zygote_client._connect(os.getpid())
+            late = zygote_module._connect(os.getpid())
         assert late is not None
         with late:
             assert zygote_of() != run.zygote
@@ -133,7 +130,7 @@ def test_a_rank_that_ends_with_its_agent_disturbs_no_run(tmp_path: Path) -> None
         in_file(program_of(signal.pause, (), {})) as program,
         anonymous_file() as outcome,
         tempfile.TemporaryFile() as output,
-        zygote_client.open_spawner(zygote_spec, StartLimit(time.monotonic() + DEADLINE)) as starter,
+        zygote_module.open_spawner(zygote_spec, StartLimit(time.monotonic() + DEADLINE)) as starter,
         ours,
         theirs,
     ):

@@ -31,8 +31,8 @@ from support.zygotes import (
 )
 
 from distributor import DistributorError, StartTimeout
-from distributor.node.process import zygote_client
-from distributor.node.process.supervisor_client import is_supported
+from distributor.node.process import zygote as zygote_module
+from distributor.node.process.supervisor import is_supported
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [
@@ -308,7 +308,7 @@ def test_variables_read_at_start_need_a_new_zygote_and_runs_continue(tmp_path: P
 def test_a_zygote_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new distributor replaces it in the background, unless a run has already done so."""
     zygote_of(preload=["colorsys"])
-    start, found_stale, replaced = zygote_client._start_zygote, threading.Event(), threading.Event()
+    start, found_stale, replaced = zygote_module._start_zygote, threading.Event(), threading.Event()
 
     def start_late(zygote_spec: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
@@ -316,7 +316,7 @@ def test_a_zygote_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
             replaced.wait(DEADLINE)
         return start(zygote_spec)
 
-    monkeypatch.setattr(zygote_client, "_start_zygote", start_late)
+    monkeypatch.setattr(zygote_module, "_start_zygote", start_late)
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     before = set(threading.enumerate())
     distributor = local()

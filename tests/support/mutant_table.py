@@ -144,7 +144,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the agent kills what is left of a killed supervisor's ranks",
-        "distributor/node/process/supervisor_client.py",
+        "distributor/node/process/supervisor.py",
         "        kill_by_environment(self._run_variables)\n",
         "",
         (
@@ -613,7 +613,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a variable that is read at the start makes a zygote unfit",
-        "distributor/node/process/preload_spec.py",
+        "distributor/node/process/zygote.py",
         "if name.startswith(_PREFIXES_READ_AT_START) and name != THREADS_VARIABLE",
         "if False",
         ("node/test_preload_spec.py::test_a_variable_that_is_read_at_start_makes_it_unfit",),

@@ -13,8 +13,7 @@ from distributor.node.agent.node_spec import NodeSpec
 from distributor.node.agent.worker_env import rank_environment
 from distributor.node.agent.worker_handle import WorkerHandle
 from distributor.node.process.scratch import new_scratch_path
-from distributor.node.process.spawner import Spawner
-from distributor.node.process.worker_spec import WorkerSpec
+from distributor.node.process.spawner import Spawner, WorkerSpec
 from distributor.serialization.oob_pickle import anonymous_file
 from distributor.wire.messages import Source
 

@@ -30,7 +30,7 @@ from distributor.core.redaction import Redaction
 from distributor.core.versions import Software, pickling_software
 from distributor.errors import ExecutorNotReady, StartTimeout
 from distributor.node.environment.cache import CacheLimits, build_once, cache_folder, trim
-from distributor.node.process.interpreter import Interpreter
+from distributor.node.process.spawner import Interpreter
 
 FIRST_MODULES = ("distributor", "cloudpickle")  # of this process, in place of the environment's
 LAST_MODULES = ("threadpoolctl",)  # of this process, if the environment lacks them

@@ -68,8 +68,8 @@ def remember_modules() -> None:
 
 
 _known: frozenset[str] = frozenset()
+# The globals of modules that the garbage collector never frees in processes that are forked.
 _preloaded: dict[str, dict[str, Any]] = {}
-"""The globals of modules that the garbage collector never frees in processes that are forked."""
 
 
 def _is_of_program(name: str) -> bool:

@@ -2,22 +2,77 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import math
 import os
+import pickle
+import resource
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from threadpoolctl import ThreadpoolController
+from distributor.core.procfs import status_field
 
-from distributor.node.process.ipc import read_environment
-from distributor.node.process.preload_spec import THREADS_VARIABLE
-from distributor.node.process.process_attributes import ProcessAttributes
-
+THREADS_VARIABLE = "OMP_NUM_THREADS"
 _CPUS = Path("/sys/devices/system/cpu")
+_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+
+
+@dataclass(frozen=True)
+class ProcessAttributes:
+    """What a child inherits in addition to descriptors, environment and working folder."""
+
+    umask: int
+    cpus: frozenset[int]
+    limits: dict[int, tuple[int, int]]  # soft and hard ones
+    ignored_signals: frozenset[int]
+    blocked_signals: frozenset[int]
+
+    @classmethod
+    def current(cls) -> ProcessAttributes:
+        """Return the attributes of this process and of the calling thread."""
+        every_interpreter_ignores = {signal.SIGPIPE, signal.SIGXFSZ}
+        return cls(
+            umask=_umask(),
+            cpus=frozenset(os.sched_getaffinity(0)),
+            limits={limit: resource.getrlimit(limit) for limit in _LIMITS},
+            ignored_signals=frozenset(
+                int(signum)
+                for signum in signal.valid_signals() - every_interpreter_ignores
+                if signal.getsignal(signum) is signal.SIG_IGN
+            ),
+            blocked_signals=frozenset(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
+        )
+
+    def change_to(self, wanted: ProcessAttributes) -> None:
+        """Change this process, which has these attributes, to have the wanted ones."""
+        os.umask(wanted.umask)
+        if wanted.cpus != self.cpus:
+            os.sched_setaffinity(0, wanted.cpus)
+        for limit, pair in wanted.limits.items():
+            if pair != self.limits[limit]:
+                with contextlib.suppress(OSError, ValueError):  # above what this process may set
+                    resource.setrlimit(limit, pair)
+        for signum in wanted.ignored_signals - self.ignored_signals:
+            signal.signal(signum, signal.SIG_IGN)
+        for signum in self.ignored_signals - wanted.ignored_signals:
+            default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+            signal.signal(signum, default)
+        signal.pthread_sigmask(signal.SIG_SETMASK, wanted.blocked_signals)
+
+
+def _umask() -> int:
+    # `os.umask` would change it for a moment, for all threads.
+    if text := status_field(os.getpid(), "Umask"):
+        return int(text, 8)
+    umask = os.umask(0o077)  # not every sandbox reports it
+    os.umask(umask)
+    return umask
 
 
 def reset_after_fork(
@@ -28,15 +83,7 @@ def reset_after_fork(
 ) -> None:
     """Make this forked process what a new process, started by the agent, would be.
 
-    Parameters
-    ----------
-    own_attributes, wanted_attributes : ProcessAttributes
-        The attributes that this process has, and those of the agent.
-    set_by_imports : mapping of str to str
-        Environment variables that the modules of this run have set when the zygote imported them:
-        in a new process the imports would set them too.
-    descriptors : list of int
-        Of the pickled environment, the working folder, stdout and stderr; closed here.
+    The descriptors are those of the pickled environment, the working folder, stdout and stderr.
     """
     environment, folder, stdout, stderr = descriptors
     os.setsid()
@@ -48,7 +95,9 @@ def reset_after_fork(
     for descriptor in descriptors:
         os.close(descriptor)
     threads_before = os.environ.get(THREADS_VARIABLE)
-    _replace_environment({**set_by_imports, **wanted_environment})
+    os.environ.clear()
+    os.environ.update({**set_by_imports, **wanted_environment})
+    time.tzset()
     _forget_cached_folders()
     _reseed()
     threads_changed = os.environ.get(THREADS_VARIABLE) != threads_before
@@ -56,18 +105,17 @@ def reset_after_fork(
         set_thread_counts()
 
 
-def _replace_environment(wanted: Mapping[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(wanted)
-    time.tzset()
+def read_environment(descriptor: int) -> dict[str, str]:
+    with open(descriptor, "rb", closefd=False) as file:
+        file.seek(0)
+        variables: dict[str, str] = pickle.load(file)
+    return variables
 
 
 def _forget_cached_folders() -> None:
-    """Drop what is cached about the file system's contents, so that it is looked up again.
-
-    Unlike `importlib.invalidate_caches`, this does not read the archives on the path again.
-    """
+    """Drop what is cached about the file system's contents, so that it is looked up again."""
     tempfile.tempdir = None
+    # Unlike `importlib.invalidate_caches`, this does not read the archives on the path again.
     for path, finder in list(sys.path_importer_cache.items()):
         if finder is None or not os.path.isabs(path):  # it was missing, or relative to another cwd
             del sys.path_importer_cache[path]
@@ -85,6 +133,9 @@ def _reseed() -> None:
 
 def set_thread_counts() -> None:
     """Set what the libraries derived from CPU affinity and variables when they were imported."""
+    # Imported only here: in a fresh rank, it would set variables before the program.
+    from threadpoolctl import ThreadpoolController
+
     cpus = len(os.sched_getaffinity(0))
     default = _parse_count(os.environ.get(THREADS_VARIABLE), cpus)
     for library in ThreadpoolController().lib_controllers:

@@ -18,27 +18,16 @@ from pathlib import Path
 from distributor.core.procfs import Stat, stat_field
 
 _PREFIX = "distributor: "
-_MAX_TITLE_BYTES = 256
-"""Length of the longest title; the kernel shows at most a page."""
-_MIN_COMMAND_LINE_BYTES = 32
-"""Length of a command line below which there is no room for a meaningful title."""
-_MAX_COMM_BYTES = 15
-"""Length to which the kernel cuts a process's short name."""
+_MAX_TITLE_BYTES = 256  # the kernel shows at most a page
+_MIN_COMMAND_LINE_BYTES = 32  # below, there is no room for a meaningful title
+_MAX_COMM_BYTES = 15  # to which the kernel cuts a process's short name
 
 
 def set_title(title: str, comm: str) -> None:
-    """Set the title and the short name of this process.
-
-    Parameters
-    ----------
-    title : str
-        What the process is, and of which run; cut to the length of the command line.
-    comm : str
-        The short name, cut to 15 bytes. Spaces are replaced, because Spark splits
-        ``/proc/<pid>/stat`` at spaces.
-    """
+    """Set the title, cut to the length of the command line, and the short name of this process."""
     _write_title(title)
     with contextlib.suppress(OSError):
+        # Without spaces, at which Spark splits `/proc/<pid>/stat`.
         Path("/proc/self/comm").write_bytes(_cut(comm.replace(" ", "_"), _MAX_COMM_BYTES))
 
 

@@ -10,8 +10,7 @@ import tempfile
 
 from distributor._compat.cpython import set_multiprocessing_folder
 
-ELSEWHERE = "elsewhere"
-"""A link in the scratch folder to a second folder."""
+ELSEWHERE = "elsewhere"  # a link in the scratch folder to a second folder
 
 
 def new_scratch_path() -> str:
@@ -20,37 +19,18 @@ def new_scratch_path() -> str:
 
 
 def create_scratch(folder: str) -> None:
-    """Create the folder, and have this process and its children put their sockets there.
-
-    Raises
-    ------
-    FileExistsError
-        If another user has created it, who could read the path on a command line.
-    """
+    """Create the folder, and have this process and its children put their sockets there."""
     try:
         os.mkdir(folder, 0o700)
     except FileExistsError:
-        raise
+        raise  # another user has created it, who could read the path on a command line
     except OSError:
         return  # multiprocessing then makes its own when it needs one, and reports if it cannot
     set_multiprocessing_folder(folder)
 
 
 def create_elsewhere(scratch: str, parent: str) -> str:
-    """Create a folder that is removed together with a scratch folder, and return its path.
-
-    Parameters
-    ----------
-    scratch : str
-        The scratch folder.
-    parent : str
-        Where to create the other one.
-
-    Raises
-    ------
-    OSError
-        If the folder cannot be created, or the scratch folder already has another one.
-    """
+    """Create a folder elsewhere that is removed together with a scratch folder, at most one."""
     folder = os.path.join(parent, os.path.basename(scratch))
     os.symlink(folder, os.path.join(scratch, ELSEWHERE))
     os.makedirs(parent, exist_ok=True)

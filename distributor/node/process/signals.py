@@ -17,15 +17,11 @@ from distributor.core.procfs import (
     is_in_signal_mask,
 )
 
+# A resource tracker of multiprocessing is never killed, because the shared memory that it should
+# remove would then stay until the machine restarts. After all its clients have ended, it is waited
+# for. On a machine that is short of CPU time or memory, its start alone may take longer.
 RESOURCE_TRACKER_SECONDS = 5.0
-"""Seconds to wait for a multiprocessing resource tracker after all its clients have ended.
-
-A tracker is never killed, because the shared memory that it should remove would then stay until
-the machine restarts. On a machine that is short of CPU time or memory, its start alone may take
-longer.
-"""
 POLL_SECONDS = 0.005
-"""Seconds between two looks at which processes are left."""
 
 
 def signal_group(leader: int, signum: int) -> None:

@@ -1,47 +1,156 @@
-"""Spawns the processes of ranks, signals them, and observes their end."""
+"""Spawns the processes of ranks: with which interpreter, with what, and how it is observed."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from typing import BinaryIO, Protocol
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, BinaryIO, Protocol
 
-from distributor.node.process.interpreter import Interpreter
-from distributor.node.process.signals import (
-    ignores_signal,
-    kill_by_environment,
-    signal_group,
-)
-from distributor.node.process.worker_spec import WorkerSpec
+from distributor.core.module_search import lasting_path
+from distributor.node.process.signals import ignores_signal, kill_by_environment, signal_group
+from distributor.serialization.outcome import Origin
 
+# Of ranks and of all that they start; together they identify a run and a node of it.
 RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "GROUP_RANK")
-"""Variables of ranks and of all that they start; together they identify a run and a node of it."""
+CHECK_SECONDS = 0.1  # between two checks whether the run goes on
+# The program of a new interpreter; its arguments are a role, the role's argument and a `sys.path`.
+# If the interpreter's start (a `sitecustomize`) has imported this package, that may be another
+# copy, so it is dropped. Exit handlers run in reverse order of registration: ours is registered
+# before any import, and so runs after all others.
+BOOT = """
+import atexit, json, sys
+exit_handlers = []
+atexit.register(lambda: [handler() for handler in exit_handlers])
+sys.path[:] = json.loads(sys.argv.pop())
+for name in [name for name in sys.modules if name.partition(".")[0] == "distributor"]:
+    del sys.modules[name]
+from distributor.node import bootstrap
+bootstrap.main(*sys.argv[1:], exit_handlers)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interpreter:
+    """The interpreter of ranks and of the processes that start them.
+
+    It needs its environment variables in addition to those of its parent.
+    """
+
+    executable: str
+    path: tuple[str, ...]  # its `sys.path`
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def current(cls) -> Interpreter:
+        """Return the interpreter of this process, with the modules that can be imported here."""
+        return cls(executable=sys.executable, path=tuple(lasting_path()))
+
+    def start(
+        self,
+        role: str,
+        argument: str,
+        descriptors: Sequence[int],
+        environment: Mapping[str, str],
+        stdout: int | BinaryIO = subprocess.DEVNULL,
+        stderr: int | BinaryIO = subprocess.DEVNULL,
+        folder: str | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start it as a "rank", "supervisor" or "zygote", in a session of its own."""
+        return subprocess.Popen(
+            [self.executable, "-c", BOOT, role, argument, json.dumps(self.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=folder,
+            pass_fds=descriptors,
+            start_new_session=True,
+            env=environment,
+        )
+
+    def start_detached(
+        self, role: str, argument: str, descriptor: int, environment: Mapping[str, str]
+    ) -> int:
+        """Start it without output, and reap it when it ends."""
+        child = self.start(role, argument, [descriptor], environment)
+        threading.Thread(target=child.wait, name=f"{role}-reaper", daemon=True).start()
+        return child.pid
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """What a rank gets from its agent; file descriptors are numbered as in the rank."""
+
+    origin: Origin
+    parent: int  # the process id of the agent or a supervisor
+    control: int  # a stream socket to the agent
+    program: int  # a file with the pickled `Program`, shared by the node's ranks
+    outcome: int  # an empty file for the value or failure
+    stacks: int
+    progress: int
+    listener: int | None  # the bound socket for the rendezvous store; only rank 0 has it
+    scratch: str  # the folder for multiprocessing's sockets; who ends the rank removes it
+    keep_value: bool
+    uses_gpus: bool = True  # if not, the rank may still see some
+    data: int | None = None  # a file with the node's part of the run's datasets
+    modules: str = ""  # folders with the user's modules, as in PYTHONPATH
+    has_preloads: bool = False  # forked from a process that has imported modules for this run
+    program_name: str = ""
+    run_id: str = ""
+
+    def to_argument(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_argument(cls, argument: str) -> WorkerSpec:
+        fields = json.loads(argument)
+        return cls(**{**fields, "origin": Origin(**fields["origin"])})
+
+    def descriptors(self) -> list[int]:
+        """List the descriptors that the rank inherits."""
+        return [getattr(self, name) for name in self._descriptor_names()]
+
+    def with_descriptors(self, descriptors: Sequence[int], parent: int) -> WorkerSpec:
+        """Return the same spec with other numbers for its descriptors, and another parent."""
+        numbers: dict[str, Any] = dict(zip(self._descriptor_names(), descriptors, strict=True))
+        return replace(self, parent=parent, **numbers)
+
+    def _descriptor_names(self) -> list[str]:
+        names = ("control", "program", "outcome", "stacks", "progress", "listener", "data")
+        return [name for name in names if getattr(self, name) is not None]
+
+
+@dataclass(frozen=True)
+class StartLimit:
+    """How long the start of ranks is waited for: until a time, by ``time.monotonic``.
+
+    `check` is called again and again meanwhile, and raises an exception if the run has ended.
+    """
+
+    deadline: float = math.inf
+    check: Callable[[], object] = lambda: None
+
+    def intervals(self) -> Iterator[float]:
+        """Yield how many seconds to wait for next, until the deadline has passed."""
+        while (left := self.deadline - time.monotonic()) > 0:
+            self.check()
+            yield min(left, CHECK_SECONDS)
 
 
 class Process:
-    """A rank's process, which leads its own process group.
-
-    Parameters
-    ----------
-    pid : int
-        The process id.
-    on_end : callable
-        Called once when the process has ended, on any thread.
-
-    Attributes
-    ----------
-    returncode : int or None
-        The exit code, or minus the signal, as in `subprocess`; None while the process runs.
-    """
+    """A rank's process, which leads its own process group."""
 
     def __init__(self, pid: int, on_end: Callable[[], object]) -> None:
         self.pid = pid
-        self.returncode: int | None = None
+        self.returncode: int | None = None  # or minus the signal; None while the process runs
         self._on_end = on_end
         self._ended = threading.Event()
 
@@ -63,7 +172,6 @@ class Process:
                 os.kill(self.pid, signal.SIGKILL)
 
     def record_end(self, returncode: int) -> None:
-        """Record how the process ended."""
         self.returncode = returncode
         self._on_end()
         self._ended.set()
@@ -74,13 +182,11 @@ class Process:
 
 
 class Spawner(Protocol):
-    """Starts processes; a context manager, within which they run."""
+    """Starts processes that end within its context."""
 
-    def __enter__(self) -> Spawner:
-        """Begin to watch processes."""
+    def __enter__(self) -> Spawner: ...
 
-    def __exit__(self, *exc_info: object) -> None:
-        """Release the resources; all processes must have ended."""
+    def __exit__(self, *exc_info: object) -> None: ...
 
     def start(
         self,
@@ -90,24 +196,7 @@ class Spawner(Protocol):
         stderr: BinaryIO,
         on_end: Callable[[], object],
     ) -> Process:
-        """Start a rank.
-
-        Parameters
-        ----------
-        worker_spec : WorkerSpec
-            What the rank gets, with descriptors of this process.
-        environment : mapping of str to str
-            The whole environment of the rank.
-        stdout, stderr : BinaryIO
-            The files that the rank prints to.
-        on_end : callable
-            Called once when the rank's process has ended, on any thread.
-
-        Raises
-        ------
-        DistributorError, OSError
-            If no process can be started.
-        """
+        """Start a rank; `on_end` is called once when it has ended, on any thread."""
 
 
 class FreshSpawner:
@@ -116,11 +205,6 @@ class FreshSpawner:
     The rest of a rank's process group is killed when the rank ends. On Linux, processes that have
     left the group are killed at the end of the run, unless the agent is killed or such a process
     has cleared its environment.
-
-    Parameters
-    ----------
-    interpreter : Interpreter
-        The interpreter of the ranks.
     """
 
     def __init__(self, interpreter: Interpreter) -> None:
@@ -143,15 +227,8 @@ class FreshSpawner:
         on_end: Callable[[], object],
     ) -> Process:
         self._run_variables = {name: environment[name] for name in RUN_VARIABLES}
-        child = subprocess.Popen(
-            self._interpreter.command("rank", worker_spec.to_argument()),
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            pass_fds=worker_spec.descriptors(),
-            start_new_session=True,
-            env=environment,
-        )
+        argument, descriptors = worker_spec.to_argument(), worker_spec.descriptors()
+        child = self._interpreter.start("rank", argument, descriptors, environment, stdout, stderr)
         process = Process(child.pid, on_end)
         threading.Thread(target=_await_end, args=(child, process), daemon=True).start()
         return process

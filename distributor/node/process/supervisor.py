@@ -14,7 +14,8 @@ Life cycle:
    zygote's owner has died, it kills all ranks and all other descendants, waits for resource
    trackers, removes the ranks' scratch folders and exits.
 
-A rank that was forked leaves this module: `Supervisor.serve` returns in it.
+A rank that was forked leaves this module: `Supervisor.serve` returns in it. The agent's side is
+`SupervisedSpawner`. Each message is one packet.
 """
 
 from __future__ import annotations
@@ -22,63 +23,142 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import queue
 import selectors
 import signal
 import socket
-import subprocess
+import struct
+import threading
 import time
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import BinaryIO, NamedTuple, NoReturn
 
-from distributor.core.kernel import set_subreaper
+from distributor.core.host import host_name
+from distributor.core.kernel import lacking_for_supervision, set_subreaper
 from distributor.core.procfs import child_pids
-from distributor.node.process.interpreter import Interpreter
-from distributor.node.process.ipc import (
-    MAX_MESSAGE_BYTES,
-    RankEnded,
-    RankStarted,
-    Ready,
-    Refused,
-    StartRank,
-    peer_credentials,
-    read_environment,
-    send,
-)
+from distributor.errors import DistributorError, StartTimeout
+from distributor.node.process.fork_reset import ProcessAttributes, read_environment
 from distributor.node.process.process_title import set_run_title
 from distributor.node.process.scratch import remove_scratch
 from distributor.node.process.signals import (
     POLL_SECONDS,
     RESOURCE_TRACKER_SECONDS,
     is_resource_tracker,
+    kill_by_environment,
+    kill_group,
     process_group_of,
 )
-from distributor.node.process.worker_spec import WorkerSpec
+from distributor.node.process.spawner import (
+    RUN_VARIABLES,
+    Interpreter,
+    Process,
+    StartLimit,
+    WorkerSpec,
+)
+from distributor.serialization.oob_pickle import anonymous_file
 
-PROCESS_DESCRIPTORS, MAX_DESCRIPTORS = 4, 16
-"""How many descriptors of a `StartRank` are not the spec's, and how many there may be in all."""
-KILL_SECONDS = 10.0
-"""Seconds after which descendants that cannot be killed, because they hang in the kernel, stay."""
+MAX_MESSAGE_BYTES = 64 * 1024
+PROCESS_DESCRIPTORS = 4  # of a `StartRank`, before those of the spec
+MAX_DESCRIPTORS = 16
+KILL_SECONDS = (
+    10.0  # after which descendants that hang in the kernel, and so cannot be killed, stay
+)
+READY_SECONDS = 60.0  # that a new interpreter has to become a supervisor, which imports little
+SHUTDOWN_SECONDS = 10.0  # that a supervisor has to end its descendants before it is killed
 
+
+def is_supported() -> bool:
+    """Return whether this system has what supervisors and zygotes need, as macOS has not."""
+    return not lacking_for_supervision()
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The supervisor, whose process id this is, can start ranks."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class StartRank:
+    """Asks a supervisor to start a rank.
+
+    Descriptors come with it: of the pickled environment, which may be large, the working folder,
+    stdout, stderr, and then those of the spec.
+    """
+
+    worker_spec: WorkerSpec
+    attributes: ProcessAttributes
+
+
+@dataclass(frozen=True)
+class RankStarted:
+    pid: int
+
+
+@dataclass(frozen=True)
+class RankEnded:
+    pid: int
+    returncode: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The request could not be carried out."""
+
+    reason: str
+
+
+class PeerCredentials(NamedTuple):
+    pid: int
+    uid: int
+    gid: int
+
+
+def peer_credentials(connection: socket.socket) -> PeerCredentials:
+    """Return which process created the other end of a local socket, according to the kernel."""
+    layout = struct.Struct("3i")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size)
+    return PeerCredentials(*layout.unpack(credentials))
+
+
+def send(connection: socket.socket, message: object) -> None:
+    """Send a message, unless the peer has gone."""
+    with contextlib.suppress(OSError):
+        connection.sendall(pickle.dumps(message))
+
+
+def receive(connection: socket.socket) -> object:
+    """Return the next message; None if the peer has gone."""
+    try:
+        data = connection.recv(MAX_MESSAGE_BYTES)
+    except TimeoutError:
+        raise
+    except OSError:
+        return None
+    return pickle.loads(data) if data else None
+
+
+def await_message(connection: socket.socket, limit: StartLimit) -> object:
+    """Return the next message as `receive`, or raise `TimeoutError` at the limit's deadline."""
+    for seconds in limit.intervals():
+        connection.settimeout(seconds)
+        with contextlib.suppress(TimeoutError):
+            message = receive(connection)
+            connection.settimeout(None)
+            return message
+    raise TimeoutError
+
+
+# Starts a rank with these descriptors; returns its process id or, in a forked rank, its spec.
 Start = Callable[[StartRank, list[int]], "tuple[int, WorkerSpec | None]"]
-"""Starts a rank with these descriptors; returns its process id or, in a forked rank, its spec."""
 
 
 class Supervisor:
     """Starts ranks for one agent, and leaves none of their processes behind.
 
-    Parameters
-    ----------
-    agent : socket
-        The connection to the agent.
-    start : callable
-        How a rank is started.
-    owner : int or None
-        The pidfd of another process with which the supervisor ends.
-
-    Raises
-    ------
-    OSError
-        If the agent has already died.
+    `owner` is the pidfd of another process with which it ends.
     """
 
     def __init__(self, agent: socket.socket, start: Start, owner: int | None = None) -> None:
@@ -118,7 +198,10 @@ class Supervisor:
             return worker_spec
         for descriptor in descriptors:
             os.close(descriptor)
-        self._watch(pid, message.worker_spec.scratch)
+        self._pidfds[pid] = pidfd = os.pidfd_open(pid)
+        self._scratches[pid] = message.worker_spec.scratch
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._handle_end(pid))
+        send(self._agent, RankStarted(pid))
         return None
 
     def _receive(self) -> tuple[StartRank, list[int]]:
@@ -132,12 +215,6 @@ class Supervisor:
         if not isinstance(message, StartRank) or len(descriptors) < PROCESS_DESCRIPTORS:
             self._shut_down()
         return message, descriptors
-
-    def _watch(self, pid: int, scratch: str) -> None:
-        self._pidfds[pid] = pidfd = os.pidfd_open(pid)
-        self._scratches[pid] = scratch
-        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._handle_end(pid))
-        send(self._agent, RankStarted(pid))
 
     def _handle_end(self, pid: int) -> None:
         """Report how a rank ended, once the rest of its process group has ended too."""
@@ -177,15 +254,14 @@ def serve_fresh(argument: str) -> NoReturn:
 def _execute_rank(request: StartRank, descriptors: list[int]) -> tuple[int, None]:
     environment, folder, stdout, stderr, *spec_descriptors = descriptors
     worker_spec = request.worker_spec.with_descriptors(spec_descriptors, os.getpid())
-    child = subprocess.Popen(
-        Interpreter.current().command("rank", worker_spec.to_argument()),
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        cwd=f"/proc/self/fd/{folder}",
-        pass_fds=spec_descriptors,
-        start_new_session=True,
-        env=read_environment(environment),
+    child = Interpreter.current().start(
+        "rank",
+        worker_spec.to_argument(),
+        spec_descriptors,
+        read_environment(environment),
+        stdout,
+        stderr,
+        folder=f"/proc/self/fd/{folder}",
     )
     child.returncode = 0  # so that subprocess does not reap it: the supervisor does
     return child.pid, None
@@ -212,9 +288,135 @@ def kill_children(is_doomed: Callable[[int], bool]) -> None:
         if time.monotonic() > began + (KILL_SECONDS if to_kill else RESOURCE_TRACKER_SECONDS):
             return
         for child in to_kill:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+            kill(child)
         for child in doomed:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child, os.WNOHANG)
         time.sleep(POLL_SECONDS)
+
+
+def kill(pid: int) -> None:
+    """Kill a process that this user has started, if it still exists."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def start_supervisor(interpreter: Interpreter, limit: StartLimit) -> SupervisedSpawner:
+    """Start a supervisor whose ranks each get a new interpreter of the same kind."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        environment = {**os.environ, **interpreter.variables}
+        number = theirs.fileno()
+        pid = interpreter.start_detached("supervisor", str(number), number, environment)
+    deadline = min(limit.deadline, time.monotonic() + READY_SECONDS)
+    try:
+        reply = await_message(ours, replace(limit, deadline=deadline))
+    except BaseException as error:
+        kill(pid)
+        ours.close()
+        if not isinstance(error, TimeoutError):
+            raise
+        if deadline < limit.deadline:
+            raise DistributorError(
+                f"{interpreter.executable} on {host_name()} has not become the supervisor of ranks "
+                f"within {READY_SECONDS:.0f} s."
+            ) from None
+        raise StartTimeout(
+            f"start_timeout has passed, and {interpreter.executable} on {host_name()}, which is to "
+            "start the ranks, is not ready."
+        ) from None
+    if not isinstance(reply, Ready):
+        raise DistributorError(
+            f"{interpreter.executable} could not be started as the supervisor of ranks."
+        )
+    return SupervisedSpawner(ours, pid, limit)
+
+
+class SupervisedSpawner:
+    """Has a supervisor, which is ready, start each rank."""
+
+    def __init__(self, connection: socket.socket, supervisor: int, limit: StartLimit) -> None:
+        self._connection = connection
+        self._supervisor_pid = supervisor
+        self._limit = limit
+        self._attributes = ProcessAttributes.current()
+        self._processes: dict[int, Process] = {}
+        self._replies: queue.SimpleQueue[RankStarted | Refused] = queue.SimpleQueue()
+        self._on_end: Callable[[], object] = lambda: None
+        self._run_variables: dict[str, str] = {}
+        self._reader = threading.Thread(target=self._read, name="supervisor-reader", daemon=True)
+
+    def __enter__(self) -> SupervisedSpawner:
+        self._reader.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+        self._reader.join(SHUTDOWN_SECONDS)
+        if self._reader.is_alive():  # the supervisor hangs or was stopped
+            kill(self._supervisor_pid)
+            self._reader.join()
+        self._connection.close()
+
+    def start(
+        self,
+        worker_spec: WorkerSpec,
+        environment: Mapping[str, str],
+        stdout: BinaryIO,
+        stderr: BinaryIO,
+        on_end: Callable[[], object],
+    ) -> Process:
+        self._on_end = on_end
+        self._run_variables = {name: environment[name] for name in RUN_VARIABLES}
+        request = pickle.dumps(StartRank(worker_spec, self._attributes))
+        folder = os.open(".", os.O_PATH)
+        with anonymous_file() as file:
+            pickle.dump(dict(environment), file)
+            file.flush()
+            descriptors = [file.fileno(), folder, stdout.fileno(), stderr.fileno()]
+            descriptors += worker_spec.descriptors()
+            with contextlib.suppress(OSError):  # the reader notices that the supervisor has gone
+                socket.send_fds(self._connection, [request], descriptors)
+        os.close(folder)
+        try:
+            reply = self._next_reply()
+        except BaseException:
+            kill(self._supervisor_pid)  # it would not end the ranks that it has started
+            raise
+        if isinstance(reply, Refused):
+            raise DistributorError(f"A rank could not be started: {reply.reason}")
+        return self._processes[reply.pid]
+
+    def _next_reply(self) -> RankStarted | Refused:
+        for seconds in self._limit.intervals():
+            with contextlib.suppress(queue.Empty):
+                return self._replies.get(timeout=seconds)
+        raise StartTimeout(
+            f"start_timeout has passed, and the process on {host_name()} that starts the ranks has "
+            f"not answered (supervisor, process {self._supervisor_pid}). It was stopped, or hangs "
+            "while it forks, perhaps in a function that a preloaded module has registered with "
+            "os.register_at_fork."
+        )
+
+    def _read(self) -> None:
+        """Receive the supervisor's messages until it has gone."""
+        while message := receive(self._connection):
+            if isinstance(message, RankStarted):
+                self._processes[message.pid] = Process(message.pid, self._on_end)
+                self._replies.put(message)
+            elif isinstance(message, RankEnded):
+                self._processes[message.pid].record_end(message.returncode)
+            elif isinstance(message, Refused):
+                self._replies.put(message)
+        self._replies.put(Refused("its supervisor has ended."))
+        if lost := [process for process in self._processes.values() if process.running]:
+            self._end_lost(lost)
+
+    def _end_lost(self, ranks: list[Process]) -> None:
+        """End what is left of ranks that the kernel has killed with their supervisor."""
+        for rank in ranks:
+            kill_group(rank.pid)
+        kill_by_environment(self._run_variables)
+        for rank in ranks:
+            rank.record_end(-signal.SIGKILL)

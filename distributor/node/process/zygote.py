@@ -1,111 +1,296 @@
 """A warm process: it has imported torch, and forks a supervisor for each run.
 
 It belongs to one owner: a driver, or the parent of an executor's Python workers. It has one thread
-and never touches CUDA, so that its descendants are as good as new processes.
+and never touches CUDA, so that its descendants are as good as new processes. Its clients find or
+start it by an address that is derived from the owner (`open_spawner`, `prepare`).
 
 Life cycle:
 
 1. *Load*: it imports what every rank needs and the user's preloaded modules. Clients can connect
    already, and wait. It exits if the owner dies or the imports take more than ten minutes.
-2. *Serve*: for each `RequestSupervisor` that it fits, it forks a supervisor, which replies. To the
-   first other request it replies with `Refused` (a preloaded module cannot be imported) or `Stale`
-   (the caller needs something else, an imported file has changed, or the container of YARN has
-   lost it), and exits.
+2. *Serve*: for each `RequestSupervisor` that it fits, it forks a supervisor and sends `Forked`; the
+   supervisor takes the connection over and sends `Ready`, before or after that. To the first other
+   request it replies with `Refused` (a preloaded module cannot be imported) or `Stale` (the caller
+   needs something else, an imported file has changed, or the container of YARN has lost it), and
+   exits.
 3. *Idle*: two seconds without a request it also imports what the ranks of a `TorchTrainer` need,
    for the next attempt of a run that fails, and then what the first optimizer of a rank would
    otherwise spend a second on. The latter comes half a minute later if there are supervisors,
    because their ranks may be starting.
-4. *Exit*: when the owner has died, a client asks for it, it has been idle for half an hour, or its
-   reply was `Refused` or `Stale`. Its supervisors and their runs continue, except that they too end
-   with the owner.
+4. *Exit*: when the owner has died, a client asks for it (`ShutDown`), it has been idle for half an
+   hour, or its reply was `Refused` or `Stale`. Its supervisors and their runs continue, except that
+   they too end with the owner.
 
 Supervisors and ranks are forked from here: `serve` returns in each rank, and nowhere else.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gc
+import hashlib
+import importlib
 import os
 import pickle
 import select
 import selectors
 import signal
 import socket
+import sys
+import threading
 import time
+import traceback
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn
 
 from distributor._compat.cpython import disable_exit_finalizers
 from distributor._compat.torch import OPTIMIZER_IMPORTS
+from distributor.core.host import host_name
 from distributor.core.kernel import set_subreaper
-from distributor.core.module_search import find_at
-from distributor.core.procfs import child_pids
+from distributor.core.module_search import Location, find_at, not_on_path
+from distributor.core.procfs import Stat, child_pids, stat_field
 from distributor.core.resources import IN_YARN
+from distributor.errors import DistributorError, StartTimeout
 from distributor.node.process.exit import flush_streams, remember_modules
-from distributor.node.process.fork_reset import reset_after_fork
-from distributor.node.process.ipc import (
+from distributor.node.process.fork_reset import (
+    THREADS_VARIABLE,
+    ProcessAttributes,
+    reset_after_fork,
+)
+from distributor.node.process.process_title import set_title
+from distributor.node.process.spawner import (
+    FreshSpawner,
+    Interpreter,
+    Spawner,
+    StartLimit,
+    WorkerSpec,
+)
+from distributor.node.process.supervisor import (
     MAX_MESSAGE_BYTES,
-    Forked,
+    PROCESS_DESCRIPTORS,
+    Ready,
     Refused,
-    RequestSupervisor,
-    ShutDown,
-    Stale,
     StartRank,
-    ZygoteArguments,
+    SupervisedSpawner,
+    Supervisor,
+    await_message,
+    close_inherited,
+    is_supported,
+    kill,
+    kill_children,
     peer_credentials,
     send,
+    start_supervisor,
 )
-from distributor.node.process.preload_spec import (
-    FileStates,
-    Imports,
-    PreloadSpec,
-    have_changed,
-    loaded_files,
-)
-from distributor.node.process.process_attributes import ProcessAttributes
-from distributor.node.process.process_title import set_title
-from distributor.node.process.supervisor import (
-    PROCESS_DESCRIPTORS,
-    Supervisor,
-    close_inherited,
-    kill_children,
-)
-from distributor.node.process.worker_spec import WorkerSpec
+from distributor.source import own_digest
 
+# What every rank needs; an environment may lack torch.
 RANK_IMPORTS = ("distributor.node.worker.main", "cloudpickle", "torch", "torch.distributed")
-"""What every rank needs; an environment may lack torch."""
+# What the program of a `TorchTrainer` imports, which takes each rank a tenth of a second.
 TRAINER_IMPORTS = ("distributor.train.runtime.worker_loop",)
-"""What the program of a `TorchTrainer` imports, which takes each rank a tenth of a second."""
 IDLE_IMPORTS = (*TRAINER_IMPORTS, *OPTIMIZER_IMPORTS)
+# Seconds without a request after which the next of these is imported. The variable is for tests,
+# which start many zygotes: the imports take two CPU seconds in each.
 IDLE_IMPORT_SECONDS = float(os.environ.get("DISTRIBUTOR_IDLE_IMPORT_SECONDS", "2"))
-"""Seconds without a request after which the next of `IDLE_IMPORTS` is imported.
-
-The variable is for tests, which start many zygotes: the imports take two CPU seconds in each.
-"""
+# The same for those that take long, while there are supervisors: their ranks use the CPUs.
 BUSY_IMPORT_SECONDS = 15 * IDLE_IMPORT_SECONDS
-"""The same for those that take long, while there are supervisors: their ranks use the CPUs."""
 IDLE_EXIT_SECONDS = 1800.0
-"""Seconds without a request or a run after which the zygote exits."""
-SUPERVISOR_EXIT_SECONDS = 20.0
-"""Seconds that supervisors have to end with the owner: one that hangs in a fork does not."""
-LOAD_SECONDS = 600
-"""Seconds that the first imports may take."""
+SUPERVISOR_EXIT_SECONDS = 20.0  # to end with the owner: a supervisor that hangs in a fork does not
+LOAD_SECONDS = 600  # for the first imports
+PREPARE_SECONDS = 600.0  # for the imports while no run waits for them
+MAX_ATTEMPTS = 5  # to find a zygote while others start and replace it at the same time
+TRACEBACK_CHARS = 4 * 1024  # at each end of a long one: it must fit into a packet
+
+# Prefixes of variables that are read only when an interpreter or a library starts.
+_PREFIXES_READ_AT_START = (
+    "ATEN_", "BLIS_", "DYLD_", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_",
+    "NPY_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_",
+    "TORCH_", "VECLIB_",
+)  # fmt: skip
+# Keeps torch from initializing CUDA when a preloaded module asks whether there is a GPU, because
+# CUDA cannot be used in forks of a process that has initialized it.
+_CHECK_CUDA_THROUGH_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+_STILL_IMPORTS = "does not answer: it is still importing, or hangs"
+_HANGS_IN_FORK = (
+    "has forked a process that hangs, perhaps in a function that one of them has registered with "
+    "os.register_at_fork"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreloadSpec:
+    """What a zygote has loaded, and under which conditions."""
+
+    executable: str
+    path: tuple[str, ...]
+    # The environment variables that only a fresh start would read, with digests of their values:
+    # this travels on a command line, which all users can read.
+    variables: tuple[tuple[str, str], ...]
+    preload: tuple[str, ...]  # the user's modules, in addition to those that every rank needs
+    located: tuple[Location, ...]  # of those that an import does not find
+
+    @classmethod
+    def of(
+        cls,
+        environment: Mapping[str, str],
+        preload: tuple[str, ...],
+        interpreter: Interpreter | None = None,
+    ) -> PreloadSpec:
+        """Return what a rank with this environment needs."""
+        interpreter = interpreter or Interpreter.current()
+        variables = (
+            (name, hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:16])
+            for name, value in environment.items()
+            # A forked rank can apply the number of threads later.
+            if name.startswith(_PREFIXES_READ_AT_START) and name != THREADS_VARIABLE
+        )
+        return cls(
+            executable=interpreter.executable,
+            path=interpreter.path,
+            variables=tuple(sorted(variables)),
+            preload=preload,
+            located=tuple(dict.fromkeys(not_on_path(preload))),
+        )
+
+    def covers(self, wanted: PreloadSpec) -> bool:
+        """Return whether a zygote with this spec can fork ranks that need another spec."""
+        return (
+            replace(self, preload=(), located=()) == replace(wanted, preload=(), located=())
+            and set(wanted.preload) <= set(self.preload)
+            and set(wanted.located) <= set(self.located)
+        )
+
+    def preload_for_successor(self, wanted: PreloadSpec) -> tuple[str, ...]:
+        """Return the modules that the next zygote should import too: other runs may need them."""
+        return self.preload if wanted.executable == self.executable else ()
+
+
+@dataclass(frozen=True)
+class RequestSupervisor:
+    """Asks a zygote to fork a supervisor for ranks that need this to be loaded."""
+
+    preload_spec: PreloadSpec
+
+
+@dataclass(frozen=True)
+class ShutDown:
+    """Asks a zygote to end; the runs of its supervisors continue."""
+
+
+@dataclass(frozen=True)
+class Forked:
+    """The zygote has forked the supervisor, whose process id this is, and which may yet hang."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Stale:
+    """The zygote does not fit and ends; its successor should import these modules too."""
+
+    preload: tuple[str, ...]
+
+
+# Modification time (ns) and size (bytes) of files, by path.
+FileStates = dict[str, tuple[int, int]]
+
+
+def loaded_files(since: int = sys.maxsize) -> FileStates:
+    """Return the state of the files that this process has imported, and of archives on its path.
+
+    A file that was modified since the imports began, in ns since the epoch, may not be what was
+    imported, so its recorded state is one that counts as changed.
+    """
+    origins = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    # Of an archive on the path, a list of its content is kept.
+    origins |= {getattr(each, "archive", None) for each in list(sys.path_importer_cache.values())}
+    files = {path: state for path in origins if path and (state := _state_of(path))}
+    now = time.time_ns()
+    return {
+        path: (0, 0) if since <= modified_at <= now else (modified_at, size)
+        for path, (modified_at, size) in files.items()
+    }
+
+
+def have_changed(files: FileStates) -> bool:
+    """Return whether any of these files no longer has the recorded state."""
+    return any(_state_of(path) != recorded for path, recorded in files.items())
+
+
+def _state_of(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+class _Imports:
+    """Imports modules, and records which environment variables each import has set."""
+
+    def __init__(self) -> None:
+        self._start_environment = dict(os.environ)
+        self._variables: dict[str, dict[str, str]] = {}  # by module
+
+    def add(self, modules: Sequence[str], optional: str = "") -> str | None:
+        """Import modules; return why the first that failed did. The optional package may fail."""
+        for name in modules:
+            # What is loaded already may have set any of the variables that earlier imports left.
+            before = self._start_environment if name in sys.modules else dict(os.environ)
+            try:
+                importlib.import_module(name)
+            except BaseException:  # a module may even exit
+                if name.partition(".")[0] != optional:
+                    return f"{name} cannot be imported:\n{_shortened(traceback.format_exc())}"
+            self._variables.setdefault(name, dict(os.environ.items() - before.items()))
+        return None
+
+    def variables(self, modules: Sequence[str]) -> dict[str, str]:
+        """Return the variables that are set where only these of the modules are imported."""
+        return {k: v for name in modules for k, v in self._variables[name].items()}
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= 2 * TRACEBACK_CHARS:
+        return text
+    return f"{text[:TRACEBACK_CHARS]}\n...\n{text[-TRACEBACK_CHARS:]}"
 
 
 def serve(argument: str) -> WorkerSpec:
     """Run as a zygote. Returns in each rank that descends from it, and nowhere else."""
-    arguments = ZygoteArguments.from_argument(argument)
-    set_title(f"zygote for process {arguments.owner}", "zygote")
-    since, imports = time.time_ns(), Imports()
-    with _exit_if_owner_dies(arguments.owner):
-        find_at(arguments.preload_spec.located)
-        preload = arguments.preload_spec.preload
-        import_error = imports.add((*RANK_IMPORTS, *preload), optional="torch")
-    return _Zygote(arguments, import_error, imports, since).serve()
+    owner, listener, preload_spec = pickle.loads(base64.b64decode(argument))
+    set_title(f"zygote for process {owner}", "zygote")
+    # `fork_reset` needs it. It sets a variable that torch's libraries read, and ranks do not get.
+    importlib.import_module("threadpoolctl")
+    since, imports = time.time_ns(), _Imports()
+    with _exit_if_owner_dies(owner):
+        find_at(preload_spec.located)
+        import_error = imports.add((*RANK_IMPORTS, *preload_spec.preload), optional="torch")
+    return _Zygote(owner, listener, preload_spec, imports, import_error, since).serve()
+
+
+@contextlib.contextmanager
+def _exit_if_owner_dies(owner: int) -> Iterator[None]:
+    """Exit with the owner, or after `LOAD_SECONDS`, even while an import hangs."""
+    pidfd = os.pidfd_open(owner)
+    deadline = time.monotonic() + LOAD_SECONDS
+
+    def check(*_: object) -> None:
+        if select.select([pidfd], [], [], 0)[0] or time.monotonic() > deadline:
+            os._exit(1)
+
+    previous_handler = signal.signal(signal.SIGALRM, check)
+    signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, previous_handler)
+        os.close(pidfd)
 
 
 class _Zygote:
@@ -113,21 +298,23 @@ class _Zygote:
 
     def __init__(
         self,
-        arguments: ZygoteArguments,
+        owner: int,
+        listener: int,
+        preload_spec: PreloadSpec,
+        imports: _Imports,
         import_error: str | None,
-        imports: Imports,
         since: int,
     ) -> None:
         set_subreaper()
-        self._preload_spec = arguments.preload_spec
+        self._preload_spec = preload_spec
         self._import_error = import_error
         self._imports = imports
         self._files: FileStates = {}
         self._since = since
         self._parent = os.getppid()
         self._attributes = ProcessAttributes.current()
-        self._listener = socket.socket(fileno=arguments.listener)
-        self._owner = os.pidfd_open(arguments.owner)
+        self._listener = socket.socket(fileno=listener)
+        self._owner = os.pidfd_open(owner)
         self._clients: set[socket.socket] = set()  # that have not sent their request yet
         self._supervisors: dict[int, int] = {}  # pidfds, by process id
         self._helpers: set[int] = set()  # children that an imported module has started
@@ -142,7 +329,10 @@ class _Zygote:
         while True:
             events = self._selector.select(self._idle_seconds())
             if not events:
-                self._handle_idleness()
+                if not self._idle_imports:
+                    os._exit(0)
+                self._imports.add([self._idle_imports.pop(0)])
+                self._settle()
             for key, _ in events:
                 worker_spec: WorkerSpec | None = key.data()
                 if worker_spec is not None:
@@ -153,12 +343,6 @@ class _Zygote:
             return None if self._supervisors else IDLE_EXIT_SECONDS
         takes_long = self._idle_imports[0] not in TRAINER_IMPORTS
         return BUSY_IMPORT_SECONDS if takes_long and self._supervisors else IDLE_IMPORT_SECONDS
-
-    def _handle_idleness(self) -> None:
-        if not self._idle_imports:
-            self._exit()
-        self._imports.add([self._idle_imports.pop(0)])
-        self._settle()
 
     def _settle(self) -> None:
         """Record what has been imported, and make it cheap and safe to fork."""
@@ -172,9 +356,6 @@ class _Zygote:
         gc.freeze()  # or each rank's garbage collector would copy the pages that all ranks share
         disable_exit_finalizers()  # they belong to this process; torch has hundreds of them
 
-    def _exit(self) -> NoReturn:
-        os._exit(0)
-
     def _exit_with_owner(self) -> NoReturn:
         """Exit once the supervisors, which end with the owner too, have ended; kill the rest."""
         deadline = time.monotonic() + SUPERVISOR_EXIT_SECONDS
@@ -182,7 +363,7 @@ class _Zygote:
             select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
         if self._supervisors:
             kill_children(lambda child: child not in self._helpers)
-        self._exit()
+        os._exit(0)
 
     def _accept(self) -> None:
         client, _ = self._listener.accept()
@@ -201,7 +382,7 @@ class _Zygote:
         self._selector.unregister(client)
         with client:
             if isinstance(message, ShutDown):
-                self._exit()
+                os._exit(0)
             if isinstance(message, RequestSupervisor):
                 return self._handle_request(client, message.preload_spec)
         return None
@@ -236,7 +417,7 @@ class _Zygote:
                 other.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
             send(other, reply)
         send(client, reply)
-        self._exit()
+        os._exit(0)
 
     def _fork_supervisor(self, agent: socket.socket, preload: tuple[str, ...]) -> WorkerSpec | None:
         """Fork a supervisor, which replies to its agent itself."""
@@ -273,12 +454,8 @@ class _Zygote:
         supervisor, pid = os.getpid(), _fork()
         if pid:
             return pid, None
-        reset_after_fork(
-            self._attributes,
-            request.attributes,
-            set_by_imports,
-            descriptors[:PROCESS_DESCRIPTORS],
-        )
+        own_descriptors = descriptors[:PROCESS_DESCRIPTORS]
+        reset_after_fork(self._attributes, request.attributes, set_by_imports, own_descriptors)
         spec_descriptors = descriptors[PROCESS_DESCRIPTORS:]
         worker_spec = request.worker_spec.with_descriptors(spec_descriptors, supervisor)
         return 0, replace(worker_spec, has_preloads=has_preloads)
@@ -299,21 +476,185 @@ def _fork() -> int:
         return os.fork()
 
 
-@contextlib.contextmanager
-def _exit_if_owner_dies(owner: int) -> Iterator[None]:
-    """Exit with the owner, or after `LOAD_SECONDS`, even while an import hangs."""
-    pidfd = os.pidfd_open(owner)
-    deadline = time.monotonic() + LOAD_SECONDS
+@dataclass(frozen=True, kw_only=True)
+class ZygoteSpec:
+    """Which zygote a client wants, and what it must have loaded."""
 
-    def check(*_: object) -> None:
-        if select.select([pidfd], [], [], 0)[0] or time.monotonic() > deadline:
-            os._exit(1)
+    owner: int  # the process that it belongs to, and ends with
+    environment: Mapping[str, str]  # that its ranks have in every run
+    preload: tuple[str, ...] = ()  # modules of the user's, in addition to torch
+    interpreter: Interpreter = field(default_factory=Interpreter.current)
 
-    previous_handler = signal.signal(signal.SIGALRM, check)
-    signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
+    @property
+    def preload_spec(self) -> PreloadSpec:
+        return PreloadSpec.of(self.environment, self.preload, self.interpreter)
+
+
+def open_spawner(
+    zygote_spec: ZygoteSpec | None,
+    limit: StartLimit,
+    interpreter: Interpreter | None = None,
+) -> Spawner:
+    """Return a spawner whose ranks are forked from a zygote or, without a spec, fresh interpreters.
+
+    If no zygote can be used, a message is printed and the ranks are started in fresh interpreters.
+    """
+    interpreter = interpreter or Interpreter.current()
+    if not is_supported():
+        return FreshSpawner(interpreter)
+    if zygote_spec is None:
+        return start_supervisor(interpreter, limit)
     try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, previous_handler)
-        os.close(pidfd)
+        return _request_supervisor(zygote_spec, limit)
+    except TimeoutError as error:
+        modules = ", ".join(("torch", *zygote_spec.preload))
+        raise StartTimeout(
+            f"start_timeout has passed, and the warm process on {host_name()}, which imports "
+            f"{modules}, {error}."
+        ) from None
+    except OSError as error:
+        print(
+            f"distributor: no warm process, so ranks start in new interpreters: {error}",
+            file=sys.stderr,
+        )
+        return start_supervisor(interpreter, limit)
+
+
+_last_prepared: PreloadSpec | None = None
+
+
+def prepare(zygote_spec: ZygoteSpec | None) -> None:
+    """Start a fitting zygote in the background, if one is wanted and none is there."""
+    global _last_prepared
+    if zygote_spec is None or not is_supported():
+        return
+    preload_spec = zygote_spec.preload_spec
+    with contextlib.suppress(OSError):  # a run that needs the zygote will report the error
+        if not start_if_missing(zygote_spec) and preload_spec != _last_prepared:
+            threading.Thread(target=_replace_if_stale, args=(zygote_spec,), daemon=True).start()
+        _last_prepared = preload_spec
+
+
+def start_if_missing(zygote_spec: ZygoteSpec) -> bool:
+    """Start a zygote unless its owner has one, which need not fit; return whether it had none."""
+    if running := _connect(zygote_spec.owner):
+        running.close()
+        return False
+    if started := _start_zygote(zygote_spec):
+        started.close()
+    return True
+
+
+def _replace_if_stale(zygote_spec: ZygoteSpec) -> None:
+    limit = StartLimit(time.monotonic() + PREPARE_SECONDS)
+    with contextlib.suppress(OSError, DistributorError), _request_supervisor(zygote_spec, limit):
+        pass  # its exit ends the supervisor
+
+
+def is_warm(owner: int) -> bool:
+    """Return whether a process has a zygote."""
+    with contextlib.suppress(OSError):
+        if is_supported() and (connection := _connect(owner)):
+            connection.close()
+            return True
+    return False
+
+
+def shut_down(owner: int) -> None:
+    """End a process's zygote, if there is one. The runs of its supervisors continue."""
+    with contextlib.suppress(OSError):
+        if is_supported() and (connection := _connect(owner)):
+            with connection:
+                send(connection, ShutDown())
+
+
+def _request_supervisor(zygote_spec: ZygoteSpec, limit: StartLimit) -> SupervisedSpawner:
+    """Have a zygote fork a supervisor. One that does not fit replies so and exits, and is replaced.
+
+    Raises `TimeoutError` at the deadline, and `OSError` if there is no zygote.
+    """
+    exited_at_start = False
+    to_start = zygote_spec
+    for _ in range(MAX_ATTEMPTS):
+        running = _connect(zygote_spec.owner)
+        connection = running or _start_zygote(to_start)
+        if connection is None:
+            continue  # another thread or process has just started one
+        reply = _send_request(connection, zygote_spec.preload_spec, limit)
+        if isinstance(reply, Ready):
+            return SupervisedSpawner(connection, reply.pid, limit)
+        connection.close()
+        if isinstance(reply, Stale):
+            # Other runs may still need what this zygote had loaded. If another caller starts the
+            # next one, it fits without that.
+            preload = dict.fromkeys((*reply.preload, *to_start.preload))
+            to_start = replace(zygote_spec, preload=tuple(preload))
+        elif running:
+            continue  # it was about to exit, or could not import what another run needs
+        elif isinstance(reply, Refused):
+            raise DistributorError(f"On {host_name()} {reply.reason}")
+        elif exited_at_start:
+            raise ConnectionError("it exited while it started")
+        else:
+            exited_at_start = True  # perhaps it had refused another request first: try once more
+    raise ConnectionError(f"found and lost {MAX_ATTEMPTS} of them")
+
+
+def _send_request(
+    connection: socket.socket, preload_spec: PreloadSpec, limit: StartLimit
+) -> object:
+    """Request a supervisor, and return the reply; None if the zygote has gone."""
+    forked = None
+    try:
+        connection.sendall(pickle.dumps(RequestSupervisor(preload_spec)))
+        while isinstance(reply := await_message(connection, limit), Forked):
+            forked = reply.pid
+    except BaseException as error:
+        connection.close()
+        if forked is not None:
+            kill(forked)
+        if isinstance(error, TimeoutError):
+            raise TimeoutError(_STILL_IMPORTS if forked is None else _HANGS_IN_FORK) from None
+        if isinstance(error, OSError):
+            return None
+        raise
+    return reply
+
+
+def _connect(owner: int) -> socket.socket | None:
+    """Connect to the owner's zygote; return None if it has none."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(_address(owner))
+    except ConnectionRefusedError:
+        connection.close()
+        return None
+    if peer_credentials(connection).uid != os.getuid():
+        connection.close()
+        raise PermissionError("another user has taken its address")
+    return connection
+
+
+def _start_zygote(zygote_spec: ZygoteSpec) -> socket.socket | None:
+    """Start a zygote and connect to it; return None if another was started at the same time."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.bind(_address(zygote_spec.owner))
+        except OSError:
+            return None
+        listener.listen()
+        number = listener.fileno()
+        arguments = pickle.dumps((zygote_spec.owner, number, zygote_spec.preload_spec))
+        environment = {**zygote_spec.environment, **_CHECK_CUDA_THROUGH_NVML}
+        zygote_spec.interpreter.start_detached(
+            "zygote", base64.b64encode(arguments).decode(), number, environment
+        )
+        return _connect(zygote_spec.owner)
+
+
+def _address(owner: int) -> str:
+    # In the abstract namespace, which leaves no file. A zygote of another source of this package
+    # may not understand our messages, so the name contains the digest.
+    started = stat_field(owner, Stat.START_TIME)
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return f"\0distributor-zygote-{os.getuid()}-{namespace}-{owner}-{started}-{own_digest()}"

@@ -19,9 +19,9 @@ from distributor.node.agent.worker_env import visible_devices
 from distributor.node.environment import resolve
 from distributor.node.environment.cache import with_default_cache
 from distributor.node.environment.resolve import PreparedEnvironment
-from distributor.node.process import zygote_client
-from distributor.node.process.interpreter import Interpreter
-from distributor.node.process.supervisor_client import is_supported
+from distributor.node.process import zygote
+from distributor.node.process.spawner import Interpreter
+from distributor.node.process.supervisor import is_supported
 from distributor.node.spark_task.shipped_files import spark_files_folder
 from distributor.node.spark_task.task_spec import TaskSpec
 from distributor.wire.messages import NodeWarning
@@ -76,5 +76,5 @@ def warnings_about_memory(spec: TaskSpec, context: Any) -> Iterator[NodeWarning]
         num_tasks * spec.ranks_per_node,
         num_tasks,
         warm=spec.warm and is_supported(),
-        is_warm=lambda: zygote_client.is_warm(os.getppid()),
+        is_warm=lambda: zygote.is_warm(os.getppid()),
     )

@@ -23,12 +23,11 @@ from distributor.node.agent.node_spec import NodeSpec
 from distributor.node.agent.node_warnings import node_warnings
 from distributor.node.agent.worker_env import common_environment, node_order
 from distributor.node.environment.resolve import PreparedEnvironment
-from distributor.node.process import zygote_client
-from distributor.node.process.interpreter import Interpreter
+from distributor.node.process import zygote
 from distributor.node.process.process_title import temporary_run_title
-from distributor.node.process.start_limit import StartLimit
-from distributor.node.process.supervisor_client import is_supported
-from distributor.node.process.zygote_client import ZygoteSpec
+from distributor.node.process.spawner import Interpreter, StartLimit
+from distributor.node.process.supervisor import is_supported
+from distributor.node.process.zygote import ZygoteSpec
 from distributor.node.spark_task.channel import Channel
 from distributor.node.spark_task.dataset_file import dataset_file
 from distributor.node.spark_task.hub_channel import HubChannel
@@ -212,7 +211,7 @@ def _run_ranks(
             raise TaskFailed.of([], spec.secret)
 
     limit = StartLimit(time.monotonic() + spec.rendezvous_timeout, check)
-    with zygote_client.open_spawner(_zygote_spec(spec, interpreter), limit, interpreter) as spawner:
+    with zygote.open_spawner(_zygote_spec(spec, interpreter), limit, interpreter) as spawner:
         agent = Agent(
             node,
             program,
@@ -241,7 +240,7 @@ def _start_zygote(spec: TaskSpec) -> None:
     zygote_spec = _zygote_spec(spec, Interpreter.current())
     if zygote_spec and spec.environment is None and is_supported():
         with contextlib.suppress(OSError):  # reported when the ranks are started
-            zygote_client.start_if_missing(zygote_spec)
+            zygote.start_if_missing(zygote_spec)
 
 
 def _zygote_spec(spec: TaskSpec, interpreter: Interpreter) -> ZygoteSpec | None:

@@ -6,6 +6,7 @@ import os
 from functools import partial
 
 from distributor._compat import accelerate, lightning, pyspark, torch
+from distributor.node.process.fork_reset import set_thread_counts
 from distributor.rank.import_hooks import after_import, at_next_import
 
 SPARK_FILES = "DISTRIBUTOR_SPARK_FILES"
@@ -59,9 +60,6 @@ def read_variables_at_import() -> None:
 def _apply_changes(before: dict[str, str]) -> None:
     changed = {name for name, _ in before.items() ^ os.environ.items()}
     if any(name.endswith("_NUM_THREADS") for name in changed):
-        # Imported only here: in a fresh rank, threadpoolctl would set variables before the program.
-        from distributor.node.process.fork_reset import set_thread_counts
-
         set_thread_counts()
     if not changed.isdisjoint(LOGS):
         torch.read_log_variables()

@@ -27,7 +27,7 @@ from distributor.node.process.exit import (
 )
 from distributor.node.process.process_title import set_run_title
 from distributor.node.process.scratch import create_scratch
-from distributor.node.process.worker_spec import WorkerSpec
+from distributor.node.process.spawner import WorkerSpec
 from distributor.node.worker.control_channel import ControlChannel
 from distributor.node.worker.libraries import adapt_libraries, read_variables_at_import
 from distributor.node.worker.main_module import create_main_module
