@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -65,6 +66,4 @@ def load_main_module(namespace: dict[str, Any]) -> None:
 
 if __name__ == "__mp_main__":
     # That of another copy of this module, because the globals of this one are replaced.
-    from distributor.node.worker import main_module
-
-    main_module.load_main_module(globals())
+    import_module(NAME).load_main_module(globals())
