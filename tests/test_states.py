@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 import enum
 
 import pytest
-from support.states import DOCUMENT, MACHINES, documented_tables, with_tables
+from support.states import DOCUMENT, MACHINES, documented_tables, render, unreachable, with_tables
 
-from distributor.core import states
-from distributor.core.states import StateMachine, Table, render, unreachable
+from distributor.core.states import StateMachine, Table
 from distributor.launch.spark.monitor.run_state import RunEvent, RunState
 
 
@@ -57,10 +55,6 @@ def test_states_with_the_same_transition_share_a_row() -> None:
 def test_unreachable_states_are_found() -> None:
     assert unreachable(TABLE, Light.RED) == set()
     assert unreachable(TABLE, Light.BROKEN) == {Light.RED, Light.GREEN}
-
-
-def test_the_example_in_the_docstring() -> None:
-    assert doctest.testmod(states).failed == 0
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -1,4 +1,4 @@
-"""Hosts and ports as people write them, of IPv4 and IPv6."""
+"""Hosts and ports as people write them, of IPv4 and IPv6, and the name of this host in messages."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ MAX_PORT = 65535
 
 
 def bare(host: str) -> str:
-    """Return a host without the brackets that an IPv6 address has before a port."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def joined(host: str, port: int | str) -> str:
-    """Return ``host:port``, with an IPv6 address in brackets."""
     return f"[{bare(host)}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an IPv4 or IPv6 address never leaves its machine."""
     return ipaddress.ip_address(address).is_loopback
 
 
@@ -80,3 +77,17 @@ def _is_ipv6(host: str) -> bool:
         return ipaddress.ip_address(host).version == 6
     except ValueError:
         return False
+
+
+_host_name = ""
+
+
+def host_name() -> str:
+    """Return the name that the run uses for this host; outside a run, its own."""
+    return _host_name or socket.gethostname()
+
+
+def use_host_name(name: str) -> None:
+    """Use this name, by which Spark or the driver knows the host, from now on."""
+    global _host_name
+    _host_name = name

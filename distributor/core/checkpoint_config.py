@@ -25,19 +25,17 @@ class CheckpointSettings:
 
     storage_path: str
     name: str
-    num_to_keep: int | None = None
-    score_attribute: str | None = None
+    num_to_keep: int | None = None  # None for all
+    score_attribute: str | None = None  # a metric; None for the age
     score_order: Literal["max", "min"] = "max"
-    validates: bool = False
+    validates: bool = False  # whether the driver has a function that validates checkpoints
 
     @property
     def retention(self) -> dict[str, Any]:
-        """The fields that determine which checkpoints are kept."""
         names = ("num_to_keep", "score_attribute", "score_order")
         return {name: getattr(self, name) for name in names}
 
     def to_variable(self) -> dict[str, str]:
-        """Return the environment variable for the ranks."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod

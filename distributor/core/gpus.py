@@ -32,16 +32,16 @@ class GPUType(str, enum.Enum):
 class GPUUsage(NamedTuple):
     """How busy a GPU is."""
 
-    utilization: float
-    memory_used: float
+    utilization: float  # percentage of time in which a kernel ran
+    memory_used: float  # bytes
     memory_total: float
 
 
 class DriverVersion(NamedTuple):
     """The version of this machine's NVIDIA driver."""
 
-    driver: str
-    cuda: str
+    driver: str  # such as "550.54.15"
+    cuda: str  # the newest that it supports, such as "12.4"
 
 
 def driver_version() -> DriverVersion | None:
@@ -59,10 +59,7 @@ def driver_version() -> DriverVersion | None:
 
 
 def gpu_names() -> list[str]:
-    """Return the product names of this machine's GPUs, such as "NVIDIA H100 80GB HBM3".
-
-    The list is empty if there is no NVIDIA driver or no ``nvidia-ml-py``.
-    """
+    """Return the product names of this machine's GPUs; none without a driver or nvidia-ml-py."""
     with _nvml() as nvml:
         return [] if nvml is None else [_name_of(nvml, index) for index in range(_count(nvml))]
 

@@ -24,9 +24,9 @@ class Location:
     """The place of a module."""
 
     name: str
-    file: str | None
-    folders: tuple[str, ...] | None
-    archive: str = ""
+    file: str | None  # None for a namespace package
+    folders: tuple[str, ...] | None  # of a package; None for a module
+    archive: str = ""  # the zip file that contains all of this, if one does
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -89,11 +89,8 @@ def search_path() -> list[str]:
 
 
 def lasting_path() -> list[str]:
-    """Return ``sys.path``, in which a relative entry is followed by the folder that it was before.
-
-    Python keeps the finder of such an entry: it still finds modules there after a change of the
-    working directory.
-    """
+    """Return ``sys.path``, in which the folder that it was before follows a relative entry."""
+    # Python keeps the finder of such an entry: it still finds modules there after a chdir.
     path = []
     for entry in sys.path:
         path.append(entry)
@@ -106,10 +103,8 @@ def lasting_path() -> list[str]:
 
 
 def forget_listings() -> None:
-    """Drop cached listings of folders, in which a file that was just created may be missing.
-
-    Unlike `importlib.invalidate_caches`, this does not read the archives on the path again.
-    """
+    """Drop cached listings of folders, in which a file that was just created may be missing."""
+    # importlib.invalidate_caches would also read the archives on the path again.
     for finder in list(sys.path_importer_cache.values()):
         if isinstance(finder, FileFinder):
             finder.invalidate_caches()
@@ -181,7 +176,6 @@ def _is_installed(path: str, spark_home: str) -> bool:
 
 @functools.cache
 def _installations() -> tuple[str, ...]:
-    """Return the folders where Python and its packages are installed."""
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = [sysconfig.get_path(kind) for kind in kinds]
     folders += [*site.getsitepackages(), site.getusersitepackages()]

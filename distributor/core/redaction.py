@@ -28,11 +28,13 @@ class Redaction:
         self._in_bytes = re.compile(os.fsencode(pattern)) if pattern else None
 
     def of_text(self, text: str) -> str:
-        """Return a text without secrets."""
         return self._in_text.sub(MASK, text) if self._in_text else text
 
     def of_stream(self, data: bytes, last: bool) -> tuple[bytes, int]:
-        """Return the next part of a stream without secrets."""
+        """Return the next part of a stream without secrets, and how many bytes of `data` it is.
+
+        The rest may be the beginning of a secret, unless the data is the stream's `last`.
+        """
         if self._in_bytes is None:
             return data, len(data)
         length = len(data) if last else self._settled(self._in_bytes, data)

@@ -53,11 +53,9 @@ def spark_local_dirs() -> list[str]:
 
 
 def local_folder() -> str:
-    """Return where to put large temporary files: Spark's local folder with the most room.
-
-    On YARN it belongs to the container, and on Kubernetes it is a volume; the temporary folder of
-    this machine, which is used without Spark, may be small there, or read-only.
-    """
+    """Return the folder for large temporary files: Spark's local folder with the most room."""
+    # On YARN it belongs to the container, and on Kubernetes it is a volume; the temporary folder of
+    # this machine, which is used without Spark, may be small there, or read-only.
     folders = list(filter(os.path.isdir, spark_local_dirs())) or [tempfile.gettempdir()]
     return max(folders, key=lambda folder: shutil.disk_usage(folder).free)
 
@@ -93,10 +91,7 @@ def free_memory() -> int:
 
 
 def container_memory() -> ContainerMemory | None:
-    """Return what the tightest bound on this process's memory leaves; None if there is none.
-
-    Bounds of its cgroup and of all above it count, as far as they can be seen from here.
-    """
+    """Return what the tightest bound of this process's cgroup and those above it leaves, if any."""
     bounds = (
         _bound_of(folder, files, cached)
         for controller, base, files, cached in _VERSIONS

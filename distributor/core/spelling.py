@@ -15,14 +15,16 @@ class Spelling:
     """The names and conventions of one API, by default those of `TorchDistributor`."""
 
     api: str = "TorchDistributor"
-    num_processes: str = "num_processes"
+    num_processes: str = "num_processes"  # the parameter for the number of ranks
     run_here: str = "pass local_mode=True"
     run_on_cpus: str = "pass use_gpu=False"
-    logger: str = "distributor"
+    logger: str = "distributor"  # PySpark's classes each log to the logger of their name
+    # Permits runs on a cluster that requires encryption.
     ignore_ssl: str = "pytorch.spark.distributor.ignoreSsl"
+    # From local ranks that use none. PySpark's classes leave CUDA_VISIBLE_DEVICES as it is.
     hides_gpus: bool = True
     gpu_type: str = "gpu_type"
-    has_options: bool = False
+    has_options: bool = False  # whether settings are options of a command line
 
     def of(self, setting: str) -> str:
         """Return what the user writes for a setting of `TorchDistributor`."""
@@ -53,7 +55,6 @@ def unknown_argument(function: str, name: str, known: Iterable[str]) -> str:
 
 
 def check_names(function: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Check the names of keyword arguments."""
     for name in given:
         if name not in known:
             raise TypeError(unknown_argument(function, name, known))
@@ -72,15 +73,12 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return the parameter's name for an option of the command line; another name unchanged."""
     return name.lstrip("-").replace("-", "_")
 
 
 def checks_keywords(cls: type[T]) -> type[T]:
-    """Decorate a class so that an unknown argument of its constructor is answered with a known one.
-
-    Python does so too, since 3.13, but knows no synonyms.
-    """
+    """Answer an unknown argument of a class's constructor with a known one."""
+    # Python does so too, since 3.13, but knows no synonyms.
     construct = cls.__init__
     known = [*inspect.signature(construct).parameters][1:]
 

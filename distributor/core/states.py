@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 StateT = TypeVar("StateT", bound=enum.Enum)
 Event: TypeAlias = enum.Enum | type
@@ -21,47 +21,10 @@ class StateMachine(Generic[StateT]):
         self.state = initial
 
     def fire(self, event: Event) -> bool:
-        """Change to the next state; ignore an event for which the state has no transition.
-
-        Processes and deadlines race, so an event may come when it no longer matters. A caller acts
-        on an event only if this returns True.
-        """
+        """Change to the next state; return False for an event that the state ignores."""
+        # Processes and deadlines race, so an event may come when it no longer matters.
         transition = self._table.get((self.state, event))
         if transition is None:
             return False
         self.state = transition[0]
         return True
-
-
-class _Row(NamedTuple):
-    event: str
-    next_state: str
-    action: str
-
-
-def render(table: Table[StateT]) -> str:
-    """Return a Markdown table with a row for each event, next state and action."""
-    rows: dict[_Row, list[str]] = {}
-    for (state, event), (next_state, action) in table.items():
-        row = _Row(_name(event), _name(next_state), action)
-        rows.setdefault(row, []).append(f"`{_name(state)}`")
-    lines = [
-        f"| {', '.join(states)} | `{row.event}` | `{row.next_state}` | {row.action} |"
-        for row, states in rows.items()
-    ]
-    return "\n".join(
-        ["| state | event | next state | action |", "| --- | --- | --- | --- |", *lines]
-    )
-
-
-def unreachable(table: Table[StateT], initial: StateT) -> set[StateT]:
-    """Return the states of the table's enum to which no transitions lead from the first state."""
-    reached, found = {initial}, {initial}
-    while found:
-        found = {to for (state, _), (to, _) in table.items() if state in found} - reached
-        reached |= found
-    return set(type(initial)) - reached
-
-
-def _name(event: Event) -> str:
-    return event.name if isinstance(event, enum.Enum) else event.__name__

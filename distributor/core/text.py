@@ -7,15 +7,11 @@ from collections.abc import Collection, Iterable, Iterator
 
 
 def printable(text: str) -> str:
-    """Return a text that can be encoded: with escapes for what is no valid Unicode.
-
-    A file name that is not in UTF-8 has such characters in Python, and so has a message about it.
-    """
+    """Return a text with escapes for what is no valid Unicode, as file names may contain."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a text is valid Unicode, as a file name that is not in UTF-8 is not."""
     return printable(text) == text
 
 
@@ -30,7 +26,6 @@ def listed(noun: str, items: Collection[object], plural: str | None = None) -> s
 
 
 def _as_ranges(items: Iterable[object]) -> Iterator[str]:
-    """Return the items as text, with three or more consecutive numbers as one range."""
     for _, numbered in itertools.groupby(enumerate(items), key=_first_of_range):
         found = [str(item) for _, item in numbered]
         yield from [f"{found[0]} to {found[-1]}"] if len(found) > 2 else found

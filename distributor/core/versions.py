@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import cloudpickle
 
-from distributor.core.host import host_name
+from distributor.core.addresses import host_name
 from distributor.errors import ExecutorNotReady
 
 SHARED = ("Python", "torch", "cloudpickle")
@@ -32,12 +32,11 @@ Software = Mapping[str, str]
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version, by which releases are ordered."""
+    """Return the first two numbers of a version."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def check_interpreter() -> None:
-    """Check that this interpreter can be a rank's."""
     if find_spec("torch") is None:
         raise ExecutorNotReady(
             f"The executor on {host_name()} runs Python {platform.python_version()} at "

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from distributor.core.host import use_host_name
+from distributor.core.addresses import use_host_name
 from distributor.core.resources import spark_local_dirs
 from distributor.diagnosis.machine import Machine, examine
 from distributor.diagnosis.probe import NetworkPath, Probe, ProbeServer

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from distributor._compat.ray import ADDRESS_FILE, LONGEST_SOCKET, VARIABLES, ray_command
-from distributor.core.host import host_name
+from distributor.core.addresses import host_name
 from distributor.core.versions import release
 from distributor.errors import DistributorError, StartTimeout
 from distributor.node.agent.worker_env import mask_entries

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distributor import runtime
-from distributor.core.host import host_name
+from distributor.core.addresses import host_name
 from distributor.core.text import listed
 from distributor.errors import ExecutorNotReady, StartTimeout
 from distributor.node.agent.worker_env import RANK_VARIABLES

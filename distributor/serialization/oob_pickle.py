@@ -30,7 +30,7 @@ from distributor._compat.torch import (
     typed_storage,
     untyped_storage,
 )
-from distributor.core.kernel import lacking_for_memory_files
+from distributor.core.linux import lacking_for_memory_files
 from distributor.serialization import code_pickle
 
 PROTOCOL = 5

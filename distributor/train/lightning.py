@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distributor.core.private_files import private_folder
+from distributor.core.files import private_folder
 from distributor.train import (
     Checkpoint,
     CheckpointUploadMode,

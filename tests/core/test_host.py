@@ -10,7 +10,7 @@ import pytest
 from conftest import cluster_is_slow
 
 from distributor import TorchDistributor
-from distributor.core.host import host_name
+from distributor.core.addresses import host_name
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

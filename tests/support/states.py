@@ -5,12 +5,13 @@ Run as ``PYTHONPATH=tests python -m support.states`` to rewrite their tables in 
 
 from __future__ import annotations
 
+import enum
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import distributor
-from distributor.core.states import Table, render
+from distributor.core.states import Event, StateT, Table
 from distributor.launch.spark.monitor import run_state
 from distributor.node.spark_task import node_state
 
@@ -29,6 +30,41 @@ MACHINES: dict[str, Documented] = {
     "node": Documented(node_state.TRANSITIONS, node_state.NodeState.STARTING),
 }
 """By the name in the marker before the table: ``<!-- states: NAME -->``, up to ``<!-- end -->``."""
+
+
+class _Row(NamedTuple):
+    event: str
+    next_state: str
+    action: str
+
+
+def render(table: Table[StateT]) -> str:
+    """Return a Markdown table with a row for each event, next state and action."""
+    rows: dict[_Row, list[str]] = {}
+    for (state, event), (next_state, action) in table.items():
+        row = _Row(_name(event), _name(next_state), action)
+        rows.setdefault(row, []).append(f"`{_name(state)}`")
+    lines = [
+        f"| {', '.join(states)} | `{row.event}` | `{row.next_state}` | {row.action} |"
+        for row, states in rows.items()
+    ]
+    return "\n".join(
+        ["| state | event | next state | action |", "| --- | --- | --- | --- |", *lines]
+    )
+
+
+def unreachable(table: Table[StateT], initial: StateT) -> set[StateT]:
+    """Return the states of the table's enum to which no transitions lead from the first state."""
+    reached, found = {initial}, {initial}
+    while found:
+        found = {to for (state, _), (to, _) in table.items() if state in found} - reached
+        reached |= found
+    return set(type(initial)) - reached
+
+
+def _name(event: Event) -> str:
+    return event.name if isinstance(event, enum.Enum) else event.__name__
+
 
 _SECTION = re.compile(r"(?<=<!-- states: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 

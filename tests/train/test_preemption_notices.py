@@ -13,7 +13,7 @@ import pytest
 from support.waiting import until
 
 from distributor import TorchDistributor, train
-from distributor.core.host import use_host_name
+from distributor.core.addresses import use_host_name
 from distributor.rank.context import worker_context
 from distributor.train.runtime import preemption
 from distributor.train.runtime.preemption import Agreement, NoticeTracker

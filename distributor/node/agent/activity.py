@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distributor.core.gpus import gpu_usage
-from distributor.core.procfs import cpu_seconds_of_descendants, parent_pid
+from distributor.core.linux import cpu_seconds_of_descendants, parent_pid
 from distributor.node.agent.listener import AgentListener
 from distributor.node.agent.worker_handle import WorkerHandle
 

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distributor.core.addresses import is_loopback, resolve
-from distributor.core.host import host_name
+from distributor.core.addresses import host_name, is_loopback, resolve
 from distributor.errors import ExecutorNotReady
 
 BACKLOG = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 
-from distributor.core.kernel import lacking_for_memory_files, lacking_for_supervision
+from distributor.core.linux import lacking_for_memory_files, lacking_for_supervision
 from distributor.version import __version__
 from distributor.wire.messages import NodeWarning
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 
-from distributor.core.host import host_name
+from distributor.core.addresses import host_name
 from distributor.core.text import counted
 from distributor.node.agent.network import interface_of
 from distributor.node.agent.node_spec import NodeSpec

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributor.core.host import host_name
-from distributor.core.private_files import is_private_folder, private_folder
+from distributor.core.addresses import host_name
+from distributor.core.files import is_private_folder, private_folder
 from distributor.core.resources import IN_YARN
 from distributor.errors import ExecutorNotReady, StartTimeout
 

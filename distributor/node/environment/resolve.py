@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from distributor.core.host import host_name
+from distributor.core.addresses import host_name
 from distributor.core.redaction import Redaction
 from distributor.core.versions import Software, pickling_software
 from distributor.errors import ExecutorNotReady, StartTimeout

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributor.core.procfs import status_field
+from distributor.core.linux import status_field
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 _CPUS = Path("/sys/devices/system/cpu")

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from distributor.core.procfs import Stat, stat_field
+from distributor.core.linux import Stat, stat_field
 
 _PREFIX = "distributor: "
 _MAX_TITLE_BYTES = 256  # the kernel shows at most a page

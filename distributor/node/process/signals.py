@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 
 from distributor._compat.cpython import RESOURCE_TRACKER
-from distributor.core.procfs import (
+from distributor.core.linux import (
     all_pids,
     command_line_of,
     environment_of,

@@ -34,9 +34,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import BinaryIO, NamedTuple, NoReturn
 
-from distributor.core.host import host_name
-from distributor.core.kernel import lacking_for_supervision, set_subreaper
-from distributor.core.procfs import child_pids
+from distributor.core.addresses import host_name
+from distributor.core.linux import child_pids, lacking_for_supervision, set_subreaper
 from distributor.errors import DistributorError, StartTimeout
 from distributor.node.process.fork_reset import ProcessAttributes, read_environment
 from distributor.node.process.process_title import set_run_title

@@ -49,10 +49,9 @@ from typing import NoReturn
 
 from distributor._compat.cpython import disable_exit_finalizers
 from distributor._compat.torch import OPTIMIZER_IMPORTS
-from distributor.core.host import host_name
-from distributor.core.kernel import set_subreaper
+from distributor.core.addresses import host_name
+from distributor.core.linux import Stat, child_pids, set_subreaper, stat_field
 from distributor.core.module_search import Location, find_at, not_on_path
-from distributor.core.procfs import Stat, child_pids, stat_field
 from distributor.core.resources import IN_YARN
 from distributor.errors import DistributorError, StartTimeout
 from distributor.node.process.exit import flush_streams, remember_modules

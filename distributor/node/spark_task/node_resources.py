@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from distributor.core.addresses import host_name
 from distributor.core.gpus import missing_gpus
-from distributor.core.host import host_name
 from distributor.core.versions import software
 from distributor.errors import ExecutorNotReady
 from distributor.node.agent.memory import memory_warnings

@@ -14,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
-from distributor.core.atomic_files import atomic_path
-from distributor.core.host import host_name
-from distributor.core.private_files import for_this_user
+from distributor.core.addresses import host_name
+from distributor.core.files import atomic_path, for_this_user
 from distributor.core.resources import format_bytes
 from distributor.errors import ExecutorNotReady
 from distributor.node.spark_task.channel import Channel

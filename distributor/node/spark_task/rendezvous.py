@@ -9,8 +9,7 @@ import time
 from dataclasses import asdict
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from distributor.core.addresses import joined
-from distributor.core.host import host_name
+from distributor.core.addresses import host_name, joined
 from distributor.core.versions import Software, check_alike
 from distributor.errors import ExecutorNotReady, StartTimeout
 from distributor.wire.messages import Rendezvous

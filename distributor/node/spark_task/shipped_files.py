@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
 
-from distributor.core.atomic_files import atomic_path, write_atomically
+from distributor.core.files import atomic_path, write_atomically
 from distributor.serialization.program import Module, Program, Script
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from distributor._compat.pyspark import sent_hadoop_configuration
-from distributor.core.host import use_host_name
+from distributor.core.addresses import use_host_name
 from distributor.core.text import printable
 from distributor.core.versions import check_interpreter
 from distributor.errors import RunTimeout, StartTimeout

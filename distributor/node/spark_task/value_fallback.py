@@ -8,9 +8,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distributor.core.atomic_files import atomic_path
-from distributor.core.host import host_name
-from distributor.core.private_files import for_this_user
+from distributor.core.addresses import host_name
+from distributor.core.files import atomic_path, for_this_user
 from distributor.core.resources import format_bytes
 from distributor.core.text import listed
 from distributor.errors import ValueTooLarge

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from distributor._compat.torch import serve_store
-from distributor.core.host import use_host_name
+from distributor.core.addresses import use_host_name
 from distributor.core.module_search import find_at
 from distributor.node.process.exit import (
     end_process,

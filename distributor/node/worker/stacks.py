@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Protocol
 
 from distributor._compat.cpython import split_stacks
 from distributor._compat.torch import recorded_collectives
-from distributor.core.procfs import is_in_signal_mask
+from distributor.core.linux import is_in_signal_mask
 from distributor.core.text import listed
 from distributor.node.worker import control_channel
 from distributor.rank.messages import COLLECTIVES

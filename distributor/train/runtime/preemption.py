@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 
-from distributor.core.host import host_name
+from distributor.core.addresses import host_name
 from distributor.errors import DistributorError
 from distributor.train.runtime.store_channel import StoreChannel
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distributor.core.host import host_name
+from distributor.core.addresses import host_name
 from distributor.errors import DistributorError
 from distributor.filesystems import describe_error
 from distributor.train.checkpoint import Checkpoint

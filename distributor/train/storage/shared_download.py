@@ -16,8 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from distributor.core.atomic_files import atomic_path
-from distributor.core.private_files import private_folder
+from distributor.core.files import atomic_path, private_folder
 from distributor.node.environment.cache import (
     CacheEntry,
     is_current_lock,

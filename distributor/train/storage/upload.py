@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from distributor.core.atomic_files import atomic_path
+from distributor.core.files import atomic_path
 from distributor.filesystems import is_local, native
 
 CHUNK = 1024 * 1024

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from distributor.core.atomic_files import atomic_path, write_atomically
+from distributor.core.files import atomic_path, write_atomically
 
 KILLED_WHILE_WRITING = """
 import os, signal, sys
-from distributor.core.atomic_files import atomic_path
+from distributor.core.files import atomic_path
 with atomic_path(sys.argv[1], partial=sys.argv[2]) as partial:
     partial.write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)

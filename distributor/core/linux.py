@@ -1,19 +1,74 @@
-"""Reads what Linux reports about processes in ``/proc``.
+"""What Linux supports, by trial, and what it reports about processes in ``/proc``.
 
-psutil can do this too, but its import would slow down the launch of every rank.
+A sandbox may refuse what Python offers: Linux 5.3 and later support all system calls that are tried
+here, but older kernels, gVisor and strict seccomp filters do not. psutil also reads ``/proc``, but
+its import would slow down the launch of every rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import functools
 import os
+import sys
 import time
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 
+REFUSED = {errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL}
+"""The errors by which a kernel or a filter refuses a system call."""
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 EXEC_SECONDS = 5.0
 """Seconds to wait for the command line of a process that is just being executed."""
 _POLL_SECONDS = 0.0005
+
+
+@functools.cache
+def lacking_for_memory_files() -> tuple[str, ...]:
+    """Return the system call that files in memory need, and its error, if it is refused."""
+    return _refused("memfd_create", lambda: os.close(os.memfd_create("distributor")))
+
+
+@functools.cache
+def lacking_for_supervision() -> tuple[str, ...]:
+    """Return the system calls that supervising ranks needs, and their errors, that are refused."""
+    if sys.platform != "linux":
+        return ("Linux",)
+    return (
+        *_refused("pidfd_open", lambda: os.close(os.pidfd_open(os.getpid()))),
+        *_refused("prctl(PR_SET_CHILD_SUBREAPER)", _try_subreaper),
+    )
+
+
+def set_subreaper(wanted: bool = True) -> None:
+    """Become, or cease to be, the parent of every descendant whose own parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(wanted))
+
+
+def _try_subreaper() -> None:
+    now = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(now))
+    set_subreaper(bool(now.value))  # unchanged
+
+
+def _prctl(option: int, argument: object) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _refused(name: str, call: Callable[[], object]) -> tuple[str, ...]:
+    try:
+        call()
+    except AttributeError:  # Python was built without it
+        return (f"{name} (unknown to this Python)",)
+    except OSError as error:
+        if error.errno in REFUSED:
+            return (f"{name} ({error.strerror})",)
+    return ()
 
 
 class Stat(IntEnum):
@@ -29,7 +84,6 @@ class Stat(IntEnum):
 
 
 def all_pids() -> list[int]:
-    """List the processes of this system."""
     return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
@@ -50,7 +104,6 @@ def parent_pid(pid: int) -> int:
 
 
 def stat_field(pid: int, field: Stat) -> str:
-    """Return one field of ``/proc/<pid>/stat``."""
     return _stat(pid)[field].decode()
 
 
@@ -95,24 +148,17 @@ def environment_of(pid: int) -> set[bytes]:
 
 
 def command_line_of(pid: int) -> bytes:
-    """Return the command line of a process, which is empty if the process has ended.
-
-    It is also empty for a moment while a process is being executed; this waits until it is there.
-    """
+    """Return the command line of a process, which is empty if the process has ended."""
+    # It is also empty for a moment while a process is being executed.
     deadline = time.monotonic() + EXEC_SECONDS
     while not (line := _read(pid, "cmdline")):
-        if _has_ended(pid) or time.monotonic() > deadline:
+        if stat_field(pid, Stat.STATE) in ("Z", "X") or time.monotonic() > deadline:
             break
         time.sleep(_POLL_SECONDS)
     return line
 
 
-def _has_ended(pid: int) -> bool:
-    return stat_field(pid, Stat.STATE) in ("Z", "X")
-
-
 def _stat(pid: int) -> list[bytes]:
-    """Return the fields of ``/proc/<pid>/stat``, to be indexed by `Stat`."""
     # The second field, the process's name, is in parentheses and may contain anything.
     before = [b""] * Stat.STATE
     return [*before, *_read(pid, "stat").rpartition(b")")[2].split()]
