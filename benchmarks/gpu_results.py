@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from distributor.core.gpus import driver_version
+
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 
 
@@ -33,28 +35,17 @@ def machine() -> dict[str, Any]:
     """Describe this machine's first GPU and the software that uses it."""
     import torch
 
+    driver = driver_version()
+    driver = driver_version()
     properties = torch.cuda.get_device_properties(0)
     nccl: Any = torch.cuda.nccl  # which has no types
     return {
         "gpu": properties.name,
         "gpus": torch.cuda.device_count(),
         "memory_gb": round(properties.total_memory / 1e9),
-        "driver": _driver(),
+        "driver": driver.driver if driver else "",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, nccl.version())),
         "python": sys.version.split()[0],
     }
-
-
-def _driver() -> str:
-    """Return the version of the NVIDIA driver; empty without ``nvidia-ml-py``."""
-    try:
-        import pynvml
-    except ImportError:
-        return ""
-    pynvml.nvmlInit()
-    try:
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    finally:
-        pynvml.nvmlShutdown()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+PROC = Path("/proc")
 SHARED_MEMORY = "/dev/shm"
 CGROUPS = "/sys/fs/cgroup"
 OWN_GROUPS = "/proc/self/cgroup"
@@ -83,11 +84,19 @@ class ContainerMemory(NamedTuple):
 
 def free_memory() -> int:
     """Return how many bytes this process can still allocate on its host or in its container."""
-    import psutil
-
+    try:
+        found = memory_info()
+        available = found.get("MemAvailable", found["MemFree"])
+    except OSError:  # not Linux: what the host has
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     container = container_memory()
-    available = int(psutil.virtual_memory().available)
     return min(available, container.left) if container else available
+
+
+def memory_info() -> dict[str, int]:
+    """Return the figures of this host's memory in ``/proc``, in bytes."""
+    lines = (line.partition(":") for line in (PROC / "meminfo").read_text().splitlines())
+    return {name: 1024 * int(rest.split()[0]) for name, _, rest in lines}
 
 
 def container_memory() -> ContainerMemory | None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
+from distributor.core.linux import parent_pid
 
 JAVA_SECONDS = 20.0
 """Seconds for ``java -version``."""
@@ -43,11 +43,13 @@ def java_here() -> tuple[str, str]:
 
 def java_above() -> tuple[str, str]:
     """Return the path and the version of the Java that has started this process, empty if none."""
-    with contextlib.suppress(psutil.Error, OSError):
-        for process in psutil.Process().parents():
-            path = process.exe()
+    pid = os.getppid()
+    with contextlib.suppress(OSError):  # the process of another user, or not Linux
+        while pid:
+            path = os.readlink(f"/proc/{pid}/exe")
             if os.path.basename(path) == "java":
                 return path, java_version(path)
+            pid = parent_pid(pid)
     return "", ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from distributor.core.gpus import describe, has_nvml
+from distributor.core.gpus import describe
 from distributor.core.resources import SHARED_MEMORY, format_bytes
 from distributor.core.text import counted
 from distributor.core.versions import SET_PYTHON, release
@@ -124,13 +124,11 @@ def _gpus(machine: Machine, needs: Needs, where: str) -> Iterator[Check]:
     if driver:
         yield ok("NVIDIA driver", f"{driver.driver}, for CUDA up to {driver.cuda}", where)
     else:
-        yield not_checked("NVIDIA driver", "there is none, or no nvidia-ml-py", where)
+        yield not_checked("NVIDIA driver", "there is none", where)
     if not needs.gpus:
         yield ok("GPUs", f"{describe(machine.gpus)}; none is wanted", where)
     elif len(machine.gpus) < needs.gpus:
         fix = "Check the driver with nvidia-smi, and that the container may use the GPUs."
-        if not has_nvml():
-            fix = "Install nvidia-ml-py, without which no GPU is found."
         wanted = f"{counted(needs.gpus, 'GPU')} wanted, and there is {describe(machine.gpus)}."
         yield failure("GPUs", wanted, fix, where)
     else:

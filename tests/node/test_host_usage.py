@@ -12,6 +12,7 @@ import psutil
 import pytest
 from conftest import facts_in
 
+from distributor.core import resources
 from distributor.node.agent.output import host_usage
 
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -44,6 +45,7 @@ def test_a_container_without_network_interfaces_has_no_traffic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_usage, "PROC", tmp_path)
+    monkeypatch.setattr(resources, "PROC", tmp_path)
     (tmp_path / "net").mkdir()
     (tmp_path / "stat").write_text("cpu  10 1 5 70 4 1 2 7 3 0\ncpu0 0 0 0 0 0 0 0 0 0 0\n")
     (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 600 kB\n")

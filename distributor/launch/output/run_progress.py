@@ -8,6 +8,8 @@ from collections.abc import Callable
 from distributor.core.text import counted
 from distributor.rank.messages import Progress
 
+BAR_WIDTH = 10
+
 
 class RunProgress:
     """The progress of a run.
@@ -51,27 +53,36 @@ class RunProgress:
         ranks : int
             The number of ranks of the run.
         """
-        from tqdm import tqdm  # imported only once a run has lasted for some time
-
         elapsed = self._clock() - self._began
         started = [] if self._started == ranks else [f"{self._started} up"]
         if self._latest is None or self._first is None:
-            return ", ".join(
-                [f"{name} on {counted(ranks, 'rank')}", *started, tqdm.format_interval(elapsed)]
-            )
+            return ", ".join([f"{name} on {counted(ranks, 'rank')}", *started, _interval(elapsed)])
         metrics = [f"{key}={value:.4g}" for key, value in self._latest.metrics.items()]
-        line = tqdm.format_meter(
-            self._latest.done,
-            self._latest.total,
-            elapsed,
-            prefix=name,
-            rate=_rate(self._first, self._latest),
-            postfix=", ".join([counted(ranks, "rank"), *started, *metrics]),
+        notes = ", ".join([counted(ranks, "rank"), *started, *metrics])
+        done, total = self._latest.done, self._latest.total
+        rate = _rate(self._first, self._latest) or (done / elapsed if elapsed else 0)
+        speed = f"{1 / rate:5.2f}s/it" if 0 < rate < 1 else f"{rate:5.2f}it/s" if rate else "?it/s"
+        if not total or done >= total + 0.5:
+            return f"{name}: {done}it [{_interval(elapsed)}, {speed}, {notes}]"
+        remaining = _interval((total - done) / rate) if rate else "?"
+        return (
+            f"{name}: {100 * done / total:3.0f}%|{_bar(done / total)}| {done}/{total} "
+            f"[{_interval(elapsed)}<{remaining}, {speed}, {notes}]"
         )
-        return str(line)
 
 
 def _rate(first: Progress, latest: Progress) -> float | None:
     """Return the progress per second. A resumed run does not start at 0."""
     seconds = latest.at - first.at
     return (latest.done - first.done) / seconds if seconds > 0 else None
+
+
+def _interval(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+
+
+def _bar(share: float) -> str:
+    whole, eighths = divmod(int(max(share, 0) * BAR_WIDTH * 8), 8)
+    return ("█" * whole + " ▏▎▍▌▋▊▉"[eighths])[:BAR_WIDTH].ljust(BAR_WIDTH)

@@ -19,6 +19,7 @@ from distributor.node.agent.activity import ActivityMonitor
 from distributor.node.agent.failure_grace import FailureGracePeriod
 from distributor.node.agent.listener import AgentListener
 from distributor.node.agent.node_spec import NodeSpec
+from distributor.node.agent.output.host_usage import has_host_usage
 from distributor.node.agent.output.log_relay import LogRelay
 from distributor.node.agent.output.system_metrics import SystemMetrics
 from distributor.node.agent.rank_failures import failure_at_exit, redact
@@ -82,7 +83,8 @@ class Agent:
         self._failures: list[Failure] = []
         self._grace_period = FailureGracePeriod(node.ranks_per_node, head_start)
         self._redaction = Redaction(node.env)
-        system_metrics = SystemMetrics(node.name) if RUN_ID in node.env else None
+        has_metrics = RUN_ID in node.env and has_host_usage()
+        system_metrics = SystemMetrics(node.name) if has_metrics else None
         self._log_relay = LogRelay(self._workers, listener, self._redaction, system_metrics)
         self._activity = ActivityMonitor(
             self._workers, listener, activity_interval, uses_gpus=node.uses_gpus

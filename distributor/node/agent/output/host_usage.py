@@ -7,10 +7,10 @@ executor may lack psutil, because Spark ships only this package. Other systems n
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from importlib.util import find_spec
 from typing import NamedTuple
 
-PROC = Path("/proc")
+from distributor.core.resources import PROC, memory_info
 
 
 class HostUsage(NamedTuple):
@@ -28,26 +28,20 @@ class HostUsage(NamedTuple):
     network: tuple[int, int] | None
 
 
-def read_host_usage() -> HostUsage:
-    """Read the counters of this machine.
+def has_host_usage() -> bool:
+    """Return whether this machine's counters can be read."""
+    return sys.platform == "linux" or find_spec("psutil") is not None
 
-    Raises
-    ------
-    ImportError
-        On a system other than Linux, if psutil is not installed.
-    """
+
+def read_host_usage() -> HostUsage:
+    """Read the counters of this machine."""
     return _from_proc() if sys.platform == "linux" else _from_psutil()
 
 
 def _from_proc() -> HostUsage:
     # user, nice, system, idle, iowait, irq, softirq, steal; guests' times are in user and nice.
     times = [float(ticks) for ticks in (PROC / "stat").read_text().split("\n", 1)[0].split()[1:9]]
-    memory = {
-        name: 1024 * int(rest.split()[0])
-        for name, _, rest in (
-            line.partition(":") for line in (PROC / "meminfo").read_text().splitlines()
-        )
-    }
+    memory = memory_info()
     total, available = memory["MemTotal"], memory.get("MemAvailable", memory["MemFree"])
     interfaces = [
         line.rpartition(":")[2].split() for line in (PROC / "net/dev").read_text().splitlines()[2:]
