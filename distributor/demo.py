@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
+from distributor.core.extras import require_spark
 from distributor.launch.spark.log_quieting import no_warning
 from distributor.torch_distributor import TorchDistributor
 
@@ -119,18 +120,29 @@ def demo() -> None:
         ) from None
     host = socket.gethostname()
     results = [_train("two local ranks", host, local_mode=True)]
-    found = java_version()
-    if found is not None and found >= JAVA:
+    lack = _why_no_spark()
+    if lack is None:
         with _embedded_spark():
             results.append(_train("two ranks on Spark", f"2 executors, {host}", local_mode=False))
     print("\n" + _table(results))
-    if len(results) == 1:
-        print(
-            f"\nSpark needs Java {JAVA} or later, but found {found or 'none'}. Install it "
-            "(Debian and Ubuntu: apt-get install openjdk-17-jre-headless; Fedora: dnf install "
-            "java-17-openjdk-headless; macOS: brew install openjdk@17) and run the demo again."
-        )
+    if lack:
+        print(f"\n{lack}")
     print(NEXT_STEPS)
+
+
+def _why_no_spark() -> str | None:
+    try:
+        require_spark()
+    except ModuleNotFoundError as error:
+        return f"{error} Then run the demo again."
+    found = java_version()
+    if found is not None and found >= JAVA:
+        return None
+    return (
+        f"Spark needs Java {JAVA} or later, but found {found or 'none'}. Install it "
+        "(Debian and Ubuntu: apt-get install openjdk-17-jre-headless; Fedora: dnf install "
+        "java-17-openjdk-headless; macOS: brew install openjdk@17) and run the demo again."
+    )
 
 
 def java_version() -> int | None:

@@ -25,7 +25,7 @@ def jobs_of_ci() -> list[dict[str, str]]:
 def requirement(name: str) -> Any:
     """Return the versions of a package that setup.cfg accepts."""
     specifiers: Any = pytest.importorskip("packaging.specifiers")
-    return specifiers.SpecifierSet(requirements()[name])
+    return specifiers.SpecifierSet(requirements("spark")[name])
 
 
 def test_hosted_ci_covers_the_versions_of_setup_cfg() -> None:

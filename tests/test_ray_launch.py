@@ -396,9 +396,9 @@ def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
 
-    with pytest.raises(ImportError, match=r"pip install 'distributor\[ray\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'torch-spark-distributor\[ray\]'"):
         ray_launch(use_gpu=False)(stay).distributed("a")
-    with pytest.raises(ImportError, match=r"pip install 'distributor\[ray\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'torch-spark-distributor\[ray\]'"):
         air.ray_init()
     with pytest.raises(
         ExecutorNotReady, match=r"On .*: Ray is not installed\. Install the driver's"

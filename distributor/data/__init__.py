@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from distributor.core.extras import require_arrow
+
 if TYPE_CHECKING:
     from distributor.data.dataframes import SparkDataset, from_spark
     from distributor.data.parquet import from_parquet
@@ -24,6 +26,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require_arrow(f"distributor.data.{name}")
     return getattr(import_module(_MODULES[name]), name)
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from distributor.core.extras import require_spark
 from distributor.errors import DistributorError
 from distributor.launch.output.messages import notify
 from distributor.launch.spark.log_quieting import no_warning
@@ -42,11 +43,14 @@ def check_application(master: str | None, conf: Mapping[str, str]) -> None:
 
     Raises
     ------
+    ModuleNotFoundError
+        If PySpark, or what it needs here, is not installed.
     ValueError
         If the URL is invalid, or the driver's Python is configured to be another one.
     ConnectionError
         If nothing accepts a connection at a standalone master's address.
     """
+    require_spark()
     if master is not None:
         _check_form(master)
         _check_reachable(master)

@@ -12,6 +12,7 @@ from typing import Any
 
 from distributor.core.addresses import checked_port, port_range, split_address
 from distributor.core.checkpoint_config import check_name
+from distributor.core.extras import require_arrow
 from distributor.core.gpus import GPUType
 from distributor.core.paths import absolute, local_path
 from distributor.launch.run_listener import Listener
@@ -197,11 +198,14 @@ check_gpu_type = optional(
     )
 )
 
+
+def _check_storage(name: str, path: Any) -> None:
+    absolute(path, name)
+    require_arrow(name)
+
+
 check_storage_path = optional(
-    both(
-        must_be("a path or a URI", instance_of(str, os.PathLike), TypeError),
-        lambda name, path: absolute(path, name),
-    )
+    both(must_be("a path or a URI", instance_of(str, os.PathLike), TypeError), _check_storage)
 )
 
 check_listeners = must_be(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, overload
 
+from distributor.core.extras import install_command
 from distributor.core.gpus import GPUType
 from distributor.data.dataframes import DatasetFinder
 from distributor.decorated_function import DecoratedFunction, decorator_of
@@ -38,7 +39,7 @@ def require_ray() -> None:
     if why := why_no_ray():
         raise ImportError(
             f"{why} in this Python. Install the same version here and on all nodes: "
-            "pip install 'distributor[ray]'.",
+            f"{install_command('ray')}.",
             name="ray",
         )
 

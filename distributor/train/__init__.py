@@ -10,6 +10,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from distributor.core.extras import require_arrow
+
+require_arrow("distributor.train")
+
 from distributor.launch.setting_types import check_bool
 from distributor.train.checkpoint import (
     Checkpoint,

@@ -37,7 +37,8 @@ class Result:
     path : str or None
         The run's folder; None if the training function ran in the process of ``fit``.
     metrics_dataframe : pandas.DataFrame, optional
-        The metrics of `best_checkpoints`, one row each; None if there are none.
+        The metrics of `best_checkpoints`, one row each; None if there are none, or pandas is not
+        installed.
     best_checkpoints : list of pairs of Checkpoint and dict, optional
         The best checkpoints, at most ``num_to_keep``, with their metrics: the best last, or the
         latest last if no metric ranks them.
@@ -206,7 +207,9 @@ def _latest_metrics(
     return dict(manifest.metrics if manifest else reports[-1].metrics)
 
 
-def _dataframe(rows: list[dict[str, Any]]) -> pandas.DataFrame:
-    import pandas
-
+def _dataframe(rows: list[dict[str, Any]]) -> pandas.DataFrame | None:
+    try:
+        import pandas
+    except ImportError:  # no reason to fail after the training
+        return None
     return pandas.DataFrame(rows)

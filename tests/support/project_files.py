@@ -19,10 +19,13 @@ def setup_cfg() -> ConfigParser:
     return found
 
 
-def requirements() -> dict[str, str]:
-    """Return the versions of each package that setup.cfg accepts, such as ">=2.4"."""
-    lines = setup_cfg()["options"]["install_requires"].split()
-    return dict(re.fullmatch(r"([\w-]+)(.*)", line).groups() for line in lines)  # type: ignore[union-attr]
+def requirements(*extras: str) -> dict[str, str]:
+    """Return the versions that setup.cfg accepts, such as ">=2.4", without and with extras."""
+    found = setup_cfg()
+    texts = [found["options"]["install_requires"]]
+    texts += [found["options.extras_require"][extra] for extra in extras]
+    lines = re.findall(r"^([\w-]+)(?:\[\w+\])?(.*)$", "".join(texts), re.MULTILINE)
+    return dict(lines)
 
 
 def load_yaml(path: Path) -> Any:

@@ -13,6 +13,7 @@ from contextvars import copy_context
 from typing import Any
 
 from distributor._compat import pyspark as private
+from distributor.core.extras import require_spark
 from distributor.errors import ApplicationEnded
 from distributor.launch.spark.application_end import JVM_ENDED, check_not_ended
 from distributor.launch.spark.log_quieting import no_warning
@@ -52,11 +53,14 @@ class Session:
 
         Raises
         ------
+        ModuleNotFoundError
+            If PySpark, or what it needs here, is not installed.
         RuntimeError
             If there is none.
         ApplicationEnded
             If its application has ended.
         """
+        require_spark()
         session = cls.active()
         if session is None and private.jvm_has_ended():
             raise ApplicationEnded(JVM_ENDED)

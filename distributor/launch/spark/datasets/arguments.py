@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from distributor.core.extras import require_spark
 from distributor.data.dataframes import SparkDataset
 from distributor.launch.spark.session import Session
 from distributor.serialization.program import Module
@@ -23,12 +24,16 @@ def check_datasets(found: list[SparkDataset], train_object: Any, args: tuple[Any
         If they are arguments of a script.
     ValueError
         If one does not belong to the active session.
+    ModuleNotFoundError
+        If pyarrow or pandas is not installed.
     """
     if isinstance(train_object, (str, os.PathLike, Module)) and len(args) and found:
         raise TypeError(
             f"The arguments of a script are strings, but {found[0].name} is a DataFrame. Pass a "
             "function, or the path of files that Spark has written."
         )
+    if found:
+        require_spark()
     session = Session.active()
     for dataset in found:
         if session is None or not session.owns(dataset.frame):
