@@ -1,4 +1,4 @@
-# `make demo` and `make test` work in a fresh clone: each first creates .venv, once.
+# `make demo` and `make test` work in a fresh clone: each first creates its environment, once.
 
 PYTHON ?= python3
 # More arguments for pytest: make test ARGS="-k spark -x"
@@ -9,6 +9,8 @@ PYTEST = python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 VENV := .venv
 VENV35 := .venv-spark35
+# The demo needs little: if .venv is not there, an environment without the tools of the tests.
+DEMO := $(if $(wildcard $(VENV)/.installed),$(VENV),.venv-demo)
 SPARK35 := conf/constraints-spark35.txt
 
 # A machine without a GPU gets the CPU's torch. Evaluated when pip runs, not when make reads this.
@@ -26,8 +28,8 @@ venv: $(VENV)/.installed ## Create .venv, with the package and everything that i
 
 venv-spark35: $(VENV35)/.installed ## Make .venv-spark35, with PySpark 3.5 and all that the tests need
 
-demo: venv ## Train on real digits, on this machine
-	$(VENV)/bin/distributor demo
+demo: $(DEMO)/.installed ## Train on real digits, on this machine
+	$(DEMO)/bin/distributor demo
 
 # These options make Spark start faster. An archive that a JVM cannot use is ignored, without a word.
 JAVA_OPTIONS := -XX:+UseSerialGC -XX:TieredStopAtLevel=1
@@ -93,6 +95,11 @@ clean: ## Remove files that builds, tests and runs leave behind, except the envi
 $(VENV)/.installed: setup.cfg setup.py conf/constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q $(TORCH) -e '.[dev]'
+	touch $@
+
+.venv-demo/.installed: setup.cfg setup.py conf/constraints-cpu.txt
+	$(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/python -m pip install -q --no-compile $(TORCH) -e '.[spark]' scikit-learn
 	touch $@
 
 # Without the options of `make test`, which names this file.
