@@ -40,8 +40,9 @@ def _constants(text: ast.JoinedStr) -> Iterator[ast.Constant]:
 
 
 def all_messages() -> list[str]:
-    sources = Path(distributor.__file__).parent.rglob("*.py")
-    found = {message for path in sources for message in messages_in(path.read_text())}
+    sources = [path.read_text() for path in Path(distributor.__file__).parent.rglob("*.py")]
+    sources = [source for source in sources if any(f"{name}(" in source for name in FUNCTIONS)]
+    found = {message for source in sources for message in messages_in(source)}
     return sorted(message for message in found if len(message.replace("…", "")) > 5)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
 from collections.abc import Iterator
@@ -81,16 +82,23 @@ def collected_from(path: str) -> Iterator[Collected]:
     place = ROOT / path
     assert place.exists(), f"there is no {path}"
     for file in sorted(place.rglob("test_*.py")) if place.is_dir() else [place]:
-        tree = ast.parse(file.read_text())
-        all_slow = any(
-            isinstance(node, ast.Assign)
-            and ast.unparse(node.targets[0]) == "pytestmark"
-            and "mark.slow" in ast.unparse(node.value)
-            for node in tree.body
-        )
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                marks = " ".join(map(ast.unparse, node.decorator_list))
-                # A mark inside parametrize is of single cases.
-                slow = re.search(r"mark\.slow\b(?!.*\bparam\()", marks) and "param(" not in marks
-                yield Collected(node.name, all_slow or bool(slow))
+        yield from collected_in(file)
+
+
+@functools.cache
+def collected_in(file: Path) -> list[Collected]:
+    found = []
+    tree = ast.parse(file.read_text())
+    all_slow = any(
+        isinstance(node, ast.Assign)
+        and ast.unparse(node.targets[0]) == "pytestmark"
+        and "mark.slow" in ast.unparse(node.value)
+        for node in tree.body
+    )
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            marks = " ".join(map(ast.unparse, node.decorator_list))
+            # A mark inside parametrize is of single cases.
+            slow = re.search(r"mark\.slow\b(?!.*\bparam\()", marks) and "param(" not in marks
+            found.append(Collected(node.name, all_slow or bool(slow)))
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from distributor._compat import accelerate as private
 
-accelerate = pytest.importorskip("accelerate")
+if find_spec("accelerate") is None:
+    pytest.skip("Accelerate is not installed", allow_module_level=True)
 
 
-def test_a_marked_loader_is_not_prepared_again() -> None:
+@pytest.fixture
+def accelerate() -> Any:
+    """Import Accelerate in a test only: each process of the tests collects all of them."""
+    return importlib.import_module("accelerate")
+
+
+def test_a_marked_loader_is_not_prepared_again(accelerate: Any) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     plain, marked = (DataLoader([1, 2, 3, 4]) for _ in range(2))
     private.mark_as_prepared(marked)
@@ -23,7 +32,9 @@ def test_a_marked_loader_is_not_prepared_again() -> None:
         assert accelerator.prepare(marked) is marked
 
 
-def test_a_state_sees_other_ranks_only_if_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_sees_other_ranks_only_if_it_is_asked_to(
+    accelerate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     class State:
@@ -54,7 +65,7 @@ class Numbers(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("dataset", [[0, 1, 2, 3], Numbers()], ids=["map", "iterable"])
-def test_a_share_is_left_whole(dataset: Any) -> None:
+def test_a_share_is_left_whole(accelerate: Any, dataset: Any) -> None:
     """Neither divided among two processes, nor read by the first for both."""
     module: Any = accelerate.accelerator
     inside = SimpleNamespace(prepare_data_loader=module.prepare_data_loader)

@@ -9,10 +9,9 @@ from support.canary import relies_on
 
 from distributor._compat import transformers as private
 
-transformers = pytest.importorskip("transformers")
-
 
 def test_arguments_are_made_anew_without_their_view_of_the_processes(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")  # here: each process collects all tests
     kind = transformers.TrainingArguments
     given = kind(str(tmp_path), use_cpu=True, learning_rate=0.5, report_to="none", seed=3)
     given.note = "of the program's own"
