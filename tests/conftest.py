@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -61,9 +62,20 @@ needs_connect = pytest.mark.skipif(not has_connect(), reason="no Connect server 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
-        from support.scheduling import place_of
+        from support.scheduling import arrange
 
-        items.sort(key=lambda item: place_of(item.nodeid))
+        groups = arrange(items)
+        if config.workerinput["workerid"] == "gw0":
+            Path(config.workerinput["groups"]).write_text(json.dumps(groups))
+
+
+GROUPS = pytest.StashKey[Path]()
+"""The file to which a process of pytest-xdist writes the groups of the tests."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["groups"] = str(groups_file(node.config))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -72,7 +84,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from support.scheduling import Scheduler
 
-    return Scheduler(config, log)
+    return Scheduler(config, log, groups_file(config))
+
+
+def groups_file(config: pytest.Config) -> Path:
+    if GROUPS not in config.stash:
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        config.stash[GROUPS] = Path(folder.name, "groups.json")
+    return config.stash[GROUPS]
 
 
 def facts_in(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

@@ -50,6 +50,9 @@ OF_CONNECT = (
 )
 
 
+pytestmark = pytest.mark.xdist_group("connect")
+
+
 @pytest.fixture(scope="module")
 def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionProgram]:
     """Start a program that has a Connect session, runs all scenarios, and then serves others."""

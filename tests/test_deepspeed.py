@@ -141,7 +141,10 @@ def test_every_stage_trains_with_torch_distributor(distribute: Distribute) -> No
 
 
 @pytest.fixture(
-    params=["local", pytest.param("cluster", marks=[pytest.mark.slow, pytest.mark.spark])]
+    params=[
+        "local",
+        pytest.param("cluster", marks=[pytest.mark.slow, pytest.mark.spark(shared=True)]),
+    ]
 )
 def deepspeed(request: pytest.FixtureRequest) -> Callable[..., DeepspeedTorchDistributor]:
     """Make a distributor of two CPU ranks, once per launcher: ``deepspeed(config)``."""

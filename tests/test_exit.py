@@ -63,7 +63,7 @@ SPARK = """
 
 
 @pytest.mark.parametrize(
-    "spark",
+    "session",
     [
         pytest.param("", id="local"),
         pytest.param(
@@ -72,9 +72,9 @@ SPARK = """
     ],
 )
 def test_a_script_waits_for_its_runs_and_shows_their_errors(
-    run_driver: RunDriver, tmp_path: Path, spark: str
+    run_driver: RunDriver, tmp_path: Path, session: str
 ) -> None:
-    done = run_driver(SCRIPT.format(spark=spark, local_mode=not spark))
+    done = run_driver(SCRIPT.format(spark=session, local_mode=not session))
 
     assert (tmp_path / "value").exists(), "the run went on after the script's end"
     assert done.stdout.split("\n")[:2] == ["collected", "child 0"], "a forked process has no runs"

@@ -351,7 +351,7 @@ def cases() -> Iterator[Any]:
                 everyday = {("command", "local")} if framework == "accelerate" else set()
                 everyday |= {(api, place)} if framework == "variable" else set()
                 everyday -= {("command", "cluster")}  # which starts a Spark of its own
-                marks = [pytest.mark.spark] if place == "cluster" else []
+                marks = [pytest.mark.spark(shared=api != "command")] if place == "cluster" else []
                 marks += [] if (api, place) in everyday else [pytest.mark.slow]
                 yield pytest.param(
                     api, place, framework, marks=marks, id=f"{api}-{place}-{framework}"

@@ -382,7 +382,7 @@ def test_arguments_of_a_script_become_strings(distribute: Distribute, tmp_path: 
 # DeepSpeed's command line
 
 
-@pytest.fixture(params=["local", pytest.param("cluster", marks=pytest.mark.spark)])
+@pytest.fixture(params=["local", pytest.param("cluster", marks=pytest.mark.spark(shared=True))])
 def deepspeed(request: pytest.FixtureRequest) -> Callable[..., DeepspeedTorchDistributor]:
     """Make a distributor of two CPU ranks, once per launcher: ``deepspeed(config)``."""
     local_mode = request.param == "local"

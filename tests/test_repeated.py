@@ -141,8 +141,8 @@ SIZES = {"local": 3, "cluster": 2}
     "launchers",
     [
         ("local", "local"),
-        pytest.param(("local", "cluster"), marks=pytest.mark.spark),
-        pytest.param(("cluster", "cluster"), marks=pytest.mark.spark),
+        pytest.param(("local", "cluster"), marks=pytest.mark.spark(shared=True)),
+        pytest.param(("cluster", "cluster"), marks=pytest.mark.spark(shared=True)),
     ],
     ids="-".join,
 )

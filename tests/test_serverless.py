@@ -29,7 +29,7 @@ POOLS_FILE = Path(__file__).parents[1] / "conf" / "fairscheduler.xml"
 
 
 @pytest.fixture(
-    params=[False, pytest.param(True, marks=pytest.mark.spark)],
+    params=[False, pytest.param(True, marks=pytest.mark.spark(shared=True))],
     ids=["local", "cluster"],  # by which the tests of the shared session are recognized
 )
 def remote(request: pytest.FixtureRequest) -> bool:

@@ -34,7 +34,7 @@ from distributor import (
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-on_cluster = pytest.mark.spark
+on_cluster = pytest.mark.spark(shared=True)
 
 
 @dataclass

@@ -1,84 +1,97 @@
 """Which tests run in the same process when pytest-xdist distributes them, and which start first.
 
-Starting Spark costs 15 CPU seconds, so the tests of the shared session run in one process. So do
-the tests of MLflow: they share a server, and a zygote that has imported MLflow. The other tests of
-a file run in one process, which sets up their fixtures once. Tests that start a driver program, and
-share nothing else, are distributed one by one.
+What a test uses decides, which the processes know that collect the tests: each sorts them, and one
+writes their groups to a file for the scheduler. (The mark ``xdist_group`` alone has no effect:
+pytest-xdist 3.8 appends the group to an attribute that pytest 9.2 does not have.)
+
+- Starting Spark costs 15 CPU seconds, so the tests of the shared session are two groups. Most of
+  their time is waiting, so one group would be the longest path of all.
+- The tests of MLflow share a server, and a zygote that has imported MLflow.
+- The other tests of a file are a group, which sets up their fixtures and warm process once;
+  but tests that start a driver program, and share nothing else, are distributed one by one.
 """
 
 from __future__ import annotations
 
 import functools
-import re
+import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-ROOT = Path(__file__).parents[2]
-USES_SPARK = re.compile(r"\bspark: Any|\bdistribute: |getfixturevalue\(\"spark\"\)")
-SHARES_FIXTURES = re.compile(r'scope="module"|usefixtures\("modules_folder"')
-STARTS_DRIVERS = re.compile(r"\brun_(gpu_)?driver\b")
-ONE_PROCESS = ("test_connect.py",)
-"""Files whose tests use a fixed port."""
-LONGEST = (
-    "test_connect.py",
-    "test_gpu_assignment.py",
-    "test_cli.py",
-    "test_environments.py",
-    "test_modules.py",
-    "test_source.py",
-    "test_endings.py",
-    "test_kills.py",
-    "test_resuming.py",
-)
-"""Files that start right after the groups of the shared session and of MLflow."""
+SECOND_SESSION = ("compat", "data", "diagnosis", "tracking")
+"""Folders whose tests of the shared session are the second group; it takes as long as the first."""
+DRIVERS = {"run_driver", "run_gpu_driver"}
 
 
 class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
     """Distribute groups of tests; a process receives the next group when it has finished one."""
 
+    def __init__(self, config: pytest.Config, log: Any, groups: Path) -> None:
+        super().__init__(config, log)
+        self._file = groups
+
+    @functools.cached_property
+    def _groups(self) -> dict[str, str]:
+        groups: dict[str, str] = json.loads(self._file.read_text())
+        return groups
+
     def _split_scope(self, nodeid: str) -> str:
-        return group_of(nodeid)
+        return self._groups[nodeid]
+
+    def _reschedule(self, node: Any) -> None:
+        # One test ahead is enough. The original sends two, which wait if the current one is long.
+        if not self.workqueue or self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
 
 
-def group_of(nodeid: str) -> str:
-    """Return the name of the group of a test."""
-    path, _, test = nodeid.partition("::")
-    if _shares_spark(nodeid):
-        return "spark"
-    text = _text_of(path)
-    if "/tracking/" in path:
+def arrange(items: list[pytest.Item]) -> dict[str, str]:
+    """Sort tests, so that groups that take long start first, and return the group of each."""
+    groups = {item: _group_of(item) for item in items}
+    items.sort(key=lambda item: _place_of(item, groups[item]))  # the order of a file stays
+    return {item.nodeid: group for item, group in groups.items()}
+
+
+def _group_of(item: pytest.Item) -> str:
+    folder = item.path.parent.name
+    if mark := item.get_closest_marker("xdist_group"):
+        return str(mark.args[0])
+    if _shares_spark(item):
+        return f"spark-{1 + (folder in SECOND_SESSION)}"
+    if folder == "tracking":
         return "mlflow"
-    if Path(path).name in ONE_PROCESS or SHARES_FIXTURES.search(text):
-        return path
-    name, _, _ = test.partition("[")
-    body = text.partition(f"def {name}(")[2].partition("\ndef ")[0]
-    return nodeid if STARTS_DRIVERS.search(body) else path
+    if _starts_driver(item) and not _shares_fixtures(item):
+        return item.nodeid
+    return item.location[0]
 
 
-def place_of(nodeid: str) -> int:
-    """Return the place of a test in the order of all tests: long groups start first."""
-    if _shares_spark(nodeid):
+def _place_of(item: pytest.Item, group: str) -> int:
+    if _shares_spark(item):
         return 0
-    if group_of(nodeid) == "mlflow":
+    if group == "mlflow" or item.get_closest_marker("xdist_group"):
         return 1
-    name = Path(nodeid.partition("::")[0]).name
-    return 2 + (LONGEST.index(name) if name in LONGEST else len(LONGEST))
+    if item.get_closest_marker("spark"):
+        return 2
+    return 3 if group == item.nodeid else 4
 
 
-def _shares_spark(nodeid: str) -> bool:
-    path, _, test = nodeid.partition("::")
-    if not USES_SPARK.search(_text_of(path)):
-        return False
-    name, _, parameters = test.partition("[")
-    return bool(re.search(r"\bcluster\b", parameters)) or _asks_for_spark(path, name)
+def _shares_spark(item: pytest.Item) -> bool:
+    """Return True for tests of the shared session, which some parameters ask for at run time."""
+    mark = item.get_closest_marker("spark")
+    by_parameter = mark and ("distribute" in _fixtures(item) or mark.kwargs.get("shared"))
+    return "spark" in _fixtures(item) or bool(by_parameter)
 
 
-def _asks_for_spark(path: str, name: str) -> bool:
-    signature = _text_of(path).partition(f"def {name}(")[2].partition(") -> ")[0]
-    return bool(re.search(r"\b(spark|context|conf|encrypted): ", signature))
+def _starts_driver(item: pytest.Item) -> bool:
+    return not DRIVERS.isdisjoint(_fixtures(item))
 
 
-@functools.cache
-def _text_of(path: str) -> str:
-    return (ROOT / path).read_text()
+def _shares_fixtures(item: pytest.Item) -> bool:
+    return any(definition.scope == "module" for definition in _fixtures(item).values())
+
+
+def _fixtures(item: pytest.Item) -> dict[str, pytest.FixtureDef[object]]:
+    found = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+    return {name: definitions[-1] for name, definitions in found.items()}

@@ -58,7 +58,9 @@ def fit(epochs: int, batch_size: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", [2, 4])
-@pytest.mark.parametrize("remote", [False, pytest.param(True, marks=pytest.mark.spark)])
+@pytest.mark.parametrize(
+    "remote", [False, pytest.param(True, marks=pytest.mark.spark(shared=True))]
+)
 def test_training_by_the_decorator_is_one_run(
     experiment: str, request: pytest.FixtureRequest, gpus: int, remote: bool
 ) -> None:

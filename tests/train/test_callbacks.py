@@ -104,7 +104,8 @@ class StopAtCheckpoint(UserCallback):
 
 
 @pytest.mark.parametrize(
-    "local_mode", [True, pytest.param(False, marks=[pytest.mark.spark, pytest.mark.slow])]
+    "local_mode",
+    [True, pytest.param(False, marks=[pytest.mark.spark(shared=True), pytest.mark.slow])],
 )
 def test_an_exception_from_a_callback_ends_the_training(
     request: pytest.FixtureRequest, tmp_path: Path, local_mode: bool
