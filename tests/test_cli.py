@@ -434,7 +434,7 @@ def test_a_run_works_without_docstrings_and_assertions(script: Any, tmp_path: Pa
     assert "/launch/" not in done.stderr, "the launcher's own frames are not shown"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 @pytest.mark.spark
 def test_cluster(cli: Cli, script: Any) -> None:
     source = """
@@ -492,7 +492,7 @@ def accuracies(done: Done[str]) -> list[float]:
     return [float(text) for text in re.findall(r"  (0\.\d{4}|1\.0000)  +\d+\.\d s$", table, re.M)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_the_demo_without_java_names_the_package_to_install(here: Cli, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     empty = tmp_path / "empty"
@@ -506,7 +506,7 @@ def test_the_demo_without_java_names_the_package_to_install(here: Cli, tmp_path:
     assert "[0] rank 0 of 2" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 @pytest.mark.spark
 @pytest.mark.timeout(500)
 def test_demo(cli: Cli) -> None:

@@ -174,7 +174,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Driver, P
         yield driver, folder
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 @pytest.mark.spark
 @needs_java
 @ALL

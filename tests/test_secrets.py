@@ -110,7 +110,7 @@ def pages_of(ui: str) -> Iterator[str]:
         ahead += [f"{ui}{link}" for link in links if "kill" not in link and "static" not in link]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 @pytest.mark.spark
 def test_a_secret_does_not_leave_the_ranks_of_a_cluster(tmp_path: Path) -> None:
     notes = tmp_path / "notes"

@@ -111,7 +111,7 @@ print("FACTS " + json.dumps(facts))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_rows_of_a_lost_executor_are_computed_again_and_must_be_the_same(
     run_driver: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from support.doctor import EXAMINE, ONCE, Found, examined, found_in
 from support.machines import Machine, machines_apart, why_not_apart, why_not_mounted
 from support.packages import python_that_begins
 
-pytestmark = [pytest.mark.slow, pytest.mark.spark]
+pytestmark = [pytest.mark.slow(ci=True), pytest.mark.spark]
 
 NOT_APART, NOT_MOUNTED = why_not_apart(), why_not_mounted()
 needs_mounts = pytest.mark.skipif(bool(NOT_MOUNTED), reason=NOT_MOUNTED)

@@ -32,6 +32,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @needs_namespaces
+@pytest.mark.slow(ci=True)
 def test_a_partitioned_node_ends_the_run_and_stops_its_ranks(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -57,6 +58,7 @@ def test_a_partitioned_node_ends_the_run_and_stops_its_ranks(
 
 @needs_namespaces
 @pytest.mark.parametrize("role", ["agent", "driver", "driver_jvm", "executor", "rank", "zygote"])
+@pytest.mark.slow(ci=True)
 def test_a_killed_process_leaves_nothing_of_the_run(
     cluster: Cluster, tmp_path: Path, role: str
 ) -> None:
