@@ -1,4 +1,4 @@
-"""Sends signals to processes that are not children of this one."""
+"""Sends signals to processes, most of which are not children of this one."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ RESOURCE_TRACKER_SECONDS = 5.0
 POLL_SECONDS = 0.005
 
 
+def kill(pid: int) -> None:
+    """Kill a process, if it still exists and is this user's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
 def signal_group(leader: int, signum: int) -> None:
     """Send a signal to a process group, if any of its processes is left."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -41,8 +47,7 @@ def kill_group(leader: int) -> None:
     members = [pid for pid in all_pids() if process_group_of(pid) == leader]
     doomed = [pid for pid in members if not is_resource_tracker(pid)]
     for pid in sorted(doomed, key=lambda pid: pid == os.getpid()):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+        kill(pid)
 
 
 def kill_by_environment(variables: Mapping[str, str]) -> None:
@@ -56,8 +61,7 @@ def kill_by_environment(variables: Mapping[str, str]) -> None:
     while found := [pid for pid in all_pids() if wanted <= environment_of(pid)]:
         for pid in found:
             if not is_resource_tracker(pid):
-                with contextlib.suppress(OSError):  # another user's, or already gone
-                    os.kill(pid, signal.SIGKILL)
+                kill(pid)
         if time.monotonic() > deadline:
             return
         time.sleep(POLL_SECONDS)

@@ -16,7 +16,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, BinaryIO, Protocol
 
 from distributor.core.module_search import lasting_path
-from distributor.node.process.signals import ignores_signal, kill_by_environment, signal_group
+from distributor.node.process.signals import (
+    ignores_signal,
+    kill,
+    kill_by_environment,
+    signal_group,
+)
 from distributor.serialization.outcome import Origin
 
 # Of ranks and of all that they start; together they identify a run and a node of it.
@@ -168,8 +173,7 @@ class Process:
     def kill(self) -> None:
         """Kill the process. Its parent kills the rest of its process group."""
         if self.running:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            kill(self.pid)
 
     def record_end(self, returncode: int) -> None:
         self.returncode = returncode

@@ -44,6 +44,7 @@ from distributor.node.process.signals import (
     POLL_SECONDS,
     RESOURCE_TRACKER_SECONDS,
     is_resource_tracker,
+    kill,
     kill_by_environment,
     kill_group,
     process_group_of,
@@ -232,7 +233,7 @@ class Supervisor:
     def _shut_down(self) -> NoReturn:
         """End all that still runs, and exit."""
         for pid in self._pidfds:
-            os.kill(pid, signal.SIGKILL)
+            kill(pid)
         self._pidfds.clear()
         kill_children(lambda child: True)
         for scratch in self._scratches.values():
@@ -292,12 +293,6 @@ def kill_children(is_doomed: Callable[[int], bool]) -> None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child, os.WNOHANG)
         time.sleep(POLL_SECONDS)
-
-
-def kill(pid: int) -> None:
-    """Kill a process that this user has started, if it still exists."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 def start_supervisor(interpreter: Interpreter, limit: StartLimit) -> SupervisedSpawner:

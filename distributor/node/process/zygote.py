@@ -61,6 +61,7 @@ from distributor.node.process.fork_reset import (
     reset_after_fork,
 )
 from distributor.node.process.process_title import set_title
+from distributor.node.process.signals import kill
 from distributor.node.process.spawner import (
     FreshSpawner,
     Interpreter,
@@ -79,7 +80,6 @@ from distributor.node.process.supervisor import (
     await_message,
     close_inherited,
     is_supported,
-    kill,
     kill_children,
     peer_credentials,
     send,
@@ -429,7 +429,7 @@ class _Zygote:
             try:
                 agent.sendall(pickle.dumps(Forked(pid)))
             except OSError:  # the agent has ended, or its run was cancelled
-                os.kill(pid, signal.SIGKILL)
+                kill(pid)
             self._supervisors[pid] = pidfd = os.pidfd_open(pid)
             self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._handle_end(pid))
             return None
