@@ -32,14 +32,19 @@ from distributor.launch.spark.plan import plan_cluster, plan_local
 from distributor.launch.spark.session import Session
 from distributor.serialization.code_mentions import call_mentions, script_mentions
 from distributor.serialization.program import Program, Script
-from distributor.tracking.job_facts import describe_job
 from distributor.tracking.recorder import Recorder
-from distributor.tracking.run import TrackedRun, Untracked, open_run, rank_environment
+from distributor.tracking.run import (
+    TrackedRun,
+    Untracked,
+    describe_job,
+    open_run,
+    rank_environment,
+)
 
 CHECK_STORAGE = "distributor.train.runtime.session:check_storage"
 """What ranks call first if they store checkpoints, so that bad storage fails before training."""
 
-LATEST_POSITIONS = "distributor.train.storage.positions:latest_positions"
+LATEST_POSITIONS = "distributor.train.storage.checkpoint_store:latest_positions"
 """What reads the positions of data loaders from a run's latest checkpoint."""
 
 NOT_TRACKED = "MLflow is off: this run has no MLflow run of its own. Return the metrics."

@@ -17,7 +17,6 @@ from typing import Any
 import cloudpickle
 import psutil
 import pytest
-from pyarrow import fs as pafs
 from support.error_classes import error_classes
 from support.pages import texts_of_error
 from support.waiting import until
@@ -28,7 +27,7 @@ from distributor.launch.spark.monitor import value_receiver
 from distributor.node.spark_task import program_file as program_file_module
 from distributor.node.spark_task.program_file import program_file
 from distributor.node.spark_task.task_spec import ProgramFile
-from distributor.train.storage.integrity import read_share
+from distributor.train.storage.files import read_share
 from distributor.train.storage.manifest import StoredFile
 from distributor.train.torch import TorchTrainer
 from distributor.wire import protocol, sealing
@@ -194,11 +193,11 @@ def task_failed() -> None:
 
 def damaged(folder: Path) -> None:
     (folder / "weights").write_bytes(b"changed")
-    read_share(pafs.LocalFileSystem(), str(folder), [StoredFile("weights", 7, 1)], rank=0, size=1)
+    read_share(train.Checkpoint(folder), [StoredFile("weights", 7, 1)], rank=0, size=1)
 
 
 def missing(folder: Path) -> None:
-    read_share(pafs.LocalFileSystem(), str(folder), [StoredFile("weights", 7, 1)], rank=0, size=1)
+    read_share(train.Checkpoint(folder), [StoredFile("weights", 7, 1)], rank=0, size=1)
 
 
 def handshake_refused() -> None:

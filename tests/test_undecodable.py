@@ -14,6 +14,7 @@ import cloudpickle
 import pyarrow.fs as pafs
 import pytest
 from support.plain import plain
+from support.reports import find_damage
 
 from distributor import TorchDistributor, train
 from distributor.filesystems import local_name, stored_name
@@ -165,7 +166,7 @@ def test_a_checkpoint_may_have_files_with_such_names(tmp_path: Path, kind: str) 
     assert result.checkpoint
     storage = Storage(storage_path, run.name or "", run.storage_filesystem)
     [(name, manifest)] = storage.committed()
-    assert storage.find_damage(name, manifest.files) is None
+    assert find_damage(storage, name, manifest) is None
     assert content_of(result.checkpoint.to_directory(tmp_path / "copy")) == {**named(0), **named(1)}
     in_storage = content_of(f"{result.path}/{name}")
     assert (in_storage.keys() == {*named(0), *named(1)}) == is_local

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import tempfile
+import threading
 import traceback
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from distributor._compat.mlflow import client_that_prints_no_link
+from distributor.core.mlflow_env import SERVER_ERRORS
 from distributor.core.redaction import Redaction
 from distributor.core.text import counted, printable
 from distributor.errors import RunCancelled
@@ -18,8 +21,7 @@ from distributor.launch.output.labels import RunLabel
 from distributor.launch.output.messages import notify, warn
 from distributor.launch.run_listener import Listener
 from distributor.rank.messages import Progress
-from distributor.tracking.metrics_queue import MetricsQueue
-from distributor.tracking.run import TrackedRun, call_with_deadline, first_line
+from distributor.tracking.run import ANSWER_SECONDS, TrackedRun, call_with_deadline, first_line
 from distributor.wire.messages import Stream
 
 MAX_TAG = 4000
@@ -28,6 +30,12 @@ MAX_OUTPUT = 64 * 1024
 """Bytes of each rank's latest output that are recorded if a run fails."""
 MAX_RANKS_WITH_OUTPUT = 64
 """Number of ranks, from rank 0 on, whose output is recorded."""
+MAX_BATCH = 1000
+"""Metrics that a server accepts in one request."""
+SEND_INTERVAL = 1.0
+"""Seconds between two batches."""
+MAX_PENDING = 500_000
+"""Metrics that wait for a server that does not accept them; beyond it the oldest are dropped."""
 INVALID_IN_NAME = re.compile(r"[^\w\-./: ]")
 """Characters that a metric's name cannot have."""
 
@@ -35,17 +43,8 @@ INVALID_IN_NAME = re.compile(r"[^\w\-./: ]")
 class Recorder(Listener):
     """Records a job in its MLflow run, and ends the run with the job; a context manager.
 
-    Parameters
-    ----------
-    run : TrackedRun
-        The run.
-    ranks : "first" or "all"
-        The ranks whose metrics are recorded. With "all", each metric has its rank in its name:
-        ``loss/rank_3``.
-    redaction : Redaction
-        Keeps secrets out of what is recorded.
-    label : RunLabel
-        Marks the job's messages while other runs are active.
+    `ranks` are those whose metrics are recorded: "first" or "all". With "all", each metric has its
+    rank in its name: ``loss/rank_3``.
     """
 
     def __init__(self, run: TrackedRun, ranks: str, redaction: Redaction, label: RunLabel) -> None:
@@ -136,6 +135,76 @@ class Recorder(Listener):
             for rank, output in self._output.items():
                 Path(folder, f"rank_{rank}.txt").write_bytes(output)
             self._client.log_artifacts(self._run.run_id, folder, "distributor")
+
+
+class MetricsQueue:
+    """Sends metrics in batches, on a thread of its own, and keeps them while the server fails.
+
+    The first error of `send` is shown as a warning. The metrics are sent again if the server caused
+    the error, and dropped if they did.
+    """
+
+    def __init__(self, send: Callable[[list[Any]], object]) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        self._pending: deque[Any] = deque()
+        self._sent = self._lost = 0
+        self._warned = False
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def put(self, metrics: Iterable[Any]) -> None:
+        """Queue metrics, to be sent soon."""
+        with self._lock:
+            self._pending.extend(metrics)
+            while len(self._pending) > MAX_PENDING:
+                self._pending.popleft()
+                self._lost += 1
+        if self._thread is None and self._pending:
+            self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+            self._thread.start()
+
+    def close(self) -> int:
+        """Send the rest as long as the server accepts it, and return how many were lost."""
+        self._closing.set()
+        if self._thread:
+            before = -1
+            while self._thread.is_alive() and before < self._sent:
+                before = self._sent
+                self._thread.join(ANSWER_SECONDS)
+        return self._lost + len(self._pending)
+
+    def _run(self) -> None:
+        while not self._closing.wait(SEND_INTERVAL):
+            self._send_pending()
+        self._send_pending()
+
+    def _send_pending(self) -> None:
+        """Send all pending metrics, up to the first error."""
+        while self._pending:
+            with self._lock:
+                count = min(MAX_BATCH, len(self._pending))
+                batch = [self._pending.popleft() for _ in range(count)]
+            try:
+                self._send(batch)
+                self._sent += len(batch)
+            except Exception as error:
+                self._handle_error(error, batch)
+                return
+
+    def _handle_error(self, error: Exception, batch: list[Any]) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(
+                f"The MLflow server did not accept metrics: {first_line(error)}. Training "
+                "continues."
+            )
+        # An error without a code is one of the connection.
+        if getattr(error, "error_code", SERVER_ERRORS[0]) in SERVER_ERRORS:
+            with self._lock:
+                self._pending.extendleft(reversed(batch))
+        else:
+            self._lost += len(batch)
 
 
 def _status(error: BaseException | None) -> str:

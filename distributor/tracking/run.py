@@ -5,7 +5,10 @@ MLflow is an optional dependency, and is imported only if the job uses it.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import platform
 import re
 import sys
 import threading
@@ -29,6 +32,7 @@ from distributor.core.mlflow_env import (
 )
 from distributor.errors import DistributorError
 from distributor.launch.output.messages import warn
+from distributor.version import __version__
 
 T = TypeVar("T")
 URI, EXPERIMENT_ID = "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID"
@@ -54,20 +58,12 @@ ANSWER_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The MLflow run of a job.
-
-    Parameters
-    ----------
-    run_id, experiment_id, uri : str
-        The run, its experiment, and the address of the store that has them.
-    created_for_job : bool
-        Whether it was created for the job, so that it ends with the job.
-    """
+    """The MLflow run of a job."""
 
     run_id: str
     experiment_id: str
-    uri: str
-    created_for_job: bool
+    uri: str  # of the store
+    created_for_job: bool  # so that it ends with the job
 
     @property
     def environment(self) -> dict[str, str]:
@@ -96,29 +92,20 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class Untracked:
-    """A job without an MLflow run, so that MLflow is off in its ranks.
+    """A job without an MLflow run, so that MLflow is off in its ranks."""
 
-    Parameters
-    ----------
-    logging_ranks : str
-        ``NAMED_SERVER`` if rank 0 may log to a server that its own code names, or ``NO_RANK``.
-    reason : str
-        What rank 0 prints if it uses MLflow nevertheless; empty if the driver has warned.
-    """
-
-    logging_ranks: str
-    reason: str = ""
+    logging_ranks: (
+        str  # `NAMED_SERVER` if rank 0 may log to one that its own code names, or `NO_RANK`
+    )
+    reason: str = (
+        ""  # what rank 0 prints if it uses MLflow nevertheless; empty: the driver has warned
+    )
 
 
 def rank_environment(tracking: TrackedRun | Untracked, ranks: str) -> dict[str, str]:
     """Return the variables by which a job's ranks find its run, or know that there is none.
 
-    Parameters
-    ----------
-    tracking : TrackedRun or Untracked
-        The run, or why there is none.
-    ranks : str
-        The ranks that log: "first" or "all".
+    `ranks` are those that log: "first" or "all".
     """
     if isinstance(tracking, Untracked):
         if tracking == Untracked(NAMED_SERVER, USE_NOT_DETECTED):
@@ -127,35 +114,32 @@ def rank_environment(tracking: TrackedRun | Untracked, ranks: str) -> dict[str, 
     return {**tracking.environment, LOGGING_RANKS: ranks}
 
 
+def describe_job(run_id: str, launch: Mapping[str, object]) -> dict[str, object]:
+    """Return the facts about a job, and what its launcher says of itself, for `open_run`."""
+    named = {f"version.{package}": number for package, number in _versions().items()}
+    return {"run_id": run_id, "attempt": 0, **launch, **named}
+
+
+@functools.cache  # importlib.metadata remembers each state of the folders that it has searched
+def _versions() -> Mapping[str, str]:
+    from importlib import metadata  # slow to import
+
+    versions = {"distributor": __version__, "python": platform.python_version()}
+    for package in ("torch", "pyspark"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
+
+
 def open_run(
     name: str, tags: Mapping[str, object], shares_disk: bool, uses_mlflow: Callable[[], bool]
 ) -> TrackedRun | Untracked:
     """Find the run that is active on the driver, or create one for a job that uses MLflow.
 
     A run is created if a tracking URI is set. It is also created if the program mentions MLflow:
-    then in the default store, as MLflow itself would do.
-
-    Parameters
-    ----------
-    name : str
-        The name of a new run.
-    tags : mapping of str to object
-        Facts about the job, recorded as tags with the prefix ``distributor.``.
-    shares_disk : bool
-        Whether the ranks can access files of the driver.
-    uses_mlflow : callable
-        Returns whether the program mentions MLflow; called only if that matters.
-
-    Returns
-    -------
-    TrackedRun or Untracked
-        Untracked if MLflow is not installed or not in use on the driver, if its server does not
-        answer, or if its store is a file that the ranks cannot access.
-
-    Raises
-    ------
-    DistributorError
-        If the server refuses the credentials.
+    then in the default store, as MLflow itself would do. Untracked is returned if MLflow is not
+    installed or not in use on the driver, if its server does not answer, or if its store is a file
+    that the ranks cannot access. A server that refuses the credentials is an error.
     """
     if "mlflow" not in sys.modules and not (os.environ.get(URI) or uses_mlflow()):
         return Untracked(NAMED_SERVER, USE_NOT_DETECTED)
@@ -223,10 +207,7 @@ def _absolute_uri(uri: str) -> str:
 def call_with_deadline(function: Callable[[], T]) -> T:
     """Call the server for at most `ANSWER_SECONDS`: MLflow itself would retry for minutes.
 
-    Raises
-    ------
-    TimeoutError
-        If there is no answer in time; the call then goes on in the background.
+    After a TimeoutError, the call goes on in the background.
     """
     values: list[T] = []
     errors: list[Exception] = []

@@ -6,8 +6,8 @@ This package has what users import, under Ray Train's names. A rank's part is in
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from distributor.core.extras import require_arrow
@@ -15,21 +15,25 @@ from distributor.core.extras import require_arrow
 require_arrow("distributor.train")
 
 from distributor.launch.setting_types import check_bool
-from distributor.train.checkpoint import (
-    Checkpoint,
-    CheckpointConsistencyMode,
-    CheckpointUploadMode,
-    ReportedCheckpoint,
-    ReportedCheckpointStatus,
-)
 from distributor.train.config import (
+    BackendConfig,
     CheckpointConfig,
     FailureConfig,
     LoggingConfig,
+    RunConfig,
+    ScalingConfig,
     SyncConfig,
+    TrainRunContext,
+    UserCallback,
 )
-from distributor.train.context import StorageContext, TrainContext, get_context
-from distributor.train.data_config import TRAIN_DATASET_KEY, DataConfig, get_dataset_shard
+from distributor.train.context import (
+    StorageContext,
+    TrainContext,
+    get_context,
+    get_preemption_info,
+    is_preempted,
+)
+from distributor.train.datasets import TRAIN_DATASET_KEY, DataConfig, get_dataset_shard
 from distributor.train.errors import (
     ControllerError,
     NCCLHangError,
@@ -38,14 +42,18 @@ from distributor.train.errors import (
     TrainingFailedError,
     WorkerGroupError,
 )
-from distributor.train.preemption import get_preemption_info, is_preempted
 from distributor.train.result import Result
-from distributor.train.run_config import RunConfig, TrainRunContext, UserCallback
-from distributor.train.runtime.process_group import BackendConfig
-from distributor.train.runtime.report_request import UploadFn
+from distributor.train.runtime.report_round import UploadFn
 from distributor.train.runtime.session import session
-from distributor.train.scaling_config import ScalingConfig
-from distributor.train.validation.config import (
+from distributor.train.storage.checkpoint import (
+    Checkpoint,
+    CheckpointConsistencyMode,
+    CheckpointUploadMode,
+    ReportedCheckpoint,
+    ReportedCheckpointStatus,
+)
+from distributor.train.unsupported import refuse_modules
+from distributor.train.validation_config import (
     ValidationConfig,
     ValidationFn,
     ValidationTaskConfig,
@@ -89,7 +97,7 @@ __all__ = [
     "report",
 ]
 
-__path__.append(os.path.join(__path__[0], "unsupported"))  # as that package explains
+refuse_modules()
 
 
 def report(
@@ -198,8 +206,12 @@ def report(
         check_bool("delete_local_checkpoint_after_upload", delete)
     else:
         delete = mode.default_delete_local_checkpoint_after_upload()
+    requested: dict[str, Any] | None = {} if validation else None
+    if isinstance(validation, ValidationTaskConfig):
+        validation.check()
+        requested = asdict(validation)
     session.reporter.report(
-        metrics, checkpoint, checkpoint_dir_name, mode, delete, checkpoint_upload_fn, validation
+        metrics, checkpoint, checkpoint_dir_name, mode, delete, checkpoint_upload_fn, requested
     )
 
 

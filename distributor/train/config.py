@@ -1,25 +1,49 @@
-"""Configuration of restarts, checkpoints and messages, under Ray Train's names.
+"""Configuration of training runs, and callbacks, under Ray Train's names."""
 
-The parameters are checked when an object is created. Fields can be set afterwards, and are checked
-again when the training starts.
-"""
+# The parameters are checked when an object is created. Fields can be set afterwards, and are
+# checked again when the training starts.
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, asdict, dataclass, field
+from types import ModuleType
+from typing import Any, ClassVar, Literal
 
+from distributor.core.checkpoint_config import check_name
 from distributor.core.spelling import checks_keywords
+from distributor.launch.job import new_run_id
 from distributor.launch.one_time_warnings import warn_once
-from distributor.launch.setting_types import check_max_failures
+from distributor.launch.setting_types import (
+    check_bool,
+    check_env,
+    check_gpu_type,
+    check_max_failures,
+    check_num_processes,
+    check_storage_path,
+)
+from distributor.train.datasets import DataConfig
+from distributor.train.storage.checkpoint import Checkpoint
 
 LEVELS: dict[str, int] = {
     name: getattr(logging, name)
     for name in ("CRITICAL", "DEBUG", "ERROR", "FATAL", "INFO", "NOTSET", "WARN", "WARNING")
 }
-"""The levels of ``logging`` by name."""
+_TASK_RESOURCES = (
+    "Set the resources of a task for the cluster: spark.task.cpus, spark.task.resource.gpu.amount."
+)
+_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+_RESIZE_INTERVAL = 60.0
+_GPU_TYPES = {"A10G": "A10"}  # that Ray names differently
+_RUNTIME_ENV = {"env_vars": "env", "pip": "environment", "py_modules": "py_modules"}
+"""The keys of Ray's runtime environments, and the settings that they determine."""
+_ENVIRONMENT = "Pass a packed environment as settings={'environment': 'environment.tar.gz'}."
+DEFAULT_STORAGE_PATH = "~/distributor_results"
+"""The default storage path if all ranks are on this machine."""
 
 
 class InvalidArgument(TypeError, ValueError):
@@ -50,6 +74,302 @@ class ChecksUnsupported:
             f"{type(self).__name__}: {name} is {value!r}, which is not supported on Spark. "
             f"{instead}"
         )
+
+
+@checks_keywords
+@dataclass
+class ScalingConfig(ChecksUnsupported):
+    """The number of ranks, and the machines that they run on.
+
+    Follows ``ray.train.ScalingConfig``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.ScalingConfig.html
+
+    Parameters
+    ----------
+    trainer_resources : dict, optional
+        Not supported: the driver is this process.
+    num_workers : int or (int, int), default 1
+        The number of ranks. A pair is the minimum and the maximum: each attempt takes as many as
+        there is room for. 0: the training function runs in the process that calls ``fit``, without
+        storage, for example in a debugger.
+    use_gpu : bool, default False
+        Whether each rank has a GPU.
+    resources_per_worker : dict of str to float, optional
+        The resources of a rank: ``{"CPU": 1}``, and ``"GPU": 1`` with `use_gpu`. Others are those
+        of Spark's tasks, and not supported here.
+    placement_strategy : str, default "PACK"
+        How Ray places ranks: "PACK" or "SPREAD", which ask for no more than Spark does.
+        "STRICT_PACK" needs ``local_mode=True``; "STRICT_SPREAD" is not supported.
+    accelerator_type : str, optional
+        The type that the GPUs must have, such as ``"H100"``; by default any.
+    label_selector, use_tpu, topology
+        Not supported.
+    elastic_resize_monitor_interval_s : float, default 60.0
+        Only the default is supported for a pair: ranks are not added while they run.
+    local_mode : bool, optional
+        True: the ranks run on this machine. False: they run on the executors of the active Spark
+        session. By default they run there if there is such a session, and here otherwise.
+
+    Raises
+    ------
+    TypeError
+        If `num_workers` is not an int or a pair of them, or a switch is neither True nor False.
+    ValueError
+        If `num_workers` is negative, a minimum exceeds its maximum, `resources_per_worker`
+        contradicts `use_gpu`, or a value is not supported.
+
+    Examples
+    --------
+    >>> ScalingConfig(num_workers=(4, 8), use_gpu=True).total_resources
+    {'GPU': 8}
+    """
+
+    trainer_resources: Mapping[str, float] | None = None
+    num_workers: int | tuple[int, int] = 1
+    use_gpu: bool = False
+    resources_per_worker: Mapping[str, float] | None = None
+    placement_strategy: str = "PACK"
+    accelerator_type: str | None = None
+    label_selector: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None
+    use_tpu: bool = False
+    topology: str | None = None
+    elastic_resize_monitor_interval_s: float = _RESIZE_INTERVAL
+    _: KW_ONLY
+    local_mode: bool | None = None
+
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "trainer_resources": "The driver is this process.",
+        "use_tpu": "Use GPUs or CPUs.",
+        "topology": "Use GPUs or CPUs.",
+    }
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Check all fields; raises what the class documents."""
+        self._check_unsupported()
+        if not self.runs_in_process:
+            self._check_num_workers()
+        check_bool("use_gpu", self.use_gpu)
+        if self.local_mode is not None:
+            check_bool("local_mode", self.local_mode)
+        check_gpu_type("accelerator_type", self.gpu_type)
+        if self.accelerator_type and not self.use_gpu:
+            raise ValueError(
+                f"accelerator_type is {self.accelerator_type!r}, but use_gpu is False: ranks have "
+                "no GPUs."
+            )
+        self._check_resources()
+        self._check_placement()
+
+    def _check_num_workers(self) -> None:
+        try:
+            check_num_processes("num_workers", self.num_workers)
+        except TypeError as error:
+            raise InvalidArgument(str(error)) from None
+        interval = self.elastic_resize_monitor_interval_s
+        if isinstance(interval, bool) or not isinstance(interval, (int, float)):
+            raise InvalidArgument(
+                "elastic_resize_monitor_interval_s must be a number of seconds, but is "
+                f"{interval!r}."
+            )
+        if interval < 0:
+            raise ValueError(f"elastic_resize_monitor_interval_s is negative: {interval}.")
+        if self.elasticity_enabled and interval != _RESIZE_INTERVAL:
+            instead = "The number of ranks is chosen for each attempt, and not changed in between."
+            self._refuse("elastic_resize_monitor_interval_s", interval, instead)
+
+    def _check_resources(self) -> None:
+        given = self.resources_per_worker or {}
+        if not isinstance(given, Mapping):
+            raise InvalidArgument(
+                "resources_per_worker must map names of resources to amounts, such as {'CPU': 1}, "
+                f"but is {given!r}."
+            )
+        resources = {name: amount for name, amount in given.items() if amount}
+        if resources.get("TPU"):
+            raise ValueError("resources_per_worker has TPUs, but use_tpu is False.")
+        gpus = resources.pop("GPU", None)
+        if gpus and not self.use_gpu:
+            raise ValueError(f"resources_per_worker has {gpus} GPUs, but use_gpu is False.")
+        if self.use_gpu and "GPU" in given and not gpus:
+            raise ValueError("resources_per_worker has no GPU, but use_gpu is True.")
+        if gpus not in (None, 1) or resources.pop("CPU", 1) != 1 or resources:
+            self._refuse("resources_per_worker", given, _TASK_RESOURCES)
+
+    def _check_placement(self) -> None:
+        labels = self.label_selector or ()
+        if not isinstance(labels, Sequence) or any(labels):
+            self._refuse("label_selector", labels, "Spark places the tasks.")
+        strategy = self.placement_strategy
+        if strategy not in _STRATEGIES:
+            raise ValueError(
+                f"placement_strategy must be one of {', '.join(_STRATEGIES)}, but is {strategy!r}."
+            )
+        is_honoured = strategy == "STRICT_PACK" and self.local_mode
+        if strategy.startswith("STRICT") and not is_honoured:
+            self._refuse("placement_strategy", strategy, "Spark places the tasks.")
+
+    @property
+    def runs_in_process(self) -> bool:
+        """Whether the training function runs in the process that calls ``fit``."""
+        return self.num_workers == 0 and not isinstance(self.num_workers, bool)
+
+    @property
+    def gpu_type(self) -> str | None:
+        """The type that the GPUs must have, as `TorchDistributor` names it; None for any."""
+        return _GPU_TYPES.get(self.accelerator_type or "", self.accelerator_type)
+
+    @property
+    def elasticity_enabled(self) -> bool:
+        """Whether the number of ranks may vary."""
+        return isinstance(self.num_workers, (tuple, list))
+
+    @property
+    def min_workers(self) -> int:
+        """The minimum number of ranks."""
+        return self._range[0]
+
+    @property
+    def max_workers(self) -> int:
+        """The maximum number of ranks."""
+        return self._range[1]
+
+    @property
+    def total_resources(self) -> dict[str, float]:
+        """The resources of all ranks; of a pair, those of the maximum."""
+        return {name: n * self.max_workers for name, n in self._per_worker.items()}
+
+    @property
+    def num_cpus_per_worker(self) -> float:
+        """The CPUs of a rank."""
+        return self._per_worker.get("CPU", 0)
+
+    @property
+    def num_gpus_per_worker(self) -> float:
+        """The GPUs of a rank."""
+        return self._per_worker.get("GPU", 0)
+
+    @property
+    def num_tpus_per_worker(self) -> float:
+        """The TPUs of a rank: always 0."""
+        return 0
+
+    @property
+    def additional_resources_per_worker(self) -> dict[str, float]:
+        """Other resources of a rank than CPUs and GPUs: always empty."""
+        return {}
+
+    @property
+    def _range(self) -> tuple[int, int]:
+        if self.runs_in_process:
+            return 0, 0
+        return check_num_processes("num_workers", self.num_workers)
+
+    @property
+    def _per_worker(self) -> dict[str, float]:
+        if self.resources_per_worker is None:
+            return {"GPU": 1} if self.use_gpu else {"CPU": 1}
+        resources = {name: n for name, n in self.resources_per_worker.items() if n}
+        return {**resources, "GPU": 1} if self.use_gpu else resources
+
+
+class BackendConfig:
+    """The base class of `TorchConfig`.
+
+    Follows ``ray.train.BackendConfig``, whose other subclasses have no counterpart here:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.backend.BackendConfig.html
+
+    Examples
+    --------
+    >>> isinstance(TorchConfig(), BackendConfig)
+    True
+    """
+
+    @property
+    def backend_cls(self) -> Any:
+        """Not supported: raises NotImplementedError."""
+        raise NotImplementedError(
+            "Backends of Ray Train are not supported: the ranks of TorchTrainer always have the "
+            "process group of its TorchConfig, and code that prepares them belongs in "
+            "train_loop_per_worker."
+        )
+
+    @property
+    def train_func_context(self) -> Callable[[], AbstractContextManager[object]]:
+        """What the training function runs in: nothing."""
+        return nullcontext
+
+    @property
+    def framework(self) -> str | None:
+        """The framework's name."""
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration."""
+        return {}
+
+
+@checks_keywords
+@dataclass
+class TorchConfig(BackendConfig):
+    """Configuration of the process group that `TorchTrainer` creates.
+
+    Follows ``ray.train.torch.TorchConfig``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.torch.TorchConfig.html
+
+    Parameters
+    ----------
+    backend : str, optional
+        The backend of ``torch.distributed``, such as ``"gloo"`` or ``"nccl"``. By default gloo for
+        CPU tensors and, if the ranks have GPUs, NCCL for GPU tensors.
+    init_method : "env" or "tcp", default "env"
+        How ranks find rank 0. Both use the run's address.
+    timeout_s : int, default 1800
+        The time that a collective may take, in seconds.
+
+    Raises
+    ------
+    ValueError
+        If `init_method` is neither ``"env"`` nor ``"tcp"``, or `timeout_s` is not a positive
+        number.
+    TypeError
+        If `backend` is not a string.
+
+    Examples
+    --------
+    >>> TorchConfig(backend="gloo", timeout_s=60)
+    TorchConfig(backend='gloo', init_method='env', timeout_s=60)
+    """
+
+    backend: str | None = None
+    init_method: str = "env"
+    timeout_s: int = 1800
+
+    def __post_init__(self) -> None:
+        if self.init_method not in ("env", "tcp"):
+            raise ValueError(f"init_method must be 'env' or 'tcp', but is {self.init_method!r}.")
+        if self.backend is not None and not isinstance(self.backend, str):
+            raise TypeError(
+                f"backend must be a string such as 'gloo' or 'nccl', but is {self.backend!r}."
+            )
+        is_number = isinstance(self.timeout_s, (int, float)) and not isinstance(
+            self.timeout_s, bool
+        )
+        if not is_number or not self.timeout_s > 0:
+            raise ValueError(
+                f"timeout_s must be a positive number of seconds, but is {self.timeout_s}."
+            )
+
+    @property
+    def framework(self) -> str:
+        """The framework's name: ``"torch"``."""
+        return "torch"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration."""
+        return asdict(self)
 
 
 @checks_keywords
@@ -270,3 +590,260 @@ class SyncConfig:
     sync_timeout: int = 1800
     sync_artifacts: bool = False
     sync_artifacts_on_checkpoint: bool = True
+
+
+def _default_path() -> str:
+    return os.path.expanduser(DEFAULT_STORAGE_PATH)
+
+
+@checks_keywords
+@dataclass
+class RunConfig(ChecksUnsupported):
+    """The storage of a training run, and its handling of failures.
+
+    Follows ``ray.train.RunConfig``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.RunConfig.html
+
+    Parameters
+    ----------
+    name : str, optional
+        The run's name, which is its folder in `storage_path`; by default a new one. A run with the
+        name of an earlier run resumes from its latest checkpoint.
+    storage_path : str or path, optional
+        A folder that all nodes mount, or an address such as ``s3://bucket/runs``; by default
+        ``~/distributor_results``, which must then be on one machine with all ranks.
+    storage_filesystem : pyarrow.fs.FileSystem or fsspec file system, optional
+        The file system of `storage_path`, also of the default one; by default the one that the path
+        names.
+    failure_config : FailureConfig, optional
+        How often the run is restarted; by default never.
+    checkpoint_config : CheckpointConfig, optional
+        Which checkpoints are kept; by default all.
+    callbacks : UserCallback or sequence of UserCallback, optional
+        Objects that are called on the driver after each report and each failed attempt.
+    worker_runtime_env : mapping of str to object, optional
+        The environment of the ranks, by Ray's keys: ``env_vars``, a dict of environment variables;
+        ``pip``, a list of requirements; ``py_modules``, a list of modules, or of their names or
+        paths. They are added to the settings ``env``, ``environment`` and ``py_modules``.
+    logging_config : LoggingConfig, optional
+        Which messages about the run are shown on the driver; by default all.
+    sync_config, verbose, stop, progress_reporter, log_to_file
+        Not supported, as in Ray Train.
+    settings : mapping of str to object, optional
+        Further parameters of `TorchDistributor`: timeout, log_dir, env, environment and so on.
+
+    Raises
+    ------
+    TypeError
+        If a configuration or a callback is of another class.
+    ValueError
+        If a parameter is not supported.
+
+    Examples
+    --------
+    >>> run_config = RunConfig(name="mnist", storage_path="s3://bucket/runs")
+    """
+
+    # None in these is replaced when the object is made.
+    name: str = None  # type: ignore[assignment]
+    storage_path: str | os.PathLike[str] = None  # type: ignore[assignment]
+    storage_filesystem: Any = None
+    failure_config: FailureConfig = None  # type: ignore[assignment]
+    checkpoint_config: CheckpointConfig = None  # type: ignore[assignment]
+    callbacks: Sequence[UserCallback] = None  # type: ignore[assignment]
+    worker_runtime_env: Mapping[str, Any] = None  # type: ignore[assignment]
+    logging_config: LoggingConfig = None  # type: ignore[assignment]
+    sync_config: Any = None
+    verbose: Any = None
+    stop: Any = None
+    progress_reporter: Any = None
+    log_to_file: Any = None
+    _: KW_ONLY
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "sync_config": "Each report uploads its checkpoint to storage.",
+        "verbose": "Pass settings={'show_output': ...}.",
+        "stop": "Return from the training function.",
+        "progress_reporter": "Call distributor.runtime.progress in the training function.",
+        "log_to_file": "Pass settings={'log_dir': ...}.",
+    }
+
+    def __post_init__(self) -> None:
+        self.name = self.name or new_run_id()
+        self._had_no_path = not self.storage_path
+        check_storage_path("storage_path", self.storage_path)
+        self.storage_path = os.fspath(self.storage_path or _default_path())
+        self.failure_config = self.failure_config or FailureConfig()
+        self.checkpoint_config = self.checkpoint_config or CheckpointConfig()
+        self.logging_config = self.logging_config or LoggingConfig()
+        self.worker_runtime_env = self.worker_runtime_env or {}
+        if isinstance(self.callbacks, UserCallback):
+            self.callbacks = [self.callbacks]
+        self.callbacks = self.callbacks or []
+        self.check()
+
+    @property
+    def uses_default_path(self) -> bool:
+        """Whether `storage_path` was not chosen by the user."""
+        return self._had_no_path and self.storage_path == _default_path()
+
+    def check(self) -> None:
+        """Check all fields; raises what the class documents."""
+        self._check_unsupported()
+        check_name("RunConfig.name", self.name)
+        for name, kind in (
+            ("failure_config", FailureConfig),
+            ("checkpoint_config", CheckpointConfig),
+            ("logging_config", LoggingConfig),
+            ("worker_runtime_env", Mapping),
+            ("settings", Mapping),
+        ):
+            if not isinstance(value := getattr(self, name), kind):
+                raise InvalidArgument(f"{name} must be a {kind.__name__}, but is {value!r}.")
+        self.failure_config.check()
+        self.checkpoint_config.check()
+        self.logging_config.check()
+        check_storage_path("storage_path", self.storage_path)
+        check_env("RunConfig.settings['env']", self.settings.get("env", {}))
+        self._check_runtime_env()
+        callbacks = self.callbacks
+        if not isinstance(callbacks, Sequence) or not all(
+            isinstance(callback, UserCallback) for callback in callbacks
+        ):
+            raise InvalidArgument(f"callbacks must be UserCallback objects, but are {callbacks!r}.")
+
+    def _check_runtime_env(self) -> None:
+        for key, value in self.worker_runtime_env.items():
+            if key not in _RUNTIME_ENV and value:
+                instead = f"It takes {', '.join(_RUNTIME_ENV)}. {_ENVIRONMENT}"
+                self._refuse(f"worker_runtime_env[{key!r}]", value, instead)
+        if isinstance(pip := self.worker_runtime_env.get("pip"), (str, Mapping)):
+            self._refuse("worker_runtime_env['pip']", pip, "Pass a list of requirements.")
+        check_env("worker_runtime_env['env_vars']", self.worker_runtime_env.get("env_vars") or {})
+        modules = self.worker_runtime_env.get("py_modules") or []
+        if isinstance(modules, str) or not isinstance(modules, Sequence):
+            raise InvalidArgument(
+                "worker_runtime_env['py_modules'] must be a list of modules, or of their names or "
+                f"paths, but is {modules!r}."
+            )
+
+    def all_settings(self) -> dict[str, Any]:
+        """Return `settings` together with those of `worker_runtime_env`.
+
+        Raises
+        ------
+        ValueError
+            If both determine the same.
+        """
+        given = {
+            _RUNTIME_ENV[key]: value for key, value in self.worker_runtime_env.items() if value
+        }
+        if "py_modules" in given:
+            given["py_modules"] = [
+                each.__name__ if isinstance(each, ModuleType) else each
+                for each in given["py_modules"]
+            ]
+        settings = dict(self.settings)
+        env = {**given.pop("env", {}), **settings.pop("env", {})}
+        if twice := sorted(given.keys() & settings.keys()):
+            raise ValueError(
+                f"RunConfig.worker_runtime_env and RunConfig.settings both determine {twice}."
+            )
+        return {**given, **settings, "env": env}
+
+
+@dataclass(frozen=True)
+class TrainRunContext:
+    """The configuration of a training run, for callbacks.
+
+    Follows ``ray.train.v2.api.context.TrainRunContext``, the first argument of the methods of
+    ``ray.train.UserCallback``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.UserCallback.html
+
+    Parameters
+    ----------
+    run_config : RunConfig
+        The one of `TorchTrainer`.
+    train_loop_config : mapping of str to object, optional
+        The one that was passed to `TorchTrainer`.
+    scaling_config : ScalingConfig
+        The one of `TorchTrainer`.
+    backend_config : BackendConfig
+        The ``torch_config`` of `TorchTrainer`.
+    dataset_config : DataConfig
+        The one of `TorchTrainer`.
+
+    Attributes
+    ----------
+    run_id : str
+        An id of the trainer.
+
+    Examples
+    --------
+    >>> class PrintName(UserCallback):
+    ...     def after_report(self, run_context, metrics, checkpoint):
+    ...         print(run_context.run_config.name)
+    """
+
+    run_id: str = field(init=False, default_factory=lambda: uuid.uuid4().hex)
+    run_config: RunConfig
+    train_loop_config: Mapping[str, Any] | None = None
+    scaling_config: ScalingConfig = field(default_factory=ScalingConfig)
+    backend_config: BackendConfig = field(default_factory=TorchConfig)
+    dataset_config: DataConfig = field(default_factory=DataConfig)
+
+    def get_run_config(self) -> RunConfig:
+        """Return ``run_config``."""
+        return self.run_config
+
+
+class UserCallback:
+    """A base class for callbacks on the driver; its methods do nothing.
+
+    The methods are called one at a time, on the thread that waits for the run, while the ranks
+    continue. They receive their arguments by keyword. If one raises an exception, the run ends
+    with a `ControllerError`.
+
+    Follows ``ray.train.UserCallback``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.UserCallback.html
+
+    Examples
+    --------
+    >>> class PrintLoss(UserCallback):
+    ...     def after_report(self, run_context, metrics, checkpoint):
+    ...         print([each["loss"] for each in metrics])
+    >>> run_config = RunConfig(callbacks=[PrintLoss()])
+    """
+
+    def after_report(
+        self,
+        run_context: TrainRunContext,
+        metrics: list[dict[str, Any]],
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        """Handle a report of all ranks.
+
+        Parameters
+        ----------
+        run_context : TrainRunContext
+            The configuration of the run.
+        metrics : list of dict of str to object
+            The metrics of each rank, in rank order.
+        checkpoint : Checkpoint or None
+            The checkpoint, which now exists; None if none was reported.
+        """
+
+    def after_exception(
+        self, run_context: TrainRunContext, worker_exceptions: dict[int, Exception]
+    ) -> None:
+        """Handle the failure of an attempt; another attempt may follow.
+
+        Parameters
+        ----------
+        run_context : TrainRunContext
+            The configuration of the run.
+        worker_exceptions : dict of int to Exception
+            The exceptions by rank, the root cause first. If no rank failed itself, for example
+            because a node was lost or a deadline passed, the exception is under rank 0.
+        """

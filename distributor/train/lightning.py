@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributor.core.files import private_folder
+from distributor.rank.devices import device
 from distributor.train import (
     Checkpoint,
     CheckpointUploadMode,
@@ -22,7 +23,6 @@ from distributor.train import (
     get_context,
     report,
 )
-from distributor.train.torch import get_device
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -62,7 +62,7 @@ class _OfRank:
     @property
     def root_device(self) -> torch.device:
         """The device of this rank."""
-        return get_device()
+        return device()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:

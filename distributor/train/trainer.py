@@ -2,36 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any, NoReturn
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from distributor.core.spelling import checks_keywords
+from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.core.paths import absolute
+from distributor.core.spelling import Spelling, checks_keywords, suggestion
+from distributor.data.dataframes import DatasetFinder, ShardReference
 from distributor.errors import RunCancelled
+from distributor.launch.call_site import CallSite
+from distributor.launch.cancellation import Cancellation
+from distributor.launch.job import new_run_id
 from distributor.launch.output.messages import notify, shown_from
+from distributor.launch.run_listener import Listener
+from distributor.launch.setting_types import check_listeners
+from distributor.launch.spark.session import Session
+from distributor.rank.context import worker_context
+from distributor.rank.messages import Reported
 from distributor.torch_distributor import TorchDistributor
-from distributor.train.callbacks import CallbackListener
-from distributor.train.checkpoint import Checkpoint
-from distributor.train.config import InvalidArgument, UnsupportedParameter
-from distributor.train.data_config import DataConfig
-from distributor.train.datasets import shards_in_process
+from distributor.train.config import (
+    InvalidArgument,
+    RunConfig,
+    ScalingConfig,
+    TorchConfig,
+    TrainRunContext,
+    UnsupportedParameter,
+    UserCallback,
+)
+from distributor.train.datasets import DataConfig
 from distributor.train.errors import training_error
 from distributor.train.result import Result
-from distributor.train.run_config import RunConfig, TrainRunContext
-from distributor.train.run_plan import (
-    Placement,
-    checkpoint_settings,
-    create_distributor,
-    open_storage,
+from distributor.train.storage.checkpoint import Checkpoint
+from distributor.train.storage.checkpoint_store import Storage, latest_positions
+from distributor.train.validation import ValidationQueue, validation_distributor
+from distributor.train.validation_config import ValidationConfig
+from distributor.train.worker_loop import WorkerLoop
+
+if TYPE_CHECKING:
+    from distributor.data.shard import DatasetShard
+
+_SET_ELSEWHERE = {
+    "gpu_type",
+    "local_mode",
+    "max_failures",
+    "max_preemption_failures",
+    "name",
+    "num_processes",
+    "storage_path",
+    "use_gpu",
+}
+"""Parameters of `TorchDistributor` that other parameters than ``RunConfig.settings`` determine."""
+_SPELLING = Spelling(
+    "TorchTrainer",
+    "num_workers",
+    "pass ScalingConfig(local_mode=True)",
+    "pass ScalingConfig(use_gpu=False)",
 )
-from distributor.train.runtime.process_group import TorchConfig
-from distributor.train.runtime.worker_loop import WorkerLoop
-from distributor.train.scaling_config import ScalingConfig
-from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.validation.config import ValidationConfig
-from distributor.train.validation.process import validation_distributor
-from distributor.train.validation.queue import ValidationQueue
 
 
 @checks_keywords
@@ -188,9 +218,13 @@ class TorchTrainer:
         with shown_from(self.run_config.logging_config.level):
             if self.running_in_local_mode:
                 return self._fit_in_process(loop)
-            distributor, storage, placement, validations = self._prepare()
-            notify(str(placement))
-            _announce_continuation(storage, self.run_config.name)
+            distributor, storage, validations = self._prepare()
+            notify(_describe_place(self.scaling_config, distributor.local_mode))
+            if committed := storage.committed():
+                notify(
+                    f"The run {self.run_config.name!r} continues from {committed[-1][0]}, the "
+                    f"latest checkpoint in {storage.path}. Another RunConfig.name starts anew."
+                )
             with validations:
                 try:
                     value = distributor.run(loop, self._datasets())
@@ -216,31 +250,82 @@ class TorchTrainer:
         """Return the datasets with how ranks share them; check them as they are now."""
         return self.data_config.datasets_of(self.datasets)
 
-    def _prepare(
-        self,
-    ) -> tuple[TorchDistributor, Storage, Placement, AbstractContextManager[object]]:
+    def _prepare(self) -> tuple[TorchDistributor, Storage, AbstractContextManager[object]]:
         """Return what a run consists of besides the function; check it all."""
         run, scaling, validation = self.run_config, self.scaling_config, self.validation_config
-        placement = Placement.of(scaling)
-        settings = checkpoint_settings(run, placement, validates=validation is not None)
-        storage = open_storage(run, settings)
-        listener = CallbackListener(
+        local_mode = scaling.local_mode
+        if local_mode is None:
+            local_mode = Session.active() is None
+        settings = self._checkpoint_settings(local_mode)
+        storage = _open_storage(run, settings)
+        listener = _CallbackListener(
             tuple(run.callbacks), self.train_run_context, storage.filesystem
         )
-        distributor = create_distributor(
-            run, scaling, placement, settings, listener, self.resume_from_checkpoint
-        )
+        distributor = self._distributor(local_mode, settings, listener)
         if validation is None:
-            return distributor, storage, placement, nullcontext()
+            return distributor, storage, nullcontext()
         validation.check()
         single = validation_distributor(validation, run.all_settings(), scaling.gpu_type)
         validations = ValidationQueue(validation, storage, settings, single)
         listeners = (*distributor.listeners, validations)
-        return replace(distributor, listeners=listeners), storage, placement, validations
+        return replace(distributor, listeners=listeners), storage, validations
+
+    def _checkpoint_settings(self, local_mode: bool) -> CheckpointSettings:
+        run = self.run_config
+        if run.uses_default_path and not (
+            local_mode or Session.require_active(_SPELLING.run_here).is_one_machine
+        ):
+            raise ValueError(
+                "On a cluster of several hosts, RunConfig needs a storage_path that all of them "
+                "see: a mounted folder, or an address such as s3://bucket/runs. (Or pass "
+                "ScalingConfig(local_mode=True) to run on this machine.)"
+            )
+        checkpoints, path = run.checkpoint_config, os.fspath(run.storage_path)
+        if run.storage_filesystem is None:
+            path = absolute(path, "storage_path")  # ranks may have another working directory
+        return CheckpointSettings(
+            storage_path=path,
+            name=run.name,
+            num_to_keep=checkpoints.num_to_keep,
+            score_attribute=checkpoints.checkpoint_score_attribute,
+            score_order=checkpoints.checkpoint_score_order,
+            validates=self.validation_config is not None,
+        )
+
+    def _distributor(
+        self, local_mode: bool, settings: CheckpointSettings, listener: Listener
+    ) -> TorchDistributor:
+        run, scaling = self.run_config, self.scaling_config
+        given = run.all_settings()
+        if misplaced := _SET_ELSEWHERE & given.keys():
+            raise ValueError(
+                f"RunConfig.settings has {sorted(misplaced)}, which other parameters of "
+                "TorchTrainer and its configuration determine."
+            )
+        known = {field.name for field in fields(TorchDistributor)} - _SET_ELSEWHERE
+        if unknown := sorted(given.keys() - known):
+            raise ValueError(f"RunConfig.settings has {unknown}. {suggestion(unknown[0], known)}")
+        env = {**given.pop("env"), **settings.to_variable()}
+        others = given.pop("listeners", ())
+        others = [others] if isinstance(others, Listener) else others
+        check_listeners("listeners", others)
+        return _Distributor(
+            scaling.num_workers,
+            local_mode=local_mode,
+            use_gpu=scaling.use_gpu,
+            gpu_type=scaling.gpu_type,
+            max_failures=run.failure_config.max_failures,
+            max_preemption_failures=run.failure_config.max_preemption_failures,
+            env=env,
+            listeners=(*others, listener),
+            storage_filesystem=run.storage_filesystem,
+            resume_from=self.resume_from_checkpoint,
+            **given,
+        )
 
     def _fit_in_process(self, loop: WorkerLoop) -> Result:
         notify("TorchTrainer runs the training function in this process, because num_workers is 0.")
-        with shards_in_process(self._datasets()) as shards:
+        with _shards_in_process(self._datasets()) as shards:
             run, value = loop.run_in_process(self.run_config.name, shards)
         return Result(run.metrics, run.checkpoint, error=None, path=None, return_value=value)
 
@@ -259,15 +344,6 @@ class TorchTrainer:
         cls.restore()
 
 
-def _announce_continuation(storage: Storage, name: str) -> None:
-    """Show that the run continues an earlier one of its name, if it does."""
-    if committed := storage.committed():
-        notify(
-            f"The run {name!r} continues from {committed[-1][0]}, the latest checkpoint in "
-            f"{storage.path}. Another RunConfig.name starts anew."
-        )
-
-
 def _check_type(name: str, value: object, kind: type) -> None:
     if value is not None and not isinstance(value, kind):
         raise InvalidArgument(f"{name} must be a {kind.__name__}, but is {value!r}.")
@@ -282,3 +358,99 @@ def _check_resume_from(checkpoint: object) -> None:
             f"{checkpoint!r}."
         )
     checkpoint.check_exists()
+
+
+@dataclass(frozen=True)
+class _Distributor(TorchDistributor):
+    """Names in messages what the user of `TorchTrainer` wrote."""
+
+    spelling = _SPELLING
+
+    storage_filesystem: Any = None
+    resume_from: Checkpoint | None = None
+
+    def _stored_positions(self, env: Mapping[str, str]) -> Mapping[str, Any]:
+        settings = CheckpointSettings.from_env(env)
+        assert settings is not None, "a trainer's run has storage"
+        return latest_positions(settings, self.storage_filesystem, self.resume_from)
+
+
+def _describe_place(scaling: ScalingConfig, local_mode: bool) -> str:
+    place = "on this machine" if local_mode else "on executors of the active Spark session"
+    if scaling.local_mode is not None:
+        reason = f"as ScalingConfig(local_mode={local_mode}) says"
+    elif local_mode:
+        reason = "because there is no active Spark session"
+    else:
+        reason = "because there is one; ScalingConfig(local_mode=True) runs them on this machine"
+    return f"TorchTrainer runs its ranks {place}, {reason}."
+
+
+def _open_storage(run: RunConfig, settings: CheckpointSettings) -> Storage:
+    """Return the storage of a run; raises now, not after the training, if it is unreadable."""
+    storage = Storage(settings.storage_path, settings.name, run.storage_filesystem)
+    try:
+        storage.folders()
+    except Exception as error:
+        if run.storage_filesystem is None or not run.uses_default_path:
+            raise
+        raise ValueError(
+            f"RunConfig has a storage_filesystem, but no storage_path, and {settings.storage_path} "
+            f"cannot be read in it: {error}. Pass a path in it, such as storage_path='bucket/runs'."
+        ) from error
+    return storage
+
+
+class _CallbackListener(Listener):
+    """Passes a run's reports and failures to the user's callbacks."""
+
+    def __init__(
+        self, callbacks: Sequence[UserCallback], context: TrainRunContext, filesystem: Any
+    ) -> None:
+        self._callbacks = callbacks
+        self._context = context
+        self._filesystem = filesystem
+
+    def reported(self, report: Reported) -> None:
+        path = report.checkpoint
+        checkpoint = None if path is None else Checkpoint(path, self._filesystem)
+        for callback in self._callbacks:
+            callback.after_report(
+                run_context=self._context,
+                metrics=[dict(metrics) for metrics in report.metrics],
+                checkpoint=checkpoint,
+            )
+
+    def failed(self, attempt: int, error: Exception) -> None:
+        failures = getattr(error, "rank_failures", {})
+        exceptions = {rank: failure.exception() for rank, failure in failures.items()}
+        for callback in self._callbacks:
+            callback.after_exception(
+                run_context=self._context, worker_exceptions=exceptions or {0: error}
+            )
+
+
+@contextlib.contextmanager
+def _shards_in_process(datasets: Mapping[str, Any]) -> Iterator[Mapping[str, DatasetShard]]:
+    """Open datasets in this process, whose rows it keeps for the duration of the context."""
+    finder = DatasetFinder()
+    (found,), _ = finder.replace_in((dict(datasets),), {})
+    if not finder.datasets:
+        yield datasets
+        return
+    from distributor.data.chunk_file import open_shard
+    from distributor.launch.spark.datasets.collection import Datasets
+
+    opened = Datasets(finder.datasets)
+    call_site = CallSite.of_caller("TorchTrainer")
+    context = worker_context()
+    with opened.opened(new_run_id(), call_site, None, Cancellation()):
+        opened.check(1)
+        context.data = opened.file().fileno()
+        try:
+            yield {
+                name: open_shard(value.number) if isinstance(value, ShardReference) else value
+                for name, value in found.items()
+            }
+        finally:
+            context.data = None

@@ -240,7 +240,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a checkpoint counts only with all of its files",
         "distributor/train/storage/checkpoint_store.py",
-        '        check_sizes(self.filesystem, f"{self.path}/{checkpoint}", manifest.files)\n',
+        "        check_sizes(self.checkpoint(checkpoint), manifest.files)\n",
         "",
         ("train/test_storage.py::test_a_file_of_another_size_in_storage_stops_the_commit",),
     ),
@@ -262,7 +262,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a damaged checkpoint is skipped",
-        "distributor/train/storage/integrity.py",
+        "distributor/train/storage/files.py",
         "and found[1:] != (file.size, file.checksum)",
         "and False",
         ("train/test_resuming.py::test_a_damaged_checkpoint_is_skipped",),
@@ -311,7 +311,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a loader resumes at its position",
-        "distributor/train/runtime/loaders/resumable_loader.py",
+        "distributor/train/torch/loaders.py",
         'sampler.start = position["seen"] if position and resumes else 0',
         "sampler.start = 0",
         ("train/test_positions.py::test_each_sample_is_trained_on_once_in_each_epoch",),
@@ -349,7 +349,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a pass over a loader is the next epoch",
-        "distributor/train/runtime/loaders/resumable_loader.py",
+        "distributor/train/torch/loaders.py",
         "            sampler.epoch += 1\n",
         "            pass\n",
         ("train/test_positions.py::test_the_order_of_epochs_differs_without_set_epoch",),

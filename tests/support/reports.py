@@ -6,6 +6,9 @@ from pathlib import Path
 
 from distributor import Listener, train
 from distributor.train import Checkpoint, CheckpointUploadMode
+from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.files import Damaged, read_share
+from distributor.train.storage.manifest import Manifest
 
 
 def save(folder: Path, text: str) -> Checkpoint:
@@ -15,6 +18,15 @@ def save(folder: Path, text: str) -> Checkpoint:
     mine.mkdir(parents=True, exist_ok=True)
     (mine / f"{rank}.txt").write_text(text)
     return Checkpoint.from_directory(mine)
+
+
+def find_damage(storage: Storage, name: str, manifest: Manifest) -> str | None:
+    """Read the files of a checkpoint completely, and describe the first that is damaged."""
+    try:
+        read_share(storage.checkpoint(name), manifest.files, rank=0, size=1)
+    except Damaged as damage:
+        return str(damage)
+    return None
 
 
 def use_plain_writes() -> None:

@@ -16,7 +16,7 @@ from support.tracking_server import PRELOAD, mlflow, needs_mlflow, runs_of
 from support.waiting import comes_true
 
 from distributor import TorchDistributor, runtime
-from distributor.tracking.metrics_queue import MetricsQueue
+from distributor.tracking.recorder import MetricsQueue
 
 pytestmark = needs_mlflow
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -17,6 +17,7 @@ import pytest
 from support import training
 from support.cluster import Cluster, Driver, cluster_on, kill
 from support.machines import Machine, machines_apart, machines_on_loopback, why_not_apart
+from support.reports import find_damage
 from support.training import BATCH, EPOCHS, SAMPLES, SAVE_EVERY, Fault, curve, samples, trainer
 from support.waiting import assert_gone, until
 
@@ -54,7 +55,7 @@ def check_checkpoints(folder: Path, undisturbed: Result) -> Result:
     storage = Storage(folder, "line")
     found = storage.committed()
     assert [name for name, _ in found], "a checkpoint is committed"
-    assert [storage.find_damage(name, manifest.files) for name, manifest in found] == [None] * 2
+    assert [find_damage(storage, *each) for each in found] == [None] * 2
     result = Result.from_path(folder / "line")
     assert curve(result) == curve(undisturbed), "to the last bit"
     assert len(curve(undisturbed)) == STEPS

@@ -23,8 +23,8 @@ from torch.utils.data import (
 
 from distributor import TorchDistributor, train
 from distributor.train import Checkpoint, RunConfig, ScalingConfig
-from distributor.train.runtime.loaders.resumable_loader import ShardSampler
 from distributor.train.torch import TorchTrainer, prepare_data_loader
+from distributor.train.torch.loaders import ShardSampler
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 SAMPLES, BATCH, EPOCHS = 12, 3, 4

@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 import pyarrow.fs as pafs
 import pytest
-from support.reports import TouchWhenPrinted, count_on, save, use_plain_writes
+from support.reports import TouchWhenPrinted, count_on, find_damage, save, use_plain_writes
 from support.training import here
 from support.waiting import until
 
@@ -155,7 +155,7 @@ def test_a_checkpoint_that_was_saved_in_storage_is_not_moved(tmp_path: Path, mod
     storage = Storage(tmp_path, "mine")
     [(name, manifest)] = storage.committed()
     assert {file.name: file.size for file in manifest.files[:2]} == {"0.txt": 4, "1.txt": 4}
-    assert storage.find_damage(name, manifest.files) is None
+    assert find_damage(storage, name, manifest) is None
     with pytest.raises(DistributorError, match=r"full_model already exists in .*mine, and is not"):
         storage.describe("full_model")
 
@@ -176,7 +176,7 @@ def test_a_stored_checkpoint_can_be_reported_again(tmp_path: Path) -> None:
     storage = Storage(tmp_path, "mine")
     found = storage.committed()
     assert [manifest.metrics["step"] for _, manifest in found] == [0, 1]
-    assert [storage.find_damage(name, manifest.files) for name, manifest in found] == [None] * 2
+    assert [find_damage(storage, *each) for each in found] == [None] * 2
     ours = [
         {each for each in manifest.files if each.name.endswith(".txt")} for _, manifest in found
     ]

@@ -11,6 +11,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from support.reports import find_damage
 
 from distributor import DistributorError, TorchDistributor, train
 from distributor.train import (
@@ -124,7 +125,7 @@ def test_the_next_run_resumes_from_the_reported_checkpoint(
     storage = Storage(runs, "mine")
     found = storage.committed()
     assert [manifest.metrics["step"] for _, manifest in found] == [0, 1, 2]
-    assert [storage.find_damage(name, each.files) for name, each in found] == [None] * 3
+    assert [find_damage(storage, *each) for each in found] == [None] * 3
     assert {file.name: file.size for file in found[0][1].files if file.name != CHECKPOINT_LOG} == {
         "0.txt": 1,
         "1.txt": 1,

@@ -15,10 +15,11 @@ from typing import Any
 import pyarrow.fs as pafs
 import pytest
 from support.plain import plain
+from support.reports import find_damage
 
 from distributor import DistributorError
-from distributor.train.checkpoint import Checkpoint
-from distributor.train.storage import integrity
+from distributor.train.storage import files as stored_files
+from distributor.train.storage.checkpoint import Checkpoint
 from distributor.train.storage.checkpoint_store import HDFS_WRITERS, Storage
 from distributor.train.storage.manifest import MANIFEST, Manifest
 
@@ -98,7 +99,7 @@ def test_committed_checkpoints_are_found_in_order(storage: Storage, tmp_path: Pa
         {"loss": 0.5},
         {"loss": 1 / 3},
     ]
-    assert [storage.find_damage(name, manifest.files) for name, manifest in found] == [None] * 3
+    assert [find_damage(storage, *each) for each in found] == [None] * 3
     with storage.checkpoint(names[0]).as_directory() as folder:
         assert Path(folder, "__1_0.distcp").read_bytes() == bytes([1]) * 1000
         assert Path(folder, "deep", "1.pt").read_bytes() == b"x"
@@ -185,7 +186,7 @@ def test_find_damage_names_the_file_and_the_damage(
     damage_file(tmp_path / "storage" / "run" / name / "__1_0.distcp")
 
     [(_, manifest)] = storage.committed()
-    damage = storage.find_damage(name, manifest.files)
+    damage = find_damage(storage, name, manifest)
     assert damage is not None
     assert damage.endswith(message)
     assert "__1_0.distcp" in damage
@@ -195,21 +196,24 @@ def test_find_damage_names_the_file_and_the_damage(
 def test_ranks_find_damage_in_files_that_they_read_together(
     storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(integrity, "CHUNK", 1)
-    monkeypatch.setattr(integrity, "PIECE", 100)
+    monkeypatch.setattr(stored_files, "CHUNK", 1)
+    monkeypatch.setattr(stored_files, "PIECE", 100)
     name = save(storage, 0, tmp_path)
     [(_, manifest)] = storage.committed()
+    checkpoint = storage.checkpoint(name)
 
     def check() -> None:
-        shares = [storage.read_share(name, manifest.files, rank, size) for rank in range(size)]
-        storage.check_parts(name, manifest.files, chain.from_iterable(shares))
+        shares = [
+            stored_files.read_share(checkpoint, manifest.files, rank, size) for rank in range(size)
+        ]
+        stored_files.check_parts(checkpoint, manifest.files, chain.from_iterable(shares))
 
     check()
     file = tmp_path / "storage" / "run" / name / "__1_0.distcp"
     content = file.read_bytes()
     for damaged in range(0, len(content), 99):
         file.write_bytes(content[:damaged] + b"?" + content[damaged + 1 :])
-        with pytest.raises(integrity.Damaged, match=r"__1_0\.distcp has been modified"):
+        with pytest.raises(stored_files.Damaged, match=r"__1_0\.distcp has been modified"):
             check()
 
 
@@ -264,7 +268,7 @@ def test_a_process_that_is_killed_while_saving_damages_no_committed_checkpoint(
     committed = "committed" in done.stdout
     assert committed == (fatal_call == 4), done.stderr
     assert [name for name, _ in found] == [before, "checkpoint_000001"][: 1 + committed]
-    assert [storage.find_damage(name, each.files) for name, each in found] == [None] * len(found)
+    assert [find_damage(storage, *each) for each in found] == [None] * len(found)
 
 
 def test_a_pickled_checkpoint_keeps_its_metadata(tmp_path: Path) -> None:

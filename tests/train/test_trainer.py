@@ -26,14 +26,13 @@ from distributor.train import (
     CheckpointConfig,
     RunConfig,
 )
-from distributor.train.runtime.loaders.prepare import prepare
-from distributor.train.runtime.loaders.resumable_loader import ShardSampler
 from distributor.train.torch import (
     TorchTrainer,
     get_device,
     prepare_data_loader,
     prepare_model,
 )
+from distributor.train.torch.loaders import ShardSampler, prepare
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(training)

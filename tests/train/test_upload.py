@@ -11,10 +11,9 @@ import pyarrow.fs as pafs
 import pytest
 from support.plain import plain
 
-from distributor.train.storage import upload
-from distributor.train.storage.upload import size_and_checksum, upload_file
+from distributor.train.storage.files import CHUNK, size_and_checksum, upload_file
 
-CONTENT = os.urandom(3 * upload.CHUNK + 7)
+CONTENT = os.urandom(3 * CHUNK + 7)
 SIZE_AND_CHECKSUM = (len(CONTENT), zlib.crc32(CONTENT))
 LOCAL = pafs.LocalFileSystem()
 
@@ -63,7 +62,7 @@ def test_files_are_read_and_written_if_copy_file_range_fails(
 ) -> None:
     """From the beginning, or from the byte at which `copy_file_range` failed."""
     copy = os.copy_file_range
-    counts = [upload.CHUNK] * calls
+    counts = [CHUNK] * calls
 
     def fail_after_calls(source: int, target: int, count: int) -> int:
         return copy(source, target, counts.pop()) if counts else refuse()

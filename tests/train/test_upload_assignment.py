@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from distributor.train.runtime.report_round import assign_among_ranks
 from distributor.train.runtime.store_channel import StoreChannel
-from distributor.train.storage.upload_assignment import (
-    Assignment,
-    assign_all,
-    assign_among_ranks,
-    file_identity,
-)
+from distributor.train.storage.checkpoint_store import Assignment, assign_all
+from distributor.train.storage.files import file_identity
 
 FILES = {f"{number}.distcp": f"file {number}" for number in range(4)}
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.reports import save
+from support.reports import find_damage, save
 
 from distributor import DistributorError, TorchDistributor, train
 from distributor.errors import OtherRankFailed
@@ -41,9 +41,7 @@ def files_in(folder: Path) -> dict[str, list[str]]:
     """Return the files of each committed checkpoint, all of which are undamaged."""
     storage = Storage(folder, "mine")
     found = storage.committed()
-    assert [storage.find_damage(name, manifest.files) for name, manifest in found] == (
-        [None] * len(found)
-    )
+    assert [find_damage(storage, *each) for each in found] == ([None] * len(found))
     return {
         name: sorted({file.name for file in manifest.files} - set(RESERVED))
         for name, manifest in found

@@ -31,8 +31,7 @@ from distributor.train import (
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import MANIFEST, PENDING, Manifest, StoredValidation
 from distributor.train.torch import TorchTrainer
-from distributor.train.validation.process import validation_distributor
-from distributor.train.validation.queue import ValidationQueue
+from distributor.train.validation import ValidationQueue, validation_distributor
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 SETTINGS = {"timeout": 120, "show_output": "none"}

@@ -90,7 +90,7 @@ from distributor.source import own_digest
 # What every rank needs; an environment may lack torch.
 RANK_IMPORTS = ("distributor.node.worker.main", "cloudpickle", "torch", "torch.distributed")
 # What the program of a `TorchTrainer` imports, which takes each rank a tenth of a second.
-TRAINER_IMPORTS = ("distributor.train.runtime.worker_loop",)
+TRAINER_IMPORTS = ("distributor.train.worker_loop",)
 IDLE_IMPORTS = (*TRAINER_IMPORTS, *OPTIMIZER_IMPORTS)
 # Seconds without a request after which the next of these is imported. The variable is for tests,
 # which start many zygotes: the imports take two CPU seconds in each.

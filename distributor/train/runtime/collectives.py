@@ -22,18 +22,15 @@ LIMIT = 64 * 1000**2
 
 
 class Collectives:
-    """The collectives of this rank, one at a time, over a connection of their own.
-
-    Reports have another one, which may be busy with an upload for hours.
-    """
+    """The collectives of this rank, one at a time, over a connection of their own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # That of reports may be busy with an upload for hours.
         self._channel: StoreChannel | None = None
         self._number = 0
 
     def barrier(self) -> None:
-        """Wait until every rank has called this."""
         with self._next() as (channel, key):
             channel.barrier(key)
 

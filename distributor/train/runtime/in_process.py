@@ -6,10 +6,13 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from distributor.train.checkpoint import Checkpoint, CheckpointUploadMode, ReportedCheckpoint
-from distributor.train.runtime.json_metrics import json_metrics
-from distributor.train.runtime.report_request import UploadFn
-from distributor.train.validation.config import ValidationTaskConfig
+from distributor.train.runtime.report_round import UploadFn
+from distributor.train.storage.checkpoint import (
+    Checkpoint,
+    CheckpointUploadMode,
+    ReportedCheckpoint,
+)
+from distributor.train.storage.report_log import json_metrics
 
 _TORCHRUN_VARIABLES = (
     "RANK",
@@ -24,19 +27,7 @@ _TORCHRUN_VARIABLES = (
 class InProcessRun:
     """Remembers the last report, in place of a `Reporter` and `Collectives`.
 
-    Parameters
-    ----------
-    name : str
-        The run's name.
-    resume_from : Checkpoint or None
-        The checkpoint to start from.
-
-    Attributes
-    ----------
-    metrics : dict or None
-        The metrics that were reported last.
-    checkpoint : Checkpoint or None
-        The checkpoint that was reported last. It stays where it is.
+    The checkpoint that was reported last stays in its place.
     """
 
     custom_filesystem = False
@@ -49,7 +40,6 @@ class InProcessRun:
 
     @property
     def storage(self) -> NoReturn:
-        """The run's folder: there is none."""
         raise NotImplementedError("With num_workers=0 a run has no storage.")
 
     def report(
@@ -59,11 +49,11 @@ class InProcessRun:
         name: str | None,
         mode: CheckpointUploadMode,
         delete_local: bool,
-        upload_fn: UploadFn | None = None,
-        validation: bool | ValidationTaskConfig = False,
+        upload_fn: UploadFn | None,
+        validation: Mapping[str, Any] | None,
     ) -> None:
         """Remember a report. Nothing is uploaded, deleted or validated."""
-        if validation and checkpoint is None:
+        if validation is not None and checkpoint is None:
             raise ValueError("validation needs a checkpoint, but None is reported.")
         self.metrics = json_metrics(metrics)
         self.checkpoint = checkpoint or self.checkpoint
@@ -72,8 +62,7 @@ class InProcessRun:
         """Return the checkpoint that was reported last, or the one to start from."""
         return self.checkpoint or self._resume_from
 
-    def all(self, validated: bool, timeout: float | None = None) -> list[ReportedCheckpoint]:
-        """Return the checkpoints in storage: none."""
+    def all(self, validated: bool, timeout: float | None) -> list[ReportedCheckpoint]:
         return []
 
     def register_loader(self, position: Callable[[], Any]) -> None:
@@ -84,7 +73,6 @@ class InProcessRun:
         self.broadcast(None)
 
     def broadcast(self, data: Any) -> Any:
-        """Return the object of rank 0."""
         if not _was_started_by_torchrun():
             return data
         import torch.distributed as dist

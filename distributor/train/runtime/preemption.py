@@ -18,18 +18,10 @@ AGREEMENT_TIMEOUT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks agree on for a notice.
+    """What all ranks agree on for a notice."""
 
-    Parameters
-    ----------
-    call : int
-        The call at which it is due, from 1; 0 for none.
-    ranks : mapping of str to list of int
-        The hosts that are about to lose a process, with their ranks.
-    """
-
-    call: int
-    ranks: Mapping[str, list[int]] = field(default_factory=dict)
+    call: int  # at which it is due, from 1; 0 for none
+    ranks: Mapping[str, list[int]] = field(default_factory=dict)  # of hosts that lose a process
 
 
 Agree = Callable[[int, int, bool], Agreement]
@@ -44,16 +36,6 @@ class NoticeTracker:
     of its own, how many calls it has begun, and waits at its next call for the numbers of the
     others. The notice is due at the first call that no rank had begun, so that a rank that is ahead
     never waits for a rank that waits for it.
-
-    Parameters
-    ----------
-    agree : callable
-        Agrees with the other ranks on a notice, see `Agree`.
-
-    Attributes
-    ----------
-    was_due : bool
-        Whether a notice has been due at a call by now.
     """
 
     def __init__(self, agree: Agree) -> None:
@@ -61,16 +43,10 @@ class NoticeTracker:
         self._lock = threading.Lock()
         self._calls = 0
         self._notices: list[Future[Agreement]] = []
-        self.was_due = False
+        self.was_due = False  # whether a notice has been due at a call by now
 
     def receive(self, here: bool) -> None:
-        """Receive a notice. Can be called by any thread.
-
-        Parameters
-        ----------
-        here : bool
-            Whether this rank's host is about to lose a process.
-        """
+        """Receive a notice on any thread; `here`: whether this host is about to lose a process."""
         agreement: Future[Agreement] = Future()
         with self._lock:
             number, calls = len(self._notices), self._calls
@@ -102,22 +78,11 @@ class NoticeTracker:
 
 
 def agree(name: str, number: int, calls: int, here: bool) -> Agreement:
-    """Agree with all ranks on the call at which a notice is due.
+    """Agree with all ranks on the call of the function `name` at which a notice is due.
 
     All ranks adopt the first recorded decision. A rank that has waited in vain for a late one
     records that there is none, and has not gone beyond the call at which the notice would otherwise
     be due.
-
-    Parameters
-    ----------
-    name : str
-        What is called, because calls of each function are counted separately.
-    number : int
-        The notice's number.
-    calls : int
-        The number of calls that this rank has begun.
-    here : bool
-        Whether this rank's host is about to lose a process.
     """
     key = f"{name}/{number}"
     try:
@@ -131,7 +96,6 @@ def agree(name: str, number: int, calls: int, here: bool) -> Agreement:
 
 
 def _gather_calls(channel: StoreChannel, key: str, name: str) -> Agreement:
-    """Return the first call that no rank has begun, and which hosts will lose a process."""
     try:
         answers = channel.gather(key, AGREEMENT_TIMEOUT_SECONDS)
     except DistributorError as error:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from distributor.core.text import counted
@@ -11,39 +14,63 @@ from distributor.errors import DistributorError, OtherRankFailed
 from distributor.filesystems import describe_error, is_local
 from distributor.rank.context import worker_context
 from distributor.rank.messages import Reported
-from distributor.train.checkpoint import CheckpointUploadMode
-from distributor.train.runtime.rank_upload import RankUpload
-from distributor.train.runtime.report_request import ReportRequest
 from distributor.train.runtime.resume import ResumePoint
 from distributor.train.runtime.store_channel import UPLOAD_TIMEOUT_SECONDS, StoreChannel
+from distributor.train.storage.checkpoint import Checkpoint, CheckpointUploadMode
 from distributor.train.storage.checkpoint_manager import CheckpointManager, failed_upload
-from distributor.train.storage.checkpoint_store import PREFIX, Storage
+from distributor.train.storage.checkpoint_store import PREFIX, Assignment, Storage
+from distributor.train.storage.files import files_of, identities_of
+from distributor.train.storage.manifest import StoredFile
 from distributor.train.storage.report_log import Report
-from distributor.train.storage.upload_assignment import (
-    assign_among_ranks,
-    files_of,
-    identities_of,
-)
+
+UploadFn = Callable[[Checkpoint, str], Checkpoint]
+"""Puts a checkpoint into the run's folder, under a name or another, and returns it there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportRequest:
+    """One rank's part of a report."""
+
+    number: int  # the same on all ranks
+    metrics: Mapping[str, Any]  # which JSON can represent
+    checkpoint: Checkpoint | None
+    name: str | None  # of the checkpoint; None for a numbered one
+    mode: CheckpointUploadMode
+    delete_local: bool
+    upload_fn: UploadFn | None
+    validation: Mapping[str, Any] | None  # arguments of its ValidationTaskConfig; {}: the default
+    positions: Mapping[str, Any]  # of this rank's data loaders
+    preempted: bool  # whether the ranks know that the run is about to lose a process
+    # Set once all ranks have come: whether all that have saved a checkpoint upload it in the
+    # background.
+    in_background: Future[bool] = field(default_factory=Future)
+
+    @property
+    def key(self) -> str:
+        """The prefix of the report's keys in the store."""
+        return f"report/{self.number}"
+
+    @property
+    def calls_upload_fn(self) -> bool:
+        """Whether this rank has a checkpoint that `upload_fn` uploads."""
+        is_uploaded = self.mode is not CheckpointUploadMode.NO_UPLOAD
+        return self.upload_fn is not None and self.checkpoint is not None and is_uploaded
+
+
+@dataclass
+class _Upload:
+    """The files of a rank in storage."""
+
+    name: str | None = None  # of their folder; None if the rank reports none
+    files: list[StoredFile] | None = None  # None if the rank has copied none
+    others: list[StoredFile] = field(default_factory=list)  # versions that other ranks replace
+    error: Exception | None = None  # why they could not be uploaded
 
 
 class ReportRounds:
     """Makes reports together with the other ranks; to be used by one thread.
 
-    Parameters
-    ----------
-    channel : StoreChannel
-        How the ranks exchange their parts.
-    storage : Storage
-        The run's folder.
-    manager : CheckpointManager
-        The run's reports and checkpoints; only rank 0 uses it.
-    start : ResumePoint
-        The state that the training starts from.
-
-    Attributes
-    ----------
-    latest : str or None
-        The name of the latest checkpoint that exists.
+    `latest` is the name of the latest checkpoint that exists. Only rank 0 uses the manager.
     """
 
     def __init__(
@@ -62,15 +89,7 @@ class ReportRounds:
         self._has_warned = False
 
     def run(self, request: ReportRequest) -> None:
-        """Make one report.
-
-        Raises
-        ------
-        DistributorError
-            If the report is refused, on all ranks alike, or a rank does not take part.
-        ConnectionError
-            If rank 0, which holds the store, has ended.
-        """
+        """Make one report; raises DistributorError if it is refused, on all ranks alike."""
         try:
             agreed = self._agree(request)  # other ranks may still be saving before this
         except BaseException as error:
@@ -89,13 +108,7 @@ class ReportRounds:
                 shutil.rmtree(request.checkpoint.path, ignore_errors=True)
 
     def finish(self, number: int) -> None:
-        """Finish the reports, and let no other rank wait for one of this rank.
-
-        Parameters
-        ----------
-        number : int
-            The number of reports that this rank has made.
-        """
+        """Finish after so many reports of this rank, and let no other rank wait for another one."""
         if self._channel.rank == 0:
             self._manager.finish()
         self._channel.leave(
@@ -104,10 +117,15 @@ class ReportRounds:
 
     def _agree(self, request: ReportRequest) -> dict[str, Any]:
         """Wait for all ranks, and agree on the checkpoint's name and on whose files are kept."""
+        checkpoint = request.checkpoint
+        offer = {
+            "name": request.name,
+            "mode": None if checkpoint is None else request.mode.value,
+            "folder": None if checkpoint is None else self._storage.name_of(checkpoint),
+            "calls upload fn": request.calls_upload_fn,
+        }
         agreed: dict[str, Any] = self._channel.agree(
-            f"{request.key}/come",
-            self._offer(request),
-            lambda offers: self._decide_name(request, offers),
+            f"{request.key}/come", offer, lambda offers: self._decide_name(request, offers)
         )
         if request.name not in (None, agreed["name"]) and not self._has_warned:
             self._has_warned = True
@@ -117,19 +135,6 @@ class ReportRounds:
                 flush=True,
             )
         return agreed
-
-    def _offer(self, request: ReportRequest) -> dict[str, Any]:
-        """Return what the ranks need to know of this one before they upload."""
-        offer: dict[str, Any] = {
-            "name": request.name,
-            "mode": None,
-            "folder": None,
-            "calls upload fn": request.calls_upload_fn,
-        }
-        if (checkpoint := request.checkpoint) is not None:
-            offer["mode"] = request.mode.value
-            offer["folder"] = self._storage.name_of(checkpoint)
-        return offer
 
     def _decide_name(self, request: ReportRequest, offers: list[dict[str, Any]]) -> dict[str, Any]:
         """Decide the checkpoint's name, and how files become part of it. Rank 0 only."""
@@ -167,27 +172,85 @@ class ReportRounds:
         """Upload this rank's files, and return its part of the report, with an error if any."""
         name, files_of_rank_0 = agreed["name"], agreed["files of rank 0"]
         assignment = assign_among_ranks(self._channel, f"{request.key}/files", files_of_rank_0)
-        upload = RankUpload(self._storage, request, name, assignment, keep=keep)
-        upload.run()
+        upload = _Upload()
+        try:
+            self._upload(upload, request, name, assignment, keep=keep)
+        except Exception as error:
+            upload.error = error
         if agreed["calls upload fn"]:
             name = self._agree_on_folder(request, upload, name)
-        return {
+        part: dict[str, Any] = {
             "name": name,
             "metrics": request.metrics,
             "positions": request.positions,
             "preempted": request.preempted,
             "validation": request.validation,
-            **upload.describe(),
+            "files": None,
+            "other versions": [asdict(file) for file in upload.others],
         }
+        # From here on, no rank writes to the checkpoint any more except those that upload.
+        try:
+            if upload.error is not None:
+                raise upload.error
+            if upload.name is not None:
+                files = upload.files
+                if files is None:
+                    files = self._storage.describe(upload.name, assignment)
+                part["files"] = [asdict(file) for file in files]
+        except Exception as error:
+            part["error"] = describe_error(error)
+        return part
 
-    def _agree_on_folder(self, request: ReportRequest, upload: RankUpload, target: str) -> str:
+    def _upload(
+        self,
+        upload: _Upload,
+        request: ReportRequest,
+        target: str,
+        assignment: Assignment,
+        *,
+        keep: bool,
+    ) -> None:
+        """Upload this rank's files to the checkpoint `target`, unless they are in the run's folder.
+
+        With `keep`, the files of this machine may still be used afterwards, and not only removed.
+        """
+        checkpoint = request.checkpoint
+        if checkpoint is None:
+            return
+        if request.calls_upload_fn:
+            assert request.upload_fn is not None
+            upload.name = self._name_of(request.upload_fn(checkpoint, target))
+            return
+        is_uploaded = request.mode is not CheckpointUploadMode.NO_UPLOAD
+        if is_uploaded and self._storage.name_of(checkpoint) != target:
+            with checkpoint.as_directory() as folder:
+                upload.files, upload.others = self._storage.upload(
+                    folder, target, assignment, keep=keep
+                )
+        upload.name = target
+
+    def _name_of(self, uploaded: object) -> str:
+        """Return the name of the checkpoint that the user's function has returned."""
+        if not isinstance(uploaded, Checkpoint):
+            raise ValueError(
+                "checkpoint_upload_fn must return a Checkpoint: the uploaded one, in the run's "
+                f"folder. It has returned {uploaded!r}."
+            )
+        if (name := self._storage.name_of(uploaded)) is None:
+            raise ValueError(
+                "checkpoint_upload_fn must return a checkpoint that is a folder in the run's "
+                f"folder {self._storage.path} ({self._storage.filesystem.type_name}), but has "
+                f"returned {uploaded.path} ({uploaded.filesystem.type_name}). Upload to the path "
+                "get_context().get_storage().build_checkpoint_path_from_name(checkpoint_dir_name)."
+            )
+        return name
+
+    def _agree_on_folder(self, request: ReportRequest, upload: _Upload, target: str) -> str:
         """Wait until all ranks have uploaded, and return the name under which they have."""
-        offer = {"name": upload.name, "error": None}
-        if upload.error is not None:
-            offer["error"] = describe_error(upload.error)
+        error = None if upload.error is None else describe_error(upload.error)
         agreed = self._channel.agree(
             f"{request.key}/uploaded",
-            offer,
+            {"name": upload.name, "error": error},
             lambda offers: self._decide_folder(offers, target),
             UPLOAD_TIMEOUT_SECONDS,
         )
@@ -240,36 +303,53 @@ class ReportRounds:
                 world_size=self._channel.size,
                 attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             )
-            self._add(report, parts)
-            self._notify_driver(report.checkpoint, parts)
-            return {"committed": report.checkpoint}
+            try:
+                self._manager.add(report, self._next_index, parts)
+            except DistributorError:
+                raise
+            except Exception as error:
+                why = describe_error(error)
+                return {"error": f"The report could not be stored in {self._storage.path}: {why}"}
+            name = report.checkpoint
+            path = self._storage.checkpoint(name).path if name else None
+            metrics = [part["metrics"] for part in parts]
+            worker_context().send(Reported(metrics, path, parts[0]["preempted"]))
+            return {"committed": name}
         except DistributorError as error:
             return {"error": str(error)}
         except Exception as error:
             return {"error": describe_error(error)}
 
-    def _add(self, report: Report, parts: list[dict[str, Any]]) -> None:
-        try:
-            self._manager.add(report, self._next_index, parts)
-        except DistributorError:
-            raise
-        except Exception as error:
-            raise DistributorError(
-                f"The report could not be stored in {self._storage.path}: {describe_error(error)}"
-            ) from error
 
-    def _notify_driver(self, committed: str | None, parts: list[dict[str, Any]]) -> None:
-        path = self._storage.checkpoint(committed).path if committed else None
-        metrics = [part["metrics"] for part in parts]
-        worker_context().send(Reported(metrics, path, parts[0]["preempted"]))
+def assign_among_ranks(channel: StoreChannel, key: str, of_rank_0: Mapping[str, str]) -> Assignment:
+    """Return an assignment in which the rank that first claims a file uploads it.
+
+    The ranks of a node often save into one folder, which each of them then reports. Files that
+    another rank has already claimed are skipped. Of different files of one name, that of rank 0 is
+    uploaded, whose identities are `of_rank_0`.
+    """
+
+    def assign(files: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
+        names = list(files)
+        first = len(names) * channel.rank // channel.size  # each rank begins at another file
+        for name in [*names[first:], *names[:first]]:
+            if of_rank_0.get(name, files[name]) != files[name]:
+                yield name, False
+                continue
+            own_claim = f"{channel.rank} {files[name]}"
+            claim = channel.set_first(f"{key}/{name!a}", own_claim)
+            if claim == own_claim:
+                yield name, True
+            elif claim.partition(" ")[2] != files[name]:
+                yield name, False
+
+    return assign
 
 
 def _identities_of_local_files(request: ReportRequest) -> dict[str, str]:
-    """Return the identities of the files that this rank copies to storage.
-
-    Called once all ranks have come: in a folder that they share, another rank may have been writing
-    a file until then, which changes its identity.
-    """
+    """Return the identities of the files that this rank copies to storage."""
+    # Called once all ranks have come: in a folder that they share, another rank may have been
+    # writing a file until then, which changes its identity.
     checkpoint = request.checkpoint
     if checkpoint is None or request.calls_upload_fn or not is_local(checkpoint.filesystem):
         return {}
@@ -282,20 +362,14 @@ def _identities_of_local_files(request: ReportRequest) -> dict[str, str]:
 
 
 def _calls_upload_fn(offers: list[dict[str, Any]]) -> bool:
-    """Return whether the user's functions upload the checkpoint.
-
-    Raises
-    ------
-    DistributorError
-        If they do on some ranks only: a function could replace files while they are uploaded.
-    """
+    """Return whether the user's functions upload the checkpoint, on all ranks that report one."""
     calls = [rank for rank, each in enumerate(offers) if each["calls upload fn"]]
     copies = [
         rank
         for rank, each in enumerate(offers)
         if each["mode"] not in (None, "NO_UPLOAD") and rank not in calls
     ]
-    if calls and copies:
+    if calls and copies:  # a function could replace files while they are uploaded
         raise DistributorError(
             f"Rank {calls[0]} passes a checkpoint_upload_fn, but rank {copies[0]} does not. Pass "
             "it on all ranks that report a checkpoint, or on none."

@@ -7,51 +7,47 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
 from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings, check_name
+from distributor.errors import DistributorError
 from distributor.rank.context import worker_context
-from distributor.train.checkpoint import Checkpoint, CheckpointUploadMode, ReportedCheckpoint
-from distributor.train.runtime.json_metrics import json_metrics
-from distributor.train.runtime.report_request import ReportRequest, UploadFn
-from distributor.train.runtime.report_round import ReportRounds
-from distributor.train.runtime.reported import reported_checkpoints, wait_for_validations
+from distributor.train.runtime.report_round import ReportRequest, ReportRounds, UploadFn
 from distributor.train.runtime.resume import find_resume_point
 from distributor.train.runtime.store_channel import StoreChannel
+from distributor.train.storage.checkpoint import (
+    Checkpoint,
+    CheckpointUploadMode,
+    ReportedCheckpoint,
+    ReportedCheckpointStatus,
+)
 from distributor.train.storage.checkpoint_manager import CheckpointManager
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.validation.config import ValidationTaskConfig
+from distributor.train.storage.report_log import json_metrics
+from distributor.train.storage.retention import ranked
+
+VALIDATION_SECONDS = 24 * 3600.0
+"""Seconds that a rank waits for validations if it sets no limit."""
+LATE_WARNING_SECONDS = 60.0
+"""Seconds after which a rank prints which validations it is waiting for."""
+POLL_SECONDS = 0.5
+"""Seconds between two looks at the results of validations, which the driver writes."""
 
 
 class Reporter:
     """Reports for this rank, one report at a time, on a thread that alone uses the store.
 
-    Parameters
-    ----------
-    settings : CheckpointSettings
-        The run's folder in storage, and which checkpoints are kept.
-    filesystem : FileSystem, optional
-        The file system of the storage path; by default the one that the path names.
-    resume_from : Checkpoint, optional
-        The checkpoint to start from as long as the run has none of its own.
-    was_preempted : callable, optional
-        Returns whether the program knows by now that the run is about to lose a process.
-
-    Attributes
-    ----------
-    storage : Storage
-        The run's folder.
-    custom_filesystem : bool
-        Whether the user has passed `filesystem`.
+    A `filesystem` replaces the one that the storage path names. `resume_from` is the checkpoint to
+    start from as long as the run has none of its own. `was_preempted` returns whether the program
+    knows by now that the run is about to lose a process.
     """
 
     def __init__(
         self,
         settings: CheckpointSettings,
-        filesystem: Any = None,
-        resume_from: Checkpoint | None = None,
-        was_preempted: Callable[[], bool] = lambda: False,
+        filesystem: Any,
+        resume_from: Checkpoint | None,
+        was_preempted: Callable[[], bool],
     ) -> None:
         self._settings = settings
         self.custom_filesystem = filesystem is not None
@@ -86,12 +82,21 @@ class Reporter:
         name: str | None,
         mode: CheckpointUploadMode,
         delete_local: bool,
-        upload_fn: UploadFn | None = None,
-        validation: bool | ValidationTaskConfig | None = False,
+        upload_fn: UploadFn | None,
+        validation: Mapping[str, Any] | None,
     ) -> None:
-        """Report, as `distributor.train.report` documents."""
+        """Report, as `distributor.train.report` documents.
+
+        `validation` has the arguments of a requested one's ``ValidationTaskConfig``, if any.
+        """
         self._check_thread()
-        requested = self._requested_validation(validation, checkpoint)
+        if validation is not None and checkpoint is None:
+            raise ValueError("validation needs a checkpoint: this rank reports None.")
+        if validation is not None and not self._settings.validates:
+            raise ValueError(
+                "report requests a validation, but the run has no function for it: pass "
+                "validation_config=ValidationConfig(fn) to TorchTrainer."
+            )
         if name is not None:
             check_name("checkpoint_dir_name", name)
         if mode is CheckpointUploadMode.NO_UPLOAD and checkpoint is not None:
@@ -102,7 +107,8 @@ class Reporter:
                 f"{checkpoint.path}, which would be copied into itself, or deleted after the "
                 "upload. Save the checkpoint in a folder of its own."
             )
-        self._raise_failures()
+        while self._pending and self._pending[0].done():
+            self._pending.pop(0).result()  # raises the error of a report in the background
         request = ReportRequest(
             number=self._number,
             # A copy: the program may change its own. Errors are raised before other ranks wait.
@@ -112,7 +118,7 @@ class Reporter:
             mode=mode,
             delete_local=delete_local,
             upload_fn=upload_fn,
-            validation=requested,
+            validation=validation,
             positions=self._loader_positions(),
             preempted=self._was_preempted(),
         )
@@ -122,31 +128,11 @@ class Reporter:
             self._wait_for_pending()
         worker_context().completed_steps = self._number
 
-    def _requested_validation(
-        self, validation: bool | ValidationTaskConfig | None, checkpoint: Checkpoint | None
-    ) -> dict[str, Any] | None:
-        """Return a requested validation's own arguments, or none for the default ones."""
-        if validation is None or validation is False:
-            return None
-        if checkpoint is None:
-            raise ValueError("validation needs a checkpoint: this rank reports None.")
-        if not self._settings.validates:
-            raise ValueError(
-                "report requests a validation, but the run has no function for it: pass "
-                "validation_config=ValidationConfig(fn) to TorchTrainer."
-            )
-        if validation is True:
-            return {}
-        validation.check()
-        return asdict(validation)
-
     def _continues_before(self, request: ReportRequest) -> bool:
-        """Return whether the program continues before the checkpoint is in storage.
-
-        A rank without a checkpoint need not wait if the others do not.
-        """
+        """Return whether the program continues before the checkpoint is in storage."""
         if request.mode is CheckpointUploadMode.ASYNC:
             return True
+        # A rank without a checkpoint need not wait if the others do not.
         if request.checkpoint is not None or request.in_background.exception() is not None:
             return False  # the error is raised by the report itself
         return request.in_background.result()
@@ -161,37 +147,30 @@ class Reporter:
         latest = self._rounds.latest
         return self._resume_from if latest is None else self.storage.checkpoint(latest)
 
-    def all(self, validated: bool, timeout: float | None = None) -> list[ReportedCheckpoint]:
-        """Wait for the reports of this rank, and list the checkpoints that exist.
+    def all(self, validated: bool, timeout: float | None) -> list[ReportedCheckpoint]:
+        """Wait for this rank's reports, and perhaps validations; list the checkpoints that exist.
 
-        Parameters
-        ----------
-        validated : bool
-            Whether to wait for validations, too.
-        timeout : float, optional
-            Seconds after which the checkpoints that exist then are listed; by default no limit.
+        After `timeout` seconds, those that exist then are listed. The best, or the latest, is last.
         """
         self._check_thread()
         deadline = None if timeout is None else time.monotonic() + timeout
         wait(self._pending, timeout)
         if validated and self._settings.validates:
-            wait_for_validations(self.storage, deadline)
-        return reported_checkpoints(self.storage, self._settings)
+            _wait_for_validations(self.storage, deadline)
+        return [
+            ReportedCheckpoint(
+                self.storage.checkpoint(name),
+                dict(manifest.metrics),
+                ReportedCheckpointStatus[manifest.status],
+            )
+            for name, manifest in ranked(self.storage.committed(), self._settings)
+        ]
 
     def register_loader(self, position: Callable[[], Any], name: str | None = None) -> Any:
-        """Save a data loader's position with each checkpoint.
+        """Save the position of a data loader, which its bound method returns, with each checkpoint.
 
-        Parameters
-        ----------
-        position : bound method
-            Returns the loader's position. Only a weak reference to the loader is kept.
-        name : str, optional
-            A name that no other loader has; by default loaders are numbered.
-
-        Returns
-        -------
-        object
-            Its position in the checkpoint from which the training resumes; None if there is none.
+        Loaders without a name are numbered. Only a weak reference to the loader is kept. Returns
+        its position in the checkpoint from which the training resumes; None if there is none.
         """
         if name is not None:
             self._named_loaders[name] = weakref.WeakMethod(position)
@@ -222,17 +201,34 @@ class Reporter:
         return name
 
     def _check_thread(self) -> None:
-        """Check that this is not called by the user's function that uploads a checkpoint."""
         if threading.get_ident() == self._thread_id:
             raise RuntimeError(
                 "checkpoint_upload_fn is a part of a report, and cannot make or await one."
             )
 
-    def _raise_failures(self) -> None:
-        """Raise the error of a report in the background that has failed."""
-        while self._pending and self._pending[0].done():
-            self._pending.pop(0).result()
-
     def _wait_for_pending(self) -> None:
         while self._pending:
             self._pending.pop(0).result()
+
+
+def _wait_for_validations(storage: Storage, deadline: float | None) -> None:
+    """Wait until the checkpoints that exist now have been validated, or for the deadline."""
+    start = time.monotonic()
+    end = start + VALIDATION_SECONDS if deadline is None else deadline
+    warn_at = start + LATE_WARNING_SECONDS
+    pending = [name for name, manifest in storage.committed() if manifest.is_pending]
+
+    def waits() -> str:
+        return (
+            f"After {time.monotonic() - start:.0f} s, get_all_reported_checkpoints still waits for "
+            f"the validation of {', '.join(pending)}"
+        )
+
+    while pending and (left := end - time.monotonic()) > 0:
+        time.sleep(min(POLL_SECONDS, left))
+        pending = [name for name in pending if storage.is_pending(name)]
+        if pending and time.monotonic() > warn_at:
+            warn_at = end
+            print(f"distributor: {waits()}.", flush=True)
+    if pending and deadline is None:
+        raise DistributorError(f"{waits()}, and no longer.")

@@ -11,38 +11,29 @@ from typing import Any
 from distributor.core.addresses import host_name
 from distributor.errors import DistributorError
 from distributor.filesystems import describe_error
-from distributor.train.checkpoint import Checkpoint
 from distributor.train.runtime.store_channel import StoreChannel
+from distributor.train.storage.checkpoint import Checkpoint
 from distributor.train.storage.checkpoint_manager import CheckpointManager
-from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.integrity import Checksum, Damaged
+from distributor.train.storage.checkpoint_store import Storage, stored_positions
+from distributor.train.storage.files import (
+    Checksum,
+    Damaged,
+    break_hardlinks,
+    check_parts,
+    read_share,
+)
 from distributor.train.storage.manifest import Manifest
-from distributor.train.storage.positions import stored_positions
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """The state that a training starts from; the same on all ranks.
+    """The state that a training starts from; the same on all ranks."""
 
-    Parameters
-    ----------
-    latest : str or None
-        The name of the latest checkpoint that is not damaged.
-    next_index : int
-        The number of the next checkpoint.
-    num_reports : int
-        The number of reports up to that checkpoint.
-    positions : mapping of str to object
-        The positions of the data loaders in that checkpoint.
-    damaged : frozenset of str
-        The names of later checkpoints, which are damaged.
-    """
-
-    latest: str | None
-    next_index: int
-    num_reports: int
-    positions: Mapping[str, Any]
-    damaged: frozenset[str]
+    latest: str | None  # the name of the latest checkpoint that is not damaged
+    next_index: int  # the number of the next checkpoint
+    num_reports: int  # up to the latest checkpoint
+    positions: Mapping[str, Any]  # of the data loaders in that checkpoint
+    damaged: frozenset[str]  # the names of later checkpoints, which are damaged
 
 
 def find_resume_point(
@@ -54,23 +45,7 @@ def find_resume_point(
     """Check that all ranks share the storage, and find the checkpoint to resume from.
 
     All ranks call this together. Each reads its share of the files of the latest checkpoint. If one
-    is damaged, the checkpoint before is used.
-
-    Parameters
-    ----------
-    channel : StoreChannel
-        How the ranks communicate.
-    storage : Storage
-        The run's folder.
-    manager : CheckpointManager
-        The run's reports; rank 0's forgets those after the checkpoint.
-    resume_from : Checkpoint or None
-        The checkpoint to start from if the run has none of its own.
-
-    Raises
-    ------
-    DistributorError
-        If the ranks do not share the storage.
+    is damaged, the checkpoint before is used. The manager of rank 0 forgets later reports.
     """
     channel.set_own("proof", {"host": host_name(), **_write_proof(storage)})
     if channel.rank == 0:
@@ -148,14 +123,14 @@ def _survey(storage: Storage) -> dict[str, Any]:
 
 def _is_intact(channel: StoreChannel, storage: Storage, name: str) -> bool:
     """Return whether a checkpoint is undamaged: each rank reads its share of the bytes."""
-    manifest = storage.manifest_of(name)
-    channel.set_own(f"check/{name}", _read_share(channel, storage, name, manifest))
+    manifest, checkpoint = storage.manifest_of(name), storage.checkpoint(name)
+    channel.set_own(f"check/{name}", _read_share(channel, checkpoint, manifest))
     shares = channel.gather(f"check/{name}")
     damages = [share["damage"] for share in shares if share["damage"]]
     if manifest is not None and not damages:
         parts = [Checksum(*part) for share in shares for part in share["parts"]]
         try:
-            storage.check_parts(name, manifest.files, parts)
+            check_parts(checkpoint, manifest.files, parts)
         except Damaged as damage:
             damages.append(str(damage))
     if damages and channel.rank == 0:
@@ -164,14 +139,14 @@ def _is_intact(channel: StoreChannel, storage: Storage, name: str) -> bool:
 
 
 def _read_share(
-    channel: StoreChannel, storage: Storage, name: str, manifest: Manifest | None
+    channel: StoreChannel, checkpoint: Checkpoint, manifest: Manifest | None
 ) -> dict[str, Any]:
     """Read this rank's share of a checkpoint; return its damage or the checksums of its parts."""
     if manifest is None:
         return {"damage": f"rank {channel.rank} cannot read its manifest"}
     try:
-        parts = storage.read_share(name, manifest.files, channel.rank, channel.size)
+        parts = read_share(checkpoint, manifest.files, channel.rank, channel.size)
     except Damaged as damage:
         return {"damage": str(damage)}
-    storage.break_hardlinks(name, manifest.files[channel.rank :: channel.size])
+    break_hardlinks(checkpoint, manifest.files[channel.rank :: channel.size])
     return {"damage": None, "parts": parts}

@@ -11,28 +11,21 @@ from typing import TYPE_CHECKING, Any
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.filesystems import UnknownScheme
 from distributor.rank.context import worker_context
-from distributor.train.checkpoint import Checkpoint
 from distributor.train.runtime.collectives import Collectives
 from distributor.train.runtime.in_process import InProcessRun
 from distributor.train.runtime.preemption import NoticeTracker, agree
 from distributor.train.runtime.reporter import Reporter
+from distributor.train.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from distributor.data.shard import DatasetShard
 
 
 class RankSession:
-    """The reporter and the preemption notices of this process.
+    """The reporter, the preemption notices and the trainer's datasets of this process.
 
-    Each process has one, `session`, which is empty at first. Both parts are created when they are
-    first needed, and live until the process ends: a rank is one process of one attempt, so that
-    nothing is ever reset. Creating the reporter is collective: it waits until all ranks do it. It
-    is finished when the rank's program has returned (`Reporter.finish`).
-
-    Attributes
-    ----------
-    dataset_shards : mapping of str to DatasetShard
-        This rank's part of the trainer's datasets.
+    The parts are created when they are first needed, and live until the process ends: a rank is one
+    process of one attempt, so that nothing is ever reset.
     """
 
     def __init__(self) -> None:
@@ -63,39 +56,21 @@ class RankSession:
 
     @property
     def collectives(self) -> Collectives | InProcessRun:
-        """Barriers and broadcasts.
-
-        Raises
-        ------
-        RuntimeError
-            If this process is not a rank of a run.
-        """
         self.require_rank("The functions of distributor.train.collective")
         return self._in_process or self._collectives
 
     @property
     def reporter(self) -> Reporter | InProcessRun:
-        """The reporter; started first if necessary, see `start_reporter` for what that raises."""
+        """The reporter; started first if necessary."""
         return self._in_process or self._reporter or self.start_reporter()
 
     def start_reporter(
         self, filesystem: Any = None, resume_from: Checkpoint | None = None
     ) -> Reporter:
-        """Start this rank's reporter, together with all other ranks.
+        """Start this rank's reporter, together with all other ranks; see `Reporter`.
 
-        Parameters
-        ----------
-        filesystem : FileSystem, optional
-            The file system of the storage path; by default the one that the path names.
-        resume_from : Checkpoint, optional
-            The checkpoint to start from as long as the run has none of its own.
-
-        Raises
-        ------
-        RuntimeError
-            If this process is not a rank of a run, or the run has no storage.
-        DistributorError
-            If the ranks do not share the storage, or one of them does not call this.
+        Raises RuntimeError if this process is not a rank of a run, or the run has no storage, and
+        DistributorError if the ranks do not share the storage, or one of them does not call this.
         """
         self.require_rank("report and get_checkpoint")
         settings = CheckpointSettings.from_env()
@@ -112,27 +87,20 @@ class RankSession:
         return worker_context().is_rank and self._notices_of("is_preempted").is_due()
 
     def preempted_ranks(self) -> dict[str, list[int]] | None:
-        """Return, from the same call on in all ranks, the hosts that are about to lose a process.
-
-        Raises
-        ------
-        RuntimeError
-            If this process is not a rank of a run.
-        """
+        """Return the hosts that will lose a process, from the same call on in all ranks."""
         self.require_rank("get_preemption_info")
         if not worker_context().is_rank:  # a subprocess of a rank, or the process of `fit`
             return None
         return self._notices_of("get_preemption_info").preempted_ranks()
 
     def _notices_of(self, function: str) -> NoticeTracker:
-        """Return the notices of a function, whose calls are counted for themselves."""
+        """Return the notices of a function, whose calls are counted separately."""
         if function not in self._notices:
             tracker = self._notices[function] = NoticeTracker(partial(agree, function))
             worker_context().preemption_notices.subscribe(tracker.receive)
         return self._notices[function]
 
     def was_preempted(self) -> bool:
-        """Return whether the program knows that the run is about to lose a process."""
         return any(notices.was_due for notices in self._notices.values())
 
     def require_rank(self, what: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -29,12 +29,9 @@ EQUALLY_OFTEN = "Every rank must call report equally often."
 class StoreChannel:
     """Exchanges JSON values between the ranks of a run; to be used by one thread.
 
-    Parameters
-    ----------
-    rank, size : int
-        This rank, and the number of ranks.
-    store : torch.distributed.Store
-        The store that holds the values.
+    All methods raise ConnectionError if rank 0, which holds the store, has ended, and
+    DistributorError if other ranks do not take part within a timeout, by default
+    `RANK_TIMEOUT_SECONDS`; it names them.
     """
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
@@ -45,44 +42,17 @@ class StoreChannel:
 
     @classmethod
     def connect(cls, timeout: float = RANK_TIMEOUT_SECONDS) -> StoreChannel:
-        """Return this rank's channel, with its own connection to the run's store.
-
-        Parameters
-        ----------
-        timeout : float
-            The time that the store may take to answer, in seconds.
-        """
+        """Return this rank's channel, with a connection of its own and a limit for each answer."""
         store = connect_store("distributor/train", timeout=timedelta(seconds=timeout))
         return cls(runtime.get_global_rank(), runtime.get_world_size(), store)
 
     def set(self, key: str, value: Any) -> None:
-        """Set a value for all ranks; used by rank 0 for its decisions.
-
-        Raises
-        ------
-        ConnectionError
-            If rank 0, which holds the store, has ended.
-        """
+        """Set a value for all ranks; used by rank 0 for its decisions."""
         self._round_keys.append(key)
         self._set(key, value)
 
     def get(self, key: str, timeout: float | None = None) -> Any:
-        """Wait for a value that rank 0 sets for all ranks, and return it.
-
-        Parameters
-        ----------
-        key : str
-            Its key.
-        timeout : float, optional
-            Seconds to wait for it; by default `RANK_TIMEOUT_SECONDS`.
-
-        Raises
-        ------
-        DistributorError
-            If it is not set in time; names the missing ranks.
-        ConnectionError
-            If rank 0, which holds the store, has ended.
-        """
+        """Wait for a value that rank 0 sets for all ranks, and return it."""
         return self._wait_and_get({0: key}, timeout)[0]
 
     def _wait_and_get(self, keys: dict[int, str], timeout: float | None) -> list[Any]:
@@ -95,7 +65,9 @@ class StoreChannel:
             print(f"distributor: {waits} to report, or to upload files.", flush=True)
         if missing := self._missing(keys, start + timeout):
             raise DistributorError(f"{self._waits_for(missing, timeout)}. {EQUALLY_OFTEN}")
-        return [json.loads(self._get(key)) for key in keys.values()]
+        with self._uses_store():
+            values = [bytes(self._store.get(key)) for key in keys.values()]
+        return [json.loads(value) for value in values]
 
     def _waits_for(self, missing: list[int], seconds: float) -> str:
         return f"After {seconds:g} s, rank {self.rank} still waits for {listed('rank', missing)}"
@@ -106,28 +78,21 @@ class StoreChannel:
         with contextlib.suppress(Exception):  # timeout, or rank 0 has ended
             self._store.wait(list(keys.values()), timedelta(seconds=left))
             return []
-        return [rank for rank, key in keys.items() if not self._is_set(key)]
-
-    def _is_set(self, key: str) -> bool:
-        try:
-            return bool(self._store.check([key]))
-        except Exception as error:
-            raise self._lost() from error
-
-    def _get(self, key: str) -> bytes:
-        try:
-            return bytes(self._store.get(key))
-        except Exception as error:
-            raise self._lost() from error
+        with self._uses_store():
+            return [rank for rank, key in keys.items() if not self._store.check([key])]
 
     def _set(self, key: str, value: Any) -> None:
-        try:
+        with self._uses_store():
             self._store.set(key, json.dumps(value))
-        except Exception as error:
-            raise self._lost() from error
 
-    def _lost(self) -> ConnectionError:
-        return ConnectionError(f"Rank {self.rank} has lost rank 0, through which ranks report.")
+    @contextlib.contextmanager
+    def _uses_store(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise ConnectionError(
+                f"Rank {self.rank} has lost rank 0, through which ranks report."
+            ) from error
 
     def set_own(self, key: str, value: Any) -> None:
         """Set this rank's value for a key for which every rank sets a value."""
@@ -135,25 +100,21 @@ class StoreChannel:
         self._set(self._own_keys[-1], value)
 
     def gather(self, key: str, timeout: float | None = None) -> list[Any]:
-        """Wait for every rank's value, and return all in rank order; raises the same as `get`."""
+        """Wait for every rank's value, and return all in rank order."""
         return self._wait_and_get({rank: f"{key}/{rank}" for rank in range(self.size)}, timeout)
 
     def set_first(self, key: str, value: str) -> str:
         """Set a value unless another rank has; return the one that was set first."""
-        try:
+        with self._uses_store():
             first: str = self._store.compare_set(key, "", value).decode()
-        except Exception as error:
-            raise self._lost() from error
         if first == value:
             self._own_keys.append(key)
         return first
 
     def delete_keys(self) -> None:
-        """Delete the keys of the round that ends, so that they do not accumulate in the store.
-
-        The values that rank 0 has set for all ranks stay for one more round, because other ranks
-        may not have read them yet.
-        """
+        """Delete the keys of the round that ends, so that they do not accumulate in the store."""
+        # The values that rank 0 has set for all ranks stay for one more round, because other ranks
+        # may not have read them yet.
         for key in (*self._own_keys, *self._last_round_keys):
             with contextlib.suppress(Exception):  # if rank 0 has ended, the next call raises
                 self._store.delete_key(key)
@@ -168,21 +129,8 @@ class StoreChannel:
     ) -> Any:
         """Wait until all ranks have reached this call, and return what rank 0 decides.
 
-        Parameters
-        ----------
-        key : str
-            A key of this call.
-        value : object
-            This rank's contribution.
-        decide : callable
-            Called on rank 0 with the contributions of all ranks.
-        timeout : float, optional
-            Seconds to wait for them; by default `RANK_TIMEOUT_SECONDS`.
-
-        Raises
-        ------
-        DistributorError
-            On all ranks: if one does not reach it in time, which it names, or `decide` raises it.
+        `value` is this rank's contribution; `decide` is called on rank 0 with those of all ranks.
+        A DistributorError is raised on all ranks, also if `decide` raises it.
         """
         self.set_own(key, {"value": value})
         return self.decide(key, lambda: self._decision(key, decide, timeout), timeout)["value"]
@@ -190,23 +138,9 @@ class StoreChannel:
     def decide(
         self, key: str, make: Callable[[], dict[str, Any]], timeout: float | None = None
     ) -> dict[str, Any]:
-        """Return rank 0's decision.
-
-        Parameters
-        ----------
-        key : str
-            Its key.
-        make : callable
-            Called on rank 0. It may take `timeout` itself, because it waits for the other ranks;
-            their own time therefore starts anew when rank 0 has reached this call.
-        timeout : float, optional
-            Seconds to wait; by default `RANK_TIMEOUT_SECONDS`.
-
-        Raises
-        ------
-        DistributorError
-            On all ranks: if rank 0 decides that there is an error, or does not reach this call.
-        """
+        """Return what `make` returns on rank 0, or raise the error in it on all ranks."""
+        # `make` may take `timeout` itself, because it waits for the other ranks. Therefore their
+        # own time starts anew when rank 0 has reached this call.
         if self.rank == 0:
             self._set_decision(key, make)
         else:
@@ -257,5 +191,4 @@ class StoreChannel:
         return f"{' and '.join(left)}, but other ranks report once more. {EQUALLY_OFTEN}"
 
     def barrier(self, key: str) -> None:
-        """Wait until all ranks have reached this call; raises as `agree` does."""
         self.agree(key, None, lambda values: None)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.core.text import counted
 from distributor.errors import DistributorError
 from distributor.filesystems import describe_error
 from distributor.train.storage.checkpoint_store import Storage
@@ -17,7 +18,6 @@ from distributor.train.storage.manifest import (
     Manifest,
     StoredFile,
 )
-from distributor.train.storage.positions import check_in_step
 from distributor.train.storage.report_log import RUN_LOG, Report, ReportLog, read_log
 from distributor.train.storage.retention import remove_all, remove_surplus, score_of
 
@@ -26,15 +26,7 @@ LOG_INTERVAL = 10.0
 
 
 class CheckpointManager:
-    """The reports of a training run, and the checkpoints that it keeps.
-
-    Parameters
-    ----------
-    storage : Storage
-        The run's folder.
-    settings : CheckpointSettings
-        Which checkpoints are kept.
-    """
+    """The reports of a training run, and the checkpoints that it keeps."""
 
     def __init__(self, storage: Storage, settings: CheckpointSettings) -> None:
         self._storage = storage
@@ -48,12 +40,7 @@ class CheckpointManager:
     def resume_from(self, checkpoint: str | None, unfinished: Sequence[str] = ()) -> int:
         """Forget the reports after a checkpoint, and return the number of those up to it.
 
-        Parameters
-        ----------
-        checkpoint : str or None
-            The checkpoint; None if there is none.
-        unfinished : sequence of str
-            Checkpoints that earlier attempts have begun; removed after the next commit.
+        `unfinished` are checkpoints of earlier attempts, removed after the next commit.
         """
         self._unfinished = [*unfinished]
         if checkpoint is None:
@@ -69,23 +56,14 @@ class CheckpointManager:
         return count
 
     def add(self, report: Report, index: int, parts: Sequence[dict[str, Any]]) -> None:
-        """Add a report of all ranks, and commit its checkpoint if it has one.
+        """Add a report of all ranks, in rank order, and commit its checkpoint if it has one.
 
-        Parameters
-        ----------
-        report : Report
-            The report, with the name of the checkpoint if any rank has reported one.
-        index : int
-            The checkpoint's number.
-        parts : sequence of dict
-            Each rank's part of the report, in rank order.
-
-        Raises
-        ------
-        DistributorError
-            If the parts do not agree, or a rank could not upload its files.
+        `index` is the checkpoint's number. Raises DistributorError if the parts do not agree, or a
+        rank could not upload its files.
         """
-        _check_parts(parts, self._storage.path)
+        for rank, part in enumerate(parts):
+            if "error" in part:
+                raise DistributorError(failed_upload(rank, self._storage.path, part["error"]))
         files = [part["files"] for part in parts if part["files"] is not None]
         if files:
             check_in_step([part["positions"] for part in parts])
@@ -105,7 +83,6 @@ class CheckpointManager:
     def _warn_of_versions(
         self, stored: Sequence[StoredFile], parts: Sequence[dict[str, Any]]
     ) -> None:
-        """Warn once if ranks have reported different files of one name."""
         kept = set(stored)
         for rank, part in enumerate(parts):
             for file in (StoredFile(**fields) for fields in part["other versions"]):
@@ -118,7 +95,6 @@ class CheckpointManager:
                     )
 
     def _warn_without_score(self, report: Report) -> None:
-        """Warn once if a checkpoint cannot be ranked."""
         name = self._settings.score_attribute
         if name is not None and score_of(report.metrics, name) is None:
             self._warn_once(
@@ -176,7 +152,6 @@ class CheckpointManager:
         self._remove_others(unfinished)
 
     def _remove_others(self, unfinished: Sequence[str]) -> None:
-        """Remove unfinished checkpoints, and those that are not to be kept."""
         failures = [
             *remove_surplus(self._storage, self._settings),
             *remove_all(self._storage, unfinished),
@@ -191,15 +166,7 @@ def requested_validation(parts: Sequence[dict[str, Any]]) -> Any:
 
 
 def failed_upload(rank: int, folder: str, why: str) -> str:
-    """Return that a rank has failed to upload its checkpoint."""
     return f"Rank {rank} could not upload its checkpoint to {folder}: {why}"
-
-
-def _check_parts(parts: Sequence[dict[str, Any]], folder: str) -> None:
-    """Check that no rank has failed."""
-    for rank, part in enumerate(parts):
-        if "error" in part:
-            raise DistributorError(failed_upload(rank, folder, part["error"]))
 
 
 def _merge_files(parts: list[list[dict[str, Any]]]) -> tuple[StoredFile, ...]:
@@ -212,3 +179,29 @@ def _merge_files(parts: list[list[dict[str, Any]]]) -> tuple[StoredFile, ...]:
                 "rank in the name of each file, or let one rank report it."
             )
     return tuple(files.values())
+
+
+def check_in_step(positions: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all ranks, in this order, have read equally much of each dataset that they share.
+
+    A checkpoint has one position for all of them: with any other, a restart would skip rows.
+    Different epochs are no error if each rank has read whole ones.
+    """
+    shards = {name for each in positions for name, at in each.items() if "history" in at}
+    for name in sorted(shards):
+        found = [each.get(name) for each in positions]
+        other = next((rank for rank, at in enumerate(found) if at != found[0]), None)
+        if other is not None and any(at and at["history"] for at in found):
+            raise DistributorError(
+                f"The ranks have not read {name} in step: rank 0 {_describe(found[0])}, but rank "
+                f"{other} {_describe(found[other])}. A checkpoint has one position for all ranks, "
+                "so they must read their shards together, with the same batch size and as many "
+                "passes. What only one rank reads can be a dataset of its own."
+            )
+
+
+def _describe(position: Mapping[str, Any] | None) -> str:
+    if position is None:
+        return "has not read it"
+    rows = position["history"][-1][1] if position["history"] else 0
+    return f"has read {counted(rows, 'row')} of its share in epoch {position['epoch']}"

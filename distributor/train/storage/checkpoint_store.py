@@ -1,11 +1,10 @@
-"""The storage of a run's checkpoints: a checkpoint exists once its manifest is written.
+"""The storage of a run's checkpoints: a checkpoint exists once its manifest is written."""
 
-A checkpoint is a folder with the files of all ranks. First the files are written, each in one
-pass. Then their sizes are checked. Then the manifest is written, which lists them. Nothing is
-appended to, renamed or written twice, because mounted object stores support none of that; only the
-log of the whole run is rewritten, if that is possible. Readers ignore a folder without a manifest,
-and one whose manifest is incomplete.
-"""
+# A checkpoint is a folder with the files of all ranks. First the files are written, each in one
+# pass. Then their sizes are checked. Then the manifest is written, which lists them. Nothing is
+# appended to, renamed or written twice, because mounted object stores support none of that; only
+# the log of the whole run is rewritten, if that is possible. Readers ignore a folder without a
+# manifest, and one whose manifest is incomplete.
 
 from __future__ import annotations
 
@@ -13,13 +12,15 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import pyarrow.fs as pafs
 
+from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.errors import DistributorError
 from distributor.filesystems import (
     is_local,
@@ -29,13 +30,13 @@ from distributor.filesystems import (
     resolve,
     stored_name,
 )
-from distributor.train.checkpoint import Checkpoint
-from distributor.train.storage.integrity import (
-    Checksum,
-    check_parts,
+from distributor.train.storage.checkpoint import Checkpoint
+from distributor.train.storage.files import (
     check_sizes,
-    find_damage,
-    read_share,
+    files_of,
+    identities_of,
+    size_and_checksum,
+    upload_file,
 )
 from distributor.train.storage.manifest import (
     MANIFEST,
@@ -44,14 +45,6 @@ from distributor.train.storage.manifest import (
     Manifest,
     StoredFile,
     StoredValidation,
-)
-from distributor.train.storage.run_folder import RunFolder
-from distributor.train.storage.upload import break_hardlink, size_and_checksum, upload_file
-from distributor.train.storage.upload_assignment import (
-    Assignment,
-    assign_all,
-    files_of,
-    identities_of,
 )
 
 T = TypeVar("T")
@@ -62,27 +55,28 @@ DAMAGED: Literal["damaged"] = "damaged"
 HDFS_WRITERS = 8
 """The number of files that a rank writes to HDFS at a time: to close one often takes 0.5 s."""
 
+Assignment = Callable[[Mapping[str, str]], Iterator[tuple[str, bool]]]
+"""Selects, from files by name and identity, those that this rank processes, one at a time.
+
+Each comes with whether this rank uploads it. If not, a different file of the same name is uploaded
+by another rank, and this rank only computes the checksum, so that the two can be compared.
+"""
+
+
+def assign_all(files: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
+    """Assign all files to this rank."""
+    for name in files:
+        yield name, True
+
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """The folders of a run.
+    """The folders of a run."""
 
-    Parameters
-    ----------
-    committed : list of pairs of str and Manifest
-        The names and manifests of the checkpoints that exist, in the order of reports.
-    damaged : list of str
-        The names of checkpoints with a damaged manifest, which a person may be able to repair.
-    unfinished : list of str
-        The names of numbered checkpoints that were begun and not committed.
-    next_index : int
-        The number of the next checkpoint; a number is never used twice.
-    """
-
-    committed: list[tuple[str, Manifest]]
-    damaged: list[str]
-    unfinished: list[str]
-    next_index: int
+    committed: list[tuple[str, Manifest]]  # in the order of reports
+    damaged: list[str]  # their manifests are, which a person may be able to repair
+    unfinished: list[str]  # numbered checkpoints that were begun and not committed
+    next_index: int  # the number of the next checkpoint; a number is never used twice
 
 
 class _OneAtATime(Iterator[T]):
@@ -119,38 +113,84 @@ def _run_in_threads(function: Callable[[], None], count: int) -> None:
             call.result()
 
 
-class Storage(RunFolder):
-    """The checkpoints of one run.
+class Storage:
+    """The folder of one run in storage, with its checkpoints.
 
-    Parameters
-    ----------
-    storage_path : str or path
-        The folder of all runs: a path, a mounted share, or an address such as
-        ``s3://bucket/runs``.
-    name : str
-        The run's name, which is its folder's name.
-    filesystem : pyarrow.fs.FileSystem or fsspec file system, optional
-        The file system of `storage_path`; by default the one that the path names.
-
-    Attributes
-    ----------
-    filesystem : pyarrow.fs.FileSystem
-        The file system.
-    path : str
-        The run's folder in it.
+    `storage_path` is the folder of all runs: a path or an address, which `filesystem` replaces.
+    `path` is the run's folder in the file system.
     """
 
     def __init__(
         self, storage_path: str | os.PathLike[str], name: str, filesystem: Any = None
     ) -> None:
-        found, root = resolve(storage_path, filesystem)
-        super().__init__(found, f"{root}/{name}")
+        self.filesystem, root = resolve(storage_path, filesystem)
+        self.path = f"{root}/{name}"
 
     @classmethod
     def at(cls, filesystem: pafs.FileSystem, path: str) -> Storage:
         """Return the storage in a run's folder."""
         root, _, name = path.rpartition("/")
         return cls(root, name, filesystem)
+
+    # Single files
+
+    def write(self, name: str, data: bytes) -> StoredFile:
+        """Write a file in the run's folder, in one pass."""
+        path = f"{self.path}/{name}"
+        make_folder(self.filesystem, path.rpartition("/")[0])
+        with self.filesystem.open_output_stream(native(self.filesystem, path)) as stream:
+            stream.write(data)
+        return StoredFile(name.rpartition("/")[2], len(data), zlib.crc32(data))
+
+    def read(self, name: str) -> bytes | None:
+        """Read a file in the run's folder; return None if it does not exist."""
+        path = native(self.filesystem, f"{self.path}/{name}")
+        try:
+            with self.filesystem.open_input_stream(path) as stream:
+                data: bytes = stream.read()
+        except FileNotFoundError:
+            return None
+        return data
+
+    def remove_files(self, names: Sequence[str]) -> set[str]:
+        """Remove files in the run's folder, in order, and return those that existed."""
+        paths = {name: native(self.filesystem, f"{self.path}/{name}") for name in names}
+        infos = self.filesystem.get_file_info(list(paths.values()))
+        found = zip(names, infos, strict=True)
+        existing = [name for name, info in found if info.type == pafs.FileType.File]
+        for name in existing:
+            self.filesystem.delete_file(paths[name])
+        return set(existing)
+
+    # The places of checkpoints
+
+    def contains(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a checkpoint is in the run's folder, at any depth."""
+        return self._relative_path(checkpoint) is not None
+
+    def name_of(self, checkpoint: Checkpoint) -> str | None:
+        """Return the name of a checkpoint that is directly in the run's folder, otherwise None."""
+        path = self._relative_path(checkpoint)
+        return None if path is None or "/" in path else path
+
+    def is_inside(self, checkpoint: Checkpoint) -> bool:
+        """Return whether the run's folder is a checkpoint's folder, or inside it."""
+        paths = self._comparable_paths(checkpoint)
+        return paths is not None and f"{paths[0]}/".startswith(f"{paths[1]}/")
+
+    def _relative_path(self, checkpoint: Checkpoint) -> str | None:
+        if (paths := self._comparable_paths(checkpoint)) is None:
+            return None
+        run, path = paths
+        return path.removeprefix(f"{run}/") if path.startswith(f"{run}/") else None
+
+    def _comparable_paths(self, checkpoint: Checkpoint) -> tuple[str, str] | None:
+        """Return the paths of the run's folder and of a checkpoint; None on two file systems."""
+        if is_local(self.filesystem) and is_local(checkpoint.filesystem):
+            return os.path.realpath(self.path), os.path.realpath(checkpoint.path)
+        if self.filesystem.equals(checkpoint.filesystem):
+            return self.path, os.path.normpath(checkpoint.path)
+        return None
 
     # The files of a checkpoint that is being reported
 
@@ -165,71 +205,42 @@ class Storage(RunFolder):
         """Upload a rank's files into a checkpoint, which does not exist until it is committed.
 
         Returns the files that it has uploaded, and those of which another rank uploads another
-        version.
-
-        Parameters
-        ----------
-        folder : str or path
-            A folder of this machine.
-        checkpoint : str
-            The checkpoint's name.
-        assignment : callable
-            Selects the files that this rank uploads; by default all.
-        keep : bool
-            Whether the folder's files may still be used afterwards, and not only removed.
-
-        Raises
-        ------
-        DistributorError
-            If the checkpoint is already committed: checkpoints are never overwritten.
+        version. With `keep`, the folder's files may still be used afterwards, and not only removed.
         """
         self._check_uncommitted(checkpoint)
         files = {
             stored_name(self.filesystem, name): file for name, file in files_of(folder).items()
         }
-        for target in {self._path(checkpoint, name).rpartition("/")[0] for name in files}:
+        root = f"{self.path}/{checkpoint}"
+        for target in {f"{root}/{name}".rpartition("/")[0] for name in files}:
             make_folder(self.filesystem, target)
         uploaded: list[StoredFile] = []
         others: list[StoredFile] = []
         assigned = _OneAtATime(assignment(identities_of(files)))
 
-        def process(name: str, uploads: bool) -> None:
-            if uploads:
-                target = self._path(checkpoint, name)
-                sums = upload_file(files[name], self.filesystem, target, keep=keep)
-                uploaded.append(StoredFile(name, *sums))
-            else:
-                sums = size_and_checksum(pafs.LocalFileSystem(), str(files[name]))
-                others.append(StoredFile(name, *sums))
-
-        def process_all() -> None:
+        def process_files() -> None:
             try:
                 for name, uploads in assigned:
-                    process(name, uploads)
+                    if uploads:
+                        target = f"{root}/{name}"
+                        sums = upload_file(files[name], self.filesystem, target, keep=keep)
+                        uploaded.append(StoredFile(name, *sums))
+                    else:
+                        sums = size_and_checksum(pafs.LocalFileSystem(), str(files[name]))
+                        others.append(StoredFile(name, *sums))
             except BaseException:
                 assigned.stop()
                 raise
 
         # Others buffer whole files in memory, or are not made for several threads.
         is_hdfs = "hdfs" in self.filesystem.type_name
-        _run_in_threads(process_all, min(HDFS_WRITERS, len(files)) if is_hdfs else 1)
+        _run_in_threads(process_files, min(HDFS_WRITERS, len(files)) if is_hdfs else 1)
         return uploaded, others
 
     def describe(self, checkpoint: str, assignment: Assignment = assign_all) -> list[StoredFile]:
         """Read the files that ranks have saved in a checkpoint's folder, and describe them.
 
-        Parameters
-        ----------
-        checkpoint : str
-            The checkpoint's name.
-        assignment : callable
-            Selects the files that this rank reads; by default all. Those that another rank uploads
-            are skipped.
-
-        Raises
-        ------
-        DistributorError
-            If the checkpoint is already committed.
+        Those that another rank uploads are skipped.
         """
         self._check_uncommitted(checkpoint)
         root = f"{self.path}/{checkpoint}"
@@ -241,14 +252,8 @@ class Storage(RunFolder):
         ]
 
     def commit(self, checkpoint: str, manifest: Manifest) -> None:
-        """Check that all files of a checkpoint are in storage, and write its manifest.
-
-        Raises
-        ------
-        DistributorError
-            If a file is missing, or has another size.
-        """
-        check_sizes(self.filesystem, f"{self.path}/{checkpoint}", manifest.files)
+        """Check that all files of a checkpoint are in storage, and write its manifest."""
+        check_sizes(self.checkpoint(checkpoint), manifest.files)
         self._remove_other_files(checkpoint, manifest.files)
         self.write(f"{checkpoint}/{MANIFEST}", manifest.to_json())
 
@@ -262,14 +267,13 @@ class Storage(RunFolder):
     def _remove_other_files(self, checkpoint: str, files: Iterable[StoredFile]) -> None:
         """Remove files that a killed attempt has left in a checkpoint's folder."""
         listed = {file.name for file in files}
-        existing = set(list_files(self.filesystem, self._path(checkpoint)))
+        existing = set(list_files(self.filesystem, f"{self.path}/{checkpoint}"))
         if listed <= existing:  # else the file system lists other paths than were written
             self.remove_files([f"{checkpoint}/{name}" for name in existing - listed])
 
     # Checkpoints
 
     def checkpoint(self, name: str) -> Checkpoint:
-        """Return a checkpoint by its name."""
         return Checkpoint(f"{self.path}/{name}", self.filesystem)
 
     def committed(self) -> list[tuple[str, Manifest]]:
@@ -316,28 +320,6 @@ class Storage(RunFolder):
         self.remove_files([f"{checkpoint}/{VALIDATION}"])  # incomplete
         self.write(f"{checkpoint}/{VALIDATION}", result.to_json())
 
-    def find_damage(self, checkpoint: str, files: Sequence[StoredFile]) -> str | None:
-        """Read files of a checkpoint completely, and describe the first that is damaged."""
-        return find_damage(self.filesystem, self._path(checkpoint), files)
-
-    def read_share(
-        self, checkpoint: str, files: Sequence[StoredFile], rank: int, size: int
-    ) -> list[Checksum]:
-        """Read a rank's share of a checkpoint; see `integrity.read_share`."""
-        return read_share(self.filesystem, self._path(checkpoint), files, rank, size)
-
-    def check_parts(
-        self, checkpoint: str, files: Sequence[StoredFile], parts: Iterable[Checksum]
-    ) -> None:
-        """Check files of which ranks have each read a part; see `integrity.check_parts`."""
-        check_parts(self._path(checkpoint), files, parts)
-
-    def break_hardlinks(self, checkpoint: str, files: Sequence[StoredFile]) -> None:
-        """Ensure that files of a checkpoint cannot be modified through other names of theirs."""
-        if is_local(self.filesystem):
-            for file in files:
-                break_hardlink(self._path(checkpoint, file.name))
-
     def uncommit(self, checkpoint: str) -> None:
         """Remove what makes a checkpoint count, and leave its files."""
         self.remove_files([f"{checkpoint}/{name}" for name in RESERVED])
@@ -345,7 +327,7 @@ class Storage(RunFolder):
     def remove(self, checkpoint: str) -> None:
         """Remove a checkpoint: its manifest first, so that no reader sees half of it."""
         self.remove_files([f"{checkpoint}/{MANIFEST}"])
-        self.filesystem.delete_dir(native(self.filesystem, self._path(checkpoint)))
+        self.filesystem.delete_dir(native(self.filesystem, f"{self.path}/{checkpoint}"))
 
     def folders(self) -> list[str]:
         """List the folders in the run's folder, which are its checkpoints."""
@@ -357,5 +339,20 @@ class Storage(RunFolder):
         infos = self.filesystem.get_file_info(selector)
         return [info.base_name for info in infos if info.type == pafs.FileType.Directory]
 
-    def _path(self, checkpoint: str, *names: str) -> str:
-        return "/".join((self.path, checkpoint, *names))
+
+def stored_positions(checkpoint: Checkpoint | None) -> Mapping[str, Any]:
+    """Read the positions of data loaders from a checkpoint's manifest."""
+    if checkpoint is None:
+        return {}
+    root, _, name = checkpoint.path.rpartition("/")
+    manifest = Storage.at(checkpoint.filesystem, root).manifest_of(name)
+    return manifest.positions if manifest else {}
+
+
+def latest_positions(
+    settings: CheckpointSettings, filesystem: Any = None, resume_from: Checkpoint | None = None
+) -> Mapping[str, Any]:
+    """Read the positions from which a run resumes, unless its latest checkpoint is damaged."""
+    storage = Storage(settings.storage_path, settings.name, filesystem)
+    committed = storage.committed()
+    return stored_positions(storage.checkpoint(committed[-1][0]) if committed else resume_from)

@@ -22,56 +22,25 @@ COMMITTED, PENDING = "COMMITTED", "PENDING_VALIDATION"
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of a checkpoint.
+    """A file of a checkpoint."""
 
-    Parameters
-    ----------
-    name : str
-        Its path, relative to the checkpoint's folder.
-    size : int
-        Its size in bytes.
-    checksum : int
-        The CRC-32 of its content.
-    """
-
-    name: str
+    name: str  # its path, relative to the checkpoint's folder
     size: int
-    checksum: int
+    checksum: int  # CRC-32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The content of a committed checkpoint.
+    """The content of a committed checkpoint."""
 
-    Parameters
-    ----------
-    index : int
-        The checkpoint's number, which orders the checkpoints of a run, from 0.
-    metrics : mapping of str to object
-        The metrics that rank 0 reported with it.
-    world_size : int
-        The number of ranks that wrote it.
-    positions : mapping of str to object
-        The position of each data loader of the ranks, by the loader's number.
-    files : tuple of StoredFile
-        All its files.
-    validation : mapping of str to object or None
-        The validation that was requested, as keyword arguments of ``ValidationTaskConfig``; empty
-        for the default one.
-    status : str
-        The name of its ``ReportedCheckpointStatus``.
-    retention : mapping of str to object
-        The fields of `CheckpointSettings` that determined which checkpoints were kept.
-    """
-
-    index: int
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    index: int  # orders the checkpoints of a run, from 0
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # those of rank 0
     world_size: int
-    positions: Mapping[str, Any] = field(default_factory=dict)
+    positions: Mapping[str, Any] = field(default_factory=dict)  # of data loaders, by their numbers
     files: tuple[StoredFile, ...]
-    validation: Mapping[str, Any] | None = None
-    status: str = COMMITTED
-    retention: Mapping[str, Any] = field(default_factory=dict)
+    validation: Mapping[str, Any] | None = None  # arguments of ValidationTaskConfig, if requested
+    status: str = COMMITTED  # the name of a ReportedCheckpointStatus
+    retention: Mapping[str, Any] = field(default_factory=dict)  # `CheckpointSettings.retention`
 
     @property
     def is_pending(self) -> bool:
@@ -90,13 +59,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
-        """Parse a manifest.
-
-        Raises
-        ------
-        ValueError, TypeError, KeyError
-            If it is damaged.
-        """
+        """Parse a manifest; raises ValueError, TypeError or KeyError if it is damaged."""
         envelope = json.loads(text)
         if zlib.crc32(envelope["of"].encode()) != envelope["checksum"]:
             raise ValueError("The manifest's checksum does not match its content.")
@@ -106,19 +69,9 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredValidation:
-    """The result of a checkpoint's validation.
+    """The result of a checkpoint's validation."""
 
-    Parameters
-    ----------
-    index : int
-        The checkpoint's number: of two checkpoints of one name, one may have been removed.
-    status : str
-        The name of a ``ReportedCheckpointStatus``.
-    metrics : mapping of str to object
-        The metrics that it returned; none if it failed.
-    """
-
-    index: int
+    index: int  # of the checkpoint: of two with one name, one may have been removed
     status: str
     metrics: Mapping[str, Any] = field(default_factory=dict)
 

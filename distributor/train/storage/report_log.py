@@ -1,10 +1,9 @@
-"""The log of a training run's reports: JSON lines, of which only the latest are written again.
+"""The log of a training run's reports: JSON lines, of which only the latest are written again."""
 
-A log is a file with the latest reports. If there are many, its first line names a file of the run
-with those before them, a segment, whose first line may name another one. A segment is written once
-and under a new name, before any log that refers to it. So a report is written a few times, however
-long the run, and a killed attempt leaves no more than a segment to which nothing refers.
-"""
+# A log is a file with the latest reports. If there are many, its first line names a file of the run
+# with those before them, a segment, whose first line may name another one. A segment is written
+# once and under a new name, before any log that refers to it. So a report is written a few times,
+# however long the run, and a killed attempt leaves no more than a segment to which nothing refers.
 
 from __future__ import annotations
 
@@ -30,38 +29,34 @@ AFTER = "after"
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One report of all ranks.
+    """One report of all ranks."""
 
-    Parameters
-    ----------
-    number : int
-        Its number, from 0; reports of the earlier attempts that it continues count too.
-    metrics : mapping of str to object
-        Rank 0's metrics.
-    checkpoint : str or None
-        The name of the checkpoint that was reported with it.
-    world_size, attempt : int
-        The number of ranks, and the attempt of the run in which they reported.
-    at : float
-        When, in seconds since the epoch.
-    """
-
-    number: int
-    metrics: Mapping[str, Any]
-    checkpoint: str | None
+    number: int  # from 0; reports of the earlier attempts that it continues count too
+    metrics: Mapping[str, Any]  # those of rank 0
+    checkpoint: str | None  # the name of the checkpoint that was reported with it
     world_size: int
-    attempt: int
+    attempt: int  # of the run
     at: float = field(default_factory=time.time)
 
 
-class ReportLog:
-    """The log of all reports of an attempt and of those that it continues.
+def json_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of metrics: tensors with one element become numbers, NumPy's arrays lists."""
+    copy: dict[str, Any] = json.loads(json.dumps(dict(metrics), default=_plain))
+    return copy
 
-    Parameters
-    ----------
-    storage : Storage
-        The run's folder.
-    """
+
+def _plain(value: Any) -> Any:
+    try:
+        return value.tolist() if type(value).__module__ == "numpy" else value.item()
+    except (AttributeError, RuntimeError, ValueError):
+        raise TypeError(
+            "Metrics must be JSON-serializable, tensors with one element or NumPy arrays, but one "
+            f"is {value!r}."
+        ) from None
+
+
+class ReportLog:
+    """The log of all reports of an attempt and of those that it continues."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -77,7 +72,6 @@ class ReportLog:
         return self._count
 
     def add(self, report: Report) -> None:
-        """Add a report."""
         self._count += 1
         self._lines.append(_to_line(asdict(report)))
 

@@ -33,18 +33,9 @@ def remove_all(storage: Storage, names: Iterable[str]) -> list[str]:
 def select_removable(
     committed: Sequence[tuple[str, Manifest]], settings: CheckpointSettings
 ) -> list[str]:
-    """Return the names of the checkpoints that are not kept.
-
-    As in Ray Train, the latest and those that are yet to be validated are kept in addition to the
-    ``num_to_keep`` best ones, and checkpoints that the user has named count too.
-
-    Parameters
-    ----------
-    committed : sequence of pairs of str and Manifest
-        The names and manifests of the checkpoints that exist, the oldest first.
-    settings : CheckpointSettings
-        How many of the best are kept, and by which metric they are ranked.
-    """
+    """Return the names of those checkpoints, the oldest first, that are not kept."""
+    # As in Ray Train, the latest and those that are yet to be validated are kept in addition to the
+    # `num_to_keep` best ones, and checkpoints that the user has named count too.
     if settings.num_to_keep is None:
         return []
     best = ranked(committed, settings)[-settings.num_to_keep :]
@@ -63,8 +54,7 @@ def ranked(
 def best_of(committed: Sequence[tuple[str, Manifest]]) -> list[tuple[str, Manifest]]:
     """Return the checkpoints that are kept for their rank, from the worst to the best.
 
-    The latest manifest says how many they are, and how they are ranked. The latest checkpoint is
-    missing if it is kept for its age alone.
+    The latest is missing if it is kept for its age alone. Its manifest says how they are ranked.
     """
     if not committed:
         return []
@@ -84,7 +74,6 @@ def score_of(metrics: Mapping[str, Any], name: str) -> float | None:
 
 
 def _rank_key(manifest: Manifest, settings: CheckpointSettings) -> tuple[float, int]:
-    """Return a sort key: the metric, which may be missing, then the age."""
     score = score_of(manifest.metrics, settings.score_attribute or "")
     if score is None:
         return -math.inf, manifest.index

@@ -1,10 +1,9 @@
-"""One local copy of a remote folder for all processes of a node that load it at once.
+"""One local copy of a remote folder for all processes of a node that load it at once."""
 
-Each process holds a shared file lock (``flock``) on the copy, which the kernel releases when the
-process ends. A process that gets the exclusive lock when it is done is the last user, and removes
-the copy. While a process makes the copy it also holds an exclusive lock on a second file: to wait
-for the exclusive lock on the first would be to wait until all users of a finished copy have left.
-"""
+# Each process holds a shared file lock (``flock``) on the copy, which the kernel releases when the
+# process ends. A process that gets the exclusive lock when it is done is the last user, and removes
+# the copy. While a process makes the copy it also holds an exclusive lock on a second file: to wait
+# for the exclusive lock on the first would be to wait until all users of a finished copy have left.
 
 from __future__ import annotations
 
@@ -31,20 +30,9 @@ Download = Callable[[Path], object]
 
 @contextlib.contextmanager
 def shared_download(name: str, download: Download) -> Iterator[Path]:
-    """Provide a copy of a remote folder, shared with this user's other processes that need it.
+    """Provide a copy of a remote folder, until the last process of this user has left the context.
 
-    Parameters
-    ----------
-    name : str
-        Identifies what is copied; a part of the local folder's name.
-    download : callable
-        Makes the copy. Its exceptions are raised here, and each of the other processes tries
-        itself.
-
-    Yields
-    ------
-    Path
-        The local folder, which exists until the last process has left the context.
+    `name` identifies what is copied. If `download` fails, each of the other processes tries itself.
     """
     root = _root_folder()
     if root is None:
@@ -110,12 +98,7 @@ class _LeftoverCopy(CacheEntry):
 class _LocalCopy:
     """A copy's folder and lock files; the last process to leave the context removes them.
 
-    Parameters
-    ----------
-    root : Path
-        The folder that contains both.
-    name : str
-        The folder's name. The folder has it only while it is complete.
+    The folder has its name only while it is complete.
     """
 
     def __init__(self, root: Path, name: str) -> None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distributor import runtime
 from distributor.rank.devices import device
-from distributor.train.runtime.process_group import TorchConfig, ensure_group
+from distributor.train.config import TorchConfig
 from distributor.train.torch.checkpoint import TorchCheckpoint
 from distributor.train.trainer import TorchTrainer
+from distributor.train.worker_loop import ensure_group
 
 if TYPE_CHECKING:
     import torch
@@ -187,7 +188,7 @@ def prepare_data_loader(
     ...     for batch in loader:
     ...         ...
     """
-    from distributor.train.runtime.loaders.prepare import prepare
+    from distributor.train.torch.loaders import prepare
 
     target = device() if move_to_device else None
     return prepare(data_loader, shard=add_dist_sampler, device=target, pin_memory=auto_transfer)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from distributor.train.checkpoint import Checkpoint
+from distributor.train.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     import torch

@@ -20,8 +20,7 @@ from distributor.core.paths import local_path
 from distributor.filesystems import is_local, list_files, local_name, native, resolve
 from distributor.train.storage.shared_download import shared_download
 
-METADATA = ".metadata.json"
-"""The file with a checkpoint's metadata, which Ray Train names alike."""
+METADATA = ".metadata.json"  # as in Ray Train
 
 
 class CheckpointUploadMode(enum.Enum):
@@ -250,7 +249,7 @@ class Checkpoint:
             raise FileNotFoundError(f"There is no checkpoint at {self.path}.")
 
     def _identity(self) -> str:
-        """Return a digest of the location and the files, the same in all processes."""
+        # The same in all processes, as long as the files are the same.
         infos = self.filesystem.get_file_info(pafs.FileSelector(self.path, recursive=True))
         infos = [info for info in infos if info.type == pafs.FileType.File]
         files = [(info.path, info.size, info.mtime_ns) for info in infos]
@@ -278,7 +277,7 @@ class Checkpoint:
 
 
 def _download(filesystem: pafs.FileSystem, path: str, folder: str) -> None:
-    """Copy a folder of another file system to this machine, with the names that files had there."""
+    """Copy a folder of another file system, with the names that its files had on their machine."""
     here = pafs.LocalFileSystem()
     names = {name: local_name(name) for name in list_files(filesystem, path)}
     if all(name == own for name, own in names.items()):

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from distributor.launch.programs import check_runs
 from distributor.launch.setting_types import check_bool, check_timeout
-from distributor.train.checkpoint import Checkpoint
 from distributor.train.config import UnsupportedParameter
+from distributor.train.storage.checkpoint import Checkpoint
 
 _REMOTE_KWARGS = {"num_gpus": (0, 1), "max_retries": (0,)}
 """The values of options of a Ray task that can be honoured; None changes nothing."""

@@ -4,31 +4,97 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.core.spelling import Spelling
 from distributor.errors import RunCancelled, RunTimeout
 from distributor.launch.future import RunFuture
 from distributor.launch.output.messages import notify, warn
 from distributor.launch.programs import program_of
 from distributor.launch.run_listener import Listener
+from distributor.launch.spark.plan import GPUS_OF_NESTED_RUNS, driver_gpus
+from distributor.launch.spark.session import Session
 from distributor.prepared_run import plan
 from distributor.rank.messages import Reported
 from distributor.serialization.outcome import Failure
+from distributor.serialization.pickle_diagnostics import name_of
 from distributor.torch_distributor import TorchDistributor
-from distributor.train.checkpoint import ReportedCheckpointStatus
+from distributor.train.storage.checkpoint import Checkpoint, ReportedCheckpointStatus
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import Manifest, StoredValidation
+from distributor.train.storage.report_log import json_metrics
 from distributor.train.storage.retention import remove_surplus
-from distributor.train.validation.config import ValidationConfig, ValidationTaskConfig
-from distributor.train.validation.process import ValidationCall
+from distributor.train.validation_config import ValidationConfig, ValidationTaskConfig
 
 SOON = 1.0
 """Seconds that the end of the training waits for validations without a message."""
+_OF_THE_TRAINING = ("listeners", "rank_ports", "timeout")
+"""Settings of a training that do not apply to its validations."""
+
+
+class ValidationDistributor(TorchDistributor):
+    """Runs validations, which have no MLflow runs of their own."""
+
+    is_tracked: ClassVar[bool] = False
+    spelling = Spelling(
+        "ValidationConfig",
+        run_here="leave out local_mode=False",
+        run_on_cpus="leave num_gpus out of ray_remote_kwargs",
+    )
+
+
+def validation_distributor(
+    config: ValidationConfig, settings: Mapping[str, Any], gpu_type: str | None
+) -> TorchDistributor:
+    """Return the distributor for the validations of a training with these settings.
+
+    Raises RuntimeError if they cannot run there: there is no GPU, or no active Spark session.
+    """
+    shared = {name: each for name, each in settings.items() if name not in _OF_THE_TRAINING}
+    env = {**_gpu_variables(config), **shared.pop("env", {})}
+    return ValidationDistributor(
+        1,
+        local_mode=config.local_mode,
+        use_gpu=config.use_gpu,
+        gpu_type=gpu_type if config.use_gpu else None,
+        env=env,
+        rank_ports=None,  # the training may use all of them
+        **shared,
+    )
+
+
+def _gpu_variables(config: ValidationConfig) -> dict[str, str]:
+    """Return the variables that select GPUs: from the last one on, the training uses the first."""
+    gpus = driver_gpus(Session.active()) if config.local_mode else ()
+    if not gpus:
+        return {}
+    own = {"CUDA_VISIBLE_DEVICES": gpus[-1]} if config.use_gpu else {}
+    return {GPUS_OF_NESTED_RUNS: ",".join(reversed(gpus)), **own}
+
+
+@dataclass(frozen=True)
+class ValidationCall:
+    """The program of a validation: the user's function of a checkpoint, which returns metrics."""
+
+    func: Callable[..., Any]
+
+    @property
+    def __name__(self) -> str:
+        return name_of(self.func)
+
+    def __call__(self, checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        metrics = self.func(checkpoint, **kwargs)
+        if not isinstance(metrics, dict):
+            raise TypeError(
+                f"{name_of(self.func)} validates a checkpoint, and so must return a dict of "
+                f"metrics, but has returned {metrics!r}."
+            )
+        return json_metrics(metrics)
 
 
 class ValidationQueue(Listener):
@@ -38,22 +104,6 @@ class ValidationQueue(Listener):
     behind. What is still to be done is in storage: the manifest of a checkpoint says that it is to
     be validated, until the result is written beside it. So the next run of the same name continues
     if this process is killed.
-
-    Parameters
-    ----------
-    config : ValidationConfig
-        The user's function.
-    storage : Storage
-        The run's folder.
-    settings : CheckpointSettings
-        Which checkpoints are kept.
-    distributor : TorchDistributor
-        Runs a validation, with one rank.
-
-    Raises
-    ------
-    UnpicklableError
-        When the context is entered: if the function cannot be sent to another process.
     """
 
     def __init__(
@@ -74,7 +124,6 @@ class ValidationQueue(Listener):
         self._thread: threading.Thread
 
     def reported(self, report: Reported) -> None:
-        """Remember a checkpoint."""
         if report.checkpoint is not None:
             self._names.put(report.checkpoint.rpartition("/")[2])
 
@@ -159,7 +208,6 @@ class ValidationQueue(Listener):
         return StoredValidation(index=manifest.index, status=status.name, metrics=metrics)
 
     def _metrics_of(self, name: str, task: ValidationTaskConfig) -> dict[str, Any]:
-        """Run the function, and return its metrics or raise its error."""
         call = ValidationCall(self._config.fn)
         with self._lock:
             if self._is_cancelled:
@@ -172,13 +220,11 @@ class ValidationQueue(Listener):
 
 
 def _summary(error: BaseException) -> str:
-    """Return the first line of an error's cause."""
     cause = error.__cause__ or error
     return f"{type(cause).__name__}: {cause}".partition("\n")[0]
 
 
 def _status_after(error: Exception) -> ReportedCheckpointStatus:
-    """Return the status of a checkpoint whose validation has raised an error."""
     # A run that the function itself started may have raised RunTimeout, too.
     if isinstance(error, RunTimeout) and not _failures(error):
         return ReportedCheckpointStatus.VALIDATION_TIMEOUT

@@ -1,0 +1,68 @@
+"""Modules of ``ray.train`` without a counterpart here: importing one says what to use instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+INSTEAD = {
+    "distributor.train.backend": (
+        "backends of Ray Train are not supported. TorchTrainer provides torch's process group; "
+        "TorchDistributor starts processes without one, for any other framework."
+    ),
+    "distributor.train.base_trainer": (
+        "BaseTrainer is not supported. Use distributor.train.torch.TorchTrainer."
+    ),
+    "distributor.train.data_parallel_trainer": (
+        "DataParallelTrainer is not supported. Use distributor.train.torch.TorchTrainer, or "
+        "TorchDistributor for ranks without a process group."
+    ),
+    "distributor.train.horovod": (
+        "Horovod is not supported. Use DistributedDataParallel: "
+        "distributor.train.torch.TorchTrainer, and prepare_model in the training function."
+    ),
+    "distributor.train.jax": (
+        "only PyTorch is supported. Port the model to PyTorch, or start JAX in the processes of"
+        " distributor.TorchDistributor with jax.distributed.initialize."
+    ),
+    "distributor.train.lightgbm": (
+        "only PyTorch is supported. LightGBM trains on Spark DataFrames by SynapseML: "
+        "synapse.ml.lightgbm.LightGBMClassifier and LightGBMRegressor."
+    ),
+    "distributor.train.tensorflow": (
+        "only PyTorch is supported. Port the model to PyTorch, or run TensorFlow's own "
+        "distribution strategies on Spark with spark-tensorflow-distributor."
+    ),
+    "distributor.train.v2": (
+        "its modules are internal to Ray. The names of Ray Train v2 are in distributor.train "
+        "and distributor.train.torch."
+    ),
+    "distributor.train.xgboost": (
+        "only PyTorch is supported. XGBoost trains on Spark DataFrames by itself: "
+        "xgboost.spark.SparkXGBClassifier, SparkXGBRegressor and SparkXGBRanker."
+    ),
+    "distributor.train.torch.xla": (
+        "TPUs and Trainium are not supported. Train on GPUs or CPUs, with "
+        "distributor.train.torch.TorchConfig."
+    ),
+}
+
+
+class _Refusing(MetaPathFinder, Loader):
+    """Finds the modules under the names that a program has imported from Ray, and refuses them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in INSTEAD else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        raise NotImplementedError(f"{module.__name__}: {INSTEAD[module.__name__]}")
+
+
+def refuse_modules() -> None:
+    """Let imports of these modules raise NotImplementedError."""
+    sys.meta_path.append(_Refusing())

@@ -1,1 +1,0 @@
-"""Validation of checkpoints in the background, while the training continues."""

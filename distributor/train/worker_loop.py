@@ -1,0 +1,109 @@
+"""The program of each rank of a `TorchTrainer`: the user's function, inside a process group."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from distributor.launch.programs import check_runs
+from distributor.rank.devices import device
+from distributor.serialization.pickle_diagnostics import name_of
+from distributor.train.config import InvalidArgument, TorchConfig
+from distributor.train.runtime.in_process import InProcessRun, needs_process_group
+from distributor.train.runtime.session import session
+from distributor.train.storage.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from distributor.data.shard import DatasetShard
+
+
+def ensure_group(config: TorchConfig | None = None) -> None:
+    """Create the default process group, unless there is one."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    here = device()
+    if here.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(here)
+    config = config or TorchConfig()
+    backend = config.backend or ("cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo")
+    dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
+    dist.barrier()  # if a rank ended before another has connected, that one would fail
+
+
+@contextmanager
+def process_group(config: TorchConfig) -> Iterator[None]:
+    """Provide a process group; a rank that fails does not destroy it, and ends."""
+    import torch.distributed as dist
+
+    ensure_group(config)
+    os.environ.setdefault("ACCELERATE_TORCH_DEVICE", str(device()))  # for Accelerate, as in Ray
+    yield
+    gc.collect()  # a model in a reference cycle would outlive its group, and gloo could hang
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class WorkerLoop:
+    """Calls the user's training function in a rank."""
+
+    func: Callable[..., Any]  # takes `config`, or nothing
+    config: Any  # usually a dict
+    torch_config: TorchConfig
+    filesystem: Any  # replaces the one that the storage path names
+    resume_from: Checkpoint | None
+
+    def __post_init__(self) -> None:
+        self._args()
+
+    @property
+    def __name__(self) -> str:
+        return name_of(self.func)
+
+    def __call__(self, datasets: Mapping[str, DatasetShard] | None = None) -> Any:
+        """Run the function; storage is checked first, not at the first report."""
+        session.dataset_shards = datasets or {}
+        session.start_reporter(self.filesystem, self.resume_from)
+        with process_group(self.torch_config):
+            return self.func(*self._args())
+
+    def run_in_process(
+        self, name: str, datasets: Mapping[str, DatasetShard]
+    ) -> tuple[InProcessRun, Any]:
+        """Run the function in this process, and return what it has reported, and its value."""
+        session.dataset_shards = datasets
+        group = process_group(self.torch_config) if needs_process_group() else nullcontext()
+        with session.run_in_process(name, self.resume_from) as run, group:
+            return run, self.func(*self._args())
+
+    def _args(self) -> list[Any]:
+        """Return the configuration or nothing: what the function takes, which is checked.
+
+        One that takes the configuration or nothing is called with one that is not empty.
+        """
+        function, config = self.func, self.config
+        if not callable(function):
+            raise InvalidArgument(f"train_loop_per_worker must be a function, but is {function!r}.")
+        check_runs(function)
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # a built-in function without a signature
+            return [config] if config else []
+        for args in ([config], []) if config else ([], [config]):
+            with suppress(TypeError):
+                signature.bind(*args)
+                return args
+        raise InvalidArgument(
+            "train_loop_per_worker must take train_loop_config or no argument, but is "
+            f"{name_of(function)}{signature}."
+        )
