@@ -14,7 +14,7 @@ from distributor.core.extras import require_arrow
 
 require_arrow("distributor.train")
 
-from distributor.launch.setting_types import check_bool
+from distributor.launch.setting_types import check_bool, instance_of, must_be, optional
 from distributor.train.config import (
     BackendConfig,
     CheckpointConfig,
@@ -99,6 +99,23 @@ __all__ = [
 
 refuse_modules()
 
+_check_checkpoint = optional(
+    must_be(
+        "a Checkpoint, such as Checkpoint.from_directory(folder)",
+        instance_of(Checkpoint),
+        TypeError,
+    )
+)
+_check_metrics = must_be("a dict of names to values", instance_of(Mapping), TypeError)
+_check_upload_fn = optional(must_be("a function", callable, TypeError))
+_check_validation = optional(
+    must_be(
+        "True, False or a ValidationTaskConfig",
+        instance_of(bool, ValidationTaskConfig),
+        TypeError,
+    )
+)
+
 
 def report(
     metrics: Mapping[str, Any],
@@ -179,13 +196,8 @@ def report(
     ...             torch.save(model.state_dict(), f"{folder}/model.pt")
     ...             report({"loss": loss}, checkpoint=Checkpoint.from_directory(folder))
     """
-    if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
-        raise TypeError(
-            "checkpoint must be a Checkpoint, such as Checkpoint.from_directory(folder), but is "
-            f"{checkpoint!r}."
-        )
-    if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics must be a dict of names to values, but is {metrics!r}.")
+    _check_checkpoint("checkpoint", checkpoint)
+    _check_metrics("metrics", metrics)
     try:
         mode = CheckpointUploadMode(checkpoint_upload_mode)
     except ValueError:
@@ -193,14 +205,8 @@ def report(
         raise ValueError(
             f"checkpoint_upload_mode must be one of {modes}, but is {checkpoint_upload_mode!r}."
         ) from None
-    if checkpoint_upload_fn is not None and not callable(checkpoint_upload_fn):
-        raise TypeError(
-            f"checkpoint_upload_fn must be a function, but is {checkpoint_upload_fn!r}."
-        )
-    if not isinstance(validation, (bool, ValidationTaskConfig, type(None))):
-        raise TypeError(
-            f"validation must be True, False or a ValidationTaskConfig, but is {validation!r}."
-        )
+    _check_upload_fn("checkpoint_upload_fn", checkpoint_upload_fn)
+    _check_validation("validation", validation)
     delete = delete_local_checkpoint_after_upload
     if delete is not None:
         check_bool("delete_local_checkpoint_after_upload", delete)

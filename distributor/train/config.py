@@ -25,6 +25,12 @@ from distributor.launch.setting_types import (
     check_max_failures,
     check_num_processes,
     check_storage_path,
+    in_,
+    instance_of,
+    items,
+    must_be,
+    number_of,
+    optional,
 )
 from distributor.train.datasets import DataConfig
 from distributor.train.storage.checkpoint import Checkpoint
@@ -56,6 +62,27 @@ class UnsupportedParameter(DeprecationWarning, ValueError):
     It is a DeprecationWarning too, because Ray raises that for the parameters that it no longer
     supports itself.
     """
+
+
+def check_instance(name: str, value: object, kind: type) -> None:
+    must_be(f"a {kind.__name__}", instance_of(kind), InvalidArgument)(name, value)
+
+
+_check_num_to_keep = optional(must_be("a number of checkpoints", number_of(int), TypeError))
+_check_metric = optional(must_be("the name of a metric", instance_of(str), TypeError))
+_check_order = must_be("'max' or 'min'", in_("max", "min"))
+_check_level = must_be(
+    f"one of {', '.join(LEVELS)}", lambda level: isinstance(level, str) and level.upper() in LEVELS
+)
+_check_init_method = must_be("'env' or 'tcp'", in_("env", "tcp"))
+_check_backend = optional(must_be("a string such as 'gloo' or 'nccl'", instance_of(str), TypeError))
+_check_interval = must_be("a number of seconds", number_of(int, float), InvalidArgument)
+_check_strategy = must_be(f"one of {', '.join(_STRATEGIES)}", in_(*_STRATEGIES))
+_check_modules = must_be(
+    "a list of modules, or of their names or paths",
+    items(Sequence, lambda module: True),
+    InvalidArgument,
+)
 
 
 class ChecksUnsupported:
@@ -169,11 +196,7 @@ class ScalingConfig(ChecksUnsupported):
         except TypeError as error:
             raise InvalidArgument(str(error)) from None
         interval = self.elastic_resize_monitor_interval_s
-        if isinstance(interval, bool) or not isinstance(interval, (int, float)):
-            raise InvalidArgument(
-                "elastic_resize_monitor_interval_s must be a number of seconds, but is "
-                f"{interval!r}."
-            )
+        _check_interval("elastic_resize_monitor_interval_s", interval)
         if interval < 0:
             raise ValueError(f"elastic_resize_monitor_interval_s is negative: {interval}.")
         if self.elasticity_enabled and interval != _RESIZE_INTERVAL:
@@ -203,10 +226,7 @@ class ScalingConfig(ChecksUnsupported):
         if not isinstance(labels, Sequence) or any(labels):
             self._refuse("label_selector", labels, "Spark places the tasks.")
         strategy = self.placement_strategy
-        if strategy not in _STRATEGIES:
-            raise ValueError(
-                f"placement_strategy must be one of {', '.join(_STRATEGIES)}, but is {strategy!r}."
-            )
+        _check_strategy("placement_strategy", strategy)
         is_honoured = strategy == "STRICT_PACK" and self.local_mode
         if strategy.startswith("STRICT") and not is_honoured:
             self._refuse("placement_strategy", strategy, "Spark places the tasks.")
@@ -348,16 +368,9 @@ class TorchConfig(BackendConfig):
     timeout_s: int = 1800
 
     def __post_init__(self) -> None:
-        if self.init_method not in ("env", "tcp"):
-            raise ValueError(f"init_method must be 'env' or 'tcp', but is {self.init_method!r}.")
-        if self.backend is not None and not isinstance(self.backend, str):
-            raise TypeError(
-                f"backend must be a string such as 'gloo' or 'nccl', but is {self.backend!r}."
-            )
-        is_number = isinstance(self.timeout_s, (int, float)) and not isinstance(
-            self.timeout_s, bool
-        )
-        if not is_number or not self.timeout_s > 0:
+        _check_init_method("init_method", self.init_method)
+        _check_backend("backend", self.backend)
+        if not number_of(int, float)(self.timeout_s) or not self.timeout_s > 0:
             raise ValueError(
                 f"timeout_s must be a positive number of seconds, but is {self.timeout_s}."
             )
@@ -490,24 +503,15 @@ class CheckpointConfig(ChecksUnsupported):
     def check(self) -> None:
         """Check all fields; raises what the class documents."""
         self._check_unsupported()
-        count = self.num_to_keep
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
-            raise TypeError(f"num_to_keep must be a number of checkpoints, but is {count!r}.")
+        count, attribute = self.num_to_keep, self.checkpoint_score_attribute
+        _check_num_to_keep("num_to_keep", count)
         if count is not None and count < 1:
             raise ValueError(
                 f"num_to_keep is {count}, but the latest checkpoint is always kept: pass 1 or "
                 "more, or None for all."
             )
-        attribute = self.checkpoint_score_attribute
-        if attribute is not None and not isinstance(attribute, str):
-            raise TypeError(
-                f"checkpoint_score_attribute must be the name of a metric, but is {attribute!r}."
-            )
-        if self.checkpoint_score_order not in ("max", "min"):
-            raise ValueError(
-                "checkpoint_score_order must be 'max' or 'min', but is "
-                f"{self.checkpoint_score_order!r}."
-            )
+        _check_metric("checkpoint_score_attribute", attribute)
+        _check_order("checkpoint_score_order", self.checkpoint_score_order)
         if attribute is None and self.checkpoint_score_order != "max":
             warn_once(
                 "checkpoint_score_order has no effect: without checkpoint_score_attribute, "
@@ -547,12 +551,8 @@ class LoggingConfig:
 
     def check(self) -> None:
         """Check the level; raises what the class documents."""
-        level = self.log_level.upper() if isinstance(self.log_level, str) else None
-        if level not in LEVELS:
-            raise ValueError(
-                f"log_level must be one of {', '.join(LEVELS)}, but is {self.log_level!r}."
-            )
-        self.log_level = level
+        _check_level("log_level", self.log_level)
+        self.log_level = self.log_level.upper()
 
     @property
     def level(self) -> int:
@@ -699,8 +699,7 @@ class RunConfig(ChecksUnsupported):
             ("worker_runtime_env", Mapping),
             ("settings", Mapping),
         ):
-            if not isinstance(value := getattr(self, name), kind):
-                raise InvalidArgument(f"{name} must be a {kind.__name__}, but is {value!r}.")
+            check_instance(name, getattr(self, name), kind)
         self.failure_config.check()
         self.checkpoint_config.check()
         self.logging_config.check()
@@ -722,11 +721,7 @@ class RunConfig(ChecksUnsupported):
             self._refuse("worker_runtime_env['pip']", pip, "Pass a list of requirements.")
         check_env("worker_runtime_env['env_vars']", self.worker_runtime_env.get("env_vars") or {})
         modules = self.worker_runtime_env.get("py_modules") or []
-        if isinstance(modules, str) or not isinstance(modules, Sequence):
-            raise InvalidArgument(
-                "worker_runtime_env['py_modules'] must be a list of modules, or of their names or "
-                f"paths, but is {modules!r}."
-            )
+        _check_modules("worker_runtime_env['py_modules']", modules)
 
     def all_settings(self) -> dict[str, Any]:
         """Return `settings` together with those of `worker_runtime_env`.

@@ -137,7 +137,7 @@ class TrainContext:
 
     def get_local_world_size(self) -> int:
         """Return the number of ranks on this node."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return runtime.get_local_world_size()
 
     def get_node_rank(self) -> int:
         """Return the number of this rank's node."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distributor.core.spelling import suggestion
 from distributor.data.dataframes import SparkDataset, is_dataframe
+from distributor.launch.setting_types import any_of, in_, instance_of, must_be
 from distributor.train.runtime.session import session
 
 if TYPE_CHECKING:
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 TRAIN_DATASET_KEY = "train"
 """The name of the training data among the datasets of `TorchTrainer`, as in ``ray.train``."""
+_check_split = must_be(
+    "'all' or a list of names of datasets", any_of(in_("all"), instance_of(list)), TypeError
+)
 
 
 class DataConfig:
@@ -51,11 +55,7 @@ class DataConfig:
         execution_options: Any = None,
         enable_shard_locality: bool = True,
     ) -> None:
-        if datasets_to_split != "all" and not isinstance(datasets_to_split, list):
-            raise TypeError(
-                "datasets_to_split must be 'all' or a list of names of datasets, but is "
-                f"{datasets_to_split!r}."
-            )
+        _check_split("datasets_to_split", datasets_to_split)
         self.datasets_to_split = datasets_to_split
         self.execution_options = execution_options
         self.enable_shard_locality = enable_shard_locality

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from distributor.filesystems import resolve
+from distributor.launch.setting_types import in_, must_be
 from distributor.train.storage.checkpoint import Checkpoint
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import Manifest
@@ -181,8 +182,7 @@ class Result:
         """
         if not self.best_checkpoints:
             raise RuntimeError("The run has no checkpoint.")
-        if mode not in ("max", "min"):
-            raise ValueError(f"mode must be 'max' or 'min', but is {mode!r}.")
+        must_be("'max' or 'min'", in_("max", "min"))("mode", mode)
         scores = {
             index: score
             for index, (_, metrics) in enumerate(self.best_checkpoints)

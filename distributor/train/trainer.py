@@ -19,7 +19,7 @@ from distributor.launch.cancellation import Cancellation
 from distributor.launch.job import new_run_id
 from distributor.launch.output.messages import notify, shown_from
 from distributor.launch.run_listener import Listener
-from distributor.launch.setting_types import check_listeners
+from distributor.launch.setting_types import check_listeners, instance_of, must_be
 from distributor.launch.spark.session import Session
 from distributor.rank.context import worker_context
 from distributor.rank.messages import Reported
@@ -32,6 +32,7 @@ from distributor.train.config import (
     TrainRunContext,
     UnsupportedParameter,
     UserCallback,
+    check_instance,
 )
 from distributor.train.datasets import DataConfig
 from distributor.train.errors import training_error
@@ -61,6 +62,9 @@ _SPELLING = Spelling(
     "num_workers",
     "pass ScalingConfig(local_mode=True)",
     "pass ScalingConfig(use_gpu=False)",
+)
+_check_checkpoint = must_be(
+    "a Checkpoint, such as Checkpoint(path)", instance_of(Checkpoint), InvalidArgument
 )
 
 
@@ -160,13 +164,19 @@ class TorchTrainer:
                 "TorchTrainer: metadata is not supported. Add it to the checkpoints: "
                 "Checkpoint.set_metadata."
             )
-        _check_resume_from(resume_from_checkpoint)
-        _check_type("torch_config", torch_config, TorchConfig)
-        _check_type("scaling_config", scaling_config, ScalingConfig)
-        _check_type("run_config", run_config, RunConfig)
-        _check_type("dataset_config", dataset_config, DataConfig)
-        _check_type("validation_config", validation_config, ValidationConfig)
-        _check_type("datasets", datasets, Mapping)
+        if resume_from_checkpoint is not None:
+            _check_checkpoint("resume_from_checkpoint", resume_from_checkpoint)
+            resume_from_checkpoint.check_exists()
+        for name, value, kind in (
+            ("torch_config", torch_config, TorchConfig),
+            ("scaling_config", scaling_config, ScalingConfig),
+            ("run_config", run_config, RunConfig),
+            ("dataset_config", dataset_config, DataConfig),
+            ("validation_config", validation_config, ValidationConfig),
+            ("datasets", datasets, Mapping),
+        ):
+            if value is not None:
+                check_instance(name, value, kind)
         self.train_loop_per_worker = train_loop_per_worker
         self.train_loop_config = train_loop_config
         self.backend_config = torch_config or TorchConfig()
@@ -342,22 +352,6 @@ class TorchTrainer:
     def can_restore(cls, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise DeprecationWarning, as `restore` does."""
         cls.restore()
-
-
-def _check_type(name: str, value: object, kind: type) -> None:
-    if value is not None and not isinstance(value, kind):
-        raise InvalidArgument(f"{name} must be a {kind.__name__}, but is {value!r}.")
-
-
-def _check_resume_from(checkpoint: object) -> None:
-    if checkpoint is None:
-        return
-    if not isinstance(checkpoint, Checkpoint):
-        raise InvalidArgument(
-            "resume_from_checkpoint must be a Checkpoint, such as Checkpoint(path), but is "
-            f"{checkpoint!r}."
-        )
-    checkpoint.check_exists()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from distributor.launch.programs import check_runs
-from distributor.launch.setting_types import check_bool, check_timeout
+from distributor.launch.setting_types import check_bool, check_timeout, instance_of, must_be
 from distributor.train.config import UnsupportedParameter
 from distributor.train.storage.checkpoint import Checkpoint
 
@@ -70,8 +70,7 @@ class ValidationTaskConfig:
     def check(self) -> None:
         """Check all fields; raises what the class documents."""
         check_timeout("timeout_s", self.timeout_s)
-        if not isinstance(self.fn_kwargs, dict):
-            raise TypeError(f"fn_kwargs must be a dict, but is {self.fn_kwargs!r}.")
+        must_be("a dict", instance_of(dict), TypeError)("fn_kwargs", self.fn_kwargs)
         try:
             json.dumps(self.fn_kwargs)
         except (TypeError, ValueError) as error:
@@ -134,13 +133,10 @@ class ValidationConfig:
 
     def check(self) -> None:
         """Check all attributes; raises what the class documents."""
-        if not callable(self.fn):
-            raise TypeError(f"ValidationConfig.fn must be a function, but is {self.fn!r}.")
+        must_be("a function", callable, TypeError)("ValidationConfig.fn", self.fn)
         check_runs(self.fn)
-        if not isinstance(self.task_config, ValidationTaskConfig):
-            raise TypeError(
-                f"task_config must be a ValidationTaskConfig, but is {self.task_config!r}."
-            )
+        is_task = instance_of(ValidationTaskConfig)
+        must_be("a ValidationTaskConfig", is_task, TypeError)("task_config", self.task_config)
         self.task_config.check()
         check_bool("local_mode", self.local_mode)
         for name, value in self.ray_remote_kwargs.items():

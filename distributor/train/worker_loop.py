@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from distributor.launch.programs import check_runs
+from distributor.launch.setting_types import must_be
 from distributor.rank.devices import device
 from distributor.serialization.pickle_diagnostics import name_of
 from distributor.train.config import InvalidArgument, TorchConfig
@@ -92,8 +93,7 @@ class WorkerLoop:
         One that takes the configuration or nothing is called with one that is not empty.
         """
         function, config = self.func, self.config
-        if not callable(function):
-            raise InvalidArgument(f"train_loop_per_worker must be a function, but is {function!r}.")
+        must_be("a function", callable, InvalidArgument)("train_loop_per_worker", function)
         check_runs(function)
         try:
             signature = inspect.signature(function)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from distributor import runtime
-from distributor.core.atomic_files import atomic_path
+from distributor.core.files import atomic_path
 from distributor.errors import DistributorError
 from distributor.filesystems import is_local, native
 from distributor.train.storage.checkpoint import METADATA, Checkpoint

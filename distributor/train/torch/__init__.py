@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from distributor import runtime
+from distributor.launch.setting_types import in_, must_be
 from distributor.rank.devices import device
 from distributor.train.config import TorchConfig
 from distributor.train.torch.checkpoint import TorchCheckpoint
@@ -34,6 +35,7 @@ _MIXED_PRECISION = (
     "accelerate, prepare_optimizer and backward are deprecated in Ray Train too. Use torch.amp "
     "directly, or a library such as Lightning, Transformers or Accelerate."
 )
+_check_strategy = must_be("'ddp', 'fsdp' or None", in_("ddp", "fsdp", None))
 
 
 def get_device() -> torch.device:
@@ -109,10 +111,7 @@ def prepare_model(
     --------
     >>> model = prepare_model(torch.nn.Linear(8, 1), parallel_strategy_kwargs={"bucket_cap_mb": 50})
     """
-    if parallel_strategy not in ("ddp", "fsdp", None):
-        raise ValueError(
-            f"parallel_strategy must be 'ddp', 'fsdp' or None, but is {parallel_strategy!r}."
-        )
+    _check_strategy("parallel_strategy", parallel_strategy)
     target = device() if isinstance(move_to_device, bool) else move_to_device
     if move_to_device:
         model = model.to(target)
