@@ -30,7 +30,7 @@ from distributor.launch.settings import Settings, forwarded_env, gpu_type_of, ig
 from distributor.launch.spark.datasets.arguments import check_datasets, datasets_of
 from distributor.launch.spark.plan import plan_cluster, plan_local
 from distributor.launch.spark.session import Session
-from distributor.serialization.code_mentions import call_mentions, script_mentions
+from distributor.serialization.code_search import call_mentions, script_mentions
 from distributor.serialization.program import Program, Script
 from distributor.tracking.recorder import Recorder
 from distributor.tracking.run import (

@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from distributor._compat import accelerate as private_accelerate
+from distributor._compat import huggingface
 from distributor._compat import torch as private_torch
 from distributor.data.batches import Format, batches_of, converted, pieces_of, read_chunk
 from distributor.data.epochs import Epoch, Order, between
@@ -153,5 +153,5 @@ def _keep_shares_whole() -> None:
     """Change what would share a share out again, so that most of its rows would not be read."""
     change = functools.partial(private_torch.keep_shares_whole, is_share=is_rank_share)
     after_import("torch.utils.data.distributed", change)
-    change = functools.partial(private_accelerate.keep_shares_whole, is_share=is_rank_share)
+    change = functools.partial(huggingface.keep_shares_whole, is_share=is_rank_share)
     after_import("accelerate.accelerator", change)

@@ -51,7 +51,7 @@ class Value:
     """The value that a rank returned, still pickled."""
 
     rank: int
-    file: BinaryIO
+    file: BinaryIO  # anonymous
 
     @property
     def size(self) -> int:
@@ -60,7 +60,6 @@ class Value:
         return os.fstat(self.file.fileno()).st_size
 
     def load(self) -> Any:
-        """Unpickle the value."""
         self.file.flush()
         return pickling.load_value(self.file)
 
@@ -106,11 +105,11 @@ class Failure:
 
     origin: Origin
     summary: str
-    text: str
-    pickled: bytes | None
-    collateral: bool = False
-    step: int | None = None
-    kind: str = "failed"
+    text: str  # the remote traceback, or the last lines of output
+    pickled: bytes | None  # None if the exception cannot be pickled
+    collateral: bool = False  # whether it looks like a consequence of another rank's failure
+    step: int | None = None  # steps that the program had made, if it raised
+    kind: str = "failed"  # may appear in logs, unlike a message, which may contain a secret
 
     def exception(self) -> BaseException:
         """Rebuild the rank's exception, with its remote traceback as the cause."""
@@ -181,23 +180,18 @@ def death(
     )
 
 
-def _limit_of_container() -> str:
-    container = container_memory()
-    if container is None:
-        return ""
-    return (
-        f" The limit of its container is {format_bytes(container.most)}; for executors, "
-        "spark.executor.memoryOverhead raises it."
-    )
-
-
 def _hint(signum: int | None) -> str:
     if signum == signal.SIGKILL:
+        container = container_memory()
+        limit = container and (
+            f" The limit of its container is {format_bytes(container.most)}; for executors, "
+            "spark.executor.memoryOverhead raises it."
+        )
         return (
             "\nNothing in this run sent that signal. On Linux it was most often the out-of-memory "
             "killer: look at the kernel log of that host, and use a smaller batch or fewer ranks "
             "per host. It may also have been the cluster manager: look at its log."
-            f"{_limit_of_container()}"
+            f"{limit or ''}"
         )
     if signum == signal.SIGBUS:
         return f"\nMost often shared memory or a disk is full. {describe_free_space()}"
@@ -223,11 +217,8 @@ def raise_first(failures: Mapping[int, Failure]) -> None:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception.
-
-    Unlike `BaseException.add_note`, which Python 3.10 does not have, this bypasses
-    ``__setattr__``, because an exception of the user's may be frozen.
-    """
+    """Add a note to an exception."""
+    # BaseException.add_note is not in Python 3.10, and a user's frozen exception refuses it.
     error.__dict__.setdefault("__notes__", []).append(note)
 
 
@@ -239,14 +230,14 @@ def format_traceback(error: BaseException) -> str:
 
 
 def _also_failed(first: Failure, failures: Mapping[int, Failure]) -> str:
-    lines = []
     ranks_by_summary: dict[str, list[int]] = {}
     for rank, failure in failures.items():
         if failure is not first:
             ranks_by_summary.setdefault(failure.summary, []).append(rank)
-    for summary, ranks in ranks_by_summary.items():
-        lines.append(f"Also failed: {listed('rank', sorted(ranks))}: {summary}")
-    return "\n".join(lines)
+    return "\n".join(
+        f"Also failed: {listed('rank', sorted(ranks))}: {summary}"
+        for summary, ranks in ranks_by_summary.items()
+    )
 
 
 _OURS = str(Path(__file__).resolve().parent.parent)
@@ -255,13 +246,12 @@ _OURS = str(Path(__file__).resolve().parent.parent)
 def _users_part(frames: TracebackType | None) -> TracebackType | None:
     """Skip the first frames, which belong to the launcher or run a script."""
     part = frames
-    while part is not None and _is_launchers(part.tb_frame.f_code.co_filename):
+    while part is not None:
+        filename = part.tb_frame.f_code.co_filename
+        if not filename.startswith(_OURS + os.sep + "node") and "runpy" not in filename:
+            break
         part = part.tb_next
     return part or frames
-
-
-def _is_launchers(filename: str) -> bool:
-    return filename.startswith(_OURS + os.sep + "node") or "runpy" in filename
 
 
 def _is_consequence(error: BaseException) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import types
@@ -13,8 +12,7 @@ from typing import Any
 import cloudpickle
 
 from distributor.serialization import oob_pickle
-from distributor.serialization.code_imports import nested_code
-from distributor.serialization.oob_pickle import PROTOCOL
+from distributor.serialization.code_search import captured
 
 _MAX_DEPTH = 6
 _ADVICE = "Create it inside the function, or pass what it is made from as an argument."
@@ -87,7 +85,7 @@ def _innermost(
 def _refusal(obj: object) -> str | None:
     """Return in one line why an object cannot be pickled; None if it can be."""
     try:
-        cloudpickle.dumps(obj, protocol=PROTOCOL)
+        cloudpickle.dumps(obj, protocol=oob_pickle.PROTOCOL)
     except Exception as error:
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     return None
@@ -143,7 +141,7 @@ def _inputs(
 def _parts(path: str, obj: object) -> Iterator[tuple[str, object]]:
     """Yield the parts of an object, each with a name that the user recognizes."""
     if isinstance(obj, types.FunctionType):
-        for name, value in _captured(obj):
+        for name, value in captured(obj):
             yield f"the variable '{name}' used by {path}", value
     elif isinstance(obj, types.MethodType):
         yield f"{path}.__self__", obj.__self__
@@ -158,20 +156,6 @@ def _parts(path: str, obj: object) -> Iterator[tuple[str, object]]:
         yield from ((f"{path}[{i}]", value) for i, value in enumerate(obj))
     else:
         yield from ((f"{path}.{key}", value) for key, value in getattr(obj, "__dict__", {}).items())
-
-
-def _captured(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # a variable that is not set yet
-            yield name, cell.cell_contents
-    for code in nested_code(function.__code__):
-        for name in code.co_names:
-            if name in function.__globals__:
-                yield name, function.__globals__[name]
-    yield from (function.__kwdefaults__ or {}).items()
-    defaults = function.__defaults__ or ()
-    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
-    yield from zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
 
 
 def _is_from_spark(obj: object) -> bool:

@@ -1,4 +1,4 @@
-"""Pickling of functions, values and exceptions."""
+"""Pickling of functions for ranks, and of values and exceptions on their way back."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 
+from distributor._compat import huggingface
 from distributor._compat.cloudpickle import use_as_globals
 from distributor._compat.cpython import add_source_lines
 from distributor.core.module_search import MAIN_MODULES
 from distributor.errors import UnpicklableError
-from distributor.serialization import code_pickle, driver_views, oob_pickle
-from distributor.serialization.code_imports import imports_in_code
+from distributor.serialization import code_pickle, oob_pickle
 from distributor.serialization.code_pickle import attribute
+from distributor.serialization.code_search import imports_in_code
 from distributor.serialization.pickle_diagnostics import explain_call, find_unpicklable
 
 MAX_EXCEPTION = 16 * 1024 * 1024
@@ -39,16 +40,18 @@ class PickledCall:
     that of each process which the rank starts by ``spawn`` or ``forkserver``.
     """
 
+    # Three pickles with one memo: functions and classes of the main module, its names, and the
+    # function with its arguments.
     payload: Any
-    main_size: int
-    buffers: tuple[Any, ...]
+    main_size: int  # of the first two
+    buffers: tuple[Any, ...]  # the large buffers of tensors and arrays, not in `payload`
+    # Of files that exist only in this process (notebook cells), for a rank's tracebacks.
     sources: dict[str, list[str]]
-    imports: frozenset[str] = frozenset()
-    uses_environment: bool = True
+    imports: frozenset[str] = frozenset()  # full names
+    uses_environment: bool = True  # whether it mentions the process's environment variables
 
     @property
     def size(self) -> int:
-        """The bytes that are sent to the ranks."""
         return sum(memoryview(buffer).nbytes for buffer in (self.payload, *self.buffers))
 
     def load(
@@ -83,7 +86,6 @@ class PickledCall:
 def dump_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> PickledCall:
-    """Pickle a call for the ranks."""
     main = sys.modules["__main__"]
     if main.__name__ in MAIN_MODULES[1:]:
         cloudpickle.register_pickle_by_value(main)
@@ -102,7 +104,6 @@ def dump_call(
 
 
 def dump_value(value: object, file: BinaryIO, what: str) -> None:
-    """Pickle a rank's value into `file`."""
     try:
         oob_pickle.pack(value, file)
     except (MemoryError, OSError):
@@ -114,7 +115,6 @@ def dump_value(value: object, file: BinaryIO, what: str) -> None:
 
 
 def load_value(file: BinaryIO) -> Any:
-    """Return a value, whose CUDA tensors were pickled as CPU tensors."""
     return oob_pickle.unpack(file.fileno())
 
 
@@ -173,7 +173,100 @@ def _exception_in(loaded: Any) -> BaseException:
     return error
 
 
-class _CallPickler(driver_views.Pickler):
+class _RankPickler(oob_pickle.Pickler):
+    """Pickles a call for ranks, without the driver's view of the processes.
+
+    Objects of training frameworks that were made on the driver know of one process: a rank that
+    used them would train alone, without a word. Arguments are made anew in each rank; of other
+    objects, which do not keep what they were made from, several ranks are refused.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if reduce := _reducer_of(type(obj)):  # type: ignore[arg-type]  # it is hashable
+            return reduce(obj)
+        return super().reducer_override(obj)
+
+
+@functools.lru_cache(maxsize=1024)
+def _reducer_of(kind: type) -> Callable[[Any], tuple[Any, ...]] | None:
+    names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
+    return next((_REDUCERS[name] for name in names if name in _REDUCERS), None)
+
+
+def _reduce_arguments(arguments: Any) -> tuple[Any, ...]:
+    return _made_at_first_use, (type(arguments), *huggingface.training_arguments(arguments))
+
+
+def _reduce_state(state: Any) -> tuple[Any, ...]:
+    return _made_at_first_use, (type(state), huggingface.state_arguments(state), {})
+
+
+def _reduce_data_module(module: Any) -> tuple[Any, ...]:
+    """Reduce a data module of Lightning without its trainer, as Lightning reduces its modules."""
+    make, arguments, state, *rest = module.__reduce_ex__(oob_pickle.PROTOCOL)
+    if isinstance(state, dict):  # unless the class has its own
+        state = {**state, "trainer": None}
+    return make, arguments, state, *rest
+
+
+def _reduce_lone(obj: Any) -> tuple[Any, ...]:
+    make, arguments, *rest = obj.__reduce_ex__(oob_pickle.PROTOCOL)
+    return _made_for_one_process, (type(obj).__name__, make, arguments), *rest
+
+
+def _made_at_first_use(kind: type, arguments: dict[str, Any], attributes: dict[str, Any]) -> Any:
+    """Return an object that is initialized when it is first used, by the program.
+
+    By then the program may have set variables, or started the process group by itself.
+    """
+
+    def initialize_and_get(self: Any, name: str) -> Any:
+        object.__setattr__(self, "__class__", kind)
+        kind.__init__(self, **arguments)  # type: ignore[misc]
+        for key, value in attributes.items():
+            vars(self).setdefault(key, value)
+        return getattr(self, name)
+
+    namespace = {"__slots__": (), "__getattribute__": initialize_and_get}
+    return object.__new__(type(kind)(kind.__name__, (kind,), namespace))
+
+
+def _made_for_one_process(name: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        raise TypeError(
+            f"The driver's {name}, which the function uses or has among its arguments, was made "
+            f"for one process: each of the {ranks} ranks would train alone. Make the {name} inside "
+            "the function. What it is made from can be an argument."
+        )
+    return make(*arguments)
+
+
+_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
+_REDUCERS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "transformers.training_args.TrainingArguments": _reduce_arguments,
+    "accelerate.state.PartialState": _reduce_state,
+    **{f"{name}.core.datamodule.LightningDataModule": _reduce_data_module for name in _LIGHTNING},
+    **dict.fromkeys(
+        (
+            "accelerate.accelerator.Accelerator",
+            "accelerate.data_loader.DataLoaderDispatcher",
+            "accelerate.data_loader.DataLoaderShard",
+            "accelerate.optimizer.AcceleratedOptimizer",
+            "accelerate.scheduler.AcceleratedScheduler",
+            "accelerate.state.AcceleratorState",
+            "lightning.fabric.fabric.Fabric",
+            "lightning_fabric.fabric.Fabric",
+            *(f"{name}.trainer.trainer.Trainer" for name in _LIGHTNING),
+            "transformers.trainer.Trainer",
+        ),
+        _reduce_lone,
+    ),
+}
+"""What to do with a class and its subclasses, by its full name."""
+
+
+class _CallPickler(_RankPickler):
     """A pickler that collects what it pickles from the main module, and facts about functions."""
 
     def __init__(self, file: io.BytesIO) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO
 
 from distributor.core.module_search import Location
 from distributor.serialization import oob_pickle
-from distributor.serialization.code_imports import imports_in_source
+from distributor.serialization.code_search import imports_in_source
 from distributor.serialization.pickling import PickledCall
 
 
@@ -28,15 +29,14 @@ Argument = str | FileArgument
 class Call:
     """A function with its arguments."""
 
-    name: str
+    name: str  # for messages
     call: PickledCall
-    begins_with: str = ""
-    args: tuple[Argument, ...] = ()
-    located: tuple[Location, ...] = ()
+    begins_with: str = ""  # a function to call first: "package.module:function"
+    args: tuple[Argument, ...] = ()  # what the function sees in sys.argv
+    located: tuple[Location, ...] = ()  # modules that local ranks do not find by sys.path
 
     @property
     def size(self) -> int:
-        """The bytes that are sent to nodes."""
         return self.call.size
 
     @property
@@ -50,9 +50,9 @@ class Script:
     """A Python file with its command-line arguments."""
 
     name: str
-    path: str
+    path: str  # absolute
     args: tuple[Argument, ...]
-    source: bytes
+    source: bytes  # for nodes that do not have the file
     begins_with: str = ""
     located: tuple[Location, ...] = ()
 
@@ -63,7 +63,6 @@ class Script:
 
     @property
     def size(self) -> int:
-        """The bytes that are sent to nodes."""
         return len(self.source)
 
     @property
@@ -77,7 +76,7 @@ class Module:
     """A Python module with its command-line arguments, run as ``python -m`` runs it."""
 
     name: str
-    folder: str
+    folder: str  # that the driver searches first; empty on nodes, which receive its files
     args: tuple[Argument, ...] = ()
     begins_with: str = ""
     located: tuple[Location, ...] = ()
@@ -89,7 +88,6 @@ class Module:
 
     @property
     def imports(self) -> frozenset[str]:
-        """Its full name."""
         return frozenset({self.name})
 
 
@@ -98,14 +96,14 @@ Program = Call | Script | Module
 
 def write_files(args: Iterable[Argument], folder: str) -> list[str]:
     """Write the files of file arguments into a folder, and return all arguments as strings."""
-    return [arg if isinstance(arg, str) else _write(arg, folder) for arg in args]
-
-
-def _write(file: FileArgument, folder: str) -> str:
-    path = os.path.join(folder, file.name)
-    with open(path, "w", encoding="utf-8") as stream:
-        stream.write(file.content)
-    return path
+    written = []
+    for arg in args:
+        if isinstance(arg, FileArgument):
+            path = Path(folder, arg.name)
+            path.write_text(arg.content, encoding="utf-8")
+            arg = str(path)
+        written.append(arg)
+    return written
 
 
 def in_file(program: Program) -> BinaryIO:

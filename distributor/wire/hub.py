@@ -16,9 +16,8 @@ import time
 from typing import Final, NamedTuple
 
 from distributor.wire import protocol
-from distributor.wire.listener import listen
+from distributor.wire.listener import NO_NODE, Peer, listen
 from distributor.wire.messages import Heartbeat
-from distributor.wire.peer import NO_NODE, Peer
 
 HERE: Final = NO_NODE  # the node index of messages that the driver posts to itself
 
@@ -86,20 +85,19 @@ class Hub:
             if not isinstance(message, Heartbeat):  # its arrival has been noted already
                 return event.peer.node, message
 
+    # Any thread may call these three, which do not wait. What is sent to a node that is not
+    # connected is dropped.
+
     def post(self, message: object) -> None:
-        """Put a message of the driver itself into the queue, from any thread."""
         self._events.put((HERE, message))
 
     def send(self, node: int, message: object) -> None:
-        """Send to one node, from any thread and without waiting; dropped if it is not connected."""
         self._listener.call(self._write, protocol.encode(message), node)
 
     def broadcast(self, message: object) -> None:
-        """Send to every node that is connected, as `send` does."""
         self._listener.call(self._write, protocol.encode(message), None)
 
     def nodes(self) -> set[int]:
-        """Return the nodes that are connected and authenticated."""
         return set(self.peers)  # atomic in CPython, so no lock is needed
 
     def close(self) -> None:

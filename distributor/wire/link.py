@@ -30,7 +30,7 @@ class Link:
         on_message: Callable[[object], None],
         on_lost: Callable[[], None],
     ) -> None:
-        self.lost = False
+        self.lost = False  # ended without a call of `close`, or before all messages were sent
         self._sock = sock
         self._session = session
         self._on_message = on_message
@@ -87,7 +87,6 @@ class Link:
                 self._changed.notify_all()
 
     def backlog(self) -> int:
-        """Return how many bytes are queued and not yet passed to the kernel."""
         return self._backlog
 
     def wait_below(self, limit: int, timeout: float) -> bool:
@@ -97,10 +96,7 @@ class Link:
             return not self.lost and self._backlog < limit
 
     def close(self, timeout: float = 5.0) -> None:
-        """Send what is queued, wait until the hub closes in answer, and end both threads.
-
-        After ``timeout`` seconds the connection is cut instead.
-        """
+        """Send what is queued, and wait until the hub closes in answer, at most ``timeout``."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

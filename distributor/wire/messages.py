@@ -24,8 +24,8 @@ class Preparing:
 class NodeWarning(NamedTuple):
     """A problem of a node that the user should know about and that does not stop the run."""
 
-    text: str
-    detail: str = ""
+    text: str  # the same on all nodes that have the same problem
+    detail: str = ""  # what differs between these nodes, such as figures
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,8 @@ class Stop:
     """Driver to nodes: stop your ranks."""
 
     reason: str
+    # Whether the node's task then fails, by which Spark ends the other tasks. Otherwise Spark keeps
+    # the Python worker, and the next attempt starts sooner.
     fails_task: bool = True
 
 

@@ -113,8 +113,6 @@ class FrameTags:
 
 
 class Session(NamedTuple):
-    """The tags of both directions of a connection, as one side sees them."""
-
     sent: FrameTags
     received: FrameTags
 
@@ -134,13 +132,11 @@ def run_key(secret: bytes) -> bytes:
 
 
 def key_in(answer: bytes | bytearray) -> bytes:
-    """Return the run key of a hello."""
     key: bytes = HELLO.unpack(answer)[0]
     return key
 
 
 def is_probe(answer: bytes | bytearray) -> bool:
-    """Return whether a hello only asks whether its run is served."""
     return bytes(HELLO.unpack(answer)[1]) == HEADER.pack(PROBE)
 
 
@@ -186,7 +182,6 @@ def decode(payload: bytes | memoryview) -> object:
 
 
 def check_length(length: int) -> int:
-    """Return the length of a payload, or raise `FrameTooLarge`."""
     if not 0 < length <= MAX_FRAME:
         raise FrameTooLarge(f"a frame of {length} bytes; 1 to {MAX_FRAME} are allowed")
     return length

@@ -21,8 +21,7 @@ from typing import Any, BinaryIO, Protocol
 
 from distributor.wire import protocol
 from distributor.wire.connection import connect
-from distributor.wire.listener import listen
-from distributor.wire.peer import Peer
+from distributor.wire.listener import Peer, listen
 
 CHUNK = 1024 * 1024
 """Bytes that are sent or received at a time; they stay in a core's cache."""
@@ -43,8 +42,6 @@ class Block(Protocol):
 
 
 class MemoryBlock:
-    """A block of buffers in memory."""
-
     def __init__(self, pieces: Sequence[Any]) -> None:
         self._pieces = [memoryview(piece).cast("B") for piece in pieces]
 
@@ -74,7 +71,6 @@ class ArrivingBlock:
             self._changed.notify_all()
 
     def append(self, data: memoryview) -> None:
-        """Add bytes."""
         self._file.write(data)
         self._file.flush()
         with self._changed:
@@ -99,6 +95,8 @@ class ArrivingBlock:
 
 class BlockServer:
     """Sends a block to everyone who holds its secret; a context manager."""
+
+    # All servers and hubs of this process at one address share a socket.
 
     def __init__(self, bind_address: str, secret: bytes, block: Block, *, port: int = 0) -> None:
         self.secret = secret

@@ -1,4 +1,4 @@
-"""Canaries for what `distributor._compat.accelerate` uses of Accelerate."""
+"""Canaries for what `distributor._compat.huggingface` uses of Accelerate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from support.canary import relies_on
 from torch.utils.data import DataLoader, IterableDataset
 
-from distributor._compat import accelerate as private
+from distributor._compat import huggingface as private
 
 if find_spec("accelerate") is None:
     pytest.skip("Accelerate is not installed", allow_module_level=True)
@@ -28,7 +28,7 @@ def test_a_marked_loader_is_not_prepared_again(accelerate: Any) -> None:
     plain, marked = (DataLoader([1, 2, 3, 4]) for _ in range(2))
     private.mark_as_prepared(marked)
     assert accelerator.prepare(plain) is not plain
-    with relies_on("accelerate", "the mark of prepared objects", "accelerate.mark_as_prepared"):
+    with relies_on("accelerate", "the mark of prepared objects", "huggingface.mark_as_prepared"):
         assert accelerator.prepare(marked) is marked
 
 
@@ -41,9 +41,9 @@ def test_a_state_sees_other_ranks_only_if_it_is_asked_to(
         def __init__(self, cpu: bool, **kwargs: Any) -> None:
             asked.append((cpu, kwargs))
 
-    with relies_on("accelerate", "PartialState's argument cpu", "accelerate.see_all_ranks"):
+    with relies_on("accelerate", "PartialState's argument cpu", "huggingface.see_all_ranks"):
         state: Any = accelerate.state.PartialState()
-        assert private.init_arguments(state) in ({"cpu": True}, {"cpu": False})
+        assert private.state_arguments(state) in ({"cpu": True}, {"cpu": False})
         parse = accelerate.state.parse_flag_from_env
         module: Any = SimpleNamespace(PartialState=State, parse_flag_from_env=parse)
         private.see_all_ranks(module)
@@ -71,7 +71,7 @@ def test_a_share_is_left_whole(accelerate: Any, dataset: Any) -> None:
     inside = SimpleNamespace(prepare_data_loader=module.prepare_data_loader)
     private.keep_shares_whole(inside, is_share=lambda found: found is dataset)  # type: ignore[arg-type]
     arguments = {"num_processes": 2, "process_index": 1, "put_on_device": True}
-    with relies_on("accelerate", "prepare_data_loader", "accelerate.keep_shares_whole"):
+    with relies_on("accelerate", "prepare_data_loader", "huggingface.keep_shares_whole"):
         assert "prepare_data_loader" in accelerate.Accelerator.prepare_data_loader.__code__.co_names
         prepared = inside.prepare_data_loader(DataLoader(dataset, batch_size=3), **arguments)
         assert [batch.tolist() for batch in prepared] == [[0, 1, 2], [3]]

@@ -1,4 +1,4 @@
-"""Canaries for what `distributor._compat.transformers` uses of Transformers."""
+"""Canaries for what `distributor._compat.huggingface` uses of Transformers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.canary import relies_on
 
-from distributor._compat import transformers as private
+from distributor._compat import huggingface as private
 
 
 def test_arguments_are_made_anew_without_their_view_of_the_processes(tmp_path: Path) -> None:
@@ -17,8 +17,8 @@ def test_arguments_are_made_anew_without_their_view_of_the_processes(tmp_path: P
     given.note = "of the program's own"
     assert given.device.type == "cpu"
     what = "the attributes of TrainingArguments that depend on the process"
-    with relies_on("transformers", what, "transformers.init_arguments"):
-        taken, others = private.init_arguments(given)
+    with relies_on("transformers", what, "huggingface.training_arguments"):
+        taken, others = private.training_arguments(given)
         again = kind(**taken)
         assert again.to_dict() == given.to_dict()
         view = vars(again).keys() - kind.__dataclass_fields__.keys()

@@ -30,7 +30,7 @@ from support.hubs import (
     within,
 )
 
-from distributor.wire import listener, peer, protocol
+from distributor.wire import listener, protocol
 from distributor.wire.hub import HERE, LOST, SILENT, Hub
 from distributor.wire.link import Link
 
@@ -135,7 +135,7 @@ def test_a_busy_hub_may_answer_later_than_a_connection_takes() -> None:
 
 
 def test_unauthenticated_connections_are_closed(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 1.0)
     monkeypatch.setattr(listener, "MAX_UNAUTHENTICATED", 2)
     silent, garbage = stranger(hub.port), stranger(hub.port)
     assert silent.recv(1) == garbage.recv(1) == protocol.MAGIC[:1]

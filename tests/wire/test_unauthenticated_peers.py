@@ -30,11 +30,11 @@ BOMB: Final = protocol.HEADER.pack(len(_PICKLE)) + _PICKLE
 BOMBS: Final = (protocol.HEADER.pack(len(BOMB)) + BOMB) * 100
 DRIVER = f"""
 import logging, os, resource, sys
-from distributor.wire import hub as hub_module, peer, protocol
+from distributor.wire import hub as hub_module, listener, protocol
 from distributor.wire.messages import Heartbeat
 
 logging.basicConfig(level=logging.INFO)  # anything that is logged is printed
-peer.HANDSHAKE_SECONDS = float(sys.argv[1])
+listener.HANDSHAKE_SECONDS = float(sys.argv[1])
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), hard))
 original_decode, unpickled = protocol.decode, 0

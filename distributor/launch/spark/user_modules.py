@@ -36,7 +36,7 @@ from distributor.core.text import counted
 from distributor.launch.one_time_warnings import warn_once
 from distributor.launch.spark.executor_files import send_file
 from distributor.launch.spark.session import Session
-from distributor.serialization.code_imports import imports_in_source
+from distributor.serialization.code_search import imports_in_source
 from distributor.serialization.program import Call, Module, Program, Script
 
 MAX_PACKAGE_BYTES = 64 * 1024 * 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from distributor._compat import accelerate, lightning, pyspark, torch
+from distributor._compat import huggingface, lightning, pyspark, torch
 from distributor.node.process.fork_reset import set_thread_counts
 from distributor.rank.import_hooks import after_import, at_next_import
 
@@ -18,7 +18,7 @@ DEBUG_LEVEL = "TORCH_DISTRIBUTED_DEBUG"
 def adapt_libraries(uses_gpus: bool) -> None:
     # Accelerate, Transformers and Lightning train one model on all ranks by default, even on CPUs,
     # of which they would use one.
-    after_import("accelerate.state", accelerate.see_all_ranks)
+    after_import("accelerate.state", huggingface.see_all_ranks)
     for name in lightning.CONNECTORS:
         after_import(name, partial(lightning.see_all_ranks, uses_gpus=uses_gpus))
     _keep_groups()

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from distributor import runtime
-from distributor._compat.accelerate import mark_as_prepared
+from distributor._compat.huggingface import mark_as_prepared
 from distributor.data.epochs import Epoch, Order
 from distributor.data.rank_share import is_rank_share, rows_of_all_ranks
 from distributor.data.share import Share

@@ -1,7 +1,10 @@
-"""Whether a program mentions a package, found without running it."""
+"""Which modules a program imports, and whether it mentions a package, found without running it."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import dis
 import functools
 import sys
 import types
@@ -10,7 +13,45 @@ from pathlib import Path
 from typing import Any
 
 from distributor.core.module_search import is_installed
-from distributor.serialization.code_imports import nested_code
+
+
+def imports_in_source(source: str | bytes) -> frozenset[str]:
+    """Return what a file imports anywhere by full names; nothing if it is invalid Python."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return frozenset()
+    return frozenset(_imported_names(tree))
+
+
+def imports_in_code(code: types.CodeType) -> Iterator[str]:
+    """Yield what a function and functions inside it import, by full names."""
+    for part in nested_code(code):
+        module = ""
+        for instruction in dis.get_instructions(part):
+            if instruction.opname == "IMPORT_NAME":
+                if module := str(instruction.argval):
+                    yield module
+            elif instruction.opname == "IMPORT_FROM" and module:
+                yield f"{module}.{instruction.argval}"
+
+
+def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a function's code and that of functions and classes inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from nested_code(constant)
+
+
+def _imported_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
 
 MAX_PARTS = 10_000
 """How many functions and values are searched, and elements of a container that is searched."""
@@ -72,7 +113,7 @@ def _code_of_call(*parts: object) -> Iterator[types.CodeType]:
 def _parts(part: Any) -> list[Any]:
     """Return the parts of a function or value in which there may be functions."""
     if isinstance(part, types.FunctionType):
-        return _captured(part) if _is_user_file(part.__code__.co_filename) else []
+        return list(_values_of(part)) if _is_user_file(part.__code__.co_filename) else []
     if isinstance(part, types.ModuleType):
         return []
     if isinstance(part, functools.partial):
@@ -90,22 +131,29 @@ def _parts(part: Any) -> list[Any]:
     return [each for each in inner if each is not None]
 
 
-def _captured(function: types.FunctionType) -> list[Any]:
-    """Return the values that a function refers to, also as attributes of the user's modules."""
-    found: list[Any] = list(function.__defaults__ or ())
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # a variable that is not set yet
-            continue
+def captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values that a function refers to: variables, globals and defaults."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a variable that is not set yet
+            yield name, cell.cell_contents
+    for code in nested_code(function.__code__):
+        for name in code.co_names:
+            if name in function.__globals__:
+                yield name, function.__globals__[name]
+    yield from (function.__kwdefaults__ or {}).items()
+    defaults = function.__defaults__ or ()
+    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+    yield from zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
+
+
+def _values_of(function: types.FunctionType) -> Iterator[Any]:
+    """Yield the values that a function refers to, also as attributes of the user's modules."""
     names = set(_names(function.__code__))
-    values = [function.__globals__[name] for name in names & function.__globals__.keys()]
-    for value in values:
-        if isinstance(value, types.ModuleType) and _is_user_file(
-            getattr(value, "__file__", None) or ""
-        ):
-            found += [vars(value)[name] for name in names & vars(value).keys()]
-    return found + values
+    for _, value in captured(function):
+        yield value
+        is_module = isinstance(value, types.ModuleType)
+        if is_module and _is_user_file(getattr(value, "__file__", None) or ""):
+            yield from (vars(value)[name] for name in names & vars(value).keys())
 
 
 def _file_of(kind: type) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from distributor.serialization.code_mentions import call_mentions, script_mentions
+from distributor.serialization.code_search import call_mentions, script_mentions
 from distributor.train.torch import TorchTrainer
 
 

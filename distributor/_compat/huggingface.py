@@ -1,7 +1,8 @@
-"""The private API of Accelerate that ranks and data loaders depend on; it is not imported."""
+"""The private API of Accelerate and Transformers, neither of which is imported here."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -40,7 +41,7 @@ def keep_shares_whole(accelerator: ModuleType, is_share: Callable[[object], bool
     accelerator.prepare_data_loader = prepare_whole  # type: ignore[attr-defined]
 
 
-def init_arguments(state: Any) -> dict[str, Any]:
+def state_arguments(state: Any) -> dict[str, Any]:
     """Return the arguments with which a ``PartialState`` was made."""
     return {"cpu": state._cpu}
 
@@ -63,3 +64,15 @@ def see_all_ranks(state: ModuleType) -> None:
         initialize(self, cpu or use_cpu, **kwargs)
 
     state.PartialState.__init__ = initialize_with_all
+
+
+_VIEW = {"_setup_devices", "__cached__setup_devices", "_n_gpu", "distributed_state"}
+"""The attributes of ``TrainingArguments`` that say which of how many processes this one is."""
+
+
+def training_arguments(arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return from what ``TrainingArguments`` can be made anew, but not their view of processes."""
+    names = {field.name for field in dataclasses.fields(arguments) if field.init}
+    attributes = {name: value for name, value in vars(arguments).items() if name not in _VIEW}
+    taken = {name: attributes.pop(name) for name in names & attributes.keys()}
+    return taken, attributes
