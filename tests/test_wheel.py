@@ -61,13 +61,17 @@ def bare(
     [packages] = folder.glob("lib/python3*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(packages)
-    for name in required_by(about.get_all("Requires-Dist", [])):
+    link(about.get_all("Requires-Dist", []), packages)
+    return folder / "bin" / "python"
+
+
+def link(lines: list[str], packages: Path) -> None:
+    """Make what is required, and what that requires, importable from a folder."""
+    for name in required_by(lines):
         found = metadata.distribution(name)
-        tops = {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}
-        for top in tops:
+        for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
             if not (packages / top).exists():
                 (packages / top).symlink_to(os.fspath(found.locate_file(top)))
-    return folder / "bin" / "python"
 
 
 def required_by(lines: list[str]) -> set[str]:
@@ -203,6 +207,17 @@ def test_a_platforms_own_pyspark_is_not_replaced(bare: Path, tmp_path: Path) -> 
     code, _, err = run(bare, program, tmp_path, PYTHONPATH=str(tmp_path / "platform"))
     assert code == 1
     assert err.endswith(": pip install pyarrow pandas.\n")
+
+
+@pytest.mark.slow
+def test_the_demo_trains_locally_and_names_what_a_cluster_needs(bare: Path, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    (images := tmp_path / "images").mkdir()
+    link(["scikit-learn"], images)
+    code, out, err = run(bare, "", tmp_path, "-m", "distributor", "demo", PYTHONPATH=str(images))
+    assert code == 0, err
+    assert "two local ranks" in out
+    assert f"{SPARK}. Then run the demo again.\n" in out
 
 
 OTHER_PROJECT = re.compile(
