@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from distributor.node.worker.stacks import append_stacks
 
 PACKAGES = "/env/lib/python3.12/site-packages"
@@ -49,6 +51,23 @@ def test_the_users_line_and_what_it_called_are_named() -> None:
     assert stacks.count("in step") == 1
     assert stacks.count("distributor/node/worker/main.py") == 1, "of rank 3, which has no others"
     assert "rank 3:\n" in stacks
+
+
+@pytest.mark.parametrize(
+    ("file", "shown"),
+    [
+        ("/srv/distributor-source-0.zip/distributor/rank/context.py", "train (train.py:3)"),
+        ("/srv/distributor/runtime.py", "train (train.py:3)"),
+        ("/home/user/distributor/steps.py", "step (steps.py:9)"),
+    ],
+)
+def test_files_of_this_package_are_not_the_users(file: str, shown: str) -> None:
+    stack = f"""\
+Thread (most recent call first):
+  File "{file}", line 9 in step
+  File "/home/user/train.py", line 3 in train
+"""
+    assert shown in append_stacks("Stalled.", {0: stack}).splitlines()[3]
 
 
 def test_without_stacks_the_text_is_unchanged() -> None:

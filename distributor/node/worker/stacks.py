@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
+import pkgutil
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -38,11 +41,6 @@ _OWN_THREAD = control_channel.__file__
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _THREAD = re.compile(r"^.*[Tt]hread.*\(most recent call first\):$", re.MULTILINE)
 _SENT = "/distributor-modules-"  # part of the folders with the user's modules on nodes
-# Files that are not the user's: installed packages, the standard library, this package.
-_LIBRARY = re.compile(
-    r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<(?:frozen |string>)"
-    r"|/distributor/(?:_compat|core|data|launch|node|rank|ray|serialization|tracking|train|wire)/"
-)
 # The oldest frames of a rank, which have called the user's program.
 _LAUNCHERS = re.compile(
     r'(?<=\n)(?:  File "(?:[^"\n]*/distributor/node/[^"\n]*|<string>|<frozen runpy>)", '
@@ -179,6 +177,18 @@ def append_stacks(text: str, stacks: Mapping[int, str]) -> str:
     return f"{text}\n\nStacks of the ranks, the most recent call first:\n{parts}".rstrip("\n")
 
 
+@functools.cache
+def _library() -> re.Pattern[str]:
+    """Return what matches files that are not the user's."""
+    package = __name__.partition(".")[0]
+    # A node may have this package elsewhere; a user's folder may have the same name.
+    own = "|".join(each.name for each in pkgutil.iter_modules(sys.modules[package].__path__))
+    return re.compile(
+        r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<(?:frozen |string>)"
+        rf"|/{package}/(?:{own})(?:/|\.py$)"
+    )
+
+
 def _grouped(text_by_rank: Mapping[int, str]) -> dict[str, str]:
     """Return the ranks that have each text, as text."""
     ranks_with: dict[str, list[int]] = {}
@@ -201,7 +211,7 @@ def _place(stack: str) -> str:
     main_thread = _THREAD.split(stack)[-1]  # faulthandler writes the oldest thread last
     called = ""
     for file, line, function in _FRAME.findall(main_thread):
-        if _SENT in file or not _LIBRARY.search(file):
+        if _SENT in file or not _library().search(file):
             place = f"{function} ({PurePath(file).name}:{line})"
             return f"in {called}, called by {place}" if called else f"in {place}"
         if not _INTERNAL.search(function):
