@@ -4,7 +4,7 @@ PYTHON ?= python3
 # More arguments for pytest: make test ARGS="-k spark -x"
 ARGS ?=
 # More processes than cores: tests also wait. tests/support/scheduling.py groups and orders them.
-JOBS ?= 4
+JOBS ?= 6
 PYTEST = python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 VENV := .venv
@@ -84,6 +84,7 @@ lint: venv ## Check style, format, types, vocabulary and spelling
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy tests/support/typed_program.py
 	$(VENV)/bin/python tests/support/vocabulary.py
 	$(VENV)/bin/codespell
 

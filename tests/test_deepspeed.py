@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -159,9 +160,14 @@ def deepspeed(request: pytest.FixtureRequest) -> Callable[..., DeepspeedTorchDis
     return make
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
-)
+def cases() -> Iterator[Any]:
+    for launcher, stage in itertools.product(("local", "cluster"), (1, 2, 3)):
+        marks = [pytest.mark.slow(ci=(launcher, stage) == ("local", 2))]
+        marks += [pytest.mark.spark(shared=True)] if launcher == "cluster" else []
+        yield pytest.param(launcher, stage, marks=marks)
+
+
+@pytest.mark.parametrize(("deepspeed", "stage"), list(cases()), indirect=["deepspeed"])
 def test_a_stage_trains_with_its_own_class(
     deepspeed: Callable[..., DeepspeedTorchDistributor], stage: int
 ) -> None:

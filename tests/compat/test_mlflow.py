@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import http.server
+import importlib
 import inspect
 import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from support.tracking_server import mlflow, needs_mlflow
 
 from distributor._compat import mlflow as compat
 
-pytestmark = needs_mlflow
+pytestmark = [needs_mlflow, pytest.mark.xdist_group("mlflow")]  # whose process has imported it
 
 
 def lost(name: str, dependent: str) -> str:
@@ -28,8 +28,16 @@ def test_importing_the_package_does_not_import_mlflow() -> None:
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
 
 
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Create a database, which takes MLflow seconds, and return its address."""
+    uri = f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+    mlflow.MlflowClient(uri).search_experiments()  # creates the tables
+    return uri
+
+
 def test_the_default_experiment_is_the_one_that_was_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)
     fluent = mlflow.tracking.fluent
@@ -39,7 +47,7 @@ def test_the_default_experiment_is_the_one_that_was_set(
     assert hasattr(fluent, "_active_experiment_id"), lost(
         "mlflow.tracking.fluent._active_experiment_id", "attaching ranks to a run of another one"
     )
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    mlflow.set_tracking_uri(database)
     try:
         chosen = mlflow.set_experiment("chosen").experiment_id
         os.environ.pop("MLFLOW_EXPERIMENT_ID", None)  # newer versions of MLflow set it
@@ -79,12 +87,10 @@ for calls in {list(ENDINGS)!r}:
 
 
 @pytest.fixture(scope="module")
-def statuses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def statuses(database: str) -> dict[str, str]:
     """Return the status of each run of `ENDINGS`; their processes have imported MLflow by fork."""
-    uri = f"sqlite:///{tmp_path_factory.mktemp('endings')}/mlflow.db"
-    client = mlflow.MlflowClient(uri)
-    client.search_experiments()  # creates the tables
-    program = [sys.executable, "-c", START_RUNS, uri]
+    client = mlflow.MlflowClient(database)
+    program = [sys.executable, "-c", START_RUNS, database]
     output = subprocess.check_output(program, text=True)
     ids = [line.split()[1] for line in output.splitlines() if line.startswith("RUN ")]
     found = [client.get_run(run_id).info.status for run_id in ids]
@@ -154,6 +160,7 @@ def test_stores_are_made_by_the_registries_that_ranks_change(
     module: str, owner: str, name: str, parameters: list[str]
 ) -> None:
     """These names are public, but MLflow documents them only for authors of plugins."""
+    importlib.import_module("mlflow")
     found = getattr(getattr(sys.modules.get(module), owner, None), name, None)
     assert found is not None, lost(f"{module}.{owner}.{name}", "the choice of stores in ranks")
     assert list(inspect.signature(found).parameters)[1 : 1 + len(parameters)] == parameters
