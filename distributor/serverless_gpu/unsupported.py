@@ -28,15 +28,7 @@ RAY_METRICS: Mapping[str, str] = {
 
 
 def refusing(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
-    """Return a module's ``__getattr__`` for names that are not supported.
-
-    Parameters
-    ----------
-    module : str
-        The module's name.
-    names : mapping of str to str
-        What to use instead of each name.
-    """
+    """Return a module's ``__getattr__`` that says what to use instead of each of these names."""
 
     def refuse(name: str) -> Any:
         if instead := names.get(name):

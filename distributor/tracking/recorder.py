@@ -75,9 +75,13 @@ class Recorder(Listener):
         """Record the number of a further attempt; the run is created with that of the first."""
         if not attempt:
             return
-        tags = {"attempt": attempt, "num_processes": ranks}
+
+        def set_tags() -> None:
+            for name, value in {"attempt": attempt, "num_processes": ranks}.items():
+                self._client.set_tag(self._run.run_id, f"distributor.{name}", value)
+
         try:
-            call_with_deadline(lambda: self._set_tags(tags))
+            call_with_deadline(set_tags)
         except Exception as problem:
             warn(
                 f"Attempt {attempt} could not be recorded in the MLflow run {self._run.run_id}: "
@@ -112,10 +116,6 @@ class Recorder(Listener):
 
     def _send(self, metrics: list[Any]) -> None:
         self._client.log_batch(self._run.run_id, metrics=metrics, synchronous=True)
-
-    def _set_tags(self, tags: dict[str, int]) -> None:
-        for name, value in tags.items():
-            self._client.set_tag(self._run.run_id, f"distributor.{name}", value)
 
     def _end(self, status: str, error: BaseException | None) -> None:
         run_id = self._run.run_id

@@ -53,7 +53,7 @@ from distributor.train.storage.checkpoint import (
     ReportedCheckpointStatus,
 )
 from distributor.train.unsupported import refuse_modules
-from distributor.train.validation_config import (
+from distributor.train.validation import (
     ValidationConfig,
     ValidationFn,
     ValidationTaskConfig,

@@ -39,8 +39,7 @@ from distributor.train.errors import training_error
 from distributor.train.result import Result
 from distributor.train.storage.checkpoint import Checkpoint
 from distributor.train.storage.checkpoint_store import Storage, latest_positions
-from distributor.train.validation import ValidationQueue, validation_distributor
-from distributor.train.validation_config import ValidationConfig
+from distributor.train.validation import ValidationConfig, ValidationQueue, validation_distributor
 from distributor.train.worker_loop import WorkerLoop
 
 if TYPE_CHECKING:

@@ -6,12 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from distributor.train.runtime.report_round import UploadFn
-from distributor.train.storage.checkpoint import (
-    Checkpoint,
-    CheckpointUploadMode,
-    ReportedCheckpoint,
-)
+from distributor.train.storage.checkpoint import Checkpoint, ReportedCheckpoint
 from distributor.train.storage.report_log import json_metrics
 
 _TORCHRUN_VARIABLES = (
@@ -43,16 +38,10 @@ class InProcessRun:
         raise NotImplementedError("With num_workers=0 a run has no storage.")
 
     def report(
-        self,
-        metrics: Mapping[str, Any],
-        checkpoint: Checkpoint | None,
-        name: str | None,
-        mode: CheckpointUploadMode,
-        delete_local: bool,
-        upload_fn: UploadFn | None,
-        validation: Mapping[str, Any] | None,
+        self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None, *options: object
     ) -> None:
         """Remember a report. Nothing is uploaded, deleted or validated."""
+        validation = options[-1]
         if validation is not None and checkpoint is None:
             raise ValueError("validation needs a checkpoint, but None is reported.")
         self.metrics = json_metrics(metrics)

@@ -100,7 +100,12 @@ class Reporter:
         if name is not None:
             check_name("checkpoint_dir_name", name)
         if mode is CheckpointUploadMode.NO_UPLOAD and checkpoint is not None:
-            name = self._name_in_storage(checkpoint)
+            name = self.storage.name_of(checkpoint)
+            if name is None:
+                raise ValueError(
+                    "With NO_UPLOAD, a checkpoint must already be a folder in "
+                    f"{self.storage.path}, but it is at {checkpoint.path}."
+                )
         elif checkpoint is not None and self.storage.is_inside(checkpoint):
             raise ValueError(
                 f"The run's own folder {self.storage.path} is inside the reported checkpoint "
@@ -190,15 +195,6 @@ class Reporter:
                 current[name] = position()
         registered = {*map(str, range(len(self._loaders))), *self._named_loaders}
         return {n: at for n, at in self._positions.items() if n not in registered} | current
-
-    def _name_in_storage(self, checkpoint: Checkpoint) -> str:
-        """Return the name of a checkpoint that must already be in the run's folder."""
-        if (name := self.storage.name_of(checkpoint)) is None:
-            raise ValueError(
-                f"With NO_UPLOAD, a checkpoint must already be a folder in {self.storage.path}, "
-                f"but it is at {checkpoint.path}."
-            )
-        return name
 
     def _check_thread(self) -> None:
         if threading.get_ident() == self._thread_id:

@@ -36,9 +36,7 @@ class RankSession:
         self._in_process: InProcessRun | None = None
 
     @contextlib.contextmanager
-    def run_in_process(
-        self, name: str, resume_from: Checkpoint | None = None
-    ) -> Iterator[InProcessRun]:
+    def run_in_process(self, name: str, resume_from: Checkpoint | None) -> Iterator[InProcessRun]:
         """Make this process the only rank of a run, for the duration of the context."""
         outer, self._in_process = self._in_process, InProcessRun(name, resume_from)
         try:

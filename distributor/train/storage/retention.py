@@ -36,9 +36,7 @@ def select_removable(
     """Return the names of those checkpoints, the oldest first, that are not kept."""
     # As in Ray Train, the latest and those that are yet to be validated are kept in addition to the
     # `num_to_keep` best ones, and checkpoints that the user has named count too.
-    if settings.num_to_keep is None:
-        return []
-    best = ranked(committed, settings)[-settings.num_to_keep :]
+    best = _best(committed, settings)
     pending = [pair for pair in committed if pair[1].is_pending]
     kept = {name for name, _ in [*best, *committed[-1:], *pending]}
     return [name for name, _ in committed if name not in kept]
@@ -59,6 +57,12 @@ def best_of(committed: Sequence[tuple[str, Manifest]]) -> list[tuple[str, Manife
     if not committed:
         return []
     settings = CheckpointSettings(storage_path="", name="", **committed[-1][1].retention)
+    return _best(committed, settings)
+
+
+def _best(
+    committed: Sequence[tuple[str, Manifest]], settings: CheckpointSettings
+) -> list[tuple[str, Manifest]]:
     best = ranked(committed, settings)
     return best if settings.num_to_keep is None else best[-settings.num_to_keep :]
 
