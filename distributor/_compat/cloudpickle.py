@@ -13,11 +13,8 @@ def use_as_globals(pickler: cloudpickle.Pickler, namespace: dict[str, Any], stan
 
 
 def with_functions(reduced: Any, make: Any, set_attributes: Any, argument: Any) -> Any:
-    """Return how a class is pickled by value, with other functions that make it.
-
-    Types of Python's own, such as that of None, are pickled in another way, which stays.
-    """
-    if len(reduced) < 6:
+    """Return how a class is pickled by value, with other functions that make it."""
+    if len(reduced) < 6:  # a type of Python's own, such as that of None
         return reduced
     own_make, args, state, items, pairs, own_setter = reduced
     return make, (own_make, *args), (own_setter, state, argument), items, pairs, set_attributes

@@ -13,37 +13,30 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+# Part of the command line of the process that removes multiprocessing's shared memory.
 RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
-"""Part of the command line of the process that removes multiprocessing's shared memory."""
 
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+", re.MULTILINE)
 
 
 def disable_exit_finalizers() -> None:
-    """Keep every `weakref.finalize` that exists now from running at the interpreter's exit.
-
-    Only the private registry lists them.
-    """
+    """Keep every `weakref.finalize` that exists now from running at the interpreter's exit."""
     registry: Any = weakref.finalize
     for finalizer in registry._registry:
         finalizer.atexit = False
 
 
 def set_multiprocessing_folder(folder: str) -> None:
-    """Have multiprocessing put the sockets of this process and its children into a folder.
-
-    Its own folder is removed at exit only, so one of a process that is killed would stay.
-    """
+    """Have multiprocessing put the sockets of this process and its children into a folder."""
+    # Its own folder is removed at exit only, so one of a process that is killed would stay.
     process: Any = multiprocessing.process.current_process()
     process._config["tempdir"] = folder
 
 
 def add_source_lines(filename: str, lines: Sequence[str]) -> None:
-    """Show the source of a file that does not exist here to `traceback` and `inspect`.
-
-    The documented `linecache.lazycache` refuses names in angle brackets, such as those of cells.
-    """
-    # An entry without a modification time is never discarded as stale.
+    """Show the source of a file that does not exist here to `traceback` and `inspect`."""
+    # The documented linecache.lazycache refuses names in angle brackets, such as those of cells. An
+    # entry without a modification time is never discarded as stale.
     linecache.cache[filename] = (sum(map(len, lines)), None, list(lines), filename)
 
 
@@ -53,10 +46,8 @@ def split_stacks(dump: str) -> list[str]:
 
 
 def before_thread_pools_end(function: Callable[[], object]) -> None:
-    """Call a function when the main thread has ended, while threads can start and pools take work.
-
-    `atexit` is too late: by then pools refuse work and, since Python 3.12, no thread can start.
-    """
+    """Call a function when the main thread has ended, while threads and pools still work."""
+    # atexit is too late: by then pools refuse work and, since Python 3.12, no thread can start.
     import concurrent.futures.thread  # noqa: F401  its function is called after those registered later
 
     register: Any = threading._register_atexit  # type: ignore[attr-defined]
@@ -64,10 +55,7 @@ def before_thread_pools_end(function: Callable[[], object]) -> None:
 
 
 def forget_exit_handlers() -> None:
-    """Release the functions that are registered with `atexit`, and what they refer to.
-
-    It can be called by the last of them.
-    """
+    """Release the functions that are registered with `atexit`; the last of them can call it."""
     clear: Any = atexit._clear
     clear()
 
@@ -90,12 +78,10 @@ class _IgnoredWarning(FutureWarning, metaclass=_OnlyOnThisThread):
 
 @contextmanager
 def future_warning_ignored(message: str) -> Iterator[None]:
-    """Ignore a `FutureWarning` on this thread, and on no other.
-
-    The filters of ``warnings`` belong to the process, so `warnings.catch_warnings` would change
-    them for other threads too. The filter that is added here matches only on threads within this
-    context manager, and the last of them removes it.
-    """
+    """Ignore a `FutureWarning` that begins so (a pattern) on this thread, and on no other."""
+    # The filters of `warnings` belong to the process, so `catch_warnings` would change them for
+    # other threads too. This filter matches only on threads within this context manager, and the
+    # last of them removes it.
     global _active
     with _lock:
         _active += 1

@@ -17,10 +17,8 @@ def mark_as_prepared(loader: object) -> None:
 
 
 def keep_shares_whole(accelerator: ModuleType, is_share: Callable[[object], bool]) -> None:
-    """Have an ``Accelerator`` leave a dataset whole that is one rank's share already.
-
-    The Transformers ``Trainer`` prepares its data loaders by an ``Accelerator``, too.
-    """
+    """Have an ``Accelerator`` leave a dataset whole that is one rank's share already."""
+    # The Transformers Trainer prepares its data loaders by an Accelerator, too.
     prepare = accelerator.prepare_data_loader
     signature = inspect.signature(prepare)
 
@@ -47,11 +45,9 @@ def state_arguments(state: Any) -> dict[str, Any]:
 
 
 def see_all_ranks(state: ModuleType) -> None:
-    """Have a ``PartialState`` without a GPU see the other ranks.
-
-    Accelerate looks for them on CPUs only if it is asked to: an ``Accelerator`` by a variable, a
-    ``PartialState`` by an argument. The Transformers ``TrainingArguments`` make one, too.
-    """
+    """Have a ``PartialState`` without a GPU see the other ranks."""
+    # Accelerate looks for them on CPUs only if it is asked to: an Accelerator by a variable, a
+    # PartialState by an argument. The Transformers TrainingArguments make one, too.
     initialize = state.PartialState.__init__
 
     @functools.wraps(initialize)
@@ -66,8 +62,8 @@ def see_all_ranks(state: ModuleType) -> None:
     state.PartialState.__init__ = initialize_with_all
 
 
+# The attributes of ``TrainingArguments`` that say which of how many processes this one is.
 _VIEW = {"_setup_devices", "__cached__setup_devices", "_n_gpu", "distributed_state"}
-"""The attributes of ``TrainingArguments`` that say which of how many processes this one is."""
 
 
 def training_arguments(arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,7 +1,4 @@
-"""The private API of Lightning by which a ``Trainer`` or ``Fabric`` chooses its devices.
-
-Lightning is not imported here.
-"""
+"""The private API of Lightning by which a ``Trainer`` or ``Fabric`` chooses its devices."""
 
 from __future__ import annotations
 
@@ -11,21 +8,19 @@ import os
 from types import ModuleType
 from typing import Any
 
+# The class that chooses the devices, by its module.
 CONNECTORS = {
     "lightning.fabric.connector": "_Connector",
     "lightning_fabric.connector": "_Connector",
     "lightning.pytorch.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
     "pytorch_lightning.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
 }
-"""The class that chooses the devices, by its module."""
 
 
 def see_all_ranks(module: ModuleType, uses_gpus: bool) -> None:
-    """Have a ``Trainer`` or ``Fabric`` train on all ranks unless its program says otherwise.
-
-    By default, Lightning counts the GPUs of this machine, and one CPU: on CPUs, and with one GPU
-    on each of several machines, each rank would train a model of its own.
-    """
+    """Have a ``Trainer`` or ``Fabric`` train on all ranks unless its program says otherwise."""
+    # By default, Lightning counts the GPUs of this machine, and one CPU: on CPUs, and with one GPU
+    # on each of several machines, each rank would train a model of its own.
     connector = getattr(module, CONNECTORS[module.__name__])
     initialize = connector.__init__
     signature = inspect.signature(initialize)

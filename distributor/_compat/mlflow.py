@@ -1,9 +1,4 @@
-"""The private API of MLflow that tracking depends on; MLflow is imported when it is used.
-
-The driver needs the experiment that MLflow would log to, and the credentials of a Databricks
-profile. A rank attaches to the job's run and must not end it, and returns a finished operation for
-an asynchronous call that logs nothing.
-"""
+"""The private API of MLflow that tracking depends on; MLflow is imported when it is used."""
 
 from __future__ import annotations
 

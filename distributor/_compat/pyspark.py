@@ -12,28 +12,27 @@ import time
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
+# Local properties that name a job and its stages in Spark's UI, and hold the details.
 CALL_SITE, CALL_SITE_DETAILS = "callSite.short", "callSite.long"
-"""Local properties that name a job and its stages in Spark's UI, and hold the details."""
 
+# The loggers of the driver's JVM that write the exception which ends a task.
 TASK_ERROR_LOGGERS = (
     "org.apache.spark.executor.Executor",
     "org.apache.spark.scheduler.TaskSetManager",
 )
-"""The loggers of the driver's JVM that write the exception which ends a task."""
 
+# The logger of the driver's JVM that writes what a standalone master reports of executors.
 APPLICATION_LOGGER = "org.apache.spark.deploy.client.StandaloneAppClient$ClientEndpoint"
-"""The logger of the driver's JVM that writes what a standalone master reports of executors."""
 
+# How the warning begins that PySpark issues for each call if pandas 3 is installed.
 PANDAS_WARNING = "PySpark does not yet fully support pandas"
-"""How the warning begins that PySpark issues for each call if pandas 3 is installed."""
 
+# The folder with the Hadoop configuration of spark-submit, in the working folder of a YARN
+# container.
 HADOOP_CONFIGURATION = "__spark_conf__/__hadoop_conf__"
-"""The folder with the Hadoop configuration of spark-submit, in the working folder of a YARN
-container.
-"""
 
+# The modules that have the class ``SparkFiles``, or had it before PySpark 4.
 MODULES_OF_SPARK_FILES = ("pyspark.core.files", "pyspark.files")
-"""The modules that have the class ``SparkFiles``, or had it before PySpark 4."""
 
 _python_lock = threading.Lock()
 
@@ -80,10 +79,7 @@ NODE_EXPIRY = "yarn.nm.liveness-monitor.expiry-interval-ms"
 
 
 class Yarn:
-    """YARN's resource manager, asked through the driver's JVM; a context manager.
-
-    Every method raises an exception if the JVM or the resource manager does not answer.
-    """
+    """YARN's resource manager, asked through the driver's JVM; methods raise if it is silent."""
 
     def __init__(self, context: Any) -> None:
         self._yarn = context._jvm.org.apache.hadoop.yarn
@@ -185,10 +181,9 @@ def executor_hosts(context: Any) -> list[str]:
 
 
 def sent_hadoop_configuration() -> str | None:
-    """Return the folder with the configuration of Hadoop that Spark has sent to this container.
+    """Return the folder with the Hadoop configuration that Spark has sent to YARN's container.
 
-    None outside of YARN's containers, and if HADOOP_CONF_DIR names another. In deploy mode
-    "cluster", the driver is in a container too.
+    None elsewhere, and if HADOOP_CONF_DIR names another.
     """
     container = os.environ.get("PWD", "")  # the program may have changed its working folder
     folder = os.path.abspath(os.path.join(container, HADOOP_CONFIGURATION))
@@ -260,11 +255,9 @@ def python_executable(context: Any, path: str) -> Iterator[None]:
 
 
 def keep_call_site(frame: Any) -> None:
-    """Have a classic DataFrame's ``collect`` leave the job's call site as it is.
-
-    PySpark would name the line of this package that calls ``collect``. A version that works
-    differently names its own.
-    """
+    """Have a classic DataFrame's ``collect`` leave the job's call site as it is."""
+    # PySpark would name the line of this package that calls `collect`. A version that works
+    # differently names its own.
     if hasattr(frame, "_sc"):
         frame._sc = _Without(frame._sc, "_jsc", _Without(frame._sc._jsc, "setCallSite", _ignore))
 
@@ -285,11 +278,10 @@ def _ignore(site: str | None) -> None:
 
 
 class ProgressBar:
-    """The progress bar of the driver's JVM.
+    """The progress bar of the driver's JVM."""
 
-    It is drawn while there are stages, but not within half a second after it was last removed. That
-    time can be set to one in the future.
-    """
+    # It is drawn while there are stages, but not within half a second after it was last removed.
+    # That time can be set to one in the future.
 
     def __init__(self, bar: Any) -> None:
         self._bar = bar
@@ -302,7 +294,6 @@ class ProgressBar:
         self._removed_at.setLong(self._bar, int((time.time() + seconds) * 1000))
 
     def show(self) -> None:
-        """Let the bar be drawn again."""
         self._bar.finishAll()
 
 
@@ -340,10 +331,7 @@ def restore_loggers(context: Any, levels: dict[str, Any]) -> None:
 
 
 class RecordedLog:
-    """What a logger of the driver's JVM writes at the level INFO and above, from now on.
-
-    What the user sees of it remains the same.
-    """
+    """What a logger of the driver's JVM writes at INFO and above; it still shows as much."""
 
     def __init__(self, context: Any, name: str) -> None:
         log4j = context._jvm.org.apache.logging.log4j
@@ -368,11 +356,9 @@ class RecordedLog:
 
     @property
     def text(self) -> str:
-        """What was written so far."""
         return str(self._writer.toString())
 
     def close(self) -> None:
-        """Restore the logger's own configuration."""
         self._replace(self._own)
 
     @property

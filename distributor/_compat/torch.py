@@ -13,9 +13,10 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
+# Modules that a process's first optimizer imports, which takes about a second.
 OPTIMIZER_IMPORTS = ("torch._dynamo",)
-"""Modules that a process's first optimizer imports, which takes about a second."""
 
+# Parts, in lower case, of the messages of gloo, NCCL and stores when another process has gone.
 LOST_CONNECTION = (
     "connection closed by peer",
     "connection reset by peer",
@@ -26,15 +27,11 @@ LOST_CONNECTION = (
     "remote process exited",
     "nccl communicator was aborted",
 )
-"""Parts, in lower case, of the messages of gloo, NCCL and stores when another process has gone."""
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
-    """Return the last collectives of this process, the oldest first.
-
-    They are those that torch's flight recorder has, and none if torch has no recorder, or if it is
-    turned off: NCCL records by default, and gloo if TORCH_FR_BUFFER_SIZE is set.
-    """
+    """Return the last collectives of this process that torch has recorded, the oldest first."""
+    # NCCL records by default, and gloo if TORCH_FR_BUFFER_SIZE is set.
     module = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(module, "_dump_fr_trace_json", None)
     return [] if dump is None else list(json.loads(dump()).get("entries", ()))
@@ -61,10 +58,8 @@ def typed_storage(storage: Any, dtype: Any) -> Any:
 
 
 def is_rebuilder_of_bytes(function: FunctionType) -> bool:
-    """Return whether pickles of tensors have this function if their dtype has no typed storage.
-
-    Among these dtypes are ``float8``, ``uint16`` and ``complex32``.
-    """
+    """Return whether pickles of tensors have this function if their dtype has no typed storage."""
+    # Among these dtypes are float8, uint16 and complex32.
     return function.__name__ == "_rebuild_tensor_v3" and function.__module__ == "torch._utils"
 
 
@@ -119,25 +114,22 @@ def choose_store(rendezvous: ModuleType, choose: Callable[[str, int], str]) -> N
     rendezvous._create_c10d_store = create_chosen  # type: ignore[attr-defined]
 
 
+# The store that this process has opened last.
+#
+# A rank that serves it keeps it after ``destroy_process_group``: another rank may have connected to
+# it again already, for the next ``init_process_group``.
 _kept_stores: list[Any] = []
-"""The store that this process has opened last.
-
-A rank that serves it keeps it after ``destroy_process_group``: another rank may have connected to
-it again already, for the next ``init_process_group``.
-"""
 
 
 def separate_initializations(distributed_c10d: ModuleType) -> None:
-    """Have each initialization of the default process group use keys of its own in its store.
-
-    Torch uses the same keys each time. A rank that initializes its group again at once reads what
-    a slower rank has written for the group that both have just destroyed, and connects to sockets
-    that no longer exist.
-
-    Each rank counts its initializations in the store, for each number of ranks, because other
-    processes can follow it as the same rank. It counts those that succeed, so that all ranks may
-    try again. The first keeps torch's keys: a process without this function can take part in it.
-    """
+    """Have each initialization of the default process group use keys of its own in its store."""
+    # Torch uses the same keys each time. A rank that initializes its group again at once reads what
+    # a slower rank has written for the group that both have just destroyed, and connects to sockets
+    # that no longer exist.
+    #
+    # Each rank counts its initializations in the store, for each number of ranks, because other
+    # processes can follow it as the same rank. It counts those that succeed, so that all ranks may
+    # try again. The first keeps torch's keys: a process without this function can take part in it.
     create = distributed_c10d._new_process_group_helper
 
     @functools.wraps(create)
@@ -212,8 +204,8 @@ def process_groups(distributed_c10d: ModuleType) -> list[Any]:
     return list(distributed_c10d._world.pg_map)
 
 
+# The groups that `keep_destroyed_groups` keeps; those that are not destroyed yet, too.
 _kept_groups: set[Any] = set()
-"""The groups that `keep_destroyed_groups` keeps; those that are not destroyed yet, too."""
 
 
 def keep_shares_whole(distributed: ModuleType, is_share: Callable[[object], bool]) -> None:

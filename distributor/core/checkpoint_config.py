@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-VARIABLE = "DISTRIBUTOR_TRAIN"
-"""The environment variable of ranks that contains the settings."""
+VARIABLE = "DISTRIBUTOR_TRAIN"  # the environment variable of ranks that contains the settings
 
 
 def check_name(parameter: str, name: object) -> None:

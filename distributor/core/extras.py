@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-DISTRIBUTION = "torch-spark-distributor"
-"""The name under which pip knows this package."""
+DISTRIBUTION = "torch-spark-distributor"  # the name under which pip knows this package
 
 
 def install_command(extra: str) -> str:

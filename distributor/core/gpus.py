@@ -14,12 +14,10 @@ from typing import NamedTuple
 
 from distributor.core.text import counted
 
-LIBRARY = "libnvidia-ml.so.1"
-"""NVML, which comes with the driver."""
-TEXT_BYTES = 96
-"""The longest texts that NVML returns."""
+LIBRARY = "libnvidia-ml.so.1"  # NVML, which comes with the driver
+TEXT_BYTES = 96  # the longest texts that NVML returns
+# Calls a function of NVML by its name, and returns whether it succeeded.
 _Call = Callable[..., bool]
-"""Calls a function of NVML by its name, and returns whether it succeeded."""
 
 
 class GPUType(str, enum.Enum):

@@ -18,11 +18,10 @@ from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 
+# The errors by which a kernel or a filter refuses a system call.
 REFUSED = {errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL}
-"""The errors by which a kernel or a filter refuses a system call."""
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
-EXEC_SECONDS = 5.0
-"""Seconds to wait for the command line of a process that is just being executed."""
+EXEC_SECONDS = 5.0  # seconds to wait for the command line of a process that is just being executed
 _POLL_SECONDS = 0.0005
 
 

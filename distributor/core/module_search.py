@@ -15,8 +15,8 @@ from importlib.util import spec_from_file_location
 from types import ModuleType
 from typing import Any
 
+# The names of a main module, the second in processes that ``multiprocessing`` has started.
 MAIN_MODULES = ("__main__", "__mp_main__")
-"""The names of a main module, the second in processes that ``multiprocessing`` has started."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from urllib.parse import unquote
 
 _FILE = re.compile(r"file:(?://(?:localhost)?)?(/(?!/).*)", re.IGNORECASE | re.DOTALL)
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):(/*)(.*)", re.IGNORECASE | re.DOTALL)
+# Schemes after which not even a slash is needed to see that no folder of this name is meant.
 _KNOWN = {"abfs", "abfss", "dbfs", "file", "gs", "hdfs", "s3", "s3a", "s3n", "viewfs", "wasbs"}
-"""Schemes after which not even a slash is needed to see that no folder of this name is meant."""
 
 
 def absolute(path: str | os.PathLike[str], name: str = "The path") -> str:

@@ -6,14 +6,12 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 
+# Variables that hold secrets, by name; Spark's own ``spark.redaction.regex`` is much the same.
 NAMES = re.compile(
     r"secret|passw|token(?!iz)|credential|api_?key|access_?key|private_?key", re.IGNORECASE
 )
-"""Variables that hold secrets, by name; Spark's own ``spark.redaction.regex`` is much the same."""
-LEAST = 6
-"""Characters that a value needs to be replaced: shorter values occur everywhere."""
-MASK = "*********(redacted)"
-"""The replacement, as in Spark."""
+LEAST = 6  # characters that a value needs to be replaced: shorter values occur everywhere
+MASK = "*********(redacted)"  # the replacement, as in Spark
 
 
 class Redaction:

@@ -15,6 +15,8 @@ PROC = Path("/proc")
 SHARED_MEMORY = "/dev/shm"
 CGROUPS = "/sys/fs/cgroup"
 OWN_GROUPS = "/proc/self/cgroup"
+# Of both versions of cgroups: the controller's name, its folder, the files with the bound and the
+# use of a group's memory, and in its statistics, the files that the kernel can drop from memory.
 _VERSIONS = (
     ("", "", ("memory.max", "memory.current"), "inactive_file"),
     (
@@ -24,12 +26,8 @@ _VERSIONS = (
         "total_inactive_file",
     ),
 )
-"""Of both versions of cgroups: the controller's name, its folder, the files with the bound and the
-use of a group's memory, and in its statistics, the files that the kernel can drop from memory."""
-IN_YARN = "CONTAINER_ID"
-"""A variable of all processes in a container of YARN."""
-NO_BOUND = 2**60
-"""Bytes that version 1 has as the bound of a group without one, at least."""
+IN_YARN = "CONTAINER_ID"  # a variable of all processes in a container of YARN
+NO_BOUND = 2**60  # bytes that version 1 has as the bound of a group without one, at least
 _ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _SIGNS = (
     "no space left on device",

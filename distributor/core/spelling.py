@@ -37,6 +37,7 @@ class Spelling:
 
 T = TypeVar("T")
 
+# Names that APIs have for one parameter.
 _SYNONYMS = (
     {
         *("num_processes", "num_workers", "num_accelerators", "nproc", "nproc_per_node"),
@@ -46,7 +47,6 @@ _SYNONYMS = (
     {"use_gpu", "useGpu"},
     {"gpu_type", "accelerator_type"},
 )
-"""Names that APIs have for one parameter."""
 
 
 def unknown_argument(function: str, name: str, known: Iterable[str]) -> str:

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import Generic, TypeAlias, TypeVar
 
 StateT = TypeVar("StateT", bound=enum.Enum)
-Event: TypeAlias = enum.Enum | type
-"""An enum member, or the class of a message."""
+Event: TypeAlias = enum.Enum | type  # an enum member, or the class of a message
+# The transitions: ``(state, event)`` maps to the next state and what is done, in words.
 Table: TypeAlias = Mapping[tuple[StateT, Event], tuple[StateT, str]]
-"""The transitions: ``(state, event)`` maps to the next state and what is done, in words."""
 
 
 class StateMachine(Generic[StateT]):

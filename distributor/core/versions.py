@@ -14,8 +14,8 @@ import cloudpickle
 from distributor.core.addresses import host_name
 from distributor.errors import ExecutorNotReady
 
+# What every run compares; of an environment that nodes have installed, all.
 SHARED = ("Python", "torch", "cloudpickle")
-"""What every run compares; of an environment that nodes have installed, all."""
 SET_PYTHON = (
     "Set PYSPARK_PYTHON (or spark.pyspark.python for spark-submit and distributor run) to an "
     "interpreter that has it, before the Spark session is made."
@@ -24,11 +24,9 @@ INSTALL = (
     "Install the same version everywhere, or name an interpreter that has it, or one environment "
     f"for all (environment=). {SET_PYTHON}"
 )
-MOST_HOSTS = 3
-"""Hosts that an error names for each version."""
+MOST_HOSTS = 3  # hosts that an error names for each version
 
-Software = Mapping[str, str]
-"""Versions by name."""
+Software = Mapping[str, str]  # versions by name
 
 
 def release(version: str) -> tuple[int, ...]:

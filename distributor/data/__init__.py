@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["DatasetShard", "SparkDataset", "from_parquet", "from_spark"]
 
+# The module of each public name. It is imported on first use, because it may need torch.
 _MODULES = {
     "DatasetShard": "distributor.data.shard",
     "SparkDataset": "distributor.data.dataframes",
     "from_parquet": "distributor.data.parquet",
     "from_spark": "distributor.data.dataframes",
 }
-"""The module of each public name. It is imported on first use, because it may need torch."""
 
 
 def __getattr__(name: str) -> Any:

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 T = TypeVar("T")
+# Pieces of a table that are not copied into one, although each takes time when it is sliced.
 MAX_PIECES = 64
-"""Pieces of a table that are not copied into one, although each takes time when it is sliced."""
+# Bytes that are converted at once: the C library reuses the memory of smaller arrays.
 PART_BYTES = 8 * 1024 * 1024
-"""Bytes that are converted at once: the C library reuses the memory of smaller arrays."""
 
 
 @dataclass(frozen=True)

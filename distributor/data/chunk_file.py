@@ -160,14 +160,13 @@ def open_shard(number: int) -> DatasetShard:
     return DatasetShard(*open_source(number))
 
 
+# What describes a chunk: its task and its number there, its size, and the nulls in each column.
+#
+# The nulls are a list in JSON. The columns' names here are not those of the DataFrame.
 INDEX_COLUMNS = (
     "part int, number int, num_rows long, num_bytes long, checksum long, nulls string, "
     "schema binary"
 )
-"""What describes a chunk: its task and its number there, its size, and the nulls in each column.
-
-The nulls are a list in JSON. The columns' names here are not those of the DataFrame.
-"""
 CHUNK_COLUMNS = f"{INDEX_COLUMNS}, message binary"
 
 

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-Values: TypeAlias = "torch.Tensor | list[Any] | dict[str, Any]"
-"""What a column becomes."""
+Values: TypeAlias = "torch.Tensor | list[Any] | dict[str, Any]"  # what a column becomes
+# What arrays become whose lengths may differ.
 Ragged: TypeAlias = Literal["error", "nested", "list"]
-"""What arrays become whose lengths may differ."""
 
 
 class Column(Protocol):

@@ -72,7 +72,8 @@ def from_spark(frame: Any, *, equal: Equal = "pad", split: bool = True) -> Spark
     """
     if not is_dataframe(frame):
         raise TypeError(
-            f"from_spark takes a Spark DataFrame, but got an object of type {_type_name(frame)}."
+            "from_spark takes a Spark DataFrame, but got an object of type "
+            f"{type(frame).__module__}.{type(frame).__name__}."
         )
     check_sharing(equal, split)
     _check_batch(frame)
@@ -142,10 +143,6 @@ def _check_batch(frame: Any) -> None:
             "A streaming DataFrame has no end, so ranks cannot share its rows. Write a part of it "
             "to storage, and pass that: spark.read.parquet(...)."
         )
-
-
-def _type_name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__name__}"
 
 
 @dataclass(frozen=True)

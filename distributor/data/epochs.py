@@ -23,8 +23,8 @@ from distributor.data.source import Equal
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+# Bytes of a window, if its order does not set the number of its rows.
 WINDOW_BYTES = 32 * 1024 * 1024
-"""Bytes of a window, if its order does not set the number of its rows."""
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,10 @@ import torch
 from distributor.data.batches import Format
 from distributor.data.tensors import TensorOptions, to_tensors
 
-Change: TypeAlias = Callable[[Any], Any]
-"""Makes another object of a table, a batch or a row."""
+Change: TypeAlias = Callable[[Any], Any]  # makes another object of a table, a batch or a row
 
 _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-ROWS_AT_ONCE = 1024
-"""Rows that are converted at once to be yielded one by one."""
+ROWS_AT_ONCE = 1024  # rows that are converted at once to be yielded one by one
 
 
 def tensor_format(

@@ -26,8 +26,7 @@ from distributor.data.source import Equal, check_sharing
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-THREADS = 16
-"""Files whose footers are read at the same time."""
+THREADS = 16  # files whose footers are read at the same time
 
 
 def from_parquet(
@@ -280,10 +279,9 @@ class ParquetSource:
 
 
 SPARK_SCHEMA = b"org.apache.spark.sql.parquet.row.metadata"
-VECTOR = "linalg.VectorUDT"
-"""How the names of Spark's vector types end."""
+VECTOR = "linalg.VectorUDT"  # how the names of Spark's vector types end
+# Bytes in memory of a value of Parquet's types of fixed size.
 WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
-"""Bytes in memory of a value of Parquet's types of fixed size."""
 
 
 @dataclass(frozen=True)

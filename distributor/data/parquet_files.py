@@ -18,10 +18,8 @@ from distributor.core.text import is_unicode
 from distributor.filesystems import resolve_address
 
 PathLike = str | os.PathLike[str]
-HIDDEN = ("_", ".")
-"""Files and folders whose names begin so contain no data, as in Spark."""
-NULL = "__HIVE_DEFAULT_PARTITION__"
-"""A partition's name for a null, in Spark."""
+HIDDEN = ("_", ".")  # files and folders whose names begin so contain no data, as in Spark
+NULL = "__HIVE_DEFAULT_PARTITION__"  # a partition's name for a null, in Spark
 DELTA_LOG = "_delta_log"
 
 

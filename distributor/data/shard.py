@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 Dtypes: TypeAlias = "torch.dtype | Mapping[str, torch.dtype] | None"
 Ragged: TypeAlias = "RaggedKind | Mapping[str, RaggedKind]"
+# The formats of `DatasetShard.iter_batches`; None is "pyarrow", and "default" is "numpy".
 _BATCH_FORMATS = ("default", "numpy", "pandas", "pyarrow", None)
-"""The formats of `DatasetShard.iter_batches`; None is "pyarrow", and "default" is "numpy"."""
 
 
 class DatasetShard:

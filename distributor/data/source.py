@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
+# Drop the rows that are left over, repeat some rows, or (False) leave a difference of one row.
 Equal: TypeAlias = Literal["drop", "pad", False]
-"""Drop the rows that are left over, repeat some rows, or (False) leave a difference of one row."""
 
 
 def check_sharing(equal: object, split: object) -> None:

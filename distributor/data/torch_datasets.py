@@ -24,10 +24,8 @@ from distributor.data.source import CachedSource
 from distributor.data.tensors import TensorOptions
 from distributor.rank.import_hooks import after_import
 
-CACHE_BYTES = 256 * 1024 * 1024
-"""Bytes of chunks that a dataset keeps for the next rows."""
-MAX_WORKERS = 1024
-"""Workers of a data loader that have an epoch of their own."""
+CACHE_BYTES = 256 * 1024 * 1024  # bytes of chunks that a dataset keeps for the next rows
+MAX_WORKERS = 1024  # workers of a data loader that have an epoch of their own
 
 
 class ShardDataset(Dataset[Any], RankShare):

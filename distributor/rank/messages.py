@@ -12,16 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+# Messages of a rank: work begins, and how it ended. The byte after ``EXIT`` is the exit code.
 STARTED, VALUE, FAILURE, EXIT = b"S", b"V", b"F", b"X"
-"""Messages of a rank: work begins, and how it ended. The byte after ``EXIT`` is the exit code."""
+# Messages of a rank about preemption: it subscribed to notices, SIGTERM alone no longer ends it,
+# and a SIGTERM has come.
 SUBSCRIBED, IGNORES_SIGTERM, SIGTERM_RECEIVED = b"H", b"D", b"A"
-"""Messages of a rank about preemption: it subscribed to notices, SIGTERM alone no longer ends it,
-and a SIGTERM has come."""
+# Messages of the agent: the rank may leave, it prints very many lines, it is to write down its last
+# collectives, and the run is about to lose a process, on another host or on this one.
 RELEASE, MANY_LINES, COLLECTIVES, NOTICE, NOTICE_HERE = b"R", b"M", b"C", b"N", b"P"
-"""Messages of the agent: the rank may leave, it prints very many lines, it is to write down its
-last collectives, and the run is about to lose a process, on another host or on this one."""
-SECRET_BYTES = 32
-"""Bytes of the attempt's secret, with which the agent begins."""
+SECRET_BYTES = 32  # bytes of the attempt's secret, with which the agent begins
 
 
 @dataclass(frozen=True)

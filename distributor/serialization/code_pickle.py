@@ -189,8 +189,8 @@ def _reduce_alias_type(alias: Any) -> Any:
     return make, (alias.__name__, alias.__value__)
 
 
+# Classes that were made without their attributes, which follow them in a pickle.
 _incomplete_classes: weakref.WeakSet[type] = weakref.WeakSet()
-"""Classes that were made without their attributes, which follow them in a pickle."""
 
 _dispatching: Any = functools.singledispatch(lambda _: None)
 _DISPATCHER = _dispatching.__code__  # which all such functions share

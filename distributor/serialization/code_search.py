@@ -53,8 +53,8 @@ def _imported_names(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+# How many functions and values are searched, and elements of a container that is searched.
 MAX_PARTS = 10_000
-"""How many functions and values are searched, and elements of a container that is searched."""
 PACKAGE = Path(__file__).resolve().parent.parent
 
 

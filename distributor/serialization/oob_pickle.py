@@ -34,8 +34,8 @@ from distributor.core.linux import lacking_for_memory_files
 from distributor.serialization import code_pickle
 
 PROTOCOL = 5
+# Bytes from which a buffer is stored beside the pickle; smaller ones are part of the pickle.
 LARGE_BUFFER = 64 * 1024
-"""Bytes from which a buffer is stored beside the pickle; smaller ones are part of the pickle."""
 ALIGNMENT = 64
 _PLACE = struct.Struct("<QQ")
 _TRAILER = struct.Struct("<Q8s")

@@ -23,11 +23,10 @@ from distributor.core.resources import (
 )
 from distributor.core.text import listed
 from distributor.errors import OtherRankFailed, RemoteError, RemoteTraceback, WorkerDied
-from distributor.serialization import pickling
+from distributor.serialization import oob_pickle, pickling
 
 PART_BYTES = 1024 * 1024
-MAX_SUMMARY, MAX_TEXT = 1000, 4 * 1024 * 1024
-"""Characters of a failure's summary and text."""
+MAX_SUMMARY, MAX_TEXT = 1000, 4 * 1024 * 1024  # characters of a failure's summary and text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ class Value:
 
     def load(self) -> Any:
         self.file.flush()
-        return pickling.load_value(self.file)
+        return oob_pickle.unpack(self.file.fileno())
 
     def parts(self) -> Iterator[memoryview]:
         """Yield the pickled value in parts that are small enough for any transport."""
@@ -96,7 +95,7 @@ def load_value(path: str | os.PathLike[str]) -> Any:
     >>> value = distributor.load_value("/mnt/values/rank0.value")  # doctest: +SKIP
     """
     with open(os.path.expanduser(path), "rb") as file:
-        return pickling.load_value(file)
+        return oob_pickle.unpack(file.fileno())
 
 
 @dataclass(frozen=True, kw_only=True)

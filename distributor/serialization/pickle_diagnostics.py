@@ -68,7 +68,7 @@ def _innermost(
     path: str, obj: object, why: str, seen: dict[int, object], depth: int = 0
 ) -> Culprit | None:
     """Search an object that cannot be pickled; None if only a cycle through `seen` prevents it."""
-    if _is_from_spark(obj):
+    if type(obj).__module__.split(".")[0] in ("pyspark", "py4j"):  # its parts mean nothing to users
         return Culprit(path, type(obj).__name__, "which only the driver has", _SPARK_ADVICE)
     seen[id(obj)] = obj
     has_cycle = False
@@ -156,8 +156,3 @@ def _parts(path: str, obj: object) -> Iterator[tuple[str, object]]:
         yield from ((f"{path}[{i}]", value) for i, value in enumerate(obj))
     else:
         yield from ((f"{path}.{key}", value) for key, value in getattr(obj, "__dict__", {}).items())
-
-
-def _is_from_spark(obj: object) -> bool:
-    """Return whether this is an object of Spark's, whose parts would mean nothing to the user."""
-    return type(obj).__module__.split(".")[0] in ("pyspark", "py4j")

@@ -27,8 +27,7 @@ from distributor.serialization.code_pickle import attribute
 from distributor.serialization.code_search import imports_in_code
 from distributor.serialization.pickle_diagnostics import explain_call, find_unpicklable
 
-MAX_EXCEPTION = 16 * 1024 * 1024
-"""Bytes of a pickled exception, beyond which only its text travels."""
+MAX_EXCEPTION = 16 * 1024 * 1024  # bytes of a pickled exception, beyond which only its text travels
 
 
 @dataclass(frozen=True)
@@ -112,10 +111,6 @@ def dump_value(value: object, file: BinaryIO, what: str) -> None:
         culprit = find_unpicklable("value", value)
         where = f"{culprit}" if culprit else f"{type(value).__name__}: {error}"
         raise UnpicklableError(f"{what} returned a value that cannot be pickled: {where}") from None
-
-
-def load_value(file: BinaryIO) -> Any:
-    return oob_pickle.unpack(file.fileno())
 
 
 def dump_exception(error: BaseException) -> bytes | None:
@@ -243,6 +238,7 @@ def _made_for_one_process(name: str, make: Callable[..., Any], arguments: tuple[
 
 
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
+# What to do with a class and its subclasses, by its full name.
 _REDUCERS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "transformers.training_args.TrainingArguments": _reduce_arguments,
     "accelerate.state.PartialState": _reduce_state,
@@ -263,7 +259,6 @@ _REDUCERS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
         _reduce_lone,
     ),
 }
-"""What to do with a class and its subclasses, by its full name."""
 
 
 class _CallPickler(_RankPickler):

@@ -16,7 +16,7 @@ import time
 from typing import Final, NamedTuple
 
 from distributor.wire import protocol
-from distributor.wire.listener import NO_NODE, Peer, listen
+from distributor.wire.listener import NO_NODE, Peer, Run, listen
 from distributor.wire.messages import Heartbeat
 
 HERE: Final = NO_NODE  # the node index of messages that the driver posts to itself
@@ -36,11 +36,11 @@ class Lost(enum.Enum):
 
 
 LOST: Final = Lost.LOST
+# Comes before `LOST` if the connection is open, but the node has been silent for too long.
 SILENT: Final = Lost.SILENT
-"""Comes before `LOST` if the connection is open, but the node has been silent for too long."""
 
 
-class Hub:
+class Hub(Run):
     """Receives from the nodes that prove this run's secret, and sends to them."""
 
     def __init__(self, bind_address: str, secret: bytes, *, port: int = 0) -> None:

@@ -14,7 +14,7 @@ import resource
 import socket
 import threading
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from distributor.wire import protocol
 from distributor.wire.messages import Heartbeat
@@ -25,18 +25,16 @@ FLUSH_SECONDS = 1.0
 MAX_UNAUTHENTICATED = 4096  # fewer if this process may open few file descriptors
 HANDSHAKE_SECONDS = 10.0
 NO_NODE: Final = -1
-READ_BYTES = 4096
-"""The size of each connection's buffer for small frames."""
+READ_BYTES = 4096  # the size of each connection's buffer for small frames
 
 _log = logging.getLogger(__name__)
 
 
-class Run(Protocol):
+class Run:
     """A run that a listener serves; the listener's thread calls its methods."""
 
     secret: bytes
-    peers: dict[int, Peer]
-    """The authenticated connections, by node index."""
+    peers: dict[int, Peer]  # the authenticated connections, by node index
 
     def admit(self, peer: Peer) -> None:
         """Add a peer that has proved that it holds the secret, and has named its node."""
@@ -45,9 +43,9 @@ class Run(Protocol):
         """Queue a frame's payload."""
 
     def beat(self, frame: protocol.Frame, *, delayed: bool) -> None:
-        """Send a heartbeat to all peers, and disconnect those that were silent for too long.
+        """Send a heartbeat to all peers; disconnect those that are silent unless it is ``delayed``.
 
-        ``delayed`` means that this process was held up, so silence of the peers means nothing.
+        That is, this process was held up, so silence of the peers means nothing.
         """
 
     def gone(self, peer: Peer) -> None:

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 from distributor.serialization.outcome import Failure
 
 Stream = Literal["stdout", "stderr"]
+# What ranks print and report, and the node's system metrics, which its first rank reports.
 Source = Stream | Literal["progress", "usage"]
-"""What ranks print and report, and the node's system metrics, which its first rank reports."""
 
 
 @dataclass(frozen=True)

@@ -36,20 +36,18 @@ PROBE: Final = 2**32 - 1
 UNKNOWN_RUN: Final = b"no run of this hub has that key."
 NONCE_SIZE: Final = 32
 KEY_SIZE: Final = 8
+# Seconds between two heartbeats, which the hub sends and each link's owner answers.
 HEARTBEAT_SECONDS: Final = 1.5
-"""Seconds between two heartbeats, which the hub sends and each link's owner answers."""
+# Seconds of silence after which the hub considers a node lost.
+#
+# TCP repeats what was lost 6 s after the first loss, and then 13 s after it: a node that is cut off
+# or stopped for 6 s is not lost.
 NODE_LEASE_SECONDS: Final = 9.0
-"""Seconds of silence after which the hub considers a node lost.
-
-TCP repeats what was lost 6 s after the first loss, and then 13 s after it: a node that is cut off
-or stopped for 6 s is not lost.
-"""
+# Seconds after which a node considers a driver lost whose machine does not answer.
+#
+# It is longer because it ends all ranks, and a machine that is stopped for a while, as a migrating
+# virtual machine is, can go on.
 DRIVER_LEASE_SECONDS: Final = 30.0
-"""Seconds after which a node considers a driver lost whose machine does not answer.
-
-It is longer because it ends all ranks, and a machine that is stopped for a while, as a migrating
-virtual machine is, can go on.
-"""
 
 HEADER: Final = struct.Struct(">I")
 GREETING: Final = struct.Struct(f">{len(MAGIC)}s{NONCE_SIZE}s")
@@ -66,8 +64,7 @@ _KEEPALIVE: Final = {
 }
 
 
-Frame: TypeAlias = tuple[bytes | memoryview, ...]
-"""The parts of a frame, in order."""
+Frame: TypeAlias = tuple[bytes | memoryview, ...]  # the parts of a frame, in order
 
 
 class HandshakeRefused(ConnectionError):

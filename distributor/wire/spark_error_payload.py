@@ -16,10 +16,8 @@ from distributor.errors import RunTimeout, StartTimeout
 from distributor.serialization.outcome import Failure
 from distributor.wire.sealing import seal, unseal
 
-LIMIT = 100_000
-"""Characters of failure text in a report; Spark keeps texts up to 200 kB whole."""
-MAX_KINDS = 2000
-"""Characters of the readable part."""
+LIMIT = 100_000  # characters of failure text in a report; Spark keeps texts up to 200 kB whole
+MAX_KINDS = 2000  # characters of the readable part
 
 
 class TaskFailed(Exception):

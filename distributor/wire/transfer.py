@@ -21,16 +21,13 @@ from typing import Any, BinaryIO, Protocol
 
 from distributor.wire import protocol
 from distributor.wire.connection import connect
-from distributor.wire.listener import Peer, listen
+from distributor.wire.listener import Peer, Run, listen
 
-CHUNK = 1024 * 1024
-"""Bytes that are sent or received at a time; they stay in a core's cache."""
-PIECE = 8 * CHUNK
-"""Bytes that one thread hashes to compute a block's digest."""
+CHUNK = 1024 * 1024  # bytes that are sent or received at a time; they stay in a core's cache
+PIECE = 8 * CHUNK  # bytes that one thread hashes to compute a block's digest
 DIGEST_THREADS = 4
 CONNECT_SECONDS = 10.0
-STALL_SECONDS = 60.0
-"""Seconds without progress after which a transfer fails."""
+STALL_SECONDS = 60.0  # seconds without progress after which a transfer fails
 _OFFSET = struct.Struct(">Q")
 
 
@@ -93,7 +90,7 @@ class ArrivingBlock:
             return self.arrived
 
 
-class BlockServer:
+class BlockServer(Run):
     """Sends a block to everyone who holds its secret; a context manager."""
 
     # All servers and hubs of this process at one address share a socket.
@@ -117,11 +114,6 @@ class BlockServer:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
 
-    # Everything below, but for the sending, runs in the listener's thread.
-
-    def admit(self, peer: Peer) -> None:
-        pass
-
     def received(self, peer: Peer, payload: memoryview) -> None:
         """Send the block from the offset that a node has sent, outside of this thread."""
         (offset,) = _OFFSET.unpack(payload)
@@ -132,12 +124,6 @@ class BlockServer:
         threading.Thread(
             target=self._send, args=(sock, offset), name="distributor-block-sender", daemon=True
         ).start()
-
-    def beat(self, frame: protocol.Frame, *, delayed: bool) -> None:
-        pass
-
-    def gone(self, peer: Peer) -> None:
-        pass
 
     def _send(self, sock: socket.socket, offset: int) -> None:
         # A connection that ends early is the receiver's to notice: it knows the block's size.

@@ -16,13 +16,12 @@ import pytest
 
 from distributor.errors import UnpicklableError
 from distributor.serialization import code_pickle
-from distributor.serialization.oob_pickle import anonymous_file
+from distributor.serialization.oob_pickle import anonymous_file, unpack
 from distributor.serialization.pickle_diagnostics import find_unpicklable, heaviest, name_of
 from distributor.serialization.pickling import (
     dump_call,
     dump_value,
     install_sources,
-    load_value,
 )
 
 LOCK = threading.Lock()
@@ -245,7 +244,7 @@ def test_what_can_be_pickled_has_no_culprit(thing: object) -> None:
 def test_a_value_round_trips() -> None:
     with anonymous_file() as file:
         dump_value({"function": lambda: 7, "plain": [1.5, "a"]}, file, "rank 3")
-        loaded = load_value(file)
+        loaded = unpack(file.fileno())
     assert (loaded["function"](), loaded["plain"]) == (7, [1.5, "a"])
 
 
