@@ -117,7 +117,7 @@ def _show_stacks(*_: object) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from distributor.diagnosis.examine import examine_cluster, examine_here
+    from distributor.diagnosis.examination import examine_cluster, examine_here
     from distributor.diagnosis.settings import Wanted
 
     wanted = Wanted(**_fields_of(Wanted, vars(options)))

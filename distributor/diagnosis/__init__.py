@@ -72,7 +72,7 @@ def doctor(
     """
     from contextlib import nullcontext
 
-    from distributor.diagnosis.examine import examine_cluster, examine_here
+    from distributor.diagnosis.examination import examine_cluster, examine_here
     from distributor.diagnosis.settings import Wanted
     from distributor.launch.setting_types import check_bool
     from distributor.launch.spark.session import Session

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from distributor.core.addresses import bare, resolve
 from distributor.core.spelling import Spelling
@@ -33,31 +34,24 @@ GRACE = "spark.kubernetes.executor.terminationGracePeriodSeconds"
 DISCOVERY = "spark.executor.resource.gpu.discoveryScript"
 EXECUTORS_PYTHON = "spark.executorEnv.PYSPARK_PYTHON"
 ADDRESS_SPACE = "spark.executor.pyspark.memory"
-WHERE = "Spark's configuration"
+WHERE, ENVIRONMENT = "Spark's configuration", "the driver's environment"
 
 
 def configuration_checks(session: Session) -> list[Check]:
-    """Return the checks of the properties of a session."""
-    return [check for make in _CHECKS for check in make(session)]
+    """Return the checks of the properties of a session, and of the driver's environment."""
+    checks = [check for make in _CHECKS for check in make(session)]
+    return [*_python(session), *(replace(check, where=WHERE) for check in checks)]
 
 
 def make_plan(
     session: Session, ranks: int, *, use_gpu: bool
 ) -> tuple[ClusterPlan | None, list[Check]]:
-    """Plan a run, and return the checks of its GPUs.
-
-    Returns
-    -------
-    ClusterPlan or None
-        The plan; None if the run cannot be planned.
-    list of Check
-        A check, if GPUs are wanted.
-    """
+    """Plan a run, and return the checks of its GPUs."""
     spelling = Spelling(run_on_cpus="want no GPUs")
     try:
         plan = plan_cluster(session, ranks, use_gpu, None, spelling)
     except (RuntimeError, ValueError) as error:
-        if is_on(session, DYNAMIC) and not session.is_local_master:
+        if session.allocates_dynamically and not session.is_local_master:
             return None, []  # which has a check of its own
         fix = (
             f"Set {EXECUTOR_GPUS}, {TASK_GPUS} and a discovery script when the session is made "
@@ -83,15 +77,14 @@ def is_on(session: Session, key: str) -> bool:
 
 
 def _dynamic_allocation(session: Session) -> Iterator[Check]:
-    if is_on(session, DYNAMIC) and not session.is_local_master:
+    if session.allocates_dynamically and not session.is_local_master:
         yield failure(
             "dynamic allocation",
             f"{DYNAMIC} is true, and Spark then runs no barrier jobs.",
             f"Make the session with {DYNAMIC}=false and spark.executor.instances.",
-            WHERE,
         )
     else:
-        yield ok("dynamic allocation", "off", WHERE)
+        yield ok("dynamic allocation", "off")
 
 
 def _speculation(session: Session) -> Iterator[Check]:
@@ -101,10 +94,9 @@ def _speculation(session: Session) -> Iterator[Check]:
             f"{SPECULATION} is true. Spark starts no rank twice, but may compute the rows of "
             "datasets twice, on executors that train.",
             f"Make the session with {SPECULATION}=false, unless other jobs need it.",
-            WHERE,
         )
     else:
-        yield ok("speculation", "off", WHERE)
+        yield ok("speculation", "off")
 
 
 def _encryption(session: Session) -> Iterator[Check]:
@@ -115,7 +107,6 @@ def _encryption(session: Session) -> Iterator[Check]:
             name,
             f"{TLS} is true, and the traffic between ranks is not encrypted, so runs are refused.",
             f"Set {IGNORE_TLS}=true to accept unencrypted traffic between ranks.",
-            WHERE,
         )
     elif others or is_on(session, TLS):
         keys = ", ".join(others or [TLS])
@@ -123,10 +114,9 @@ def _encryption(session: Session) -> Iterator[Check]:
             name,
             f"Spark's own traffic is encrypted ({keys}), and that between ranks is not.",
             "Train in a network that you trust, or encrypt below TCP (WireGuard, IPsec).",
-            WHERE,
         )
     else:
-        yield ok(name, "off; the traffic between ranks is not encrypted either", WHERE)
+        yield ok(name, "off; the traffic between ranks is not encrypted either")
 
 
 def _barrier(session: Session) -> Iterator[Check]:
@@ -137,10 +127,9 @@ def _barrier(session: Session) -> Iterator[Check]:
             "barrier",
             f"{SYNC} is {text}: a node that takes longer to start ends the run.",
             f"Leave {SYNC} unset.",
-            WHERE,
         )
     else:
-        yield ok("barrier", f"{SYNC} is {text}", WHERE)
+        yield ok("barrier", f"{SYNC} is {text}")
 
 
 def _executor_memory(session: Session) -> Iterator[Check]:
@@ -150,12 +139,11 @@ def _executor_memory(session: Session) -> Iterator[Check]:
             name,
             f"{ADDRESS_SPACE} is {value}, which limits the address space of each rank.",
             f"Leave {ADDRESS_SPACE} unset, and set spark.executor.memoryOverhead instead.",
-            WHERE,
         )
     elif shortage := container_shortage(session.conf, 1, 1, warm=True):
-        yield failure(name, shortage, "Raise spark.executor.memoryOverhead.", WHERE)
+        yield failure(name, shortage, "Raise spark.executor.memoryOverhead.")
     else:
-        yield ok(name, "no limit that ranks would exceed", WHERE)
+        yield ok(name, "no limit that ranks would exceed")
 
 
 def _executor_failures(session: Session) -> Iterator[Check]:
@@ -164,7 +152,7 @@ def _executor_failures(session: Session) -> Iterator[Check]:
     name = "executor failures"
     limit = session.conf(MAX_FAILURES)
     if limit or session.conf(FAILURES_EXPIRE):
-        yield ok(name, f"{MAX_FAILURES} is {limit or 'unset, and failures expire'}", WHERE)
+        yield ok(name, f"{MAX_FAILURES} is {limit or 'unset, and failures expire'}")
         return
     most = max(3, 2 * int(session.conf("spark.executor.instances") or 2))
     yield warning(
@@ -184,7 +172,6 @@ def _yarn(session: Session) -> Iterator[Check]:
             f"{DISCOVERY} is {script}, without a slash: executors look for it in their PATH, "
             "do not find it, and end at once.",
             f"Make the session with {DISCOVERY}=./{script}, and send the file with --files.",
-            WHERE,
         )
 
 
@@ -200,7 +187,6 @@ def _kubernetes(session: Session) -> Iterator[Check]:
             f"{BIND_ADDRESS} is {session.conf(BIND_ADDRESS)}, and since Spark 4.1 executors "
             f"connect to it, because {USE_POD_ADDRESS} is true. They end at once.",
             f"Make the session with {USE_POD_ADDRESS}=false.",
-            WHERE,
         )
     if is_on(session, "spark.decommission.enabled") and not session.conf(GRACE):
         yield warning(
@@ -208,7 +194,6 @@ def _kubernetes(session: Session) -> Iterator[Check]:
             f"{GRACE} is unset: a pod that is preempted has 30 s for a checkpoint, whatever its "
             "template says.",
             f"Make the session with a longer {GRACE}, such as 120s.",
-            WHERE,
         )
 
 
@@ -230,10 +215,10 @@ def _python(session: Session) -> Iterator[Check]:
             name,
             f"{name} is unset: executors run the python3 of their PATH.",
             SET_PYTHON,
-            "the driver's environment",
+            ENVIRONMENT,
         )
     else:
-        yield ok(name, value or "the driver's interpreter", "the driver's environment")
+        yield ok(name, value or "the driver's interpreter", ENVIRONMENT)
 
 
 def _driver_host(session: Session) -> Iterator[Check]:
@@ -247,7 +232,6 @@ def _driver_host(session: Session) -> Iterator[Check]:
             "host name",
             f"spark.driver.host is '{host}', which cannot be resolved: {error}.",
             "Set spark.driver.host to a name or address of the driver that all hosts resolve.",
-            WHERE,
         )
 
 
@@ -262,7 +246,6 @@ def _seconds(text: str) -> float | None:
 
 
 _CHECKS: tuple[Callable[[Session], Iterator[Check]], ...] = (
-    _python,
     _dynamic_allocation,
     _speculation,
     _encryption,

@@ -7,7 +7,7 @@ import os
 import pickle
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from distributor.core.addresses import use_host_name
 from distributor.core.resources import spark_local_dirs
 from distributor.diagnosis.machine import Machine, examine
-from distributor.diagnosis.probe import NetworkPath, Probe, ProbeServer
+from distributor.diagnosis.network import DRIVER, NetworkPath, Probe, ProbeServer
 from distributor.diagnosis.report import Check
 from distributor.diagnosis.services import check_storage, check_tracking
 from distributor.node.agent.network import routable_address
@@ -29,30 +29,11 @@ TRANSFER_SIZE = 4 * 2**20
 TRANSFERS_SECONDS = 6.0
 """Seconds for the transfers of one executor; with many executors not all pairs are measured."""
 MAX_THREADS = 64
-DRIVER = "the driver"
 
 
 @dataclass(frozen=True)
 class ExaminationSpec:
-    """What the tasks of an examination do.
-
-    Parameters
-    ----------
-    driver : tuple of str and int, or None
-        Where the driver's probe server listens; None if it could not be opened.
-    token : bytes
-        The token of all probe servers.
-    ports : range or None
-        The ports for rank 0's store.
-    ranks_per_task : int
-        The number of ranks that a task of a run would start.
-    storage : str or None
-        The path of shared storage.
-    marker : str
-        The name of the driver's file there.
-    tracking_uri : str
-        The address of MLflow's server.
-    """
+    """What the tasks of an examination do."""
 
     driver: tuple[str, int] | None
     token: bytes
@@ -65,25 +46,8 @@ class ExaminationSpec:
 
 @dataclass(frozen=True)
 class ExaminedExecutor:
-    """What was found on one executor.
+    """What was found on one executor."""
 
-    Parameters
-    ----------
-    host : str
-        Its host, as Spark names it.
-    tasks : int
-        The number of its tasks.
-    machine : Machine
-        What it has.
-    checks : tuple of Check
-        Checks that were made there.
-    paths : tuple of NetworkPath
-        The network paths to the driver and to all other executors.
-    unreachable : str
-        Why it could not listen; empty if it could.
-    """
-
-    host: str
     tasks: int
     machine: Machine
     checks: tuple[Check, ...]
@@ -94,22 +58,7 @@ class ExaminedExecutor:
 def run(
     pickled_spec: bytes, batches: Iterator[Any], replaced: str = ""
 ) -> Iterator[pa.RecordBatch]:
-    """Examine the executor of one task.
-
-    Parameters
-    ----------
-    pickled_spec : bytes
-        The `ExaminationSpec`.
-    batches : iterator
-        The rows that Spark passes to the task.
-    replaced : str
-        The copy of this package that is installed here and differs from the driver's, if any.
-
-    Yields
-    ------
-    RecordBatch
-        The pickled `ExaminedExecutor`; nothing from other tasks of the same executor.
-    """
+    """Examine the executor of one task."""
     import pyarrow as pa
     from pyspark import BarrierTaskContext
 
@@ -125,36 +74,18 @@ def run(
         context.allGather("null")
         context.barrier()
         return
-    with _Server(host, hosts, spec) as server:
-        peers = [json.loads(text) for text in context.allGather(json.dumps(server.address))]
+    server, address, error = None, None, ""
+    try:
+        server = ProbeServer(routable_address(host, hosts), spec.token, spec.ports)
+        address = server.address
+    except OSError as caught:
+        error = str(caught)
+    with server or nullcontext():
+        peers = [json.loads(text) for text in context.allGather(json.dumps(address))]
         others = [*zip(hosts, peers, strict=True)]
-        found = _examine(spec, host, len(tasks), _in_ring_order(others, tasks[0]), server)
+        found = _examine(spec, host, len(tasks), _in_ring_order(others, tasks[0]), error)
         context.barrier()  # this server must stay open until all executors have probed it
     yield pa.RecordBatch.from_pydict({"executor": pa.array([pickle.dumps(found)], pa.binary())})
-
-
-class _Server:
-    """The probe server of an executor; it may have failed to open."""
-
-    def __init__(self, host: str, hosts: list[str], spec: ExaminationSpec) -> None:
-        self.address: tuple[str, int] | None = None
-        self.error = ""
-        self._server: ProbeServer | None = None
-        try:
-            address = routable_address(host, hosts)
-            self._server = ProbeServer(address, spec.token, spec.ports)
-            self.address = (address, self._server.port)
-        except OSError as error:
-            self.error = str(error)
-
-    def __enter__(self) -> _Server:
-        if self._server is not None:
-            self._server.__enter__()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._server is not None:
-            self._server.__exit__(*exc_info)
 
 
 def _examine(
@@ -162,21 +93,23 @@ def _examine(
     host: str,
     tasks: int,
     others: Iterable[tuple[str, Any]],
-    server: _Server,
+    unreachable: str,
 ) -> ExaminedExecutor:
+    from pyspark import SparkFiles
+
     targets = [(name, tuple(address)) for name, address in others if address is not None]
     if spec.driver is not None:
         targets.insert(0, (DRIVER, spec.driver))
+    folders = [os.path.abspath(SparkFiles.getRootDirectory()), os.getcwd(), *spark_local_dirs()]
     checks = [check_tracking(spec.tracking_uri, host)]
     if spec.storage is not None:
         checks.append(check_storage(spec.storage, spec.marker, host))
     return ExaminedExecutor(
-        host=host,
         tasks=tasks,
-        machine=examine(host, _folders(), tasks * spec.ranks_per_task, in_executor=True),
+        machine=examine(host, folders, tasks * spec.ranks_per_task, in_executor=True),
         checks=tuple(checks),
         paths=_measure(host, targets, spec.token),
-        unreachable=server.error,
+        unreachable=unreachable,
     )
 
 
@@ -199,11 +132,3 @@ def _measure(host: str, targets: list[tuple[str, Any]], token: bytes) -> tuple[N
 def _in_ring_order(others: list[tuple[str, Any]], task: int) -> list[tuple[str, Any]]:
     """Begin with the next executor, so that not all executors transfer to the same one at once."""
     return [*others[task + 1 :], *others[:task]]
-
-
-def _folders() -> list[str]:
-    """Return the folders of this executor that Spark writes to."""
-    from pyspark import SparkFiles
-
-    files = os.path.abspath(SparkFiles.getRootDirectory())
-    return [files, os.getcwd(), *spark_local_dirs()]

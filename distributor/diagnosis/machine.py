@@ -1,37 +1,61 @@
-"""What a machine has, as plain data: the same on the driver and on executors."""
+"""What a machine has, on the driver and on executors alike, and what is wrong with it.
+
+Nothing heavy is imported: versions are read from files.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
+import re
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
 
 from distributor.core.addresses import resolve
-from distributor.core.gpus import DriverVersion, driver_version, gpu_names
-from distributor.core.resources import SHARED_MEMORY
-from distributor.diagnosis.installed import java_above, java_here, versions
+from distributor.core.gpus import DriverVersion, describe, driver_version, gpu_names
+from distributor.core.linux import parent_pid
+from distributor.core.resources import SHARED_MEMORY, format_bytes
+from distributor.core.text import counted
+from distributor.core.versions import SET_PYTHON, release
+from distributor.diagnosis.report import (
+    HERE,
+    Check,
+    failure,
+    hosts_text,
+    not_checked,
+    ok,
+    warning,
+)
 from distributor.node.agent.memory import memory_warnings
 
+JAVA_SECONDS = 20.0
+"""Seconds for ``java -version``."""
+NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+PACKAGES = ("pyspark", "pyarrow", "cloudpickle")
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables by which users choose a network interface."""
+MIB, GIB = 2**20, 2**30
+MIN_SHARED_MEMORY, ENOUGH_SHARED_MEMORY = 48 * MIB, 512 * MIB
+"""Free bytes below which a check fails, and below which it warns. Docker's default is 64 MiB."""
+MIN_DISK, ENOUGH_DISK = 256 * MIB, 2 * GIB
+MIN_OPEN_FILES, ENOUGH_OPEN_FILES = 256, 1024
+MIN_TORCH = (2, 4)
+MUST_BE_EQUAL = ("torch", "cloudpickle", "CUDA", "NCCL")
+"""Versions that must be the same on all executors; others are only compared."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """The space of a file system.
-
-    Parameters
-    ----------
-    folder : str
-        A folder in it.
-    free, total : int
-        Bytes.
-    """
+    """The space of a file system."""
 
     folder: str
     free: int
@@ -40,35 +64,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine has.
-
-    Parameters
-    ----------
-    host : str
-        Its name.
-    python : str
-        The path of the interpreter.
-    java, java_path : str
-        The version and the path of Java; empty if there is none.
-    versions : mapping of str to str
-        The versions of Python and packages, by name.
-    driver : DriverVersion or None
-        The version of the NVIDIA driver.
-    gpus : tuple of str
-        The names of the GPUs.
-    shared_memory : Space or None
-        The space for shared memory.
-    disks : tuple of Space
-        The space in the folders that Spark and ranks write to.
-    open_files : int
-        The soft limit of open file descriptors; -1 for none.
-    memory : tuple of str
-        Why ranks may have too little memory.
-    unresolved : str
-        Why the host's name cannot be resolved; empty if it can.
-    interfaces : mapping of str to str
-        Variables that name a network interface which does not exist, with its name.
-    """
+    """What a machine has."""
 
     host: str
     python: str
@@ -85,20 +81,19 @@ class Machine:
     interfaces: Mapping[str, str]
 
 
-def examine(host: str, folders: Iterable[str], ranks: int, *, in_executor: bool) -> Machine:
-    """Collect what this machine has.
+@dataclass(frozen=True)
+class Needs:
+    """What a machine needs."""
 
-    Parameters
-    ----------
-    host : str
-        The name by which others know it.
-    folders : iterable of str
-        Folders that Spark and ranks write to, beside the temporary one.
-    ranks : int
-        The number of ranks that a run would start here.
-    in_executor : bool
-        Whether this process is the Python worker of an executor.
-    """
+    gpus: int = 0
+    has_ranks: bool = True
+    java: bool = False
+    min_java: int = 0
+    in_executor: bool = False
+
+
+def examine(host: str, folders: Iterable[str], ranks: int, *, in_executor: bool) -> Machine:
+    """Collect what this machine has."""
     java_path, java = java_above() if in_executor else java_here()
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = memory_warnings(ranks, 1, warm=True, is_warm=lambda: False) if ranks else ()
@@ -157,3 +152,310 @@ def _missing_interfaces() -> dict[str, str]:
         if is_list and not any(accepts(each, name) for each in existing for name in names):
             missing[variable] = value
     return missing
+
+
+def versions() -> Mapping[str, str]:
+    """Return the versions by name, without what is not installed."""
+    from importlib import metadata  # slow to import
+
+    found = {"Python": platform.python_version(), **_torch_versions()}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    for name in NCCL_PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.setdefault("NCCL", metadata.version(name))
+    return found
+
+
+def java_here() -> tuple[str, str]:
+    """Return the path and the version of the Java that Spark would start here, empty if none."""
+    home = os.environ.get("JAVA_HOME")
+    path = f"{home}/bin/java" if home else shutil.which("java")
+    return (path, java_version(path)) if path else ("", "")
+
+
+def java_above() -> tuple[str, str]:
+    """Return the path and the version of the Java that has started this process, empty if none."""
+    pid = os.getppid()
+    with contextlib.suppress(OSError):  # the process of another user, or not Linux
+        while pid:
+            path = os.readlink(f"/proc/{pid}/exe")
+            if os.path.basename(path) == "java":
+                return path, java_version(path)
+            pid = parent_pid(pid)
+    return "", ""
+
+
+def java_version(path: str) -> str:
+    """Return the version of a Java, such as "17.0.15"; empty if it cannot be run."""
+    release = Path(os.path.realpath(path)).parent.parent / "release"
+    with contextlib.suppress(OSError):
+        if found := re.search(r'^JAVA_VERSION="(.*)"', release.read_text(), re.MULTILINE):
+            return found.group(1)
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [path, "-version"], capture_output=True, text=True, timeout=JAVA_SECONDS
+        )
+        if found := re.search(r'version "(.*?)"', done.stderr + done.stdout):
+            return found.group(1)
+    return ""
+
+
+def min_java() -> int:
+    """Return the oldest Java on which the installed PySpark runs."""
+    from importlib import metadata
+
+    try:
+        return 17 if int(metadata.version("pyspark").split(".")[0]) >= 4 else 8
+    except metadata.PackageNotFoundError:
+        return 8
+
+
+def java_major(version: str) -> int:
+    """Return the major version of a Java: 17 for "17.0.15", 8 for "1.8.0_392"."""
+    numbers = [int(number) for number in re.findall(r"\d+", version)] or [0]
+    return numbers[1] if numbers[0] == 1 and len(numbers) > 1 else numbers[0]
+
+
+def _torch_versions() -> dict[str, str]:
+    """Read the versions of torch and of its CUDA from its files: importing it takes seconds."""
+    from importlib import metadata
+
+    spec = find_spec("torch")
+    if spec is None:
+        return {}
+    text = ""
+    with contextlib.suppress(OSError):
+        text = Path(spec.origin or "").with_name("version.py").read_text()
+    found = {}
+    if version := re.search(r"^__version__ *= *['\"](.*)['\"]", text, re.MULTILINE):
+        found["torch"] = version.group(1)
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["torch"] = metadata.version("torch")
+    if cuda := re.search(r"^cuda\b.*= *['\"](.*)['\"]", text, re.MULTILINE):
+        found["CUDA"] = cuda.group(1)
+    return found
+
+
+def checks_of(machine: Machine, needs: Needs, where: str = HERE) -> list[Check]:
+    """Return the checks of a machine, which the report names so."""
+    checks = (check for make in _CHECKS for check in make(machine, needs))
+    return [replace(check, where=where) for check in checks]
+
+
+def _java(machine: Machine, needs: Needs) -> Iterator[Check]:
+    fix = (
+        f"Install Java {needs.min_java} or later, and set JAVA_HOME to it or put its java on PATH."
+    )
+    report = failure if needs.java else warning
+    if not needs.java:
+        fix += " Only --cluster (local_mode=False) needs it."
+    if not machine.java_path:
+        yield report("Java", "There is no Java: JAVA_HOME is unset, and PATH has none.", fix)
+    elif not machine.java:
+        found = f"{machine.java_path} does not run, or reports no version."
+        yield report("Java", found, fix)
+    elif java_major(machine.java) < needs.min_java:
+        found = f"Java {machine.java} at {machine.java_path} is too old for Spark."
+        yield report("Java", found, fix)
+    else:
+        yield ok("Java", machine.java)
+
+
+def _python(machine: Machine, needs: Needs) -> Iterator[Check]:
+    yield ok("Python", f"{machine.versions['Python']} at {machine.python}")
+
+
+def _torch(machine: Machine, needs: Needs) -> Iterator[Check]:
+    version = machine.versions.get("torch")
+    if version is None:
+        found = f"Python {machine.versions['Python']} at {machine.python} has no torch."
+        fix = f"Install torch there. {SET_PYTHON}"
+        yield (
+            failure("torch", found, fix)
+            if needs.has_ranks
+            else not_checked("torch", "there is none, and the driver needs none")
+        )
+    elif release(version) < MIN_TORCH:
+        fix = f"Install torch {'.'.join(map(str, MIN_TORCH))} or later."
+        yield failure("torch", f"torch {version} is too old.", fix)
+    else:
+        yield ok("torch", version)
+
+
+def _cuda(machine: Machine, needs: Needs) -> Iterator[Check]:
+    cuda, driver = machine.versions.get("CUDA"), machine.driver
+    if needs.gpus and "torch" in machine.versions and cuda is None:
+        found = f"torch {machine.versions['torch']} is built without CUDA."
+        yield failure("CUDA", found, "Install a build of torch for CUDA, or use CPUs.")
+    elif cuda is None:
+        yield not_checked("CUDA", "torch is missing or built without CUDA")
+    elif driver and release(driver.cuda)[0] < release(cuda)[0]:
+        yield failure(
+            "CUDA",
+            f"torch is built for CUDA {cuda}, and the NVIDIA driver {driver.driver} supports "
+            f"CUDA {driver.cuda}.",
+            "Update the driver, or install a build of torch for an older CUDA.",
+        )
+    else:
+        yield ok("CUDA", cuda)
+    nccl = machine.versions.get("NCCL")
+    yield ok("NCCL", nccl) if nccl else not_checked("NCCL", "it is not installed")
+
+
+def _gpus(machine: Machine, needs: Needs) -> Iterator[Check]:
+    driver = machine.driver
+    if driver:
+        yield ok("NVIDIA driver", f"{driver.driver}, for CUDA up to {driver.cuda}")
+    else:
+        yield not_checked("NVIDIA driver", "there is none")
+    if not needs.gpus:
+        yield ok("GPUs", f"{describe(machine.gpus)}; none is wanted")
+    elif len(machine.gpus) < needs.gpus:
+        fix = "Check the driver with nvidia-smi, and that the container may use the GPUs."
+        wanted = f"{counted(needs.gpus, 'GPU')} wanted, and there is {describe(machine.gpus)}."
+        yield failure("GPUs", wanted, fix)
+    else:
+        yield ok("GPUs", describe(machine.gpus))
+
+
+def _shared_memory(machine: Machine, needs: Needs) -> Iterator[Check]:
+    space = machine.shared_memory
+    fix = (
+        f"Enlarge {SHARED_MEMORY}: --shm-size for a container, an emptyDir in memory for a pod. "
+        "Data loaders' workers and NCCL use it."
+    )
+    if space is None:
+        yield failure("shared memory", f"There is no {SHARED_MEMORY}.", fix)
+    else:
+        limits = MIN_SHARED_MEMORY, ENOUGH_SHARED_MEMORY
+        yield _space_check("shared memory", space, limits, fix)
+
+
+def _disk(machine: Machine, needs: Needs) -> Iterator[Check]:
+    fix = "Free space there, or set spark.local.dir or TMPDIR to a larger disk."
+    for space in machine.disks:
+        yield _space_check("disk", space, (MIN_DISK, ENOUGH_DISK), fix)
+
+
+def _space_check(name: str, space: Space, limits: tuple[int, int], fix: str) -> Check:
+    free, total = format_bytes(space.free), format_bytes(space.total)
+    found = f"{free} of {total} free in {space.folder}"
+    if space.free < limits[0]:
+        return failure(name, f"Only {found}.", fix)
+    if space.free < limits[1]:
+        return warning(name, f"Only {found}.", fix)
+    return ok(name, found)
+
+
+def _open_files(machine: Machine, needs: Needs) -> Iterator[Check]:
+    name, limit = "file descriptors", machine.open_files
+    found = f"A process may open {limit} files (RLIMIT_NOFILE)."
+    fix = (
+        "Raise the limit where Spark's worker is started: ulimit -n 65536, LimitNOFILE= of a "
+        "systemd unit, or --ulimit nofile= of a container."
+    )
+    if limit == -1:
+        yield ok(name, "no limit")
+    elif limit < MIN_OPEN_FILES:
+        yield failure(name, found, fix)
+    elif limit < ENOUGH_OPEN_FILES:
+        yield warning(name, found, fix)
+    else:
+        yield ok(name, f"{limit} (RLIMIT_NOFILE)")
+
+
+def _memory(machine: Machine, needs: Needs) -> Iterator[Check]:
+    for text in machine.memory:
+        fix = "Raise the limit, or start fewer ranks on this host."
+        yield failure("memory", text[:1].upper() + text[1:], fix)
+    if not machine.memory:
+        yield ok("memory", "enough for Python and torch in the ranks")
+
+
+def _host_name(machine: Machine, needs: Needs) -> Iterator[Check]:
+    if machine.unresolved:
+        yield (failure if needs.in_executor else warning)(
+            "host name",
+            f"'{machine.host}' cannot be resolved there: {machine.unresolved}.",
+            "Add the name to DNS or to /etc/hosts, or set SPARK_LOCAL_HOSTNAME or SPARK_LOCAL_IP "
+            "to a name or address that can be reached.",
+        )
+    else:
+        yield ok("host name", machine.host)
+    for variable, name in machine.interfaces.items():
+        found = f"{variable}={name}, but there is no such network interface."
+        yield failure("network interface", found, f"Unset {variable}, or correct it.")
+
+
+_CHECKS: tuple[Callable[[Machine, Needs], Iterator[Check]], ...] = (
+    _java,
+    _python,
+    _torch,
+    _cuda,
+    _gpus,
+    _shared_memory,
+    _disk,
+    _open_files,
+    _memory,
+    _host_name,
+)
+
+
+def differences(machines: Sequence[Machine], driver: Machine) -> list[Check]:
+    """Compare the versions of executors' machines with one another, and with the driver's."""
+    checks = [
+        *(_difference(name, machines) for name in (*MUST_BE_EQUAL, "pyarrow", "Java", "driver")),
+        _difference("Python", [driver, *machines]),
+        _other_torch(driver, machines),
+    ]
+    found = [check for check in checks if check is not None]
+    return found or [
+        ok(
+            "versions",
+            "the same on all executors",
+            hosts_text(machine.host for machine in machines),
+        )
+    ]
+
+
+def _version_of(machine: Machine, name: str) -> str:
+    """Return the version that is compared; empty if the machine does not have it."""
+    if name == "Java":
+        return str(java_major(machine.java)) if machine.java else ""
+    if name == "driver":
+        return machine.driver.driver if machine.driver else ""
+    version = machine.versions.get(name, "")
+    return ".".join(version.split(".")[:2]) if name == "Python" else version
+
+
+def _other_torch(driver: Machine, machines: Sequence[Machine]) -> Check | None:
+    ours = driver.versions.get("torch")
+    theirs = {m.versions["torch"] for m in machines if "torch" in m.versions}
+    if ours is None or not theirs - {ours}:
+        return None
+    found = f"torch is {ours} on the driver, and {', '.join(sorted(theirs))} on executors."
+    fix = "Install the same version: values with tensors may otherwise not load on the driver."
+    return warning("versions", found, fix)
+
+
+_LABELS = {"driver": "the NVIDIA driver"}
+
+
+def _difference(name: str, machines: Sequence[Machine]) -> Check | None:
+    """Return the check of a version that differs between machines that have it."""
+    hosts: dict[str, list[str]] = {}
+    for machine in machines:
+        if version := _version_of(machine, name):
+            hosts.setdefault(version, []).append(machine.host)
+    if len(hosts) < 2:
+        return None
+    report = failure if name in (*MUST_BE_EQUAL, "Python") else warning
+    found = "; ".join(f"{version} on {hosts_text(hosts[version])}" for version in sorted(hosts))
+    return report(
+        "versions",
+        f"The hosts differ in {_LABELS.get(name, name)}: {found}.",
+        "Install the same version everywhere, or name one environment for all (environment=).",
+        hosts_text(machine.host for machine in machines),
+    )

@@ -55,18 +55,7 @@ def check_tracking(uri: str, where: str = HERE) -> Check:
 
 @contextlib.contextmanager
 def shared_marker(path: str | None) -> Iterator[tuple[str, list[Check]]]:
-    """Write a file to storage for the executors to find, and remove it at the end.
-
-    Parameters
-    ----------
-    path : str or None
-        The folder or its address; None if no storage is wanted.
-
-    Yields
-    ------
-    tuple of str and list of Check
-        The name of the file, and the checks of this machine.
-    """
+    """Write a file to storage for the executors to find, and remove it at the end."""
     marker = f".distributor-doctor-{uuid.uuid4().hex}"
     if path is None:
         yield marker, [not_checked("storage", "no storage path was named")]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from distributor.diagnosis.installed import java_major
+from distributor.diagnosis.machine import java_major
 from distributor.diagnosis.report import (
     Report,
     Status,
