@@ -23,6 +23,7 @@ from distributor.launch.job import Job, Launcher, new_run_id
 from distributor.launch.local import LocalLauncher
 from distributor.launch.one_time_warnings import warn_once
 from distributor.launch.output.labels import RunLabel
+from distributor.launch.output.messages import warn
 from distributor.launch.programs import program_of
 from distributor.launch.setting_fields import setting
 from distributor.launch.setting_types import RANKS, SWITCH, check_num_processes, option
@@ -91,7 +92,8 @@ class PlannedSettings(Settings):
         super().__post_init__()
         # The dataclass is frozen for its users; here the number of ranks is resolved, once.
         min_processes, max_processes = check_num_processes("num_processes", self.num_processes)
-        planned = plan(self, min_processes, max_processes)
+        with self.spelling.renames():
+            planned = plan(self, min_processes, max_processes)
         ranks = planned.num_processes
         resolved = ranks if min_processes == max_processes else (min_processes, ranks)
         object.__setattr__(self, "num_processes", resolved)
@@ -158,17 +160,21 @@ class Planned(NamedTuple):
 def plan(settings: PlannedSettings, min_processes: int, max_processes: int) -> Planned:
     """Plan the ranks: their number, their launcher and their GPUs."""
     if settings.local_mode:
-        gpu_type = gpu_type_of(settings)
-        local = plan_local(
-            min_processes, max_processes, settings.use_gpu, gpu_type, settings.spelling
-        )
-        return Planned(LocalLauncher(local.gpus), local.num_processes, local.num_processes)
+        gpu_type, spelling = gpu_type_of(settings), settings.spelling
+        local = plan_local(min_processes, max_processes, settings.use_gpu, gpu_type)
+        if (count := local.num_processes) < min_processes:
+            warn(
+                f"'{spelling.num_processes}' cannot be set to a value greater than the number of "
+                f"available GPUs on the driver, which is {count}. '{spelling.num_processes}' was "
+                "reset to be equal to the number of available GPUs.",
+                spelling.logger,
+            )
+        gpus = local.gpus if settings.use_gpu or spelling.hides_gpus else None
+        return Planned(LocalLauncher(gpus), count, count)
     from distributor.launch.spark.launcher import SparkLauncher  # not needed in local mode
 
-    session = Session.require_active(settings.spelling.run_here)
-    cluster = plan_cluster(
-        session, max_processes, settings.use_gpu, settings.pool, settings.spelling
-    )
+    session = Session.require_active()
+    cluster = plan_cluster(session, max_processes, settings.use_gpu, settings.pool)
     return Planned(SparkLauncher(session, cluster), max_processes, cluster.num_tasks)
 
 
@@ -236,8 +242,9 @@ def prepare_run(
     if settings.storage_path is not None:
         program = replace(program, begins_with=CHECK_STORAGE)
     min_processes, max_processes = check_num_processes("num_processes", settings.num_processes)
-    launcher, num_processes, _ = plan(settings, min_processes, max_processes)
-    launcher.check(settings.spelling)
+    with settings.spelling.renames():
+        launcher, num_processes, _ = plan(settings, min_processes, max_processes)
+        launcher.check(settings)
     run_id = new_run_id()
     facts = {"num_processes": num_processes, "use_gpu": settings.use_gpu, **launcher.describe()}
     tracking: TrackedRun | Untracked = Untracked(NAMED_SERVER, NOT_TRACKED)

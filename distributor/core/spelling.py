@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """The names and conventions of one API, by default those of `TorchDistributor`."""
+    """The names and conventions of one API; the names are by default those of `TorchDistributor`.
+
+    PySpark's classes leave ``CUDA_VISIBLE_DEVICES`` as it is if local ranks use no GPUs; other
+    APIs hide the GPUs. `ignore_ssl` is the Spark property that permits runs on a cluster that
+    requires encryption, and `logger` receives what PySpark's classes log.
+    """
 
     api: str = "TorchDistributor"
     num_processes: str = "num_processes"  # the parameter for the number of ranks
@@ -28,11 +34,50 @@ class Spelling:
 
     def of(self, setting: str) -> str:
         """Return what the user writes for a setting of `TorchDistributor`."""
-        if setting == "num_processes":
-            return self.num_processes
-        if setting == "gpu_type":
-            setting = self.gpu_type
-        return f"--{setting.replace('_', '-')}" if self.has_options else setting
+        if setting in ("num_processes", "gpu_type"):
+            setting = str(getattr(self, setting))
+        is_option = self.has_options and not setting.startswith("-")
+        return f"--{setting.replace('_', '-')}" if is_option else setting
+
+    @contextlib.contextmanager
+    def renames(self) -> Iterator[None]:
+        """Have the `Message` of an error in the block name things as this API does."""
+        try:
+            yield
+        except Exception as error:
+            if error.args and isinstance(error.args[0], Message):
+                error.args = (error.args[0].spelled(self), *error.args[1:])
+            raise
+
+
+class Message(str):
+    """A message that names things as an API does: by default those of `TorchDistributor`.
+
+    Its template has fields of `Spelling`, settings and the values in braces.
+    """
+
+    def __new__(cls, template: str, spelling: Spelling = Spelling(), **values: object) -> Message:
+        message = super().__new__(cls, template.format_map(_Names(spelling, values)))
+        message._template, message._values = template, values
+        return message
+
+    _template: str
+    _values: dict[str, object]
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+    def spelled(self, spelling: Spelling) -> Message:
+        return Message(self._template, spelling, **self._values)
+
+
+class _Names(dict[str, object]):
+    def __init__(self, spelling: Spelling, values: Mapping[str, object]) -> None:
+        super().__init__({**vars(spelling), **values})
+        self._spelling = spelling
+
+    def __missing__(self, name: str) -> str:
+        return self._spelling.of(name)
 
 
 T = TypeVar("T")

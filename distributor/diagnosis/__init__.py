@@ -82,5 +82,5 @@ def doctor(
     wanted = Wanted(num_processes, gpus, path, hub_address, hub_port, rank_ports)
     if local_mode:
         return examine_here(wanted)
-    session = Session.require_active("pass local_mode=True")
+    session = Session.require_active()
     return examine_cluster(wanted, lambda: nullcontext(session.spark))

@@ -16,6 +16,7 @@ from distributor.launch.spark.plan import (
     EXECUTOR_GPUS,
     TASK_GPUS,
     ClusterPlan,
+    assigns_gpus,
     plan_cluster,
 )
 from distributor.launch.spark.session import Session
@@ -47,9 +48,9 @@ def make_plan(
     session: Session, ranks: int, *, use_gpu: bool
 ) -> tuple[ClusterPlan | None, list[Check]]:
     """Plan a run, and return the checks of its GPUs."""
-    spelling = Spelling(run_on_cpus="want no GPUs")
     try:
-        plan = plan_cluster(session, ranks, use_gpu, None, spelling)
+        with Spelling(run_on_cpus="want no GPUs").renames():
+            plan = plan_cluster(session, ranks, use_gpu, None)
     except (RuntimeError, ValueError) as error:
         if session.allocates_dynamically and not session.is_local_master:
             return None, []  # which has a check of its own
@@ -58,17 +59,11 @@ def make_plan(
             "(conf/spark-defaults-gpu.conf)."
         )
         return None, [failure("GPUs", str(error), fix, WHERE)]
-    if use_gpu and not (plan.profile_gpus or _schedules_gpus(session)):
+    if use_gpu and not (plan.profile_gpus or session.is_local_master or assigns_gpus(session)):
         fix = "Set it when the session is made (conf/spark-defaults-gpu.conf)."
         return None, [failure("GPUs", f"{TASK_GPUS} was set after Spark's start.", fix, WHERE)]
     found = f"{plan.ranks_per_task} for each of {plan.num_tasks} tasks"
     return plan, [ok("GPUs", found, WHERE)] if use_gpu else []
-
-
-def _schedules_gpus(session: Session) -> bool:
-    """Return whether tasks have GPUs, as far as the session's properties show."""
-    unknown = session.is_local_master or session.is_connect
-    return unknown or session.scheduler_conf(TASK_GPUS) is not None
 
 
 def is_on(session: Session, key: str) -> bool:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from distributor.core.spelling import Spelling
 from distributor.launch.call_site import CallSite
 from distributor.launch.cancellation import Cancellation
 from distributor.launch.graceful_shutdown import GracefulShutdown
@@ -140,7 +139,7 @@ class Launcher(Protocol):
     def training(self, num_processes: int) -> str:
         """Return how messages name a run of this size, as PySpark's class names it."""
 
-    def check(self, spelling: Spelling) -> None:
+    def check(self, settings: Settings) -> None:
         """Check what may keep a run from starting, although its settings are valid."""
 
     def prepare(self, settings: Settings, num_processes: int) -> None:

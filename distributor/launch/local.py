@@ -13,7 +13,6 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 
 from distributor.core.addresses import port_range
-from distributor.core.spelling import Spelling
 from distributor.launch.hangs.stalls import Stall, StallWatch, activity_interval
 from distributor.launch.job import Job
 from distributor.launch.one_time_warnings import warn_about_nodes, warn_if_source_changed
@@ -65,7 +64,7 @@ class LocalLauncher:
         """Return how messages name a run of this size, as PySpark's class names it."""
         return f"local training with {num_processes} processes"
 
-    def check(self, spelling: Spelling) -> None:
+    def check(self, settings: Settings) -> None:
         """Do nothing: the plan has checked this machine."""
 
     def prepare(self, settings: Settings, num_processes: int) -> None:

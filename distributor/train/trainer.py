@@ -281,9 +281,11 @@ class TorchTrainer:
 
     def _checkpoint_settings(self, local_mode: bool) -> CheckpointSettings:
         run = self.run_config
-        if run.uses_default_path and not (
-            local_mode or Session.require_active(_SPELLING.run_here).is_one_machine
-        ):
+        with _SPELLING.renames():
+            is_shared = (
+                not run.uses_default_path or local_mode or Session.require_active().is_one_machine
+            )
+        if not is_shared:
             raise ValueError(
                 "On a cluster of several hosts, RunConfig needs a storage_path that all of them "
                 "see: a mounted folder, or an address such as s3://bucket/runs. (Or pass "

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from distributor.core.spelling import Spelling
 from distributor.errors import RunStalled
 from distributor.launch.output.messages import warn
 from distributor.launch.settings import Settings
@@ -68,7 +67,7 @@ class StallWatch:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._spelling: Spelling = settings.spelling
+        self._spelling = settings.spelling
         self._warning = math.inf if settings.stall_warning is None else settings.stall_warning
         self._timeout = math.inf if settings.stall_timeout is None else settings.stall_timeout
         self._idle_since: dict[int, float] = {}

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distributor.core.addresses import port_range
-from distributor.core.spelling import Spelling
 from distributor.core.text import counted
 from distributor.launch.defaults import conf_cache_dir
 from distributor.launch.hangs.stalls import activity_interval
@@ -30,7 +29,7 @@ from distributor.launch.spark.log_quieting import quiet
 from distributor.launch.spark.monitor.run_monitor import RunMonitor
 from distributor.launch.spark.monitor.task_starts import TaskStarts
 from distributor.launch.spark.package_shipping import barrier_frame
-from distributor.launch.spark.plan import ClusterPlan, check_launch
+from distributor.launch.spark.plan import ClusterPlan, check_encryption, check_launch
 from distributor.launch.spark.polling import Reminder
 from distributor.launch.spark.session import Session
 from distributor.launch.spark.spark_job import SparkJob
@@ -67,9 +66,10 @@ class SparkLauncher:
         """Return how messages name a run of this size, as PySpark's class names it."""
         return self.plan.training(num_processes)
 
-    def check(self, spelling: Spelling) -> None:
+    def check(self, settings: Settings) -> None:
         """Check the cluster's configuration for what keeps a run from starting."""
-        check_launch(self.session, self.plan, spelling)
+        check_encryption(self.session, settings.spelling)
+        check_launch(self.session, self.plan)
 
     def prepare(self, settings: Settings, num_processes: int) -> None:
         """Do nothing: executors may not be there yet, and the first run starts their zygotes."""

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, replace
 
 from distributor.core.gpus import gpu_names, missing_gpus
-from distributor.core.spelling import Spelling
+from distributor.core.spelling import Message, Spelling
 from distributor.core.text import counted
 from distributor.launch.output.messages import warn
 from distributor.launch.spark.session import Session
@@ -76,7 +76,6 @@ def plan_local(
     max_processes: int,
     use_gpu: bool,
     gpu_type: str | None,
-    spelling: Spelling,
 ) -> LocalPlan:
     """Plan a run on this machine, with as many ranks as possible.
 
@@ -86,23 +85,18 @@ def plan_local(
         If GPUs are requested and there are too few, or others than of this type.
     """
     if not use_gpu:
-        return LocalPlan(max_processes, () if spelling.hides_gpus else None)
+        return LocalPlan(max_processes, ())
     gpus = driver_gpus(Session.active())
     if not gpus:
         raise RuntimeError(
-            "GPUs were unable to be found on the driver. Looked at Spark's driver resources, "
-            f"CUDA_VISIBLE_DEVICES and the NVIDIA driver. For CPUs {spelling.run_on_cpus}."
+            Message(
+                "GPUs were unable to be found on the driver. Looked at Spark's driver resources, "
+                "CUDA_VISIBLE_DEVICES and the NVIDIA driver. For CPUs {run_on_cpus}."
+            )
         )
     if len(gpus) < min_processes < max_processes:
         raise RuntimeError(
             f"At least {min_processes} GPUs are needed, but this machine has {len(gpus)}."
-        )
-    if len(gpus) < min_processes:
-        warn(
-            f"'{spelling.num_processes}' cannot be set to a value greater than the number of "
-            f"available GPUs on the driver, which is {len(gpus)}. '{spelling.num_processes}' was "
-            "reset to be equal to the number of available GPUs.",
-            spelling.logger,
         )
     used = min(max_processes, len(gpus))
     if gpu_type is not None and (lack := missing_gpus(gpu_type, used)):
@@ -111,7 +105,7 @@ def plan_local(
 
 
 def plan_cluster(
-    session: Session, num_processes: int, use_gpu: bool, pool: str | None, spelling: Spelling
+    session: Session, num_processes: int, use_gpu: bool, pool: str | None
 ) -> ClusterPlan:
     """Plan a run on Spark's executors.
 
@@ -123,37 +117,43 @@ def plan_cluster(
         If a number of GPUs in the configuration is not a number.
     """
     if pool is not None and (why := session.why_no_pools()):
-        raise RuntimeError(f"{spelling.of('pool')} is {pool!r}, but {why}.")
+        raise RuntimeError(Message("{pool} is {value!r}, but {why}.", value=pool, why=why))
     _check_allocation(session)
     if not use_gpu:
         return ClusterPlan(num_processes, 1, use_gpu=False)
     amount = _amount(session, TASK_GPUS)
     if session.is_local_master:
-        return _plan_local_master(session, num_processes, amount, spelling)
+        return _plan_local_master(session, num_processes, amount)
     if amount:
-        return _plan_tasks(num_processes, amount, spelling)
-    return _plan_profile(session, num_processes, spelling)
+        return _plan_tasks(num_processes, amount)
+    return _plan_profile(session, num_processes)
 
 
-def check_launch(session: Session, plan: ClusterPlan, spelling: Spelling) -> None:
+def check_launch(session: Session, plan: ClusterPlan) -> None:
     """Check what PySpark's class accepts on construction, and what then keeps a run from starting.
 
     Raises
     ------
     RuntimeError
-        If the configuration requires encryption, or the tasks would have too few GPUs.
+        If the tasks would have too few GPUs.
     """
-    _check_encryption(session, spelling)
     if not plan.use_gpu or plan.profile_gpus:
         return
     if session.is_local_master:
-        _check_driver_gpus(session, plan, spelling)
-    elif not session.is_connect and not session.scheduler_conf(TASK_GPUS):
+        _check_driver_gpus(session, plan)
+    elif not assigns_gpus(session):
         raise RuntimeError(
-            f"'{TASK_GPUS}' was set after Spark's start, and so Spark assigns no GPUs to tasks. "
-            "Set it when the cluster is made (conf/spark-defaults-gpu.conf), or "
-            f"{spelling.run_on_cpus}."
+            Message(
+                f"'{TASK_GPUS}' was set after Spark's start, and so Spark assigns no GPUs to "
+                "tasks. Set it when the cluster is made (conf/spark-defaults-gpu.conf), or "
+                "{run_on_cpus}."
+            )
         )
+
+
+def assigns_gpus(session: Session) -> bool:
+    """Return whether Spark's scheduler assigns GPUs to tasks; through Connect this is unknown."""
+    return session.is_connect or bool(session.scheduler_conf(TASK_GPUS))
 
 
 def driver_gpus(session: Session | None) -> tuple[str, ...]:
@@ -175,20 +175,23 @@ def _amount(session: Session, key: str) -> float:
         raise ValueError(f"'{key}' must be a number, but is {text!r}.") from None
 
 
-def _plan_tasks(num_processes: int, amount: float, spelling: Spelling) -> ClusterPlan:
+def _plan_tasks(num_processes: int, amount: float) -> ClusterPlan:
     """Plan tasks with the GPUs that the configuration requests for each."""
     ranks_per_task = max(1, int(amount))
     if num_processes % ranks_per_task:
         raise RuntimeError(
-            f"{spelling.api} '{spelling.num_processes}' value ({num_processes}) must be a multiple "
-            f"of '{TASK_GPUS}' ({ranks_per_task}) value."
+            Message(
+                "{api} '{num_processes}' value ({ranks}) must be a multiple of '{key}' ({each}) "
+                "value.",
+                ranks=num_processes,
+                key=TASK_GPUS,
+                each=ranks_per_task,
+            )
         )
     return ClusterPlan(num_processes // ranks_per_task, ranks_per_task, use_gpu=True)
 
 
-def _plan_local_master(
-    session: Session, num_processes: int, amount: float, spelling: Spelling
-) -> ClusterPlan:
+def _plan_local_master(session: Session, num_processes: int, amount: float) -> ClusterPlan:
     """Plan tasks in the driver's JVM, which share the driver's GPUs.
 
     The amount is that of the session: PySpark's class reads it too, and the scheduler does not.
@@ -198,30 +201,40 @@ def _plan_local_master(
             f"'{TASK_GPUS}' is set, but a {session.master} master cannot schedule GPUs and would "
             "never start a task. Leave it unset: ranks then share the driver's GPUs."
         )
-    plan = _plan_tasks(num_processes, amount, spelling)
+    plan = _plan_tasks(num_processes, amount)
     plan = replace(plan, driver_gpus=driver_gpus(session)[:num_processes])
     if not amount:
-        _check_driver_gpus(session, plan, spelling)
+        _check_driver_gpus(session, plan)
     return plan
 
 
-def _check_driver_gpus(session: Session, plan: ClusterPlan, spelling: Spelling) -> None:
+def _check_driver_gpus(session: Session, plan: ClusterPlan) -> None:
     ranks, gpus = plan.num_tasks * plan.ranks_per_task, len(plan.driver_gpus)
     if gpus < ranks:
         unset = "" if session.conf(TASK_GPUS) else f" ('{TASK_GPUS}' was unset)"
         raise RuntimeError(
-            f"On {session.master} the driver needs a GPU for each of the {ranks} ranks, "
-            f"but it has {counted(gpus, 'GPU')}{unset}. For CPUs {spelling.run_on_cpus}."
+            Message(
+                "On {master} the driver needs a GPU for each of the {ranks} ranks, but it has "
+                "{found}{unset}. For CPUs {run_on_cpus}.",
+                master=session.master,
+                ranks=ranks,
+                found=counted(gpus, "GPU"),
+                unset=unset,
+            )
         )
 
 
-def _plan_profile(session: Session, num_processes: int, spelling: Spelling) -> ClusterPlan:
+def _plan_profile(session: Session, num_processes: int) -> ClusterPlan:
     per_executor = int(_amount(session, EXECUTOR_GPUS))
     if not per_executor or not session.supports_profiles():
         found = f"'{EXECUTOR_GPUS}' is {session.conf(EXECUTOR_GPUS) or 'unset too'}"
         raise RuntimeError(
-            f"'{TASK_GPUS}' was unset, so gpu usage is unavailable ({found}). Set both when the "
-            f"cluster is made (conf/spark-defaults-gpu.conf), or {spelling.run_on_cpus}."
+            Message(
+                "'{key}' was unset, so gpu usage is unavailable ({found}). Set both when the "
+                "cluster is made (conf/spark-defaults-gpu.conf), or {run_on_cpus}.",
+                key=TASK_GPUS,
+                found=found,
+            )
         )
     fits_one = num_processes <= per_executor
     ranks_per_task = num_processes if fits_one else math.gcd(num_processes, per_executor)
@@ -241,7 +254,8 @@ def _check_allocation(session: Session) -> None:
         )
 
 
-def _check_encryption(session: Session, spelling: Spelling) -> None:
+def check_encryption(session: Session, spelling: Spelling) -> None:
+    """Check that an API may run on this cluster, whose traffic between ranks is not encrypted."""
     if (session.conf("spark.ssl.enabled") or "false").lower() != "true":
         return
     api, key = spelling.api, spelling.ignore_ssl

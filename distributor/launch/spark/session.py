@@ -14,6 +14,7 @@ from typing import Any
 
 from distributor._compat import pyspark as private
 from distributor.core.extras import require_spark
+from distributor.core.spelling import Message
 from distributor.errors import ApplicationEnded
 from distributor.launch.spark.application_end import JVM_ENDED, check_not_ended
 from distributor.launch.spark.log_quieting import no_warning
@@ -48,8 +49,8 @@ class Session:
         return cls(spark)
 
     @classmethod
-    def require_active(cls, otherwise: str) -> Session:
-        """Return the active session; `otherwise` is what the user can do without one.
+    def require_active(cls) -> Session:
+        """Return the active session.
 
         Raises
         ------
@@ -66,8 +67,10 @@ class Session:
             raise ApplicationEnded(JVM_ENDED)
         if session is None:
             raise RuntimeError(
-                "Distributed mode runs on the active Spark session, and there is none. Make one "
-                f"first (SparkSession.builder.getOrCreate()), or {otherwise}."
+                Message(
+                    "Distributed mode runs on the active Spark session, and there is none. Make "
+                    "one first (SparkSession.builder.getOrCreate()), or {run_here}."
+                )
             )
         check_not_ended(session.spark)
         return session
