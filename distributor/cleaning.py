@@ -20,21 +20,9 @@ from distributor.train.storage.shared_download import leftover_copies
 
 
 def clean(days: float | None = None, *, dry_run: bool = False) -> Iterator[str]:
-    """Remove unused files: environments, saved values and copies of checkpoints.
+    """Remove files that are unused for so long, or without `days` by the limits of the cache.
 
-    Parameters
-    ----------
-    days : float, optional
-        Remove files that were not used for this many days; 0 removes all files that are not in
-        use. By default the limits of the cache apply: DISTRIBUTOR_CACHE_GB and
-        DISTRIBUTOR_CACHE_DAYS.
-    dry_run : bool
-        Whether to only list what would be removed.
-
-    Yields
-    ------
-    str
-        A line for each entry, and one with the total size.
+    Yield a line for each of these environments, saved values and copies of checkpoints.
     """
     limits = CacheLimits.of(os.environ) if days is None else CacheLimits(days)
     caches = cache_folders(os.environ)

@@ -24,15 +24,6 @@ class DecoratedFunction(Generic[P, R]):
 
     In a class it is a method: each access binds it, as it binds a function, so that runs get the
     instance or the class as their first argument.
-
-    Parameters
-    ----------
-    function : callable
-        The decorated function, or a ``classmethod`` or ``staticmethod`` of one.
-    launcher : callable
-        Returns the `TorchDistributor` for a run.
-    run_async : bool
-        Whether `distributed` returns a future.
     """
 
     def __init__(self, function: Callable[P, R], launcher: Launcher, run_async: bool) -> None:
@@ -60,17 +51,7 @@ class DecoratedFunction(Generic[P, R]):
 def decorator_of(
     kind: type[Decorated], api: str, launcher: Launcher, run_async: bool
 ) -> Callable[[Callable[..., Any]], Decorated]:
-    """Return a decorator, which returns an object of this kind.
-
-    Parameters
-    ----------
-    kind : type
-        A subclass of `DecoratedFunction`.
-    api : str
-        The decorator, for messages.
-    launcher, run_async
-        As for `DecoratedFunction`.
-    """
+    """Return a decorator, which returns an object of this kind."""
 
     def decorate(function: Callable[..., Any]) -> Decorated:
         if not callable(function) and not isinstance(function, classmethod):

@@ -40,20 +40,7 @@ class _Result(NamedTuple):
 
 
 def train(epochs: int = 15, batch_size: int = 32) -> float:
-    """Train a small network on scikit-learn's digits with DDP. Every rank runs this function.
-
-    Parameters
-    ----------
-    epochs : int
-        Passes over the training images.
-    batch_size : int
-        Images for each step and rank.
-
-    Returns
-    -------
-    float
-        Accuracy on the test images, from 0 to 1.
-    """
+    """Train a small network on scikit-learn's digits with DDP. Every rank runs this function."""
     import socket
 
     import torch
@@ -105,13 +92,7 @@ def _digits() -> tuple[Any, Any, Any, Any]:
 
 
 def demo() -> None:
-    """Train on two local ranks, then on two ranks of an embedded Spark cluster.
-
-    Raises
-    ------
-    RuntimeError
-        If scikit-learn, which includes the images, is missing.
-    """
+    """Train on two local ranks, then on two ranks of an embedded Spark cluster."""
     try:
         import sklearn  # noqa: F401
     except ImportError:

@@ -142,20 +142,7 @@ def launcher_of(
     run_async: bool,
     settings: Mapping[str, Any],
 ) -> Launcher:
-    """Return what creates the distributor of a run, for a decorator's arguments.
-
-    Parameters
-    ----------
-    api : str
-        The decorator, for messages.
-    gpus, gpu_type, remote, num_accelerators, accelerator_type, use_gpu, run_async, settings
-        As for `distributed`.
-
-    Raises
-    ------
-    TypeError
-        As `distributed` does.
-    """
+    """Return what creates the distributor of a run, for a decorator's arguments."""
     own = inspect.signature(distributed).parameters.keys() - {"settings"}
     check_names(api, settings, {*own, *_SETTINGS})
     count = _one_of("gpus", gpus, "num_accelerators", num_accelerators)
@@ -204,13 +191,7 @@ def _split(gpu_type: Any) -> tuple[int | None, Any]:
 
 
 def _ranks(name: str, wanted: int | None, remote: bool, use_gpu: bool) -> Any:
-    """Return the number of ranks.
-
-    Raises
-    ------
-    ValueError
-        If it is required and missing, or greater than the number of this machine's GPUs.
-    """
+    """Return the number of ranks."""
     if wanted is None and (remote or not use_gpu):
         raise ValueError(
             f"{name}, the number of ranks, is missing. It is optional only on this machine's GPUs "
@@ -228,15 +209,7 @@ def _ranks(name: str, wanted: int | None, remote: bool, use_gpu: bool) -> Any:
 
 
 def _pool() -> str | None:
-    """Return the pool that the variables name; those of Databricks only if Spark has pools.
-
-    Raises
-    ------
-    RuntimeError
-        If DISTRIBUTOR_POOL names a pool and Spark has none.
-    ValueError
-        If DATABRICKS_USE_RESERVED_GPU_POOL is neither true nor false.
-    """
+    """Return the pool that the variables name; those of Databricks only if Spark has pools."""
     variables = (POOL_VARIABLE, POOL_ID_VARIABLE, RESERVED_VARIABLE)
     given = next(((name, text) for name in variables if (text := os.environ.get(name))), None)
     if given is None:

@@ -21,8 +21,7 @@ import psutil
 import pytest
 
 from distributor import TorchDistributor, __version__
-from distributor.cli import main
-from distributor.cli_options import make_parser
+from distributor.cli import main, make_parser
 
 DEADLINE = 120
 """Seconds for one command, on a loaded machine."""

@@ -43,12 +43,11 @@ LAYERS = [
     {"launch"},
     {"runtime", "tracking"},
     {"prepared_run"},
-    {"partition_training"},
     {"torch_distributor"},
     {"decorated_function"},
     {"deepspeed_distributor", "serverless", "train"},
     {"ray"},
-    {"serverless_gpu", "air", "cleaning", "cli_options", "diagnosis"},
+    {"serverless_gpu", "air", "cleaning", "diagnosis"},
     {"", "cli", "demo"},
     {"__main__"},
 ]

@@ -31,13 +31,7 @@ CACHE_DIR = AdminDefault(
 
 
 def complete(settings: object) -> None:
-    """Replace each setting of a frozen dataclass that was not given by its default.
-
-    Raises
-    ------
-    ValueError, OSError
-        If a default is malformed. The message names the variable or property, and its value.
-    """
+    """Replace each setting of a frozen dataclass that was not given by its default."""
     wanted = {
         name: default
         for name, default in admin_defaults(settings).items()
@@ -58,13 +52,7 @@ def complete(settings: object) -> None:
 
 
 def conf_cache_dir(session: Session | None) -> str | None:
-    """Return the folder of the nodes' cache that a Spark property sets; None if it is not set.
-
-    Raises
-    ------
-    ValueError
-        If it is not an absolute path.
-    """
+    """Return the folder of the nodes' cache that a Spark property sets; None if it is not set."""
     path = _conf(session, [CACHE_DIR.key]).get(CACHE_DIR.key)
     if path and not Path(path).is_absolute() and not path.startswith("~"):
         source = _source(CACHE_DIR.key)

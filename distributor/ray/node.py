@@ -49,20 +49,6 @@ class RayNode:
 
     All of its processes belong to this process's group, and its files are in a folder that is
     removed when this process has ended, however it ends.
-
-    Parameters
-    ----------
-    name : str
-        The node's name in the cluster.
-    cpus : int or None
-        How many CPUs it has; by default Ray counts them.
-    address : str, optional
-        The address of the cluster that it joins; by default it is the head of a new one.
-
-    Raises
-    ------
-    DistributorError
-        If there is no folder for its files whose path is short enough.
     """
 
     def __init__(self, name: str, cpus: int | None, address: str | None = None) -> None:
@@ -94,15 +80,7 @@ class RayNode:
             )
 
     def await_start(self, deadline: float) -> str:
-        """Wait until the node has started, and return the cluster's address.
-
-        Raises
-        ------
-        StartTimeout
-            If it has not started at the deadline.
-        DistributorError
-            If it has ended.
-        """
+        """Wait until the node has started, and return the cluster's address."""
         file = self._temp_dir / ADDRESS_FILE
         while not (file.exists() and re.fullmatch(r".+:\d+", file.read_text())):
             self.check_running()
@@ -114,13 +92,7 @@ class RayNode:
         return file.read_text()
 
     def check_running(self) -> None:
-        """Check that the node has not ended.
-
-        Raises
-        ------
-        DistributorError
-            If it has.
-        """
+        """Check that the node has not ended."""
         if (code := self._process.poll()) is not None:
             raise DistributorError(
                 f"The Ray node {self._name} on {host_name()} has ended (exit code {code})."
@@ -153,13 +125,7 @@ class RayNode:
 
 
 def _create_temp_dir() -> Path:
-    """Return the path of the node's folder, which Ray creates.
-
-    Raises
-    ------
-    DistributorError
-        If a socket in it would have too long a path.
-    """
+    """Return the path of the node's folder, which Ray creates."""
     scratch = worker_context().scratch
     wanted = os.environ.get(TEMP_DIR_VARIABLE)
     if wanted:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from distributor import runtime
@@ -13,8 +15,8 @@ from distributor.core.addresses import host_name
 from distributor.core.text import listed
 from distributor.errors import ExecutorNotReady, StartTimeout
 from distributor.node.agent.worker_env import RANK_VARIABLES
+from distributor.rank.context import connect_store
 from distributor.ray.node import POLL_SECONDS, RayNode, why_no_ray
-from distributor.ray.peers import Peers
 from distributor.serialization.pickle_diagnostics import name_of
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
@@ -23,19 +25,36 @@ END_POLL_SECONDS = 0.2
 """Seconds between two looks of a node at whether the function has ended."""
 
 
+class Peers:
+    """JSON values that the nodes share by name, through the run's rendezvous store."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._store = connect_store("distributor/ray")
+
+    def set(self, name: str, value: object) -> None:
+        """Share a value with all nodes."""
+        self._store.set(name, json.dumps(value))
+
+    def has(self, name: str) -> bool:
+        """Return whether a value is there."""
+        return bool(self._store.check([name]))
+
+    def get(self, name: str, what: str) -> Any:
+        """Return a value, once it is there."""
+        import torch.distributed as dist
+
+        seconds = max(0.001, self._deadline - time.monotonic())
+        try:
+            self._store.wait([name], timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            raise StartTimeout(f"Not all Ray nodes started within start_timeout: {what}.") from None
+        return json.loads(self._store.get(name))
+
+
 @dataclass(frozen=True)
 class RayProgram:
-    """Starts the Ray cluster, and calls the user's function on its head node.
-
-    Parameters
-    ----------
-    func : callable
-        The function.
-    start_timeout : float
-        Seconds in which all Ray nodes must have started.
-    executor_cores : int or None
-        How many cores each executor of Spark has, if that is known.
-    """
+    """Starts the Ray cluster, and calls the user's function on its head node."""
 
     func: Callable[..., Any]
     start_timeout: float

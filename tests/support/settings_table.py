@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from distributor.cli_options import make_parser
+from distributor.cli import make_parser
 from distributor.launch.defaults import CACHE_DIR
 from distributor.launch.setting_fields import AdminDefault, admin_defaults
 from distributor.launch.settings import Settings
