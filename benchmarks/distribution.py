@@ -64,7 +64,7 @@ def measure(effort: Effort) -> list[Row]:
 
 def drive(nodes: int) -> dict[str, Any]:
     """Send a block from a driver to many nodes in this process, as runs do."""
-    from distributor.launch.spark.monitor.program_distribution import ProgramDistribution
+    from distributor.control.program_distribution import ProgramDistribution
     from distributor.wire.transfer import BlockServer, MemoryBlock
 
     content = bytes(MEGABYTES * MEGABYTE)

@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from distributor.node.spark_task.hub_channel import CONNECT_SECONDS, HANDSHAKE_SECONDS
+from distributor.link.tcp_link import CONNECT_SECONDS, HANDSHAKE_SECONDS
 from distributor.wire import protocol
 from distributor.wire.messages import (
     Heartbeat,

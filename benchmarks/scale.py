@@ -167,57 +167,47 @@ def _processes() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def _follow_run(crowd: _Crowd) -> float:
-    """Follow the run as the driver does, with a hub and a run monitor; return the start time."""
-    from distributor.launch.job import Job
-    from distributor.launch.output.console import Console
+    """Follow the run as the driver does, with a hub and a controller; return the start time."""
+    from distributor.control.controller import Controller
+    from distributor.control.run import Attempt, Handle, NodesEnded, Run
+    from distributor.launch.output.sink import DriverSink, Listeners
     from distributor.launch.programs import program_of
     from distributor.launch.settings import Settings
-    from distributor.launch.spark.monitor.run_monitor import RunMonitor
-    from distributor.launch.spark.plan import ClusterPlan
+    from distributor.run.spec import RunSpec
     from distributor.wire.hub import Hub
 
     secret = secrets.token_hex(16)
-    settings = Settings(warm=False)
-    job = Job(
+    spec = RunSpec(
         program=program_of(print, (), {}),
         num_processes=crowd.nodes,
         min_processes=1,
-        settings=settings,
+        settings=Settings(warm=False),
     )
-    plan = ClusterPlan(num_tasks=crowd.nodes, ranks_per_task=1, use_gpu=False)
-    sink = _Shown(Console(lambda rank: True))
+    attempt = Attempt(run=Run(spec=spec), num_ranks=crowd.nodes)
     deadline = time.monotonic() + DEADLINE
-    proof = secret.encode()
-    with Hub("127.0.0.1", proof) as hub, RunMonitor(job, plan, hub, sink, deadline) as watch:
+    with (
+        Hub("127.0.0.1", secret.encode()) as hub,
+        DriverSink(attempt, Listeners(())) as sink,
+    ):
+        handle = Handle(links=hub, num_nodes=crowd.nodes, ranks_per_node=1, training="training")
         began = crowd.start(hub.port, secret)
-        ending = threading.Thread(target=_end_job, args=(crowd, watch.job_ended))
+        ending = threading.Thread(
+            target=_end_nodes, args=(crowd, lambda error: hub.post(NodesEnded(error=error)))
+        )
         ending.start()
-        watch.follow(cancel=lambda: None)
+        Controller(attempt, handle, sink, deadline).follow()
         ending.join()
     return began
 
 
-def _end_job(crowd: _Crowd, job_ended: Callable[[Any], None]) -> None:
-    """End the job once the nodes have ended, with an error if a process of theirs has failed."""
+def _end_nodes(crowd: _Crowd, ended: Callable[[Exception | None], object]) -> None:
+    """Report the end of the nodes, with an error if a process of theirs has failed."""
     try:
         crowd.await_end()
     except Exception as error:
-        job_ended(error)
+        ended(error)
         raise
-    job_ended([])
-
-
-class _Shown:
-    """The driver's sink for the ranks' output."""
-
-    def __init__(self, console: Any) -> None:
-        self._console = console
-
-    def write(self, rank: int, stream: Any, data: bytes) -> None:
-        self._console.write(rank, stream, data)
-
-    def has_room(self) -> bool:
-        return True
+    ended(None)
 
 
 def _serve_sockets(crowd: _Crowd) -> float:

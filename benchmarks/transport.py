@@ -51,9 +51,9 @@ def titled(rows: int) -> str:
 @contextmanager
 def chunks(spark: Any, frame: Any) -> Iterator[Attempt]:
     """Pack the rows in a job before; move chunks to the nodes. This is what the package does."""
+    from distributor.control.cancellation import Cancellation
     from distributor.data import from_spark
     from distributor.launch.call_site import CallSite
-    from distributor.launch.cancellation import Cancellation
     from distributor.launch.spark.datasets.collection import Datasets
 
     datasets = Datasets([replace(from_spark(frame, equal=False), name="rows")])

@@ -1,6 +1,7 @@
 """Run a PyTorch function or script on many ranks, on this machine or on a Spark cluster."""
 
 from distributor import runtime
+from distributor.control.stack_requests import stacks
 from distributor.deepspeed_distributor import DeepspeedTorchDistributor
 from distributor.diagnosis import doctor
 from distributor.errors import (
@@ -18,9 +19,9 @@ from distributor.errors import (
     WorkerDied,
 )
 from distributor.launch.future import RunFuture
-from distributor.launch.hangs.stack_requests import stacks
 from distributor.launch.local import cool_down
 from distributor.launch.run_listener import Listener
+from distributor.prepared_run import warm_up
 from distributor.rank.messages import Progress, Reported
 from distributor.serialization.outcome import load_value
 from distributor.serverless import distributed
@@ -53,4 +54,5 @@ __all__ = [
     "load_value",
     "runtime",
     "stacks",
+    "warm_up",
 ]

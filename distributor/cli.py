@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from distributor.control.stack_requests import stacks
 from distributor.core.spelling import Spelling, suggestion
 from distributor.core.text import printable
 from distributor.diagnosis.settings import Wanted
 from distributor.errors import WorkerDied
 from distributor.launch.application import application, check_application
-from distributor.launch.hangs.stack_requests import stacks
 from distributor.launch.output.screen import SCREEN
 from distributor.launch.programs import module_of, program_of
 from distributor.launch.setting_fields import help_of, setting_fields

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from distributor.control.attempts import run_attempts
+from distributor.control.run import Launcher, Run
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.core.mlflow_env import NAMED_SERVER
 from distributor.core.paths import absolute
@@ -17,10 +19,8 @@ from distributor.core.redaction import Redaction
 from distributor.core.text import printable
 from distributor.data.dataframes import DatasetFinder
 from distributor.errors import DistributorError
-from distributor.launch import retry
 from distributor.launch.call_site import CallSite
-from distributor.launch.job import Job, Launcher, new_run_id
-from distributor.launch.local import LocalLauncher
+from distributor.launch.local import LocalLauncher, prepare_zygote
 from distributor.launch.one_time_warnings import warn_once
 from distributor.launch.output.labels import RunLabel
 from distributor.launch.output.messages import warn
@@ -31,6 +31,7 @@ from distributor.launch.settings import Settings, forwarded_env, gpu_type_of, ig
 from distributor.launch.spark.datasets.arguments import check_datasets, datasets_of
 from distributor.launch.spark.plan import plan_cluster, plan_local
 from distributor.launch.spark.session import Session
+from distributor.run.spec import RunSpec, new_run_id
 from distributor.serialization.code_search import call_mentions, script_mentions
 from distributor.serialization.program import Program, Script
 from distributor.tracking.recorder import Recorder
@@ -98,7 +99,6 @@ class PlannedSettings(Settings):
         resolved = ranks if min_processes == max_processes else (min_processes, ranks)
         object.__setattr__(self, "num_processes", resolved)
         vars(self)["_num_tasks"] = planned.num_tasks
-        planned.launcher.prepare(self, ranks)
         for message in ignored_settings(self, given):
             warn_once(message)
 
@@ -184,24 +184,24 @@ class PreparedRun:
 
     Parameters
     ----------
-    job : Job
-        The job.
+    run : Run
+        The run.
     launcher : Launcher
         Starts the ranks.
     recorder : Recorder or None
         Logs the job to its MLflow run; None if it has no such run.
     """
 
-    job: Job
+    run: Run
     launcher: Launcher
     recorder: Recorder | None
 
-    def run(self) -> list[Any]:
-        """Run the job, and return the values of rank 0 or of all ranks."""
+    def start(self) -> list[Any]:
+        """Run, and return the values of rank 0 or of all ranks."""
         recorded: AbstractContextManager[object] = self.recorder or nullcontext()
         try:
-            with self.job.label, self.job.graceful_shutdown, recorded:
-                return retry.run(self.job, self.launcher)
+            with self.run.label, self.run.graceful_shutdown, recorded:
+                return run_attempts(self.run, self.launcher)
         except Exception as error:
             if not _is_explained(error):
                 raise
@@ -267,20 +267,23 @@ def prepare_run(
         if isinstance(tracking, TrackedRun)
         else None
     )
-    job = Job(
+    spec = RunSpec(
         program=program,
         num_processes=num_processes,
         min_processes=min_processes,
         settings=settings,
-        datasets=datasets_of(finder.datasets, partial(settings._stored_positions, env)),
         env=env,
-        listeners=(*([recorder] if recorder else []), *settings.listeners),
         keep_all=keep_all,
         run_id=run_id,
+    )
+    run = Run(
+        spec=spec,
+        datasets=datasets_of(finder.datasets, partial(settings._stored_positions, env)),
+        listeners=(*([recorder] if recorder else []), *settings.listeners),
         label=label,
         call_site=CallSite.of_caller(program.name),
     )
-    return PreparedRun(job, launcher, recorder)
+    return PreparedRun(run, launcher, recorder)
 
 
 def _checkpoint_variables(settings: Settings, run_id: str) -> dict[str, str]:
@@ -296,3 +299,35 @@ def _mentions_mlflow(
     if isinstance(program, Script):
         return script_mentions("mlflow", Path(program.path))
     return call_mentions("mlflow", train_object, args, kwargs)
+
+
+def warm_up(distributor: PlannedSettings | None = None) -> None:
+    """Start the warm process from which ranks of local runs are forked, before the first run.
+
+    It imports torch in the background. The first run starts it otherwise, and waits.
+
+    Parameters
+    ----------
+    distributor : TorchDistributor, optional
+        The distributor whose runs follow: its ``env`` and ``preload`` determine what the process
+        has. By default it is ``TorchDistributor(2)`` on CPUs.
+
+    Raises
+    ------
+    ValueError
+        If its ranks are not forked from a process on this machine: they run on executors, in an
+        ``environment`` of their own, or without ``warm``.
+
+    Examples
+    --------
+    >>> distributor.warm_up()
+    """
+    settings = distributor or PlannedSettings(num_processes=2, use_gpu=False)
+    if not (settings.local_mode and settings.warm) or settings.environment:
+        raise ValueError(
+            "warm_up starts the warm process of local runs, and the ranks of this distributor are "
+            f"not forked from it: local_mode is {settings.local_mode}, warm is {settings.warm}, "
+            f"environment is {settings.environment!r}."
+        )
+    _, max_processes = check_num_processes("num_processes", settings.num_processes)
+    prepare_zygote(max_processes, {**forwarded_env(settings), **settings.env}, settings.preload)

@@ -148,7 +148,7 @@ class TorchDistributor(PlannedSettings):
         9
         >>> TorchDistributor(2, use_gpu=False).run("train.py", "--epochs=3")  # doctest: +SKIP
         """
-        return prepare_run(self, False, train_object, args, kwargs).run()[0]
+        return prepare_run(self, False, train_object, args, kwargs).start()[0]
 
     @overload
     def run_all(
@@ -185,7 +185,7 @@ class TorchDistributor(PlannedSettings):
         >>> TorchDistributor(2, use_gpu=False).run_all(runtime.get_global_rank)
         [0, 1]
         """
-        return prepare_run(self, True, train_object, args, kwargs).run()
+        return prepare_run(self, True, train_object, args, kwargs).start()
 
     @overload
     def submit(
@@ -325,7 +325,7 @@ class TorchDistributor(PlannedSettings):
             )
         finder = DatasetFinder()
         finder.add(from_spark(spark_dataframe, equal=False), "spark_dataframe")
-        return prepare_run(self, False, train_function, args, kwargs, finder).run()[0]  # type: ignore[no-any-return]
+        return prepare_run(self, False, train_function, args, kwargs, finder).start()[0]  # type: ignore[no-any-return]
 
     _train_on_dataframe = train_on_dataframe
 
@@ -338,6 +338,6 @@ class TorchDistributor(PlannedSettings):
         kwargs: dict[str, Any],
     ) -> RunFuture[Any]:
         prepared = prepare_run(self, keep_all, train_object, args, kwargs)
-        job, thread = prepared.job, prepared.launcher.thread
-        name = job.program.name
-        return start_run(lambda: pick(prepared.run()), job.cancellation, thread, name)
+        run, thread = prepared.run, prepared.launcher.thread
+        name = run.spec.program.name
+        return start_run(lambda: pick(prepared.start()), run.cancellation, thread, name)

@@ -15,7 +15,8 @@ from support.waiting import until
 
 from distributor import TorchDistributor, UnpicklableError, WorkerDied, train
 from distributor._compat.pyspark import jobs_with_tag
-from distributor.launch import retry
+from distributor.control import attempts
+from distributor.run import retry_policy
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
@@ -138,12 +139,16 @@ def test_an_exception_at_a_later_step_is_another(
 
 
 def test_pauses_grow_while_attempts_fail_quickly() -> None:
-    pauses = [retry.pause_before_next(number, "run") for number in range(2000)]
+    pauses = [retry_policy.pause_before_next(number, "run") for number in range(2000)]
     assert pauses[:2] == [0.0, 0.0], "a failure that does not repeat costs no pause"
     for number, pause in enumerate(pauses[2:]):
         longest = min(30.0, 0.25 * 2.0 ** min(number, 10))
         assert longest / 2 <= pause <= longest
-    assert retry.pause_before_next(5, "run") == pauses[5] != retry.pause_before_next(5, "other")
+    assert (
+        retry_policy.pause_before_next(5, "run")
+        == pauses[5]
+        != retry_policy.pause_before_next(5, "other")
+    )
 
 
 def test_a_run_can_be_cancelled_between_attempts(
@@ -152,8 +157,8 @@ def test_a_run_can_be_cancelled_between_attempts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(retry, "FIRST_PAUSE", 3000.0)
-    monkeypatch.setattr(retry, "LONGEST_PAUSE", 3000.0)
+    monkeypatch.setattr(retry_policy, "FIRST_PAUSE", 3000.0)
+    monkeypatch.setattr(retry_policy, "LONGEST_PAUSE", 3000.0)
     future = distribute(1, max_failures=-1).submit(fail, tmp_path, lambda attempt: KeyError("bug"))
     shown: list[str] = []
 
@@ -179,9 +184,9 @@ def save_and_fail(folder: Path) -> int:
 def test_attempts_that_get_further_follow_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_attempt: float
 ) -> None:
-    monkeypatch.setattr(retry, "FIRST_PAUSE", 3000.0)
-    monkeypatch.setattr(retry, "LONGEST_PAUSE", 3000.0)
-    monkeypatch.setattr(retry, "LONG_ATTEMPT", long_attempt)
+    monkeypatch.setattr(retry_policy, "FIRST_PAUSE", 3000.0)
+    monkeypatch.setattr(retry_policy, "LONGEST_PAUSE", 3000.0)
+    monkeypatch.setattr(attempts, "LONG_ATTEMPT", long_attempt)
     storage = {"storage_path": tmp_path / "runs"} if long_attempt else {}
     ranks = TorchDistributor(1, use_gpu=False, max_failures=3, timeout=120, **storage)
     (tmp_path / "begun").mkdir()
@@ -195,8 +200,8 @@ def test_attempts_that_get_further_follow_at_once(
 def test_the_first_and_the_latest_failed_attempts_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
 ) -> None:
-    monkeypatch.setattr(retry, "LATEST_KEPT", 2)
-    monkeypatch.setattr(retry, "KINDS_KEPT", 2)
+    monkeypatch.setattr(retry_policy, "LATEST_KEPT", 2)
+    monkeypatch.setattr(retry_policy, "KINDS_KEPT", 2)
     ranks = TorchDistributor(1, use_gpu=False, max_failures=5, timeout=120)
     with pytest.raises(KeyError) as caught:
         ranks.run(fail, tmp_path, lambda attempt: KeyError("ABBCDA"[attempt]))

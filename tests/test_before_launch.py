@@ -9,7 +9,7 @@ import torch
 from support.cluster import cluster_on
 from support.machines import machines_apart, machines_on_loopback, why_not_apart
 
-from distributor.node.spark_task.rendezvous import REACH_SECONDS
+from distributor.node.node import REACH_SECONDS
 
 WHY_NOT = why_not_apart()
 pytestmark = pytest.mark.spark

@@ -12,8 +12,8 @@ from conftest import needs_java, needs_late_threads
 from support.driver_process import driver, read_pids
 from support.waiting import assert_gone
 
+from distributor.control.cancellation import Cancellation
 from distributor.launch import future
-from distributor.launch.cancellation import Cancellation
 from distributor.launch.future import RunFuture
 
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]

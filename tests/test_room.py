@@ -21,9 +21,9 @@ from distributor import (
     WorkerDied,
     load_value,
 )
+from distributor.control import outcomes
 from distributor.core import resources
 from distributor.core.resources import format_bytes, lacks_room
-from distributor.launch.spark.monitor import value_receiver
 from distributor.serialization.outcome import Origin, death
 
 NOT_APART, NOT_MOUNTED = why_not_apart(), why_not_mounted()
@@ -123,7 +123,7 @@ def test_a_large_value_that_spark_carries_is_saved_too(cluster: Cluster, tmp_pat
 def test_a_value_larger_than_the_drivers_memory_is_saved(
     spark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(value_receiver, "free_memory", lambda: 50 * 2**20)
+    monkeypatch.setattr(outcomes, "free_memory", lambda: 50 * 2**20)
     runner = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120, log_dir=tmp_path)
 
     with pytest.raises(ValueTooLarge) as caught:

@@ -7,8 +7,8 @@ import enum
 import pytest
 from support.states import DOCUMENT, MACHINES, documented_tables, render, unreachable, with_tables
 
+from distributor.control.controller import RunEvent, RunState
 from distributor.core.states import StateMachine, Table
-from distributor.launch.spark.monitor.run_state import RunEvent, RunState
 
 
 class Light(enum.Enum):
@@ -19,27 +19,38 @@ class Light(enum.Enum):
 
 class Clock(enum.Enum):
     TICK = "tick"
+    HIT = "hit"
 
 
-class Hit:
-    """A message."""
+def switch(log: list[str]) -> None:
+    """Switch."""
+    log.append("switched")
+
+
+def switch_off(log: list[str]) -> None:
+    """Switch
+    off.
+    """
+    log.append("off")
 
 
 TABLE: Table[Light] = {
-    (Light.RED, Clock.TICK): (Light.GREEN, "Switch."),
-    (Light.GREEN, Clock.TICK): (Light.RED, "Switch."),
-    **{(state, Hit): (Light.BROKEN, "Switch off.") for state in (Light.RED, Light.GREEN)},
+    (Light.RED, Clock.TICK): (Light.GREEN, switch),
+    (Light.GREEN, Clock.TICK): (Light.RED, switch),
+    **{(state, Clock.HIT): (Light.BROKEN, switch_off) for state in (Light.RED, Light.GREEN)},
 }
 
 
 def test_a_state_changes_by_the_table_alone() -> None:
-    machine = StateMachine(TABLE, Light.RED)
+    log: list[str] = []
+    machine = StateMachine(TABLE, Light.RED, log)
     assert machine.fire(Clock.TICK)
     assert machine.state is Light.GREEN
-    assert machine.fire(Hit)
+    assert machine.fire(Clock.HIT)
     assert machine.state is Light.BROKEN
     assert not machine.fire(Clock.TICK), "a state without this event ignores it"
     assert machine.state is Light.BROKEN
+    assert log == ["switched", "off"]
 
 
 def test_states_with_the_same_transition_share_a_row() -> None:
@@ -48,7 +59,7 @@ def test_states_with_the_same_transition_share_a_row() -> None:
         "| --- | --- | --- | --- |",
         "| `RED` | `TICK` | `GREEN` | Switch. |",
         "| `GREEN` | `TICK` | `RED` | Switch. |",
-        "| `RED`, `GREEN` | `Hit` | `BROKEN` | Switch off. |",
+        "| `RED`, `GREEN` | `HIT` | `BROKEN` | Switch off. |",
     ]
 
 

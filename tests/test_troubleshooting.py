@@ -22,8 +22,8 @@ from support.pages import texts_of_error
 from support.waiting import until
 
 from distributor import DistributorError, NodeLost, TorchDistributor, ValueTooLarge, train
-from distributor.launch.cancellation import Cancellation
-from distributor.launch.spark.monitor import value_receiver
+from distributor.control import outcomes
+from distributor.control.cancellation import Cancellation
 from distributor.node.spark_task import program_file as program_file_module
 from distributor.node.spark_task.program_file import program_file
 from distributor.node.spark_task.task_spec import ProgramFile
@@ -302,7 +302,7 @@ def test_the_text_for_missing_slots_is_documented(spark: Any) -> None:
 def test_the_text_for_a_value_without_room_is_documented(
     spark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(value_receiver, "free_memory", lambda: 2**20)
+    monkeypatch.setattr(outcomes, "free_memory", lambda: 2**20)
     with pytest.raises(ValueTooLarge) as caught:
         ranks(local_mode=False, log_dir=tmp_path).run(bytes, 40 * 2**20)
     assert_documented(caught.value)

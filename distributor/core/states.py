@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from typing import Generic, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeAlias, TypeVar
 
 StateT = TypeVar("StateT", bound=enum.Enum)
-Event: TypeAlias = enum.Enum | type  # an enum member, or the class of a message
-# The transitions: ``(state, event)`` maps to the next state and what is done, in words.
-Table: TypeAlias = Mapping[tuple[StateT, Event], tuple[StateT, str]]
+Table: TypeAlias = Mapping[tuple[StateT, enum.Enum], tuple[StateT, Callable[..., object]]]
+"""The transitions: ``(state, event)`` maps to the next state and the action, a function."""
 
 
 class StateMachine(Generic[StateT]):
-    """The current state, which changes by a table alone."""
+    """The current state, which changes by a table alone. Actions get `owner`."""
 
-    def __init__(self, table: Table[StateT], initial: StateT) -> None:
+    def __init__(self, table: Table[StateT], initial: StateT, owner: Any = None) -> None:
         self._table = table
+        self._owner = owner
         self.state = initial
 
-    def fire(self, event: Event) -> bool:
-        """Change to the next state; return False for an event that the state ignores."""
+    def fire(self, event: enum.Enum) -> bool:
+        """Change to the next state and act; return False for an event that the state ignores."""
         # Processes and deadlines race, so an event may come when it no longer matters.
         transition = self._table.get((self.state, event))
         if transition is None:
             return False
-        self.state = transition[0]
+        self.state, action = transition
+        action(self._owner)
         return True

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from distributor.control.cancellation import Cancellation
+from distributor.control.polling import poll_until
 from distributor.core.addresses import port_range
 from distributor.core.resources import format_bytes, spark_local_dirs
 from distributor.core.text import counted
@@ -49,7 +51,6 @@ from distributor.diagnosis.services import check_tracking, shared_marker, tracki
 from distributor.diagnosis.settings import Wanted
 from distributor.errors import DistributorError
 from distributor.launch.call_site import CallSite
-from distributor.launch.cancellation import Cancellation
 from distributor.launch.output.messages import shown_from
 from distributor.launch.spark.capacity.executors import Executors
 from distributor.launch.spark.capacity.slot_shortage import why_few_slots
@@ -59,7 +60,6 @@ from distributor.launch.spark.hub_address import choose_hub_address
 from distributor.launch.spark.log_quieting import quiet
 from distributor.launch.spark.package_shipping import barrier_frame
 from distributor.launch.spark.plan import ClusterPlan
-from distributor.launch.spark.polling import poll_until
 from distributor.launch.spark.session import Session
 from distributor.launch.spark.spark_job import SparkJob
 from distributor.torch_distributor import TorchDistributor

@@ -19,7 +19,7 @@ from distributor.diagnosis.network import DRIVER, NetworkPath, Probe, ProbeServe
 from distributor.diagnosis.report import Check
 from distributor.diagnosis.services import check_storage, check_tracking
 from distributor.node.agent.network import routable_address
-from distributor.node.spark_task.rendezvous import hosts_of
+from distributor.node.spark_task.detour import hosts_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from distributor._compat.cpython import before_thread_pools_end
+from distributor.control.cancellation import Cancellation
 from distributor.core.text import counted
 from distributor.errors import RunCancelled
-from distributor.launch.cancellation import Cancellation
 from distributor.launch.output.messages import notify
 from distributor.launch.output.screen import kind
 

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal
 
 from distributor.core.checkpoint_config import check_name
 from distributor.core.spelling import checks_keywords
-from distributor.launch.job import new_run_id
 from distributor.launch.one_time_warnings import warn_once
 from distributor.launch.setting_types import (
     check_bool,
@@ -32,6 +31,7 @@ from distributor.launch.setting_types import (
     number_of,
     optional,
 )
+from distributor.run.spec import new_run_id
 from distributor.train.datasets import DataConfig
 from distributor.train.storage.checkpoint import Checkpoint
 

@@ -9,20 +9,20 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from distributor.control.cancellation import Cancellation
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.core.paths import absolute
 from distributor.core.spelling import Spelling, checks_keywords, suggestion
 from distributor.data.dataframes import DatasetFinder, ShardReference
 from distributor.errors import RunCancelled
 from distributor.launch.call_site import CallSite
-from distributor.launch.cancellation import Cancellation
-from distributor.launch.job import new_run_id
 from distributor.launch.output.messages import notify, shown_from
 from distributor.launch.run_listener import Listener
 from distributor.launch.setting_types import check_listeners, instance_of, must_be
 from distributor.launch.spark.session import Session
 from distributor.rank.context import worker_context
 from distributor.rank.messages import Reported
+from distributor.run.spec import new_run_id
 from distributor.torch_distributor import TorchDistributor
 from distributor.train.config import (
     InvalidArgument,

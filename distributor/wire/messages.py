@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pickle import PickleBuffer
 from typing import Literal, NamedTuple
 
-from distributor.serialization.outcome import Failure
+from distributor.serialization.outcome import Failure, Value
 
 Stream = Literal["stdout", "stderr"]
 # What ranks print and report, and the node's system metrics, which its first rank reports.
@@ -115,6 +115,13 @@ class ValuePart:
 
     def __reduce__(self) -> tuple[type[ValuePart], tuple[int, PickleBuffer]]:
         return ValuePart, (self.rank, PickleBuffer(self.data))
+
+
+@dataclass(frozen=True)
+class WholeValue:
+    """Node to driver in the same process: the value itself."""
+
+    value: Value
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from distributor.control.cancellation import Cancellation
 from distributor.data import from_spark
 from distributor.data.batches import converted
 from distributor.data.chunk_file import ChunkSource, write_chunks
@@ -21,7 +22,6 @@ from distributor.data.epochs import Epoch, Order
 from distributor.data.formats import table_format
 from distributor.data.source import Equal
 from distributor.launch.call_site import CallSite
-from distributor.launch.cancellation import Cancellation
 from distributor.launch.spark.datasets import chunked_dataset
 from distributor.launch.spark.datasets.collection import Datasets
 from distributor.launch.spark.datasets.distribution import NODE_COLUMNS

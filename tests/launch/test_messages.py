@@ -15,7 +15,7 @@ import distributor
 from distributor.core.text import counted, listed
 from distributor.launch.output.messages import notify, warn
 from distributor.launch.output.run_progress import RunProgress
-from distributor.launch.retry import FailedAttempt
+from distributor.run.retry_policy import FailedAttempt
 
 
 @pytest.fixture

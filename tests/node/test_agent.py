@@ -15,9 +15,9 @@ from support.waiting import until
 from distributor.launch.programs import program_of
 from distributor.node.agent.agent import Agent
 from distributor.node.agent.listener import BaseAgentListener
-from distributor.node.agent.node_spec import NodeSpec
 from distributor.node.process import zygote
 from distributor.node.process.spawner import Process, Spawner, StartLimit
+from distributor.node.share import NodeShare
 from distributor.serialization.outcome import Failure
 from distributor.serialization.program import in_file
 
@@ -74,7 +74,7 @@ def test_a_rank_that_dies_while_another_failure_is_handled_is_reported_too(tmp_p
     recorder = Recorder(tmp_path / "marker")
 
     with socket.create_server(("127.0.0.1", 0)) as store_socket:
-        node = NodeSpec(
+        node = NodeShare(
             run_id="of-a-test",
             host="here",
             address="127.0.0.1",

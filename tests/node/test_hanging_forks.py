@@ -18,7 +18,7 @@ from support.driver_process import driver
 from support.waiting import assert_gone, marked, until
 from support.zygotes import DEADLINE, WriteModule, local, waiting_source, zygotes
 
-from distributor import StartTimeout
+from distributor import StartTimeout, warm_up
 from distributor.node.agent.worker_env import common_environment
 from distributor.node.process import supervisor
 from distributor.node.process import zygote as zygote_module
@@ -61,7 +61,7 @@ os.register_at_fork(
         ("child 1", "has forked a process that hangs"),
         ("before 1", "has not answered (supervisor, process "),
         ("parent 1", "has not answered (supervisor, process "),
-        ("child 2", "Not all ranks began within start_timeout."),
+        ("child 2", "After start_timeout, still starting: ranks 0 to 1 on "),
         ("before 0", "does not answer: it is still importing, or hangs"),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_supervisor_that_hangs_ends_if_its_run_has_ended_before_the_fork(
     begun, go, forked = (tmp_path / name for name in ("begun", "go", "forked"))
     source = SOURCE.format(folder=str(tmp_path)) + waiting_source(begun, go)
     name = write_module(f"{source}\nos.register_at_fork(after_in_parent=(folder / 'forked').touch)")
-    local(preload=[name])
+    warm_up(local(preload=[name]))
     (tmp_path / "child 1").touch()
     until(begun.exists, "it is loading", DEADLINE)
     environment = common_environment(1, {}, os.environ)

@@ -1,4 +1,4 @@
-"""The states of a node inside a Spark task."""
+"""The states of a node ."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from distributor.node.spark_task.node_state import NodeEvent, NodeLifecycle, NodeState
+from distributor.node.lifecycle import NodeEvent, NodeLifecycle, NodeState
 
 SUCCESS = (
-    NodeEvent.CHANNEL_OPENED,
+    NodeEvent.CONNECTED,
     NodeEvent.ENVIRONMENT_READY,
     NodeEvent.RENDEZVOUS_KNOWN,
     NodeEvent.WORK_DONE,
@@ -27,9 +27,22 @@ STATES = (
 )
 
 
+class NoNode:
+    """A node that does nothing."""
+
+    def report_preparing(self) -> None:
+        pass
+
+    def report_work_done(self) -> None:
+        pass
+
+    def stop_ranks(self) -> None:
+        pass
+
+
 def after(num_events: int) -> NodeLifecycle:
     """Return a node after so many events of a successful run."""
-    lifecycle = NodeLifecycle()
+    lifecycle = NodeLifecycle(NoNode())
     for event in SUCCESS[:num_events]:
         assert lifecycle.fire(event)
     return lifecycle
@@ -43,7 +56,7 @@ def test_a_successful_node_passes_through_all_states() -> None:
     ("event", "state"),
     [
         (NodeEvent.STOP_RECEIVED, NodeState.STOPPED),
-        (NodeEvent.LEASE_EXPIRED, NodeState.LOST_DRIVER),
+        (NodeEvent.DRIVER_LOST, NodeState.LOST_DRIVER),
     ],
 )
 @pytest.mark.parametrize("num_events", range(len(STATES)))

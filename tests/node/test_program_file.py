@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.hubs import SECRET
 
+from distributor.node.share import NodeShare
 from distributor.node.spark_task import program_file as module
 from distributor.node.spark_task.program_file import ProgramNotReceived, program_file
 from distributor.node.spark_task.task_spec import ProgramFile
@@ -25,7 +26,7 @@ Serve = Callable[..., "tuple[str, int]"]
 
 
 class Answers:
-    """A channel to a driver that names one source."""
+    """A node whose driver names one source."""
 
     def __init__(self, source: ProgramSource | ProgramStored | None) -> None:
         self._source = source
@@ -59,8 +60,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def opened(channel: Any, hub: tuple[str, int]) -> contextlib.AbstractContextManager[Any]:
     program = ProgramFile(NAME, len(CONTENT))
-    spec: Any = SimpleNamespace(program=program, hub=hub, secret=SECRET, rank_ports=None)
-    return program_file(spec, channel, 1, "127.0.0.1")
+    share = NodeShare(run_id="run", ranks_per_node=1, secret=b"", node_rank=1, address="127.0.0.1")
+    channel.share = share
+    spec: Any = SimpleNamespace(program=program, hub=hub, secret=SECRET, share=share)
+    return program_file(spec, channel)
 
 
 def closed_port() -> tuple[str, int]:

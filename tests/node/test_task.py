@@ -8,8 +8,8 @@ import time
 import pytest
 
 from distributor.errors import ExecutorNotReady
-from distributor.node.spark_task import rendezvous
-from distributor.node.spark_task.rendezvous import check_reachable
+from distributor.node import node
+from distributor.node.node import check_reachable
 from distributor.wire.messages import Rendezvous
 
 
@@ -24,7 +24,7 @@ def test_a_store_that_listens_is_reachable() -> None:
 def test_a_refused_connection_is_reported_after_rank_0_had_time_to_report_its_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rendezvous, "REACH_SECONDS", 0.3)
+    monkeypatch.setattr(node, "REACH_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as store:
         port = store.getsockname()[1]
     began = time.monotonic()

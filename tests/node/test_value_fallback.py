@@ -19,7 +19,8 @@ NAME = "20240229-120000-0123abcd-value-of-rank-3"
 
 
 def save(log_dir: Path | None, returned: object) -> None:
-    spec: Any = SimpleNamespace(log_dir=log_dir and str(log_dir), run_id=NAME[:24])
+    share = SimpleNamespace(run_id=NAME[:24])
+    spec: Any = SimpleNamespace(log_dir=log_dir and str(log_dir), share=share)
     value = Value(3, anonymous_file())
     pickling.dump_value(returned, value.file, what="rank 3")
     with pytest.raises(ValueTooLarge, match="It is saved on"):

@@ -27,13 +27,13 @@ from distributor.node.agent.network import (
     routable_address,
     source_address,
 )
-from distributor.node.agent.node_spec import NodeSpec
 from distributor.node.agent.worker_env import (
     RANK_VARIABLES,
     node_order,
     rank_environment,
     visible_devices,
 )
+from distributor.node.share import NodeShare
 
 DUMP = """
 import json, os, pathlib, sys
@@ -78,7 +78,7 @@ DIFFERS_BY_TORCH = (
     {"TORCHELASTIC_USE_AGENT_STORE"} if release(torch.__version__) == (2, 4) else set()
 )
 
-NODE = NodeSpec(
+NODE = NodeShare(
     run_id="a-run",
     attempt=3,
     host="there",

@@ -25,7 +25,7 @@ from support.zygotes import (
     zygotes,
 )
 
-from distributor import TorchDistributor
+from distributor import TorchDistributor, warm_up
 from distributor.launch.local import cool_down
 from distributor.node.process.supervisor import is_supported
 
@@ -82,6 +82,27 @@ def test_cool_down_ends_the_zygote_but_not_its_runs(tmp_path: Path) -> None:
     assert_gone([second])
 
 
+def test_a_zygote_starts_with_the_first_run_or_by_warm_up(run_driver: Any) -> None:
+    done = run_driver("""
+        import distributor, json, os, time
+        from distributor.node.process import zygote
+
+        ranks = distributor.TorchDistributor(2, use_gpu=False)
+        time.sleep(0.5)
+        made = zygote.is_warm(os.getpid())
+        distributor.warm_up(ranks)
+        warmed = zygote.is_warm(os.getpid())
+        parents = set(ranks.run_all(lambda: os.getppid()))
+        print("FACTS " + json.dumps({"made": made, "warmed": warmed, "supervisors": len(parents)}))
+    """)
+    assert facts_in(done) == {"made": False, "warmed": True, "supervisors": 1}
+
+
+def test_warm_up_needs_runs_that_are_forked_here() -> None:
+    with pytest.raises(ValueError, match="warm is False"):
+        warm_up(TorchDistributor(2, use_gpu=False, warm=False))
+
+
 def test_runs_continue_if_the_zygote_is_killed_and_the_next_run_works(tmp_path: Path) -> None:
     with held_run(tmp_path / "run", 2) as run:
         os.kill(run.zygote, signal.SIGKILL)
@@ -132,10 +153,10 @@ def test_the_drivers_death_ends_the_zygote_and_its_descendants(tmp_path: Path) -
 LOADING_DRIVER = """
     import signal, sys
 
-    from distributor import TorchDistributor
+    from distributor import TorchDistributor, warm_up
 
     sys.path.append(sys.argv[1])
-    TorchDistributor(local_mode=True, use_gpu=False, warm=True, preload=["loads_for_ever"])
+    warm_up(TorchDistributor(local_mode=True, use_gpu=False, preload=["loads_for_ever"]))
     signal.pause()
 """
 

@@ -30,7 +30,7 @@ from support.zygotes import (
     zygotes,
 )
 
-from distributor import DistributorError, StartTimeout
+from distributor import DistributorError, StartTimeout, warm_up
 from distributor.node.process import zygote as zygote_module
 from distributor.node.process.supervisor import is_supported
 
@@ -55,11 +55,12 @@ def test_a_module_written_between_two_runs_is_found(modules_folder: Path) -> Non
     assert local().run(load) == (zygote, found)
 
 
-def test_the_zygote_starts_in_the_background_with_the_distributor(
+def test_warm_up_starts_the_zygote_in_the_background(
     write_module: WriteModule, tmp_path: Path
 ) -> None:
     begun, go = tmp_path / "begun", tmp_path / "go"
     distributor = local(preload=[write_module(waiting_source(begun, go))])
+    warm_up(distributor)
     until(begun.exists, "it is loading, and no run has begun", DEADLINE)
     go.touch()
     until(begun.read_text, "it has written its process id")
@@ -121,6 +122,7 @@ def test_a_change_is_noticed_even_if_other_imports_follow(
             "setting",
         )
     distributor = local(preload=[name, more])
+    warm_up(distributor)
     until(begun.exists, "it loads more", DEADLINE)
     write_module("VALUE = 'new'")
     go.touch()
@@ -138,6 +140,7 @@ def test_idle_imports_set_no_variables_in_ranks(write_module: WriteModule, tmp_p
         "setting",
     )
     distributor = local(preload=[setting])
+    warm_up(distributor)
     until(loaded.exists, "it has loaded more", DEADLINE)
     assert distributor.run(lambda: os.environ.get("OF_MORE")) is None
 
@@ -306,12 +309,12 @@ def test_variables_read_at_start_need_a_new_zygote_and_runs_continue(tmp_path: P
 
 
 def test_a_zygote_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new distributor replaces it in the background, unless a run has already done so."""
+    """`warm_up` replaces it in the background, unless a run has already done so."""
     zygote_of(preload=["colorsys"])
     start, found_stale, replaced = zygote_module._start_zygote, threading.Event(), threading.Event()
 
     def start_late(zygote_spec: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread().name != "node":
             found_stale.set()
             replaced.wait(DEADLINE)
         return start(zygote_spec)
@@ -320,6 +323,7 @@ def test_a_zygote_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     before = set(threading.enumerate())
     distributor = local()
+    warm_up(distributor)
     (background,) = set(threading.enumerate()) - before
     assert found_stale.wait(DEADLINE)
     zygote = distributor.run(grandparent)

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,12 @@ from support.ranks import (
 from support.waiting import alive
 
 from distributor import RunTimeout, TorchDistributor, WorkerDied
-from distributor.launch.job import Job
+from distributor.control.controller import Controller
+from distributor.control.run import Attempt, Run
 from distributor.launch.programs import program_of
+from distributor.link.queue_link import QueueLinks
 from distributor.prepared_run import plan
+from distributor.run.spec import RunSpec
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -245,8 +249,8 @@ class CutShort:
             self.cut = True
             raise RunTimeout("cut short")
 
-    def has_room(self) -> bool:
-        return True
+    def tick(self) -> None:
+        pass
 
 
 def test_messages_of_concurrent_runs_have_labels(
@@ -285,28 +289,20 @@ def test_output_is_received_to_the_end_if_a_run_is_cut_short(distribute: Distrib
     assert len(sink.received) == len(b"ready\nlast line\n") + 2 * MIB
 
 
-class RoomAtTheEnd:
-    """A sink that has room once the rank that has written its process id to a file has ended."""
-
-    def __init__(self, file: Path) -> None:
-        self.received = b""
-        self._file = file
-
-    def write(self, rank: int, stream: str, data: bytes) -> None:
-        self.received += data
-
-    def has_room(self) -> bool:
-        return self._file.exists() and not alive([int(self._file.read_text() or os.getpid())])
-
-
-def test_output_is_received_to_the_end_if_a_rank_ends_before_there_is_room(tmp_path: Path) -> None:
+def test_output_is_received_to_the_end_if_a_rank_ends_before_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def program(file: Path) -> None:
         os.write(1, b"l" * 2 * MIB + b"last line\n")
         file.write_text(str(os.getpid()))
 
-    sink = RoomAtTheEnd(tmp_path / "pid")
-    distributor = TorchDistributor(1, local_mode=True, use_gpu=False)
-    launch(program, distributor, sink, tmp_path / "pid")
+    def has_ended(links: QueueLinks) -> bool:
+        return file.exists() and not alive([int(file.read_text() or os.getpid())])
+
+    file = tmp_path / "pid"
+    monkeypatch.setattr(QueueLinks, "has_room", has_ended)
+    sink = CutShort()
+    launch(program, TorchDistributor(1, local_mode=True, use_gpu=False), sink, file)
     assert sink.received.endswith(b"last line\n")
     assert len(sink.received) == len(b"last line\n") + 2 * MIB
 
@@ -315,10 +311,13 @@ def launch(
     program: Callable[..., object], distributor: TorchDistributor, sink: Any, *args: object
 ) -> None:
     """Run a program on one rank, with a sink of the test's own."""
-    job = Job(
+    spec = RunSpec(
         program=program_of(program, args, {}),
         num_processes=1,
         min_processes=1,
         settings=distributor,
     )
-    plan(distributor, 1, 1).launcher.launch(job, sink)
+    attempt = Attempt(run=Run(spec=spec), num_ranks=1)
+    deadline = time.monotonic() + 60
+    with plan(distributor, 1, 1).launcher.start(attempt, deadline) as handle:
+        Controller(attempt, handle, sink, deadline).follow()

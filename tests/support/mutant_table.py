@@ -33,16 +33,16 @@ MUTANTS: tuple[Mutant, ...] = (
     # Values
     Mutant(
         "run returns rank 0's value",
-        "distributor/launch/retry.py",
+        "distributor/control/attempts.py",
         "else [0]",
         "else [1]",
         ("outcomes/test_values.py::test_value_arrives_whole[local-int]",),
     ),
     Mutant(
         "run_all returns values in rank order",
-        "distributor/launch/retry.py",
-        "wanted = range(job.num_processes) if",
-        "wanted = range(job.num_processes)[::-1] if",
+        "distributor/control/attempts.py",
+        "wanted = range(attempt.num_ranks) if",
+        "wanted = range(attempt.num_ranks)[::-1] if",
         (
             "outcomes/test_values.py::test_run_all_returns_each_ranks_value_in_whatever_order_they_end[local-(2, 1, 0)]",
         ),
@@ -82,10 +82,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a consequence waits for its cause",
-        "distributor/node/agent/failure_grace.py",
+        "distributor/run/failure_grace.py",
         "AFTER_COLLATERAL_SECONDS if failure.collateral",
         "AFTER_CAUSE_SECONDS if failure.collateral",
-        ("node/test_failure_grace.py::test_the_period_ends_at_the_expected_time_and_not_before",),
+        ("run/test_failure_grace.py::test_the_period_ends_at_the_expected_time_and_not_before",),
     ),
     # Kills, and the end of processes
     Mutant(
@@ -160,11 +160,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a node stops its ranks if the driver is gone",
-        "distributor/node/spark_task/driver_lease.py",
+        "distributor/link/driver_lease.py",
         "return True",
         "return False",
         (
-            "node/test_driver_lease.py::test_a_driver_that_is_gone_is_noticed_at_once_if_the_link_is_lost",
+            "link/test_driver_lease.py::test_a_driver_that_is_gone_is_noticed_at_once_if_the_link_is_lost",
         ),
     ),
     Mutant(
@@ -210,28 +210,28 @@ MUTANTS: tuple[Mutant, ...] = (
     # Attempts
     Mutant(
         "preempted attempts do not count as failures",
-        "distributor/launch/retry.py",
-        'return "max_failures", history.count - history.num_preempted',
-        'return "max_failures", history.count',
+        "distributor/run/retry_policy.py",
+        "        count -= failed.num_preempted\n",
+        "",
         ("train/test_preemption.py::test_preempted_attempts_are_not_counted_in_max_failures",),
     ),
     Mutant(
         "failures are counted exactly",
-        "distributor/launch/retry.py",
+        "distributor/run/retry_policy.py",
         "if 0 <= limit < count else None",
         "if 0 <= limit <= count else None",
         ("test_attempts.py::test_failures_are_counted_exactly[local]",),
     ),
     Mutant(
         "an error that would repeat is not retried",
-        "distributor/launch/retry.py",
+        "distributor/run/retry_policy.py",
         "if not is_retried or isinstance(last, NOT_RETRIED):",
         "if not is_retried:",
         ("test_attempts.py::test_a_failure_that_would_repeat_ends_the_run",),
     ),
     Mutant(
         "a driver that receives SIGTERM waits for a checkpoint",
-        "distributor/launch/graceful_shutdown.py",
+        "distributor/control/graceful_shutdown.py",
         "if not self._is_subscribed:",
         "if True:",
         ("train/test_preemption.py::test_a_driver_that_receives_sigterm_waits_for_a_checkpoint",),
@@ -470,17 +470,19 @@ MUTANTS: tuple[Mutant, ...] = (
     # Deadlines and stalls
     Mutant(
         "start_timeout holds once nodes are up",
-        "distributor/launch/spark/monitor/deadlines.py",
-        "if now > self._start and (late",
-        "if False and (late",
-        ("launch/test_monitor.py::test_ranks_that_have_not_started_end_the_run_at_start_timeout",),
+        "distributor/run/deadlines.py",
+        "if now > self.start and not all_started:",
+        "if False and not all_started:",
+        (
+            "control/test_controller.py::test_ranks_that_have_not_started_end_the_run_at_start_timeout",
+        ),
     ),
     Mutant(
         "timeout holds for a run without any link",
-        "distributor/launch/spark/monitor/deadlines.py",
-        "self._end = started + self._settings.timeout + UNLINKED_SECONDS",
+        "distributor/run/deadlines.py",
+        "self._end = started + self._timeout + UNLINKED_SECONDS",
         "pass",
-        ("launch/test_monitor.py::test_a_run_without_a_link_ends_a_minute_after_its_timeout",),
+        ("control/test_controller.py::test_a_run_without_a_link_ends_a_minute_after_its_timeout",),
     ),
     Mutant(
         "a cancelled run cancels its Spark job",
@@ -498,14 +500,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a stall needs idle ranks on all nodes",
-        "distributor/launch/hangs/stalls.py",
+        "distributor/run/stalls.py",
         "not nodes <= self._idle_since.keys()",
         "not nodes & self._idle_since.keys()",
-        ("launch/test_monitor.py::test_a_stall_needs_idle_ranks_on_all_nodes",),
+        ("control/test_controller.py::test_a_stall_needs_idle_ranks_on_all_nodes",),
     ),
     Mutant(
         "a stall is warned of once",
-        "distributor/launch/hangs/stalls.py",
+        "distributor/run/stalls.py",
         "            self._has_warned = True\n",
         "            self._has_warned = False\n",
         ("test_stalls.py::test_each_stall_is_warned_of_once",),
@@ -513,10 +515,10 @@ MUTANTS: tuple[Mutant, ...] = (
     # Preemption
     Mutant(
         "all ranks of a cluster receive a preemption notice",
-        "distributor/launch/spark/monitor/attempt.py",
-        "        self.hub.broadcast(messages.Preempted(tuple(hosts)))\n",
+        "distributor/control/controller.py",
+        "        self._links.broadcast(messages.Preempted(tuple(hosts)))\n",
         "",
-        ("launch/test_monitor.py::test_a_node_that_is_preempted_is_known_to_all_nodes",),
+        ("control/test_controller.py::test_a_node_that_is_preempted_is_known_to_all_nodes",),
     ),
     Mutant(
         "a notice is due at the same call in all ranks",
@@ -553,10 +555,12 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "nodes of different versions are refused",
-        "distributor/launch/spark/monitor/run_monitor.py",
-        '            check_alike(attempt.nodes.software | {"the driver": pickling_software()})\n',
+        "distributor/control/controller.py",
+        '        check_alike(self._nodes.software | {"the driver": pickling_software()})\n',
         "",
-        ("launch/test_monitor.py::test_nodes_with_different_versions_fail_before_the_rendezvous",),
+        (
+            "control/test_controller.py::test_nodes_with_different_versions_fail_before_the_rendezvous",
+        ),
     ),
     # Commands and settings
     Mutant(

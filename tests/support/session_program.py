@@ -27,9 +27,9 @@ import psutil
 from pyspark.sql import SparkSession
 
 from distributor import TorchDistributor
+from distributor.control import rendezvous
 from distributor.launch.spark import launcher
 from distributor.launch.spark.hub_address import HubAddress
-from distributor.launch.spark.monitor import rendezvous
 
 FOLDER = Path(sys.argv[2])
 """For all that a scenario reads and writes."""

@@ -5,15 +5,15 @@ Run as ``PYTHONPATH=tests python -m support.states`` to rewrite their tables in 
 
 from __future__ import annotations
 
-import enum
+import inspect
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import distributor
-from distributor.core.states import Event, StateT, Table
-from distributor.launch.spark.monitor import run_state
-from distributor.node.spark_task import node_state
+from distributor.control import controller
+from distributor.core.states import StateT, Table
+from distributor.node import lifecycle
 
 DOCUMENT = Path(distributor.__file__).resolve().parent.parent / "ARCHITECTURE.md"
 
@@ -26,8 +26,8 @@ class Documented(NamedTuple):
 
 
 MACHINES: dict[str, Documented] = {
-    "run": Documented(run_state.TRANSITIONS, run_state.RunState.WAITING),
-    "node": Documented(node_state.TRANSITIONS, node_state.NodeState.STARTING),
+    "run": Documented(controller.TRANSITIONS, controller.RunState.WAITING),
+    "node": Documented(lifecycle.TRANSITIONS, lifecycle.NodeState.STARTING),
 }
 """By the name in the marker before the table: ``<!-- states: NAME -->``, up to ``<!-- end -->``."""
 
@@ -39,11 +39,12 @@ class _Row(NamedTuple):
 
 
 def render(table: Table[StateT]) -> str:
-    """Return a Markdown table with a row for each event, next state and action."""
+    """Return a Markdown table with a row for each event, next state and action's docstring."""
     rows: dict[_Row, list[str]] = {}
     for (state, event), (next_state, action) in table.items():
-        row = _Row(_name(event), _name(next_state), action)
-        rows.setdefault(row, []).append(f"`{_name(state)}`")
+        text = " ".join((inspect.getdoc(action) or "").split())
+        row = _Row(event.name, next_state.name, text)
+        rows.setdefault(row, []).append(f"`{state.name}`")
     lines = [
         f"| {', '.join(states)} | `{row.event}` | `{row.next_state}` | {row.action} |"
         for row, states in rows.items()
@@ -60,10 +61,6 @@ def unreachable(table: Table[StateT], initial: StateT) -> set[StateT]:
         found = {to for (state, _), (to, _) in table.items() if state in found} - reached
         reached |= found
     return set(type(initial)) - reached
-
-
-def _name(event: Event) -> str:
-    return event.name if isinstance(event, enum.Enum) else event.__name__
 
 
 _SECTION = re.compile(r"(?<=<!-- states: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)

@@ -30,7 +30,7 @@ TRAINING = """
 import os, signal, sys, tempfile, threading, time
 from pathlib import Path
 from distributor import TorchDistributor, train
-from distributor.launch.graceful_shutdown import GracefulShutdown
+from distributor.control.graceful_shutdown import GracefulShutdown
 from distributor.train import Checkpoint
 
 FOLDER, CHECKS_NOTICES = sys.argv[1], sys.argv[2] == "checks notices"

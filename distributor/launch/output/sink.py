@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Sequence
 
+from distributor.control.run import Attempt
 from distributor.errors import RunCancelled
-from distributor.launch.job import Job
 from distributor.launch.output.console import Console
 from distributor.launch.run_listener import Listener
 from distributor.launch.settings import Settings
 from distributor.node.agent.output.log_files import LogFiles
 from distributor.rank.messages import Progress, Reader, Reported
-from distributor.serialization.outcome import Failure
 from distributor.wire.messages import Source, Stream
 
 
@@ -39,41 +37,37 @@ class Listeners:
 class DriverSink:
     """Shows the ranks' output, writes all of it under ``log_dir``, and calls the listeners."""
 
-    def __init__(self, job: Job, listeners: Listeners) -> None:
-        log_dir, progress = job.settings.log_dir, job.progress
+    def __init__(self, attempt: Attempt, listeners: Listeners) -> None:
+        run, settings, progress = attempt.run, attempt.settings, attempt.progress
+        self._attempt = attempt
         self._console = Console(
-            lambda rank: _is_shown(job.settings, rank),
-            prefix=job.label.prefix,
-            status=lambda: progress.line(job.label.name, job.num_processes),
+            lambda rank: _is_shown(settings, rank),
+            prefix=run.label.prefix,
+            status=lambda: progress.line(run.label.name, attempt.num_ranks),
             has_progress=lambda: progress.is_reported,
         )
-        self._files = LogFiles(log_dir, job.run_id, job.attempt) if log_dir is not None else None
-        self._failures = job.failures
-        self._progress = progress
+        self._files: LogFiles | None = None
+        if settings.log_dir is not None:
+            self._files = LogFiles(settings.log_dir, run.spec.run_id, attempt.number)
         self._listeners = listeners
-        self._graceful_shutdown = job.graceful_shutdown
         self._readers: defaultdict[tuple[int, Source], Reader] = defaultdict(Reader)
 
     def __enter__(self) -> DriverSink:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         try:
-            self._add_tracebacks(getattr(error, "rank_failures", {}))
+            self._add_tracebacks()
         finally:
             self._console.close()
             if self._files:
                 self._files.close()
 
-    def _add_tracebacks(self, raised: Mapping[int, Failure]) -> None:
-        """Add ranks' tracebacks to their output; show them only if the raised error has none."""
-        failures = {failure.origin.rank: failure for failure in self._failures} | dict(raised)
-        for rank, failure in failures.items():
+    def _add_tracebacks(self) -> None:
+        """Add ranks' tracebacks to their output; show them only if no error is raised with them."""
+        raised = self._attempt.raised
+        received = {failure.origin.rank: failure for failure in self._attempt.failures}
+        for rank, failure in (received | raised).items():
             if failure.step is not None:  # a rank that died has no traceback
                 self._add_output(
                     rank, "stderr", failure.text.encode(errors="backslashreplace"), show=not raised
@@ -95,21 +89,20 @@ class DriverSink:
 
     def _add_record(self, rank: int, source: Source, record: Progress | Reported) -> None:
         if isinstance(record, Reported):
-            self._progress.is_saved |= record.checkpoint is not None
+            self._attempt.progress.is_saved |= record.checkpoint is not None
             self._listeners.call(lambda listener: listener.reported(record))
             if record.preempted and record.checkpoint is not None:
-                self._graceful_shutdown.checkpoint_reported()
+                self._attempt.run.graceful_shutdown.checkpoint_reported()
         elif source == "progress":
             if rank == 0:
-                self._progress.update(record)
+                self._attempt.progress.update(record)
             self._listeners.call(lambda listener: listener.progressed(rank, record))
         else:
             self._listeners.call(lambda listener: listener.used(record))
 
-    def has_room(self) -> bool:
+    def tick(self) -> None:
+        """Update the status line, and write what has waited. Called again and again."""
         self._console.tick()
-        self._graceful_shutdown.advance()
-        return True
 
 
 def _is_shown(settings: Settings, rank: int) -> bool:

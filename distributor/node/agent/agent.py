@@ -16,9 +16,7 @@ from distributor.core.redaction import Redaction
 from distributor.errors import RunTimeout, StartTimeout
 from distributor.node.agent import termination
 from distributor.node.agent.activity import ActivityMonitor
-from distributor.node.agent.failure_grace import FailureGracePeriod
 from distributor.node.agent.listener import AgentListener
-from distributor.node.agent.node_spec import NodeSpec
 from distributor.node.agent.output.host_usage import has_host_usage
 from distributor.node.agent.output.log_relay import LogRelay
 from distributor.node.agent.output.system_metrics import SystemMetrics
@@ -27,8 +25,10 @@ from distributor.node.agent.rank_starter import RankStarter
 from distributor.node.agent.worker_handle import WorkerHandle
 from distributor.node.agent.worker_selector import WorkerSelector
 from distributor.node.process.spawner import Spawner
+from distributor.node.share import NodeShare
 from distributor.node.worker.stacks import append_stacks, dump_stacks
 from distributor.rank import messages
+from distributor.run.failure_grace import FailureGracePeriod
 from distributor.serialization.outcome import Failure, Outcome, Value
 
 RELAY_INTERVAL = 0.05
@@ -40,7 +40,7 @@ class Agent:
 
     Parameters
     ----------
-    node : NodeSpec
+    node : NodeShare
         The node's share of the run.
     program : BinaryIO
         A file with the `Program` that each rank runs.
@@ -52,26 +52,20 @@ class Agent:
         The bound socket for the rendezvous store, on the node that has rank 0.
     data : BinaryIO, optional
         A file with the node's part of the run's datasets.
-    keep_all : bool, default False
-        Whether every rank's value is wanted, or rank 0's alone.
     head_start : float, default 0.0
         Seconds in which the driver may decide about a failure before the agent does.
-    activity_interval : float, optional
-        Seconds between two measurements of whether the ranks are idle; by default there are none.
     """
 
     def __init__(
         self,
-        node: NodeSpec,
+        node: NodeShare,
         program: BinaryIO,
         spawner: Spawner,
         listener: AgentListener,
         *,
         store_socket: socket.socket | None = None,
         data: BinaryIO | None = None,
-        keep_all: bool = False,
         head_start: float = 0.0,
-        activity_interval: float | None = None,
     ) -> None:
         self._node = node
         self._listener = listener
@@ -79,15 +73,16 @@ class Agent:
         self._workers: list[WorkerHandle] = []
         self._selector = WorkerSelector(self._handle)
         wake = self._selector.wake
-        self._starter = RankStarter(node, program, spawner, store_socket, data, keep_all, wake)
+        self._starter = RankStarter(node, program, spawner, store_socket, data, wake)
         self._failures: list[Failure] = []
-        self._grace_period = FailureGracePeriod(node.ranks_per_node, head_start)
+        self._grace_period = FailureGracePeriod(node.ranks_per_node)
+        self._head_start = head_start
         self._redaction = Redaction(node.env)
         has_metrics = RUN_ID in node.env and has_host_usage()
         system_metrics = SystemMetrics(node.name) if has_metrics else None
         self._log_relay = LogRelay(self._workers, listener, self._redaction, system_metrics)
         self._activity = ActivityMonitor(
-            self._workers, listener, activity_interval, uses_gpus=node.uses_gpus
+            self._workers, listener, node.activity_interval, uses_gpus=node.uses_gpus
         )
         self._num_starting = node.ranks_per_node
         self._all_started_at = math.inf
@@ -195,7 +190,7 @@ class Agent:
             handler(self, worker)
 
     def _note_start(self, worker: WorkerHandle) -> None:
-        self._grace_period.note_start(worker.origin.rank)
+        self._grace_period.note_start(worker.origin.rank, time.monotonic())
         self._num_starting -= 1
         if not self._num_starting:
             self._all_started_at = time.monotonic()
@@ -239,7 +234,7 @@ class Agent:
         failure = redact(failure, self._redaction)
         worker.outcome = failure
         self._failures.append(failure)
-        self._grace_period.note_failure(failure)
+        self._grace_period.note_failure(failure, time.monotonic())
         self._listener.on_rank_failed(failure)
 
     # What follows from events, requests and the time
@@ -273,7 +268,8 @@ class Agent:
         return stacks
 
     def _release_or_stop(self) -> None:
-        if self._stop_requested.is_set() or self._grace_period.is_over():
+        is_over = self._grace_period.is_over(time.monotonic() - self._head_start)
+        if self._stop_requested.is_set() or is_over:
             self._stop_all()
         termination.release_finished(self._workers, run_is_done=self._release_requested.is_set())
         termination.limit_lingering(self._workers, self._listener)

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 from distributor.core.resources import local_folder
-from distributor.node.agent.node_spec import NodeSpec
 from distributor.node.agent.worker_env import rank_environment
 from distributor.node.agent.worker_handle import WorkerHandle
 from distributor.node.process.scratch import new_scratch_path
 from distributor.node.process.spawner import Spawner, WorkerSpec
+from distributor.node.share import NodeShare
 from distributor.serialization.oob_pickle import anonymous_file
 from distributor.wire.messages import Source
 
@@ -23,7 +23,7 @@ class RankStarter:
 
     Parameters
     ----------
-    node : NodeSpec
+    node : NodeShare
         The node's share of the run.
     program : BinaryIO
         A file with the `Program` that each rank runs.
@@ -33,20 +33,17 @@ class RankStarter:
         The bound socket for the rendezvous store, on the node that has rank 0.
     data : BinaryIO or None
         A file with the node's part of the run's datasets.
-    keep_all : bool
-        Whether every rank's value is wanted, or rank 0's alone.
     on_exit : callable
         Called once for each process that has ended, on any thread.
     """
 
     def __init__(
         self,
-        node: NodeSpec,
+        node: NodeShare,
         program: BinaryIO,
         spawner: Spawner,
         store_socket: socket.socket | None,
         data: BinaryIO | None,
-        keep_all: bool,
         on_exit: Callable[[], object],
     ) -> None:
         self._node = node
@@ -54,7 +51,6 @@ class RankStarter:
         self._spawner = spawner
         self._store_socket = store_socket
         self._data = data
-        self._keep_all = keep_all
         self._on_exit = on_exit
 
     def start(self, local_rank: int) -> WorkerHandle:
@@ -78,7 +74,7 @@ class RankStarter:
             listener=self._store_socket.fileno() if self._store_socket and is_first else None,
             data=self._data.fileno() if self._data else None,
             scratch=scratch,
-            keep_value=self._keep_all or is_first,
+            keep_value=self._node.keep_all or is_first,
             uses_gpus=self._node.uses_gpus,
             modules=self._node.modules,
             program_name=self._node.program_name,

@@ -9,12 +9,12 @@ from itertools import takewhile
 from distributor.core.addresses import host_name
 from distributor.core.text import counted
 from distributor.node.agent.network import interface_of
-from distributor.node.agent.node_spec import NodeSpec
+from distributor.node.share import NodeShare
 
 ROLE = "default"
 PATH = "PYTHONPATH"
 
-_IDENTITY: dict[str, Callable[[NodeSpec, int], object]] = {
+_IDENTITY: dict[str, Callable[[NodeShare, int], object]] = {
     "RANK": lambda node, local_rank: node.origin(local_rank).rank,
     "LOCAL_RANK": lambda node, local_rank: local_rank,
     "WORLD_SIZE": lambda node, local_rank: node.world_size,
@@ -38,13 +38,13 @@ RANK_VARIABLES = frozenset(_IDENTITY)
 
 
 def rank_environment(
-    node: NodeSpec, local_rank: int, inherited: Mapping[str, str]
+    node: NodeShare, local_rank: int, inherited: Mapping[str, str]
 ) -> dict[str, str]:
     """Return all environment variables of a rank, as torchrun would set them.
 
     Parameters
     ----------
-    node : NodeSpec
+    node : NodeShare
         The rank's node.
     local_rank : int
         The rank's number on its node.
@@ -96,12 +96,12 @@ def _process_defaults(ranks_per_node: int) -> dict[str, str]:
     return {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **threads}
 
 
-def _network_defaults(node: NodeSpec) -> dict[str, str]:
+def _network_defaults(node: NodeShare) -> dict[str, str]:
     interface = interface_of(node.address)
     return {f"{backend}_SOCKET_IFNAME": interface for backend in ("GLOO", "NCCL") if interface}
 
 
-def _framework_defaults(node: NodeSpec) -> dict[str, str]:
+def _framework_defaults(node: NodeShare) -> dict[str, str]:
     # Without a GPU and this variable, an Accelerator does not notice the other ranks: each would
     # train a model of its own. So would the Trainer of Transformers, which has one. If ranks that
     # are to train on CPUs see GPUs, both would use those.

@@ -33,5 +33,5 @@ def dataset_file(spec: TaskSpec, batches: Iterator[Any]) -> Iterator[BinaryIO | 
         return
     from distributor.data.chunk_file import write_chunks
 
-    with write_chunks(batches, spec.datasets, spec.ranks_per_node, local_folder()) as file:
+    with write_chunks(batches, spec.datasets, spec.share.ranks_per_node, local_folder()) as file:
         yield file

@@ -31,8 +31,8 @@ def prepare_environment(spec: TaskSpec) -> AbstractContextManager[PreparedEnviro
     """Make the interpreter ready with which this node's ranks run."""
     if spec.environment is None:
         return nullcontext(PreparedEnvironment(Interpreter.current(), software()))
-    variables = with_default_cache({**os.environ, **spec.env}, spec.cache_dir)
-    deadline = time.monotonic() + spec.rendezvous_timeout
+    variables = with_default_cache({**os.environ, **spec.share.env}, spec.cache_dir)
+    deadline = time.monotonic() + spec.share.start_timeout
     spark_files = spark_files_folder()
     entries = [Path(entry).absolute() for entry in sys.path]
     beside = [str(entry) for entry in entries if entry.is_relative_to(spark_files)]
@@ -51,7 +51,7 @@ def check_gpu_type(spec: TaskSpec) -> None:
     """
     if not (spec.use_gpu and spec.gpu_type):
         return
-    if missing := missing_gpus(spec.gpu_type, spec.ranks_per_node):
+    if missing := missing_gpus(spec.gpu_type, spec.share.ranks_per_node):
         raise ExecutorNotReady(f"On {host_name()} {missing}.")
 
 
@@ -60,8 +60,8 @@ def assigned_gpus(spec: TaskSpec, node_rank: int, context: Any) -> tuple[str, ..
     if not spec.use_gpu:
         return ()
     if spec.driver_gpus:
-        first = node_rank * spec.ranks_per_node
-        return spec.driver_gpus[first : first + spec.ranks_per_node]
+        first = node_rank * spec.share.ranks_per_node
+        return spec.driver_gpus[first : first + spec.share.ranks_per_node]
     addresses = context.resources()["gpu"].addresses
     return visible_devices(addresses, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
@@ -73,8 +73,8 @@ def warnings_about_memory(spec: TaskSpec, context: Any) -> Iterator[NodeWarning]
     executors = [info.address for info in context.getTaskInfos()]
     num_tasks = executors.count(executors[context.partitionId()])
     return memory_warnings(
-        num_tasks * spec.ranks_per_node,
+        num_tasks * spec.share.ranks_per_node,
         num_tasks,
-        warm=spec.warm and is_supported(),
+        warm=spec.share.warm and is_supported(),
         is_warm=lambda: zygote.is_warm(os.getppid()),
     )

@@ -18,7 +18,7 @@ from distributor.core.addresses import host_name
 from distributor.core.files import atomic_path, for_this_user
 from distributor.core.resources import format_bytes
 from distributor.errors import ExecutorNotReady
-from distributor.node.spark_task.channel import Channel
+from distributor.node.node import Node
 from distributor.node.spark_task.shipped_files import program_on_this_node, spark_files_folder
 from distributor.node.spark_task.task_spec import ProgramFile, TaskSpec
 from distributor.serialization.program import in_file
@@ -36,21 +36,15 @@ class ProgramNotReceived(ExecutorNotReady):
 
 
 @contextlib.contextmanager
-def program_file(
-    spec: TaskSpec, channel: Channel, node_rank: int, address: str
-) -> Iterator[BinaryIO]:
+def program_file(spec: TaskSpec, node: Node) -> Iterator[BinaryIO]:
     """Return a file with the program; a large one is received first if this node lacks it.
 
     Parameters
     ----------
     spec : TaskSpec
         What the driver passed to the task.
-    channel : Channel
-        The connection to the driver.
-    node_rank : int
-        The index of this node.
-    address : str
-        The address at which other nodes reach this one.
+    node : Node
+        The node, which can ask the driver.
 
     Raises
     ------
@@ -59,7 +53,7 @@ def program_file(
         not the program.
     ExecutorNotReady
         If the disk is full.
-    TaskFailed
+    NodeStopped
         If the driver has ended the run.
     """
     if not isinstance(spec.program, ProgramFile):
@@ -69,7 +63,7 @@ def program_file(
     path = spark_files_folder() / spec.program.name
     with contextlib.ExitStack() as until_end:
         if not path.exists():
-            until_end.enter_context(_received(path, spec, channel, node_rank, address))
+            until_end.enter_context(_received(path, spec, node))
         file = until_end.enter_context(path.open("rb"))
         os.utime(path)
         _remove_old(path)
@@ -77,12 +71,11 @@ def program_file(
 
 
 @contextlib.contextmanager
-def _received(
-    path: Path, spec: TaskSpec, channel: Channel, node_rank: int, address: str
-) -> Iterator[None]:
+def _received(path: Path, spec: TaskSpec, node: Node) -> Iterator[None]:
     """Receive the file, or wait until another node has; pass it on until the context ends."""
+    address = node.share.address
     folder = f"{address}:{path.parent}"
-    source = channel.find_program(ProgramWanted(folder))
+    source = node.find_program(ProgramWanted(folder))
     if source is None:
         raise ProgramNotReceived(
             f"The executor on {host_name()} has no link to the driver at {spec.hub[0]}:"
@@ -99,16 +92,16 @@ def _received(
             block = until_end.enter_context(ArrivingBlock(file, _size(spec)))
             with contextlib.suppress(OSError):  # without a free port, this node passes nothing on
                 server = until_end.enter_context(_serve(address, spec, block))
-                channel.send(ProgramRelay(address, server.port))
+                node.send(ProgramRelay(address, server.port))
             found = pool.submit(digest, block, block.size)  # takes as long as a fast network
-            _receive(block, source.address, spec, node_rank)
+            _receive(block, source.address, spec, node.share.node_rank)
             if path.name != PREFIX + found.result():
                 raise ProgramNotReceived(
                     f"The executor on {host_name()} has received the program and its arguments "
                     "changed: another thread of the driver has changed an array or a tensor "
                     "meanwhile, or the network between them is damaged or under attack."
                 )
-        channel.send(ProgramStored(folder))
+        node.send(ProgramStored(folder))
         yield
 
 
@@ -172,10 +165,10 @@ def _full_disk(folder: Path, size: int) -> ExecutorNotReady:
 def _serve(address: str, spec: TaskSpec, block: ArrivingBlock) -> BlockServer:
     """Serve a block at a port that ``rank_ports`` allows."""
     secret = block_secret(spec.secret)
-    for port in spec.rank_ports or ():
+    for port in spec.share.rank_ports or ():
         with contextlib.suppress(OSError):
             return BlockServer(address, secret, block, port=port)
-    if spec.rank_ports:
+    if spec.share.rank_ports:
         raise OSError("no port of rank_ports is free")
     return BlockServer(address, secret, block)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from distributor.core.resources import format_bytes
+from distributor.serialization.oob_pickle import anonymous_file
 from distributor.serialization.outcome import PART_BYTES, Value
 from distributor.wire.messages import Output
 
@@ -109,3 +110,21 @@ def _row(rank: int, part: int, data: bytes) -> pa.RecordBatch:
     columns: list[list[Any]] = [[rank], [part], [data]]
     arrays = [pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def late_output_in(rows: Iterable[Any]) -> Iterator[Output]:
+    """Yield what ranks reported that no link could carry."""
+    for row in rows:
+        if row.part == REPORTS_PART:
+            yield from unpacked(row.data)
+
+
+def values_in(rows: Iterable[Any]) -> dict[int, Value]:
+    """Return the values among rows, by rank, each put together from its parts."""
+    values: dict[int, Value] = {}
+    parts = (row for row in rows if row.part != REPORTS_PART)
+    for row in sorted(parts, key=lambda row: (row.rank, row.part)):
+        if row.rank not in values:
+            values[row.rank] = Value(row.rank, anonymous_file())
+        values[row.rank].file.write(row.data)
+    return values

@@ -83,8 +83,8 @@ def _save_all(values: Sequence[Value], spec: TaskSpec) -> str:
 
 def _save(value: Value, spec: TaskSpec) -> str:
     """Save a value for this user alone; return a sentence for the user that says where it is."""
-    folder = Path(spec.log_dir) / spec.run_id if spec.log_dir else Path(tempfile.gettempdir())
-    path = folder / f"{spec.run_id}-value-of-rank-{value.rank}"
+    folder = Path(spec.log_dir) / spec.share.run_id if spec.log_dir else Path(tempfile.gettempdir())
+    path = folder / f"{spec.share.run_id}-value-of-rank-{value.rank}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as partial, open(partial, "xb", opener=for_this_user) as file:

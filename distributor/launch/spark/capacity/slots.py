@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from distributor.control.cancellation import Cancellation
+from distributor.control.polling import Reminder, poll_until
 from distributor.errors import DistributorError, StartTimeout
-from distributor.launch.cancellation import Cancellation
 from distributor.launch.spark.application_end import check_not_ended
 from distributor.launch.spark.capacity.ended_executors import ended_executors
 from distributor.launch.spark.capacity.executors import Executors
 from distributor.launch.spark.capacity.slot_shortage import why_few_slots, why_not_started
 from distributor.launch.spark.error_translation import more_slots
 from distributor.launch.spark.plan import ClusterPlan
-from distributor.launch.spark.polling import Reminder, poll_until
 from distributor.launch.spark.session import Session
 from distributor.wire.protocol import DRIVER_LEASE_SECONDS
 
@@ -92,7 +93,7 @@ class Slots:
         slots = poll_until(lambda: self._too_few(wanted), deadline, cancellation)
         return wanted if slots is None else slots
 
-    def await_removal(self, hosts: tuple[str, ...], cancellation: Cancellation) -> None:
+    def await_removal(self, hosts: Collection[str], cancellation: Cancellation) -> None:
         """Wait until Spark has removed the executors of hosts that no longer answer.
 
         Until then Spark would start tasks there. Ranks there may still reach storage, so it also

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from distributor._compat import pyspark as private
+from distributor.control.cancellation import Cancellation
 from distributor.core.resources import format_bytes
 from distributor.core.text import counted
 from distributor.data.chunk_file import ChunkFileWriter, DatasetSpec
@@ -16,7 +17,6 @@ from distributor.data.dataframes import SparkDataset
 from distributor.data.epochs import Epoch
 from distributor.errors import DistributorError
 from distributor.launch.call_site import CallSite
-from distributor.launch.cancellation import Cancellation
 from distributor.launch.output.messages import notify, warn
 from distributor.launch.spark.datasets.chunked_dataset import ChunkedDataset, chunked
 from distributor.launch.spark.datasets.data_jobs import DataJobs

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from distributor._compat import spark_texts
+from distributor.control.cancellation import Cancellation
 from distributor.errors import DistributorError
 from distributor.launch.call_site import CallSite
-from distributor.launch.cancellation import Cancellation
 from distributor.launch.spark.session import Session
 from distributor.launch.spark.spark_job import SparkJob
 

@@ -1,0 +1,187 @@
+"""Runs the attempts of a run: launches, returns the values, and retries or raises."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from distributor.control.controller import Controller
+from distributor.control.run import Attempt, Launcher, Relaunch, Run
+from distributor.control.stack_requests import register_run
+from distributor.core.text import counted, listed
+from distributor.errors import DistributorError
+from distributor.launch.output.messages import notify, warn
+from distributor.launch.output.sink import DriverSink, Listeners
+from distributor.run.retry_policy import (
+    LONG_ATTEMPT,
+    FailedAttempt,
+    FailedAttempts,
+    is_preemption,
+    pause_before_next,
+    reason_to_stop,
+)
+from distributor.serialization.outcome import (
+    Failure,
+    Outcome,
+    Value,
+    add_note,
+    cause_first,
+    raise_first,
+)
+
+
+def run_attempts(run: Run, launcher: Launcher) -> list[Any]:
+    """Run attempts until one succeeds, and return its ranks' values.
+
+    Returns
+    -------
+    list
+        Rank 0's value, or with ``keep_all`` every rank's value in rank order.
+
+    Raises
+    ------
+    Exception
+        The error of the last attempt. ``rank_failures`` has the failures of its ranks and, if
+        there were several attempts, ``attempts`` has the first and the latest of them.
+    """
+    listeners = Listeners(run.listeners)
+    spec, data = run.spec, run.datasets
+    opened: AbstractContextManager[None] = nullcontext()
+    if data is not None:
+        opened = data.opened(spec.run_id, run.call_site, spec.settings.pool, run.cancellation)
+    with opened:
+        failed = FailedAttempts()
+        silent: tuple[str, ...] = ()
+        while True:
+            began = time.monotonic()
+            count = launcher.capacity(run, silent)
+            if data is not None:
+                data.check(count)
+            attempt = Attempt(run=run, number=failed.count, num_ranks=count)
+            try:
+                values = _run_attempt(attempt, launcher, listeners)
+            except Exception as error:
+                _note_failure(failed, attempt, error, time.monotonic() - began)
+                run.graceful_shutdown.end_attempt()
+                listeners.attempt_failed(attempt.number, error)
+                if reason := _reason_to_stop(run, failed):
+                    _explain_end(run, failed, reason)
+                    raise
+                silent = attempt.silent
+            else:
+                run.notify(f"Finished {launcher.training(count)}", spec.settings.spelling.logger)
+                return values
+            _announce_next(run, failed)
+
+
+def _run_attempt(attempt: Attempt, launcher: Launcher, listeners: Listeners) -> list[Any]:
+    listeners.call(lambda listener: listener.begins(attempt.number, attempt.num_ranks))
+    with DriverSink(attempt, listeners) as sink:
+        notify(attempt.heading)
+        with register_run(attempt.spec.run_id, attempt.stack_requests):
+            try:
+                outcomes = _follow(attempt, launcher, sink)
+            except Relaunch as reason:
+                notify(str(reason))
+                outcomes = _follow(attempt, launcher, sink)
+        # Outside register_run, because a generator's context cannot pass on a frozen exception.
+        try:
+            return _values_of(attempt, outcomes)
+        except (ModuleNotFoundError, FileNotFoundError) as error:
+            if hint := launcher.hint(error, attempt.spec):
+                add_note(error, hint)
+            raise
+
+
+def _follow(attempt: Attempt, launcher: Launcher, sink: DriverSink) -> list[Outcome]:
+    deadline = time.monotonic() + attempt.settings.start_timeout
+    with launcher.start(attempt, deadline) as handle:
+        return Controller(attempt, handle, sink, deadline).follow()
+
+
+def _note_failure(
+    failed: FailedAttempts, attempt: Attempt, error: Exception, seconds: float
+) -> None:
+    is_preempted = is_preemption(error, attempt.cause, attempt.preempted, attempt.silent)
+    preempted = attempt.preempted if is_preempted else {}
+    failed.add(
+        FailedAttempt(attempt.number, attempt.num_ranks, error, preempted),
+        attempt.cause,
+        is_quick=seconds < LONG_ATTEMPT and not attempt.progress.is_saved,
+    )
+
+
+def _reason_to_stop(run: Run, failed: FailedAttempts) -> str | None:
+    if run.graceful_shutdown.sigterm_received:
+        return "this process received SIGTERM"
+    settings = run.spec.settings
+    return reason_to_stop(failed, settings.max_failures, settings.max_preemption_failures)
+
+
+def _explain_end(run: Run, failed: FailedAttempts, reason: str) -> None:
+    """Add the attempts to the error that is raised. The user's own exception may be frozen."""
+    last = failed.last
+    error = last.error
+    if last.preempted:
+        vars(error)["preempted"] = last.preempted
+    if failed.count > 1:
+        vars(error)["attempts"] = tuple(failed.kept)
+        first, *latest = [f"\n  {attempt}" for attempt in failed.kept[:-1]]
+        left_out = failed.count - len(failed.kept)
+        gap = [f"\n  ... {counted(left_out, 'attempt')} left out ..."] if left_out else []
+        add_note(
+            error,
+            f"This was attempt {last.number}, the last: {reason}. Earlier attempts:"
+            f"{''.join([first, *gap, *latest])}",
+        )
+    if run.spec.logs is not None:
+        add_note(error, f"The output of all ranks is in {run.spec.logs}.")
+    if run.graceful_shutdown.sigterm_received:
+        # This process ends before it can show the error.
+        notify("".join(traceback.format_exception(error)))
+
+
+def _announce_next(run: Run, failed: FailedAttempts) -> None:
+    """Show why there is another attempt, and pause before it."""
+    seconds = pause_before_next(failed.num_quick, run.spec.run_id)
+    in_seconds = f" in {seconds:.1f} s" if seconds else ""
+    run.notify(f"Failed: {failed.last}. Starting the next attempt{in_seconds}.")
+    if failed.num_same:
+        warn(
+            f"Attempt {failed.last.number} failed at the same step in the same way as "
+            f"{counted(failed.num_same, 'earlier attempt')}."
+        )
+    if seconds:
+        run.cancellation.pause(seconds)
+
+
+def _values_of(attempt: Attempt, outcomes: list[Outcome]) -> list[Any]:
+    """Load the requested values, or raise the first cause of failure."""
+    try:
+        failed = (outcome for outcome in outcomes if isinstance(outcome, Failure))
+        attempt.raised = cause_first(failed)
+        if attempt.raised:
+            raise_first(attempt.raised)
+        values = {outcome.rank: outcome for outcome in outcomes if isinstance(outcome, Value)}
+        wanted = range(attempt.num_ranks) if attempt.spec.keep_all else [0]
+        if missing := [rank for rank in wanted if rank not in values]:
+            raise DistributorError(
+                f"Neither a value nor a failure was received from {listed('rank', missing)}."
+            )
+        return [_load(values[rank]) for rank in wanted]
+    finally:
+        for outcome in outcomes:
+            if isinstance(outcome, Value):
+                outcome.file.close()
+
+
+def _load(value: Value) -> Any:
+    try:
+        return value.load()
+    except Exception as error:
+        raise DistributorError(
+            f"Rank {value.rank} returned a value that cannot be unpickled here: {error!r}. "
+            "The modules of its classes must be importable in this process too."
+        ) from error

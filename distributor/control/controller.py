@@ -1,0 +1,636 @@
+"""Follows an attempt from its start to its outcomes: the same for every launcher.
+
+Messages of nodes, events of the launcher and requests of this process arrive in one queue. A
+function for each kind of message notes what it says; after each, the controller looks at what
+follows from it and from the time. `TRANSITIONS` has the states of an attempt.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, NoReturn
+
+from distributor.control.nodes import Nodes
+from distributor.control.outcomes import Outcomes
+from distributor.control.program_distribution import ProgramDistribution
+from distributor.control.rendezvous import RendezvousDecision, Way
+from distributor.control.run import Attempt, Handle, NodeEnded, NodesEnded
+from distributor.core.states import StateMachine, Table
+from distributor.core.text import listed
+from distributor.core.versions import check_alike, pickling_software
+from distributor.errors import NodeLost, RunStalled, RunTimeout, StartTimeout
+from distributor.launch.one_time_warnings import warn_about_nodes
+from distributor.launch.output.messages import notify, warn
+from distributor.launch.output.sink import DriverSink
+from distributor.node.worker.stacks import append_stacks
+from distributor.run.deadlines import Deadlines
+from distributor.run.failure_grace import FailureGracePeriod
+from distributor.run.stalls import Stall, StallWatch
+from distributor.serialization.outcome import Outcome
+from distributor.wire import messages
+from distributor.wire.hub import HERE, LOST, Lost
+from distributor.wire.protocol import NODE_LEASE_SECONDS
+
+TICK = 0.05
+DRAIN_SECONDS = 5.0
+"""Seconds for messages that nodes sent over their links before they ended."""
+STACKS_SECONDS = 3.0
+"""Seconds for the nodes to report the stacks of their ranks."""
+UNLINKED_STACKS_SECONDS = 15.0
+"""The same if some nodes have no link, and report stacks by failing at the deadline."""
+
+
+class RunState(enum.Enum):
+    """How far an attempt is, as the driver knows it."""
+
+    WAITING = "waiting"
+    """Nodes report one by one. It is not decided yet how they agree on a rendezvous."""
+    STARTING = "starting"
+    """The nodes agree on a rendezvous and start their ranks."""
+    UNLINKED = "unlinked"
+    """No node has a link to the driver, which knows only what the launcher reports."""
+    RUNNING = "running"
+    """The ranks of all nodes that can report it have started."""
+    STOPPING = "stopping"
+    """A rank failed, and the nodes stop the others."""
+    COLLECTING_STACKS = "collecting stacks"
+    """A deadline has passed. The nodes report the stacks of their ranks for the error."""
+    DRAINING = "draining"
+    """The nodes have ended. Messages that were sent before are still received."""
+    ABORTING = "aborting"
+    """The driver raises an error. The nodes stop their ranks, and are cancelled."""
+    ENDED = "ended"
+    """All messages have been received."""
+
+
+class RunEvent(enum.Enum):
+    """What changes the state of an attempt."""
+
+    ALL_NODES_UP = "all nodes up"
+    """All nodes have a link and have reported, so they agree on a rendezvous through the hub."""
+    SOME_NODES_UNLINKED = "some nodes unlinked"
+    """Some nodes did not report in time, or lost their link."""
+    ALL_NODES_UNLINKED = "all nodes unlinked"
+    """No node has a link, although the launcher has started them, or does not say so."""
+    RANKS_STARTED = "ranks started"
+    """Every node with a link has reported that its ranks run."""
+    FAILURE_SETTLED = "failure settled"
+    """A rank failed, and the other ranks have had the time to report failures of their own."""
+    DEADLINE_PASSED = "deadline passed"
+    """``start_timeout``, ``timeout`` or ``stall_timeout`` has passed; ranks may have stacks."""
+    NODES_ENDED = "nodes ended"
+    """All nodes have ended, or one of them with an error."""
+    ERROR_RAISED = "error raised"
+    """A deadline passed, a node was lost, the run was cancelled or this process interrupted."""
+    DRAINED = "drained"
+    """All links are closed, or the time for it is over."""
+
+
+class Record(NamedTuple):
+    """An event or a decision, with its time on the controller's clock."""
+
+    time: float
+    node: int
+    what: object
+
+
+class Controller:
+    """Follows one attempt.
+
+    Parameters
+    ----------
+    attempt : Attempt
+        The attempt.
+    handle : Handle
+        Its nodes.
+    sink : DriverSink
+        Receives the ranks' output.
+    start_deadline : float
+        When, by `clock`, the ranks of all nodes must have started.
+    clock : callable
+        Returns monotonic seconds.
+
+    Attributes
+    ----------
+    history : list of Record
+        The messages of nodes and launcher, without output and values, and the changes of state.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        handle: Handle,
+        sink: DriverSink,
+        start_deadline: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        settings = attempt.settings
+        self._attempt = attempt
+        self._handle = handle
+        self._links = handle.links
+        self._sink = sink
+        self._clock = clock
+        self._machine = StateMachine(TRANSITIONS, RunState.WAITING, self)
+        self._nodes = Nodes(handle.num_nodes, handle.ranks_per_node)
+        self._rendezvous = RendezvousDecision(self._nodes, start_deadline)
+        self._deadlines = Deadlines(start_deadline, settings.timeout)
+        self._stalls = StallWatch(settings.stall_warning, settings.stall_timeout)
+        self._outcomes = Outcomes(handle.num_nodes * handle.ranks_per_node)
+        self._grace_period = FailureGracePeriod(handle.num_nodes)
+        self._programs = ProgramDistribution(self._links.send)
+        self._stacks: dict[int, dict[int, str]] = {}
+        self._ending: NodesEnded | None = None
+        self._ended: set[int] = set()
+        self._start_shown = False
+        self._warned_of: set[int] = set()
+        self.history: list[Record] = []
+
+    @property
+    def state(self) -> RunState:
+        """How far the attempt is."""
+        return self._machine.state
+
+    def follow(self) -> list[Outcome]:
+        """Follow the attempt to its end.
+
+        Returns
+        -------
+        list of Outcome
+            The outcome of each rank that ended by itself, failures in the order in which they
+            were received.
+
+        Raises
+        ------
+        StartTimeout, RunTimeout, RunStalled, NodeLost, ExecutorNotReady, RunCancelled
+            As `TorchDistributor.run` does.
+        Exception
+            What ended the nodes, as their launcher explains it, if no rank reported a cause.
+        """
+        run, links = self._attempt.run, self._links
+        self._attempt.stack_requests.send = lambda: links.post(messages.StackRequest())
+        run.graceful_shutdown.start_attempt(
+            lambda: links.broadcast(messages.Preempted(tuple(self._nodes.hosts.values())))
+        )
+        run.cancellation.set_action(lambda: links.post(messages.Heartbeat()))  # ends the wait
+        try:
+            while self._ending is None:
+                self._receive(TICK)
+                self._sink.tick()
+                run.graceful_shutdown.advance()
+                run.cancellation.check()
+                self._advance()
+            self._drain()
+        except BaseException as error:
+            self._fire(RunEvent.ERROR_RAISED)
+            try:
+                if isinstance(error, Exception):
+                    self._drain()  # the messages may have the reason
+            finally:
+                self._handle.cancel()
+            raise
+        finally:
+            run.cancellation.set_action(lambda: None)
+            self._outcomes.discard_incomplete()
+        return self._result(self._ending)
+
+    def handle(self, node: int, message: Any) -> None:
+        """Act on a message of a node; the node is `HERE` for those of this process."""
+        if not isinstance(message, UNRECORDED):
+            self.history.append(Record(self._clock(), node, message))
+        HANDLERS[type(message)](self, node, message)
+
+    def _receive(self, seconds: float) -> bool:
+        event = self._links.get(seconds)
+        if event is None:
+            return False
+        self.handle(*event)
+        return True
+
+    def _fire(self, event: RunEvent) -> bool:
+        before = self.state
+        self.history.append(Record(self._clock(), HERE, (before, event)))
+        if self._machine.fire(event):
+            return True
+        self.history.pop()
+        return False
+
+    def _drain(self) -> None:
+        """Receive messages until all links are closed, for at most `DRAIN_SECONDS`."""
+        deadline = self._clock() + DRAIN_SECONDS
+        while self._nodes.linked and self._clock() < deadline:
+            self._receive(TICK)
+        while self._receive(0):
+            pass
+        self._fire(RunEvent.DRAINED)
+
+    def _result(self, ending: NodesEnded) -> list[Outcome]:
+        """Return the outcomes, and warn if no node has had a link."""
+        never_linked = not self._nodes.hosts and self._rendezvous.way is None
+        if ending.error is not None:
+            try:
+                outcomes = self._outcomes.of(ending, self._nodes.first_lost)
+            except NodeLost as error:
+                self._note_reclaimed(error.reclaimed)
+                raise
+            if never_linked:
+                self._warn_about_links()
+            return outcomes
+        if never_linked:
+            self._warn_about_links()
+        self._show_start()  # a short run without a link may end before its start is known
+        for message in ending.output:
+            self._sink.write(message.rank, message.source, message.data)
+        return self._outcomes.of(ending, "")
+
+    # What follows from the state and the time
+
+    def _advance(self) -> None:
+        """Act on the state and the time.
+
+        This follows each message, so what it does must not take longer the more nodes there are.
+        """
+        if self._ending is not None:
+            return
+        now = self._clock()
+        if self.state is RunState.WAITING:
+            self._decide_rendezvous(now)
+        elif self.state is not RunState.COLLECTING_STACKS:
+            self._check_deadlines(now)
+        if self.state is RunState.RUNNING:
+            self._check_stall(now)
+        if self.state is not RunState.STOPPING:
+            self._check_nodes()
+        if self._grace_period.is_over(now) or self._outcomes.all_failed:
+            self._fire(RunEvent.FAILURE_SETTLED)
+        if self._deadlines.is_stop_overdue(now):
+            self._handle.cancel()  # the nodes then end with an error, beside the failures
+        counts_preemptions = self._attempt.settings.max_preemption_failures is not None
+        if self._attempt.run.graceful_shutdown.is_subscribed or counts_preemptions:
+            self._notify_leaving()
+
+    def _decide_rendezvous(self, now: float) -> None:
+        way = self._rendezvous.decide(self._handle.starts, now)
+        if way is not None:
+            self._fire(EVENTS[way])
+
+    def _check_deadlines(self, now: float) -> None:
+        late = self._rendezvous.late_nodes if now > self._deadlines.start else set()
+        passed = self._deadlines.passed(now, all_started=not late)
+        if passed == "start":
+            self._raise_timeout(
+                StartTimeout(f"After start_timeout, still starting: {self._nodes.describe(late)}.")
+            )
+        elif passed == "end":
+            busy = self._nodes.describe(self._nodes.working) or "no known node"
+            seconds = self._attempt.settings.timeout
+            self._raise_timeout(
+                RunTimeout(
+                    f"The run took longer than its timeout of {seconds:g} s. Still busy: {busy}."
+                )
+            )
+
+    def _raise_timeout(self, error: StartTimeout | RunTimeout) -> NoReturn:
+        self._fire(RunEvent.DEADLINE_PASSED)
+        stacks = self._await_stacks(await_end=isinstance(error, RunTimeout))
+        reported = self._ending.timed_out if self._ending else None
+        if isinstance(error, StartTimeout) and isinstance(reported, StartTimeout):
+            raise reported  # the node knows what has not started
+        raise type(error)(append_stacks(str(error), stacks), stacks=stacks)
+
+    def _check_stall(self, now: float) -> None:
+        """Show where the ranks are if all of them have been idle for too long."""
+        if not self._nodes.all_up:
+            return  # the activity of these nodes is not known
+        stall = self._stalls.check(self._nodes.working, now)
+        if stall is None:
+            return
+        if not (stall.ends_attempt and self._fire(RunEvent.DEADLINE_PASSED)):
+            self.handle(HERE, messages.StackRequest())
+        stacks = self._await_stacks()
+        text = append_stacks(self._describe(stall), stacks)
+        if stall.ends_attempt:
+            raise RunStalled(text, stacks=stacks)
+        warn(text)
+
+    def _describe(self, stall: Stall) -> str:
+        return (
+            f"No rank has printed, reported, or used its CPU or GPU for {stall.seconds:g} s "
+            f"({self._attempt.settings.spelling.of(stall.setting)})."
+        )
+
+    def _await_stacks(self, await_end: bool = False) -> dict[int, str]:
+        """Return the stacks of the ranks that are still at work, by rank.
+
+        Parameters
+        ----------
+        await_end : bool
+            Whether nodes without a link report theirs in the error with which they end.
+        """
+        asked = set(self._nodes.linked)
+        await_end = await_end and bool(self._nodes.unreported)
+        seconds = UNLINKED_STACKS_SECONDS if await_end else STACKS_SECONDS
+        deadline = self._clock() + seconds
+        while self._clock() < deadline and (
+            (asked & self._nodes.linked) - self._stacks.keys()
+            or (await_end and self._ending is None)
+        ):
+            self._receive(TICK)
+        timed_out = self._ending.timed_out if self._ending else None
+        return (timed_out.stacks if timed_out else {}) | self._stacks_by_rank()
+
+    def _stacks_by_rank(self) -> dict[int, str]:
+        return {rank: text for stacks in self._stacks.values() for rank, text in stacks.items()}
+
+    def _check_nodes(self) -> None:
+        """Raise if a node no longer answers."""
+        if lost := self._nodes.lost:
+            self._attempt.silent = tuple(self._nodes.hosts[node] for node in lost)
+            raise NodeLost(
+                f"{self._nodes.describe(lost)}: no sign of life for {NODE_LEASE_SECONDS:g} s. The "
+                "host has no connection to this one, is stopped or is dead. Its ranks stop by "
+                "themselves as soon as they notice.",
+                silent=self._attempt.silent,
+            )
+
+    def _notify_leaving(self) -> None:
+        """Notify the ranks if the cluster is about to end a process of theirs."""
+        if leaving := self._handle.leaving(set(self._nodes.hosts.values())):
+            notify(f"{leaving.text}: the ranks are notified.")
+            self._preempt(leaving.hosts)
+
+    def _preempt(self, hosts: Collection[str]) -> None:
+        """Note that hosts are about to lose a process, and notify all ranks."""
+        self._attempt.preempted.update(self._nodes.ranks_on(hosts))
+        self._links.broadcast(messages.Preempted(tuple(hosts)))
+
+    def _note_reclaimed(self, hosts: Collection[str]) -> None:
+        """Note that hosts have lost a process to another application, without a notice."""
+        self._attempt.preempted.update({host: [] for host in hosts} | self._nodes.ranks_on(hosts))
+
+    def _show_start(self) -> None:
+        if not self._start_shown:
+            self._start_shown = True
+            logger = self._attempt.settings.spelling.logger
+            self._attempt.run.notify(f"Started {self._handle.training}", logger)
+
+    def _warn_about_links(self) -> None:
+        """Warn about the nodes that have no link to this process, if there are any."""
+        if unlinked := self._nodes.unreported:
+            self._warned_of.update(unlinked)
+            warn(self._handle.describe_unlinked(listed("Node", unlinked)))
+
+    # Actions of the table
+
+    def _send_rendezvous(self) -> None:
+        """Compare the nodes' versions, and send all nodes the address of rank 0's store."""
+        warn_about_nodes(self._nodes.warnings)
+        check_alike(self._nodes.software | {"the driver": pickling_software()})
+        self._links.broadcast(self._rendezvous.address)
+
+    def _rendezvous_without_links(self) -> None:
+        """Ask the nodes with a link to exchange the address without it."""
+        warn_about_nodes(self._nodes.warnings)
+        self._grace_period.expect(len(self._nodes.linked))
+        self._links.broadcast(messages.RendezvousThroughSpark())
+
+    def _follow_unlinked(self) -> None:
+        """Warn the user. Bound the attempt by `timeout` and a minute more."""
+        self._grace_period.expect(0)
+        prepares = bool(self._attempt.settings.environment)
+        self._deadlines.start_unlinked_run(self._clock(), prepares=prepares)
+        self._warn_about_links()
+        if self._handle.starts.have_started:
+            self._show_start()
+
+    def _start_clock(self) -> None:
+        """Start the clock of `timeout`."""
+        self._deadlines.start_run(self._clock())
+        if self._rendezvous.way is not Way.HUB:  # no node is merely slow: all have synchronized
+            self._warn_about_links()
+
+    def _start_late_clock(self) -> None:
+        """Start the clock of `timeout`: ranks that do not stop end by it."""
+        self._start_clock()
+
+    def _stop_nodes(self) -> None:
+        """Ask the nodes to stop their ranks."""
+        self._nodes.stop()
+        all_linked = (
+            self._rendezvous.way is Way.HUB and len(self._nodes.linked) == self._nodes.count
+        )
+        # A task of Spark that fails costs its Python worker, and the next one imports everything
+        # anew. So tasks succeed, unless their error may have the cause.
+        succeeds = all_linked and self._outcomes.has_cause and self._attempt.may_be_followed
+        if succeeds:
+            self._deadlines.start_stop(self._clock())
+        self._links.broadcast(messages.Stop("a rank failed", fails_task=not succeeds))
+
+    def _request_stacks(self) -> None:
+        """Ask the nodes for the stacks of their ranks."""
+        self.handle(HERE, messages.StackRequest())
+
+    def _stop_survivors(self) -> None:
+        """Stop the other nodes if one has failed. Receive the messages that are on their way."""
+        assert self._ending is not None
+        if self._ending.error is not None:
+            # Spark kills the workers of the other tasks, but only after two seconds.
+            self._nodes.stop()
+            self._links.broadcast(messages.Stop("a node has failed"))
+
+    def _abort(self) -> None:
+        """Ask the nodes to stop their ranks, receive the messages on their way, cancel them."""
+        self._links.broadcast(messages.Stop("the driver stopped the run"))
+
+    def _end(self) -> None:
+        """Return the outcomes, or raise the error."""
+
+    # Messages
+
+    def _on_lost(self, node: int, message: Lost) -> None:
+        self._stalls.forget(node)
+        if message is LOST:
+            self._nodes.lose_link(node)
+        else:
+            self._nodes.stop_responding(node)
+
+    def _on_wake(self, node: int, message: messages.Heartbeat) -> None:
+        pass
+
+    def _on_nodes_ended(self, node: int, message: NodesEnded) -> None:
+        if self._ending is None:
+            self._ending = message
+            self._fire(RunEvent.NODES_ENDED)
+
+    def _on_node_ended(self, node: int, message: NodeEnded) -> None:
+        self._ended.add(message.node)
+        if message.error or len(self._ended) == self._nodes.count:
+            timed_out = message.error if isinstance(message.error, StartTimeout) else None
+            self._on_nodes_ended(node, NodesEnded(error=message.error, timed_out=timed_out))
+
+    def _on_preparing(self, node: int, message: messages.Preparing) -> None:
+        self._nodes.preparing[node] = message.host
+
+    def _on_program_wanted(self, node: int, message: messages.ProgramWanted) -> None:
+        self._programs.want(node, message.folder)
+
+    def _on_program_relay(self, node: int, message: messages.ProgramRelay) -> None:
+        self._programs.relay(message.host, message.port)
+
+    def _on_program_stored(self, node: int, message: messages.ProgramStored) -> None:
+        self._programs.stored(node, message.folder)
+
+    def _on_node_up(self, node: int, message: messages.NodeUp) -> None:
+        self._nodes.come_up(node, message, self._clock())
+        if self._rendezvous.way in (Way.MIXED, Way.UNLINKED):
+            if node in self._warned_of:
+                notify(f"Node {node} was late, and has reached this process: its output is shown.")
+            warn_about_nodes({message.host: message.warnings})
+            self._grace_period.expect(len(self._nodes.linked))
+            self._links.send(node, messages.RendezvousThroughSpark())
+
+    def _on_rendezvous(self, node: int, message: messages.Rendezvous) -> None:
+        self._rendezvous.address = message
+
+    def _on_ranks_started(self, node: int, message: messages.RanksStarted) -> None:
+        self._grace_period.note_start(node, self._clock())
+        self._nodes.started.add(node)
+        self._attempt.progress.add_started(self._handle.ranks_per_node)
+        is_last = len(self._nodes.started) >= len(self._nodes.linked)
+        if is_last and not self._rendezvous.late_nodes:
+            self._fire(RunEvent.RANKS_STARTED)
+            self._show_start()
+
+    def _on_output(self, node: int, message: messages.Output) -> None:
+        self._sink.write(message.rank, message.source, message.data)
+
+    def _on_value_start(self, node: int, message: messages.ValueStart) -> None:
+        if refusal := self._outcomes.start_value(message):
+            self._links.send(node, refusal)
+
+    def _on_value_part(self, node: int, message: messages.ValuePart) -> None:
+        if receipt := self._outcomes.add_part(message):
+            self._links.send(node, receipt)
+
+    def _on_whole_value(self, node: int, message: messages.WholeValue) -> None:
+        self._outcomes.values[message.value.rank] = message.value
+
+    def _on_failed(self, node: int, message: messages.Failed) -> None:
+        self._outcomes.failures.append(message.failure)
+        self._attempt.failures.append(message.failure)
+        self._grace_period.note_failure(message.failure, self._clock())
+
+    def _on_idle(self, node: int, message: messages.Idle) -> None:
+        self._stalls.note(node, message.seconds, self._clock())
+
+    def _on_stack_request(self, node: int, message: messages.StackRequest) -> None:
+        self._stacks = {}
+        self._links.broadcast(message)
+
+    def _on_stacks(self, node: int, message: messages.Stacks) -> None:
+        self._stacks[node] = message.stacks
+        if not self._nodes.linked - self._stacks.keys():
+            self._attempt.stack_requests.answer(self._stacks_by_rank())
+
+    def _on_subscribed(self, node: int, message: messages.Subscribed) -> None:
+        self._attempt.run.graceful_shutdown.subscribe()
+
+    def _on_preempted(self, node: int, message: messages.Preempted) -> None:
+        self._preempt({self._nodes.hosts[node]})
+
+    def _on_node_done(self, node: int, message: messages.NodeDone) -> None:
+        self._nodes.finish(node)
+        if self._nodes.all_done:
+            self._links.broadcast(messages.Release())
+
+
+HANDLERS: dict[type, Callable[[Controller, int, Any], None]] = {
+    Lost: Controller._on_lost,
+    NodesEnded: Controller._on_nodes_ended,
+    NodeEnded: Controller._on_node_ended,
+    messages.Heartbeat: Controller._on_wake,
+    messages.Preparing: Controller._on_preparing,
+    messages.ProgramWanted: Controller._on_program_wanted,
+    messages.ProgramRelay: Controller._on_program_relay,
+    messages.ProgramStored: Controller._on_program_stored,
+    messages.NodeUp: Controller._on_node_up,
+    messages.Rendezvous: Controller._on_rendezvous,
+    messages.RanksStarted: Controller._on_ranks_started,
+    messages.Output: Controller._on_output,
+    messages.ValueStart: Controller._on_value_start,
+    messages.ValuePart: Controller._on_value_part,
+    messages.WholeValue: Controller._on_whole_value,
+    messages.Failed: Controller._on_failed,
+    messages.Idle: Controller._on_idle,
+    messages.StackRequest: Controller._on_stack_request,
+    messages.Stacks: Controller._on_stacks,
+    messages.Subscribed: Controller._on_subscribed,
+    messages.Preempted: Controller._on_preempted,
+    messages.NodeDone: Controller._on_node_done,
+}
+UNRECORDED = (messages.Output, messages.ValuePart, messages.WholeValue, messages.Idle)
+
+EVENTS = {
+    Way.HUB: RunEvent.ALL_NODES_UP,
+    Way.MIXED: RunEvent.SOME_NODES_UNLINKED,
+    Way.UNLINKED: RunEvent.ALL_NODES_UNLINKED,
+}
+
+_BEFORE_ITS_END = (
+    RunState.WAITING,
+    RunState.STARTING,
+    RunState.UNLINKED,
+    RunState.RUNNING,
+    RunState.STOPPING,
+)
+_WITH_RANKS = _BEFORE_ITS_END[1:]
+
+TRANSITIONS: Table[RunState] = {
+    (RunState.WAITING, RunEvent.ALL_NODES_UP): (RunState.STARTING, Controller._send_rendezvous),
+    (RunState.WAITING, RunEvent.SOME_NODES_UNLINKED): (
+        RunState.STARTING,
+        Controller._rendezvous_without_links,
+    ),
+    (RunState.WAITING, RunEvent.ALL_NODES_UNLINKED): (
+        RunState.UNLINKED,
+        Controller._follow_unlinked,
+    ),
+    **{
+        (state, RunEvent.RANKS_STARTED): (RunState.RUNNING, Controller._start_clock)
+        for state in (RunState.STARTING, RunState.UNLINKED)
+    },
+    (RunState.STOPPING, RunEvent.RANKS_STARTED): (
+        RunState.STOPPING,
+        Controller._start_late_clock,
+    ),
+    **{
+        (state, RunEvent.FAILURE_SETTLED): (RunState.STOPPING, Controller._stop_nodes)
+        for state in _WITH_RANKS
+        if state is not RunState.STOPPING
+    },
+    **{
+        (state, RunEvent.DEADLINE_PASSED): (
+            RunState.COLLECTING_STACKS,
+            Controller._request_stacks,
+        )
+        for state in _WITH_RANKS
+    },
+    **{
+        (state, RunEvent.NODES_ENDED): (RunState.DRAINING, Controller._stop_survivors)
+        for state in _BEFORE_ITS_END
+    },
+    **{
+        (state, RunEvent.ERROR_RAISED): (RunState.ABORTING, Controller._abort)
+        for state in (*_BEFORE_ITS_END, RunState.COLLECTING_STACKS, RunState.DRAINING)
+    },
+    **{
+        (state, RunEvent.DRAINED): (RunState.ENDED, Controller._end)
+        for state in (RunState.DRAINING, RunState.ABORTING)
+    },
+}
+"""The next state, and what the controller does, for each event that a state allows.
+
+All other events come too late, and are ignored: a rank starts while the others are stopped, or the
+nodes end while the driver raises an error.
+"""

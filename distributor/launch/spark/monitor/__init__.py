@@ -1,1 +1,0 @@
-"""The driver's view of one attempt on a cluster: its state, nodes, rendezvous and outcomes."""

@@ -1,0 +1,1 @@
+"""The connection between a node and the driver: in this process, by TCP, or none."""

@@ -1,0 +1,477 @@
+"""One node of a run: its agent and its link, and what passes between them.
+
+A launcher calls `run_node` where the ranks are to run: in a task of Spark, in a process of its own,
+or on a thread of the driver.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+
+from distributor.core.addresses import host_name, joined
+from distributor.core.versions import Software
+from distributor.errors import ExecutorNotReady, StartTimeout
+from distributor.link.node_link import NodeLink, NoLink
+from distributor.node.agent.agent import Agent
+from distributor.node.agent.network import listen_for_ranks
+from distributor.node.agent.worker_env import common_environment
+from distributor.node.lifecycle import NodeEvent, NodeLifecycle, NodeState
+from distributor.node.process import zygote
+from distributor.node.process.spawner import Interpreter, StartLimit
+from distributor.node.process.zygote import ZygoteSpec
+from distributor.node.share import NodeShare
+from distributor.run.failure_grace import DRIVER_FIRST_SECONDS
+from distributor.serialization.outcome import Failure, Outcome
+from distributor.wire.messages import (
+    Failed,
+    Idle,
+    NodeDone,
+    NodeUp,
+    NodeWarning,
+    Output,
+    Preempted,
+    Preparing,
+    ProgramRelay,
+    ProgramSource,
+    ProgramStored,
+    ProgramWanted,
+    RanksStarted,
+    Release,
+    Rendezvous,
+    RendezvousThroughSpark,
+    Source,
+    StackRequest,
+    Stacks,
+    Stop,
+    Subscribed,
+)
+
+REACH_SECONDS = 10.0
+"""Seconds to connect to rank 0's store."""
+RELEASE_SECONDS = 30.0
+"""Seconds for which rank 0 serves the store after its work if the link is lost."""
+DEADLINE_SLACK = 15.0
+"""Seconds past a deadline in which the driver may enforce it before a node with a link does."""
+
+T = TypeVar("T")
+
+
+class NodeStopped(Exception):
+    """The driver has ended the run, or is lost: this node has no cause of its own."""
+
+
+class Answer(Generic[T]):
+    """An answer of the driver that a node waits for.
+
+    Parameters
+    ----------
+    otherwise : str
+        What to report if it does not come in time.
+    """
+
+    def __init__(self, otherwise: str) -> None:
+        self._otherwise = otherwise
+        self._answers: queue.Queue[T | None] = queue.Queue()
+
+    def set(self, message: T | None) -> None:
+        """Receive the answer; None if none can come any more. From any thread."""
+        self._answers.put(message)
+
+    def wait(self, timeout: float) -> T | None:
+        try:
+            return self._answers.get(timeout=timeout)
+        except queue.Empty:
+            raise StartTimeout(self._otherwise) from None
+
+
+class Detour(Protocol):
+    """What a launcher does for a node without a link."""
+
+    deadline_slack: float
+    """Seconds past a deadline in which the driver may enforce it before the node does."""
+
+    def exchange(
+        self,
+        own: Rendezvous | None,
+        software: Software,
+        warnings: Sequence[NodeWarning],
+        *,
+        has_link: bool,
+    ) -> Rendezvous:
+        """Exchange the address of rank 0's store with all nodes.
+
+        Parameters
+        ----------
+        own : Rendezvous or None
+            The address, on the node that has rank 0.
+        software : mapping of str to str
+            This node's versions.
+        warnings : sequence of NodeWarning
+            What the user should know about this node.
+        has_link : bool
+            Whether this node has a link, by which the driver has asked for this.
+        """
+
+    def write(self, rank: int, source: Source, data: bytes) -> None:
+        """Keep what a rank printed or reported."""
+
+    def begin_last_barrier(self, then: Callable[[], object]) -> None:
+        """Call a function once all nodes have called this."""
+
+
+@dataclass(frozen=True)
+class Provisions:
+    """What a node has prepared for its ranks.
+
+    Parameters
+    ----------
+    interpreter : Interpreter
+        What the ranks run in.
+    software : mapping of str to str
+        Its versions.
+    program : BinaryIO
+        A file with the `Program` that each rank runs.
+    data : BinaryIO or None
+        A file with the node's part of the run's datasets.
+    warnings : tuple of NodeWarning
+        What the user should know about the node.
+    """
+
+    interpreter: Interpreter
+    software: Software
+    program: BinaryIO
+    data: BinaryIO | None = None
+    warnings: tuple[NodeWarning, ...] = ()
+
+
+class Node:
+    """A node: reports what its agent observes, and acts on what the driver sends.
+
+    Parameters
+    ----------
+    share : NodeShare
+        The node's share of the run.
+    detour : Detour, optional
+        Replaces the link if there is none, or it is lost. By default a lost link ends the node.
+    """
+
+    def __init__(self, share: NodeShare, detour: Detour | None = None) -> None:
+        self.share = share
+        self.lifecycle = NodeLifecycle(self)
+        self.link: NodeLink = NoLink()
+        self._detour = detour
+        self._rendezvous: Answer[Rendezvous | RendezvousThroughSpark] = Answer(
+            "The other nodes did not come up within start_timeout."
+        )
+        self._program: Answer[ProgramSource | ProgramStored] = Answer(
+            "Neither the driver nor another node could send the program within start_timeout."
+        )
+        self.took_detour = False
+        self.fails_if_stopped = True
+        """Whether the node's task fails if the driver stops it."""
+        self._agent: Agent | None = None
+        self._early_notices: list[bool] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Node:
+        self.lifecycle.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.lifecycle.__exit__(*exc_info)
+        self.link.close()
+
+    def open(self, link: NodeLink) -> None:
+        """Use a link, whose functions are `receive`, `lose_link` and `lose_driver`."""
+        self.link = link
+        if link.lost:
+            self.lose_link()
+        self.lifecycle.fire(NodeEvent.CONNECTED)
+
+    @property
+    def head_start(self) -> float:
+        """Seconds in which the driver may decide about a failure before the node does."""
+        return 0.0 if self.link.lost else DRIVER_FIRST_SECONDS
+
+    @property
+    def deadline_slack(self) -> float:
+        """Seconds past a deadline in which the driver may enforce it before the node does."""
+        if not self.link.lost:
+            return DEADLINE_SLACK
+        return self._detour.deadline_slack if self._detour else 0.0
+
+    # Before the ranks
+
+    def report_preparing(self) -> None:
+        self.link.send(Preparing(self.share.host))
+
+    def find_program(self, wanted: ProgramWanted) -> ProgramSource | ProgramStored | None:
+        """Return where to receive the program from; None if there is no link to the driver."""
+        self.link.send(wanted)
+        return self._wait_for(self._program)
+
+    def send(self, message: ProgramRelay | ProgramStored) -> None:
+        """Report to the driver how far the transfer of the program is."""
+        self.link.send(message)
+
+    def join(self, provisions: Provisions, own: Rendezvous | None) -> Rendezvous:
+        """Report on this node; return where rank 0's store listens, as soon as that is known.
+
+        Raises
+        ------
+        StartTimeout
+            If the other nodes have not reported in time.
+        NodeStopped
+            If the driver has ended the run.
+        ExecutorNotReady
+            If the versions of the nodes differ.
+        """
+        software, warnings = provisions.software, provisions.warnings
+        self.link.send(NodeUp(self.share.host, software, warnings))
+        if own:
+            self.link.send(own)
+        answer = self._wait_for(self._rendezvous)
+        if isinstance(answer, Rendezvous):
+            return answer
+        if self._detour is None:
+            raise NodeStopped
+        self.took_detour = True
+        has_link = answer is not None
+        return self._detour.exchange(own, software, warnings, has_link=has_link)
+
+    def attach(self, agent: Agent) -> None:
+        """Forward the driver's requests to this agent from now on, and those that came earlier."""
+        with self._lock:
+            self._agent = agent
+            for here in self._early_notices:  # every rank has to count the same number
+                agent.notify_preemption(here)
+        if self.lifecycle.is_ended_by_driver:
+            agent.stop()
+
+    def check_not_ended(self) -> None:
+        """Raise `NodeStopped` if the driver has ended the run, or is lost."""
+        if self.lifecycle.is_ended_by_driver:
+            raise NodeStopped
+
+    def _wait_for(self, answer: Answer[T]) -> T | None:
+        found = answer.wait(self.share.start_timeout)
+        self.check_not_ended()
+        return found
+
+    # What the agent observes
+
+    def on_ranks_started(self) -> None:
+        self.link.send(RanksStarted())
+
+    def on_rank_failed(self, failure: Failure) -> None:
+        self.lifecycle.fire(NodeEvent.RANK_FAILED)
+        self.link.send(Failed(failure))
+
+    def on_idle(self, seconds: float) -> None:
+        self.link.send(Idle(seconds))
+
+    def on_stacks(self, stacks: dict[int, str]) -> None:
+        self.link.send(Stacks(stacks))
+
+    def on_work_done(self) -> None:
+        self.lifecycle.fire(NodeEvent.WORK_DONE)
+
+    def report_work_done(self) -> None:
+        self.link.send(NodeDone())
+        if self.took_detour and self._detour:
+            self._detour.begin_last_barrier(self._release)
+        elif self.link.lost:
+            self._release_later()
+
+    def on_preemption_subscribed(self) -> None:
+        self.link.send(Subscribed())
+
+    def on_sigterm(self) -> None:
+        self.link.send(Preempted())
+
+    def write(self, rank: int, source: Source, data: bytes) -> None:
+        if not self.link.lost:
+            self.link.send(Output(rank, source, data))
+        elif self._detour:
+            self._detour.write(rank, source, data)
+
+    def has_room(self) -> bool:
+        return self.link.lost or self.link.has_room()
+
+    # What the link reports, on any thread
+
+    def receive(self, message: object) -> None:
+        """Act on a message of the driver."""
+        if handler := _HANDLERS.get(type(message)):
+            handler(self, message)
+
+    def lose_link(self) -> None:
+        """Go on without the link, if that is possible."""
+        if self._detour is None:
+            self.lose_driver("The link to the driver is lost")
+            return
+        self._stop_waiting()
+        self.lifecycle.notify()
+        if self.lifecycle.state is NodeState.SERVING and not self.took_detour:
+            self._release_later()
+
+    def lose_driver(self, reason: str) -> None:
+        """End the run here, because the driver is gone."""
+        if self.lifecycle.fire(NodeEvent.DRIVER_LOST):
+            print(f"distributor: {reason}: this node stops its ranks.", file=sys.stderr)
+
+    def stop_ranks(self) -> None:
+        self._stop_waiting()
+        if self._agent:
+            self._agent.stop()
+
+    def _on_stop(self, message: Stop) -> None:
+        self.fails_if_stopped = message.fails_task
+        self.lifecycle.fire(NodeEvent.STOP_RECEIVED)
+
+    def _on_stack_request(self, message: StackRequest) -> None:
+        if self._agent:
+            self._agent.request_stacks()
+
+    def _on_preempted(self, message: Preempted) -> None:
+        here = self.share.host in message.hosts
+        with self._lock:
+            if self._agent:
+                self._agent.notify_preemption(here)
+            else:
+                self._early_notices.append(here)
+
+    def _on_release(self, message: Release) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        if self._agent:
+            self._agent.release()
+
+    def _release_later(self) -> None:
+        """Release rank 0 after a while: the driver can no longer report that all nodes are done."""
+        timer = threading.Timer(RELEASE_SECONDS, self._release)
+        timer.daemon = True
+        timer.start()
+
+    def _stop_waiting(self) -> None:
+        self._rendezvous.set(None)
+        self._program.set(None)
+
+
+_HANDLERS: dict[type, Callable[[Node, Any], None]] = {
+    Rendezvous: lambda node, message: node._rendezvous.set(message),
+    RendezvousThroughSpark: lambda node, message: node._rendezvous.set(message),
+    ProgramSource: lambda node, message: node._program.set(message),
+    ProgramStored: lambda node, message: node._program.set(message),
+    Stop: Node._on_stop,
+    StackRequest: Node._on_stack_request,
+    Preempted: Node._on_preempted,
+    Release: Node._on_release,
+}
+
+
+def run_node(
+    node: Node, provisions: AbstractContextManager[Provisions], owner: int
+) -> list[Outcome]:
+    """Prepare a node, join the other nodes, run its ranks, and return their outcomes.
+
+    Parameters
+    ----------
+    node : Node
+        The node, with its link open.
+    provisions : context manager
+        Prepares what the ranks need.
+    owner : int
+        The process whose zygote the ranks are forked from, which ends with it.
+
+    Raises
+    ------
+    NodeStopped
+        If the driver ends the run before the ranks are started.
+    StartTimeout, RunTimeout
+        If a deadline passes.
+    ExecutorNotReady
+        If this node lacks something that its ranks need.
+    """
+    with provisions as prepared:
+        node.lifecycle.fire(NodeEvent.ENVIRONMENT_READY)
+        share = node.share
+        store_socket = (
+            listen_for_ranks(share.address, share.rank_ports) if share.node_rank == 0 else None
+        )
+        own = Rendezvous(share.address, store_socket.getsockname()[1]) if store_socket else None
+        try:
+            store = node.join(prepared, own)
+        except BaseException:
+            if store_socket:
+                store_socket.close()
+            raise
+        node.lifecycle.fire(NodeEvent.RENDEZVOUS_KNOWN)
+        if share.node_rank != 0:
+            check_reachable(store)
+        env = {**prepared.interpreter.variables, **share.env}
+        share = replace(share, master_addr=store.host, master_port=store.port, env=env)
+        limit = StartLimit(time.monotonic() + share.start_timeout, node.check_not_ended)
+        wanted = zygote_spec(share, prepared.interpreter, owner)
+        with zygote.open_spawner(wanted, limit, prepared.interpreter) as spawner:
+            agent = Agent(
+                share,
+                prepared.program,
+                spawner,
+                node,
+                store_socket=store_socket,
+                data=prepared.data,
+                head_start=node.head_start,
+            )
+            with agent:
+                node.attach(agent)
+                slack = node.deadline_slack
+                timeout = math.inf if share.timeout is None else share.timeout
+                return agent.run(limit.deadline + slack, timeout + slack)
+
+
+def zygote_spec(share: NodeShare, interpreter: Interpreter, owner: int) -> ZygoteSpec | None:
+    """Return the zygote that a node's ranks are forked from; None if they are not."""
+    if not share.warm:
+        return None
+    env = {**interpreter.variables, **share.env}
+    return ZygoteSpec(
+        owner=owner,
+        environment=common_environment(share.ranks_per_node, env, os.environ),
+        preload=share.preload,
+        interpreter=interpreter,
+    )
+
+
+def check_reachable(store: Rendezvous) -> None:
+    """Connect to rank 0's store, because torch would wait half an hour for one it cannot reach.
+
+    Raises
+    ------
+    ExecutorNotReady
+        If there is no connection within `REACH_SECONDS`.
+    """
+    try:
+        socket.create_connection((store.host, store.port), REACH_SECONDS).close()
+    except OSError as error:
+        if isinstance(error, ConnectionRefusedError):
+            # Rank 0 may have ended already. Its own node then reports why, which ends this task.
+            time.sleep(REACH_SECONDS)
+        raise ExecutorNotReady(
+            f"The executor on {host_name()} cannot reach rank 0's at "
+            f"{joined(store.host, store.port)} ({error}). Ranks communicate over TCP: allow "
+            "connections between the hosts of the executors, in both directions. rank_ports limits "
+            "the port of rank 0's store, and net.ipv4.ip_local_port_range of the hosts limits the "
+            "ports of gloo and NCCL."
+        ) from error

@@ -1,0 +1,101 @@
+"""A node's share of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from distributor.serialization.outcome import Origin
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeShare:
+    """A node's share of a run. The driver fills in what all nodes have, and each node the rest.
+
+    Parameters
+    ----------
+    run_id : str
+        The run's id; ``TORCHELASTIC_RUN_ID`` of its ranks.
+    attempt : int
+        Number of the attempt, counted from 0.
+    program_name : str
+        The function's or script's name, for process titles.
+    num_nodes, ranks_per_node : int
+        How many nodes there are, and how many ranks on each.
+    keep_all : bool
+        Whether every rank's value is wanted, or rank 0's alone.
+    env : mapping of str to str
+        The user's environment variables, which override those of the agent's environment.
+    secret : bytes
+        Authenticates what the ranks of this attempt exchange through the store.
+    warm, preload : bool, tuple of str
+        Whether ranks are forked from a warm process, and what it imports in addition to torch.
+    rank_ports : range or None
+        The ports that rank 0's store may use; None for any.
+    start_timeout : float
+        Seconds to wait for the other nodes, and then for the ranks to start.
+    timeout : float or None
+        Seconds that the ranks may take once they have started. The driver enforces it, or the node
+        itself if it has no link to the driver.
+    activity_interval : float or None
+        Seconds between two measurements of whether the ranks are idle; None for no measurement.
+    node_rank : int
+        This node's number.
+    host : str
+        This machine's name or address, for messages.
+    address : str
+        This machine's address among the nodes, which determines the network interface.
+    master_addr, master_port : str, int
+        The address of rank 0's store.
+    gpus : tuple of str, optional
+        GPUs of this node's ranks, as entries of ``CUDA_VISIBLE_DEVICES``. An empty tuple hides
+        all GPUs, and None leaves the variable unchanged. Both are for ranks that use no GPUs.
+    modules : str
+        Folders with the user's modules, which are searched first, in the format of PYTHONPATH;
+        empty if there are none.
+    """
+
+    run_id: str
+    attempt: int = 0
+    program_name: str = ""
+    num_nodes: int = 1
+    ranks_per_node: int
+    keep_all: bool = False
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    secret: bytes = field(repr=False)
+    warm: bool = False
+    preload: tuple[str, ...] = ()
+    rank_ports: range | None = None
+    start_timeout: float = 600.0
+    timeout: float | None = None
+    activity_interval: float | None = None
+    node_rank: int = 0
+    host: str = ""
+    address: str = ""
+    master_addr: str = ""
+    master_port: int = 0
+    gpus: tuple[str, ...] | None = None
+    modules: str = ""
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def uses_gpus(self) -> bool:
+        """Whether its ranks use GPUs; those that do not may still see some."""
+        return bool(self.gpus)
+
+    @property
+    def name(self) -> str:
+        """A name that is unique in the run, even if several nodes are on one host."""
+        return f"node{self.node_rank}-{self.host}"
+
+    def origin(self, local_rank: int) -> Origin:
+        """Return the origin of the node's rank number `local_rank`."""
+        return Origin(
+            rank=self.node_rank * self.ranks_per_node + local_rank,
+            local_rank=local_rank,
+            host=self.host,
+            attempt=self.attempt,
+        )
