@@ -90,3 +90,24 @@ def test_the_line_shows_how_many_ranks_are_up_and_the_speed() -> None:
     assert line.startswith("train:  75%|")
     assert line.endswith("| 150/200 [01:05<00:10,  5.00it/s, 8 ranks, loss=0.1235]")
     assert progress.is_reported
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "seconds", "line"),
+    [
+        (0, 8, 4.0, "t:   0%|          | 0/8 [00:04<?, ?it/s, 2 ranks]"),
+        (3, 8, 6.0, "t:  38%|███▊      | 3/8 [00:06<00:10,  2.00s/it, 2 ranks]"),
+        (100, 100, 3700.0, "t: 100%|██████████| 100/100 [1:01:40<00:00, 37.00s/it, 2 ranks]"),
+        (9, 8, 2.0, "t: 9it [00:02,  4.50it/s, 2 ranks]"),
+        (50, None, 0.5, "t: 50it [00:00, 100.00it/s, 2 ranks]"),
+    ],
+)
+def test_the_line_is_tqdms(done: float, total: float | None, seconds: float, line: str) -> None:
+    now = [0.0]
+    progress = RunProgress(clock=lambda: now[0])
+    progress.add_started(2)
+    now[0] = seconds
+    progress.update(Progress(done, total, at=seconds))
+    assert progress.line("t", 2) == line
+    tqdm: Any = pytest.importorskip("tqdm").tqdm
+    assert line == tqdm.format_meter(done, total, seconds, prefix="t", postfix="2 ranks")

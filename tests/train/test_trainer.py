@@ -111,7 +111,7 @@ def test_the_ranks_run_here_without_a_session_and_a_name_continues(
     assert "continues from" not in lines[begins[0] + 1]
 
 
-def test_best_checkpoints_are_kept(tmp_path: Path) -> None:
+def test_best_checkpoints_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def loop() -> None:
         for step, accuracy in enumerate([0.5, 0.9, 0.7, 0.6]):
             with tempfile.TemporaryDirectory() as folder:
@@ -129,6 +129,9 @@ def test_best_checkpoints_are_kept(tmp_path: Path) -> None:
     assert [metrics["accuracy"] for _, metrics in result.best_checkpoints] == [0.7, 0.9]
     assert result.metrics_dataframe is not None
     assert result.metrics_dataframe["accuracy"].tolist() == [0.7, 0.9]
+    assert result.path is not None
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert train.Result.from_path(result.path).metrics_dataframe is None, "without pandas"
     best = result.get_best_checkpoint("accuracy", "max")
     assert best == result.best_checkpoints[1][0]
     assert best.path.endswith("checkpoint_000001")
