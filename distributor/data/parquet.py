@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 THREADS = 16  # files whose footers are read at the same time
+SPARK_SCHEMA = b"org.apache.spark.sql.parquet.row.metadata"
+VECTOR = "linalg.VectorUDT"  # how the names of Spark's vector types end
+# Bytes in memory of a value of Parquet's types of fixed size.
+WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 
 
 def from_parquet(
@@ -276,12 +280,6 @@ class ParquetSource:
             )
         self._last = (chunk, table)
         return table
-
-
-SPARK_SCHEMA = b"org.apache.spark.sql.parquet.row.metadata"
-VECTOR = "linalg.VectorUDT"  # how the names of Spark's vector types end
-# Bytes in memory of a value of Parquet's types of fixed size.
-WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 
 
 @dataclass(frozen=True)

@@ -67,3 +67,29 @@ class CachedSource:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_chunks": {}, "_size": 0}
+
+
+class RankShare:
+    """A dataset of PyTorch that samplers and data loaders must not divide among the ranks."""
+
+    rows_of_all_ranks: int  # of the dataset of which it is a share
+
+
+def is_rank_share(dataset: object) -> bool:
+    """Return whether a dataset is one rank's share, or consists of such datasets."""
+    return all(isinstance(part, RankShare) for part in _parts(dataset))
+
+
+def rows_of_all_ranks(dataset: object) -> int:
+    """Return the rows of all ranks of which a dataset has one rank's share."""
+    return sum(part.rows_of_all_ranks for part in _parts(dataset) if isinstance(part, RankShare))
+
+
+def _parts(dataset: object) -> list[object]:
+    from torch.utils.data import ConcatDataset, Subset
+
+    if isinstance(dataset, Subset):
+        return _parts(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return [part for each in dataset.datasets for part in _parts(each)]
+    return [dataset]

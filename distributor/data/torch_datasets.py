@@ -18,9 +18,8 @@ from distributor._compat import torch as private_torch
 from distributor.data.batches import Format, batches_of, converted, pieces_of, read_chunk
 from distributor.data.epochs import Epoch, Order, between
 from distributor.data.formats import items
-from distributor.data.rank_share import RankShare, is_rank_share
 from distributor.data.share import PassOptions, Share, whole_number
-from distributor.data.source import CachedSource
+from distributor.data.source import CachedSource, RankShare, is_rank_share
 from distributor.data.tensors import TensorOptions
 from distributor.rank.import_hooks import after_import
 

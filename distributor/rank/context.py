@@ -20,7 +20,7 @@ from distributor.rank.messages import (
 class PreemptionNotices:
     """Passes on the notices that a rank receives, and takes its first SIGTERM as one."""
 
-    def __init__(self, send: Callable[[bytes], object] | None) -> None:
+    def __init__(self, send: Callable[[bytes], object]) -> None:
         self._send = send  # to the rank's agent, which sends a notice on to all ranks
         self._lock = threading.Lock()
         self._notices: list[bool] = []
@@ -39,24 +39,20 @@ class PreemptionNotices:
             self._callbacks.append(callback)
             for here in self._notices:
                 callback(here)
-        self._send_if_rank(SUBSCRIBED)
+        self._send(SUBSCRIBED)
         self._survive_sigterm()
-
-    def _send_if_rank(self, message: bytes) -> None:
-        if self._send is not None:
-            self._send(message)
 
     def _survive_sigterm(self) -> None:
         """Take the first SIGTERM as a notice, unless the program has a handler of its own."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._send_if_rank(IGNORES_SIGTERM)
+            self._send(IGNORES_SIGTERM)
             signal.signal(signal.SIGTERM, self._on_sigterm)
             os.register_at_fork(after_in_child=self._restore_sigterm)
 
     def _on_sigterm(self, *_: object) -> None:
         self._restore_sigterm()
-        self._send_if_rank(SIGTERM_RECEIVED)
+        self._send(SIGTERM_RECEIVED)
 
     def _restore_sigterm(self) -> None:
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
@@ -72,7 +68,7 @@ class WorkerContext:
 
     def __init__(
         self,
-        send_control: Callable[[bytes], object] | None = None,
+        send_control: Callable[[bytes], object] = lambda message: None,
         progress_file: int | None = None,
     ) -> None:
         self.preemption_notices = PreemptionNotices(send_control)

@@ -188,14 +188,6 @@ def _reducer_of(kind: type) -> Callable[[Any], tuple[Any, ...]] | None:
     return next((_REDUCERS[name] for name in names if name in _REDUCERS), None)
 
 
-def _reduce_arguments(arguments: Any) -> tuple[Any, ...]:
-    return _made_at_first_use, (type(arguments), *huggingface.training_arguments(arguments))
-
-
-def _reduce_state(state: Any) -> tuple[Any, ...]:
-    return _made_at_first_use, (type(state), huggingface.state_arguments(state), {})
-
-
 def _reduce_data_module(module: Any) -> tuple[Any, ...]:
     """Reduce a data module of Lightning without its trainer, as Lightning reduces its modules."""
     make, arguments, state, *rest = module.__reduce_ex__(oob_pickle.PROTOCOL)
@@ -240,8 +232,14 @@ def _made_for_one_process(name: str, make: Callable[..., Any], arguments: tuple[
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 # What to do with a class and its subclasses, by its full name.
 _REDUCERS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
-    "transformers.training_args.TrainingArguments": _reduce_arguments,
-    "accelerate.state.PartialState": _reduce_state,
+    "transformers.training_args.TrainingArguments": lambda arguments: (
+        _made_at_first_use,
+        (type(arguments), *huggingface.training_arguments(arguments)),
+    ),
+    "accelerate.state.PartialState": lambda state: (
+        _made_at_first_use,
+        (type(state), huggingface.state_arguments(state), {}),
+    ),
     **{f"{name}.core.datamodule.LightningDataModule": _reduce_data_module for name in _LIGHTNING},
     **dict.fromkeys(
         (

@@ -24,6 +24,7 @@ def connect(
     try:
         sock = _dial(host, port, time.monotonic() + timeout)
         try:
+            # The kernel accepts connections for a listener that is too busy to answer at once.
             limit = timeout if handshake_timeout is None else handshake_timeout
             session = _prove(sock, secret, node, time.monotonic() + limit)
         except BaseException:
@@ -36,7 +37,10 @@ def connect(
 
 
 def is_served(host: str, port: int, secret: bytes, *, timeout: float) -> bool:
-    """Ask what listens at an address whether it serves the run with this secret."""
+    """Ask what listens at an address whether it serves the run with this secret.
+
+    False: it says nothing; it is stopped, too busy or not the hub. RunNotServed: certainly not.
+    """
     with _dial(host, port, time.monotonic() + timeout) as sock:
         try:
             _prove(sock, secret, protocol.PROBE, time.monotonic() + timeout)

@@ -62,7 +62,10 @@ class Hub(Run):
         self.close()
 
     def get(self, timeout: float) -> tuple[int, object] | None:
-        """Wait for the next message, at most ``timeout`` seconds."""
+        """Wait for the next message, at most ``timeout`` seconds, and return it after its node.
+
+        The last ones of a node are `SILENT`, if the hub gave it up, and `LOST`.
+        """
         deadline = time.monotonic() + timeout
         while True:
             try:

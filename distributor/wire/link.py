@@ -59,7 +59,11 @@ class Link:
         on_message: Callable[[object], None],
         on_lost: Callable[[], None] = lambda: None,
     ) -> Link:
-        """Connect to a hub as ``node``, with authentication in both directions."""
+        """Connect to a hub as ``node``, with authentication in both directions.
+
+        The reader's thread calls ``on_message``, perhaps before this returns, also with heartbeats;
+        if it raises, the link is lost. Unless `close` ended the link, ``on_lost`` is called last.
+        """
         sock, session = connect(
             host, port, secret, node, timeout=timeout, handshake_timeout=handshake_timeout
         )

@@ -160,7 +160,7 @@ def _digest_of_piece(block: Block, start: int) -> bytes:
 def receive(
     address: tuple[str, int], secret: bytes, node: int, offset: int, append: Callable[[Any], object]
 ) -> None:
-    """Receive a block from an offset until its server has no more of it."""
+    """Receive a block from an offset until its server has no more; buffers are overwritten."""
     buffer = memoryview(bytearray(CHUNK))
     sock, session = connect(*address, secret, node, timeout=CONNECT_SECONDS)
     with sock:

@@ -20,8 +20,8 @@ from torch.utils.data import (
 from distributor import runtime
 from distributor._compat.huggingface import mark_as_prepared
 from distributor.data.epochs import Epoch, Order
-from distributor.data.rank_share import is_rank_share, rows_of_all_ranks
 from distributor.data.share import Share
+from distributor.data.source import is_rank_share, rows_of_all_ranks
 from distributor.rank.devices import move
 from distributor.train.runtime.session import has_storage, session
 
