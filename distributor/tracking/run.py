@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -209,23 +210,19 @@ def call_with_deadline(function: Callable[[], T]) -> T:
 
     After a TimeoutError, the call goes on in the background.
     """
-    values: list[T] = []
-    errors: list[Exception] = []
+    answer: Future[T] = Future()
 
     def call() -> None:
         try:
-            values.append(function())
+            answer.set_result(function())
         except Exception as error:
-            errors.append(error)
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=call, name="mlflow", daemon=True)
-    thread.start()
-    thread.join(ANSWER_SECONDS)
-    if errors:
-        raise errors[0]
-    if not values:
+    threading.Thread(target=call, name="mlflow", daemon=True).start()
+    wait([answer], ANSWER_SECONDS)
+    if not answer.done():
         raise TimeoutError(f"no answer within {ANSWER_SECONDS:g} s")
-    return values[0]
+    return answer.result()
 
 
 def _is_unauthorized(error: BaseException | None) -> bool:
