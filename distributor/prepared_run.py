@@ -171,9 +171,9 @@ def plan(settings: PlannedSettings, min_processes: int, max_processes: int) -> P
             )
         gpus = local.gpus if settings.use_gpu or spelling.hides_gpus else None
         return Planned(LocalLauncher(gpus), count, count)
-    from distributor.launch.spark.launcher import SparkLauncher  # not needed in local mode
-
     session = Session.require_active()
+    from distributor.launch.spark.launcher import SparkLauncher  # which needs pyarrow and NumPy
+
     cluster = plan_cluster(session, max_processes, settings.use_gpu, settings.pool)
     return Planned(SparkLauncher(session, cluster), max_processes, cluster.num_tasks)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from distributor.control.cancellation import Cancellation
 from distributor.control.graceful_shutdown import GracefulShutdown
@@ -38,6 +38,9 @@ class Datasets(Protocol):
 
     def check(self, num_ranks: int) -> None:
         """Check that there are rows for so many ranks."""
+
+    def file(self) -> BinaryIO:
+        """Return a file with all rows, for ranks on this machine."""
 
 
 @dataclass(kw_only=True)

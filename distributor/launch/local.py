@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from distributor.control.run import Attempt, Handle, Launcher, NodeEnded, Run, share_of
 from distributor.core.versions import pickling_software
 from distributor.launch.one_time_warnings import warn_if_source_changed
-from distributor.launch.spark.datasets.collection import Datasets
 from distributor.launch.spark.environments import prepared_here
 from distributor.launch.spark.user_modules import folders_of, located_modules
 from distributor.link.queue_link import QueueLinks
@@ -73,7 +72,7 @@ class LocalLauncher(Launcher):
                 prepared.interpreter if prepared else Interpreter.current(),
                 prepared.software if prepared else pickling_software(),
                 program,
-                datasets.file() if isinstance(datasets, Datasets) else None,
+                datasets.file() if datasets else None,
                 (*node_warnings(), *_memory_warnings(attempt)),
             )
             node = self._node(attempt, deadline)
