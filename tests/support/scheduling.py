@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-SECOND_SESSION = ("compat", "data", "diagnosis", "tracking")
+SECOND_SESSION = ("compat", "data", "diagnosis", "launch", "tracking")
 """Folders whose tests of the shared session are the second group; it takes as long as the first."""
 DRIVERS = {"run_driver", "run_gpu_driver"}
 
