@@ -16,8 +16,7 @@ from distributor.launch.setting_types import must_be
 from distributor.rank.devices import device
 from distributor.serialization.pickle_diagnostics import name_of
 from distributor.train.config import InvalidArgument, TorchConfig
-from distributor.train.runtime.in_process import InProcessRun, needs_process_group
-from distributor.train.runtime.session import session
+from distributor.train.runtime.session import InProcessRun, needs_process_group, session
 from distributor.train.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
