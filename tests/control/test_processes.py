@@ -44,7 +44,7 @@ def pids_in(folder: Path, count: int) -> list[int]:
     return [int(path.read_text()) for path in folder.iterdir()]
 
 
-def test_nodes_meet_and_values_arrive_in_rank_order() -> None:
+def test_nodes_find_each_other_and_values_arrive_in_rank_order() -> None:
     values = distribute(ProcessLauncher(ranks_per_node=2), 4, identity)
     assert [value[:2] for value in values] == [(0, 0), (1, 0), (2, 1), (3, 1)]
     assert len({port for *_, port in values}) == 1
