@@ -13,6 +13,7 @@ from distributor.control.cancellation import Cancellation
 from distributor.control.graceful_shutdown import GracefulShutdown
 from distributor.control.stack_requests import StackRequests
 from distributor.core.addresses import port_range
+from distributor.core.node_settings import NodeSettings
 from distributor.errors import DistributorError, RunTimeout, StartTimeout
 from distributor.launch.call_site import CallSite
 from distributor.launch.output.labels import RunLabel
@@ -164,12 +165,9 @@ def share_of(attempt: Attempt, num_nodes: int, ranks_per_node: int, secret: byte
         keep_all=spec.keep_all,
         env=dict(spec.env),
         secret=secret,
-        warm=settings.warm,
-        preload=tuple(settings.preload),
         rank_ports=port_range("rank_ports", settings.rank_ports),
-        start_timeout=settings.start_timeout,
-        timeout=settings.timeout,
         activity_interval=activity_interval(settings.stall_warning, settings.stall_timeout),
+        **vars(NodeSettings.of(settings)),
     )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from distributor.core.node_settings import NodeSettings
 from distributor.serialization.outcome import Origin
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeShare:
+class NodeShare(NodeSettings):
     """A node's share of a run. The driver fills in what all nodes have, and each node the rest.
 
     Parameters
@@ -28,15 +29,8 @@ class NodeShare:
         The user's environment variables, which override those of the agent's environment.
     secret : bytes
         Authenticates what the ranks of this attempt exchange through the store.
-    warm, preload : bool, tuple of str
-        Whether ranks are forked from a warm process, and what it imports in addition to torch.
     rank_ports : range or None
         The ports that rank 0's store may use; None for any.
-    start_timeout : float
-        Seconds to wait for the other nodes, and then for the ranks to start.
-    timeout : float or None
-        Seconds that the ranks may take once they have started. The driver enforces it, or the node
-        itself if it has no link to the driver.
     activity_interval : float or None
         Seconds between two measurements of whether the ranks are idle; None for no measurement.
     node_rank : int
@@ -63,11 +57,7 @@ class NodeShare:
     keep_all: bool = False
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     secret: bytes = field(repr=False)
-    warm: bool = False
-    preload: tuple[str, ...] = ()
     rank_ports: range | None = None
-    start_timeout: float = 600.0
-    timeout: float | None = None
     activity_interval: float | None = None
     node_rank: int = 0
     host: str = ""

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from typing import BinaryIO
 
+from distributor.core.node_settings import NodeSettings
 from distributor.core.resources import local_folder
 from distributor.node.agent.worker_env import rank_environment
 from distributor.node.agent.worker_handle import WorkerHandle
@@ -79,6 +80,7 @@ class RankStarter:
             modules=self._node.modules,
             program_name=self._node.program_name,
             run_id=self._node.run_id,
+            settings=NodeSettings.of(self._node),
         )
         environment = rank_environment(self._node, local_rank, os.environ)
         with theirs:

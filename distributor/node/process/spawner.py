@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, BinaryIO, Protocol
 
 from distributor.core.module_search import lasting_path
+from distributor.core.node_settings import NodeSettings
 from distributor.node.process.signals import (
     ignores_signal,
     kill,
@@ -110,6 +111,7 @@ class WorkerSpec:
     has_preloads: bool = False  # forked from a process that has imported modules for this run
     program_name: str = ""
     run_id: str = ""
+    settings: NodeSettings = field(default_factory=NodeSettings)
 
     def to_argument(self) -> str:
         return json.dumps(asdict(self))
@@ -117,7 +119,8 @@ class WorkerSpec:
     @classmethod
     def from_argument(cls, argument: str) -> WorkerSpec:
         fields = json.loads(argument)
-        return cls(**{**fields, "origin": Origin(**fields["origin"])})
+        origin, settings = Origin(**fields["origin"]), NodeSettings(**fields["settings"])
+        return cls(**{**fields, "origin": origin, "settings": settings})
 
     def descriptors(self) -> list[int]:
         """List the descriptors that the rank inherits."""
