@@ -74,7 +74,7 @@ def _place_of(item: pytest.Item, group: str) -> int:
         return 1
     if item.get_closest_marker("spark"):
         return 2
-    return 3 if group == item.nodeid else 4
+    return 3 if group == item.nodeid or _shares_fixtures(item) else 4
 
 
 def _shares_spark(item: pytest.Item) -> bool:
