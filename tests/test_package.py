@@ -138,6 +138,34 @@ def test_nothing_imports_in_a_circle() -> None:
     tuple(graphlib.TopologicalSorter(graph()).static_order())
 
 
+def folder_of(module: str) -> str:
+    return module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    """The modules of each folder, without its subfolders, are one node. The root re-exports."""
+    folders: dict[str, set[str]] = {}
+    for module, others in graph().items():
+        own = folder_of(module)
+        found = folders.setdefault(own, set())
+        found |= {folder_of(other) for other in others} - {own, "distributor"}
+    del folders["distributor"]
+    assert "distributor.node.agent" in folders["distributor.node"]
+    tuple(graphlib.TopologicalSorter(folders).static_order())
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_no_folders_with_their_subfolders_import_in_a_circle(depth: int) -> None:
+    """What lies below a name of this many parts is one node."""
+    parts: dict[str, set[str]] = {}
+    for module, others in graph().items():
+        own = ".".join(module.split(".")[:depth])
+        found = parts.setdefault(own, set())
+        found |= {".".join(other.split(".")[:depth]) for other in others} - {own}
+    assert len(parts) > 20
+    tuple(graphlib.TopologicalSorter(parts).static_order())
+
+
 def test_every_module_is_used() -> None:
     """By an import, or by its name in a string, unless users or interpreters start with it."""
     known = graph()

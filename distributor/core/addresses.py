@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
+LOOPBACK = "127.0.0.1"
 MAX_PORT = 65535
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distributor.control.run import Attempt, Handle, Launcher, NodeEnded, Run, share_of
+from distributor.core.addresses import LOOPBACK
 from distributor.core.versions import pickling_software
 from distributor.launch.one_time_warnings import warn_if_source_changed
 from distributor.launch.spark.environments import prepared_here
@@ -31,7 +32,6 @@ from distributor.serialization.outcome import Value
 from distributor.serialization.program import in_file
 from distributor.wire.messages import NodeWarning
 
-LOOPBACK = "127.0.0.1"
 NODE = 0
 """The number of the only node of a local run."""
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, Protocol
 
+from distributor.errors import ExecutorNotReady
 from distributor.wire import protocol
 from distributor.wire.connection import connect
 from distributor.wire.listener import Peer, Run, listen
@@ -29,6 +30,10 @@ DIGEST_THREADS = 4
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 60.0  # seconds without progress after which a transfer fails
 _OFFSET = struct.Struct(">Q")
+
+
+class ProgramNotReceived(ExecutorNotReady):
+    """A node has not got a large program over a link, so that Spark has to send it."""
 
 
 class Block(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distributor.node.agent.activity import ActivityMonitor
-from distributor.node.agent.listener import BaseAgentListener
+from distributor.node.agent.listener import AgentListener
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports CPU times")
 
@@ -25,7 +25,7 @@ for _ in sys.stdin:
 """A process that uses the CPU for 0.1 s for each line that it reads."""
 
 
-class Listener(BaseAgentListener):
+class Listener(AgentListener):
     def __init__(self) -> None:
         self.idle: list[float] = []
 

@@ -14,7 +14,7 @@ from support.waiting import until
 
 from distributor.launch.programs import program_of
 from distributor.node.agent.agent import Agent
-from distributor.node.agent.listener import BaseAgentListener
+from distributor.node.agent.listener import AgentListener
 from distributor.node.process import zygote
 from distributor.node.process.spawner import Process, Spawner, StartLimit
 from distributor.node.share import NodeShare
@@ -24,7 +24,7 @@ from distributor.serialization.program import in_file
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-class Recorder(BaseAgentListener):
+class Recorder(AgentListener):
     """Records the ranks that fail; at the first failure it kills rank 0."""
 
     def __init__(self, rank_0_is_active: Path) -> None:

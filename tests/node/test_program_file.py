@@ -15,10 +15,18 @@ from support.hubs import SECRET
 
 from distributor.node.share import NodeShare
 from distributor.node.spark_task import program_file as module
-from distributor.node.spark_task.program_file import ProgramNotReceived, program_file
+from distributor.node.spark_task.program_file import program_file
 from distributor.node.spark_task.task_spec import ProgramFile
 from distributor.wire.messages import ProgramRelay, ProgramSource, ProgramStored, ProgramWanted
-from distributor.wire.transfer import CHUNK, BlockServer, MemoryBlock, block_secret, digest, receive
+from distributor.wire.transfer import (
+    CHUNK,
+    BlockServer,
+    MemoryBlock,
+    ProgramNotReceived,
+    block_secret,
+    digest,
+    receive,
+)
 
 CONTENT = os.urandom(2 * CHUNK + 5)
 NAME = f"distributor-program-{digest(MemoryBlock([CONTENT]), len(CONTENT))}"

@@ -16,7 +16,7 @@ from distributor.errors import (
     ValueTooLarge,
 )
 from distributor.launch.spark.application_end import NEXT, RESTART
-from distributor.node.spark_task.program_file import ProgramNotReceived
+from distributor.wire.transfer import ProgramNotReceived
 
 SET_PYTHON = (
     "Set PYSPARK_PYTHON (spark.pyspark.python for spark-submit and distributor run) to a Python "

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distributor.core.addresses import bare, joined, split_address
-from distributor.launch.local import LOOPBACK
+from distributor.core.addresses import LOOPBACK, bare, joined, split_address
 from distributor.launch.output.messages import warn
 from distributor.launch.spark.session import Session
 from distributor.node.agent.network import source_address

@@ -42,13 +42,13 @@ from distributor.launch.spark.session import Session
 from distributor.launch.spark.spark_job import SparkJob
 from distributor.launch.spark.task_starts import TaskStarts
 from distributor.launch.spark.user_modules import hint, ship_modules
-from distributor.node.spark_task.program_file import ProgramNotReceived
 from distributor.node.spark_task.result_rows import ROW_SCHEMA, late_output_in, values_in
 from distributor.node.spark_task.task_spec import ProgramFile, TaskSpec
 from distributor.run.spec import RunSpec
 from distributor.serialization.program import Program
 from distributor.wire.sealing import rank_secret
 from distributor.wire.spark_error_payload import failures_in, timeout_in
+from distributor.wire.transfer import ProgramNotReceived
 
 TASK = "distributor.node.spark_task.task:run"
 """The function that each task runs."""

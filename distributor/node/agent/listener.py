@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from distributor.node.agent.output.sink import Sink
 from distributor.serialization.outcome import Failure
+from distributor.wire.messages import Source
+
+
+class Sink(Protocol):
+    """Receives what ranks print and report."""
+
+    def write(self, rank: int, source: Source, data: bytes) -> None: ...
+
+    def has_room(self) -> bool:
+        """Return whether the sink can take more now; if not, the bytes stay in the rank's file."""
 
 
 class AgentListener(Sink, Protocol):
@@ -40,28 +49,3 @@ class AgentListener(Sink, Protocol):
 
     def on_sigterm(self) -> None:
         """Called when a rank that subscribes to preemption notices has received SIGTERM."""
-
-
-class BaseAgentListener:
-    """An `AgentListener` that ignores all events; subclasses override those they need."""
-
-    def on_ranks_started(self) -> None:
-        pass
-
-    def on_rank_failed(self, failure: Failure) -> None:
-        pass
-
-    def on_idle(self, seconds: float) -> None:
-        pass
-
-    def on_stacks(self, stacks: dict[int, str]) -> None:
-        pass
-
-    def on_work_done(self) -> None:
-        pass
-
-    def on_preemption_subscribed(self) -> None:
-        pass
-
-    def on_sigterm(self) -> None:
-        pass

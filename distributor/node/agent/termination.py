@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from distributor.node.agent.output.sink import Sink
+from distributor.node.agent.listener import Sink
 from distributor.node.agent.worker_handle import WorkerHandle
 from distributor.node.worker.stacks import append_stacks, dump_stacks
 from distributor.serialization.outcome import Value

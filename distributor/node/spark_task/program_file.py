@@ -23,16 +23,19 @@ from distributor.node.spark_task.shipped_files import program_on_this_node, spar
 from distributor.node.spark_task.task_spec import ProgramFile, TaskSpec
 from distributor.serialization.program import in_file
 from distributor.wire.messages import ProgramRelay, ProgramStored, ProgramWanted
-from distributor.wire.transfer import ArrivingBlock, BlockServer, block_secret, digest, receive
+from distributor.wire.transfer import (
+    ArrivingBlock,
+    BlockServer,
+    ProgramNotReceived,
+    block_secret,
+    digest,
+    receive,
+)
 
 KEPT = 4
 """How many large programs a folder keeps: those that were used last."""
 PREFIX = "distributor-program-"
 """Followed by the program's digest, by which a node recognizes that it was not changed."""
-
-
-class ProgramNotReceived(ExecutorNotReady):
-    """A node has not got a large program over a link, so that Spark has to send it."""
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from distributor.core.redaction import Redaction
-from distributor.node.agent.output.sink import Sink
+from distributor.node.agent.listener import Sink
 from distributor.node.agent.output.system_metrics import SystemMetrics
 from distributor.node.agent.worker_handle import STANDARD_STREAMS, WorkerHandle
 from distributor.rank import messages
