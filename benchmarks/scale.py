@@ -170,9 +170,9 @@ def _follow_run(crowd: _Crowd) -> float:
     """Follow the run as the driver does, with a hub and a controller; return the start time."""
     from distributor.control.controller import Controller
     from distributor.control.run import Attempt, Handle, NodesEnded, Run
-    from distributor.launch.output.sink import DriverSink, Listeners
-    from distributor.launch.programs import program_of
-    from distributor.launch.settings import Settings
+    from distributor.control.sink import DriverSink, Listeners
+    from distributor.programs.programs import program_of
+    from distributor.run.settings import Settings
     from distributor.run.spec import RunSpec
     from distributor.wire.hub import Hub
 

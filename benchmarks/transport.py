@@ -53,8 +53,8 @@ def chunks(spark: Any, frame: Any) -> Iterator[Attempt]:
     """Pack the rows in a job before; move chunks to the nodes. This is what the package does."""
     from distributor.control.cancellation import Cancellation
     from distributor.data import from_spark
-    from distributor.launch.call_site import CallSite
-    from distributor.launch.spark.datasets.collection import Datasets
+    from distributor.launchers.spark.datasets.collection import Datasets
+    from distributor.spark.call_site import CallSite
 
     datasets = Datasets([replace(from_spark(frame, equal=False), name="rows")])
     with datasets.opened("benchmark", CallSite.of_caller("benchmark"), None, Cancellation()):

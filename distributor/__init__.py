@@ -1,6 +1,7 @@
 """Run a PyTorch function or script on many ranks, on this machine or on a Spark cluster."""
 
 from distributor import runtime
+from distributor.control.future import RunFuture
 from distributor.control.stack_requests import stacks
 from distributor.deepspeed_distributor import DeepspeedTorchDistributor
 from distributor.diagnosis import doctor
@@ -18,13 +19,12 @@ from distributor.errors import (
     ValueTooLarge,
     WorkerDied,
 )
-from distributor.launch.future import RunFuture
-from distributor.launch.local import cool_down
-from distributor.launch.run_listener import Listener
+from distributor.launchers.local import cool_down
 from distributor.prepared_run import warm_up
 from distributor.rank.messages import Progress, Reported
 from distributor.serialization.outcome import load_value
 from distributor.serverless import distributed
+from distributor.settings.listener import Listener
 from distributor.torch_distributor import TorchDistributor
 from distributor.version import __version__
 

@@ -17,13 +17,13 @@ from distributor.core.spelling import Spelling, suggestion
 from distributor.core.text import printable
 from distributor.diagnosis.settings import Wanted
 from distributor.errors import WorkerDied
-from distributor.launch.application import application, check_application
-from distributor.launch.output.screen import SCREEN
-from distributor.launch.programs import module_of, program_of
-from distributor.launch.setting_fields import help_of, setting_fields
-from distributor.launch.setting_types import check_num_processes, read_pair
-from distributor.launch.settings import Settings
 from distributor.node.worker.stacks import append_stacks
+from distributor.programs.programs import module_of, program_of
+from distributor.run.settings import Settings
+from distributor.screen.screen import SCREEN
+from distributor.settings.fields import help_of, setting_fields
+from distributor.settings.types import check_num_processes, read_pair
+from distributor.spark.application import application, check_application
 from distributor.torch_distributor import TorchDistributor
 from distributor.version import __version__
 

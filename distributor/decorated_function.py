@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
-from distributor.launch.future import RunFuture
-from distributor.launch.programs import check_arguments
+from distributor.control.future import RunFuture
+from distributor.programs.programs import check_arguments
 from distributor.serialization.pickle_diagnostics import name_of
 from distributor.torch_distributor import TorchDistributor
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from distributor.core.spelling import Spelling, check_names
-from distributor.launch.programs import instead_of_keywords
-from distributor.launch.setting_fields import documented
-from distributor.launch.setting_types import check_bool, check_count
-from distributor.launch.settings import Settings
+from distributor.programs.programs import instead_of_keywords
+from distributor.run.settings import Settings
 from distributor.serialization.program import Argument, FileArgument, Program
+from distributor.settings.fields import documented
+from distributor.settings.types import check_bool, check_count
 from distributor.torch_distributor import TorchDistributor
 
 

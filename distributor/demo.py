@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
 from distributor.core.extras import require_spark
-from distributor.launch.spark.log_quieting import no_warning
+from distributor.spark.log_quieting import no_warning
 from distributor.torch_distributor import TorchDistributor
 
 JAVA = 17

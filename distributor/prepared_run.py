@@ -19,21 +19,21 @@ from distributor.core.redaction import Redaction
 from distributor.core.text import printable
 from distributor.data.dataframes import DatasetFinder
 from distributor.errors import DistributorError
-from distributor.launch.call_site import CallSite
-from distributor.launch.local import LocalLauncher, prepare_zygote
-from distributor.launch.one_time_warnings import warn_once
-from distributor.launch.output.labels import RunLabel
-from distributor.launch.output.messages import warn
-from distributor.launch.programs import program_of
-from distributor.launch.setting_fields import setting
-from distributor.launch.setting_types import RANKS, SWITCH, check_num_processes, option
-from distributor.launch.settings import Settings, forwarded_env, gpu_type_of, ignored_settings
-from distributor.launch.spark.datasets.arguments import check_datasets, datasets_of
-from distributor.launch.spark.plan import plan_cluster, plan_local
-from distributor.launch.spark.session import Session
+from distributor.launchers.local import LocalLauncher, prepare_zygote
+from distributor.launchers.spark.datasets.arguments import check_datasets, datasets_of
+from distributor.programs.programs import program_of
+from distributor.run.settings import Settings, forwarded_env, gpu_type_of, ignored_settings
 from distributor.run.spec import RunSpec, new_run_id
+from distributor.screen.labels import RunLabel
+from distributor.screen.messages import warn
+from distributor.screen.one_time_warnings import warn_once
 from distributor.serialization.code_search import call_mentions, script_mentions
 from distributor.serialization.program import Program, Script
+from distributor.settings.fields import setting
+from distributor.settings.types import RANKS, SWITCH, check_num_processes, option
+from distributor.spark.call_site import CallSite
+from distributor.spark.plan import plan_cluster, plan_local
+from distributor.spark.session import Session
 from distributor.tracking.recorder import Recorder
 from distributor.tracking.run import (
     TrackedRun,
@@ -172,7 +172,7 @@ def plan(settings: PlannedSettings, min_processes: int, max_processes: int) -> P
         gpus = local.gpus if settings.use_gpu or spelling.hides_gpus else None
         return Planned(LocalLauncher(gpus), count, count)
     session = Session.require_active()
-    from distributor.launch.spark.launcher import SparkLauncher  # which needs pyarrow and NumPy
+    from distributor.launchers.spark.launcher import SparkLauncher  # which needs pyarrow and NumPy
 
     cluster = plan_cluster(session, max_processes, settings.use_gpu, settings.pool)
     return Planned(SparkLauncher(session, cluster), max_processes, cluster.num_tasks)

@@ -12,12 +12,12 @@ from typing import Any, ParamSpec, TypeVar, overload
 from distributor.core.gpus import GPUType
 from distributor.core.spelling import Spelling, check_names
 from distributor.decorated_function import DistributedFunction, Launcher, decorator_of
-from distributor.launch.output.messages import warn
-from distributor.launch.setting_fields import documented
-from distributor.launch.setting_types import check_bool, check_gpu_type
-from distributor.launch.settings import Settings
-from distributor.launch.spark.plan import driver_gpus
-from distributor.launch.spark.session import Session
+from distributor.run.settings import Settings
+from distributor.screen.messages import warn
+from distributor.settings.fields import documented
+from distributor.settings.types import check_bool, check_gpu_type
+from distributor.spark.plan import driver_gpus
+from distributor.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
 
 P = ParamSpec("P")

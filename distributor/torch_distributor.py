@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
+from distributor.control.future import RunFuture, start_run
 from distributor.core.spelling import Spelling, checks_keywords
 from distributor.data.dataframes import DatasetFinder, from_spark, get_spark_partition_data_loader
-from distributor.launch.future import RunFuture, start_run
-from distributor.launch.setting_fields import documented
-from distributor.launch.spark.session import Session
 from distributor.prepared_run import PlannedSettings, prepare_run
+from distributor.settings.fields import documented
+from distributor.spark.session import Session
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -16,7 +16,7 @@ from support.waiting import until
 from distributor import TorchDistributor, UnpicklableError, WorkerDied, train
 from distributor._compat.pyspark import jobs_with_tag
 from distributor.control import attempts
-from distributor.run import retry_policy
+from distributor.policies import retry_policy
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from distributor import TorchDistributor, UnpicklableError, distributed
-from distributor.launch.one_time_warnings import warn_once
+from distributor.screen.one_time_warnings import warn_once
 
 FOLDER = Path(__file__).parent
 NAN, INFINITY = float("nan"), float("inf")

@@ -21,7 +21,7 @@ from support.waiting import assert_gone, until
 
 import distributor
 from distributor import ExecutorNotReady, StartTimeout, TorchDistributor, cleaning
-from distributor.launch.local import cool_down
+from distributor.launchers.local import cool_down
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]

@@ -12,9 +12,9 @@ from conftest import needs_java, needs_late_threads
 from support.driver_process import driver, read_pids
 from support.waiting import assert_gone
 
+from distributor.control import future
 from distributor.control.cancellation import Cancellation
-from distributor.launch import future
-from distributor.launch.future import RunFuture
+from distributor.control.future import RunFuture
 
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 

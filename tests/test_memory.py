@@ -15,7 +15,7 @@ from support.waiting import until
 
 from distributor.core import resources
 from distributor.core.resources import ContainerMemory, container_memory
-from distributor.launch.spark.capacity.container_memory import container_shortage
+from distributor.launchers.spark.capacity.container_memory import container_shortage
 from distributor.node.agent import memory
 from distributor.node.agent.memory import MIB, memory_warnings, min_memory
 

@@ -119,7 +119,7 @@ import importlib.machinery, importlib.metadata, importlib.util, json, logging, o
 import subprocess, sys
 from pyspark.sql import SparkSession
 from distributor import TorchDistributor
-from distributor.launch.programs import module_of
+from distributor.programs.programs import module_of
 
 here, mebibyte = pathlib.Path.cwd(), 2**20
 native = pathlib.Path(importlib.util.find_spec("_bisect").origin)

@@ -39,8 +39,15 @@ LAYERS = [
     {"filesystems", "rank"},
     {"serialization"},
     {"wire"},
+    {"link", "policies"},
     {"data", "node"},
-    {"launch"},
+    {"screen"},
+    {"spark"},
+    {"settings"},
+    {"programs"},
+    {"run"},
+    {"control"},
+    {"launchers"},
     {"runtime", "tracking"},
     {"prepared_run"},
     {"torch_distributor"},
@@ -57,7 +64,7 @@ COMPAT = "distributor._compat"
 DOCUMENTED = {"_exit", "_fields"}
 """Names of the standard library that begin with an underscore and are documented."""
 
-EXECUTOR_SIDE = {"_compat", "core", "rank", "serialization", "wire", "node"}
+EXECUTOR_SIDE = {"_compat", "core", "rank", "serialization", "wire", "link", "policies", "node"}
 """The parts that a node imports."""
 
 
@@ -116,12 +123,14 @@ def test_the_graph_has_known_imports() -> None:
     """Otherwise the next two tests could not fail."""
     known = graph()
     assert len(known) > 20
-    assert "distributor.node.agent.agent" in known["distributor.launch.local"]
-    assert "distributor.launch.spark.launcher" in known["distributor.prepared_run"], "in a function"
+    assert "distributor.node.agent.agent" in known["distributor.launchers.local"]
+    assert "distributor.launchers.spark.launcher" in known["distributor.prepared_run"], (
+        "in a function"
+    )
     assert "distributor.serialization.pickling" in known["distributor.node.worker.main"], (
         "from a package"
     )
-    assert layer("distributor") > layer("distributor.launch.local") > layer("distributor.errors")
+    assert layer("distributor") > layer("distributor.launchers.local") > layer("distributor.errors")
 
 
 def test_nothing_imports_upward() -> None:
@@ -255,7 +264,7 @@ def test_an_import_leaves_the_environment_as_it_was() -> None:
         """
         import os
         before = dict(os.environ)
-        import distributor.launch.spark.launcher
+        import distributor.launchers.spark.launcher
         print(dict(os.environ) == before)
         """
     )
@@ -304,8 +313,13 @@ def test_runs_without_torch(tmp_path: Path) -> None:
 
 
 def test_modules_on_executors_need_neither_pyspark_nor_torch() -> None:
-    names = [name for name in modules() if name.count(".") and name.split(".")[1] in EXECUTOR_SIDE]
-    assert {"distributor.node.spark_task.task", "distributor.wire.link"} < set(names)
+    names = [
+        name
+        for name in modules()
+        if (name.split(".")[1:2] and name.split(".")[1] in EXECUTOR_SIDE)
+        or name.startswith("distributor.launchers.spark.task")
+    ]
+    assert {"distributor.launchers.spark.task.task", "distributor.wire.link"} < set(names)
     output = python(
         f"""
         BLOCKED = {HEAVY!r}
@@ -399,7 +413,7 @@ def test_each_setting_is_documented_once() -> None:
         line = field.metadata["text"].splitlines()[0]
         assert line in (TorchDistributor.__doc__ or "")
         source = "".join(path.read_text() for path in PACKAGE.glob("*.py"))
-        source += (PACKAGE / "launch" / "settings.py").read_text()
+        source += (PACKAGE / "run" / "settings.py").read_text()
         assert source.count(line) == 1, line
 
 

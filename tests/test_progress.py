@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from distributor import TorchDistributor, runtime
-from distributor.launch.output.run_progress import RunProgress
-from distributor.launch.spark.hub_address import HubAddress
+from distributor.launchers.spark.hub_address import HubAddress
 from distributor.rank.messages import Progress, Reader
+from distributor.screen.run_progress import RunProgress
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
@@ -43,7 +43,7 @@ def test_without_a_link_progress_arrives_at_the_end(
 ) -> None:
     elsewhere = HubAddress(bound="127.0.0.1", advertised="127.0.0.2")
     monkeypatch.setattr(
-        "distributor.launch.spark.launcher.choose_hub_address", lambda *_: elsewhere
+        "distributor.launchers.spark.launcher.choose_hub_address", lambda *_: elsewhere
     )
     ranks = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120)
 

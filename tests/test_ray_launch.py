@@ -32,11 +32,11 @@ from support.waiting import assert_gone, until
 
 import distributor.air
 from distributor import DistributorError, ExecutorNotReady, RunTimeout, air, runtime, serverless_gpu
-from distributor.launch.one_time_warnings import warn_once
 from distributor.node.agent.worker_env import RANK_VARIABLES
 from distributor.node.process.scratch import create_elsewhere, remove_scratch
 from distributor.ray import RayFunction, ray_launch
 from distributor.ray.program import RayProgram
+from distributor.screen.one_time_warnings import warn_once
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -33,7 +33,7 @@ MANY_RUNS = """
     RUNS, TURNS = int(sys.argv[1]), sys.argv[2]
     sys.path.append(sys.argv[3])
     from support.waiting import comes_true
-    from distributor import TorchDistributor
+    from distributor import TorchDistributor, warm_up
 
 
     def train(run, order):
@@ -86,6 +86,7 @@ MANY_RUNS = """
     me = psutil.Process()
     orders = random.Random(20240229)
     distributor = TorchDistributor(4, local_mode=True, use_gpu=False, timeout=120)
+    warm_up(distributor)
     [zygote] = me.children()
     before, zeros_turns = state(), set()
     for run in range(RUNS):
@@ -216,7 +217,7 @@ def test_zygotes_on_executors_end_with_the_session(run_driver: Any) -> None:
 
         from pyspark.sql import SparkSession
 
-        from distributor import TorchDistributor
+        from distributor import TorchDistributor, warm_up
 
         builder = SparkSession.builder.master("local-cluster[2,1,1024]")
         spark = builder.config("spark.ui.enabled", "false").getOrCreate()
@@ -278,7 +279,7 @@ def test_timeout_counts_from_when_the_ranks_have_started(
 HANGING_RUNS = """
     import sys
 
-    from distributor import TorchDistributor
+    from distributor import TorchDistributor, warm_up
 
 
     def hang():

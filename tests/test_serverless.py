@@ -18,8 +18,8 @@ from support.waiting import assert_gone, until
 
 from distributor import UnpicklableError, distributed, runtime, serverless, serverless_gpu
 from distributor.core.gpus import GPUType, describe, is_of_type
-from distributor.launch.one_time_warnings import warn_once
 from distributor.ray import ray_launch
+from distributor.screen.one_time_warnings import warn_once
 from distributor.serverless_gpu import compute, launcher
 from distributor.serverless_gpu import runtime as their_runtime
 

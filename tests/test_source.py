@@ -20,8 +20,8 @@ from conftest import facts_in, needs_java
 from support.packages import HIDING_TORCH
 
 import distributor
-from distributor.launch.spark.package_shipping import _own_source
 from distributor.source import digest_of, files_of, own_spec, state_of
+from distributor.spark.package_shipping import _own_source
 
 PACKAGE = Path(distributor.__file__).resolve().parent
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -38,8 +38,7 @@ def older_in(folder: Path) -> Path:
     """Make a copy with the same version number whose messages have other fields."""
     copy_to(folder)
     messages, channel = (
-        folder / "distributor" / name
-        for name in ("wire/messages.py", "node/spark_task/hub_channel.py")
+        folder / "distributor" / name for name in ("wire/messages.py", "node/node.py")
     )
     messages.write_text(re.sub(r"\n    (software|warnings): .*", "", messages.read_text()))
     channel.write_text(
@@ -101,7 +100,7 @@ def check():
     module = types.ModuleType("distributor.source")
     exec(text, vars(module))
     replaced = module.import_drivers_source(digest, lambda: archive)
-    import distributor.node.spark_task.task
+    import distributor.launchers.spark.task.task
     from distributor.wire.messages import NodeUp
     return replaced, distributor.__file__, NodeUp("host", {}).software == {}
 
@@ -251,7 +250,7 @@ def test_executors_with_an_older_copy_run_the_drivers(
     """
     ours = copy_to(tmp_path / "ours")
     older = older_in(tmp_path / "older")
-    (older / "sitecustomize.py").write_text("import distributor.node.spark_task.task")
+    (older / "sitecustomize.py").write_text("import distributor.launchers.spark.task.task")
     python = tmp_path / "python"
     path = shlex.quote(os.pathsep.join([str(older), HIDING_TORCH]))
     python.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {shlex.quote(sys.executable)} "$@"\n')

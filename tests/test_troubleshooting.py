@@ -24,9 +24,9 @@ from support.waiting import until
 from distributor import DistributorError, NodeLost, TorchDistributor, ValueTooLarge, train
 from distributor.control import outcomes
 from distributor.control.cancellation import Cancellation
-from distributor.node.spark_task import program_file as program_file_module
-from distributor.node.spark_task.program_file import program_file
-from distributor.node.spark_task.task_spec import ProgramFile
+from distributor.launchers.spark.task import program_file as program_file_module
+from distributor.launchers.spark.task.program_file import program_file
+from distributor.launchers.spark.task.task_spec import ProgramFile
 from distributor.train.storage.files import read_share
 from distributor.train.storage.manifest import StoredFile
 from distributor.train.torch import TorchTrainer

@@ -9,12 +9,11 @@ from typing import Any
 
 from distributor.control.controller import Controller
 from distributor.control.run import Attempt, Launcher, Relaunch, Run
+from distributor.control.sink import DriverSink, Listeners
 from distributor.control.stack_requests import register_run
 from distributor.core.text import counted, listed
 from distributor.errors import DistributorError
-from distributor.launch.output.messages import notify, warn
-from distributor.launch.output.sink import DriverSink, Listeners
-from distributor.run.retry_policy import (
+from distributor.policies.retry_policy import (
     LONG_ATTEMPT,
     FailedAttempt,
     FailedAttempts,
@@ -22,6 +21,7 @@ from distributor.run.retry_policy import (
     pause_before_next,
     reason_to_stop,
 )
+from distributor.screen.messages import notify, warn
 from distributor.serialization.outcome import (
     Failure,
     Outcome,

@@ -10,24 +10,24 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from distributor.control.nodes import Nodes
 from distributor.control.outcomes import Outcomes
 from distributor.control.program_distribution import ProgramDistribution
 from distributor.control.rendezvous import RendezvousDecision, Way
 from distributor.control.run import Attempt, Handle, NodeEnded, NodesEnded
+from distributor.control.sink import DriverSink
 from distributor.core.states import StateMachine, Table
 from distributor.core.text import listed
 from distributor.core.versions import check_alike, pickling_software
 from distributor.errors import NodeLost, RunStalled, RunTimeout, StartTimeout
-from distributor.launch.one_time_warnings import warn_about_nodes
-from distributor.launch.output.messages import notify, warn
-from distributor.launch.output.sink import DriverSink
 from distributor.node.worker.stacks import append_stacks
-from distributor.run.deadlines import Deadlines
-from distributor.run.failure_grace import FailureGracePeriod
-from distributor.run.stalls import Stall, StallWatch
+from distributor.policies.deadlines import Deadlines
+from distributor.policies.failure_grace import FailureGracePeriod
+from distributor.policies.stalls import Stall, StallWatch
+from distributor.screen.messages import notify, warn
+from distributor.screen.one_time_warnings import warn_about_nodes
 from distributor.serialization.outcome import Outcome
 from distributor.wire import messages
 from distributor.wire.hub import HERE, LOST, Lost
@@ -278,26 +278,28 @@ class Controller:
     def _check_deadlines(self, now: float) -> None:
         late = self._rendezvous.late_nodes if now > self._deadlines.start else set()
         passed = self._deadlines.passed(now, all_started=not late)
+        if passed is None or not self._fire(RunEvent.DEADLINE_PASSED):
+            return
         if passed == "start":
-            self._raise_timeout(
-                StartTimeout(f"After start_timeout, still starting: {self._nodes.describe(late)}.")
-            )
-        elif passed == "end":
-            busy = self._nodes.describe(self._nodes.working) or "no known node"
-            seconds = self._attempt.settings.timeout
-            self._raise_timeout(
-                RunTimeout(
-                    f"The run took longer than its timeout of {seconds:g} s. Still busy: {busy}."
-                )
-            )
+            late_text = self._nodes.describe(late)
+            stacks = self._await_stacks()
+            reported = self._ending.timed_out if self._ending else None
+            if isinstance(reported, StartTimeout):
+                raise reported  # the node knows what has not started
+            text = f"After start_timeout, still starting: {late_text}."
+            raise StartTimeout(append_stacks(text, stacks), stacks=stacks)
+        stacks = self._await_stacks(await_end=True)
+        text = (
+            f"The run took longer than its timeout of {self._attempt.settings.timeout:g} s. "
+            f"Still busy: {self._busy()}."
+        )
+        raise RunTimeout(append_stacks(text, stacks), stacks=stacks)
 
-    def _raise_timeout(self, error: StartTimeout | RunTimeout) -> NoReturn:
-        self._fire(RunEvent.DEADLINE_PASSED)
-        stacks = self._await_stacks(await_end=isinstance(error, RunTimeout))
-        reported = self._ending.timed_out if self._ending else None
-        if isinstance(error, StartTimeout) and isinstance(reported, StartTimeout):
-            raise reported  # the node knows what has not started
-        raise type(error)(append_stacks(str(error), stacks), stacks=stacks)
+    def _busy(self) -> str:
+        """Return the ranks that are at work, as far as their stacks are known."""
+        nodes = sorted(self._nodes.working)
+        texts = [self._nodes.describe_ranks(node, self._stacks.get(node, ())) for node in nodes]
+        return ", ".join(texts) or "no known node"
 
     def _check_stall(self, now: float) -> None:
         """Show where the ranks are if all of them have been idle for too long."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from distributor.errors import RunCancelled
-from distributor.launch.output.messages import notify
+from distributor.screen.messages import notify
 
 CHECKPOINT_TIMEOUT = 300.0
 """Seconds for the ranks to report a checkpoint. The sender of SIGTERM may send SIGKILL sooner."""

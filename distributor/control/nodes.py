@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection, Container
 
+from distributor.core.text import listed
 from distributor.core.versions import Software
 from distributor.wire.messages import NodeUp, NodeWarning
 
@@ -101,6 +102,12 @@ class Nodes:
     def describe(self, nodes: set[int]) -> str:
         """Return the ranks and hosts of nodes that have been up."""
         return ", ".join(f"{self._describe(node)} on {self.hosts[node]}" for node in sorted(nodes))
+
+    def describe_ranks(self, node: int, ranks: Collection[int]) -> str:
+        """Return the ranks of a node that are at work, with its host."""
+        if len(ranks) in (0, self._ranks_per_node):
+            return self.describe({node})
+        return f"{listed('rank', sorted(ranks))} on {self.hosts[node]}"
 
     def ranks_on(self, hosts: Container[str]) -> dict[str, list[int]]:
         """Return the ranks of the nodes that have been up, by host, for some hosts."""

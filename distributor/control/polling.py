@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from distributor.control.cancellation import Cancellation
-from distributor.launch.output.messages import notify
+from distributor.screen.messages import notify
 
 REMINDER_SECONDS = 5.0
 """Seconds until the first message about a wait; each further interval is twice as long."""

@@ -15,17 +15,17 @@ from distributor.control.stack_requests import StackRequests
 from distributor.core.addresses import port_range
 from distributor.core.node_settings import NodeSettings
 from distributor.errors import DistributorError, RunTimeout, StartTimeout
-from distributor.launch.call_site import CallSite
-from distributor.launch.output.labels import RunLabel
-from distributor.launch.output.messages import LOGGER, notify
-from distributor.launch.output.run_progress import RunProgress
-from distributor.launch.run_listener import Listener
-from distributor.launch.settings import Settings
 from distributor.link.node_link import Links
-from distributor.node.share import NodeShare
+from distributor.node.agent.share import NodeShare
+from distributor.policies.stalls import activity_interval
+from distributor.run.settings import Settings
 from distributor.run.spec import RunSpec
-from distributor.run.stalls import activity_interval
+from distributor.screen.labels import RunLabel
+from distributor.screen.messages import LOGGER, notify
+from distributor.screen.run_progress import RunProgress
 from distributor.serialization.outcome import Failure, Value
+from distributor.settings.listener import Listener
+from distributor.spark.call_site import CallSite
 from distributor.wire.messages import Output
 
 

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from distributor.core.paths import absolute
-from distributor.launch.setting_fields import NOT_GIVEN
+from distributor.settings.fields import NOT_GIVEN
 
 if TYPE_CHECKING:
     from distributor.diagnosis.report import Report
@@ -74,8 +74,8 @@ def doctor(
 
     from distributor.diagnosis.examination import examine_cluster, examine_here
     from distributor.diagnosis.settings import Wanted
-    from distributor.launch.setting_types import check_bool
-    from distributor.launch.spark.session import Session
+    from distributor.settings.types import check_bool
+    from distributor.spark.session import Session
 
     check_bool("local_mode", local_mode)
     path = None if storage_path is None else absolute(storage_path, "storage_path")

@@ -10,16 +10,16 @@ from dataclasses import replace
 from distributor.core.addresses import bare, resolve
 from distributor.core.spelling import Spelling
 from distributor.diagnosis.report import Check, failure, ok, warning
-from distributor.launch.spark.capacity.container_memory import container_shortage
-from distributor.launch.spark.error_translation import SET_PYTHON
-from distributor.launch.spark.plan import (
+from distributor.launchers.spark.capacity.container_memory import container_shortage
+from distributor.spark.error_translation import SET_PYTHON
+from distributor.spark.plan import (
     EXECUTOR_GPUS,
     TASK_GPUS,
     ClusterPlan,
     assigns_gpus,
     plan_cluster,
 )
-from distributor.launch.spark.session import Session
+from distributor.spark.session import Session
 
 DYNAMIC, SPECULATION = "spark.dynamicAllocation.enabled", "spark.speculation"
 TLS, IGNORE_TLS = "spark.ssl.enabled", "pytorch.spark.distributor.ignoreSsl"

@@ -50,18 +50,18 @@ from distributor.diagnosis.report import (
 from distributor.diagnosis.services import check_tracking, shared_marker, tracking_uri
 from distributor.diagnosis.settings import Wanted
 from distributor.errors import DistributorError
-from distributor.launch.call_site import CallSite
-from distributor.launch.output.messages import shown_from
-from distributor.launch.spark.capacity.executors import Executors
-from distributor.launch.spark.capacity.slot_shortage import why_few_slots
-from distributor.launch.spark.capacity.slots import Slots
-from distributor.launch.spark.error_translation import explain, more_slots
-from distributor.launch.spark.hub_address import choose_hub_address
-from distributor.launch.spark.log_quieting import quiet
-from distributor.launch.spark.package_shipping import barrier_frame
-from distributor.launch.spark.plan import ClusterPlan
-from distributor.launch.spark.session import Session
-from distributor.launch.spark.spark_job import SparkJob
+from distributor.launchers.spark.capacity.executors import Executors
+from distributor.launchers.spark.capacity.slot_shortage import why_few_slots
+from distributor.launchers.spark.capacity.slots import Slots
+from distributor.launchers.spark.hub_address import choose_hub_address
+from distributor.screen.messages import shown_from
+from distributor.spark.call_site import CallSite
+from distributor.spark.error_translation import explain, more_slots
+from distributor.spark.log_quieting import quiet
+from distributor.spark.package_shipping import barrier_frame
+from distributor.spark.plan import ClusterPlan
+from distributor.spark.session import Session
+from distributor.spark.spark_job import SparkJob
 from distributor.torch_distributor import TorchDistributor
 
 LOCAL_RANKS = 2

@@ -18,8 +18,8 @@ from distributor.diagnosis.machine import Machine, examine
 from distributor.diagnosis.network import DRIVER, NetworkPath, Probe, ProbeServer
 from distributor.diagnosis.report import Check
 from distributor.diagnosis.services import check_storage, check_tracking
+from distributor.launchers.spark.task.detour import hosts_of
 from distributor.node.agent.network import routable_address
-from distributor.node.spark_task.detour import hosts_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

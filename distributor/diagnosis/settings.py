@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from distributor.launch.defaults import complete
-from distributor.launch.setting_fields import setting, setting_fields
-from distributor.launch.setting_types import (
+from distributor.run.settings import Settings
+from distributor.settings.defaults import complete
+from distributor.settings.fields import setting, setting_fields
+from distributor.settings.types import (
     HOST,
     NUMBER,
     PORT,
@@ -17,7 +18,6 @@ from distributor.launch.setting_types import (
     option,
     optional,
 )
-from distributor.launch.settings import Settings
 
 _COUNT = SettingType("int", optional(check_count), (NUMBER,))
 _OF_RUNS = {field.name: field.metadata["default"] for field in setting_fields(Settings)}

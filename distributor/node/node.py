@@ -24,13 +24,13 @@ from distributor.errors import ExecutorNotReady, StartTimeout
 from distributor.link.node_link import NodeLink, NoLink
 from distributor.node.agent.agent import Agent
 from distributor.node.agent.network import listen_for_ranks
+from distributor.node.agent.share import NodeShare
 from distributor.node.agent.worker_env import common_environment
 from distributor.node.lifecycle import NodeEvent, NodeLifecycle, NodeState
 from distributor.node.process import zygote
 from distributor.node.process.spawner import Interpreter, StartLimit
 from distributor.node.process.zygote import ZygoteSpec
-from distributor.node.share import NodeShare
-from distributor.run.failure_grace import DRIVER_FIRST_SECONDS
+from distributor.policies.failure_grace import DRIVER_FIRST_SECONDS
 from distributor.serialization.outcome import Failure, Outcome
 from distributor.wire.messages import (
     Failed,

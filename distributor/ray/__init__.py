@@ -11,20 +11,20 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, overload
 
+from distributor.control.future import RunFuture
 from distributor.core.extras import install_command
 from distributor.core.gpus import GPUType
 from distributor.data.dataframes import DatasetFinder
 from distributor.decorated_function import DecoratedFunction, decorator_of
-from distributor.launch.future import RunFuture
-from distributor.launch.one_time_warnings import warn_once
-from distributor.launch.programs import check_arguments, check_runs
-from distributor.launch.setting_fields import documented
-from distributor.launch.setting_types import check_num_processes
-from distributor.launch.settings import Settings
-from distributor.launch.spark.session import Session
+from distributor.programs.programs import check_arguments, check_runs
 from distributor.ray.node import TEMP_DIR_VARIABLE, why_no_ray
 from distributor.ray.program import RayProgram
+from distributor.run.settings import Settings
+from distributor.screen.one_time_warnings import warn_once
 from distributor.serverless import launcher_of
+from distributor.settings.fields import documented
+from distributor.settings.types import check_num_processes
+from distributor.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
 
 __all__ = ["RayFunction", "ray_launch", "require_ray"]

@@ -1,1 +1,1 @@
-"""What a run is, and the policies of its attempts: functions of events and time, without I/O."""
+"""What a user wants of a run: its settings and its program."""

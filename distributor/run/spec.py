@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distributor.launch.settings import Settings
+from distributor.run.settings import Settings
 from distributor.serialization.program import Program
 
 

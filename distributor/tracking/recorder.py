@@ -17,10 +17,10 @@ from distributor.core.mlflow_env import SERVER_ERRORS
 from distributor.core.redaction import Redaction
 from distributor.core.text import counted, printable
 from distributor.errors import RunCancelled
-from distributor.launch.output.labels import RunLabel
-from distributor.launch.output.messages import notify, warn
-from distributor.launch.run_listener import Listener
 from distributor.rank.messages import Progress
+from distributor.screen.labels import RunLabel
+from distributor.screen.messages import notify, warn
+from distributor.settings.listener import Listener
 from distributor.tracking.run import ANSWER_SECONDS, TrackedRun, call_with_deadline, first_line
 from distributor.wire.messages import Stream
 

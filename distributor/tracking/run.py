@@ -32,7 +32,7 @@ from distributor.core.mlflow_env import (
     USE_NOT_DETECTED,
 )
 from distributor.errors import DistributorError
-from distributor.launch.output.messages import warn
+from distributor.screen.messages import warn
 from distributor.version import __version__
 
 T = TypeVar("T")

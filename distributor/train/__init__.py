@@ -14,7 +14,7 @@ from distributor.core.extras import require_arrow
 
 require_arrow("distributor.train")
 
-from distributor.launch.setting_types import check_bool, instance_of, must_be, optional
+from distributor.settings.types import check_bool, instance_of, must_be, optional
 from distributor.train.config import (
     BackendConfig,
     CheckpointConfig,

@@ -16,8 +16,9 @@ from typing import Any, ClassVar, Literal
 
 from distributor.core.checkpoint_config import check_name
 from distributor.core.spelling import checks_keywords
-from distributor.launch.one_time_warnings import warn_once
-from distributor.launch.setting_types import (
+from distributor.run.spec import new_run_id
+from distributor.screen.one_time_warnings import warn_once
+from distributor.settings.types import (
     check_bool,
     check_env,
     check_gpu_type,
@@ -31,7 +32,6 @@ from distributor.launch.setting_types import (
     number_of,
     optional,
 )
-from distributor.run.spec import new_run_id
 from distributor.train.datasets import DataConfig
 from distributor.train.storage.checkpoint import Checkpoint
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distributor.core.spelling import suggestion
 from distributor.data.dataframes import SparkDataset, is_dataframe
-from distributor.launch.setting_types import any_of, in_, instance_of, must_be
+from distributor.settings.types import any_of, in_, instance_of, must_be
 from distributor.train.runtime.session import session
 
 if TYPE_CHECKING:

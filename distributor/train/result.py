@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from distributor.filesystems import resolve
-from distributor.launch.setting_types import in_, must_be
+from distributor.settings.types import in_, must_be
 from distributor.train.storage.checkpoint import Checkpoint
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import Manifest

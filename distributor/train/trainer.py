@@ -15,14 +15,14 @@ from distributor.core.paths import absolute
 from distributor.core.spelling import Spelling, checks_keywords, suggestion
 from distributor.data.dataframes import DatasetFinder, ShardReference
 from distributor.errors import RunCancelled
-from distributor.launch.call_site import CallSite
-from distributor.launch.output.messages import notify, shown_from
-from distributor.launch.run_listener import Listener
-from distributor.launch.setting_types import check_listeners, instance_of, must_be
-from distributor.launch.spark.session import Session
 from distributor.rank.context import worker_context
 from distributor.rank.messages import Reported
 from distributor.run.spec import new_run_id
+from distributor.screen.messages import notify, shown_from
+from distributor.settings.listener import Listener
+from distributor.settings.types import check_listeners, instance_of, must_be
+from distributor.spark.call_site import CallSite
+from distributor.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
 from distributor.train.config import (
     InvalidArgument,
@@ -434,7 +434,7 @@ def _shards_in_process(datasets: Mapping[str, Any]) -> Iterator[Mapping[str, Dat
         yield datasets
         return
     from distributor.data.chunk_file import open_shard
-    from distributor.launch.spark.datasets.collection import Datasets
+    from distributor.launchers.spark.datasets.collection import Datasets
 
     opened = Datasets(finder.datasets)
     call_site = CallSite.of_caller("TorchTrainer")

@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
+from distributor.control.future import RunFuture
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.core.spelling import Spelling
 from distributor.errors import RunCancelled, RunTimeout
-from distributor.launch.future import RunFuture
-from distributor.launch.output.messages import notify, warn
-from distributor.launch.programs import check_runs, program_of
-from distributor.launch.run_listener import Listener
-from distributor.launch.setting_types import check_bool, check_timeout, instance_of, must_be
-from distributor.launch.spark.plan import GPUS_OF_NESTED_RUNS, driver_gpus
-from distributor.launch.spark.session import Session
 from distributor.prepared_run import plan
+from distributor.programs.programs import check_runs, program_of
 from distributor.rank.messages import Reported
+from distributor.screen.messages import notify, warn
 from distributor.serialization.pickle_diagnostics import name_of
+from distributor.settings.listener import Listener
+from distributor.settings.types import check_bool, check_timeout, instance_of, must_be
+from distributor.spark.plan import GPUS_OF_NESTED_RUNS, driver_gpus
+from distributor.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
 from distributor.train.config import UnsupportedParameter
 from distributor.train.storage.checkpoint import Checkpoint, ReportedCheckpointStatus

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from distributor.launch.programs import check_runs
-from distributor.launch.setting_types import must_be
+from distributor.programs.programs import check_runs
 from distributor.rank.devices import device
 from distributor.serialization.pickle_diagnostics import name_of
+from distributor.settings.types import must_be
 from distributor.train.config import InvalidArgument, TorchConfig
 from distributor.train.runtime.session import InProcessRun, needs_process_group, session
 from distributor.train.storage.checkpoint import Checkpoint

@@ -33,7 +33,7 @@ def error_of_task(spark: Any, body: str, barrier: bool = True) -> str:
     """Return the text of the error of a job whose task runs these lines."""
     lines = "".join(f"\n    {line}" for line in [*body.splitlines(), "yield from batches"])
     names: dict[str, Any] = {"__name__": "__main__"}  # so that it is pickled by value
-    exec(compile(f"def task(batches):{lines}", "node/spark_task/task.py", "exec"), names)
+    exec(compile(f"def task(batches):{lines}", "launchers/spark/task/task.py", "exec"), names)
     with python_executable(spark.sparkContext, sys.executable):
         frame = one_row(spark).mapInArrow(names["task"], "id long", barrier=barrier)
     with pytest.raises(Exception) as error:  # noqa: PT011
@@ -44,7 +44,7 @@ def error_of_task(spark: Any, body: str, barrier: bool = True) -> str:
 def test_an_exception_of_a_task(spark: Any) -> None:
     text = error_of_task(spark, "raise ValueError('this is why')")
     with relies_on("pyspark", "the text of a task's exception", "spark_texts.END_OF_ERROR"):
-        error = r"spark_task/task\.py.*\n(\w[\w.]*: .*?)" + spark_texts.END_OF_ERROR
+        error = r"spark/task/task\.py.*\n(\w[\w.]*: .*?)" + spark_texts.END_OF_ERROR
         assert found_in(text, error) == "ValueError: this is why"
 
 

@@ -16,6 +16,7 @@ from distributor import TorchDistributor
 from distributor.control import controller, polling, rendezvous
 from distributor.control.controller import Controller
 from distributor.control.run import Attempt, Handle, NodesEnded, NodeStarts, Run
+from distributor.control.sink import DriverSink, Listeners
 from distributor.errors import (
     DistributorError,
     ExecutorNotReady,
@@ -23,12 +24,11 @@ from distributor.errors import (
     RunTimeout,
     StartTimeout,
 )
-from distributor.launch.output.sink import DriverSink, Listeners
-from distributor.launch.programs import program_of
-from distributor.launch.spark import task_starts
-from distributor.launch.spark.task_starts import TaskStarts
-from distributor.run.deadlines import UNLINKED_SECONDS
-from distributor.run.failure_grace import LATE_START_SECONDS
+from distributor.launchers.spark import task_starts
+from distributor.launchers.spark.task_starts import TaskStarts
+from distributor.policies.deadlines import UNLINKED_SECONDS
+from distributor.policies.failure_grace import LATE_START_SECONDS
+from distributor.programs.programs import program_of
 from distributor.run.spec import RunSpec
 from distributor.serialization.outcome import Failure, Origin, Outcome
 from distributor.wire.hub import Hub

@@ -120,14 +120,17 @@ def test_a_deadline_shows_the_stacks_of_all_nodes(
 
 
 def test_a_node_that_does_not_start_ends_the_attempt_at_start_timeout() -> None:
-    class Stopped(ProcessLauncher):
-        def start(self, attempt, deadline):  # type: ignore[no-untyped-def]
-            context = super().start(attempt, deadline)
-            threading.Timer(0.05, lambda: self.processes[1].send_signal(signal.SIGSTOP)).start()
-            return context
+    launcher = ProcessLauncher()
 
-    with pytest.raises(StartTimeout, match=r"nothing was received from task 1|host1"):
-        distribute(Stopped(), 2, identity, start_timeout=4)
+    def stop() -> None:
+        until(lambda: 1 in launcher.processes, "it is there", WAIT)
+        launcher.processes[1].send_signal(signal.SIGSTOP)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    with pytest.raises(StartTimeout, match="After start_timeout, "):
+        distribute(launcher, 2, identity, start_timeout=3)
+    stopper.join()
 
 
 def test_a_listener_that_raises_ends_the_ranks_of_all_nodes(tmp_path: Path) -> None:

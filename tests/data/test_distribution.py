@@ -21,10 +21,10 @@ from distributor.data.chunk_file import ChunkSource, write_chunks
 from distributor.data.epochs import Epoch, Order
 from distributor.data.formats import table_format
 from distributor.data.source import Equal
-from distributor.launch.call_site import CallSite
-from distributor.launch.spark.datasets import chunked_dataset
-from distributor.launch.spark.datasets.collection import Datasets
-from distributor.launch.spark.datasets.distribution import NODE_COLUMNS
+from distributor.launchers.spark.datasets import chunked_dataset
+from distributor.launchers.spark.datasets.collection import Datasets
+from distributor.launchers.spark.datasets.distribution import NODE_COLUMNS
+from distributor.spark.call_site import CallSite
 
 pytestmark = pytest.mark.spark
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distributor.diagnosis.configuration import configuration_checks
-from distributor.launch.spark.session import Session
+from distributor.spark.session import Session
 
 KUBERNETES = {"spark.master": "k8s://https://api:6443"}
 YARN = {"spark.master": "yarn"}

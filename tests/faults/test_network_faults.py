@@ -164,8 +164,8 @@ import json, logging, time
 from unittest import mock
 from pyspark.sql import SparkSession
 from distributor import TorchDistributor
-from distributor.launch.spark import launcher
-from distributor.launch.spark.hub_address import HubAddress
+from distributor.launchers.spark import launcher
+from distributor.launchers.spark.hub_address import HubAddress
 
 class Warnings(logging.Handler):
     def emit(self, record):

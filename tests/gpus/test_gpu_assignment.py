@@ -82,7 +82,7 @@ def test_without_gpus_per_task_the_job_requests_them(
     facts, _ = run_gpu_driver(
         """
         import pyspark
-        from distributor.launch.spark.session import Session
+        from distributor.spark.session import Session
         from pyspark import TaskContext
         from pyspark.resource import ResourceProfileBuilder
 

@@ -12,7 +12,7 @@ from support.waiting import until
 
 from distributor import TorchDistributor
 from distributor._compat.pyspark import java_context
-from distributor.launch.call_site import CallSite
+from distributor.spark.call_site import CallSite
 
 PROGRAM = """
 def start():

@@ -14,10 +14,10 @@ import pytest
 from support.settings_table import ADMIN_DEFAULTS, defaults_table, settings_table
 
 from distributor import TorchDistributor
-from distributor.launch.defaults import CACHE_DIR, conf_cache_dir
-from distributor.launch.setting_fields import admin_defaults
-from distributor.launch.settings import Settings
-from distributor.launch.spark.session import Session
+from distributor.run.settings import Settings
+from distributor.settings.defaults import CACHE_DIR, conf_cache_dir
+from distributor.settings.fields import admin_defaults
+from distributor.spark.session import Session
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 VALUES = {  # three texts of a variable or Spark property for each, with the setting's value

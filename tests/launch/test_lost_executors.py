@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from distributor.errors import ApplicationEnded, NodeLost
-from distributor.launch.spark.error_translation import explain
+from distributor.spark.error_translation import explain
 
 FAILED = (
     "An error occurred while calling o469.collectToPython.\n: org.apache.spark.SparkException: Job "

@@ -13,9 +13,9 @@ from support.driver_output import DriverOutput
 
 import distributor
 from distributor.core.text import counted, listed
-from distributor.launch.output.messages import notify, warn
-from distributor.launch.output.run_progress import RunProgress
-from distributor.run.retry_policy import FailedAttempt
+from distributor.policies.retry_policy import FailedAttempt
+from distributor.screen.messages import notify, warn
+from distributor.screen.run_progress import RunProgress
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def test_a_notebook_is_written_to_in_few_pieces(driver: DriverOutput) -> None:
 
 
 IN_A_CELL = """
-from distributor.launch.output.console import Console
+from distributor.screen.console import Console
 console = Console(lambda rank: True)
 console.write(0, "stderr", b"\\r10% of all")
 console.write(0, "stderr", b"\\r20%")

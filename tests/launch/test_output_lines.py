@@ -10,8 +10,8 @@ from typing import Any, TextIO
 import pytest
 from support.driver_output import Chunk, DriverOutput, Notebook, Terminal, on_screen
 
-from distributor.launch.output.console import Console
-from distributor.launch.output.messages import notify
+from distributor.screen.console import Console
+from distributor.screen.messages import notify
 
 
 @pytest.fixture

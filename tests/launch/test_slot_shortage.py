@@ -16,11 +16,11 @@ from support.waiting import until
 
 from distributor import TorchDistributor
 from distributor.errors import StartTimeout
-from distributor.launch.call_site import CallSite
-from distributor.launch.spark.error_translation import explain
-from distributor.launch.spark.session import Session
-from distributor.launch.spark.spark_job import SparkJob
-from distributor.node.spark_task.result_rows import ROW_SCHEMA
+from distributor.launchers.spark.task.result_rows import ROW_SCHEMA
+from distributor.spark.call_site import CallSite
+from distributor.spark.error_translation import explain
+from distributor.spark.session import Session
+from distributor.spark.spark_job import SparkJob
 
 pytestmark = pytest.mark.spark
 

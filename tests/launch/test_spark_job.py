@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from support.waiting import SOON, until
 
-from distributor.launch.call_site import CallSite
-from distributor.launch.spark.session import Session
-from distributor.launch.spark.spark_job import SparkJob
-from distributor.node.spark_task.result_rows import ROW_SCHEMA
+from distributor.launchers.spark.task.result_rows import ROW_SCHEMA
+from distributor.spark.call_site import CallSite
+from distributor.spark.session import Session
+from distributor.spark.spark_job import SparkJob
 
 pytestmark = pytest.mark.spark
 

@@ -8,9 +8,9 @@ import logging
 import pytest
 from support.driver_output import DriverOutput, Notebook, Terminal, on_screen
 
-from distributor.launch.output.console import Console
-from distributor.launch.output.labels import RunLabel
-from distributor.launch.output.messages import notify, warn
+from distributor.screen.console import Console
+from distributor.screen.labels import RunLabel
+from distributor.screen.messages import notify, warn
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_two_runs_share_the_status_line(driver: DriverOutput) -> None:
 def test_a_message_is_above_the_status_line(
     driver: DriverOutput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distributor.launch.output.messages.SCREEN", driver.shared)
+    monkeypatch.setattr("distributor.screen.messages.SCREEN", driver.shared)
     screen = driver.screen(Terminal)
     driver.status = "train, 00:06"
     driver.tick(after=2.0)

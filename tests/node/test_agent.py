@@ -12,12 +12,12 @@ from typing import Any
 import cloudpickle
 from support.waiting import until
 
-from distributor.launch.programs import program_of
 from distributor.node.agent.agent import Agent
 from distributor.node.agent.listener import AgentListener
+from distributor.node.agent.share import NodeShare
 from distributor.node.process import zygote
 from distributor.node.process.spawner import Process, Spawner, StartLimit
-from distributor.node.share import NodeShare
+from distributor.programs.programs import program_of
 from distributor.serialization.outcome import Failure
 from distributor.serialization.program import in_file
 

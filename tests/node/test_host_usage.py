@@ -13,7 +13,7 @@ import pytest
 from conftest import facts_in
 
 from distributor.core import resources
-from distributor.node.agent.output import host_usage
+from distributor.node.agent import host_usage
 
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -59,7 +59,7 @@ def test_a_container_without_network_interfaces_has_no_traffic(
 RECORDED = """
 import json, sys, mlflow
 from distributor import TorchDistributor
-from distributor.node.agent.output import system_metrics
+from distributor.node.agent import system_metrics
 
 def train(run_id):
     import mlflow, time
@@ -90,8 +90,8 @@ if __name__ == "__main__":
 def test_usage_is_read_without_psutil() -> None:
     program = (
         "import sys; sys.modules['psutil'] = None\n"
-        "from distributor.node.agent.output import system_metrics\n"
-        "from distributor.node.agent.output.host_usage import read_host_usage\n"
+        "from distributor.node.agent import system_metrics\n"
+        "from distributor.node.agent.host_usage import read_host_usage\n"
         "print(read_host_usage().memory_used)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -8,7 +8,7 @@ import pytest
 from support.machines import small_disk, why_not_mounted
 
 from distributor import TorchDistributor
-from distributor.node.agent.output.log_files import GAP_MARKER, LogFiles
+from distributor.node.agent.log_files import GAP_MARKER, LogFiles
 
 WHY_NOT = why_not_mounted()
 needs_mounts = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)

@@ -17,7 +17,7 @@ import torch
 
 from distributor import TorchDistributor
 from distributor.core.versions import release
-from distributor.launch.spark.session import Session
+from distributor.spark.session import Session
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 RENAMES_PROCESSES = release(torch.__version__) == (2, 4)

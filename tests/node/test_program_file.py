@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from support.hubs import SECRET
 
-from distributor.node.share import NodeShare
-from distributor.node.spark_task import program_file as module
-from distributor.node.spark_task.program_file import program_file
-from distributor.node.spark_task.task_spec import ProgramFile
+from distributor.launchers.spark.task import program_file as module
+from distributor.launchers.spark.task.program_file import program_file
+from distributor.launchers.spark.task.task_spec import ProgramFile
+from distributor.node.agent.share import NodeShare
 from distributor.wire.messages import ProgramRelay, ProgramSource, ProgramStored, ProgramWanted
 from distributor.wire.transfer import (
     CHUNK,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distributor.node.spark_task.result_rows import REPORTS_PART, UnsentReports, unpacked
+from distributor.launchers.spark.task.result_rows import REPORTS_PART, UnsentReports, unpacked
 from distributor.wire.messages import Output
 
 MANY = 2**40

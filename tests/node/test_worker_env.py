@@ -19,7 +19,6 @@ import torch
 from distributor import TorchDistributor
 from distributor.core.versions import release
 from distributor.errors import ExecutorNotReady
-from distributor.launch.spark.plan import driver_gpus
 from distributor.node.agent import network
 from distributor.node.agent.network import (
     interface_of,
@@ -27,13 +26,14 @@ from distributor.node.agent.network import (
     routable_address,
     source_address,
 )
+from distributor.node.agent.share import NodeShare
 from distributor.node.agent.worker_env import (
     RANK_VARIABLES,
     node_order,
     rank_environment,
     visible_devices,
 )
-from distributor.node.share import NodeShare
+from distributor.spark.plan import driver_gpus
 
 DUMP = """
 import json, os, pathlib, sys

@@ -26,7 +26,7 @@ from support.zygotes import (
 )
 
 from distributor import TorchDistributor, warm_up
-from distributor.launch.local import cool_down
+from distributor.launchers.local import cool_down
 from distributor.node.process.supervisor import is_supported
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

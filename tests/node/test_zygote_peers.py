@@ -19,8 +19,7 @@ import pytest
 from support.waiting import assert_gone, until
 from support.zygotes import DEADLINE, held_run, local, zygote_of
 
-from distributor.launch.local import cool_down
-from distributor.launch.programs import program_of
+from distributor.launchers.local import cool_down
 from distributor.node.agent.worker_env import common_environment
 from distributor.node.process import zygote as zygote_module
 from distributor.node.process.fork_reset import ProcessAttributes
@@ -28,6 +27,7 @@ from distributor.node.process.scratch import new_scratch_path
 from distributor.node.process.spawner import StartLimit, WorkerSpec
 from distributor.node.process.supervisor import StartRank, SupervisedSpawner, is_supported
 from distributor.node.process.zygote import ShutDown, ZygoteSpec
+from distributor.programs.programs import program_of
 from distributor.serialization.oob_pickle import anonymous_file
 from distributor.serialization.outcome import Origin
 from distributor.serialization.program import in_file

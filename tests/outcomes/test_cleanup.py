@@ -34,6 +34,7 @@ from support.waiting import runs, until
 
 from distributor import (
     WorkerDied,
+    warm_up,
 )
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -229,6 +230,8 @@ def test_nothing_in_the_drivers_process_changes(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OF_THE_DRIVER", "1")
     distributor = distribute(2, env={"OF_THE_RANKS": "1"})
+    if distributor.local_mode:
+        warm_up(distributor)
     random.seed(1234)
     before, threads = state_of_this_process(), set(threading.enumerate())
     files, processes = open_files(), children()

@@ -38,7 +38,7 @@ from distributor import (
     UnpicklableError,
     WorkerDied,
 )
-from distributor.run import failure_grace
+from distributor.policies import failure_grace
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

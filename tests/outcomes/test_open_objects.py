@@ -17,7 +17,7 @@ import pytest
 from conftest import cluster_is_slow
 from support.ranks import Distribute
 
-from distributor.launch.programs import module_of
+from distributor.programs.programs import module_of
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

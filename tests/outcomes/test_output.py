@@ -30,9 +30,9 @@ from support.waiting import alive
 from distributor import RunTimeout, TorchDistributor, WorkerDied
 from distributor.control.controller import Controller
 from distributor.control.run import Attempt, Run
-from distributor.launch.programs import program_of
 from distributor.link.queue_link import QueueLinks
 from distributor.prepared_run import plan
+from distributor.programs.programs import program_of
 from distributor.run.spec import RunSpec
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -53,7 +53,7 @@ def test_the_frames_of_the_launcher_are_cut(distribute: Distribute, tmp_path: Pa
         distribute(1, log_dir=tmp_path).run(program)
     frames = traceback.extract_tb(caught.value.__traceback__)
     ours = [frame.name for frame in frames if "/distributor/" in frame.filename]
-    assert ours == ["run", "run"], "of TorchDistributor and PreparedRun"
+    assert ours == ["run", "start"], "of TorchDistributor and PreparedRun"
     [run] = tmp_path.iterdir()
     *_, cause, where, what = "".join(traceback.format_exception(caught.value)).splitlines()
     assert cause == "KeyError: 'lost'"

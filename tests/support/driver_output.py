@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from distributor.launch.output.console import Console
-from distributor.launch.output.screen import Screen
+from distributor.screen.console import Console
+from distributor.screen.screen import Screen
 from distributor.wire.messages import Stream
 
 Chunk = tuple[int, Stream, bytes]

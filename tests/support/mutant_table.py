@@ -82,7 +82,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a consequence waits for its cause",
-        "distributor/run/failure_grace.py",
+        "distributor/policies/failure_grace.py",
         "AFTER_COLLATERAL_SECONDS if failure.collateral",
         "AFTER_CAUSE_SECONDS if failure.collateral",
         ("run/test_failure_grace.py::test_the_period_ends_at_the_expected_time_and_not_before",),
@@ -210,21 +210,21 @@ MUTANTS: tuple[Mutant, ...] = (
     # Attempts
     Mutant(
         "preempted attempts do not count as failures",
-        "distributor/run/retry_policy.py",
+        "distributor/policies/retry_policy.py",
         "        count -= failed.num_preempted\n",
         "",
         ("train/test_preemption.py::test_preempted_attempts_are_not_counted_in_max_failures",),
     ),
     Mutant(
         "failures are counted exactly",
-        "distributor/run/retry_policy.py",
+        "distributor/policies/retry_policy.py",
         "if 0 <= limit < count else None",
         "if 0 <= limit <= count else None",
         ("test_attempts.py::test_failures_are_counted_exactly[local]",),
     ),
     Mutant(
         "an error that would repeat is not retried",
-        "distributor/run/retry_policy.py",
+        "distributor/policies/retry_policy.py",
         "if not is_retried or isinstance(last, NOT_RETRIED):",
         "if not is_retried:",
         ("test_attempts.py::test_a_failure_that_would_repeat_ends_the_run",),
@@ -470,7 +470,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # Deadlines and stalls
     Mutant(
         "start_timeout holds once nodes are up",
-        "distributor/run/deadlines.py",
+        "distributor/policies/deadlines.py",
         "if now > self.start and not all_started:",
         "if False and not all_started:",
         (
@@ -479,14 +479,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "timeout holds for a run without any link",
-        "distributor/run/deadlines.py",
+        "distributor/policies/deadlines.py",
         "self._end = started + self._timeout + UNLINKED_SECONDS",
         "pass",
         ("control/test_controller.py::test_a_run_without_a_link_ends_a_minute_after_its_timeout",),
     ),
     Mutant(
         "a cancelled run cancels its Spark job",
-        "distributor/launch/spark/spark_job.py",
+        "distributor/spark/spark_job.py",
         "spark.sparkContext.cancelJobsWithTag(self._tag)",
         "pass",
         ("launch/test_spark_job.py::test_a_job_is_cancelled_and_no_other_one_is",),
@@ -500,14 +500,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a stall needs idle ranks on all nodes",
-        "distributor/run/stalls.py",
+        "distributor/policies/stalls.py",
         "not nodes <= self._idle_since.keys()",
         "not nodes & self._idle_since.keys()",
         ("control/test_controller.py::test_a_stall_needs_idle_ranks_on_all_nodes",),
     ),
     Mutant(
         "a stall is warned of once",
-        "distributor/run/stalls.py",
+        "distributor/policies/stalls.py",
         "            self._has_warned = True\n",
         "            self._has_warned = False\n",
         ("test_stalls.py::test_each_stall_is_warned_of_once",),
@@ -530,7 +530,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # Output
     Mutant(
         "lines show their rank",
-        "distributor/launch/output/labels.py",
+        "distributor/screen/labels.py",
         'else f"[{rank}] "',
         'else ""',
         ("outcomes/test_output.py::test_odd_output_is_shown_and_logged[local]",),
@@ -579,28 +579,28 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a number of ranks is checked before the launch",
-        "distributor/launch/setting_types.py",
+        "distributor/settings/types.py",
         "if number <= 0:",
         "if number < 0:",
         ("test_bad_input.py::test_an_invalid_setting",),
     ),
     Mutant(
         "variables of the launcher are refused",
-        "distributor/launch/setting_types.py",
+        "distributor/settings/types.py",
         "if variable in RANK_VARIABLES:",
         "if False:",
         ("test_bad_input.py::test_an_invalid_setting",),
     ),
     Mutant(
         "a script that waits for its runs is idle",
-        "distributor/launch/future.py",
+        "distributor/control/future.py",
         "            concurrent.futures.wait(active)\n",
         "",
         ("test_exit.py::test_a_script_waits_for_its_runs_and_shows_their_errors",),
     ),
     Mutant(
         "a script waits for its runs",
-        "distributor/launch/future.py",
+        "distributor/control/future.py",
         "    before_thread_pools_end(_await_open_runs)\n",
         "    pass\n",
         ("test_exit.py::test_a_script_waits_for_its_runs_and_shows_their_errors",),
@@ -640,7 +640,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "modules that imported modules import are sent",
-        "distributor/launch/spark/user_modules.py",
+        "distributor/programs/user_modules.py",
         "wanted += _imports_of(found",
         "_ = _imports_of(found",
         ("test_modules.py::test_modules_that_imported_modules_import_are_sent",),

@@ -21,12 +21,12 @@ from distributor import NodeLost, TorchDistributor
 from distributor.control.attempts import run_attempts
 from distributor.control.run import Attempt, Handle, Launcher, NodeEnded, Run, share_of
 from distributor.core.versions import pickling_software
-from distributor.launch.programs import program_of
 from distributor.link.tcp_link import TcpLink
+from distributor.node.agent.share import NodeShare
 from distributor.node.lifecycle import NodeEvent
 from distributor.node.node import Node, NodeStopped, Provisions, run_node
 from distributor.node.process.spawner import Interpreter
-from distributor.node.share import NodeShare
+from distributor.programs.programs import program_of
 from distributor.run.spec import RunSpec
 from distributor.serialization.outcome import Value
 from distributor.serialization.program import Program, in_file

@@ -28,8 +28,8 @@ from pyspark.sql import SparkSession
 
 from distributor import TorchDistributor
 from distributor.control import rendezvous
-from distributor.launch.spark import launcher
-from distributor.launch.spark.hub_address import HubAddress
+from distributor.launchers.spark import launcher
+from distributor.launchers.spark.hub_address import HubAddress
 
 FOLDER = Path(sys.argv[2])
 """For all that a scenario reads and writes."""

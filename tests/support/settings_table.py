@@ -10,9 +10,9 @@ import dataclasses
 from typing import Any
 
 from distributor.cli import make_parser
-from distributor.launch.defaults import CACHE_DIR
-from distributor.launch.setting_fields import AdminDefault, admin_defaults
-from distributor.launch.settings import Settings
+from distributor.run.settings import Settings
+from distributor.settings.defaults import CACHE_DIR
+from distributor.settings.fields import AdminDefault, admin_defaults
 from support.pages import PAGES, fill_section
 
 SETTINGS = PAGES / "reference" / "settings.md"

@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from distributor import TorchDistributor, WorkerDied
-from distributor.launch.local import cool_down
+from distributor.launchers.local import cool_down
 from support.packages import HIDING_TORCH
 from support.waiting import SOON, alive, until
 

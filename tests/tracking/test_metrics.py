@@ -46,7 +46,7 @@ def test_system_metrics_of_a_node_are_recorded_under_its_name(
     source = f"""
         import json, mlflow
         from distributor import TorchDistributor
-        from distributor.node.agent.output import system_metrics
+        from distributor.node.agent import system_metrics
         system_metrics.SAMPLE_INTERVAL = 0.2
         mlflow.set_tracking_uri({server!r})
         run_id = mlflow.start_run(experiment_id={experiment!r}).info.run_id

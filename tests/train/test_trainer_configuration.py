@@ -14,7 +14,7 @@ from support import plain
 from support.training import here
 
 from distributor import Listener
-from distributor.launch.one_time_warnings import warn_once
+from distributor.screen.one_time_warnings import warn_once
 from distributor.train import (
     Checkpoint,
     CheckpointConfig,

@@ -16,19 +16,19 @@ from distributor.core.redaction import Redaction
 from distributor.errors import RunTimeout, StartTimeout
 from distributor.node.agent import termination
 from distributor.node.agent.activity import ActivityMonitor
+from distributor.node.agent.host_usage import has_host_usage
 from distributor.node.agent.listener import AgentListener
-from distributor.node.agent.output.host_usage import has_host_usage
-from distributor.node.agent.output.log_relay import LogRelay
-from distributor.node.agent.output.system_metrics import SystemMetrics
+from distributor.node.agent.log_relay import LogRelay
 from distributor.node.agent.rank_failures import failure_at_exit, redact
 from distributor.node.agent.rank_starter import RankStarter
+from distributor.node.agent.share import NodeShare
+from distributor.node.agent.system_metrics import SystemMetrics
 from distributor.node.agent.worker_handle import WorkerHandle
 from distributor.node.agent.worker_selector import WorkerSelector
 from distributor.node.process.spawner import Spawner
-from distributor.node.share import NodeShare
 from distributor.node.worker.stacks import append_stacks, dump_stacks
+from distributor.policies.failure_grace import FailureGracePeriod
 from distributor.rank import messages
-from distributor.run.failure_grace import FailureGracePeriod
 from distributor.serialization.outcome import Failure, Outcome, Value
 
 RELAY_INTERVAL = 0.05

@@ -10,11 +10,11 @@ from typing import BinaryIO
 
 from distributor.core.node_settings import NodeSettings
 from distributor.core.resources import local_folder
+from distributor.node.agent.share import NodeShare
 from distributor.node.agent.worker_env import rank_environment
 from distributor.node.agent.worker_handle import WorkerHandle
 from distributor.node.process.scratch import new_scratch_path
 from distributor.node.process.spawner import Spawner, WorkerSpec
-from distributor.node.share import NodeShare
 from distributor.serialization.oob_pickle import anonymous_file
 from distributor.wire.messages import Source
 

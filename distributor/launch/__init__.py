@@ -1,1 +1,0 @@
-"""What runs on the driver: plan, launch, watch and show."""

@@ -1,1 +1,0 @@
-"""What the driver shows: messages, the ranks' output and the progress line."""

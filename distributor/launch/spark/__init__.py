@@ -1,1 +1,0 @@
-"""Runs on the executors of a Spark session, as their driver sees them."""

@@ -1,0 +1,158 @@
+"""The launcher that runs all ranks on this machine: one node, on a thread of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from distributor.control.run import Attempt, Handle, Launcher, NodeEnded, Run, share_of
+from distributor.core.addresses import LOOPBACK
+from distributor.core.versions import pickling_software
+from distributor.link.queue_link import QueueLinks
+from distributor.node.agent.memory import memory_warnings
+from distributor.node.agent.node_warnings import node_warnings
+from distributor.node.agent.worker_env import common_environment
+from distributor.node.lifecycle import NodeEvent
+from distributor.node.node import Node, NodeStopped, Provisions, run_node
+from distributor.node.process import zygote
+from distributor.node.process.spawner import Interpreter
+from distributor.node.process.supervisor import is_supported
+from distributor.node.process.zygote import ZygoteSpec
+from distributor.programs.environments import prepared_here
+from distributor.programs.user_modules import folders_of, located_modules
+from distributor.rank.messages import SECRET_BYTES
+from distributor.screen.one_time_warnings import warn_if_source_changed
+from distributor.serialization.outcome import Value
+from distributor.serialization.program import in_file
+from distributor.wire.messages import NodeWarning
+
+NODE = 0
+"""The number of the only node of a local run."""
+
+
+@dataclass(frozen=True)
+class LocalLauncher(Launcher):
+    """Runs all ranks of an attempt on this machine.
+
+    Parameters
+    ----------
+    gpus : tuple of str or None
+        Entries for ``CUDA_VISIBLE_DEVICES``, one for each rank. If ranks use no GPUs, it is empty,
+        which hides all GPUs, or None, which leaves the variable as it is.
+    """
+
+    gpus: tuple[str, ...] | None
+
+    shares_disk = True
+
+    def training(self, num_ranks: int) -> str:
+        return f"local training with {num_ranks} processes"
+
+    def capacity(self, run: Run, silent: Collection[str]) -> int:
+        """Return the run's size, which the plan has adapted to this machine."""
+        return run.spec.num_processes
+
+    @contextlib.contextmanager
+    def start(self, attempt: Attempt, deadline: float) -> Iterator[Handle]:
+        warn_if_source_changed()
+        spec, settings, datasets = attempt.spec, attempt.settings, attempt.run.datasets
+        located = located_modules(spec.program, settings.py_modules)
+        links = QueueLinks()
+        with (
+            prepared_here(settings.environment, spec.env, deadline) as prepared,
+            in_file(replace(spec.program, located=located)) as program,
+        ):
+            provisions = Provisions(
+                prepared.interpreter if prepared else Interpreter.current(),
+                prepared.software if prepared else pickling_software(),
+                program,
+                datasets.file() if datasets else None,
+                (*node_warnings(), *_memory_warnings(attempt)),
+            )
+            node = self._node(attempt, deadline)
+            thread = threading.Thread(
+                target=_run_node, args=(node, provisions, links), name="node", daemon=True
+            )
+            thread.start()
+            try:
+                yield Handle(
+                    links=links,
+                    num_nodes=1,
+                    ranks_per_node=attempt.num_ranks,
+                    training=self.training(attempt.num_ranks),
+                )
+            finally:
+                thread.join()
+
+    def describe(self) -> dict[str, object]:
+        return {"mode": "local", "nodes": 1, "gpus": len(self.gpus or ())}
+
+    def _node(self, attempt: Attempt, deadline: float) -> Node:
+        share = share_of(attempt, 1, attempt.num_ranks, secrets.token_bytes(SECRET_BYTES))
+        modules = os.pathsep.join(folders_of(attempt.settings.py_modules))
+        return Node(
+            replace(
+                share,
+                start_timeout=max(0.0, deadline - time.monotonic()),
+                host=socket.gethostname(),
+                address=LOOPBACK,
+                gpus=self.gpus,
+                modules=modules,
+            )
+        )
+
+
+def _run_node(node: Node, provisions: Provisions, links: QueueLinks) -> None:
+    error: Exception | None = None
+    with node:
+        try:
+            node.open(links.connect(NODE, node.receive))
+            outcomes = run_node(node, contextlib.nullcontext(provisions), os.getpid())
+            if node.lifecycle.fire(NodeEvent.RANKS_ENDED):
+                node.link.deliver([each for each in outcomes if isinstance(each, Value)])
+                node.lifecycle.fire(NodeEvent.VALUES_DELIVERED)
+        except NodeStopped:
+            pass
+        except Exception as raised:
+            error = raised
+        finally:
+            links.post(NodeEnded(NODE, error))  # before the link is closed
+
+
+def _memory_warnings(attempt: Attempt) -> Iterator[NodeWarning]:
+    return memory_warnings(
+        attempt.num_ranks,
+        1,
+        warm=attempt.settings.warm and is_supported(),
+        is_warm=lambda: zygote.is_warm(os.getpid()),
+    )
+
+
+def prepare_zygote(num_ranks: int, env: Mapping[str, str], preload: Sequence[str]) -> None:
+    """Start this process's zygote in the background, for ranks with these variables."""
+    zygote.prepare(
+        ZygoteSpec(
+            owner=os.getpid(),
+            environment=common_environment(num_ranks, env, os.environ),
+            preload=tuple(preload),
+        )
+    )
+
+
+def cool_down() -> None:
+    """Shut down this process's zygote, if it has one. Active runs are unaffected.
+
+    The zygote is the warm process from which the ranks of local runs are forked. It also ends with
+    this process, or after half an hour without a run. The next run starts a new one.
+
+    Examples
+    --------
+    >>> distributor.cool_down()
+    """
+    zygote.shut_down(os.getpid())

@@ -1,0 +1,1 @@
+"""The launcher for Spark's executors."""

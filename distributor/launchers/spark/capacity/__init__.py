@@ -1,0 +1,1 @@
+"""Whether a cluster has room for a run."""

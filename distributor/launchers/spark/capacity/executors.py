@@ -1,0 +1,120 @@
+"""The executors of an application: how many tasks they can run, and how much they can return."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
+
+from distributor._compat import pyspark as private
+from distributor.launchers.spark.capacity.sizes import size_in_bytes
+from distributor.spark.session import Session
+
+HEAP_SHARE = 4
+"""A job's rows may take one part in so many of a heap."""
+
+_HOSTS: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
+"""The hosts of an application's executors, by their ids."""
+
+
+@dataclass(frozen=True)
+class Executors:
+    """The executors of a session's application.
+
+    A Spark Connect client does not know them: each method says what it returns then.
+
+    Parameters
+    ----------
+    session : Session
+        The session.
+    """
+
+    session: Session
+
+    def count(self) -> int:
+        """Return how many executors can take tasks; 0 through Connect.
+
+        Spark still knows executors that are lost while it waits for the reason.
+        """
+        if self.session.is_connect or self.session.is_local_master:
+            return 0
+        context = self.session.spark.sparkContext
+        ids = private.executor_ids(context)
+        return sum(private.is_executor_active(context, executor) for executor in ids)
+
+    def hosts(self) -> set[str]:
+        """Return the hosts of the executors, without the driver's; none through Connect."""
+        if self.session.is_connect:
+            return set()
+        hosts = private.executor_hosts(self.session.spark.sparkContext)
+        return set(hosts) - {self.session.conf("spark.driver.host")}
+
+    def leaving(self, hosts: Container[str] | None) -> dict[str, str]:
+        """Return the executors that Spark is about to end, with their hosts; none through Connect.
+
+        Parameters
+        ----------
+        hosts : container of str or None
+            Only executors on these hosts are returned; None for all.
+        """
+        if self.session.is_connect or self.session.is_local_master:
+            return {}
+        try:
+            context = self.session.spark.sparkContext
+            host_of = _HOSTS.setdefault(context, {})
+            ids = private.executor_ids(context)
+            for executor in ids:
+                if not host_of.get(executor):
+                    host_of[executor] = private.executor_host(context, executor)
+            on_hosts = [each for each in ids if hosts is None or host_of[each] in hosts]
+            return {
+                each: host_of[each]
+                for each in on_hosts
+                if not private.is_executor_active(context, each)
+            }
+        except Exception:
+            return {}  # the JVM has ended; the end of the job shows why
+
+    def slots(self, profile: Any = None) -> int | None:
+        """Return how many tasks the registered executors can run at once; None through Connect.
+
+        Parameters
+        ----------
+        profile : pyspark.resource.ResourceProfile, optional
+            What each task needs; by default the application's default profile.
+        """
+        if self.session.is_connect:
+            return None
+        return private.max_concurrent_tasks(self.session.spark.sparkContext, profile)
+
+    def max_slots(self) -> int | None:
+        """Return how many tasks the application can ever run at once by its configuration.
+
+        None if that depends on the cluster.
+        """
+        conf, master = self.session.conf, self.session.master
+        if self.session.is_local_master:
+            return self.slots()
+        cpus = int(conf("spark.task.cpus") or 1)
+        cores = conf("spark.executor.cores")
+        if found := re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,.*\]", master):
+            return int(found[1]) * (int(found[2]) // cpus)
+        if master.startswith("spark://") and (max_cores := conf("spark.cores.max")):
+            return int(max_cores) // cpus
+        if master.startswith(("yarn", "k8s://")):  # with Spark's defaults
+            return int(conf("spark.executor.instances") or 2) * (int(cores or 1) // cpus)
+        return None
+
+    def max_result_bytes(self) -> int:
+        """Return how many bytes a job can return to the driver as rows.
+
+        Spark refuses more than ``spark.driver.maxResultSize``. With small heaps it runs out of
+        memory long before, because both ends hold a task's rows several times over.
+        """
+        conf = self.session.conf
+        keys = ("spark.driver.memory", "spark.executor.memory")
+        heaps = [size_in_bytes(conf(key) or "1g", "m") // HEAP_SHARE for key in keys]
+        limit = size_in_bytes(conf("spark.driver.maxResultSize") or "1g", "b")
+        return min(heaps + ([limit] if limit else []))  # 0 means no limit

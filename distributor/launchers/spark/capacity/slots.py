@@ -1,0 +1,134 @@
+"""Waits until the executors have slots for a run's tasks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from distributor.control.cancellation import Cancellation
+from distributor.control.polling import Reminder, poll_until
+from distributor.errors import DistributorError, StartTimeout
+from distributor.launchers.spark.capacity.ended_executors import ended_executors
+from distributor.launchers.spark.capacity.executors import Executors
+from distributor.launchers.spark.capacity.slot_shortage import why_few_slots, why_not_started
+from distributor.spark.application_end import check_not_ended
+from distributor.spark.error_translation import more_slots
+from distributor.spark.plan import ClusterPlan
+from distributor.spark.session import Session
+from distributor.wire.protocol import DRIVER_LEASE_SECONDS
+
+REMOVAL_SECONDS = 240.0
+"""Seconds within which Spark notices, by its defaults, that an executor no longer answers."""
+STOPPED_SECONDS = DRIVER_LEASE_SECONDS + 10.0
+"""Seconds in which a node that does not reach the driver has stopped its ranks."""
+FEWER_SECONDS = 10.0
+"""Seconds to wait for slots for all ranks if fewer would do.
+
+Executors register in this time, also those that replace dead ones.
+"""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The executors' slots for the tasks of a plan.
+
+    Parameters
+    ----------
+    session : Session
+        The session.
+    plan : ClusterPlan
+        What the run needs.
+    """
+
+    session: Session
+    plan: ClusterPlan
+
+    @property
+    def profile(self) -> Any:
+        """The resource profile of the tasks; None for the application's default profile."""
+        gpus = self.plan.profile_gpus
+        return self.session.gpu_profile(gpus) if gpus else None
+
+    def await_all(self, deadline: float, cancellation: Cancellation, reminder: Reminder) -> None:
+        """Wait for slots for all tasks: a job that is submitted without them sleeps for 15 s.
+
+        Raises
+        ------
+        DistributorError
+            If the executors never have slots for all tasks.
+        StartTimeout
+            If the deadline has passed.
+        ApplicationEnded
+            If the application has ended.
+        RunCancelled
+            If the run was cancelled.
+        """
+        wanted, most = self.plan.num_tasks, Executors(self.session).max_slots()
+        if self._too_few(wanted) is None:
+            return
+        if most is not None and most < wanted:
+            master = self.session.master
+            raise DistributorError(
+                f"{wanted} barrier tasks are wanted at once, and the executors of {master} never "
+                f"have room for more than {most}. {more_slots(master)}"
+            )
+        with ended_executors(self.session) as describe_ended:
+
+            def shortage(slots: int) -> str:
+                return why_few_slots(self.session, self.plan, slots, describe_ended())
+
+            slots = poll_until(
+                lambda: self._too_few(wanted), deadline, cancellation, shortage, reminder
+            )
+            if slots is not None:
+                raise StartTimeout(shortage(slots))
+
+    def await_at_most(self, most: int, cancellation: Cancellation) -> int:
+        """Wait, for some seconds, for slots for so many tasks; return for how many there are."""
+        limit = Executors(self.session).max_slots()
+        wanted = most if limit is None else min(most, limit)
+        deadline = time.monotonic() + FEWER_SECONDS
+        slots = poll_until(lambda: self._too_few(wanted), deadline, cancellation)
+        return wanted if slots is None else slots
+
+    def await_removal(self, hosts: Collection[str], cancellation: Cancellation) -> None:
+        """Wait until Spark has removed the executors of hosts that no longer answer.
+
+        Until then Spark would start tasks there. Ranks there may still reach storage, so it also
+        waits until they have stopped by themselves.
+        """
+        stopped_at = time.monotonic() + (STOPPED_SECONDS if hosts else 0.0)
+
+        def in_use() -> set[str] | None:
+            left = Executors(self.session).hosts() & set(hosts)
+            return left or (set(hosts) if time.monotonic() < stopped_at else None)
+
+        poll_until(
+            in_use,
+            time.monotonic() + REMOVAL_SECONDS,
+            cancellation,
+            lambda left: (
+                f"Spark still counts on executors on {', '.join(sorted(left))}, or ranks may still "
+                "run there."
+            ),
+        )
+
+    def why_not_started(self, other_tasks: int) -> str:
+        """Return what may keep Spark from starting the tasks of the submitted job.
+
+        Parameters
+        ----------
+        other_tasks : int
+            How many tasks the application's other jobs run.
+        """
+        slots = Executors(self.session).slots(self.profile)
+        has_room = slots is not None and slots >= self.plan.num_tasks
+        return why_not_started(self.session, other_tasks, has_room=has_room)
+
+    def _too_few(self, wanted: int) -> int | None:
+        """Return how many slots there are if these are fewer than wanted."""
+        check_not_ended(self.session.spark)
+        slots = Executors(self.session).slots(self.profile)
+        return slots if slots is not None and slots < wanted else None

@@ -1,0 +1,1 @@
+"""DataFrames as the chunks of each node."""

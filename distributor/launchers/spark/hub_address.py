@@ -1,0 +1,88 @@
+"""Where the hub listens, and the address that the nodes connect to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distributor.core.addresses import LOOPBACK, bare, joined, split_address
+from distributor.node.agent.network import source_address
+from distributor.screen.messages import warn
+from distributor.spark.session import Session
+from distributor.wire.hub import Hub
+
+
+@dataclass(frozen=True)
+class HubAddress:
+    """Where the hub listens, and the address that the nodes connect to.
+
+    Parameters
+    ----------
+    bound, advertised : str
+        The address of this process that is bound, and the one that the nodes connect to.
+    port : int
+        The port; 0 for any free one.
+    chosen_by : str
+        The setting by which the user has chosen it; empty if there is none.
+    """
+
+    bound: str
+    advertised: str
+    port: int = 0
+    chosen_by: str = ""
+
+
+def choose_hub_address(session: Session, wanted: str | None, port: int = 0) -> HubAddress:
+    """Choose where the hub listens.
+
+    By default the hub listens at the address of Spark's driver alone. A Connect client runs on
+    another host, so it uses the address from which it reaches the driver.
+
+    Parameters
+    ----------
+    session : Session
+        The session.
+    wanted : str or None
+        ``hub_address``, as the user set it.
+    port : int
+        ``hub_port``, which a port in `wanted` replaces.
+    """
+    driver = bare(session.conf("spark.driver.host") or LOOPBACK)
+    bound = bare(session.conf("spark.driver.bindAddress") or driver)
+    if wanted is not None:
+        host, wanted_port = split_address("hub_address", wanted)
+        bound = bound if host == driver else host
+        return HubAddress(bound, host, wanted_port or port, "hub_address")
+    if session.is_connect:
+        bound = driver = _address_towards(driver)
+    return HubAddress(bound, driver, port, "hub_port" if port else "")
+
+
+def open_hub(address: HubAddress, secret: bytes) -> Hub:
+    """Open the hub.
+
+    If the user has not chosen the address and it cannot be bound, the run goes on without links:
+    the hub then listens at the loopback address, and the user is warned.
+
+    Raises
+    ------
+    OSError
+        If ``hub_address`` or ``hub_port`` cannot be bound.
+    """
+    try:
+        return Hub(address.bound, secret, port=address.port)
+    except OSError as error:
+        where = joined(address.bound, address.port or "(any port)")
+        if address.chosen_by:
+            raise OSError(
+                f"{address.chosen_by} cannot be bound at {where}: {error}. Name an address of "
+                "this machine that the executors can reach, and a port that is free (0 takes any)."
+            ) from error
+        warn(f"No hub at {where}: {error}. Ranks' output will not be shown here.")
+        return Hub(LOOPBACK, secret)
+
+
+def _address_towards(host: str) -> str:
+    try:
+        return source_address(host)
+    except OSError:
+        return LOOPBACK  # nodes on other hosts then have no link

@@ -1,0 +1,1 @@
+"""What ranks run: the user's program, modules and environment."""

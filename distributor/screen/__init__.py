@@ -1,0 +1,1 @@
+"""What the driver shows: console, status line and messages."""

@@ -1,0 +1,1 @@
+"""Types, fields and defaults of settings, and the interface of listeners."""

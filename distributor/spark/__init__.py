@@ -1,0 +1,1 @@
+"""Spark as this package uses it: sessions, plans, jobs and errors."""

@@ -1,0 +1,164 @@
+"""Starts a Spark application for the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from distributor.core.extras import require_spark
+from distributor.errors import DistributorError
+from distributor.screen.messages import notify
+from distributor.spark.log_quieting import no_warning
+
+MASTERS = (
+    r"local(\[([1-9]\d*|\*)(,\s*[1-9]\d*)?\])?",
+    r"local-cluster\[\s*[1-9]\d*\s*,\s*[1-9]\d*\s*,\s*[1-9]\d*\s*\]",
+    r"spark://[^/\s,:]+:\d+(,[^/\s,:]+:\d+)*",
+    r"spark://\[[0-9a-fA-F:]+\]:\d+",
+    r"k8s://\S+",
+    r"yarn",
+)
+CONNECT_TIMEOUT = 3.0
+"""Seconds for a standalone master to accept a connection."""
+STARTUP_CONF = {"spark.ui.showConsoleProgress": "false", "spark.log.level": "OFF"}
+"""Spark properties that keep Spark silent until the application has started."""
+
+
+def check_application(master: str | None, conf: Mapping[str, str]) -> None:
+    """Check everything that can be checked before Spark starts.
+
+    Parameters
+    ----------
+    master : str or None
+        The master's URL; None to use Spark's configuration.
+    conf : mapping of str to str
+        Spark properties.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If PySpark, or what it needs here, is not installed.
+    ValueError
+        If the URL is invalid, or the driver's Python is configured to be another one.
+    ConnectionError
+        If nothing accepts a connection at a standalone master's address.
+    """
+    require_spark()
+    if master is not None:
+        _check_form(master)
+        _check_reachable(master)
+    _check_driver_python(conf)
+
+
+@contextmanager
+def application(master: str | None, conf: Mapping[str, str]) -> Iterator[Any]:
+    """Start a Spark application, and stop it at the end.
+
+    Parameters
+    ----------
+    master : str or None
+        The master's URL; None to use Spark's configuration.
+    conf : mapping of str to str
+        Spark properties. ``spark.pyspark.python`` is the Python of the executors, as for
+        ``spark-submit``.
+
+    Raises
+    ------
+    DistributorError
+        If Spark cannot start. The message has the cause.
+    """
+    if python := conf.get("spark.pyspark.python"):
+        os.environ["PYSPARK_PYTHON"] = python  # PySpark does not read the property
+    spark = _start(master, conf)
+    try:
+        if "spark.log.level" not in conf:
+            spark.sparkContext.setLogLevel("ERROR")
+        if master is None:
+            notify(
+                f"No --master was given: Spark runs on {spark.sparkContext.master}, "
+                "from its configuration or by default."
+            )
+        yield spark
+    finally:
+        spark.stop()
+
+
+def _start(master: str | None, conf: Mapping[str, str]) -> Any:
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.appName("distributor")
+    if master is not None:
+        builder = builder.master(master)
+    for key, value in {**STARTUP_CONF, **conf}.items():
+        builder = builder.config(key, value)
+    try:
+        with no_warning():
+            return builder.getOrCreate()
+    except Exception as error:
+        where = f" on {master}" if master else ""
+        raise DistributorError(f"Spark could not start{where}: {_cause_of(error)}") from None
+
+
+def _cause_of(error: Exception) -> str:
+    """Return the first line of the cause, without the Java stack."""
+    java = getattr(error, "java_exception", None)
+    if java is None:
+        text = str(error)
+        if "JAVA_GATEWAY_EXITED" in text:
+            text += " Spark needs Java 17 or later; see its output above."
+    else:
+        while (cause := java.getCause()) is not None:
+            java = cause
+        text = java.toString()
+    return text.strip().partition("\n")[0]
+
+
+def _check_form(master: str) -> None:
+    if not any(re.fullmatch(form, master) for form in MASTERS):
+        raise ValueError(
+            f"--master is {master!r}, which is not a Spark master URL: expected "
+            "spark://HOST:PORT, yarn, k8s://URL, local[N] or local-cluster[N,CORES,MEGABYTES]."
+        )
+    if master == "yarn" and not {"HADOOP_CONF_DIR", "YARN_CONF_DIR"} & os.environ.keys():
+        raise ValueError(
+            "--master is 'yarn', but neither HADOOP_CONF_DIR nor YARN_CONF_DIR is set. Set one of "
+            "them to the folder with YARN's configuration."
+        )
+
+
+def _check_reachable(master: str) -> None:
+    """Check that a standalone master answers, because Spark would wait a minute for it."""
+    if not master.startswith("spark://"):
+        return
+    failures = []
+    for address in master.removeprefix("spark://").split(","):
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
+            return
+        except (OSError, OverflowError) as error:
+            failures.append(f"{address}: {error}")
+    raise ConnectionError(
+        f"No Spark master answers at {master} ({'; '.join(failures)}). Check --master, and that "
+        "the master is running and reachable from this machine."
+    )
+
+
+def _check_driver_python(conf: Mapping[str, str]) -> None:
+    """Check that the configured Python of the driver, if any, is that of this process."""
+    wanted = conf.get("spark.pyspark.driver.python")
+    if wanted is None:
+        return
+    found = Path(shutil.which(wanted) or wanted).absolute()
+    if found != Path(sys.executable).absolute():
+        raise ValueError(
+            f"spark.pyspark.driver.python is {wanted!r}, but the driver is this process, which "
+            f"runs {sys.executable}. To use the other Python: {wanted} -m distributor run ..."
+        )

@@ -1,0 +1,279 @@
+"""Plans a run by the resources of this machine or of Spark: how many tasks, and which GPUs."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+
+from distributor.core.gpus import gpu_names, missing_gpus
+from distributor.core.spelling import Message, Spelling
+from distributor.core.text import counted
+from distributor.node.agent.worker_env import mask_entries, visible_devices
+from distributor.screen.messages import warn
+from distributor.spark.session import Session
+
+TASK_GPUS = "spark.task.resource.gpu.amount"
+EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
+GPUS_OF_NESTED_RUNS = "DISTRIBUTOR_NESTED_GPUS"
+"""The variable of a rank that has the GPUs of runs that it starts; by default they are its own."""
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """Ranks on this machine.
+
+    Parameters
+    ----------
+    num_processes : int
+        How many ranks, at most as many as there are GPUs if GPUs are used.
+    gpus : tuple of str or None
+        Entries for ``CUDA_VISIBLE_DEVICES``; if there are none, every GPU is hidden. None leaves
+        the variable as it is.
+    """
+
+    num_processes: int
+    gpus: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """Barrier tasks on a Spark cluster, each of them one node of the run.
+
+    Parameters
+    ----------
+    num_tasks : int
+        The number of Spark tasks.
+    ranks_per_task : int
+        The number of ranks that each task starts.
+    use_gpu : bool
+        Whether ranks use the GPUs that Spark assigned to their task.
+    profile_gpus : int
+        The GPUs of each task in a resource profile, if the configuration requests none; else 0.
+    driver_gpus : tuple of str
+        With ``local[n]``, one of the driver's GPUs for each rank, because tasks have no GPUs of
+        their own there.
+    """
+
+    num_tasks: int
+    ranks_per_task: int
+    use_gpu: bool
+    profile_gpus: int = 0
+    driver_gpus: tuple[str, ...] = ()
+
+    def training(self, num_processes: int) -> str:
+        """Return how messages name a run of this size, as PySpark's class names it."""
+        return f"distributed training with {num_processes} executor processes"
+
+    def with_tasks(self, tasks: int) -> ClusterPlan:
+        """Return the plan with so many tasks."""
+        gpus = self.driver_gpus[: tasks * self.ranks_per_task]
+        return replace(self, num_tasks=tasks, driver_gpus=gpus)
+
+
+def plan_local(
+    min_processes: int,
+    max_processes: int,
+    use_gpu: bool,
+    gpu_type: str | None,
+) -> LocalPlan:
+    """Plan a run on this machine, with as many ranks as possible.
+
+    Raises
+    ------
+    RuntimeError
+        If GPUs are requested and there are too few, or others than of this type.
+    """
+    if not use_gpu:
+        return LocalPlan(max_processes, ())
+    gpus = driver_gpus(Session.active())
+    if not gpus:
+        raise RuntimeError(
+            Message(
+                "GPUs were unable to be found on the driver. Looked at Spark's driver resources, "
+                "CUDA_VISIBLE_DEVICES and the NVIDIA driver. For CPUs {run_on_cpus}."
+            )
+        )
+    if len(gpus) < min_processes < max_processes:
+        raise RuntimeError(
+            f"At least {min_processes} GPUs are needed, but this machine has {len(gpus)}."
+        )
+    used = min(max_processes, len(gpus))
+    if gpu_type is not None and (lack := missing_gpus(gpu_type, used)):
+        raise RuntimeError(f"On this machine {lack}.")
+    return LocalPlan(used, gpus[:used])
+
+
+def plan_cluster(
+    session: Session, num_processes: int, use_gpu: bool, pool: str | None
+) -> ClusterPlan:
+    """Plan a run on Spark's executors.
+
+    Raises
+    ------
+    RuntimeError
+        If the configuration has dynamic allocation, or lacks the requested GPUs or pool.
+    ValueError
+        If a number of GPUs in the configuration is not a number.
+    """
+    if pool is not None and (why := session.why_no_pools()):
+        raise RuntimeError(Message("{pool} is {value!r}, but {why}.", value=pool, why=why))
+    _check_allocation(session)
+    if not use_gpu:
+        return ClusterPlan(num_processes, 1, use_gpu=False)
+    amount = _amount(session, TASK_GPUS)
+    if session.is_local_master:
+        return _plan_local_master(session, num_processes, amount)
+    if amount:
+        return _plan_tasks(num_processes, amount)
+    return _plan_profile(session, num_processes)
+
+
+def check_launch(session: Session, plan: ClusterPlan) -> None:
+    """Check what PySpark's class accepts on construction, and what then keeps a run from starting.
+
+    Raises
+    ------
+    RuntimeError
+        If the tasks would have too few GPUs.
+    """
+    if not plan.use_gpu or plan.profile_gpus:
+        return
+    if session.is_local_master:
+        _check_driver_gpus(session, plan)
+    elif not assigns_gpus(session):
+        raise RuntimeError(
+            Message(
+                f"'{TASK_GPUS}' was set after Spark's start, and so Spark assigns no GPUs to "
+                "tasks. Set it when the cluster is made (conf/spark-defaults-gpu.conf), or "
+                "{run_on_cpus}."
+            )
+        )
+
+
+def assigns_gpus(session: Session) -> bool:
+    """Return whether Spark's scheduler assigns GPUs to tasks; through Connect this is unknown."""
+    return session.is_connect or bool(session.scheduler_conf(TASK_GPUS))
+
+
+def driver_gpus(session: Session | None) -> tuple[str, ...]:
+    """Return the driver's GPUs: Spark's, or those of CUDA_VISIBLE_DEVICES, or the machine's."""
+    mask = os.environ.get(GPUS_OF_NESTED_RUNS, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if session is not None and (addresses := session.driver_gpu_addresses()):
+        return visible_devices(addresses, mask)
+    if mask is not None:
+        return mask_entries(mask)
+    return tuple(str(index) for index in range(len(gpu_names())))
+
+
+def _amount(session: Session, key: str) -> float:
+    """Return the number that a property has; 0 if it is not set."""
+    text = session.conf(key) or "0"
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"'{key}' must be a number, but is {text!r}.") from None
+
+
+def _plan_tasks(num_processes: int, amount: float) -> ClusterPlan:
+    """Plan tasks with the GPUs that the configuration requests for each."""
+    ranks_per_task = max(1, int(amount))
+    if num_processes % ranks_per_task:
+        raise RuntimeError(
+            Message(
+                "{api} '{num_processes}' value ({ranks}) must be a multiple of '{key}' ({each}) "
+                "value.",
+                ranks=num_processes,
+                key=TASK_GPUS,
+                each=ranks_per_task,
+            )
+        )
+    return ClusterPlan(num_processes // ranks_per_task, ranks_per_task, use_gpu=True)
+
+
+def _plan_local_master(session: Session, num_processes: int, amount: float) -> ClusterPlan:
+    """Plan tasks in the driver's JVM, which share the driver's GPUs.
+
+    The amount is that of the session: PySpark's class reads it too, and the scheduler does not.
+    """
+    if session.scheduler_conf(TASK_GPUS):
+        raise RuntimeError(
+            f"'{TASK_GPUS}' is set, but a {session.master} master cannot schedule GPUs and would "
+            "never start a task. Leave it unset: ranks then share the driver's GPUs."
+        )
+    plan = _plan_tasks(num_processes, amount)
+    plan = replace(plan, driver_gpus=driver_gpus(session)[:num_processes])
+    if not amount:
+        _check_driver_gpus(session, plan)
+    return plan
+
+
+def _check_driver_gpus(session: Session, plan: ClusterPlan) -> None:
+    ranks, gpus = plan.num_tasks * plan.ranks_per_task, len(plan.driver_gpus)
+    if gpus < ranks:
+        unset = "" if session.conf(TASK_GPUS) else f" ('{TASK_GPUS}' was unset)"
+        raise RuntimeError(
+            Message(
+                "On {master} the driver needs a GPU for each of the {ranks} ranks, but it has "
+                "{found}{unset}. For CPUs {run_on_cpus}.",
+                master=session.master,
+                ranks=ranks,
+                found=counted(gpus, "GPU"),
+                unset=unset,
+            )
+        )
+
+
+def _plan_profile(session: Session, num_processes: int) -> ClusterPlan:
+    per_executor = int(_amount(session, EXECUTOR_GPUS))
+    if not per_executor or not session.supports_profiles():
+        found = f"'{EXECUTOR_GPUS}' is {session.conf(EXECUTOR_GPUS) or 'unset too'}"
+        raise RuntimeError(
+            Message(
+                "'{key}' was unset, so gpu usage is unavailable ({found}). Set both when the "
+                "cluster is made (conf/spark-defaults-gpu.conf), or {run_on_cpus}.",
+                key=TASK_GPUS,
+                found=found,
+            )
+        )
+    fits_one = num_processes <= per_executor
+    ranks_per_task = num_processes if fits_one else math.gcd(num_processes, per_executor)
+    return ClusterPlan(
+        num_processes // ranks_per_task,
+        ranks_per_task,
+        use_gpu=True,
+        profile_gpus=ranks_per_task,
+    )
+
+
+def _check_allocation(session: Session) -> None:
+    if session.allocates_dynamically and not session.is_local_master:
+        raise RuntimeError(
+            "'spark.dynamicAllocation.enabled' is 'true', and Spark then runs no barrier jobs. "
+            "Create the session with it set to 'false' and with spark.executor.instances executors."
+        )
+
+
+def check_encryption(session: Session, spelling: Spelling) -> None:
+    """Check that an API may run on this cluster, whose traffic between ranks is not encrypted."""
+    if (session.conf("spark.ssl.enabled") or "false").lower() != "true":
+        return
+    api, key = spelling.api, spelling.ignore_ssl
+    found = (
+        f"This cluster has TLS encryption enabled; however, {api} does not support data "
+        "encryption in transit."
+    )
+    consequence = (
+        "Please note this will cause model parameters and possibly training data to be sent "
+        "between nodes unencrypted."
+    )
+    if (session.conf(key) or "false").lower() != "true":
+        raise RuntimeError(
+            f"{found} To override this configuration and use {api} anyway, you may set '{key}' to "
+            f"'true' in the Spark configuration. {consequence}"
+        )
+    warn(
+        f"{found} The Spark configuration '{key}' has been set to 'true' to override this "
+        f"configuration and use {api} anyway. {consequence}",
+        spelling.logger,
+    )

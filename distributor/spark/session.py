@@ -1,0 +1,207 @@
+"""A Spark session, classic or Connect, as the launcher uses it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import copy_context
+from typing import Any
+
+from distributor._compat import pyspark as private
+from distributor.core.extras import require_spark
+from distributor.core.spelling import Message
+from distributor.errors import ApplicationEnded
+from distributor.spark.application_end import JVM_ENDED, check_not_ended
+from distributor.spark.log_quieting import no_warning
+
+_PROFILES: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+
+
+class Session:
+    """Wraps a ``SparkSession``, and hides the differences between classic Spark and Connect.
+
+    Parameters
+    ----------
+    spark : SparkSession
+        The user's session. What is changed in it is restored.
+    """
+
+    def __init__(self, spark: Any) -> None:
+        self.spark = spark
+        self.is_connect = private.is_connect_session(spark)
+
+    @classmethod
+    def active(cls) -> Session | None:
+        """Return the active session; None if there is none. PySpark is not imported for that."""
+        if "pyspark.sql" not in sys.modules:
+            return None
+        from pyspark.sql import SparkSession
+
+        try:
+            spark = SparkSession.active()
+        except Exception:  # 3.5 and 4 raise different types for "no session"
+            return None
+        return cls(spark)
+
+    @classmethod
+    def require_active(cls) -> Session:
+        """Return the active session.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            If PySpark, or what it needs here, is not installed.
+        RuntimeError
+            If there is none.
+        ApplicationEnded
+            If its application has ended.
+        """
+        require_spark()
+        session = cls.active()
+        if session is None and private.jvm_has_ended():
+            raise ApplicationEnded(JVM_ENDED)
+        if session is None:
+            raise RuntimeError(
+                Message(
+                    "Distributed mode runs on the active Spark session, and there is none. Make "
+                    "one first (SparkSession.builder.getOrCreate()), or {run_here}."
+                )
+            )
+        check_not_ended(session.spark)
+        return session
+
+    @functools.cached_property
+    def master(self) -> str:
+        """The master's URL. It is read when first used, because a Connect server may have ended."""
+        return self.conf("spark.master") or ""
+
+    @property
+    def is_local_master(self) -> bool:
+        """Whether tasks run in the driver's JVM. ``local-cluster`` has executors of its own."""
+        return self.master == "local" or self.master.startswith("local[")
+
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether executors certainly share the driver's disk and interpreter."""
+        return self.master.startswith("local") and not self.is_connect
+
+    def owns(self, frame: Any) -> bool:
+        """Return whether a DataFrame belongs to this session."""
+        return private.is_same_session(frame.sparkSession, self.spark)
+
+    def conf(self, key: str) -> str | None:
+        """Return the value of a Spark property; None if it is unset."""
+        value = self.spark.conf.get(key, None)
+        return None if value is None else str(value)
+
+    def has_conf(self, key: str) -> bool:
+        """Return whether this version of Spark has a property, set or not."""
+        try:
+            self.spark.conf.get(key)
+        except Exception:  # of another type in each kind of session
+            return False
+        return True
+
+    def scheduler_conf(self, key: str) -> str | None:
+        """Return the value of a Spark property at Spark's start, which is the scheduler's.
+
+        It is None if the property was unset then, and through Connect, which does not say.
+        """
+        if self.is_connect:
+            return None
+        value: str | None = self.spark.sparkContext.getConf().get(key)
+        return value
+
+    def driver_gpu_addresses(self) -> list[str]:
+        """Return the GPU addresses that Spark found for the driver; none through Connect."""
+        if self.is_connect:
+            return []
+        gpus = self.spark.sparkContext.resources.get("gpu")
+        return [] if gpus is None else list(gpus.addresses)
+
+    @property
+    def allocates_dynamically(self) -> bool:
+        """Whether executors come and go with the load."""
+        return (self.conf("spark.dynamicAllocation.enabled") or "false").lower() == "true"
+
+    def supports_profiles(self) -> bool:
+        """Return whether ``mapInArrow`` takes a resource profile (PySpark 4)."""
+        import pyspark
+
+        return int(pyspark.__version__.split(".")[0]) >= 4
+
+    def gpu_profile(self, gpus_per_task: int) -> Any:
+        """Return the application's resource profile with so many GPUs for each task."""
+        from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+
+        # Spark keeps every profile, so each is made once per application, not per session.
+        application = self.spark if self.is_connect else self.spark.sparkContext
+        profiles = _PROFILES.setdefault(application, {})
+        if gpus_per_task in profiles:
+            return profiles[gpus_per_task]
+        cpus = int(self.conf("spark.task.cpus") or 1)
+        requests = TaskResourceRequests().cpus(cpus).resource("gpu", gpus_per_task)
+        profiles[gpus_per_task] = ResourceProfileBuilder().require(requests).build
+        return profiles[gpus_per_task]
+
+    def why_no_pools(self) -> str | None:
+        """Return why jobs cannot use a pool of the fair scheduler; None if they can."""
+        if self.is_connect:
+            return "through Spark Connect no job can be put into a pool"
+        if (self.conf("spark.scheduler.mode") or "FIFO").upper() != "FAIR":
+            return (
+                "'spark.scheduler.mode' is not 'FAIR': make the session with that, and with "
+                "'spark.scheduler.allocation.file' (conf/fairscheduler.xml)"
+            )
+        return None
+
+    def thread(self, target: Callable[[], object]) -> threading.Thread:
+        """Return a thread that inherits the calling thread's tags, pool and job group of Spark."""
+        from pyspark import InheritableThread
+
+        options = {"session": self.spark} if self.is_connect else {}
+        context = copy_context()
+        thread: threading.Thread = InheritableThread(
+            target=lambda: context.run(target), daemon=True, **options
+        )
+        return thread
+
+    def map_in_arrow(self, frame: Any, task: Any, schema: str, **options: Any) -> Any:
+        """Plan a job; nothing is submitted yet.
+
+        Parameters
+        ----------
+        frame : DataFrame
+            The rows that the tasks get, one task for each partition.
+        task : callable
+            The function that each task runs.
+        schema : str
+            The columns of the rows that the tasks return.
+        **options
+            Further arguments of ``mapInArrow``.
+        """
+        with self._driver_python(), no_warning():
+            return frame.mapInArrow(task, schema, **options)
+
+    def data_frame(self, rows: list[Any], schema: str) -> Any:
+        """Return a DataFrame of rows, for which some versions of Spark start Python workers."""
+        with self._driver_python(), no_warning():
+            return self.spark.createDataFrame(rows, schema)
+
+    @contextlib.contextmanager
+    def _driver_python(self) -> Iterator[None]:
+        """Have the function's workers use the driver's interpreter if it certainly is right.
+
+        Without PYSPARK_PYTHON, a PySpark that pip installed runs the system's ``python3``. Beside
+        a virtual environment that is another interpreter, without torch.
+        """
+        if not self.is_one_machine or "PYSPARK_PYTHON" in os.environ:
+            yield
+            return
+        with private.python_executable(self.spark.sparkContext, sys.executable):
+            yield

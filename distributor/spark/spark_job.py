@@ -1,0 +1,178 @@
+"""A job of Spark, on a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from distributor._compat import pyspark as private
+from distributor.core.text import printable
+from distributor.spark.call_site import CallSite
+from distributor.spark.log_quieting import no_warning
+from distributor.spark.session import Session
+
+POOL = "spark.scheduler.pool"
+END_SECONDS = 10.0
+"""Seconds for a job to end by itself, and again once it is cancelled."""
+
+
+class SparkJob:
+    """A job that is submitted on a thread of its own; a context manager that ends with the job.
+
+    Parameters
+    ----------
+    session : Session
+        The session.
+    frame : DataFrame
+        What the job computes.
+    tag : str
+        A tag that no other job has, by which this one is cancelled.
+    on_end : callable
+        Called once, on the job's thread, with the result or the exception that ended the job.
+    description : str
+        The job's name in Spark's UI, in the tabs for jobs and for SQL. Through Connect, the server
+        chooses the description and the call site.
+    call_site : CallSite
+        The user's line that started the run.
+    pool : str, optional
+        The fair scheduler's pool.
+    action : callable, optional
+        Called on the job's thread with `frame`, to run the job; by default it collects the rows.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        frame: Any,
+        tag: str,
+        on_end: Callable[[Any], object],
+        *,
+        description: str,
+        call_site: CallSite,
+        pool: str | None = None,
+        action: Callable[[Any], Any] = lambda frame: frame.collect(),
+    ) -> None:
+        self._session = session
+        self._frame = frame
+        self._tag = tag
+        self._on_end = on_end
+        self._description = description
+        self._call_site = call_site
+        self._pool = pool
+        self._action = action
+        self._task_reported = False  # by a Connect server: a task has started
+        self._thread = session.thread(self._run)
+
+    def __enter__(self) -> SparkJob:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._thread.join(END_SECONDS)
+        if self._thread.is_alive():
+            self.cancel()
+            self._thread.join(END_SECONDS)
+
+    def cancel(self) -> None:
+        """Cancel this job, and no other."""
+        spark = self._session.spark
+        if self._session.is_connect:
+            spark.interruptTag(self._tag)
+        else:
+            spark.sparkContext.cancelJobsWithTag(self._tag)
+
+    def has_begun(self) -> bool | None:
+        """Return whether Spark has started a task of this job, whether or not it has ended.
+
+        None if Spark does not report it. Through Connect it does since PySpark 4.
+        """
+        if self._session.is_connect:
+            return self._task_reported if self._reports_progress else None
+        try:
+            return self._has_begun_in(self._session.spark.sparkContext)
+        except Exception:
+            return None  # the JVM has ended; the end of the job shows why
+
+    def _has_begun_in(self, context: Any) -> bool:
+        stages = map(context.statusTracker().getStageInfo, self._stages_in(context))
+        return any(
+            stage.numActiveTasks + stage.numCompletedTasks + stage.numFailedTasks
+            for stage in stages
+            if stage
+        )
+
+    def barrier_arrivals(self) -> tuple[int, int] | None:
+        """Return how many tasks of this job wait in a barrier, and how many barriers all passed.
+
+        None if Spark does not report it, as through Connect.
+        """
+        if self._session.is_connect:
+            return None
+        try:
+            context = self._session.spark.sparkContext
+            return private.barrier_arrivals(context, self._stages_in(context))
+        except Exception:
+            return None  # as above
+
+    def other_running_tasks(self) -> int:
+        """Return how many tasks other jobs of this application run.
+
+        0 if Spark does not report it, as through Connect.
+        """
+        if self._session.is_connect:
+            return 0
+        try:
+            context = self._session.spark.sparkContext
+            tracker, own = context.statusTracker(), self._stages_in(context)
+            others = (stage for stage in tracker.getActiveStageIds() if stage not in own)
+            return sum(
+                info.numActiveTasks for stage in others if (info := tracker.getStageInfo(stage))
+            )
+        except Exception:
+            return 0  # as above
+
+    def _stages_in(self, context: Any) -> set[int]:
+        jobs = private.jobs_with_tag(context, self._tag)
+        infos = map(context.statusTracker().getJobInfo, jobs)
+        return {stage for info in infos if info for stage in info.stageIds}
+
+    @property
+    def _reports_progress(self) -> bool:
+        return hasattr(self._session.spark, "registerProgressHandler")
+
+    def _note_progress(self, *, stages: Any, inflight_tasks: int, **_: object) -> None:
+        """Take a Connect server's report, for which PySpark calls this on the job's own thread."""
+        if threading.current_thread() is self._thread:
+            ended = sum(stage.num_completed_tasks for stage in stages or ())
+            self._task_reported |= inflight_tasks + ended > 0
+
+    @contextlib.contextmanager
+    def _progress_noted(self) -> Iterator[None]:
+        spark = self._session.spark
+        if not (self._session.is_connect and self._reports_progress):
+            yield
+            return
+        spark.registerProgressHandler(self._note_progress)
+        try:
+            yield
+        finally:
+            spark.removeProgressHandler(self._note_progress)
+
+    def _run(self) -> None:
+        spark = self._session.spark
+        tagger = spark.addTag if self._session.is_connect else spark.sparkContext.addJobTag
+        try:
+            tagger(self._tag)
+            if not self._session.is_connect:
+                spark.sparkContext.setJobDescription(printable(self._description))
+                self._call_site.set_on(spark.sparkContext)
+                private.keep_call_site(self._frame)
+            if self._pool is not None:
+                spark.sparkContext.setLocalProperty(POOL, self._pool)
+            with no_warning(), self._progress_noted():
+                ending: Any = self._action(self._frame)
+        except BaseException as error:
+            ending = error
+        self._on_end(ending)
