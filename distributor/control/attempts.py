@@ -33,19 +33,7 @@ from distributor.serialization.outcome import (
 
 
 def run_attempts(run: Run, launcher: Launcher) -> list[Any]:
-    """Run attempts until one succeeds, and return its ranks' values.
-
-    Returns
-    -------
-    list
-        Rank 0's value, or with ``keep_all`` every rank's value in rank order.
-
-    Raises
-    ------
-    Exception
-        The error of the last attempt. ``rank_failures`` has the failures of its ranks and, if
-        there were several attempts, ``attempts`` has the first and the latest of them.
-    """
+    """Run attempts until one succeeds, and return its ranks' values."""
     listeners = Listeners(run.listeners)
     spec, data = run.spec, run.datasets
     opened: AbstractContextManager[None] = nullcontext()

@@ -153,21 +153,7 @@ class Controller:
         return self._machine.state
 
     def follow(self) -> list[Outcome]:
-        """Follow the attempt to its end.
-
-        Returns
-        -------
-        list of Outcome
-            The outcome of each rank that ended by itself, failures in the order in which they
-            were received.
-
-        Raises
-        ------
-        StartTimeout, RunTimeout, RunStalled, NodeLost, ExecutorNotReady, RunCancelled
-            As `TorchDistributor.run` does.
-        Exception
-            What ended the nodes, as their launcher explains it, if no rank reported a cause.
-        """
+        """Follow the attempt to its end."""
         run, links = self._attempt.run, self._links
         self._attempt.stack_requests.send = lambda: links.post(messages.StackRequest())
         run.graceful_shutdown.start_attempt(
@@ -323,13 +309,7 @@ class Controller:
         )
 
     def _await_stacks(self, await_end: bool = False) -> dict[int, str]:
-        """Return the stacks of the ranks that are still at work, by rank.
-
-        Parameters
-        ----------
-        await_end : bool
-            Whether nodes without a link report theirs in the error with which they end.
-        """
+        """Return the stacks of the ranks that are still at work, by rank."""
         asked = set(self._nodes.linked)
         await_end = await_end and bool(self._nodes.unreported)
         seconds = UNLINKED_STACKS_SECONDS if await_end else STACKS_SECONDS

@@ -73,13 +73,7 @@ class GracefulShutdown:
             _terminate()
 
     def advance(self) -> None:
-        """Take the next step if it is due. Called repeatedly by the thread that waits.
-
-        Raises
-        ------
-        RunCancelled
-            Once, when the ranks' time is over.
-        """
+        """Take the next step if it is due. Called repeatedly by the thread that waits."""
         if self._state is _State.SIGTERM_RECEIVED:
             self._state = _State.RANKS_NOTIFIED
             self._deadline = time.monotonic() + CHECKPOINT_TIMEOUT
@@ -93,13 +87,7 @@ class GracefulShutdown:
             self._end_run("the ranks have not reported a checkpoint in time")
 
     def checkpoint_reported(self) -> None:
-        """Record that notified ranks have reported a checkpoint.
-
-        Raises
-        ------
-        RunCancelled
-            If the run was waiting for it.
-        """
+        """Record that notified ranks have reported a checkpoint."""
         if self._state is _State.RANKS_NOTIFIED:
             self._end_run("the ranks have reported a checkpoint to resume from")
 

@@ -71,14 +71,7 @@ class Outcomes:
             transfer.file.close()
 
     def of(self, ending: NodesEnded, first_lost: str) -> list[Outcome]:
-        """Return the outcomes of an attempt whose nodes have ended.
-
-        Raises
-        ------
-        Exception
-            The launcher's explanation of an error, if no rank reported a failure that can be the
-            cause.
-        """
+        """Return the outcomes of an attempt whose nodes have ended."""
         if ending.error is None:
             return [*self.failures, *{**ending.values, **self.values}.values()]
         reported = {failure.origin.rank for failure in self.failures}

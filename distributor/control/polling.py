@@ -58,32 +58,7 @@ def poll_until(
     describe: Callable[[Obstacle], str] | None = None,
     reminder: Reminder | None = None,
 ) -> Obstacle | None:
-    """Wait until there is no obstacle.
-
-    Parameters
-    ----------
-    obstacle : callable
-        Returns the obstacle, or None if there is none.
-    deadline : float
-        When, by ``time.monotonic``, to stop waiting.
-    cancellation : Cancellation
-        The cancellation of the run that waits.
-    describe : callable, optional
-        Returns a sentence about the obstacle, which is shown as by `Reminder`. By default nothing
-        is shown.
-    reminder : Reminder, optional
-        The reminder of a wait that this is a part of; by default a new one.
-
-    Returns
-    -------
-    object
-        The obstacle that remains at the deadline, or None.
-
-    Raises
-    ------
-    RunCancelled
-        If the run was cancelled.
-    """
+    """Wait until there is no obstacle."""
     reminder = reminder or Reminder()
     while (left := obstacle()) is not None and time.monotonic() <= deadline:
         if describe is not None:

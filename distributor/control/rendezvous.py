@@ -60,13 +60,7 @@ class RendezvousDecision:
         self.way: Way | None = None
 
     def decide(self, starts: NodeStarts, now: float) -> Way | None:
-        """Return what was decided, or None as long as it is too early.
-
-        Raises
-        ------
-        StartTimeout
-            If the deadline has passed and some nodes have not started or not reported.
-        """
+        """Return what was decided, or None as long as it is too early."""
         self.way = self._decide(starts, now)
         return self.way
 

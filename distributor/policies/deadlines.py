@@ -40,15 +40,7 @@ class Deadlines:
         self._running = True
 
     def start_unlinked_run(self, now: float, *, prepares: bool) -> None:
-        """Start the same clock for nodes that cannot report when their ranks start.
-
-        Parameters
-        ----------
-        now : float
-            The time.
-        prepares : bool
-            Whether they first prepare an environment, for which they have until the start.
-        """
+        """Start the same clock for nodes that cannot report when their ranks start."""
         if self._timeout is not None:
             started = max(now, self.start) if prepares else now
             self._end = started + self._timeout + UNLINKED_SECONDS

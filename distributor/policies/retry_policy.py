@@ -107,13 +107,6 @@ def pause_before_next(num_quick: int, run_id: str) -> float:
 
     There are none after the first failure: a process has died, and the rest is as it was. The
     pause doubles while attempts fail quickly, as they do while a service that they need is down.
-
-    Parameters
-    ----------
-    num_quick : int
-        How many attempts in a row, up to the last, have failed quickly.
-    run_id : str
-        The run: runs that fail together do not try again together.
     """
     if num_quick < 2:
         return 0.0

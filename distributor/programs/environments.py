@@ -29,17 +29,7 @@ PACK = "Pack a virtual environment with venv-pack or conda-pack (-o environment.
 
 
 def check_environment(environment: object) -> None:
-    """Check the environment before anything is launched.
-
-    Raises
-    ------
-    TypeError
-        If it is neither a path nor a list of requirements.
-    FileNotFoundError, IsADirectoryError
-        If the path is not a file.
-    ValueError
-        If the archive does not have this Python, or a requirement is not one.
-    """
+    """Check the environment before anything is launched."""
     if isinstance(environment, (str, os.PathLike)):
         _check_archive(Path(environment))
     elif isinstance(environment, Sequence) and all(isinstance(entry, str) for entry in environment):
@@ -53,14 +43,7 @@ def check_environment(environment: object) -> None:
 
 
 def ship_environment(session: Session, environment: Environment) -> str | tuple[str, ...] | None:
-    """Send a packed environment to every executor, which unpacks it, once while it is unchanged.
-
-    Returns
-    -------
-    str, tuple of str or None
-        The folder's name on the executors; requirements, which each node installs for itself; or
-        None if there is no environment.
-    """
+    """Send a packed environment to every executor, which unpacks it, once while it is unchanged."""
     if not environment:
         return None
     if not isinstance(environment, (str, os.PathLike)):
@@ -75,17 +58,7 @@ def ship_environment(session: Session, environment: Environment) -> str | tuple[
 def prepared_here(
     environment: Environment, env: Mapping[str, str], deadline: float
 ) -> Iterator[PreparedEnvironment | None]:
-    """Prepare an environment on this machine, which is in use within this context.
-
-    Parameters
-    ----------
-    environment : path, sequence of str or None
-        The environment, as the user set it.
-    env : mapping of str to str
-        Variables that the ranks have in addition to this process's.
-    deadline : float
-        When, by ``time.monotonic``, the environment must be ready.
-    """
+    """Prepare an environment on this machine, which is in use within this context."""
     if not environment:
         yield None
         return

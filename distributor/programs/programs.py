@@ -27,20 +27,7 @@ def program_of(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Program:
-    """Return the program for the arguments of ``run``.
-
-    Raises
-    ------
-    TypeError
-        If `train_object` is neither callable nor a path, its body would not run, or it does not
-        take the arguments.
-    ValueError
-        If the file is not a Python script, or a script has keyword arguments.
-    FileNotFoundError, IsADirectoryError
-        If the path is not a file.
-    UnpicklableError
-        If the callable or an argument cannot be sent to the ranks; the message names the variable.
-    """
+    """Return the program for the arguments of ``run``."""
     if isinstance(train_object, Module):
         return replace(train_object, args=tuple(map(str, args)))
     if isinstance(train_object, (str, os.PathLike)):
@@ -57,13 +44,7 @@ def program_of(
 
 
 def check_runs(function: Callable[..., Any]) -> None:
-    """Check that a call of a function runs its body.
-
-    Raises
-    ------
-    TypeError
-        If it is an async or a generator function.
-    """
+    """Check that a call of a function runs its body."""
     while isinstance(function, functools.partial):
         function = function.func
     # A decorated function counts as what the decorator made of it.
@@ -77,13 +58,7 @@ def check_runs(function: Callable[..., Any]) -> None:
 def check_arguments(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Check that a function takes these arguments.
-
-    Raises
-    ------
-    TypeError
-        If it does not.
-    """
+    """Check that a function takes these arguments."""
     try:
         # A decorator may take other arguments than the function that it wraps.
         signature = inspect.signature(function, follow_wrapped=False)
@@ -107,11 +82,6 @@ def module_of(name: str) -> Module:
     """Return the program that runs a module, found as ``python -m`` finds it.
 
     No package is imported for this.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If there is no such module, or it is a package without a ``__main__`` module.
     """
     folder = os.getcwd()
     path = [folder, *sys.path]

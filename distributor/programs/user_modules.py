@@ -126,15 +126,7 @@ class Selection:
 
 
 def check_py_modules(requested: object) -> None:
-    """Check ``py_modules``: each entry must exist.
-
-    Raises
-    ------
-    TypeError
-        If it is not a list of names and paths.
-    FileNotFoundError
-        If an entry is neither a file, a folder nor a module.
-    """
+    """Check ``py_modules``: each entry must exist."""
     if (
         isinstance(requested, (str, os.PathLike))
         or not isinstance(requested, Sequence)
@@ -176,22 +168,7 @@ def located_modules(program: Program, requested: Requested) -> tuple[Location, .
 
 
 def ship_modules(session: Session, program: Program, requested: Requested = ()) -> str | None:
-    """Send the user's modules to every executor, once while they are unchanged.
-
-    Parameters
-    ----------
-    session : Session
-        The session.
-    program : Program
-        What the ranks run.
-    requested : sequence of str or path
-        ``py_modules``, which are sent in any case.
-
-    Returns
-    -------
-    str or None
-        The name of the archive in ``SparkFiles``; None if there are no such modules.
-    """
+    """Send the user's modules to every executor, once while they are unchanged."""
     selection = select_modules(_folders_of_program(program), program.imports, requested)
     for warning in selection.warnings:
         warn_once(warning)
@@ -205,17 +182,7 @@ def ship_modules(session: Session, program: Program, requested: Requested = ()) 
 def select_modules(
     first: Sequence[str] = (), imports: Collection[str] = (), requested: Requested = ()
 ) -> Selection:
-    """Return the files of the user's modules that ranks need.
-
-    Parameters
-    ----------
-    first : sequence of str
-        Absolute folders that are searched before those of ``sys.path``.
-    imports : collection of str
-        The modules that the program imports.
-    requested : sequence of str or path
-        ``py_modules``, which are returned in any case.
-    """
+    """Return the files of the user's modules that ranks need."""
     forget_listings()
     selected = Selection()
     for entry in requested:
@@ -246,17 +213,7 @@ def select_modules(
 
 
 def hint(error: Exception, program: Program, requested: Requested) -> str | None:
-    """Return why a rank lacks a module or a file that the driver has; None if this is no such case.
-
-    Parameters
-    ----------
-    error : Exception
-        What the rank raised.
-    program : Program
-        What the ranks ran.
-    requested : sequence of str or path
-        ``py_modules`` of the run.
-    """
+    """Return why a rank lacks a module or a file that the driver has, if it does."""
     if isinstance(error, ModuleNotFoundError):
         return _hint_about_module(error.name or "", program, requested)
     if isinstance(error, FileNotFoundError):
@@ -420,16 +377,7 @@ def _files_of_imported() -> set[Path]:
 
 
 def _files_of(location: Location, first: Sequence[str] | None = None) -> Files:
-    """Return the files of a module, and those that were installed with it.
-
-    Parameters
-    ----------
-    location : Location
-        The module.
-    first : sequence of str, optional
-        Folders whose modules count as the user's; others do unless they are installed. By default,
-        all do.
-    """
+    """Return the files of a module, and those that were installed with it."""
     files: Files = {}
     above, _, tail = location.name.rpartition(".")
     prefix = f"{above.replace('.', '/')}/" if above else ""

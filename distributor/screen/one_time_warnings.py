@@ -24,13 +24,7 @@ def warn_once(message: str) -> None:
 
 
 def warn_about_nodes(warnings: Mapping[str, Iterable[NodeWarning]]) -> None:
-    """Show the warnings that are new, each text once with all of its hosts.
-
-    Parameters
-    ----------
-    warnings : mapping of str to iterable of NodeWarning
-        The warnings of each host.
-    """
+    """Show the warnings that are new, each text once with all of its hosts."""
     new: dict[str, dict[str, str]] = {}
     for host, of_host in warnings.items():
         for warning in of_host:

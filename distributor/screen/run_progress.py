@@ -44,15 +44,7 @@ class RunProgress:
         self._latest = latest
 
     def line(self, name: str, ranks: int) -> str:
-        """Return the progress as one line, in the format of tqdm.
-
-        Parameters
-        ----------
-        name : str
-            The run's label.
-        ranks : int
-            The number of ranks of the run.
-        """
+        """Return the progress as one line, in the format of tqdm."""
         elapsed = self._clock() - self._began
         started = [] if self._started == ranks else [f"{self._started} up"]
         if self._latest is None or self._first is None:

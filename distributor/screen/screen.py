@@ -108,17 +108,7 @@ class Screen:
         self._broken: dict[Stream, TextIO] = {}
 
     def show(self, run: object, puts: Sequence[Put], live: Live | None) -> None:
-        """Write text, with the run's live line below it.
-
-        Parameters
-        ----------
-        run : object
-            The run, as a key.
-        puts : sequence of Put
-            The text, in order.
-        live : Live or None
-            The run's live line; None if it has none.
-        """
+        """Write text, with the run's live line below it."""
         with self._lock:
             self._note_live(run, live)
             self._write(puts)

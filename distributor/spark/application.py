@@ -32,24 +32,7 @@ STARTUP_CONF = {"spark.ui.showConsoleProgress": "false", "spark.log.level": "OFF
 
 
 def check_application(master: str | None, conf: Mapping[str, str]) -> None:
-    """Check everything that can be checked before Spark starts.
-
-    Parameters
-    ----------
-    master : str or None
-        The master's URL; None to use Spark's configuration.
-    conf : mapping of str to str
-        Spark properties.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If PySpark, or what it needs here, is not installed.
-    ValueError
-        If the URL is invalid, or the driver's Python is configured to be another one.
-    ConnectionError
-        If nothing accepts a connection at a standalone master's address.
-    """
+    """Check everything that can be checked before Spark starts."""
     require_spark()
     if master is not None:
         _check_form(master)
@@ -59,21 +42,7 @@ def check_application(master: str | None, conf: Mapping[str, str]) -> None:
 
 @contextmanager
 def application(master: str | None, conf: Mapping[str, str]) -> Iterator[Any]:
-    """Start a Spark application, and stop it at the end.
-
-    Parameters
-    ----------
-    master : str or None
-        The master's URL; None to use Spark's configuration.
-    conf : mapping of str to str
-        Spark properties. ``spark.pyspark.python`` is the Python of the executors, as for
-        ``spark-submit``.
-
-    Raises
-    ------
-    DistributorError
-        If Spark cannot start. The message has the cause.
-    """
+    """Start a Spark application, and stop it at the end."""
     if python := conf.get("spark.pyspark.python"):
         os.environ["PYSPARK_PYTHON"] = python  # PySpark does not read the property
     spark = _start(master, conf)

@@ -30,29 +30,14 @@ MORE_FAILURES = (
 
 
 def check_not_ended(spark: Any) -> None:
-    """Check that the application of a ``SparkSession`` has not ended.
-
-    Raises
-    ------
-    ApplicationEnded
-        If it has.
-    """
+    """Check that the application of a ``SparkSession`` has not ended."""
     if end := end_of(spark):
         raise ApplicationEnded(end)
 
 
 @contextlib.contextmanager
 def end_explained(spark: Any, *, is_last: bool = False) -> Iterator[None]:
-    """Raise `ApplicationEnded` in place of the errors that the end of the application causes.
-
-    Parameters
-    ----------
-    spark : SparkSession
-        The session.
-    is_last : bool
-        Whether no attempt follows. Spark then has some seconds to notice the end, because it
-        notices the loss of the executors first.
-    """
+    """Raise `ApplicationEnded` in place of the errors that the end of the application causes."""
     try:
         yield
     except Exception as error:
@@ -71,15 +56,7 @@ def _may_be_the_end(error: Exception, spark: Any) -> bool:
 
 
 def end_of(spark: Any, *, asks_manager: bool = False) -> str | None:
-    """Return that a session's application has ended, and why; None while it has not.
-
-    Parameters
-    ----------
-    spark : SparkSession
-        The session.
-    asks_manager : bool
-        Whether YARN is asked even if Spark has not noticed an end, which takes some 0.1 s.
-    """
+    """Return that a session's application has ended, and why; None while it has not."""
     if private.is_connect_session(spark):
         return _end_of_server(spark)
     context = spark.sparkContext

@@ -41,17 +41,7 @@ def more_slots(master: str = "") -> str:
 
 
 def explain(error: BaseException, num_tasks: int, first_lost: str = "") -> DistributorError:
-    """Return an error of this package for a Spark job whose ranks reported no failure.
-
-    Parameters
-    ----------
-    error : BaseException
-        The exception that ``collect`` raised.
-    num_tasks : int
-        How many tasks the job had.
-    first_lost : str, optional
-        The ranks and the host of the first node whose link was lost.
-    """
+    """Return an error of this package for a Spark job whose ranks reported no failure."""
     text = str(error)
     where = _where(text)
     for pattern, make in _MEANINGS:

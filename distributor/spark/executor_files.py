@@ -20,17 +20,7 @@ _SENT: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def send_file(session: Session, name: str, write: Callable[[Path], object]) -> None:
-    """Send a file to every executor, unless this session has sent one of this name.
-
-    Parameters
-    ----------
-    session : Session
-        The session.
-    name : str
-        The file's name in ``SparkFiles``.
-    write : callable
-        Writes the file to the path that it is called with.
-    """
+    """Send a file to every executor, unless this session has sent one of this name."""
     with _folder_for(session, name) as folder:
         if folder is None:
             return
@@ -43,17 +33,7 @@ def send_file(session: Session, name: str, write: Callable[[Path], object]) -> N
 
 
 def send_archive(session: Session, name: str, archive: Path) -> None:
-    """Send an archive to every executor, which unpacks it, unless this session has sent it.
-
-    Parameters
-    ----------
-    session : Session
-        The session.
-    name : str
-        The folder in ``SparkFiles`` that Spark unpacks it to.
-    archive : Path
-        The archive, of a kind that Spark knows by its suffix.
-    """
+    """Send an archive to every executor, which unpacks it, unless this session has sent it."""
     with _folder_for(session, name) as folder:
         if folder is None:
             return

@@ -36,13 +36,7 @@ _levels: dict[str, Any] = {}
 
 @contextmanager
 def quiet(session: Any) -> Iterator[None]:
-    """Silence Spark's log and progress bar within this context.
-
-    Parameters
-    ----------
-    session : Session
-        The session. Through Connect nothing is done, because the server has its own log.
-    """
+    """Silence Spark's log and progress bar within this context."""
     if session.is_connect:
         yield
         return

@@ -21,24 +21,7 @@ from distributor.spark.session import Session
 def portable_task(
     session: Session, function: str, argument: bytes
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """Return the function that Spark runs in each task, and send the source that it needs.
-
-    Parameters
-    ----------
-    session : Session
-        The session.
-    function : str
-        A function of this package, as ``package.module:function``. It is called with `argument`,
-        the task's batches, and the path of a copy of this package there that differs, if any.
-    argument : bytes
-        The function's first argument.
-
-    Returns
-    -------
-    callable
-        For ``mapInArrow``. It is pickled by value, because it must also load on executors that do
-        not have this package.
-    """
+    """Return the function that Spark runs in each task, and send the source that it needs."""
     own = _own_source()
     archive = f"{source.ARCHIVE}{hashlib.sha256(own.archive).hexdigest()[:16]}.zip"
     send_file(session, archive, lambda path: path.write_bytes(own.archive))
@@ -48,23 +31,7 @@ def portable_task(
 def barrier_frame(
     session: Session, rows: Any, function: str, spec: object, schema: str, profile: Any
 ) -> Any:
-    """Plan a barrier job whose tasks run a function of this package; nothing is submitted yet.
-
-    Parameters
-    ----------
-    session : Session
-        The session.
-    rows : DataFrame
-        The rows that the tasks get, one task for each partition.
-    function : str
-        As for `portable_task`.
-    spec : object
-        What the function gets pickled, as its first argument.
-    schema : str
-        The columns of the rows that the tasks return.
-    profile : ResourceProfile or None
-        The resources of the tasks; None for the application's default profile.
-    """
+    """Plan a barrier job whose tasks run a function of this package; nothing is submitted yet."""
     task = portable_task(session, function, pickle.dumps(spec, protocol=5))
     options = {} if profile is None else {"profile": profile}
     return session.map_in_arrow(rows, task, schema, barrier=True, **options)

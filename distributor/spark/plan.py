@@ -77,13 +77,7 @@ def plan_local(
     use_gpu: bool,
     gpu_type: str | None,
 ) -> LocalPlan:
-    """Plan a run on this machine, with as many ranks as possible.
-
-    Raises
-    ------
-    RuntimeError
-        If GPUs are requested and there are too few, or others than of this type.
-    """
+    """Plan a run on this machine, with as many ranks as possible."""
     if not use_gpu:
         return LocalPlan(max_processes, ())
     gpus = driver_gpus(Session.active())
@@ -107,15 +101,7 @@ def plan_local(
 def plan_cluster(
     session: Session, num_processes: int, use_gpu: bool, pool: str | None
 ) -> ClusterPlan:
-    """Plan a run on Spark's executors.
-
-    Raises
-    ------
-    RuntimeError
-        If the configuration has dynamic allocation, or lacks the requested GPUs or pool.
-    ValueError
-        If a number of GPUs in the configuration is not a number.
-    """
+    """Plan a run on Spark's executors."""
     if pool is not None and (why := session.why_no_pools()):
         raise RuntimeError(Message("{pool} is {value!r}, but {why}.", value=pool, why=why))
     _check_allocation(session)
@@ -130,13 +116,7 @@ def plan_cluster(
 
 
 def check_launch(session: Session, plan: ClusterPlan) -> None:
-    """Check what PySpark's class accepts on construction, and what then keeps a run from starting.
-
-    Raises
-    ------
-    RuntimeError
-        If the tasks would have too few GPUs.
-    """
+    """Check what PySpark's class accepts when it is made, and what then keeps a run from starting."""
     if not plan.use_gpu or plan.profile_gpus:
         return
     if session.is_local_master:

@@ -50,17 +50,7 @@ class Session:
 
     @classmethod
     def require_active(cls) -> Session:
-        """Return the active session.
-
-        Raises
-        ------
-        ModuleNotFoundError
-            If PySpark, or what it needs here, is not installed.
-        RuntimeError
-            If there is none.
-        ApplicationEnded
-            If its application has ended.
-        """
+        """Return the active session."""
         require_spark()
         session = cls.active()
         if session is None and private.jvm_has_ended():
@@ -172,19 +162,7 @@ class Session:
         return thread
 
     def map_in_arrow(self, frame: Any, task: Any, schema: str, **options: Any) -> Any:
-        """Plan a job; nothing is submitted yet.
-
-        Parameters
-        ----------
-        frame : DataFrame
-            The rows that the tasks get, one task for each partition.
-        task : callable
-            The function that each task runs.
-        schema : str
-            The columns of the rows that the tasks return.
-        **options
-            Further arguments of ``mapInArrow``.
-        """
+        """Plan a job; nothing is submitted yet."""
         with self._driver_python(), no_warning():
             return frame.mapInArrow(task, schema, **options)
 

@@ -36,15 +36,6 @@ def choose_hub_address(session: Session, wanted: str | None, port: int = 0) -> H
 
     By default the hub listens at the address of Spark's driver alone. A Connect client runs on
     another host, so it uses the address from which it reaches the driver.
-
-    Parameters
-    ----------
-    session : Session
-        The session.
-    wanted : str or None
-        ``hub_address``, as the user set it.
-    port : int
-        ``hub_port``, which a port in `wanted` replaces.
     """
     driver = bare(session.conf("spark.driver.host") or LOOPBACK)
     bound = bare(session.conf("spark.driver.bindAddress") or driver)
@@ -62,11 +53,6 @@ def open_hub(address: HubAddress, secret: bytes) -> Hub:
 
     If the user has not chosen the address and it cannot be bound, the run goes on without links:
     the hub then listens at the loopback address, and the user is warned.
-
-    Raises
-    ------
-    OSError
-        If ``hub_address`` or ``hub_port`` cannot be bound.
     """
     try:
         return Hub(address.bound, secret, port=address.port)

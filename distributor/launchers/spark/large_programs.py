@@ -44,19 +44,7 @@ _unlinked: weakref.WeakSet[Any] = weakref.WeakSet()
 def program_for_nodes(
     session: Session, program: Program, hub: Hub, bind_address: str
 ) -> Iterator[Program | ProgramFile]:
-    """Return what a task needs to have the program; a large one is sent as long as this is open.
-
-    Parameters
-    ----------
-    session : Session
-        The session.
-    program : Program
-        What each rank runs.
-    hub : Hub
-        The run's hub, whose port is also used for this.
-    bind_address : str
-        The address at which the hub listens.
-    """
+    """Return what a task needs to have the program; a large one is sent as long as this is open."""
     if program.size <= LARGE_PROGRAM:
         yield program
         return

@@ -97,19 +97,7 @@ class SparkLauncher(Launcher):
 
     @contextlib.contextmanager
     def start(self, attempt: Attempt, deadline: float) -> Iterator[Handle]:
-        """Submit the barrier job of an attempt.
-
-        Raises
-        ------
-        OSError
-            If ``hub_address`` or ``hub_port`` cannot be bound.
-        StartTimeout, DistributorError
-            If the executors do not have enough slots in time, or never can.
-        ApplicationEnded
-            If the application has ended.
-        Relaunch
-            If a node has not received the program over its link.
-        """
+        """Submit the barrier job of an attempt."""
         with end_explained(self.session.spark, is_last=not attempt.may_be_followed):
             try:
                 with self._started(attempt, deadline) as handle:

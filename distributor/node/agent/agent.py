@@ -109,28 +109,6 @@ class Agent:
         """Start the ranks and wait until all of them have ended.
 
         The calling thread may become the parent of the ranks: they are killed when it ends.
-
-        Parameters
-        ----------
-        start_deadline : float
-            When, by ``time.monotonic``, all ranks must have begun their work.
-        timeout : float
-            Seconds from then in which all ranks must have done their work.
-
-        Returns
-        -------
-        list of Outcome
-            The outcome of each rank that ended by itself, failures first and in the order in which
-            they became known. A rank that was stopped because another one failed has none.
-
-        Raises
-        ------
-        StartTimeout
-            If not all ranks have begun their work at `start_deadline`.
-        RunTimeout
-            If not all ranks have done their work after `timeout`.
-        DistributorError
-            If a process could not be started.
         """
         self._start_all()
         has_more_output = False

@@ -50,13 +50,7 @@ class LogRelay:
         self._system_metrics = system_metrics
 
     def relay(self, last: bool = False) -> bool:
-        """Pass on what ranks have written since the last call, and return whether there is more.
-
-        Parameters
-        ----------
-        last : bool
-            Whether no output follows: text that could be the beginning of a secret is then none.
-        """
+        """Pass on what ranks have written since the last call, and return whether there is more."""
         more = False
         for worker, source, file in self._files():
             if not self._sink.has_room():

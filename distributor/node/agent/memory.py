@@ -37,17 +37,7 @@ MORE_MEMORY = (
 
 
 def min_memory(ranks: int, tasks: int, *, warm: bool) -> int:
-    """Return the minimum memory of an executor's Python processes for a run (bytes).
-
-    Parameters
-    ----------
-    ranks : int
-        Number of ranks in the executor.
-    tasks : int
-        Number of tasks that the ranks belong to.
-    warm : bool
-        Whether the ranks are forked from a zygote.
-    """
+    """Return the minimum memory of an executor's Python processes for a run (bytes)."""
     if warm:
         return ZYGOTE + ranks * FORKED_RANK
     return tasks * SUPERVISOR + ranks * FRESH_RANK
@@ -56,20 +46,7 @@ def min_memory(ranks: int, tasks: int, *, warm: bool) -> int:
 def memory_warnings(
     ranks: int, tasks: int, *, warm: bool, is_warm: Callable[[], bool]
 ) -> Iterator[NodeWarning]:
-    """Compare the memory that ranks will need with the memory that this container has left.
-
-    Parameters
-    ----------
-    ranks, tasks, warm
-        As for `min_memory`, for all tasks in this container.
-    is_warm : callable
-        Returns whether the zygote runs already; called only if that matters.
-
-    Yields
-    ------
-    NodeWarning
-        One if the memory is too small, and one if the address space is.
-    """
+    """Compare the memory that ranks will need with the memory that this container has left."""
     needed, limit = min_memory(ranks, tasks, warm=warm), container_memory()
     if limit and limit.left < needed and warm and is_warm():
         needed -= ZYGOTE

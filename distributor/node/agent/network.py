@@ -41,20 +41,7 @@ def source_address(destination: str) -> str:
 
 
 def listen_for_ranks(address: str, ports: range | None) -> socket.socket:
-    """Return a bound socket on which rank 0 can serve the store.
-
-    Parameters
-    ----------
-    address : str
-        An address of this machine.
-    ports : range, optional
-        The ports to try; the first free one is used. By default the kernel chooses.
-
-    Raises
-    ------
-    ExecutorNotReady
-        If none of the ports is free.
-    """
+    """Return a bound socket on which rank 0 can serve the store."""
     family, _ = resolve(address)
     if ports is None:
         return socket.create_server((address, 0), family=family, backlog=BACKLOG)

@@ -11,13 +11,7 @@ from distributor.wire.messages import NodeWarning
 
 
 def node_warnings(replaced: str = "") -> Iterator[NodeWarning]:
-    """Yield warnings about the package, the kernel and the sandbox of this node.
-
-    Parameters
-    ----------
-    replaced : str
-        The copy of this package that is installed here and differs from the driver's, if any.
-    """
+    """Yield warnings about the package, the kernel and the sandbox of this node."""
     if replaced:
         yield NodeWarning(
             f"distributor {replaced} differs from the driver's source ({__version__}). Ranks there "

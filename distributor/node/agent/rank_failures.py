@@ -10,17 +10,7 @@ from distributor.serialization.outcome import Failure, death
 
 
 def failure_at_exit(worker: WorkerHandle, returncode: int, redaction: Redaction) -> Failure:
-    """Return the failure of a rank whose process ended without reporting an outcome.
-
-    Parameters
-    ----------
-    worker : WorkerHandle
-        The rank's worker.
-    returncode : int
-        Its exit code, or minus the signal that killed it.
-    redaction : Redaction
-        Removes secrets from its last output, which the failure's pickled exception contains.
-    """
+    """Return the failure of a rank whose process ended without reporting an outcome."""
     tail = redaction.of_text(worker.tail())
     if returncode < 0:
         return death(worker.origin, signum=-returncode, tail=tail)

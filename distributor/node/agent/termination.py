@@ -28,16 +28,7 @@ def all_have_values(workers: Sequence[WorkerHandle]) -> bool:
 
 
 def release_finished(workers: Sequence[WorkerHandle], run_is_done: bool) -> None:
-    """Let workers end whose outcome is known.
-
-    Parameters
-    ----------
-    workers : sequence of WorkerHandle
-        The node's workers.
-    run_is_done : bool
-        Whether all ranks of all nodes have done their work. Until then rank 0, if it has
-        succeeded, serves the rendezvous store.
-    """
+    """Let workers end whose outcome is known."""
     for worker in workers:
         serves_store = worker.origin.rank == 0 and isinstance(worker.outcome, Value)
         if worker.outcome is not None and (run_is_done or not serves_store):
@@ -70,13 +61,6 @@ def terminate(workers: Sequence[WorkerHandle], wait: Callable[[], object]) -> No
     """Stop the workers that still run: SIGTERM to their process groups, a grace period, SIGKILL.
 
     A worker whose outcome is known is ending: it has the grace period for its exit handlers.
-
-    Parameters
-    ----------
-    workers : sequence of WorkerHandle
-        The node's workers.
-    wait : callable
-        Called again and again during the grace period; waits a short time for events.
     """
     for worker in workers:
         if worker.outcome is None:

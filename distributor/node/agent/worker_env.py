@@ -40,21 +40,7 @@ RANK_VARIABLES = frozenset(_IDENTITY)
 def rank_environment(
     node: NodeShare, local_rank: int, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return all environment variables of a rank, as torchrun would set them.
-
-    Parameters
-    ----------
-    node : NodeShare
-        The rank's node.
-    local_rank : int
-        The rank's number on its node.
-    inherited : mapping of str to str
-        The environment variables of the agent.
-
-    Returns
-    -------
-    dict of str to str
-    """
+    """Return all environment variables of a rank, as torchrun would set them."""
     identity = {name: str(value(node, local_rank)) for name, value in _IDENTITY.items()}
     devices = {} if node.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus)}
     environment = {
@@ -74,17 +60,7 @@ def rank_environment(
 def common_environment(
     ranks_per_node: int, env: Mapping[str, str], inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment variables that the ranks of a node share in all runs.
-
-    Parameters
-    ----------
-    ranks_per_node : int
-        Number of ranks.
-    env : mapping of str to str
-        The user's environment variables.
-    inherited : mapping of str to str
-        The environment variables of the agent.
-    """
+    """Return the environment variables that the ranks of a node share in all runs."""
     return {**_process_defaults(ranks_per_node), **inherited, **env}
 
 
@@ -115,11 +91,6 @@ def visible_devices(addresses: Sequence[str], mask: str | None) -> tuple[str, ..
     Spark's addresses are positions, so they index into an inherited ``CUDA_VISIBLE_DEVICES``, if
     there is one. A discovery script that ignores this variable lists its entries, which are
     returned unchanged.
-
-    Raises
-    ------
-    ValueError
-        If an address is not a number, or neither a position in the variable nor an entry of it.
     """
     for address in addresses:
         if not address.isdecimal() or str(int(address)) != address:
@@ -150,18 +121,7 @@ def mask_entries(mask: str) -> tuple[str, ...]:
 
 
 def node_order(hosts: Sequence[str]) -> list[int]:
-    """Order the nodes so that the nodes of one host are adjacent.
-
-    Parameters
-    ----------
-    hosts : sequence of str
-        The host of each Spark task, by partition.
-
-    Returns
-    -------
-    list of int
-        Partitions in the order of their node ranks. The host of partition 0 comes first.
-    """
+    """Order the nodes so that the nodes of one host are adjacent."""
     first_seen = {host: partition for partition, host in reversed(list(enumerate(hosts)))}
     return sorted(
         range(len(hosts)), key=lambda partition: (first_seen[hosts[partition]], partition)

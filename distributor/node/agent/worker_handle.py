@@ -97,13 +97,7 @@ class WorkerHandle:
         return "\n".join(lines[-TAIL_LINES:])
 
     def close(self, keep_value: bool) -> None:
-        """Close the files and the control channel.
-
-        Parameters
-        ----------
-        keep_value : bool
-            Whether the file with the worker's value stays open.
-        """
+        """Close the files and the control channel."""
         remove_scratch(self.scratch)
         self.control.close()
         for file in (self.answers, *self.output_files.values()):

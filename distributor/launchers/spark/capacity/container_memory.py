@@ -24,22 +24,7 @@ EXECUTORS = "spark.executor.instances"
 def container_shortage(
     conf: Callable[[str], str | None], tasks: int, ranks_per_task: int, *, warm: bool
 ) -> str | None:
-    """Return why the executors' containers are too small for a run, and what to set.
-
-    Parameters
-    ----------
-    conf : callable
-        Returns the value of a Spark property; None if it is unset.
-    tasks, ranks_per_task : int
-        How many Spark tasks the run has, and how many ranks each.
-    warm : bool
-        Whether ranks are forked from a warm process.
-
-    Returns
-    -------
-    str or None
-        None if they are large enough, or have no bound that Spark knows.
-    """
+    """Return why the executors' containers are too small for a run, and what to set."""
     if not (conf("spark.master") or "").startswith(("yarn", "k8s://")):
         return None
     overhead, source = memory_overhead(conf)

@@ -52,13 +52,7 @@ class Executors:
         return set(hosts) - {self.session.conf("spark.driver.host")}
 
     def leaving(self, hosts: Container[str] | None) -> dict[str, str]:
-        """Return the executors that Spark is about to end, with their hosts; none through Connect.
-
-        Parameters
-        ----------
-        hosts : container of str or None
-            Only executors on these hosts are returned; None for all.
-        """
+        """Return the executors that Spark is about to end, and their hosts; none through Connect."""
         if self.session.is_connect or self.session.is_local_master:
             return {}
         try:
@@ -78,13 +72,7 @@ class Executors:
             return {}  # the JVM has ended; the end of the job shows why
 
     def slots(self, profile: Any = None) -> int | None:
-        """Return how many tasks the registered executors can run at once; None through Connect.
-
-        Parameters
-        ----------
-        profile : pyspark.resource.ResourceProfile, optional
-            What each task needs; by default the application's default profile.
-        """
+        """Return how many tasks the registered executors can run at once; None through Connect."""
         if self.session.is_connect:
             return None
         return private.max_concurrent_tasks(self.session.spark.sparkContext, profile)

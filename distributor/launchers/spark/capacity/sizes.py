@@ -6,20 +6,7 @@ import re
 
 
 def size_in_bytes(text: str, unit: str) -> int:
-    """Return a size such as ``1g`` or ``512m`` in bytes.
-
-    Parameters
-    ----------
-    text : str
-        The value of a Spark property.
-    unit : str
-        The unit of a number that names none: "b", "k", "m", "g", "t" or "p".
-
-    Raises
-    ------
-    ValueError
-        If the text is not a size.
-    """
+    """Return a size such as ``1g`` or ``512m`` in bytes."""
     found = re.fullmatch(r"(\d+)([bkmgtp]?)b?", text.strip().lower())
     if not found:
         raise ValueError(f"{text!r} is not a size, such as '1g'.")

@@ -70,19 +70,7 @@ class ExecutorSize:
 
 
 def why_few_slots(session: Session, plan: ClusterPlan, slots: int, ended: str = "") -> str:
-    """Return why there are fewer slots than a run has tasks, and what to do.
-
-    Parameters
-    ----------
-    session : Session
-        A classic session.
-    plan : ClusterPlan
-        What the run needs.
-    slots : int
-        How many tasks the registered executors have room for.
-    ended : str
-        Which executors have ended meanwhile, and what to do; empty if there are none.
-    """
+    """Return why there are fewer slots than a run has tasks, and what to do."""
     demand = (
         f"{plan.num_tasks} barrier tasks are wanted at once, and the executors of "
         f"{session.master} have room for {slots}."
@@ -100,17 +88,7 @@ def why_few_slots(session: Session, plan: ClusterPlan, slots: int, ended: str = 
 
 
 def why_not_started(session: Session, other_tasks: int, *, has_room: bool) -> str:
-    """Return what may keep Spark from starting the tasks of a submitted job, and what to do.
-
-    Parameters
-    ----------
-    session : Session
-        The session.
-    other_tasks : int
-        How many tasks the application's other jobs run.
-    has_room : bool
-        Whether the executors are known to have slots for all tasks, free or not.
-    """
+    """Return what may keep Spark from starting the tasks of a submitted job, and what to do."""
     if other_tasks:
         return (
             f"Other jobs of this application run {counted(other_tasks, 'task')}: wait for them to "

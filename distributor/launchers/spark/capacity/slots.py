@@ -52,19 +52,7 @@ class Slots:
         return self.session.gpu_profile(gpus) if gpus else None
 
     def await_all(self, deadline: float, cancellation: Cancellation, reminder: Reminder) -> None:
-        """Wait for slots for all tasks: a job that is submitted without them sleeps for 15 s.
-
-        Raises
-        ------
-        DistributorError
-            If the executors never have slots for all tasks.
-        StartTimeout
-            If the deadline has passed.
-        ApplicationEnded
-            If the application has ended.
-        RunCancelled
-            If the run was cancelled.
-        """
+        """Wait for slots for all tasks: a job that is submitted without them sleeps for 15 s."""
         wanted, most = self.plan.num_tasks, Executors(self.session).max_slots()
         if self._too_few(wanted) is None:
             return
@@ -116,13 +104,7 @@ class Slots:
         )
 
     def why_not_started(self, other_tasks: int) -> str:
-        """Return what may keep Spark from starting the tasks of the submitted job.
-
-        Parameters
-        ----------
-        other_tasks : int
-            How many tasks the application's other jobs run.
-        """
+        """Return what may keep Spark from starting the tasks of the submitted job."""
         slots = Executors(self.session).slots(self.profile)
         has_room = slots is not None and slots >= self.plan.num_tasks
         return why_not_started(self.session, other_tasks, has_room=has_room)

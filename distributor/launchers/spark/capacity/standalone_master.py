@@ -19,23 +19,7 @@ ANSWER_SECONDS = 2.0
 
 
 def ask_master(url: str, ui_port: int, application: str | None) -> Machines | None:
-    """Ask a standalone master for its workers and applications, over its web page's JSON.
-
-    Parameters
-    ----------
-    url : str
-        The master's URL, ``spark://host:port``. If it names several masters, the first one that
-        answers is asked.
-    ui_port : int
-        The port of the master's web page.
-    application : str or None
-        The id of this application.
-
-    Returns
-    -------
-    Machines or None
-        None if there is no answer: the page may have another address, a firewall or a password.
-    """
+    """Ask a standalone master for its workers and applications, over its web page's JSON."""
     for address in url.removeprefix(MASTER).split(","):
         host = address.rpartition(":")[0]
         with contextlib.suppress(Exception):

@@ -16,17 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_datasets(found: list[SparkDataset], train_object: Any, args: tuple[Any, ...]) -> None:
-    """Check DataFrames before anything is launched.
-
-    Raises
-    ------
-    TypeError
-        If they are arguments of a script.
-    ValueError
-        If one does not belong to the active session.
-    ModuleNotFoundError
-        If pyarrow or pandas is not installed.
-    """
+    """Check DataFrames before anything is launched."""
     if isinstance(train_object, (str, os.PathLike, Module)) and len(args) and found:
         raise TypeError(
             f"The arguments of a script are strings, but {found[0].name} is a DataFrame. Pass a "
@@ -46,15 +36,7 @@ def check_datasets(found: list[SparkDataset], train_object: Any, args: tuple[Any
 def datasets_of(
     found: list[SparkDataset], positions: Callable[[], Mapping[str, Any]]
 ) -> Datasets | None:
-    """Return the datasets of a run, if it has any.
-
-    Parameters
-    ----------
-    found : list of SparkDataset
-        The DataFrames among its arguments.
-    positions : callable
-        Returns the positions of data loaders from which the next attempt resumes.
-    """
+    """Return the datasets of a run, if it has any."""
     if not found:
         return None
     from distributor.launchers.spark.datasets.collection import Datasets  # which needs pyarrow

@@ -47,15 +47,7 @@ class ChunkedDataset:
 
 @contextlib.contextmanager
 def chunked(datasets: Sequence[SparkDataset], jobs: DataJobs) -> Iterator[list[ChunkedDataset]]:
-    """Compute DataFrames once; Spark keeps their rows for the duration of the context.
-
-    Raises
-    ------
-    TypeError
-        If a column has a type that Arrow does not have.
-    ValueError
-        If one has no rows, no columns, or several columns of one name.
-    """
+    """Compute DataFrames once; Spark keeps their rows for the duration of the context."""
     with contextlib.ExitStack() as stack:
         frames = [stack.enter_context(_persisted_chunks(each, jobs.session)) for each in datasets]
         indexes = _indexes(frames, jobs, ", ".join(dataset.name for dataset in datasets))

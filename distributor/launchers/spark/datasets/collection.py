@@ -67,13 +67,7 @@ class Datasets:
                 self._close()
 
     def check(self, num_ranks: int) -> None:
-        """Check that there are rows for so many ranks, and show what each gets.
-
-        Raises
-        ------
-        ValueError
-            If a dataset has fewer rows than ranks.
-        """
+        """Check that there are rows for so many ranks, and show what each gets."""
         for spec in self.specs:
             if spec.split and spec.layout.num_rows < num_ranks:
                 raise ValueError(
@@ -119,13 +113,7 @@ class Datasets:
         }
 
     def file(self) -> BinaryIO:
-        """Return a file with all chunks, for ranks on this machine.
-
-        Raises
-        ------
-        DistributorError
-            If the disk is full.
-        """
+        """Return a file with all chunks, for ranks on this machine."""
         if self._file is None:
             folder = _folder(self._jobs.session)
             file = tempfile.TemporaryFile(dir=folder)

@@ -46,19 +46,7 @@ class DataJobs:
         description: str,
         action: Callable[[Any], Any] = lambda frame: frame.collect(),
     ) -> Any:
-        """Run a job, and return what `action` returns for the DataFrame; by default its rows.
-
-        Raises
-        ------
-        RunCancelled
-            If the run was cancelled.
-        DistributorError
-            If a disk of Spark is full.
-        OSError
-            If `action` raised it: not Spark's disk is full, but the one to which that writes.
-        Exception
-            Spark's own exception, for example of a function of the user.
-        """
+        """Run a job, and return what `action` returns for the DataFrame; by default its rows."""
         ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
         with SparkJob(
             self.session,

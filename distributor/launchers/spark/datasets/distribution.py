@@ -20,17 +20,7 @@ NODE_COLUMNS = ("node", "dataset", "chunk", "message")
 def chunks_of_nodes(
     spec: DatasetSpec, num_nodes: int, ranks_per_node: int, epoch: Epoch | None
 ) -> list[list[int]]:
-    """Return the chunks that each node needs of a dataset.
-
-    Parameters
-    ----------
-    spec : DatasetSpec
-        The dataset.
-    num_nodes, ranks_per_node : int
-        The number of nodes, and of ranks on each.
-    epoch : Epoch or None
-        The epoch from which the ranks resume, if they do.
-    """
+    """Return the chunks that each node needs of a dataset."""
     num_ranks = num_nodes * ranks_per_node
     epochs = [Epoch(0, Order()), *([epoch] if epoch else [])]
     return [
@@ -53,17 +43,7 @@ def distributed(
     ranks_per_node: int,
     epochs: Mapping[str, Epoch],
 ) -> Any:
-    """Return a DataFrame with a partition for each node, which contains the node's chunks.
-
-    Parameters
-    ----------
-    datasets : sequence of ChunkedDataset
-        The datasets of the run.
-    num_nodes, ranks_per_node : int
-        The number of nodes, and of ranks on each.
-    epochs : mapping of str to Epoch
-        The epochs from which the ranks resume, by dataset.
-    """
+    """Return a DataFrame with a partition for each node, which contains the node's chunks."""
     from pyspark.sql import functions
 
     session = Session(datasets[0].frame.sparkSession)

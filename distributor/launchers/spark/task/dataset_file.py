@@ -12,20 +12,7 @@ from distributor.launchers.spark.task.task_spec import TaskSpec
 
 @contextlib.contextmanager
 def dataset_file(spec: TaskSpec, batches: Iterator[Any]) -> Iterator[BinaryIO | None]:
-    """Write the rows into a file on one of Spark's local disks, for the node's ranks to map.
-
-    Parameters
-    ----------
-    spec : TaskSpec
-        What the driver passed to the task.
-    batches : iterator
-        The rows that Spark passes to the task. Without datasets they only number the tasks.
-
-    Raises
-    ------
-    ExecutorNotReady
-        If the disk is full.
-    """
+    """Write the rows into a file on one of Spark's local disks, for the node's ranks to map."""
     if not spec.datasets:
         for _ in batches:
             pass

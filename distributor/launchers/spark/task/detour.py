@@ -71,13 +71,7 @@ class SparkDetour:
         *,
         has_link: bool,
     ) -> Rendezvous:
-        """Exchange addresses and versions by ``allGather``, which takes Spark about a second.
-
-        Raises
-        ------
-        ExecutorNotReady
-            If the versions of the nodes differ.
-        """
+        """Exchange addresses and versions by ``allGather``, which takes Spark about a second."""
         if not has_link:
             for warning in warnings:
                 print(f"distributor: {warning.text} {warning.detail}", file=sys.stderr)

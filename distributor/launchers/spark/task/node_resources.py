@@ -42,13 +42,7 @@ def prepare_environment(spec: TaskSpec) -> AbstractContextManager[PreparedEnviro
 
 
 def check_gpu_type(spec: TaskSpec) -> None:
-    """Check that this node has the GPUs that the run requires.
-
-    Raises
-    ------
-    ExecutorNotReady
-        If GPUs of the required type are missing.
-    """
+    """Check that this node has the GPUs that the run requires."""
     if not (spec.use_gpu and spec.gpu_type):
         return
     if missing := missing_gpus(spec.gpu_type, spec.share.ranks_per_node):

@@ -40,25 +40,7 @@ PREFIX = "distributor-program-"
 
 @contextlib.contextmanager
 def program_file(spec: TaskSpec, node: Node) -> Iterator[BinaryIO]:
-    """Return a file with the program; a large one is received first if this node lacks it.
-
-    Parameters
-    ----------
-    spec : TaskSpec
-        What the driver passed to the task.
-    node : Node
-        The node, which can ask the driver.
-
-    Raises
-    ------
-    ProgramNotReceived
-        If this node lacks the program, and there is no link to the driver or what came over it is
-        not the program.
-    ExecutorNotReady
-        If the disk is full.
-    NodeStopped
-        If the driver has ended the run.
-    """
+    """Return a file with the program; a large one is received first if this node lacks it."""
     if not isinstance(spec.program, ProgramFile):
         with in_file(program_on_this_node(spec.program)) as file:
             yield file
@@ -111,15 +93,7 @@ def _received(path: Path, spec: TaskSpec, node: Node) -> Iterator[None]:
 def _receive(
     block: ArrivingBlock, source: tuple[str, int] | None, spec: TaskSpec, node_rank: int
 ) -> None:
-    """Receive a block from a node, or from the driver what a node could not send.
-
-    Raises
-    ------
-    ProgramNotReceived
-        If the driver did not send the rest either.
-    ExecutorNotReady
-        If the disk is full.
-    """
+    """Receive a block from a node, or from the driver what a node could not send."""
     failure: OSError | None = None
     for address in (source, None):
         if block.arrived == block.size:

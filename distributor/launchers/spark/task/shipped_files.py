@@ -21,13 +21,7 @@ def spark_files_folder() -> Path:
 
 
 def unpack_modules(archive: str) -> str:
-    """Unpack the user's modules, once on each node, and return their folder.
-
-    Parameters
-    ----------
-    archive : str
-        The name of the archive among Spark's files.
-    """
+    """Unpack the user's modules, once on each node, and return their folder."""
     from pyspark import SparkFiles
 
     folder = spark_files_folder() / archive.removesuffix(".zip")

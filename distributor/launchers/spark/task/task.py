@@ -53,32 +53,7 @@ if TYPE_CHECKING:
 def run(
     pickled_spec: bytes, batches: Iterator[Any], replaced: str = ""
 ) -> Iterator[pa.RecordBatch]:
-    """Run one node of a run: find the other nodes, run the ranks, and deliver their values.
-
-    Parameters
-    ----------
-    pickled_spec : bytes
-        The `TaskSpec`.
-    batches : iterator
-        The rows that Spark passes to the task.
-    replaced : str
-        The copy of this package that is installed here and differs from the driver's, if any.
-
-    Yields
-    ------
-    RecordBatch
-        What did not reach the driver over the link; see `result_rows`.
-
-    Raises
-    ------
-    TaskFailed
-        If a rank failed, a deadline passed, or the driver has ended the run. Spark stops the other
-        tasks only if this one raises.
-    ExecutorNotReady
-        If this node lacks something that its ranks need.
-    ValueTooLarge
-        If a value cannot reach the driver.
-    """
+    """Run one node of a run: find the other nodes, run the ranks, and deliver their values."""
     spec: TaskSpec = pickle.loads(pickled_spec)
     try:
         yield from _run_node(spec, batches, replaced)

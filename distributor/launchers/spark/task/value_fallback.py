@@ -21,13 +21,7 @@ LARGE_VALUE_BYTES = 64 * 1024 * 1024
 
 
 def save_large_values(values: Sequence[Value], spec: TaskSpec) -> None:
-    """Save values that Spark may be unable to carry.
-
-    Raises
-    ------
-    ValueTooLarge
-        If Spark cannot carry them. The message names the files in which they are saved.
-    """
+    """Save values that Spark may be unable to carry."""
     size = sum(value.size for value in values)
     if size > spec.max_spark_result_bytes:
         raise ValueTooLarge(
@@ -46,22 +40,7 @@ def save_large_values(values: Sequence[Value], spec: TaskSpec) -> None:
 def save_refused_values(
     values: Sequence[Value], free_memory: Mapping[int, int], spec: TaskSpec
 ) -> None:
-    """Save values for which the driver has too little memory.
-
-    Parameters
-    ----------
-    values : sequence of Value
-        All values of the node.
-    free_memory : mapping of int to int
-        The driver's free memory (bytes), by rank whose value is larger than that.
-    spec : TaskSpec
-        What the driver passed to the task.
-
-    Raises
-    ------
-    ValueTooLarge
-        If there are such values. The message names the files in which they are saved.
-    """
+    """Save values for which the driver has too little memory."""
     refused = [value for value in values if value.rank in free_memory]
     if refused:
         raise ValueTooLarge(
