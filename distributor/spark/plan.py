@@ -116,7 +116,7 @@ def plan_cluster(
 
 
 def check_launch(session: Session, plan: ClusterPlan) -> None:
-    """Check what PySpark's class accepts when it is made, and what then keeps a run from starting."""
+    """Check what PySpark's class accepts when it is made, and what then prevents a run."""
     if not plan.use_gpu or plan.profile_gpus:
         return
     if session.is_local_master:

@@ -52,7 +52,7 @@ class Executors:
         return set(hosts) - {self.session.conf("spark.driver.host")}
 
     def leaving(self, hosts: Container[str] | None) -> dict[str, str]:
-        """Return the executors that Spark is about to end, and their hosts; none through Connect."""
+        """Return the executors that Spark is about to end, and their hosts (none by Connect)."""
         if self.session.is_connect or self.session.is_local_master:
             return {}
         try:
