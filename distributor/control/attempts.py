@@ -67,7 +67,6 @@ def run_attempts(run: Run, launcher: Launcher) -> list[Any]:
 def _run_attempt(attempt: Attempt, launcher: Launcher, listeners: Listeners) -> list[Any]:
     listeners.call(lambda listener: listener.begins(attempt.number, attempt.num_ranks))
     with DriverSink(attempt, listeners) as sink:
-        notify(attempt.heading)
         with register_run(attempt.spec.run_id, attempt.stack_requests):
             try:
                 outcomes = _follow(attempt, launcher, sink)
@@ -86,6 +85,7 @@ def _run_attempt(attempt: Attempt, launcher: Launcher, listeners: Listeners) -> 
 def _follow(attempt: Attempt, launcher: Launcher, sink: DriverSink) -> list[Outcome]:
     deadline = time.monotonic() + attempt.settings.start_timeout
     with launcher.start(attempt, deadline) as handle:
+        attempt.announce()
         return Controller(attempt, handle, sink, deadline).follow()
 
 

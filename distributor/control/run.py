@@ -104,6 +104,8 @@ class Attempt:
         Its progress.
     stack_requests : StackRequests
         Requests for the stacks of its ranks.
+    is_announced : bool
+        Whether its first message was shown.
     """
 
     run: Run
@@ -115,6 +117,7 @@ class Attempt:
     silent: tuple[str, ...] = ()
     progress: RunProgress = field(default_factory=RunProgress)
     stack_requests: StackRequests = field(default_factory=StackRequests)
+    is_announced: bool = False
 
     @property
     def spec(self) -> RunSpec:
@@ -129,12 +132,13 @@ class Attempt:
         """The failure of the rank that caused the attempt's error, if a rank did."""
         return next(iter(self.raised.values()), None)
 
-    @property
-    def heading(self) -> str:
-        """The first message of the attempt: run id, program and log folder."""
-        suffix = f", attempt {self.number}" if self.number else ""
-        logs = f"; logs in {self.spec.logs}" if self.spec.logs else ""
-        return f"Run {self.spec.run_id} of {self.run.label.name}{suffix}{logs}"
+    def announce(self) -> None:
+        """Show, once, the first message of the attempt: run id, program and log folder."""
+        if not self.is_announced:
+            self.is_announced = True
+            suffix = f", attempt {self.number}" if self.number else ""
+            logs = f"; logs in {self.spec.logs}" if self.spec.logs else ""
+            notify(f"Run {self.spec.run_id} of {self.run.label.name}{suffix}{logs}")
 
     @property
     def may_be_followed(self) -> bool:

@@ -120,6 +120,7 @@ class SparkLauncher(Launcher):
             open_hub(address, secret) as hub,
             program_for_nodes(session, spec.program, hub, address.bound) as program,
         ):
+            attempt.announce()  # before the wait for slots
             slots = Slots(session, plan)
             slots.await_all(deadline, run.cancellation, reminder)
             shortage = _warn_of_memory(session, plan, settings.warm)
