@@ -262,7 +262,9 @@ class Controller:
             self._fire(EVENTS[way])
 
     def _check_deadlines(self, now: float) -> None:
-        late = self._rendezvous.late_nodes if now > self._deadlines.start else set()
+        # A failure is raised once it has settled, even if other ranks never start.
+        is_due = now > self._deadlines.start and not self._outcomes.failures
+        late = self._rendezvous.late_nodes if is_due else set()
         passed = self._deadlines.passed(now, all_started=not late)
         if passed is None or not self._fire(RunEvent.DEADLINE_PASSED):
             return

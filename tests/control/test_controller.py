@@ -458,6 +458,22 @@ def test_ranks_that_have_not_started_end_the_run_at_start_timeout(
     assert run.cancelled
 
 
+def test_a_failure_is_raised_even_if_other_ranks_have_not_started_by_start_timeout(
+    start: Start,
+) -> None:
+    run = start(seconds=60)
+    nodes = nodes_with_rendezvous(run)
+    nodes[0].send(Failed(failure_of(0)))
+    nodes[0].send(StackRequest())  # passed on once the failure was received
+    for node in nodes:
+        assert node.receive() == StackRequest()
+    run.ahead = 60.0
+    for node in nodes:
+        assert isinstance(node.receive(), Stop)
+        node.close()
+    assert run.end() == [failure_of(0)]
+
+
 def test_a_run_without_a_link_ends_a_minute_after_its_timeout(
     start: Start,
     warned: Callable[[], list[str]],
