@@ -4,7 +4,7 @@ PYTHON ?= python3
 # More arguments for pytest: make test ARGS="-k spark -x"
 ARGS ?=
 # More processes than cores: tests also wait. tests/support/scheduling.py groups and orders them.
-JOBS ?= 6
+JOBS ?= 4
 PYTEST = python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 VENV := .venv
