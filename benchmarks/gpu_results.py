@@ -36,7 +36,6 @@ def machine() -> dict[str, Any]:
     import torch
 
     driver = driver_version()
-    driver = driver_version()
     properties = torch.cuda.get_device_properties(0)
     nccl: Any = torch.cuda.nccl  # which has no types
     return {

@@ -6,18 +6,13 @@ Unlike CUDA's own calls, NVML leaves no state in the process that calls it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 from distributor.core.text import counted
-
-LIBRARY = "libnvidia-ml.so.1"  # NVML, which comes with the driver
-TEXT_BYTES = 96  # the longest texts that NVML returns
-# Calls a function of NVML by its name, and returns whether it succeeded.
-_Call = Callable[..., bool]
 
 
 class GPUType(str, enum.Enum):
@@ -51,25 +46,30 @@ class DriverVersion(NamedTuple):
 
 def driver_version() -> DriverVersion | None:
     """Return the version of the NVIDIA driver; None under the conditions of `gpu_names`."""
-    text, cuda = ctypes.create_string_buffer(TEXT_BYTES), ctypes.c_int()
-    with _nvml() as call:
-        if not call("nvmlSystemGetDriverVersion", text, TEXT_BYTES):
+    with _nvml() as nvml:
+        if nvml is None:
             return None
-        if not call("nvmlSystemGetCudaDriverVersion_v2", ctypes.byref(cuda)):
+        try:
+            cuda = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
+            return DriverVersion(
+                str(nvml.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}"
+            )
+        except nvml.NVMLError:
             return None
-    return DriverVersion(_decoded(text), f"{cuda.value // 1000}.{cuda.value % 1000 // 10}")
 
 
 def gpu_names() -> list[str]:
-    """Return the product names of this machine's GPUs; none without a driver."""
-    with _nvml() as call:
-        return [_name_of(call, index) for index in range(_count(call))]
+    """Return the product names of this machine's GPUs; none without a driver or nvidia-ml-py."""
+    with _nvml() as nvml:
+        return [] if nvml is None else [_name_of(nvml, index) for index in range(_count(nvml))]
 
 
 def gpu_usage() -> list[GPUUsage]:
     """Return the usage of each GPU of this machine that answers, empty as in `gpu_names`."""
-    with _nvml() as call:
-        return [usage for index in range(_count(call)) if (usage := _usage_of(call, index))]
+    with _nvml() as nvml:
+        if nvml is None:
+            return []
+        return [usage for index in range(_count(nvml)) if (usage := _usage_of(nvml, index))]
 
 
 def describe(names: Sequence[str]) -> str:
@@ -86,63 +86,65 @@ def is_of_type(name: str, gpu_type: str) -> bool:
 def missing_gpus(gpu_type: str, wanted: int) -> str | None:
     """Say what is missing if this machine has fewer GPUs of a type than wanted."""
     gpus = counted(wanted, f"GPU of type {gpu_type}", f"GPUs of type {gpu_type}")
+    if not has_nvml():
+        return (
+            f"the run needs {gpus}, and without the package nvidia-ml-py nobody can say whether "
+            f"there are any: install it there ('pip install nvidia-ml-py')"
+        )
     names = gpu_names()
     if sum(is_of_type(name, gpu_type) for name in names) >= wanted:
         return None
     return f"the run needs {gpus}, and there is {describe(names)}"
 
 
+def has_nvml() -> bool:
+    """Return whether ``nvidia-ml-py`` is installed, without which no GPU is found."""
+    return find_spec("pynvml") is not None
+
+
 @contextlib.contextmanager
-def _nvml() -> Iterator[_Call]:
-    """Initialize NVML, and provide what calls its functions; without a driver, all calls fail."""
+def _nvml() -> Iterator[Any]:
+    """Initialize NVML; None without its Python package or the driver's library."""
     try:
-        nvml = ctypes.CDLL(LIBRARY)
-    except OSError:
-        yield lambda name, *args: False
+        import pynvml
+
+        pynvml.nvmlInit()
+    except ImportError:
+        yield None
         return
-
-    def call(name: str, *args: object) -> bool:
-        function = getattr(nvml, name, None)  # an old driver may lack it
-        return function is not None and function(*args) == 0
-
-    if not call("nvmlInitWithFlags", 0):
-        yield lambda name, *args: False
+    except pynvml.NVMLError:
+        yield None
         return
     try:
-        yield call
+        yield pynvml
     finally:
-        call("nvmlShutdown")
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
 
 
-def _count(call: _Call) -> int:
-    count = ctypes.c_uint()
-    return count.value if call("nvmlDeviceGetCount_v2", ctypes.byref(count)) else 0
+def _count(nvml: Any) -> int:
+    try:
+        return int(nvml.nvmlDeviceGetCount())
+    except nvml.NVMLError:
+        return 0
 
 
-def _device(call: _Call, index: int) -> ctypes.c_void_p | None:
-    device = ctypes.c_void_p()
-    return device if call("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(device)) else None
-
-
-def _usage_of(call: _Call, index: int) -> GPUUsage | None:
-    memory = (ctypes.c_ulonglong * 3)()  # total, free, used
-    rates = (ctypes.c_uint * 2)()  # of kernels, of memory
-    device = _device(call, index)
-    if device is None or not call("nvmlDeviceGetMemoryInfo", device, memory):
+def _usage_of(nvml: Any, index: int) -> GPUUsage | None:
+    try:
+        device = nvml.nvmlDeviceGetHandleByIndex(index)
+        memory = nvml.nvmlDeviceGetMemoryInfo(device)
+        utilization = nvml.nvmlDeviceGetUtilizationRates(device).gpu
+    except nvml.NVMLError:
         return None
-    if not call("nvmlDeviceGetUtilizationRates", device, rates):
-        return None
-    return GPUUsage(rates[0], memory[2], memory[0])
+    return GPUUsage(utilization, memory.used, memory.total)
 
 
-def _name_of(call: _Call, index: int) -> str:
-    name = ctypes.create_string_buffer(TEXT_BYTES)
-    if (device := _device(call, index)) is None:
+def _name_of(nvml: Any, index: int) -> str:
+    try:
+        device = nvml.nvmlDeviceGetHandleByIndex(index)
+    except nvml.NVMLError:
         return "a GPU that does not answer"
-    if not call("nvmlDeviceGetName", device, name, TEXT_BYTES):
+    try:
+        return str(nvml.nvmlDeviceGetName(device))
+    except nvml.NVMLError:
         return "a GPU without a name"
-    return _decoded(name)
-
-
-def _decoded(text: ctypes.Array[ctypes.c_char]) -> str:
-    return text.value.decode(errors="replace")

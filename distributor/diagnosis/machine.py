@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from distributor.core.addresses import resolve
-from distributor.core.gpus import DriverVersion, describe, driver_version, gpu_names
+from distributor.core.gpus import DriverVersion, describe, driver_version, gpu_names, has_nvml
 from distributor.core.linux import parent_pid
 from distributor.core.resources import SHARED_MEMORY, format_bytes
 from distributor.core.text import counted
@@ -72,6 +72,7 @@ class Machine:
     java_path: str
     versions: Mapping[str, str]
     driver: DriverVersion | None
+    has_nvml: bool
     gpus: tuple[str, ...]
     shared_memory: Space | None
     disks: tuple[Space, ...]
@@ -104,6 +105,7 @@ def examine(host: str, folders: Iterable[str], ranks: int, *, in_executor: bool)
         java_path=java_path,
         versions=dict(versions()),
         driver=driver_version(),
+        has_nvml=has_nvml(),
         gpus=tuple(gpu_names()),
         shared_memory=_space(SHARED_MEMORY),
         disks=_disks([*folders, tempfile.gettempdir()]),
@@ -309,11 +311,13 @@ def _gpus(machine: Machine, needs: Needs) -> Iterator[Check]:
     if driver:
         yield ok("NVIDIA driver", f"{driver.driver}, for CUDA up to {driver.cuda}")
     else:
-        yield not_checked("NVIDIA driver", "there is none")
+        yield not_checked("NVIDIA driver", "there is none, or no nvidia-ml-py")
     if not needs.gpus:
         yield ok("GPUs", f"{describe(machine.gpus)}; none is wanted")
     elif len(machine.gpus) < needs.gpus:
         fix = "Check the driver with nvidia-smi, and that the container may use the GPUs."
+        if not machine.has_nvml:
+            fix = "Install nvidia-ml-py, without which no GPU is found."
         wanted = f"{counted(needs.gpus, 'GPU')} wanted, and there is {describe(machine.gpus)}."
         yield failure("GPUs", wanted, fix)
     else:

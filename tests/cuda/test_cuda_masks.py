@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.cuda import needs_gpu, only_on_gpu, run_program
 
-from distributor.core.gpus import GPUType, gpu_names, is_of_type
+from distributor.core.gpus import GPUType, gpu_names, has_nvml, is_of_type
 
 pytestmark = [*needs_gpu, only_on_gpu]
 
@@ -72,6 +72,8 @@ def test_the_users_own_mask_takes_precedence() -> None:
 def test_the_type_of_a_gpu_comes_from_nvml() -> None:
     import torch
 
+    if not has_nvml():
+        pytest.skip("needs nvidia-ml-py")
     assert torch.cuda.get_device_name(0) in gpu_names()
     here = [kind.value for kind in GPUType if is_of_type(torch.cuda.get_device_name(0), kind.value)]
     other = next(kind.value for kind in GPUType if kind.value not in here)
