@@ -123,7 +123,7 @@ def test_the_graph_has_known_imports() -> None:
     """Otherwise the next two tests could not fail."""
     known = graph()
     assert len(known) > 20
-    assert "distributor.node.agent.agent" in known["distributor.launchers.local"]
+    assert "distributor.node.agent.agent" in known["distributor.node.node"]
     assert "distributor.launchers.spark.launcher" in known["distributor.prepared_run"], (
         "in a function"
     )

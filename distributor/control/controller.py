@@ -341,7 +341,7 @@ class Controller:
     def _notify_leaving(self) -> None:
         """Notify the ranks if the cluster is about to end a process of theirs."""
         if leaving := self._handle.leaving(set(self._nodes.hosts.values())):
-            notify(f"{leaving.text}: the ranks are notified.")
+            notify(leaving.text)
             self._preempt(leaving.hosts)
 
     def _preempt(self, hosts: Collection[str]) -> None:

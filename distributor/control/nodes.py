@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container
 
-from distributor.core.text import listed
 from distributor.core.versions import Software
 from distributor.wire.messages import NodeUp, NodeWarning
 
@@ -107,7 +106,7 @@ class Nodes:
         """Return the ranks of a node that are at work, with its host."""
         if len(ranks) in (0, self._ranks_per_node):
             return self.describe({node})
-        return f"{listed('rank', sorted(ranks))} on {self.hosts[node]}"
+        return ", ".join(f"rank {rank} on {self.hosts[node]}" for rank in sorted(ranks))
 
     def ranks_on(self, hosts: Container[str]) -> dict[str, list[int]]:
         """Return the ranks of the nodes that have been up, by host, for some hosts."""

@@ -136,9 +136,12 @@ class Attempt:
         """Show, once, the first message of the attempt: run id, program and log folder."""
         if not self.is_announced:
             self.is_announced = True
-            suffix = f", attempt {self.number}" if self.number else ""
-            logs = f"; logs in {self.spec.logs}" if self.spec.logs else ""
-            notify(f"Run {self.spec.run_id} of {self.run.label.name}{suffix}{logs}")
+            notify(self._heading())
+
+    def _heading(self) -> str:
+        suffix = f", attempt {self.number}" if self.number else ""
+        logs = f"; logs in {self.spec.logs}" if self.spec.logs else ""
+        return f"Run {self.spec.run_id} of {self.run.label.name}{suffix}{logs}"
 
     @property
     def may_be_followed(self) -> bool:

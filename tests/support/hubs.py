@@ -11,6 +11,7 @@ from typing import Final
 
 from distributor.wire import protocol
 from distributor.wire.link import Link
+from distributor.wire.messages import Heartbeat
 
 SECRET = b"a secret of the run"
 SOON = 10.0
@@ -44,6 +45,11 @@ def link(
     return Link.connect(
         "127.0.0.1", port, secret, node, timeout=timeout, on_message=on_message, on_lost=on_lost
     )
+
+
+def without_heartbeats(on_message: Callable[[object], None]) -> Callable[[object], None]:
+    """Return a function for messages that ignores heartbeats, which may come at any time."""
+    return lambda message: None if isinstance(message, Heartbeat) else on_message(message)
 
 
 def stranger(port: int) -> socket.socket:

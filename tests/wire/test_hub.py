@@ -28,6 +28,7 @@ from support.hubs import (
     stranger,
     wait_until,
     within,
+    without_heartbeats,
 )
 
 from distributor.wire import listener, protocol
@@ -64,7 +65,7 @@ def assert_serves(hub: Hub, node: int = 77) -> None:
 
 def test_messages_arrive_in_order_in_both_directions(hub: Hub) -> None:
     received: list[object] = []
-    with link(hub.port, 3, received.append) as three, link(hub.port, 4) as four:
+    with link(hub.port, 3, without_heartbeats(received.append)) as three, link(hub.port, 4) as four:
         assert hub.nodes() == {3, 4}
         for number in range(1000):
             three.send(("up", number))
@@ -230,7 +231,8 @@ link.send("last"); signal.pause()"""
 
 def test_a_lost_link_reports_it_once_after_all_messages_and_discards_later_ones(hub: Hub) -> None:
     received: list[object] = []
-    with link(hub.port, 0, received.append, on_lost=lambda: received.append("lost")) as lost:
+    receive = without_heartbeats(received.append)
+    with link(hub.port, 0, receive, on_lost=lambda: received.append("lost")) as lost:
         with link(hub.port, 1, on_lost=lambda: received.append("our own close")):
             pass
         hub.send(0, bytes(8 * MIB))

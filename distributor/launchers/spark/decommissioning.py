@@ -45,4 +45,5 @@ class DecommissioningWatch:
         if not new:
             return None
         executors = listed("executor", sorted(new))
-        return NodesLeaving(frozenset(new.values()), f"Spark is about to end {executors}")
+        text = f"Spark is about to end {executors}: the ranks are notified."
+        return NodesLeaving(frozenset(new.values()), text)

@@ -59,9 +59,11 @@ def program_for_nodes(
         yield content.file
 
 
-def use_spark(session: Session) -> None:
-    """Have Spark send the large programs of this session's runs from now on."""
+def use_spark(session: Session) -> bool:
+    """Have Spark send large programs of this session from now on; return whether that is new."""
+    is_new = session.spark not in _unlinked
     _unlinked.add(session.spark)
+    return is_new
 
 
 class _Content(NamedTuple):

@@ -103,7 +103,8 @@ class SparkLauncher(Launcher):
                 with self._started(attempt, deadline) as handle:
                     yield handle
             except ProgramNotReceived as error:
-                use_spark(self.session)
+                if not use_spark(self.session):
+                    raise
                 raise Relaunch(
                     f"{error} Spark sends them to the executors of this session from now on."
                 ) from None
