@@ -7,6 +7,7 @@ follows from it and from the time. `TRANSITIONS` has the states of an attempt.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
 from collections.abc import Callable, Collection
@@ -162,11 +163,11 @@ class Controller:
         run.cancellation.set_action(lambda: links.post(messages.Heartbeat()))  # ends the wait
         try:
             while self._ending is None:
-                self._receive(TICK)
+                is_idle = not self._receive(TICK)
                 self._sink.tick()
                 run.graceful_shutdown.advance()
                 run.cancellation.check()
-                self._advance()
+                self._advance(is_idle)
             self._drain()
         except BaseException as error:
             self._fire(RunEvent.ERROR_RAISED)
@@ -175,6 +176,9 @@ class Controller:
                     self._drain()  # the messages may have the reason
             finally:
                 self._handle.cancel()
+                with contextlib.suppress(Exception):  # the sink may have raised the error
+                    while self._receive(0):
+                        pass
             raise
         finally:
             run.cancellation.set_action(lambda: None)
@@ -232,8 +236,8 @@ class Controller:
 
     # What follows from the state and the time
 
-    def _advance(self) -> None:
-        """Act on the state and the time.
+    def _advance(self, is_idle: bool) -> None:
+        """Act on the state and the time. If it is not idle, more messages may be waiting.
 
         This follows each message, so what it does must not take longer the more nodes there are.
         """
@@ -244,7 +248,7 @@ class Controller:
             self._decide_rendezvous(now)
         elif self.state is not RunState.COLLECTING_STACKS:
             self._check_deadlines(now)
-        if self.state is RunState.RUNNING:
+        if self.state is RunState.RUNNING and is_idle:
             self._check_stall(now)
         if self.state is not RunState.STOPPING:
             self._check_nodes()

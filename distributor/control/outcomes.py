@@ -73,7 +73,7 @@ class Outcomes:
     def of(self, ending: NodesEnded, first_lost: str) -> list[Outcome]:
         """Return the outcomes of an attempt whose nodes have ended."""
         if ending.error is None:
-            return [*self.failures, *{**ending.values, **self.values}.values()]
+            return [*self.failures, *{**ending.values(), **self.values}.values()]
         reported = {failure.origin.rank for failure in self.failures}
         others = (each for each in ending.failures if each.origin.rank not in reported)
         failures = [*self.failures, *others]

@@ -356,8 +356,8 @@ class NodesEnded:
         Failures of ranks that nodes without a link have reported.
     timed_out : RunTimeout, StartTimeout or None
         The deadline that has passed on a node without a link.
-    values : mapping of int to Value
-        The values of ranks that no link has carried.
+    values : callable
+        Returns the values of ranks that no link has carried, by rank.
     output : iterable of Output
         What ranks printed or reported and no link has carried.
     explain : callable
@@ -368,6 +368,6 @@ class NodesEnded:
     error: BaseException | None = None
     failures: Sequence[Failure] = ()
     timed_out: RunTimeout | StartTimeout | None = None
-    values: Mapping[int, Value] = field(default_factory=dict)
+    values: Callable[[], Mapping[int, Value]] = dict
     output: Iterable[Output] = ()
     explain: Callable[[BaseException, str], Exception] = _same

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from distributor.control.run import Attempt, Handle, Launcher, NodeEnded, Run, share_of
 from distributor.core.addresses import LOOPBACK
 from distributor.core.versions import pickling_software
+from distributor.link.node_link import NodeLink
 from distributor.link.queue_link import QueueLinks
 from distributor.node.agent.memory import memory_warnings
 from distributor.node.agent.node_warnings import node_warnings
@@ -30,7 +31,7 @@ from distributor.rank.messages import SECRET_BYTES
 from distributor.screen.one_time_warnings import warn_if_source_changed
 from distributor.serialization.outcome import Value
 from distributor.serialization.program import in_file
-from distributor.wire.messages import NodeWarning
+from distributor.wire.messages import NodeWarning, Stop
 
 NODE = 0
 """The number of the only node of a local run."""
@@ -76,19 +77,21 @@ class LocalLauncher(Launcher):
                 (*node_warnings(), *_memory_warnings(attempt)),
             )
             node = self._node(attempt, deadline)
+            link = links.connect(NODE, node.receive)
             thread = threading.Thread(
-                target=_run_node, args=(node, provisions, links), name="node", daemon=True
+                target=_run_node, args=(node, link, provisions, links), name="node", daemon=True
             )
-            thread.start()
             try:
+                thread.start()
                 yield Handle(
                     links=links,
                     num_nodes=1,
                     ranks_per_node=attempt.num_ranks,
                     training=self.training(attempt.num_ranks),
+                    cancel=lambda: _end(thread, node, links),
                 )
             finally:
-                thread.join()
+                _end(thread, node, links)
 
     def describe(self) -> dict[str, object]:
         return {"mode": "local", "nodes": 1, "gpus": len(self.gpus or ())}
@@ -108,19 +111,36 @@ class LocalLauncher(Launcher):
         )
 
 
-def _run_node(node: Node, provisions: Provisions, links: QueueLinks) -> None:
+def _end(thread: threading.Thread, node: Node, links: QueueLinks) -> None:
+    """Stop the ranks, if they run, and wait until they have ended."""
+    links.lift_limit()  # nothing is taken from the queue meanwhile
+    if thread.is_alive():
+        links.broadcast(Stop("the run has ended"))
+        node.stop_ranks()  # an interrupt may have kept the node from doing so
+    if thread.ident is None:
+        return  # it was not started
+    try:
+        thread.join()
+    except BaseException:  # another Ctrl-C
+        node.kill_ranks()
+        thread.join()
+        raise
+
+
+def _run_node(node: Node, link: NodeLink, provisions: Provisions, links: QueueLinks) -> None:
     error: Exception | None = None
     with node:
         try:
-            node.open(links.connect(NODE, node.receive))
+            node.open(link)
             outcomes = run_node(node, contextlib.nullcontext(provisions), os.getpid())
             if node.lifecycle.fire(NodeEvent.RANKS_ENDED):
                 node.link.deliver([each for each in outcomes if isinstance(each, Value)])
                 node.lifecycle.fire(NodeEvent.VALUES_DELIVERED)
         except NodeStopped:
             pass
-        except Exception as raised:
-            error = raised
+        except BaseException as raised:
+            node.lifecycle.fire(NodeEvent.ERROR_RAISED)
+            error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
         finally:
             links.post(NodeEnded(NODE, error))  # before the link is closed
 

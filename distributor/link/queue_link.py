@@ -12,7 +12,7 @@ from distributor.wire.hub import HERE, LOST
 from distributor.wire.messages import Output, WholeValue
 
 MAX_BACKLOG = 8 * 2**20
-"""Bytes of output that may wait for the driver."""
+"""Bytes of output that may wait for the driver; a node that sends more waits, too."""
 
 
 class QueueLinks:
@@ -22,7 +22,8 @@ class QueueLinks:
         self._queue: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
         self._nodes: dict[int, Callable[[object], object]] = {}
         self._backlog = 0
-        self._lock = threading.Lock()
+        self._is_limited = True
+        self._changed = threading.Condition()
 
     def connect(self, node: int, on_message: Callable[[object], object]) -> QueueLink:
         """Connect a node, whose function is then called with each message to it."""
@@ -34,7 +35,10 @@ class QueueLinks:
             node, message = self._queue.get(timeout=max(timeout, 0.0))
         except queue.Empty:
             return None
-        self._count(message, -1)
+        if isinstance(message, Output):
+            with self._changed:
+                self._backlog -= len(message.data)
+                self._changed.notify_all()
         return node, message
 
     def post(self, message: object) -> None:
@@ -48,21 +52,22 @@ class QueueLinks:
         for receive in list(self._nodes.values()):
             receive(message)
 
-    def has_room(self) -> bool:
-        return self._backlog < MAX_BACKLOG
+    def lift_limit(self) -> None:
+        """Let nodes send any amount of output, because nothing is received for a while."""
+        with self._changed:
+            self._is_limited = False
+            self._changed.notify_all()
 
     def receive(self, node: int, message: object) -> None:
-        self._count(message, 1)
+        if isinstance(message, Output):
+            with self._changed:
+                self._changed.wait_for(lambda: self._backlog < MAX_BACKLOG or not self._is_limited)
+                self._backlog += len(message.data)
         self._queue.put((node, message))
 
     def disconnect(self, node: int) -> None:
         if self._nodes.pop(node, None):
             self._queue.put((node, LOST))
-
-    def _count(self, message: object, sign: int) -> None:
-        if isinstance(message, Output):
-            with self._lock:
-                self._backlog += sign * len(message.data)
 
 
 class QueueLink:
@@ -78,7 +83,7 @@ class QueueLink:
         self._links.receive(self._node, message)
 
     def has_room(self) -> bool:
-        return self._links.has_room()
+        return True
 
     def deliver(self, values: Sequence[Value]) -> Delivery:
         for value in values:

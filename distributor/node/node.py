@@ -6,6 +6,7 @@ or on a thread of the driver.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import queue
@@ -89,7 +90,7 @@ class Answer(Generic[T]):
 
     def wait(self, timeout: float) -> T | None:
         try:
-            return self._answers.get(timeout=timeout)
+            return self._answers.get(timeout=min(timeout, threading.TIMEOUT_MAX))
         except queue.Empty:
             raise StartTimeout(self._otherwise) from None
 
@@ -335,6 +336,11 @@ class Node:
         if self._agent:
             self._agent.stop()
 
+    def kill_ranks(self) -> None:
+        """Kill the ranks that are being stopped, without a grace period."""
+        if self._agent:
+            self._agent.kill()
+
     def _on_stop(self, message: Stop) -> None:
         self.fails_if_stopped = message.fails_task
         self.lifecycle.fire(NodeEvent.STOP_RECEIVED)
@@ -404,19 +410,14 @@ def run_node(
     ExecutorNotReady
         If this node lacks something that its ranks need.
     """
-    with provisions as prepared:
+    with provisions as prepared, contextlib.ExitStack() as until_end:
         node.lifecycle.fire(NodeEvent.ENVIRONMENT_READY)
-        share = node.share
-        store_socket = (
-            listen_for_ranks(share.address, share.rank_ports) if share.node_rank == 0 else None
-        )
-        own = Rendezvous(share.address, store_socket.getsockname()[1]) if store_socket else None
-        try:
-            store = node.join(prepared, own)
-        except BaseException:
-            if store_socket:
-                store_socket.close()
-            raise
+        share, store_socket, own = node.share, None, None
+        if share.node_rank == 0:
+            store_socket = listen_for_ranks(share.address, share.rank_ports)
+            until_end.enter_context(store_socket)
+            own = Rendezvous(share.address, store_socket.getsockname()[1])
+        store = node.join(prepared, own)
         node.lifecycle.fire(NodeEvent.RENDEZVOUS_KNOWN)
         if share.node_rank != 0:
             check_reachable(store)

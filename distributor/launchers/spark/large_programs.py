@@ -50,7 +50,7 @@ def program_for_nodes(
         return
     _describe(program)
     content = _Content.of(program)
-    if session.spark in _unlinked or _is_encrypted(session):
+    if uses_spark(session) or _is_encrypted(session):
         _send_through_spark(session, program, content)
         yield content.file
         return
@@ -59,11 +59,14 @@ def program_for_nodes(
         yield content.file
 
 
-def use_spark(session: Session) -> bool:
-    """Have Spark send large programs of this session from now on; return whether that is new."""
-    is_new = session.spark not in _unlinked
+def use_spark(session: Session) -> None:
+    """Have Spark send the large programs of this session's runs from now on."""
     _unlinked.add(session.spark)
-    return is_new
+
+
+def uses_spark(session: Session) -> bool:
+    """Return whether `use_spark` was called for this session."""
+    return session.spark in _unlinked
 
 
 class _Content(NamedTuple):

@@ -28,7 +28,7 @@ from distributor.launchers.spark.capacity.slots import Slots
 from distributor.launchers.spark.datasets.collection import Datasets
 from distributor.launchers.spark.decommissioning import DecommissioningWatch
 from distributor.launchers.spark.hub_address import choose_hub_address, open_hub
-from distributor.launchers.spark.large_programs import program_for_nodes, use_spark
+from distributor.launchers.spark.large_programs import program_for_nodes, use_spark, uses_spark
 from distributor.launchers.spark.task.result_rows import ROW_SCHEMA, late_output_in, values_in
 from distributor.launchers.spark.task.task_spec import ProgramFile, TaskSpec
 from distributor.launchers.spark.task_starts import TaskStarts
@@ -98,12 +98,14 @@ class SparkLauncher(Launcher):
     @contextlib.contextmanager
     def start(self, attempt: Attempt, deadline: float) -> Iterator[Handle]:
         """Submit the barrier job of an attempt."""
+        through_spark = uses_spark(self.session)
         with end_explained(self.session.spark, is_last=not attempt.may_be_followed):
             try:
                 with self._started(attempt, deadline) as handle:
                     yield handle
             except ProgramNotReceived as error:
-                if not use_spark(self.session):
+                use_spark(self.session)
+                if through_spark:
                     raise
                 raise Relaunch(
                     f"{error} Spark sends them to the executors of this session from now on."
@@ -134,6 +136,7 @@ class SparkLauncher(Launcher):
                 secret,
                 check_memory=not shortage,
             )
+            watch = DecommissioningWatch(Executors(session).leaving, attempt.number)
             frame = barrier_frame(session, rows, TASK, task_spec, ROW_SCHEMA, slots.profile)
             with (
                 quiet(session),
@@ -154,7 +157,6 @@ class SparkLauncher(Launcher):
                     reminder,
                     job.barrier_arrivals,
                 )
-                leaving = Executors(session).leaving
                 yield Handle(
                     links=hub,
                     num_nodes=plan.num_tasks,
@@ -162,7 +164,7 @@ class SparkLauncher(Launcher):
                     training=self.training(attempt.num_ranks),
                     cancel=job.cancel,
                     starts=tasks,
-                    leaving=DecommissioningWatch(leaving, attempt.number).poll,
+                    leaving=watch.poll,
                     describe_unlinked=functools.partial(
                         _describe_unlinked, hub.port, has_log_dir=bool(settings.log_dir)
                     ),
@@ -232,7 +234,8 @@ def _task_spec(
 def _ended(ending: list[Any] | BaseException, num_tasks: int, secret: bytes) -> NodesEnded:
     """Translate the end of the Spark job: its rows, or the error that ended it."""
     if not isinstance(ending, BaseException):
-        return NodesEnded(values=values_in(ending), output=late_output_in(ending))
+        # Read by the driver's thread, which raises the error if there is no room for them.
+        return NodesEnded(values=lambda: values_in(ending), output=late_output_in(ending))
     text = str(ending)
     return NodesEnded(
         error=ending,

@@ -89,6 +89,7 @@ class Agent:
         self._has_reported_done = self._is_stopping = False
         self._release_requested = threading.Event()
         self._stop_requested = threading.Event()
+        self._kill_requested = threading.Event()
         self._stacks_requested = threading.Event()
         self._notices: deque[bytes] = deque()
 
@@ -139,6 +140,11 @@ class Agent:
         """Stop the ranks, because the run has failed elsewhere or is cancelled. From any thread."""
         self._stop_requested.set()
         self._selector.wake()
+
+    def kill(self) -> None:
+        """Stop the ranks without a grace period. From any thread."""
+        self._kill_requested.set()
+        self.stop()
 
     def request_stacks(self) -> None:
         """Have the listener's `on_stacks` called soon. From any thread."""
@@ -261,9 +267,10 @@ class Agent:
         self._is_stopping = True
         termination.terminate(self._workers, self._wait_while_stopping)
 
-    def _wait_while_stopping(self) -> None:
+    def _wait_while_stopping(self) -> bool:
         self._selector.wait(RELAY_INTERVAL)
         self._log_relay.relay()
+        return not self._kill_requested.is_set()
 
 
 _HANDLERS: dict[bytes, Callable[[Agent, WorkerHandle], object]] = {

@@ -20,6 +20,8 @@ MANY_LINES = 250
 """Lines in one chunk from which on a rank has to print in batches."""
 DRAIN_SECONDS = 5.0
 """Seconds to wait for room in the sink, after which the rest of the ranks' output is dropped."""
+FULL_PAUSE = 0.01
+"""Seconds between two looks whether a full sink has room."""
 
 
 class LogRelay:
@@ -48,6 +50,7 @@ class LogRelay:
         self._sink = sink
         self._redaction = redaction
         self._system_metrics = system_metrics
+        self._num_bytes = 0
 
     def relay(self, last: bool = False) -> bool:
         """Pass on what ranks have written since the last call, and return whether there is more."""
@@ -61,6 +64,7 @@ class LogRelay:
                 shown, length = self._redaction.of_stream(data, last=last and not full)
             if length:
                 worker.relayed[source] += length
+                self._num_bytes += length
                 self._sink.write(worker.origin.rank, source, shown)
                 more |= full
                 if source == "progress":
@@ -71,9 +75,13 @@ class LogRelay:
 
     def drain(self) -> None:
         """Pass on all output that is left."""
-        deadline = time.monotonic() + DRAIN_SECONDS
-        while self._has_unread() and (self.relay(last=True) or time.monotonic() < deadline):
-            pass
+        deadline, relayed = time.monotonic() + DRAIN_SECONDS, self._num_bytes
+        while self._has_unread() and time.monotonic() < deadline:
+            self.relay(last=True)
+            if self._num_bytes > relayed:
+                deadline, relayed = time.monotonic() + DRAIN_SECONDS, self._num_bytes
+            else:
+                time.sleep(FULL_PAUSE)
 
     def report_system_metrics(self) -> None:
         """Report the node's utilization, if the next sample is due."""

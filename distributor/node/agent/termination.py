@@ -57,10 +57,11 @@ def limit_lingering(workers: Sequence[WorkerHandle], sink: Sink) -> None:
             sink.write(rank, "stderr", f"{text}\n".encode())
 
 
-def terminate(workers: Sequence[WorkerHandle], wait: Callable[[], object]) -> None:
+def terminate(workers: Sequence[WorkerHandle], wait: Callable[[], bool]) -> None:
     """Stop the workers that still run: SIGTERM to their process groups, a grace period, SIGKILL.
 
-    A worker whose outcome is known is ending: it has the grace period for its exit handlers.
+    A worker whose outcome is known is ending: it has the grace period for its exit handlers. The
+    grace period also ends once `wait`, which is called meanwhile, returns False.
     """
     for worker in workers:
         if worker.outcome is None:
@@ -72,7 +73,8 @@ def terminate(workers: Sequence[WorkerHandle], wait: Callable[[], object]) -> No
     deadline = time.monotonic() + TERMINATION_GRACE_SECONDS
     try:
         while any(worker.running for worker in workers) and time.monotonic() < deadline:
-            wait()
+            if not wait():
+                break
     finally:
         for worker in workers:
             worker.process.kill()

@@ -35,7 +35,7 @@ from distributor.node.agent.network import routable_address
 from distributor.node.agent.node_warnings import node_warnings
 from distributor.node.agent.share import NodeShare
 from distributor.node.agent.worker_env import node_order
-from distributor.node.lifecycle import NodeEvent
+from distributor.node.lifecycle import NodeEvent, NodeState
 from distributor.node.node import Node, NodeStopped, Provisions, run_node, zygote_spec
 from distributor.node.process import zygote
 from distributor.node.process.process_title import temporary_run_title
@@ -107,14 +107,11 @@ def _share(spec: TaskSpec, context: Any, hosts: Sequence[str]) -> NodeShare:
         spec.share,
         node_rank=node_rank,
         host=host,
-        address=routable_address(host, hosts),
-        gpus=assigned_gpus(spec, node_rank, context),
         env={
             SPARK_FILES: files,
             **({"HADOOP_CONF_DIR": hadoop} if hadoop else {}),
             **spec.share.env,
         },
-        modules=unpack_modules(spec.modules) if spec.modules else "",
     )
 
 
@@ -146,6 +143,12 @@ def _link(spec: TaskSpec, node: Node) -> NodeLink:
 def _provisions(
     spec: TaskSpec, node: Node, context: Any, batches: Iterator[Any], replaced: str
 ) -> Iterator[Provisions]:
+    node.share = replace(
+        node.share,
+        address=routable_address(node.share.host, hosts_of(context)),
+        gpus=assigned_gpus(spec, node.share.node_rank, context),
+        modules=unpack_modules(spec.modules) if spec.modules else "",
+    )
     with (
         prepare_environment(spec) as prepared,
         dataset_file(spec, batches) as data,
@@ -157,6 +160,8 @@ def _provisions(
 
 def _await_verdict(node: Node, failures: Sequence[Failure]) -> bool:
     """Wait before failures end this task; return whether it fails, which ends all others."""
+    if node.lifecycle.state is NodeState.STOPPED:
+        return node.fails_if_stopped
     if node.link.lost:
         if failures and all(failure.collateral for failure in failures):
             time.sleep(AFTER_COLLATERAL_SECONDS)  # the task that has the cause may end this one
