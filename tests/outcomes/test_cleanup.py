@@ -34,7 +34,6 @@ from support.waiting import runs, until
 
 from distributor import (
     WorkerDied,
-    warm_up,
 )
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -231,7 +230,7 @@ def test_nothing_in_the_drivers_process_changes(
     monkeypatch.setenv("OF_THE_DRIVER", "1")
     distributor = distribute(2, env={"OF_THE_RANKS": "1"})
     if distributor.local_mode:
-        warm_up(distributor)
+        distributor.run(os.getpid)  # starts the warm process
     random.seed(1234)
     before, threads = state_of_this_process(), set(threading.enumerate())
     files, processes = open_files(), children()

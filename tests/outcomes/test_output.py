@@ -30,7 +30,7 @@ from support.waiting import alive
 from distributor import RunTimeout, TorchDistributor, WorkerDied
 from distributor.control.controller import Controller
 from distributor.control.run import Attempt, Run
-from distributor.link.queue_link import QueueLinks
+from distributor.link.queue_link import QueueLink
 from distributor.prepared_run import plan
 from distributor.programs.programs import program_of
 from distributor.run.spec import RunSpec
@@ -296,11 +296,11 @@ def test_output_is_received_to_the_end_if_a_rank_ends_before_there_is_room(
         os.write(1, b"l" * 2 * MIB + b"last line\n")
         file.write_text(str(os.getpid()))
 
-    def has_ended(links: QueueLinks) -> bool:
+    def has_ended(link: QueueLink) -> bool:
         return file.exists() and not alive([int(file.read_text() or os.getpid())])
 
     file = tmp_path / "pid"
-    monkeypatch.setattr(QueueLinks, "has_room", has_ended)
+    monkeypatch.setattr(QueueLink, "has_room", has_ended)
     sink = CutShort()
     launch(program, TorchDistributor(1, local_mode=True, use_gpu=False), sink, file)
     assert sink.received.endswith(b"last line\n")
