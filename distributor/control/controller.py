@@ -199,12 +199,10 @@ class Controller:
         return True
 
     def _fire(self, event: RunEvent) -> bool:
-        before = self.state
-        self.history.append(Record(self._clock(), HERE, (before, event)))
-        if self._machine.fire(event):
-            return True
-        self.history.pop()
-        return False
+        if (self.state, event) not in TRANSITIONS:
+            return False
+        self.history.append(Record(self._clock(), HERE, (self.state, event)))
+        return self._machine.fire(event)
 
     def _drain(self) -> None:
         """Receive messages until all links are closed, for at most `DRAIN_SECONDS`."""

@@ -20,7 +20,7 @@ from distributor.node.agent.memory import memory_warnings
 from distributor.node.agent.node_warnings import node_warnings
 from distributor.node.agent.worker_env import common_environment
 from distributor.node.lifecycle import NodeEvent
-from distributor.node.node import Node, NodeStopped, Provisions, run_node
+from distributor.node.node import Node, NodeStopped, Provisions, run_and_deliver
 from distributor.node.process import zygote
 from distributor.node.process.spawner import Interpreter
 from distributor.node.process.supervisor import is_supported
@@ -29,7 +29,6 @@ from distributor.programs.environments import prepared_here
 from distributor.programs.user_modules import folders_of, located_modules
 from distributor.rank.messages import SECRET_BYTES
 from distributor.screen.one_time_warnings import warn_if_source_changed
-from distributor.serialization.outcome import Value
 from distributor.serialization.program import in_file
 from distributor.wire.messages import NodeWarning, Stop
 
@@ -132,10 +131,7 @@ def _run_node(node: Node, link: NodeLink, provisions: Provisions, links: QueueLi
     with node:
         try:
             node.open(link)
-            outcomes = run_node(node, contextlib.nullcontext(provisions), os.getpid())
-            if node.lifecycle.fire(NodeEvent.RANKS_ENDED):
-                node.link.deliver([each for each in outcomes if isinstance(each, Value)])
-                node.lifecycle.fire(NodeEvent.VALUES_DELIVERED)
+            run_and_deliver(node, contextlib.nullcontext(provisions), os.getpid())
         except NodeStopped:
             pass
         except BaseException as raised:

@@ -32,7 +32,7 @@ from distributor.node.process import zygote
 from distributor.node.process.spawner import Interpreter, StartLimit
 from distributor.node.process.zygote import ZygoteSpec
 from distributor.policies.failure_grace import DRIVER_FIRST_SECONDS
-from distributor.serialization.outcome import Failure, Outcome
+from distributor.serialization.outcome import Failure, Outcome, Value
 from distributor.wire.messages import (
     Failed,
     Idle,
@@ -440,6 +440,14 @@ def run_node(
                 slack = node.deadline_slack
                 timeout = math.inf if share.timeout is None else share.timeout
                 return agent.run(limit.deadline + slack, timeout + slack)
+
+
+def run_and_deliver(node: Node, provisions: AbstractContextManager[Provisions], owner: int) -> None:
+    """Do what `run_node` does, and send the values, on a node that has only its link for them."""
+    outcomes = run_node(node, provisions, owner)
+    if node.lifecycle.fire(NodeEvent.RANKS_ENDED):
+        node.link.deliver([outcome for outcome in outcomes if isinstance(outcome, Value)])
+        node.lifecycle.fire(NodeEvent.VALUES_DELIVERED)
 
 
 def zygote_spec(share: NodeShare, interpreter: Interpreter, owner: int) -> ZygoteSpec | None:

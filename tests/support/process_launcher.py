@@ -23,12 +23,10 @@ from distributor.control.run import Attempt, Handle, Launcher, NodeEnded, Run, s
 from distributor.core.versions import pickling_software
 from distributor.link.tcp_link import TcpLink
 from distributor.node.agent.share import NodeShare
-from distributor.node.lifecycle import NodeEvent
-from distributor.node.node import Node, NodeStopped, Provisions, run_node
+from distributor.node.node import Node, NodeStopped, Provisions, run_and_deliver
 from distributor.node.process.spawner import Interpreter
 from distributor.programs.programs import program_of
 from distributor.run.spec import RunSpec
-from distributor.serialization.outcome import Value
 from distributor.serialization.program import Program, in_file
 from distributor.wire.hub import Hub
 from distributor.wire.sealing import rank_secret
@@ -119,10 +117,7 @@ def serve(order: Order) -> None:
         callbacks = node.receive, node.lose_link, node.lose_driver
         node.open(TcpLink(order.hub, order.secret, number, *callbacks))
         provisions = Provisions(Interpreter.current(), pickling_software(), program)
-        outcomes = run_node(node, contextlib.nullcontext(provisions), os.getpid())
-        if node.lifecycle.fire(NodeEvent.RANKS_ENDED):
-            node.link.deliver([each for each in outcomes if isinstance(each, Value)])
-            node.lifecycle.fire(NodeEvent.VALUES_DELIVERED)
+        run_and_deliver(node, contextlib.nullcontext(provisions), os.getpid())
 
 
 def distribute(

@@ -522,10 +522,10 @@ def open_spawner(
 _last_prepared: PreloadSpec | None = None
 
 
-def prepare(zygote_spec: ZygoteSpec | None) -> None:
-    """Start a fitting zygote in the background, if one is wanted and none is there."""
+def prepare(zygote_spec: ZygoteSpec) -> None:
+    """Start a fitting zygote in the background, if none is there."""
     global _last_prepared
-    if zygote_spec is None or not is_supported():
+    if not is_supported():
         return
     preload_spec = zygote_spec.preload_spec
     with contextlib.suppress(OSError):  # a run that needs the zygote will report the error
