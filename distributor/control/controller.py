@@ -179,6 +179,7 @@ class Controller:
                 with contextlib.suppress(Exception):  # the sink may have raised the error
                     while self._receive(0):
                         pass
+                self._outcomes.discard_values()
             raise
         finally:
             run.cancellation.set_action(lambda: None)

@@ -66,6 +66,10 @@ class Outcomes:
         self.values[part.rank] = Value(part.rank, self._transfers.pop(part.rank).file)
         return ValueReceived(part.rank)
 
+    def discard_values(self) -> None:
+        for value in self.values.values():
+            value.file.close()
+
     def discard_incomplete(self) -> None:
         for transfer in self._transfers.values():
             transfer.file.close()

@@ -445,9 +445,13 @@ def run_node(
 def run_and_deliver(node: Node, provisions: AbstractContextManager[Provisions], owner: int) -> None:
     """Do what `run_node` does, and send the values, on a node that has only its link for them."""
     outcomes = run_node(node, provisions, owner)
+    values = [outcome for outcome in outcomes if isinstance(outcome, Value)]
     if node.lifecycle.fire(NodeEvent.RANKS_ENDED):
-        node.link.deliver([outcome for outcome in outcomes if isinstance(outcome, Value)])
+        node.link.deliver(values)
         node.lifecycle.fire(NodeEvent.VALUES_DELIVERED)
+    else:
+        for value in values:
+            value.file.close()
 
 
 def zygote_spec(share: NodeShare, interpreter: Interpreter, owner: int) -> ZygoteSpec | None:
