@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
 import inspect
 import lzma
@@ -16,7 +17,9 @@ import cloudpickle
 import pytest
 from conftest import cluster_is_slow
 from support.ranks import Distribute
+from support.zygotes import local
 
+from distributor import WorkerDied
 from distributor.programs.programs import module_of
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -202,3 +205,45 @@ def test_of_a_module_that_is_run_by_name(
     monkeypatch.syspath_prepend(str(package.parent))
     distribute(1, warm=warm).run(module_of("package.train"), str(folder))
     check_files(folder)
+
+
+COLLECTED = """
+import atexit, gc, sys
+
+file = open(sys.argv[1], "w")
+file.write("written")
+atexit.register(gc.collect)
+
+def main():  # a cycle that the globals are in
+    if sys.argv[2] == "raise":
+        raise LookupError("of the program")
+    sys.exit(int(sys.argv[2]))
+
+main()
+"""
+
+
+@pytest.mark.parametrize("ending", ["0", "3", "raise"])
+def test_the_garbage_collector_frees_no_file_of_a_script_that_has_ended(
+    tmp_path: Path, ending: str
+) -> None:
+    script, file = tmp_path / "script.py", tmp_path / "file"
+    script.write_text(COLLECTED)
+    with contextlib.nullcontext() if ending == "0" else pytest.raises((LookupError, WorkerDied)):
+        local(1).run(script, str(file), ending)
+    assert file.read_text() == "written"
+
+
+def leave_in_globals(path: str) -> None:
+    import atexit
+    import gc
+
+    global left
+    left = open(path, "w")
+    left.write("written")
+    atexit.register(gc.collect)
+
+
+def test_the_garbage_collector_frees_no_file_in_globals_of_a_function(tmp_path: Path) -> None:
+    local(1).run(leave_in_globals, str(tmp_path / "file"))
+    assert (tmp_path / "file").read_text() == "written"

@@ -185,6 +185,16 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
+        "the globals of a script exist until the process ends",
+        "distributor/node/worker/main.py",
+        "        kept_until_end.append(run())\n",
+        "        run()\n",
+        (
+            "outcomes/test_open_objects.py::"
+            "test_the_garbage_collector_frees_no_file_of_a_script_that_has_ended[0]",
+        ),
+    ),
+    Mutant(
         "HDF5 files that are left open are closed",
         "distributor/node/process/exit.py",
         "    _close_hdf5()\n",

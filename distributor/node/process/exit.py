@@ -27,6 +27,9 @@ _BUFFERED = (io.BufferedWriter, io.BufferedRandom)
 _CODE = (ModuleType, FunctionType, type)
 _ANY_FILE: type = io.IOBase.__mro__[1]  # the class in C, which has no slow check for subclasses
 
+kept_until_end: list[object] = []
+"""What keeps the program's globals, as a module does. `end_objects` releases it."""
+
 
 def end_objects() -> None:
     """End the program's objects, as the interpreter's teardown does after all exit handlers.
@@ -38,6 +41,7 @@ def end_objects() -> None:
     """
     files = list(_open_files())
     _flush(files)  # first of all: errors of a file that is freed are not reported
+    kept_until_end.clear()
     threading.excepthook = lambda _: None  # of daemon threads, whose globals go
     candidates = {*MAIN_MODULES, *_preloaded, *(sys.modules.keys() - _known)}
     names = [name for name in candidates if _is_of_program(name)]

@@ -11,6 +11,7 @@ import pkgutil
 import runpy
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -24,6 +25,7 @@ from distributor.node.process.exit import (
     exit_code_of,
     exit_forked_child,
     flush_streams,
+    kept_until_end,
 )
 from distributor.node.process.process_title import set_run_title
 from distributor.node.process.scratch import create_scratch
@@ -173,18 +175,35 @@ def _call(program: Program) -> Any:
     if isinstance(program, Script):
         sys.path.insert(0, program.folder)
         _call_hook(program)
-        runpy.run_path(program.path, run_name="__main__")
+        _keep_globals(lambda: runpy.run_path(program.path, run_name="__main__"))
         return None
     if isinstance(program, Module):
         if program.folder:
             sys.path.insert(0, program.folder)
         _call_hook(program)
-        runpy.run_module(program.name, run_name="__main__", alter_sys=True)
+        _keep_globals(lambda: runpy.run_module(program.name, run_name="__main__", alter_sys=True))
         return None
     pickling.install_sources(program.call.sources)
     function, args, kwargs = program.call.load(vars(sys.modules["__main__"]))
+    kept_until_end.append(function)  # its globals may be those of no module
     _call_hook(program)
     return function(*args, **kwargs)
+
+
+def _keep_globals(run: Callable[[], dict[str, Any]]) -> None:
+    """Run a main module, and keep its globals until the end, as the interpreter does.
+
+    `runpy` drops them. If they are in a reference cycle, the garbage collector could then free
+    files in the wrong order, which loses what they hold back.
+    """
+    try:
+        kept_until_end.append(run())
+    except BaseException as error:
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        kept_until_end.extend(
+            frame.f_globals for frame in frames if frame.f_globals.get("__name__") == "__main__"
+        )
+        raise
 
 
 def _call_hook(program: Program) -> None:
