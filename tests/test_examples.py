@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import runpy
@@ -53,7 +52,6 @@ EXAMPLES = {
         "transformers",
     ),
 }
-ALL = pytest.mark.parametrize("name", EXAMPLES)
 
 
 def check(name: str, folder: Path, output: str) -> None:
@@ -118,7 +116,7 @@ def test_an_example_runs_in_a_session(
 
 
 RUN_ALL = """
-import contextlib, io, json, runpy, sys, traceback
+import contextlib, io, runpy, sys, traceback
 
 sys.path.insert(0, "{folder}")
 for name in {names!r}:
@@ -127,45 +125,29 @@ for name in {names!r}:
             runpy.run_path(f"{folder}/{{name}}.py", run_name="__main__")
         except Exception:
             traceback.print_exc(file=printed)
-    {send}
+    send(**{{name: printed.getvalue()}})
 """
 """Runs the examples in one process, as the cells of a notebook would."""
 
 
-def run_all(send: str) -> str:
-    """Return a program that runs all examples, and sends the output of each."""
-    names = [name for name, each in EXAMPLES.items() if find_spec(each.needs) is not None]
-    return RUN_ALL.format(folder=FOLDER, names=names, send=send)
-
-
-@pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Path]:
-    """Run all examples on this machine; return the output of each, and their folder."""
-    folder = tmp_path_factory.mktemp("examples")
-    done = subprocess.run(
-        [sys.executable, "-c", run_all("print(json.dumps([name, printed.getvalue()]))")],
-        env={**os.environ, **OFFLINE},
-        capture_output=True,
-        text=True,
-        timeout=len(EXAMPLES) * DEADLINE,
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    return dict(json.loads(line) for line in done.stdout.splitlines()), folder
-
-
-@ALL
-def test_an_example_runs_on_this_machine(name: str, outputs: tuple[dict[str, str], Path]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if each.needs == "torch" else pytest.mark.slow)
+        for name, each in EXAMPLES.items()
+    ],
+)
+def test_an_example_runs_on_this_machine(name: str, tmp_path: Path) -> None:
     skip_without(EXAMPLES[name].needs)
-    printed, folder = outputs
-    check(name, folder, printed[name])
+    check(name, tmp_path, run_here(name, tmp_path))
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Driver, Path]]:
     """Start a driver on a standalone cluster, which runs all examples in turn."""
     folder = tmp_path_factory.mktemp("examples")
-    source = run_all("send(**{name: printed.getvalue()})")
+    names = [name for name, each in EXAMPLES.items() if find_spec(each.needs) is not None]
+    source = RUN_ALL.format(folder=FOLDER, names=names)
     with (
         machines_on_loopback(4) as machines,
         cluster_on(machines, folder) as cluster,
@@ -177,7 +159,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Driver, P
 @pytest.mark.slow(ci=True)
 @pytest.mark.spark
 @needs_java
-@ALL
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs_on_a_standalone_cluster(name: str, driver: tuple[Driver, Path]) -> None:
     skip_without(EXAMPLES[name].needs)
     process, folder = driver

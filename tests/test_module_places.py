@@ -221,6 +221,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.spark
 @needs_java
 def test_packages_are_complete_on_executors_or_said_to_be_incomplete(

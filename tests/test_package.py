@@ -82,6 +82,7 @@ def python(source: str, *args: str) -> str:
     return done.stdout
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Map every module of the package to its file."""
     found = {}

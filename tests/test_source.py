@@ -235,7 +235,10 @@ print("FACTS " + json.dumps({"runs": facts}))
 """
 
 
-MASTERS = ["local[2]", pytest.param("local-cluster[2,1,512]", marks=pytest.mark.slow)]
+MASTERS = [
+    pytest.param("local[2]", marks=pytest.mark.slow(ci=True)),
+    pytest.param("local-cluster[2,1,512]", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.spark

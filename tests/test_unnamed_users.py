@@ -130,6 +130,7 @@ def test_runs_work_if_the_python_of_executors_has_such_a_user(
     check(facts_in(done))
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.spark
 @needs_java
 def test_executors_whose_java_ends_for_lack_of_a_name_are_reported(tmp_path: Path) -> None:

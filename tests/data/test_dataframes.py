@@ -40,6 +40,12 @@ def ranks(request: pytest.FixtureRequest, spark: Any) -> Make:
     return make
 
 
+executors_are_slow = pytest.mark.parametrize(
+    "ranks", ["local", pytest.param("cluster", marks=pytest.mark.slow)], indirect=True
+)
+"""For tests whose run on executors is a variation."""
+
+
 @pytest.fixture
 def on_executors(spark: Any) -> Make:
     def make(num_processes: int = 2, **settings: Any) -> TorchDistributor:
@@ -75,6 +81,7 @@ def test_each_row_reaches_one_rank(ranks: Make, spark: Any) -> None:
     assert all(texts == list(map(str, found)) for found, texts, _ in shares)
 
 
+@executors_are_slow
 def test_a_partition_becomes_several_chunks(ranks: Make, spark: Any) -> None:
     def read(shard: Any) -> Any:
         rows = [batch["id"] for batch in shard.iter_batches(batch_size=None)]
@@ -86,6 +93,7 @@ def test_a_partition_becomes_several_chunks(ranks: Make, spark: Any) -> None:
         assert "in all 4 chunks" in stats[0]
 
 
+@executors_are_slow
 def test_data_frames_in_lists_tuples_and_dicts(ranks: Make, spark: Any) -> None:
     first, second = spark.range(10), spark.range(100, 104)
 
@@ -102,6 +110,7 @@ def test_data_frames_in_lists_tuples_and_dicts(ranks: Make, spark: Any) -> None:
     assert one[3] == other[3] == [0, 1, 2]
 
 
+@executors_are_slow
 def test_shares_are_padded_or_cut(ranks: Make, spark: Any, capfd: Any) -> None:
     frame = spark.range(0, 7, 1, 3)
 
@@ -183,7 +192,7 @@ print("FACTS " + json.dumps(facts))
 """
 
 
-@pytest.mark.spark
+@pytest.mark.slow(ci=True)
 def test_a_master_that_has_its_executor_in_the_driver(
     run_driver: Callable[..., subprocess.CompletedProcess[str]],
     tmp_path: Path,
@@ -221,6 +230,7 @@ def test_too_few_rows_are_an_error_before_the_start(
     assert not started.exists()
 
 
+@executors_are_slow
 def test_an_error_in_the_users_transformation_is_sparks(ranks: Make, spark: Any) -> None:
     frame = spark.range(4).selectExpr("raise_error(concat('bad row ', id)) AS x")
     with pytest.raises(Exception, match="bad row") as caught:
@@ -272,6 +282,7 @@ def test_a_script_takes_no_data_frame(spark: Any, tmp_path: Path) -> None:
 ODD_NAMES = ["a", "a.b", "A", "*", "", "a`b", "`a`", "a'\"b", "a\nb", "a/b", "c1", "日本 c"]
 
 
+@executors_are_slow
 def test_columns_of_any_name(ranks: Make, spark: Any) -> None:
     values = [f"IF(id = 3, NULL, id + {at}) AS c" for at in range(len(ODD_NAMES))]
     frame = spark.range(0, 6, 1, 2).selectExpr(*values).toDF(*ODD_NAMES)

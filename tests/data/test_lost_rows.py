@@ -174,6 +174,7 @@ print("FACTS " + json.dumps({"errors": errors, "left": left, "files": files}))
 """
 
 
+@pytest.mark.slow(ci=True)
 @needs_mounts
 def test_a_full_disk_of_the_driver(
     run_driver: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path

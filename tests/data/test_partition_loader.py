@@ -53,6 +53,7 @@ def load_pysparks(num_samples: int, num_workers: int) -> list[Any]:
     return load(loader, num_samples, num_workers)
 
 
+@pytest.mark.slow(ci=True)
 def test_the_batches_are_pysparks(spark: Any) -> None:
     """Fewer rows than there are in a partition, and more, which are then repeated."""
     from pyspark import cloudpickle
@@ -98,7 +99,13 @@ def test_local_mode_is_refused_as_in_pyspark(spark: Any) -> None:
     ("arguments", "columns", "kind", "message"),
     [
         ((0, 2), "id", ValueError, "num_samples must be an integer of at least 1, but is 0"),
-        ((2, 2, 2), "id", RuntimeError, "num_workers is 2, but .* at most one process"),
+        pytest.param(
+            (2, 2, 2),
+            "id",
+            RuntimeError,
+            "num_workers is 2, but .* at most one process",
+            marks=pytest.mark.slow,
+        ),
         ((2, 2), "id > 1 AS flag", ValueError, "does not support the type bool of column 'flag'"),
     ],
 )

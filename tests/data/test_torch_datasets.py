@@ -300,7 +300,7 @@ def with_prepared_trainer(source: TableSource, folder: str) -> list[list[int]]:
         ("accelerate", with_accelerate),
         pytest.param("lightning", with_lightning, marks=pytest.mark.slow),
         pytest.param("transformers", with_transformers, marks=pytest.mark.slow),
-        ("transformers", with_prepared_trainer),
+        pytest.param("transformers", with_prepared_trainer, marks=pytest.mark.slow(ci=True)),
     ],
 )
 def test_a_framework_reads_each_row_of_a_share_once(

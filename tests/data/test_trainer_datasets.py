@@ -87,7 +87,7 @@ def read_and_report(config: dict[str, Any]) -> None:
     ("local_mode", "sizes"),
     [
         (False, (2, 3, 1)),
-        (True, (3, 2, 1)),
+        pytest.param(True, (3, 2, 1), marks=pytest.mark.slow),
         pytest.param(False, (1, 4, 2, 1), marks=pytest.mark.slow),
         pytest.param(False, (4, 2, 2, 1), marks=pytest.mark.slow),
     ],

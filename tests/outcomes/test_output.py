@@ -192,8 +192,8 @@ def test_failed_run_logs_all_output_and_shows_the_selected_ranks(
 @cluster_is_slow
 def test_a_rank_that_prints_very_much_may_fork(distribute: Distribute) -> None:
     def program() -> str:
-        for _ in range(1000):
-            for number in range(400):
+        for _ in range(500):
+            for number in range(200):
                 print("line", number)
             child = os.fork()
             if not child:
