@@ -191,7 +191,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "        run()\n",
         (
             "outcomes/test_open_objects.py::"
-            "test_the_garbage_collector_frees_no_file_of_a_script_that_has_ended[0]",
+            "test_the_garbage_collector_frees_no_file_of_a_script_that_has_ended[return]",
         ),
     ),
     Mutant(
