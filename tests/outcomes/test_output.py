@@ -31,6 +31,7 @@ from distributor import RunTimeout, TorchDistributor, WorkerDied
 from distributor.control.controller import Controller
 from distributor.control.run import Attempt, Run
 from distributor.link.queue_link import QueueLink
+from distributor.node.node import Node
 from distributor.prepared_run import plan
 from distributor.programs.programs import program_of
 from distributor.run.spec import RunSpec
@@ -237,7 +238,7 @@ def test_of_very_many_lines_none_is_lost_or_repeated(
 
 
 class CutShort:
-    """A sink that ends the run once it receives "ready", as the run's timeout would."""
+    """A sink that ends the run once it receives "ready", as a timeout would."""
 
     def __init__(self) -> None:
         self.received = b""
@@ -271,19 +272,39 @@ def test_messages_of_concurrent_runs_have_labels(
     assert "[program#2 0] ready" in shown.out
 
 
-def test_output_is_received_to_the_end_if_a_run_is_cut_short(distribute: Distribute) -> None:
-    def program() -> None:
-        def print_and_exit(*_: object) -> None:
-            os.write(1, b"l" * 2 * MIB + b"last line\n")
-            os._exit(1)
+def print_when_stopped() -> None:
+    def print_and_exit(*_: object) -> None:
+        os.write(1, b"l" * 2 * MIB + b"last line\n")
+        os._exit(1)
 
-        signal.signal(signal.SIGTERM, print_and_exit)
-        print("ready")
-        wait_to_be_stopped()
+    signal.signal(signal.SIGTERM, print_and_exit)
+    print("ready")
+    wait_to_be_stopped()
 
+
+@pytest.mark.parametrize(
+    ("distribute", "by"),
+    [
+        ("local", "driver"),
+        ("local", "node"),
+        pytest.param("cluster", "driver", marks=pytest.mark.spark),
+    ],
+    indirect=["distribute"],
+)
+def test_output_is_received_to_the_end_if_a_run_is_cut_short(
+    distribute: Distribute, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
     sink = CutShort()
+    if by == "node":
+        at_node, sink.cut, write = CutShort(), True, Node.write
+
+        def write_and_check(node: Node, rank: int, source: Any, data: bytes) -> None:
+            write(node, rank, source, data)
+            at_node.write(rank, source, data)
+
+        monkeypatch.setattr(Node, "write", write_and_check)
     with pytest.raises(RunTimeout, match="cut short"):
-        launch(program, distribute(1), sink)
+        launch(print_when_stopped, distribute(1), sink)
     assert sink.received.startswith(b"ready\n")
     assert sink.received.endswith(b"last line\n")
     assert len(sink.received) == len(b"ready\nlast line\n") + 2 * MIB

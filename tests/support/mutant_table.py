@@ -551,7 +551,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "self._log_relay.drain()  # the output",
         "pass  # the output",
         (
-            "outcomes/test_output.py::test_output_is_received_to_the_end_if_a_run_is_cut_short[local]",
+            "outcomes/test_output.py::"
+            "test_output_is_received_to_the_end_if_a_run_is_cut_short[local-node]",
         ),
     ),
     Mutant(
