@@ -9,6 +9,7 @@ from benchmarks import functions
 from benchmarks.functions import MEGABYTE
 from benchmarks.launchers import ours
 from benchmarks.measure import Driven, apart
+from benchmarks.packages import DISTRIBUTION
 from benchmarks.peers import Peer
 from benchmarks.report import Row, gathered, row
 from benchmarks.spark import LOCAL
@@ -18,10 +19,10 @@ OURS = Peer(
     "ours",
     "dcp.save and report",
     ours,
-    "distributor",
+    DISTRIBUTION,
     note="delete_local_checkpoint_after_upload=True",
 )
-KEPT = Peer("ours_kept", "dcp.save and report, which copies", ours, "distributor")
+KEPT = Peer("ours_kept", "dcp.save and report, which copies", ours, DISTRIBUTION)
 ALONE = Peer("floor_save", "floor: dcp.save alone", ours, "torch")
 RANKS = 2
 MEGABYTES, FEW_MEGABYTES = 1000, 100

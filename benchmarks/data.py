@@ -12,6 +12,7 @@ from benchmarks import loaders
 from benchmarks.functions import MEGABYTE
 from benchmarks.loaders import ARRAY, IMAGE, SCALARS
 from benchmarks.measure import Driven, apart
+from benchmarks.packages import DISTRIBUTION
 from benchmarks.peers import Peer
 from benchmarks.report import Row, gathered, row
 from benchmarks.spark import EMBEDDED
@@ -20,8 +21,8 @@ from benchmarks.turns import Effort, measured
 LOADERS = {
     peer.name: peer
     for peer in (
-        Peer("ours", "distributor, a DataFrame", loaders.dataframe, "distributor"),
-        Peer("ours_parquet", "distributor, from_parquet", loaders.parquet, "distributor"),
+        Peer("ours", "distributor, a DataFrame", loaders.dataframe, DISTRIBUTION),
+        Peer("ours_parquet", "distributor, from_parquet", loaders.parquet, DISTRIBUTION),
         Peer("pyspark", "PySpark's loader", loaders.pyspark, "pyspark"),
         Peer("ray", "Ray Data", loaders.ray, "ray", note="reads while it trains"),
         Peer(

@@ -47,11 +47,12 @@ def ours_cold(place: str, ranks: int) -> Iterator[Run]:
 
 @contextmanager
 def ours_ahead(place: str, ranks: int) -> Iterator[Run]:
-    """Build the distributor some seconds before its first run, as a notebook does."""
-    from distributor import TorchDistributor
+    """Start the warm process some seconds before the first run, as a notebook can."""
+    from distributor import TorchDistributor, warm_up
 
     with session(place):
         distributor = TorchDistributor(ranks, local_mode=place == LOCAL, use_gpu=False)
+        warm_up(distributor)
         time.sleep(AHEAD_SECONDS)
         yield distributor.run
 

@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 BASE = ("torch", "pyspark")
+DISTRIBUTION = "torch-spark-distributor"
+"""This project's own."""
 
 
 def library(name: str) -> Any:

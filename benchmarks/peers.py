@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks import floors, launchers, spark
 from benchmarks.launchers import Run
-from benchmarks.packages import version_of
+from benchmarks.packages import DISTRIBUTION, version_of
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Peer:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("ours", "distributor", launchers.ours, "distributor"),
+        Peer("ours", "distributor", launchers.ours, DISTRIBUTION),
         Peer(
             "ours_ahead",
-            "distributor, created 2 s before its run",
+            "distributor, warm_up 2 s before its run",
             launchers.ours_ahead,
-            "distributor",
+            DISTRIBUTION,
         ),
-        Peer("ours_cold", "distributor, warm=False", launchers.ours_cold, "distributor"),
+        Peer("ours_cold", "distributor, warm=False", launchers.ours_cold, DISTRIBUTION),
         Peer(
             "pyspark",
             "PySpark's TorchDistributor",

@@ -16,13 +16,14 @@ from benchmarks import functions
 from benchmarks.floors import free_port
 from benchmarks.launchers import ours
 from benchmarks.measure import Driven, apart
+from benchmarks.packages import DISTRIBUTION
 from benchmarks.peers import Peer
 from benchmarks.report import Row, gathered, row
 from benchmarks.spark import LOCAL
 from benchmarks.turns import Effort, measured
 
 WAYS = (
-    Peer("ours", "runtime.progress", ours, "distributor"),
+    Peer("ours", "runtime.progress", ours, DISTRIBUTION),
     Peer("mlflow", "mlflow.log_metric", ours, "mlflow"),
     Peer("mlflow_async", "mlflow.log_metric(synchronous=False)", ours, "mlflow"),
 )

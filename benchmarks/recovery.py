@@ -21,7 +21,7 @@ from benchmarks.functions import MEGABYTE, weights
 from benchmarks.hosts import seconds_until_reported
 from benchmarks.launchers import Run, ray_cluster
 from benchmarks.measure import Driven, apart
-from benchmarks.packages import library
+from benchmarks.packages import DISTRIBUTION, library
 from benchmarks.peers import Peer
 from benchmarks.report import Row, gathered, row
 from benchmarks.spark import EMBEDDED, LOCAL
@@ -164,7 +164,7 @@ FLOOR = "floor_executor"
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("ours", "distributor", _ours, "distributor"),
+        Peer("ours", "distributor", _ours, DISTRIBUTION),
         Peer("ray", "Ray Train", _ray, "ray"),
         Peer(
             FLOOR,

@@ -63,7 +63,7 @@ GIGABYTE = 1000
 LINES = (
     Line("first run, 2 ranks", "launch", _HERE, launch.FIRST, "floor_processes", in_readme=True),
     Line(
-        "first run, 2 s after the distributor was made",
+        "first run, 2 s after `warm_up()`",
         "launch",
         _HERE,
         launch.FIRST,

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from benchmarks import loaders
 from benchmarks.loaders import BATCH, SCALARS
 from benchmarks.measure import Driven, apart
+from benchmarks.packages import DISTRIBUTION
 from benchmarks.peers import Peer
 from benchmarks.report import Row, gathered, row
 from benchmarks.spark import EMBEDDED, session
@@ -143,7 +144,7 @@ def shared_files(spark: Any, frame: Any) -> Iterator[Attempt]:
 WAYS = {
     peer.name: peer
     for peer in (
-        Peer("ours", "chunks, in a job before", chunks, "distributor"),
+        Peer("ours", "chunks, in a job before", chunks, DISTRIBUTION),
         Peer("barrier_input", "the barrier job's own input", barrier_input, "pyspark"),
         Peer("shared_files", "Arrow files in shared storage", shared_files, "pyspark"),
     )
