@@ -9,11 +9,11 @@ from benchmarks import functions
 from benchmarks.functions import MEGABYTE
 from benchmarks.launchers import ours
 from benchmarks.measure import Driven, apart
-from benchmarks.packages import DISTRIBUTION
 from benchmarks.peers import Peer
 from benchmarks.report import Row, gathered, row
 from benchmarks.spark import LOCAL
 from benchmarks.turns import Effort, measured
+from distributor.core.extras import DISTRIBUTION
 
 OURS = Peer(
     "ours",

@@ -12,11 +12,11 @@ from benchmarks import loaders
 from benchmarks.functions import MEGABYTE
 from benchmarks.loaders import ARRAY, IMAGE, SCALARS
 from benchmarks.measure import Driven, apart
-from benchmarks.packages import DISTRIBUTION
 from benchmarks.peers import Peer
 from benchmarks.report import Row, gathered, row
 from benchmarks.spark import EMBEDDED
 from benchmarks.turns import Effort, measured
+from distributor.core.extras import DISTRIBUTION
 
 LOADERS = {
     peer.name: peer

@@ -9,8 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 BASE = ("torch", "pyspark")
-DISTRIBUTION = "torch-spark-distributor"
-"""This project's own."""
 
 
 def library(name: str) -> Any:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from benchmarks import floors, launchers, spark
 from benchmarks.launchers import Run
-from benchmarks.packages import DISTRIBUTION, version_of
+from benchmarks.packages import version_of
+from distributor.core.extras import DISTRIBUTION
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from benchmarks import functions
 from benchmarks.floors import free_port
 from benchmarks.launchers import ours
 from benchmarks.measure import Driven, apart
-from benchmarks.packages import DISTRIBUTION
 from benchmarks.peers import Peer
 from benchmarks.report import Row, gathered, row
 from benchmarks.spark import LOCAL
 from benchmarks.turns import Effort, measured
+from distributor.core.extras import DISTRIBUTION
 
 WAYS = (
     Peer("ours", "runtime.progress", ours, DISTRIBUTION),

@@ -21,11 +21,12 @@ from benchmarks.functions import MEGABYTE, weights
 from benchmarks.hosts import seconds_until_reported
 from benchmarks.launchers import Run, ray_cluster
 from benchmarks.measure import Driven, apart
-from benchmarks.packages import DISTRIBUTION, library
+from benchmarks.packages import library
 from benchmarks.peers import Peer
 from benchmarks.report import Row, gathered, row
 from benchmarks.spark import EMBEDDED, LOCAL
 from benchmarks.turns import Effort, measured
+from distributor.core.extras import DISTRIBUTION
 
 RANKS = 2
 ONE_CORE = "local-cluster[2,1,1024]"

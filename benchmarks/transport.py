@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from benchmarks import loaders
 from benchmarks.loaders import BATCH, SCALARS
 from benchmarks.measure import Driven, apart
-from benchmarks.packages import DISTRIBUTION
 from benchmarks.peers import Peer
 from benchmarks.report import Row, gathered, row
 from benchmarks.spark import EMBEDDED, session
 from benchmarks.turns import Effort, measured
+from distributor.core.extras import DISTRIBUTION
 
 NODES = 2
 ROWS, FEW_ROWS = 4_000_000, 40_000
