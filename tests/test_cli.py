@@ -288,6 +288,7 @@ def test_a_failure_is_shown_once(here: Cli, module: str) -> None:
     assert done.stderr.count("attempt 0") == 1
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.spark
 def test_a_cluster_without_a_master_and_with_its_own_python(
     cli: Cli, module: str, tmp_path: Path

@@ -133,8 +133,8 @@ for name in {names!r}:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if each.needs == "torch" else pytest.mark.slow)
-        for name, each in EXAMPLES.items()
+        pytest.param(name, marks=[] if name == "quick_start" else pytest.mark.slow)
+        for name in EXAMPLES
     ],
 )
 def test_an_example_runs_on_this_machine(name: str, tmp_path: Path) -> None:
@@ -166,7 +166,13 @@ def test_an_example_runs_on_a_standalone_cluster(name: str, driver: tuple[Driver
     check(name, folder, process.receive(name, DEADLINE)[name])
 
 
-@pytest.mark.parametrize("wrapper", [[], pytest.param(["--ddp"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        pytest.param([], marks=pytest.mark.slow(ci=True)),
+        pytest.param(["--ddp"], marks=pytest.mark.slow),
+    ],
+)
 def test_a_script_that_starts_its_own_processes(
     wrapper: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,7 +95,13 @@ print("FACTS " + json.dumps(facts))
 
 @pytest.mark.spark
 @needs_java
-@pytest.mark.parametrize("start", ["warm", pytest.param("fresh", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param("warm", marks=pytest.mark.slow(ci=True)),
+        pytest.param("fresh", marks=pytest.mark.slow),
+    ],
+)
 def test_a_changed_module_is_the_changed_one_on_executors(
     run_driver: RunDriver, start: str
 ) -> None:

@@ -56,6 +56,7 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow(ci=True)
 @needs_ray
 def test_a_function_drives_a_cluster_of_its_own(tmp_path: Path) -> None:
     @ray_launch(use_gpu=False, env={"HOME": str(tmp_path)}, timeout=STARTED)

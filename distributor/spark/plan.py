@@ -61,10 +61,6 @@ class ClusterPlan:
     profile_gpus: int = 0
     driver_gpus: tuple[str, ...] = ()
 
-    def training(self, num_processes: int) -> str:
-        """Return how messages name a run of this size, as PySpark's class names it."""
-        return f"distributed training with {num_processes} executor processes"
-
     def with_tasks(self, tasks: int) -> ClusterPlan:
         """Return the plan with so many tasks."""
         gpus = self.driver_gpus[: tasks * self.ranks_per_task]

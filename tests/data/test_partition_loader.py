@@ -70,6 +70,7 @@ def test_the_batches_are_pysparks(spark: Any) -> None:
     assert [len(batch[0][1]) for batch in found] == [2, 2, 1]
 
 
+@pytest.mark.slow(ci=True)
 def test_columns_have_any_name(spark: Any) -> None:
     """PySpark's own loader selects columns by name, and fails."""
     odd = frame(spark).toDF("a.b", "*", "v", "V", "a`b", "v.x")

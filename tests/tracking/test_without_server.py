@@ -57,6 +57,7 @@ def test_local_ranks_log_to_a_run_in_a_local_file(store: str) -> None:
     assert metrics_of(mlflow.get_run(mine.info.run_id)) == {"loss": 0.5}
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.spark
 def test_executors_of_this_machine_log_to_a_run_in_a_local_file(spark: Any, store: str) -> None:
     TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).run(train, 2)
