@@ -14,7 +14,7 @@ from distributor.screen.line_buffer import LineBuffer
 from distributor.screen.screen import SCREEN, Live, Put, Screen, kind
 from distributor.wire.messages import Stream
 
-_TICK_INTERVAL = 0.1  # s between two checks of the other ranks by `Console.write`
+_TICK_INTERVAL = 0.1  # s between two checks of all ranks for what is overdue
 _STATUS_DELAY = 2.0  # s until a run has a status line
 _STATUS_INTERVAL = 0.5  # s between two updates of that line
 _STATUS_INTERVAL_IN_FILES = 30.0  # s between two of them as lines of a file
@@ -81,18 +81,20 @@ class Console:
             self._buffers[rank, stream] = buffer
         now = self._clock()
         self._show(buffer, buffer.feed(data, now), now)
-        if now - self._ticked >= _TICK_INTERVAL:
-            self.tick()
-        elif kind(stream) != "notebook":  # a notebook is written to in few, larger pieces
-            self._flush(now)
+        if not self.tick() and kind(stream) != "notebook":
+            self._flush(now)  # a notebook is written to in few, larger pieces
 
-    def tick(self) -> None:
-        """Show what is overdue. Must be called several times a second."""
-        self._ticked = now = self._clock()
+    def tick(self) -> bool:
+        """Show what is overdue, unless that was done just now. Call it several times a second."""
+        now = self._clock()
+        if now - self._ticked < _TICK_INTERVAL:  # it takes longer the more ranks there are
+            return False
+        self._ticked = now
         for buffer in self._buffers.values():
             self._show(buffer, buffer.overdue(now), now)
         self._show_status(now)
         self._flush(now)
+        return True
 
     def close(self) -> None:
         """Show the rest: unterminated lines, and the last state of progress bars."""

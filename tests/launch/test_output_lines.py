@@ -261,3 +261,12 @@ def test_a_file_shows_a_line_in_two_parts_as_one(driver: DriverOutput) -> None:
     driver.tick(after=5.0)
     driver.write((0, "stdout", b"done\n"))
     assert driver.out() == "[0] validating... done\n"
+
+
+def test_all_ranks_are_looked_at_a_few_times_a_second_at_most(driver: DriverOutput) -> None:
+    """It takes longer the more ranks there are, and is asked for after each message."""
+    assert driver.console.tick()
+    assert not driver.console.tick()
+    driver.clock.now += 0.2
+    driver.write((0, "stdout", b"a line\n"))
+    assert not driver.console.tick()

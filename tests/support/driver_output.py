@@ -111,7 +111,7 @@ class DriverOutput:
             self.write((rank, "stderr", f"\r{state}".encode()))
             self.clock.now += every
 
-    def tick(self, after: float = 0.0) -> None:
+    def tick(self, after: float = 0.2) -> None:
         self.clock.now += after
         with self.here():
             self.console.tick()
