@@ -83,23 +83,22 @@ def test_variables_that_a_function_sets_before_it_imports_torch() -> None:
     ],
 )
 def test_more_threads_than_cores_are_limited_as_in_plain_python(variables: dict[str, str]) -> None:
-    def threads() -> list[tuple[str, int]]:
+    def threads() -> dict[str, int]:
         import os
 
         os.environ.update(variables)
         import torch
         from threadpoolctl import threadpool_info
 
-        found = [("torch", torch.get_num_threads())]  # which has OpenMP start as many
-        return sorted(
-            found + [(pool["internal_api"], pool["num_threads"]) for pool in threadpool_info()]
-        )
+        found = {"torch": torch.get_num_threads()}  # which has OpenMP start as many
+        return found | {pool["filepath"]: pool["num_threads"] for pool in threadpool_info()}
 
     warm, fresh = (
         TorchDistributor(1, use_gpu=False, timeout=120, warm=warm).run(threads)
         for warm in (True, False)
     )
-    assert warm == fresh
+    assert warm | fresh == warm  # which may have libraries of another run's preload
+    assert len(fresh) > 2
 
 
 @pytest.mark.slow
