@@ -70,7 +70,6 @@ spark.stop()
 """
 
 
-@pytest.mark.slow(ci=True)
 @pytest.mark.spark
 def test_a_failure_is_shown_once_and_the_session_left_as_it_was(
     run_driver: Callable[..., subprocess.CompletedProcess[str]],
