@@ -121,7 +121,6 @@ def test_local_runs_work(python: str, tmp_path: Path) -> None:
     check(facts_in(subprocess.run(command, capture_output=True, text=True, timeout=200)))
 
 
-@pytest.mark.slow(ci=True)
 @pytest.mark.spark
 @needs_java
 def test_runs_work_if_the_python_of_executors_has_such_a_user(
