@@ -85,7 +85,10 @@ class Console:
             self._flush(now)  # a notebook is written to in few, larger pieces
 
     def tick(self) -> bool:
-        """Show what is overdue, unless that was done just now. Call it several times a second."""
+        """Show what is overdue, unless that was done just now; return whether it was.
+
+        Must be called several times a second.
+        """
         now = self._clock()
         if now - self._ticked < _TICK_INTERVAL:  # it takes longer the more ranks there are
             return False

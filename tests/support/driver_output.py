@@ -111,7 +111,7 @@ class DriverOutput:
             self.write((rank, "stderr", f"\r{state}".encode()))
             self.clock.now += every
 
-    def tick(self, after: float = 0.2) -> None:
+    def tick(self, after: float = 0.2) -> None:  # a console does nothing 0.1 s after the last tick
         self.clock.now += after
         with self.here():
             self.console.tick()
