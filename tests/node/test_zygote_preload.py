@@ -190,9 +190,8 @@ def test_an_import_error_affects_only_runs_that_preload_the_module(
     write_module: WriteModule, tmp_path: Path
 ) -> None:
     tried = tmp_path / "tried"
-    local(
-        preload=[write_module(f"open({str(tried)!r}, 'w').close(); raise ValueError('on purpose')")]
-    )
+    name = write_module(f"open({str(tried)!r}, 'w').close(); raise ValueError('on purpose')")
+    warm_up(local(preload=[name]))
     until(tried.exists, "it has been tried", DEADLINE)
     assert local().run(len, "abc") == 3
 
@@ -204,6 +203,7 @@ def test_an_import_error_that_was_fixed_before_the_run_is_not_raised(
     tried = tmp_path / "tried"
     name = write_module(f"open({str(tried)!r}, 'w').close(); raise ValueError('on purpose')")
     distributor = local(preload=[name])
+    warm_up(distributor)
     until(tried.exists, "it has been tried", DEADLINE)
     write_module("VALUE = 'mended'")
     assert distributor.run(lambda: sys.modules[name].VALUE) == "mended"
