@@ -31,10 +31,12 @@ LOST_CONNECTION = (
 
 def recorded_collectives() -> list[dict[str, Any]]:
     """Return the last collectives of this process that torch has recorded, the oldest first."""
-    # NCCL records by default, and gloo if TORCH_FR_BUFFER_SIZE is set.
+    # NCCL has a recorder of its own, and records by default; gloo if TORCH_FR_BUFFER_SIZE is set.
     module = sys.modules.get("torch._C._distributed_c10d")
-    dump = getattr(module, "_dump_fr_trace_json", None)
-    return [] if dump is None else list(json.loads(dump()).get("entries", ()))
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    dumps = [dump for name in names if (dump := getattr(module, name, None))]
+    entries = [entry for dump in dumps for entry in json.loads(dump()).get("entries", ())]
+    return sorted(entries, key=lambda entry: int(entry.get("time_created_ns", 0)))
 
 
 def is_typed_storage(storage: Any) -> bool:

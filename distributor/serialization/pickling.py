@@ -130,8 +130,8 @@ def dump_exception(error: BaseException) -> bytes | None:
 
 
 def _text_of(args: tuple[Any, ...]) -> str:
-    """Return arguments as text without addresses, which differ between copies."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(args))
+    """Return arguments as text without what differs between copies: addresses, and CUDA devices."""
+    return re.sub(r" at 0x[0-9a-fA-F]+|, device='cuda:\d+'", "", repr(args))
 
 
 def load_exception(pickled: bytes) -> BaseException | None:

@@ -118,6 +118,25 @@ def test_an_exception_round_trips(error: Exception, attributes: dict[str, Any]) 
     assert not hasattr(loaded, "guard")
 
 
+class Tensor:
+    """Shown like a tensor in CUDA memory, whose copy is one in CPU memory."""
+
+    def __init__(self, shown: str) -> None:
+        self.shown = shown
+
+    def __repr__(self) -> str:
+        return self.shown
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tensor, (self.shown.replace(", device='cuda:0'", ""),)
+
+
+def test_the_copy_of_an_exception_may_have_its_tensors_in_cpu_memory() -> None:
+    pickled = dump_exception(ValueError(Tensor("tensor([1.], device='cuda:0')")))
+    assert pickled is not None
+    assert repr(load_exception(pickled)) == "ValueError(tensor([1.]))"
+
+
 @pytest.mark.parametrize(
     "error",
     [
