@@ -172,10 +172,15 @@ def plan(settings: PlannedSettings, min_processes: int, max_processes: int) -> P
         gpus = local.gpus if settings.use_gpu or spelling.hides_gpus else None
         return Planned(LocalLauncher(gpus), count, count)
     session = Session.require_active()
-    from distributor.launchers.spark.launcher import SparkLauncher  # which needs pyarrow and NumPy
+    # They need pyarrow and NumPy.
+    from distributor.launchers.spark.barrier_launcher import BarrierLauncher
+    from distributor.launchers.spark.gang.launcher import GangLauncher
 
-    cluster = plan_cluster(session, max_processes, settings.use_gpu, settings.pool)
-    return Planned(SparkLauncher(session, cluster), max_processes, cluster.num_tasks)
+    cluster = plan_cluster(
+        session, max_processes, settings.use_gpu, settings.pool, settings.barrier
+    )
+    kind = BarrierLauncher if cluster.barrier else GangLauncher
+    return Planned(kind(session, cluster), max_processes, cluster.num_tasks)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_processes": (1, "2")}, TypeError, "num_processes .* but is '2' of type str"),
     ({"num_proceses": 2}, TypeError, "argument 'num_proceses'. Did you mean 'num_processes'?"),
     ({"num_workers": 2}, TypeError, "argument 'num_workers'. Did you mean 'num_processes'?"),
-    ({"colour": "red"}, TypeError, "argument 'colour'. It takes env, .*warm"),
+    ({"colour": "red"}, TypeError, "argument 'colour'. It takes barrier, env, .*warm"),
     ({"local_mode": "False"}, TypeError, "local_mode must be True or False, but is 'False' of"),
     ({"use_gpu": "no"}, TypeError, "use_gpu must be True or False, but is 'no' of type str"),
     ({"use_gpu": 2}, TypeError, "use_gpu must be True or False, but is 2 of type int"),

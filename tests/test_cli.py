@@ -147,7 +147,7 @@ def test_the_exit_code_is_that_of_the_script(
         (["--num-workers=2", "train.py"], "--num-workers. Did you mean '--nproc'?"),
         (["--gpus", "2", "train.py"], "--gpus. Did you mean '--nproc'?"),
         (["--remote", "train.py"], "--remote. Did you mean '--cluster'?"),
-        (["--epochs", "2", "train.py"], "--epochs. It takes --cluster, "),
+        (["--epochs", "2", "train.py"], "--epochs. It takes --barrier, --cluster, "),
         ([], "required: script$"),
     ],
 )
@@ -381,6 +381,7 @@ FLAGS: dict[str, tuple[list[str], object]] = {
     "max_failures": (["--max-failures", "2"], 2),
     "max_preemption_failures": (["--max-preemption-failures", "-1"], -1),
     "environment": (["--environment", "env.tar.gz"], "env.tar.gz"),
+    "barrier": (["--no-barrier"], False),
 }
 NOT_ON_COMMAND_LINE = {"listeners"}
 """Settings that are Python objects."""

@@ -125,7 +125,7 @@ def test_the_graph_has_known_imports() -> None:
     known = graph()
     assert len(known) > 20
     assert "distributor.node.agent.agent" in known["distributor.node.node"]
-    assert "distributor.launchers.spark.launcher" in known["distributor.prepared_run"], (
+    assert "distributor.launchers.spark.barrier_launcher" in known["distributor.prepared_run"], (
         "in a function"
     )
     assert "distributor.serialization.pickling" in known["distributor.node.worker.main"], (

@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 # Local properties that name a job and its stages in Spark's UI, and hold the details.
@@ -33,6 +33,9 @@ HADOOP_CONFIGURATION = "__spark_conf__/__hadoop_conf__"
 
 # The modules that have the class ``SparkFiles``, or had it before PySpark 4.
 MODULES_OF_SPARK_FILES = ("pyspark.core.files", "pyspark.files")
+
+# As many failed tasks of a stage are looked at.
+MAX_FAILED_TASKS = 10_000
 
 _python_lock = threading.Lock()
 
@@ -211,6 +214,20 @@ def is_executor_active(context: Any, executor: str) -> bool:
 def jobs_with_tag(context: Any, tag: str) -> list[int]:
     """Return the ids of the jobs that have a tag."""
     return list(java_context(context).statusTracker().getJobIdsForTag(tag))
+
+
+def task_failure(context: Any, stages: Iterable[int], task: int) -> str:
+    """Return the error of a failed task of these stages, by its id; empty if there is none."""
+    store = java_context(context).statusStore()
+    api = context._jvm.org.apache.spark.status.api.v1
+    failed = context._jvm.java.util.Collections.singletonList(api.TaskStatus.FAILED)
+    for stage in stages:
+        tasks = store.taskList(stage, 0, 0, MAX_FAILED_TASKS, api.TaskSorting.ID, failed)
+        for index in range(tasks.size()):
+            found = tasks.apply(index)
+            if found.taskId() == task:
+                return str(found.errorMessage().get())
+    return ""
 
 
 def barrier_arrivals(context: Any, stages: Container[int]) -> tuple[int, int]:

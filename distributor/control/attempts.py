@@ -39,7 +39,7 @@ def run_attempts(run: Run, launcher: Launcher) -> list[Any]:
     opened: AbstractContextManager[None] = nullcontext()
     if data is not None:
         opened = data.opened(spec.run_id, run.call_site, spec.settings.pool, run.cancellation)
-    with opened:
+    with opened, launcher.opened(run) as launcher:
         failed = FailedAttempts()
         silent: tuple[str, ...] = ()
         while True:

@@ -454,7 +454,8 @@ class Controller:
         self._ended.add(message.node)
         if message.error or len(self._ended) == self._nodes.count:
             timed_out = message.error if isinstance(message.error, StartTimeout) else None
-            self._on_nodes_ended(node, NodesEnded(error=message.error, timed_out=timed_out))
+            ended = NodesEnded(error=message.error, timed_out=timed_out, explain=message.explain)
+            self._on_nodes_ended(node, ended)
 
     def _on_preparing(self, node: int, message: messages.Preparing) -> None:
         self._nodes.preparing[node] = message.host

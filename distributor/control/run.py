@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import BinaryIO, Protocol
@@ -200,6 +200,13 @@ class Launcher:
         """
         raise NotImplementedError
 
+    def opened(self, run: Run) -> AbstractContextManager[Launcher]:
+        """Return what launches the attempts of one run.
+
+        It may keep what it has started for further attempts, until the context ends.
+        """
+        return nullcontext(self)
+
     def start(self, attempt: Attempt, deadline: float) -> AbstractContextManager[Handle]:
         """Start the nodes of an attempt; none is left when the context ends.
 
@@ -331,17 +338,21 @@ class Handle:
     describe_unlinked: Callable[[str], str] = lambda nodes: f"{nodes} did not reach this process."
 
 
-@dataclass(frozen=True)
-class NodeEnded:
-    """Launcher to controller: one node has ended, perhaps with an error."""
-
-    node: int
-    error: Exception | None = None
-
-
 def _same(error: BaseException, first_lost: str) -> Exception:
     assert isinstance(error, Exception)
     return error
+
+
+@dataclass(frozen=True)
+class NodeEnded:
+    """Launcher to controller: one node has ended, perhaps with an error.
+
+    `explain` is as in `NodesEnded`.
+    """
+
+    node: int
+    error: Exception | None = None
+    explain: Callable[[BaseException, str], Exception] = _same
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ from distributor.screen.messages import shown_from
 from distributor.spark.call_site import CallSite
 from distributor.spark.error_translation import explain, more_slots
 from distributor.spark.log_quieting import quiet
-from distributor.spark.package_shipping import barrier_frame
+from distributor.spark.package_shipping import task_frame
 from distributor.spark.plan import ClusterPlan
 from distributor.spark.session import Session
 from distributor.spark.spark_job import SparkJob
@@ -283,7 +283,7 @@ def run_job(session: Session, plan: ClusterPlan, spec: ExaminationSpec) -> list[
     try:
         rows = session.spark.range(0, plan.num_tasks, 1, plan.num_tasks)
         profile = Slots(session, plan).profile
-        frame = barrier_frame(session, rows, TASK, spec, "executor binary", profile)
+        frame = task_frame(session, rows, TASK, spec, "executor binary", profile, barrier=True)
     except Exception as error:  # of the JVM, a Connect server or a full disk
         raise explain(error, plan.num_tasks) from error
     with (

@@ -164,6 +164,13 @@ class Settings:
         """Pool of Spark's fair scheduler for the job. By default it is the pool that the calling
         thread has set.""",
     )
+    barrier: bool | None = setting(
+        None,
+        types.SWITCH_IF_ANY,
+        """Whether ranks on executors run in a barrier stage, whose tasks Spark starts together and
+        which dynamic allocation excludes. If False, they run in the tasks of an ordinary job,
+        which may come and go. By default they do so where dynamic allocation is on.""",
+    )
     mlflow_ranks: str = setting(
         "first",
         types.one_of("first", "all"),
@@ -232,7 +239,7 @@ class Settings:
 
 _IGNORED: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
     (
-        ("pool", "hub_address", "hub_port"),
+        ("pool", "barrier", "hub_address", "hub_port"),
         lambda settings: settings.local_mode,
         "the ranks run on this machine, without Spark",
     ),

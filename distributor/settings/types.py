@@ -307,6 +307,7 @@ ENV = SettingType(
 SWITCH = SettingType(
     "bool", check_bool, (option(action=argparse.BooleanOptionalAction),), read=_read_switch
 )
+SWITCH_IF_ANY = replace(SWITCH, shown="bool or None", check=optional(check_bool))
 SECONDS = SettingType(
     "float",
     _seconds("a positive, finite number of seconds"),

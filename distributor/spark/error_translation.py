@@ -166,5 +166,8 @@ _MEANINGS: list[tuple[str, Meaning]] = [
     (spark_texts.NO_INTERPRETER, _no_interpreter),
     (spark_texts.LOST_EXECUTOR, _lost),
     (spark_texts.CRASHED_WORKER, _lost),
-    (r"spark/task/task\.py.*\n(\w[\w.]*: .*?)" + spark_texts.END_OF_ERROR, _python_error),
+    (
+        r"spark/task/(?:task|member)\.py.*\n(\w[\w.]*: .*?)" + spark_texts.END_OF_ERROR,
+        _python_error,
+    ),
 ]

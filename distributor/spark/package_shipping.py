@@ -28,13 +28,20 @@ def portable_task(
     return _bootstrap(function, argument, archive, own.digest, own.importing)
 
 
-def barrier_frame(
-    session: Session, rows: Any, function: str, spec: object, schema: str, profile: Any
+def task_frame(
+    session: Session,
+    rows: Any,
+    function: str,
+    spec: object,
+    schema: str,
+    profile: Any,
+    *,
+    barrier: bool,
 ) -> Any:
-    """Plan a barrier job whose tasks run a function of this package; nothing is submitted yet."""
+    """Plan a job whose tasks run a function of this package; nothing is submitted yet."""
     task = portable_task(session, function, pickle.dumps(spec, protocol=5))
     options = {} if profile is None else {"profile": profile}
-    return session.map_in_arrow(rows, task, schema, barrier=True, **options)
+    return session.map_in_arrow(rows, task, schema, barrier=barrier, **options)
 
 
 def _bootstrap(

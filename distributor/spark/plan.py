@@ -38,7 +38,7 @@ class LocalPlan:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """Barrier tasks on a Spark cluster, each of them one node of the run.
+    """Tasks on a Spark cluster, each of them one node of the run.
 
     Parameters
     ----------
@@ -53,6 +53,8 @@ class ClusterPlan:
     driver_gpus : tuple of str
         With ``local[n]``, one of the driver's GPUs for each rank, because tasks have no GPUs of
         their own there.
+    barrier : bool
+        Whether the tasks are those of a barrier stage, which Spark starts together.
     """
 
     num_tasks: int
@@ -60,6 +62,7 @@ class ClusterPlan:
     use_gpu: bool
     profile_gpus: int = 0
     driver_gpus: tuple[str, ...] = ()
+    barrier: bool = True
 
     def with_tasks(self, tasks: int) -> ClusterPlan:
         """Return the plan with so many tasks."""
@@ -95,12 +98,43 @@ def plan_local(
 
 
 def plan_cluster(
-    session: Session, num_processes: int, use_gpu: bool, pool: str | None
+    session: Session,
+    num_processes: int,
+    use_gpu: bool,
+    pool: str | None,
+    barrier: bool | None = None,
 ) -> ClusterPlan:
-    """Plan a run on Spark's executors."""
+    """Plan a run on Spark's executors.
+
+    Parameters
+    ----------
+    session : Session
+        The session.
+    num_processes : int
+        How many ranks there are at most.
+    use_gpu : bool
+        Whether each rank has a GPU.
+    pool : str or None
+        The pool of the fair scheduler.
+    barrier : bool, optional
+        Whether the tasks are those of a barrier stage; by default they are if Spark allows it.
+    """
     if pool is not None and (why := session.why_no_pools()):
         raise RuntimeError(Message("{pool} is {value!r}, but {why}.", value=pool, why=why))
-    _check_allocation(session)
+    is_dynamic = session.allocates_dynamically and not session.is_local_master
+    if barrier and is_dynamic:
+        raise RuntimeError(
+            Message(
+                "{barrier} is True, but 'spark.dynamicAllocation.enabled' is 'true', and Spark "
+                "then runs no barrier stages. Leave {barrier} unset, for ranks in the tasks of an "
+                "ordinary job, or make the session with dynamic allocation off."
+            )
+        )
+    plan = _plan_tasks_of(session, num_processes, use_gpu)
+    return replace(plan, barrier=not is_dynamic if barrier is None else barrier)
+
+
+def _plan_tasks_of(session: Session, num_processes: int, use_gpu: bool) -> ClusterPlan:
     if not use_gpu:
         return ClusterPlan(num_processes, 1, use_gpu=False)
     amount = _amount(session, TASK_GPUS)
@@ -220,14 +254,6 @@ def _plan_profile(session: Session, num_processes: int) -> ClusterPlan:
         use_gpu=True,
         profile_gpus=ranks_per_task,
     )
-
-
-def _check_allocation(session: Session) -> None:
-    if session.allocates_dynamically and not session.is_local_master:
-        raise RuntimeError(
-            "'spark.dynamicAllocation.enabled' is 'true', and Spark then runs no barrier jobs. "
-            "Create the session with it set to 'false' and with spark.executor.instances executors."
-        )
 
 
 def check_encryption(session: Session, spelling: Spelling) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from distributor._compat import pyspark as private
 from distributor.core.text import printable
+from distributor.spark.application_end import end_of
 from distributor.spark.call_site import CallSite
 from distributor.spark.log_quieting import no_warning
 from distributor.spark.session import Session
@@ -70,7 +71,11 @@ class SparkJob:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._thread.join(END_SECONDS)
+        self.end()
+
+    def end(self, seconds: float = END_SECONDS) -> None:
+        """Wait for the end of the job, and cancel it after so many seconds."""
+        self._thread.join(seconds)
         if self._thread.is_alive():
             self.cancel()
             self._thread.join(END_SECONDS)
@@ -78,10 +83,14 @@ class SparkJob:
     def cancel(self) -> None:
         """Cancel this job, and no other."""
         spark = self._session.spark
-        if self._session.is_connect:
-            spark.interruptTag(self._tag)
-        else:
-            spark.sparkContext.cancelJobsWithTag(self._tag)
+        try:
+            if self._session.is_connect:
+                spark.interruptTag(self._tag)
+            else:
+                spark.sparkContext.cancelJobsWithTag(self._tag)
+        except Exception:
+            if end_of(spark) is None:  # otherwise the job has ended with the application
+                raise
 
     def has_begun(self) -> bool | None:
         """Return whether Spark has started a task of this job, whether or not it has ended.
@@ -113,6 +122,19 @@ class SparkJob:
         try:
             context = self._session.spark.sparkContext
             return private.barrier_arrivals(context, self._stages_in(context))
+        except Exception:
+            return None  # as above
+
+    def failure_of(self, task: int) -> str | None:
+        """Return why a task of this job has failed, by its id; empty as long as it has not.
+
+        None if Spark does not report it, as through Connect.
+        """
+        if self._session.is_connect:
+            return None
+        try:
+            context = self._session.spark.sparkContext
+            return private.task_failure(context, self._stages_in(context), task)
         except Exception:
             return None  # as above
 

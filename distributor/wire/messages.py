@@ -195,3 +195,47 @@ class Stop:
 @dataclass(frozen=True)
 class Release:
     """Driver to nodes: every rank has ended, so rank 0 need no longer serve the store."""
+
+
+@dataclass(frozen=True)
+class MemberUp:
+    """Task of a gang to driver: it holds a slot, and waits for assignments.
+
+    `executor` is its executor, as its host, a colon, and its name there.
+    """
+
+    job: int
+    partition: int
+    executor: str
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Driver to tasks of a gang: be nodes of an attempt.
+
+    `spec` is a pickled `TaskSpec`, `executors` has those of all nodes, and `places` the position
+    of each task among them, by the number of its link.
+    """
+
+    serial: int
+    spec: bytes
+    executors: tuple[str, ...]
+    places: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class AssignmentEnded:
+    """Task of a gang to driver: its node has ended, perhaps with an error."""
+
+    serial: int
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Dismissal:
+    """Driver to tasks of a gang: give your slots back.
+
+    A task that is to be started `again`, on another executor, fails.
+    """
+
+    again: bool = False

@@ -23,6 +23,12 @@ WHY_NOT = why_not_apart()
 needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
+in_both_ways = pytest.mark.parametrize(
+    "settings", ["", ", barrier=False"], ids=["barrier", "ordinary"]
+)
+"""For what a run promises in a barrier stage and in the tasks of an ordinary job."""
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Start a cluster of two workers of two cores each, of which a training uses one each."""
@@ -32,11 +38,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @needs_namespaces
+@in_both_ways
 @pytest.mark.slow(ci=True)
 def test_a_partitioned_node_ends_the_run_and_stops_its_ranks(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path, settings: str
 ) -> None:
-    training = Training(cluster, tmp_path / "ranks")
+    training = Training(cluster, tmp_path / "ranks", settings)
     with training.start() as driver:
         ranks = training.await_ranks()
         by_machine = {address_of(rank): rank for rank in ranks}
@@ -58,11 +65,12 @@ def test_a_partitioned_node_ends_the_run_and_stops_its_ranks(
 
 @needs_namespaces
 @pytest.mark.parametrize("role", ["agent", "driver", "driver_jvm", "executor", "rank", "zygote"])
+@in_both_ways
 @pytest.mark.slow(ci=True)
 def test_a_killed_process_leaves_nothing_of_the_run(
-    cluster: Cluster, tmp_path: Path, role: str
+    cluster: Cluster, tmp_path: Path, role: str, settings: str
 ) -> None:
-    training = Training(cluster, tmp_path / "ranks")
+    training = Training(cluster, tmp_path / "ranks", settings)
     with training.start() as driver:
         ranks = training.await_ranks()
         doomed = {
@@ -90,10 +98,11 @@ def test_a_killed_process_leaves_nothing_of_the_run(
         ("spark.stop()", "ApplicationEnded"),
     ],
 )
+@in_both_ways
 def test_a_job_cancelled_by_spark_ends_the_run(
-    cluster: Cluster, tmp_path: Path, command: str, error: str
+    cluster: Cluster, tmp_path: Path, command: str, error: str, settings: str
 ) -> None:
-    training = Training(cluster, tmp_path / "ranks")
+    training = Training(cluster, tmp_path / "ranks", settings)
     with training.start() as driver:
         training.await_ranks()
         driver.send(command)
@@ -102,8 +111,9 @@ def test_a_job_cancelled_by_spark_ends_the_run(
 
 
 @needs_namespaces
-def test_a_stopped_agent_ends_the_run(cluster: Cluster, tmp_path: Path) -> None:
-    training = Training(cluster, tmp_path / "ranks")
+@in_both_ways
+def test_a_stopped_agent_ends_the_run(cluster: Cluster, tmp_path: Path, settings: str) -> None:
+    training = Training(cluster, tmp_path / "ranks", settings)
     with training.start() as driver:
         ranks = training.await_ranks()
         agent = agent_of(cluster, ranks[1])
@@ -116,12 +126,13 @@ def test_a_stopped_agent_ends_the_run(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @needs_namespaces
+@in_both_ways
 @pytest.mark.parametrize(("what", "seconds"), [("driver", 15.0), ("node", 5.0)])
 def test_a_run_survives_a_stop_of_some_seconds(
-    cluster: Cluster, tmp_path: Path, what: str, seconds: float
+    cluster: Cluster, tmp_path: Path, what: str, seconds: float, settings: str
 ) -> None:
     """The driver is stopped as long as a garbage collection may take, or a machine migrates."""
-    training = Training(cluster, tmp_path / "ranks")
+    training = Training(cluster, tmp_path / "ranks", settings)
     with training.start() as driver:
         ranks = training.await_ranks()
         if what == "driver":

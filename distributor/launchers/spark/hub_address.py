@@ -48,11 +48,11 @@ def choose_hub_address(session: Session, wanted: str | None, port: int = 0) -> H
     return HubAddress(bound, driver, port, "hub_port" if port else "")
 
 
-def open_hub(address: HubAddress, secret: bytes) -> Hub:
+def open_hub(address: HubAddress, secret: bytes, *, is_required: bool = False) -> Hub:
     """Open the hub.
 
-    If the user has not chosen the address and it cannot be bound, the run goes on without links:
-    the hub then listens at the loopback address, and the user is warned.
+    If the user has not chosen the address and it cannot be bound, the run goes on without links,
+    unless they are required: the hub then listens at the loopback address, and the user is warned.
     """
     try:
         return Hub(address.bound, secret, port=address.port)
@@ -62,6 +62,12 @@ def open_hub(address: HubAddress, secret: bytes) -> Hub:
             raise OSError(
                 f"{address.chosen_by} cannot be bound at {where}: {error}. Name an address of "
                 "this machine that the executors can reach, and a port that is free (0 takes any)."
+            ) from error
+        if is_required:
+            raise OSError(
+                f"{where} of this process cannot be bound: {error}. Without a barrier stage, the "
+                "tasks of a run connect to it: set hub_address to an address of this machine that "
+                "the executors can reach."
             ) from error
         warn(f"No hub at {where}: {error}. Ranks' output will not be shown here.")
         return Hub(LOOPBACK, secret)

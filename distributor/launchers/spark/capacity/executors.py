@@ -12,6 +12,7 @@ from distributor._compat import pyspark as private
 from distributor.launchers.spark.capacity.sizes import size_in_bytes
 from distributor.spark.session import Session
 
+MAX_EXECUTORS = "spark.dynamicAllocation.maxExecutors"
 HEAP_SHARE = 4
 """A job's rows may take one part in so many of a heap."""
 
@@ -86,13 +87,24 @@ class Executors:
         if self.session.is_local_master:
             return self.slots()
         cpus = int(conf("spark.task.cpus") or 1)
-        cores = conf("spark.executor.cores")
+        limits = []
         if found := re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,.*\]", master):
-            return int(found[1]) * (int(found[2]) // cpus)
+            limits.append(int(found[1]) * (int(found[2]) // cpus))
         if master.startswith("spark://") and (max_cores := conf("spark.cores.max")):
-            return int(max_cores) // cpus
-        if master.startswith(("yarn", "k8s://")):  # with Spark's defaults
-            return int(conf("spark.executor.instances") or 2) * (int(cores or 1) // cpus)
+            limits.append(int(max_cores) // cpus)
+        is_contained = master.startswith(("yarn", "k8s://"))
+        cores = conf("spark.executor.cores") or ("1" if is_contained else None)  # Spark's default
+        count = self._max_executors(is_contained=is_contained)
+        if cores is not None and count is not None:
+            limits.append(count * (int(cores) // cpus))
+        return min(limits, default=None)
+
+    def _max_executors(self, *, is_contained: bool) -> int | None:
+        if self.session.allocates_dynamically:
+            most = self.session.conf(MAX_EXECUTORS)
+            return None if most is None else int(most)
+        if is_contained:
+            return int(self.session.conf("spark.executor.instances") or 2)  # Spark's default
         return None
 
     def max_result_bytes(self) -> int:

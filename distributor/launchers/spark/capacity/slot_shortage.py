@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from distributor._compat import pyspark as private
 from distributor.core.text import counted
 from distributor.launchers.spark.capacity.container_memory import memory_overhead
-from distributor.launchers.spark.capacity.executors import Executors
+from distributor.launchers.spark.capacity.executors import MAX_EXECUTORS, Executors
 from distributor.launchers.spark.capacity.machines import Capacity, Machines, in_mebibytes
 from distributor.launchers.spark.capacity.sizes import size_in_bytes
 from distributor.launchers.spark.capacity.standalone_master import MASTER, UI_PORT, ask_master
@@ -85,6 +85,20 @@ def why_few_slots(session: Session, plan: ClusterPlan, slots: int, ended: str = 
     else:
         found = f"There is room on {counted(count, 'executor')}, each of {size}."
     return " ".join([demand, found, _why_no_more(session, size, count)])
+
+
+def why_no_more(session: Session) -> str:
+    """Return why Spark may not have started further tasks of a run, and what to do.
+
+    Empty through Connect, which does not report executors.
+    """
+    if session.is_connect or session.is_local_master:
+        return ""
+    count = Executors(session).count()
+    found = f"Spark has {counted(count, 'executor')}." if count else "No executor has registered."
+    most = session.conf(MAX_EXECUTORS) if session.allocates_dynamically else None
+    limit = f" Spark asks for {most} at most ({MAX_EXECUTORS})." if most else ""
+    return f"{found}{limit} {_why_no_more(session, ExecutorSize.of(session), count)}"
 
 
 def why_not_started(session: Session, other_tasks: int, *, has_room: bool) -> str:

@@ -11,7 +11,7 @@ from distributor.control.cancellation import Cancellation
 from distributor.control.polling import Reminder, poll_until
 from distributor.errors import DistributorError, StartTimeout
 from distributor.launchers.spark.capacity.ended_executors import ended_executors
-from distributor.launchers.spark.capacity.executors import Executors
+from distributor.launchers.spark.capacity.executors import MAX_EXECUTORS, Executors
 from distributor.launchers.spark.capacity.slot_shortage import why_few_slots, why_not_started
 from distributor.spark.application_end import check_not_ended
 from distributor.spark.error_translation import more_slots
@@ -51,17 +51,25 @@ class Slots:
         gpus = self.plan.profile_gpus
         return self.session.gpu_profile(gpus) if gpus else None
 
+    def check_limit(self, wanted: int) -> None:
+        """Check that by its configuration the application can run so many tasks at once."""
+        most, master = Executors(self.session).max_slots(), self.session.master
+        if most is None or most >= wanted:
+            return
+        found = ""
+        if self.session.allocates_dynamically:
+            found = f"'{MAX_EXECUTORS}' is {self.session.conf(MAX_EXECUTORS) or 'unset'}. "
+        raise DistributorError(
+            f"{wanted} {self._tasks} are wanted at once, and the executors of {master} never have "
+            f"room for more than {most}. {found}{more_slots(master)}"
+        )
+
     def await_all(self, deadline: float, cancellation: Cancellation, reminder: Reminder) -> None:
         """Wait for slots for all tasks: a job that is submitted without them sleeps for 15 s."""
-        wanted, most = self.plan.num_tasks, Executors(self.session).max_slots()
+        wanted = self.plan.num_tasks
         if self._too_few(wanted) is None:
             return
-        if most is not None and most < wanted:
-            master = self.session.master
-            raise DistributorError(
-                f"{wanted} barrier tasks are wanted at once, and the executors of {master} never "
-                f"have room for more than {most}. {more_slots(master)}"
-            )
+        self.check_limit(wanted)
         with ended_executors(self.session) as describe_ended:
 
             def shortage(slots: int) -> str:
@@ -108,6 +116,10 @@ class Slots:
         slots = Executors(self.session).slots(self.profile)
         has_room = slots is not None and slots >= self.plan.num_tasks
         return why_not_started(self.session, other_tasks, has_room=has_room)
+
+    @property
+    def _tasks(self) -> str:
+        return "barrier tasks" if self.plan.barrier else "tasks"
 
     def _too_few(self, wanted: int) -> int | None:
         """Return how many slots there are if these are fewer than wanted."""

@@ -60,12 +60,10 @@ def assigned_gpus(spec: TaskSpec, node_rank: int, context: Any) -> tuple[str, ..
     return visible_devices(addresses, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def warnings_about_memory(spec: TaskSpec, context: Any) -> Iterator[NodeWarning]:
+def warnings_about_memory(spec: TaskSpec, num_tasks: int) -> Iterator[NodeWarning]:
     """Compare the memory that all ranks of this executor need with the memory that is left."""
     if not spec.check_memory:
         return iter(())
-    executors = [info.address for info in context.getTaskInfos()]
-    num_tasks = executors.count(executors[context.partitionId()])
     return memory_warnings(
         num_tasks * spec.share.ranks_per_node,
         num_tasks,

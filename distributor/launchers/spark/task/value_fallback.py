@@ -51,6 +51,15 @@ def save_refused_values(
         )
 
 
+def save_undelivered_values(values: Sequence[Value], spec: TaskSpec) -> None:
+    """Save values of a node that has nothing but its link to send them by."""
+    if values:
+        raise ValueTooLarge(
+            f"{_describe_sizes(values)}. It did not reach the driver at {spec.hub[0]}:"
+            f"{spec.hub[1]} by this node's connection. {_save_all(values, spec)}"
+        )
+
+
 def _describe_sizes(values: Sequence[Value]) -> str:
     ranks = listed("rank", [value.rank for value in values])
     return f"What {ranks} returned takes {format_bytes(sum(value.size for value in values))}"

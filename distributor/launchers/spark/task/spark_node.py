@@ -1,0 +1,153 @@
+"""A node inside a task of Spark: its place among the others, and what its ranks need."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from distributor._compat.pyspark import sent_hadoop_configuration
+from distributor.core.addresses import use_host_name
+from distributor.core.versions import check_interpreter
+from distributor.launchers.spark.task.dataset_file import dataset_file
+from distributor.launchers.spark.task.node_resources import (
+    assigned_gpus,
+    check_gpu_type,
+    prepare_environment,
+    warnings_about_memory,
+)
+from distributor.launchers.spark.task.program_file import program_file
+from distributor.launchers.spark.task.shipped_files import unpack_modules
+from distributor.launchers.spark.task.task_spec import TaskSpec
+from distributor.node.agent.network import routable_address
+from distributor.node.agent.node_warnings import node_warnings
+from distributor.node.agent.share import NodeShare
+from distributor.node.agent.worker_env import node_order
+from distributor.node.node import Node, Provisions, zygote_spec
+from distributor.node.process import zygote
+from distributor.node.process.spawner import Interpreter
+from distributor.node.process.supervisor import is_supported
+from distributor.node.worker.libraries import SPARK_FILES
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tasks of an attempt are.
+
+    Parameters
+    ----------
+    executors : sequence of str
+        The executor of each task, as its host, a colon, and its name there.
+    own : int
+        Which of them is this one.
+    """
+
+    executors: Sequence[str]
+    own: int
+
+    @property
+    def hosts(self) -> list[str]:
+        return [executor.rpartition(":")[0] for executor in self.executors]
+
+    @property
+    def host(self) -> str:
+        return self.hosts[self.own]
+
+    @property
+    def node_rank(self) -> int:
+        """The number of the node; those of one host are consecutive."""
+        return node_order(self.hosts).index(self.own)
+
+    @property
+    def tasks_of_executor(self) -> int:
+        """How many of the tasks share this one's executor."""
+        return self.executors.count(self.executors[self.own])
+
+
+def zygote_owner() -> int:
+    """Return the process that zygotes of this executor end with.
+
+    Spark ends its Python workers at any time, and their parent lives on.
+    """
+    return os.getppid()
+
+
+def begin(spec: TaskSpec, placement: Placement) -> NodeShare:
+    """Check what the ranks need first, have the zygote start, and return the node's share."""
+    use_host_name(placement.host)
+    if spec.environment is None:
+        check_interpreter()
+    check_gpu_type(spec)
+    share = _share(spec, placement)
+    if spec.environment is None:
+        _start_zygote(share, zygote_owner())
+    return share
+
+
+def _share(spec: TaskSpec, placement: Placement) -> NodeShare:
+    from pyspark import SparkFiles
+
+    files = os.path.abspath(SparkFiles.getRootDirectory())
+    hadoop = sent_hadoop_configuration()
+    return replace(
+        spec.share,
+        node_rank=placement.node_rank,
+        host=placement.host,
+        env={
+            SPARK_FILES: files,
+            **({"HADOOP_CONF_DIR": hadoop} if hadoop else {}),
+            **spec.share.env,
+        },
+    )
+
+
+def _start_zygote(share: NodeShare, owner: int) -> None:
+    """Have an executor's first zygote import torch while the nodes find each other."""
+    wanted = zygote_spec(share, Interpreter.current(), owner)
+    if wanted and is_supported():
+        with contextlib.suppress(OSError):  # reported when the ranks are started
+            zygote.start_if_missing(wanted)
+
+
+@contextlib.contextmanager
+def provisions(
+    spec: TaskSpec,
+    node: Node,
+    context: Any,
+    placement: Placement,
+    batches: Iterator[Any],
+    replaced: str,
+) -> Iterator[Provisions]:
+    """Make ready what the node's ranks need.
+
+    Parameters
+    ----------
+    spec : TaskSpec
+        What the driver passed to the task.
+    node : Node
+        The node, whose share is completed.
+    context : TaskContext
+        Spark's context of the task.
+    placement : Placement
+        Where the tasks are.
+    batches : iterator of RecordBatch
+        The rows that Spark passes to the task.
+    replaced : str
+        What the user should know of a copy of this package that the task does not use.
+    """
+    node.share = replace(
+        node.share,
+        address=routable_address(placement.host, placement.hosts),
+        gpus=assigned_gpus(spec, placement.node_rank, context),
+        modules=unpack_modules(spec.modules) if spec.modules else "",
+    )
+    with (
+        prepare_environment(spec) as prepared,
+        dataset_file(spec, batches) as data,
+        program_file(spec, node) as program,
+    ):
+        about_memory = warnings_about_memory(spec, placement.tasks_of_executor)
+        warnings = (*node_warnings(replaced), *about_memory)
+        yield Provisions(prepared.interpreter, prepared.software, program, data, warnings)

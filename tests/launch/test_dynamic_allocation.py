@@ -1,0 +1,141 @@
+"""Sessions whose executors come and go with the load, in driver programs of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow(ci=True)]
+
+RunDriver = Callable[..., subprocess.CompletedProcess[str]]
+
+DYNAMIC = {
+    "spark.dynamicAllocation.enabled": "true",
+    "spark.dynamicAllocation.shuffleTracking.enabled": "true",
+    "spark.dynamicAllocation.minExecutors": "0",
+    "spark.dynamicAllocation.initialExecutors": "0",
+    "spark.dynamicAllocation.maxExecutors": "3",
+    "spark.dynamicAllocation.executorIdleTimeout": "5s",
+    "spark.executor.cores": "1",
+    "spark.executor.memory": "600m",
+}
+START = """
+import json, os, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+
+os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+from pyspark.sql import SparkSession
+from distributor import TorchDistributor
+
+builder = SparkSession.builder.master("local-cluster[3,1,900]")
+builder = builder.config("spark.ui.enabled", "false").config("spark.log.level", "OFF")
+for key, value in json.loads(sys.argv[1]).items():
+    builder = builder.config(key, value)
+spark = builder.getOrCreate()
+
+def executors():
+    return len(spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()) - 1
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+def ranks(number=2, **settings):
+    settings = {"start_timeout": 100, "timeout": 100, **settings}
+    return TorchDistributor(number, local_mode=False, use_gpu=False, **settings)
+
+def reduce(kill=False):
+    import os, signal, time
+    import psutil, torch
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if kill and attempt == "0":
+        dist.barrier()
+        if rank == 1:
+            processes = psutil.Process().parents()
+            next(each for each in processes if each.name() == "java").kill()
+        time.sleep(100)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return [int(total), attempt, os.getpid()]
+
+def error_of(call, *args, **kwargs):
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+
+facts = {}
+"""
+
+
+def facts_of(run_driver: RunDriver, lines: str, conf: dict[str, str] = DYNAMIC) -> dict[str, Any]:
+    source = START + lines + "\nprint(json.dumps(facts))\nspark.stop()"
+    done = run_driver(source, json.dumps(conf), timeout=300)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_executors_come_with_a_run_and_go_after_it(run_driver: RunDriver) -> None:
+    lines = """
+facts["before"] = executors()
+facts["first"] = ranks(3).run(reduce)
+facts["during"] = executors()
+facts["later"] = ranks(3).run(reduce)
+until(lambda: executors() == 0)
+facts["after idling"] = ranks(2).run(reduce)
+"""
+    found = facts_of(run_driver, lines)
+    assert (found["before"], found["during"]) == (0, 3)
+    assert [found[name][0] for name in ("first", "later", "after idling")] == [3, 3, 2]
+
+
+def test_a_lost_executor_is_replaced_or_a_pair_goes_on_without_it(run_driver: RunDriver) -> None:
+    lines = """
+facts["all"] = ranks(3, max_failures=1).run_all(reduce, True)
+began = time.monotonic()
+facts["pair"] = ranks((2, 3), max_failures=1).run_all(reduce, True)
+facts["error"] = error_of(ranks(2).run, reduce, True)
+facts["later"] = ranks(3).run(reduce)
+"""
+    found = facts_of(run_driver, lines)
+    assert [rank[:2] for rank in found["all"]] == [[3, "1"]] * 3
+    assert found["pair"][0][0] in (2, 3)
+    assert found["pair"][0][1] == "1"
+    kind, message = found["error"]
+    assert kind == "NodeLost"
+    assert "executor" in message
+    assert found["later"][0] == 3
+
+
+def test_runs_that_each_need_all_executors_take_turns(run_driver: RunDriver) -> None:
+    lines = """
+with ThreadPoolExecutor(4) as pool:
+    futures = [pool.submit(ranks(3).run, reduce) for _ in range(4)]
+    facts["found"] = [future.result()[0] for future in futures]
+"""
+    assert facts_of(run_driver, lines)["found"] == [3] * 4
+
+
+def test_what_cannot_run_is_refused(run_driver: RunDriver) -> None:
+    lines = """
+facts["barrier"] = error_of(ranks, 2, barrier=True)
+facts["too many"] = error_of(ranks(4).run, reduce)
+facts["executors"] = executors()
+"""
+    found = facts_of(run_driver, lines)
+    kind, message = found["barrier"]
+    assert kind == "RuntimeError"
+    assert "barrier is True, but 'spark.dynamicAllocation.enabled' is 'true'" in message
+    kind, message = found["too many"]
+    assert kind == "DistributorError"
+    assert "4 tasks are wanted at once" in message
+    assert "'spark.dynamicAllocation.maxExecutors' is 3" in message
+    assert found["executors"] == 0, "nothing was launched"

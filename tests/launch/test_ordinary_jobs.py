@@ -1,0 +1,302 @@
+"""Runs whose nodes are the tasks of an ordinary job of Spark, as with dynamic allocation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+from support.hubs import SECRET, link
+from support.ranks import my_rank
+from support.waiting import until
+
+from distributor import NodeLost, TorchDistributor, WorkerDied
+from distributor._compat.pyspark import jobs_with_tag
+from distributor.control.cancellation import Cancellation
+from distributor.control.run import NodeEnded, NodesEnded
+from distributor.data import from_spark
+from distributor.errors import DistributorError, ExecutorNotReady
+from distributor.launchers.spark.gang import launcher
+from distributor.launchers.spark.gang.gang import Gang
+from distributor.launchers.spark.hub_address import HubAddress
+from distributor.wire.hub import Hub
+from distributor.wire.link import Link
+from distributor.wire.messages import Assignment, AssignmentEnded, Dismissal, MemberUp
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SOON = 30.0
+
+
+def ranks(number: int | tuple[int, int] = 4, **settings: Any) -> TorchDistributor:
+    settings = {"timeout": 120, "barrier": False, **settings}
+    return TorchDistributor(number, local_mode=False, use_gpu=False, **settings)
+
+
+def reduce() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor(dist.get_rank() + 1)
+    dist.all_reduce(total)
+    return {"total": int(total), "rank": dist.get_rank(), "executor": os.getcwd()}
+
+
+@pytest.mark.spark
+def test_ranks_are_numbered_by_executor_and_return_values(spark: Any) -> None:
+    found = ranks().run_all(reduce)
+    assert [each["rank"] for each in found] == [0, 1, 2, 3]
+    assert {each["total"] for each in found} == {10}
+    assert Counter(each["executor"] for each in found).most_common() == [
+        (found[0]["executor"], 2),
+        (found[3]["executor"], 2),
+    ]
+
+
+def node_of_rank() -> psutil.Process:
+    """Return the task that is this rank's node, by its title and executor."""
+    title = f"node {os.environ['GROUP_RANK']} "
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if title in " ".join(each.cmdline()) and each.cwd() == os.getcwd():
+                return each
+    raise AssertionError(f"there is no process with {title!r} in its title")
+
+
+def note_process_and_fail(folder: Path, how: str) -> str:
+    """Note this rank's node; fail in the first attempt."""
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    tag, agent = os.environ["TORCHELASTIC_RUN_ID"], node_of_rank()
+    (folder / f"{attempt}-{my_rank()}").write_text(f"{tag} {agent.pid}")
+    if attempt == "0" and my_rank() == 1:
+        until(lambda: (folder / "0-0").exists(), "the other rank has noted its process", SOON)
+        if how == "raises":
+            raise KeyError("in the first attempt")
+        if how != "waits":
+            os.kill(agent.pid if how == "loses its node" else os.getpid(), signal.SIGKILL)
+    if attempt == "0":
+        threading.Event().wait()
+    return attempt
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("how", ["raises", "is killed", "loses its node"])
+def test_attempts_share_a_job_that_does_not_fail(spark: Any, tmp_path: Path, how: str) -> None:
+    assert ranks(2, max_failures=1).run_all(note_process_and_fail, tmp_path, how) == ["1", "1"]
+
+    notes = {path.name: path.read_text().split() for path in tmp_path.iterdir()}
+    assert notes["0-0"][1] in {notes["1-0"][1], notes["1-1"][1]}, "that node lives"
+    [job] = jobs_with_tag(spark.sparkContext, notes["0-0"][0])
+    tracker = spark.sparkContext.statusTracker()
+    assert tracker.getJobInfo(job).status == "SUCCEEDED"
+    stages = [tracker.getStageInfo(stage) for stage in tracker.getJobInfo(job).stageIds]
+    assert sum(stage.numFailedTasks for stage in stages) == (how == "loses its node")
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [("raises", KeyError), ("is killed", WorkerDied), ("loses its node", NodeLost)],
+)
+def test_the_error_of_the_last_attempt_is_raised(
+    spark: Any, tmp_path: Path, how: str, error: type[Exception]
+) -> None:
+    with pytest.raises(error) as caught:
+        ranks(2).run(note_process_and_fail, tmp_path, how)
+    if how == "loses its node":
+        assert "Python worker exited unexpectedly" in str(caught.value)
+
+
+@pytest.mark.spark
+def test_a_pair_takes_the_slots_that_there_are(spark: Any) -> None:
+    assert [each["total"] for each in ranks((2, 99)).run_all(reduce)] == [10] * 4
+
+
+@pytest.mark.spark
+def test_more_ranks_than_there_can_be_slots_are_refused(spark: Any) -> None:
+    with pytest.raises(DistributorError, match=r"5 tasks are wanted at once, .* more than 4"):
+        ranks(5).run(reduce)
+
+
+@pytest.mark.spark
+def test_executors_must_reach_the_driver(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = HubAddress("127.0.0.1", "198.51.100.1", 0)
+    monkeypatch.setattr(launcher, "choose_hub_address", lambda *_: nowhere)
+    with pytest.raises(ExecutorNotReady, match=r"cannot reach the driver at .*set hub_address"):
+        ranks(2, start_timeout=60).run(reduce)
+
+
+@pytest.mark.spark
+def test_a_cancelled_run_leaves_no_task(spark: Any, tmp_path: Path) -> None:
+    future = ranks(2).submit(note_process_and_fail, tmp_path, "waits")
+    until(lambda: len(list(tmp_path.glob("0-*"))) == 2, "both ranks work", SOON)
+    assert future.cancel()
+    tracker = spark.sparkContext.statusTracker()
+    until(lambda: not tracker.getActiveJobsIds(), "no job is active", SOON)
+
+
+def sum_of_rows(data: Any, folder: Path) -> list[int]:
+    """Return this rank's rows; fail in the first attempt once they are read."""
+    rows = [int(number) for batch in data.iter_torch_batches(batch_size=7) for number in batch["n"]]
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    (folder / f"read {attempt}-{my_rank()}").touch()
+    if attempt == "0":
+        until(lambda: len(list(folder.glob("read 0-*"))) == 2, "all ranks have read", SOON)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rows
+
+
+@pytest.mark.spark
+def test_each_row_is_read_once_in_each_attempt(spark: Any, tmp_path: Path) -> None:
+    rows = from_spark(spark.range(0, 100, 1, 5).withColumnRenamed("id", "n"))
+    first, second = ranks(2, max_failures=1).run_all(sum_of_rows, rows, tmp_path)
+    assert sorted(first + second) == list(range(100))
+
+
+class Job:
+    """Stands for the job of Spark whose tasks the test plays."""
+
+    def __init__(self, on_end: Any) -> None:
+        self.on_end = on_end
+        self.is_cancelled = False
+
+    def __enter__(self) -> Job:
+        return self
+
+    def end(self, seconds: float = 0.0) -> None: ...
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def failure_of(self, task: int) -> str:
+        return "ExecutorLostFailure (executor 1 exited caused by one of the running tasks)"
+
+
+class Tasks:
+    """A gang, and links that play its tasks."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.jobs: list[Job] = []
+        self.received: dict[int, list[Any]] = {}
+        self.posted: list[Any] = []
+        self._port = hub.port
+        self._links: dict[int, Link] = {}
+        self.gang = Gang(hub, self._submit, "a run")
+
+    def _submit(self, number: int, size: int, rows: Any, on_end: Any) -> Any:
+        self.jobs.append(Job(on_end))
+        return self.jobs[-1]
+
+    def come(self, task: int, partition: int, executor: str = "host:1") -> None:
+        self.received[task] = []
+        self._links[task] = link(self._port, task, self.received[task].append)
+        self._links[task].send(MemberUp(len(self.jobs) - 1, partition, executor))
+
+    def send(self, task: int, message: object) -> None:
+        self._links[task].send(message)
+
+    def go(self, task: int) -> None:
+        self._links.pop(task).close()
+
+    def gather(self, least: int = 2, most: int = 2) -> list[int]:
+        members = self.gang.gather(least, most, threading.TIMEOUT_MAX, Cancellation())
+        return [member.number for member in members]
+
+    def await_members(self, *numbers: int) -> None:
+        def are_there() -> bool:
+            return [member.number for member in self.gang.members] == [*numbers]
+
+        until(are_there, f"the members are {numbers}", SOON)
+
+    def assign(self, numbers: list[int]) -> None:
+        members = [each for each in self.gang.members if each.number in numbers]
+        self.gang.assign(members, "what to do", self.posted.append)  # type: ignore[arg-type]
+
+    def await_message(self, task: int, kind: type) -> Any:
+        until(lambda: any(isinstance(m, kind) for m in self.received[task]), f"{kind}", SOON)
+        return next(m for m in self.received[task] if isinstance(m, kind))
+
+
+@pytest.fixture
+def tasks() -> Iterator[Tasks]:
+    with Hub("127.0.0.1", SECRET) as hub:
+        tasks = Tasks(hub)
+        with tasks.gang as gang:
+            gang._require_job(2, None)
+            yield tasks
+
+
+def test_a_second_task_for_a_partition_waits_until_the_first_has_gone(tasks: Tasks) -> None:
+    tasks.come(10, 0)
+    tasks.await_members(10)
+    tasks.come(11, 0)  # a speculative copy
+    tasks.come(12, 1)
+    assert tasks.gather() == [10, 12]
+
+    tasks.assign([10, 12])
+    assert tasks.await_message(12, Assignment).places == {10: 0, 12: 1}
+    tasks.go(10)
+    until(lambda: len(tasks.posted) == 1, "the loss is reported", SOON)
+    assert isinstance(tasks.posted[0], NodeEnded)
+    assert isinstance(tasks.posted[0].error, NodeLost)
+    assert "executor 1 exited" in str(tasks.posted[0].explain(tasks.posted[0].error, "rank 0"))
+    assert tasks.gather() == [11, 12]
+    assert not any(isinstance(message, Dismissal) for message in tasks.received[11])
+
+
+def test_a_node_ends_once_and_its_task_can_work_again(tasks: Tasks) -> None:
+    tasks.come(10, 0)
+    tasks.come(12, 1)
+    for attempt in range(2):
+        tasks.assign(tasks.gather())
+        for task in (10, 12):
+            tasks.send(task, AssignmentEnded(attempt + 1))
+        assert tasks.gang.await_end(SOON)
+    assert [ended.node for ended in tasks.posted if ended.error is None] in (
+        [0, 1, 0, 1],
+        [0, 1, 1, 0],
+        [1, 0, 0, 1],
+        [1, 0, 1, 0],
+    )
+
+
+def test_a_task_on_an_executor_that_ends_is_started_again_elsewhere(tasks: Tasks) -> None:
+    tasks.come(10, 0, "host:1")
+    tasks.come(12, 1, "host:2")
+    assert tasks.gather() == [10, 12]
+    tasks.gang.leave(["2"])
+    assert tasks.await_message(12, Dismissal).again
+    tasks.come(13, 1, "host:3")
+    assert tasks.gather() == [10, 13]
+
+
+def test_tasks_of_an_earlier_job_are_dismissed(tasks: Tasks) -> None:
+    tasks.come(10, 0)
+    tasks.await_members(10)
+    tasks.gang.dismiss()
+    assert not tasks.await_message(10, Dismissal).again
+    assert not tasks.jobs[0].is_cancelled, "its last task starts in the slot that is free, and ends"
+    tasks.come(11, 1)
+    tasks.await_message(11, Dismissal)
+
+
+def test_the_end_of_the_job_ends_the_attempt_with_sparks_error(tasks: Tasks) -> None:
+    tasks.come(10, 0)
+    tasks.come(12, 1)
+    tasks.assign(tasks.gather())
+    tasks.jobs[0].on_end(RuntimeError("Task 1 in stage 3.0 failed 4 times"))
+    [ended] = tasks.posted
+    assert isinstance(ended, NodesEnded)
+    assert ended.error is not None
+    assert "failed 4 times" in str(ended.explain(ended.error, ""))
+    assert tasks.gang.await_end(0)
