@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from support.managed import (
-    AT_ONCE,
     ENDS_IN,
     SECONDS,
     Failed,
@@ -102,6 +101,13 @@ KILLS = {
 }
 
 
+LEAVES_IN_ORDER = {
+    "spark.decommission.enabled": "true",
+    # Spark asks for another pod only once the old one has ended. Its ranks may use all this time.
+    "spark.kubernetes.executor.terminationGracePeriodSeconds": "8s",
+}
+
+
 @pytest.fixture(scope="module", params=list(KILLS))
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Manager:
     if why := why_missing(request.param):
@@ -126,11 +132,23 @@ def start(cluster: Manager) -> Iterator[Start]:
     until(lambda: not marked(mark), "no process of the ranks is left")
 
 
-def check_cause(cluster: Manager, kill: str, result: Any) -> None:
+def check_cause(cluster: Manager, kill: str, result: Any, placing: str = "barrier") -> None:
     """Print a row of the table of kills, which pytest shows with ``-rP``; check the cause."""
     [cause] = result["causes"]
-    print(f"{cluster.name} | {kill} | {result['seconds']:.1f} s | {cause[:300]!r}")
+    print(f"{cluster.name} | {placing} | {kill} | {result['seconds']:.1f} s | {cause[:300]!r}")
     assert ("WorkerDied: " if kill == "rank" else "NodeLost: ") in cause
+
+
+def check_that_it_resumes(
+    cluster: Manager, session: ManagedSession, start: Start, kill: str, placing: str
+) -> None:
+    if kill not in KILLS[cluster.name]:
+        pytest.skip(f"{cluster.name} has no {kill}")
+    start(session, kill)
+    result = session.result()
+    check_cause(cluster, kill, result, placing)
+    assert result["step"] == 2
+    assert result["first"] == (2 if kill == "eviction" else 1)
 
 
 def has_urgent_queue() -> bool:
@@ -169,25 +187,93 @@ def test_a_killed_driver(cluster: Manager, start: Start) -> None:
         print(f"{cluster.name} | driver | nothing left after {time.monotonic() - at:.1f} s")
 
 
-def test_dynamic_allocation_is_refused(cluster: Manager) -> None:
-    conf = {
-        "spark.dynamicAllocation.enabled": "true",
-        "spark.dynamicAllocation.shuffleTracking.enabled": "true",
-    }
-    with (
-        cluster.session(1, **AT_ONCE, **conf) as session,
-        pytest.raises(Failed, match=r"RuntimeError: 'spark.dynamicAllocation.enabled' is 'true'"),
-    ):
-        session.run("ranks(1).run(print)")
+EMR = {
+    "spark.dynamicAllocation.enabled": "true",
+    # Both services set spark.shuffle.service.enabled instead. The clusters of the tests have no
+    # shuffle service, and a run of ranks has no rows that one would keep.
+    "spark.dynamicAllocation.shuffleTracking.enabled": "true",
+    "spark.dynamicAllocation.executorIdleTimeout": "5s",  # instead of a minute
+}
+DATAPROC = {
+    **EMR,
+    "spark.dynamicAllocation.minExecutors": "1",
+    "spark.dynamicAllocation.maxExecutors": "10000",
+    "spark.scheduler.mode": "FAIR",
+}
+
+
+@pytest.mark.parametrize(
+    ("service", "conf", "least"),
+    [("EMR", EMR, 0), ("Dataproc", DATAPROC, 1)],
+    ids=["EMR", "Dataproc"],
+)
+def test_executors_come_for_a_run_and_go(
+    cluster: Manager, service: str, conf: dict[str, str], least: int
+) -> None:
+    with cluster.session(None, **conf) as session:
+        counts, seconds, values = session.run(
+            """
+            def train():
+                import torch, torch.distributed as dist
+                dist.init_process_group("gloo")
+                total = torch.ones(()) * (dist.get_rank() + 1)
+                dist.all_reduce(total)
+                return total.item()
+
+            def count():
+                return spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size() - 1
+
+            def count_after_idling(seconds):
+                deadline = time.monotonic() + seconds
+                while count() > least and time.monotonic() < deadline:
+                    time.sleep(0.2)
+                return count()
+
+            def timed(call, *args):
+                began = time.monotonic()
+                value = call(*args)
+                seconds.append(time.monotonic() - began)
+                return value
+
+            def run():
+                values.append(timed(ranks(2).run_all, train))
+
+            counts, seconds, values = [count()], [], []
+            for _ in range(2):
+                run()
+                counts.append(count())
+            counts.append(timed(count_after_idling, 60))
+            run()
+            result = counts + [count()], seconds, values
+            """,
+            least=least,
+        )
+        first, later, idled, again = seconds
+        print(
+            f"{cluster.name} | {service} | first run {first:.1f} s, later run {later:.1f} s, "
+            f"idle executors gone after {idled:.1f} s, next run {again:.1f} s"
+        )
+    assert values == [[3, 3]] * 3
+    assert counts[0] <= least
+    assert counts[1:] == [2, 2, least, 2]
+
+
+@pytest.fixture(scope="module")
+def dynamic_session(cluster: Manager) -> Iterator[ManagedSession]:
+    with cluster.session(None, **EMR, **LEAVES_IN_ORDER) as session:
+        yield session
+
+
+@pytest.mark.parametrize("kill", ["rank", "executor", "container", "pod", "eviction"])
+def test_the_next_attempt_resumes_with_dynamic_allocation(
+    cluster: Manager, dynamic_session: ManagedSession, start: Start, kill: str
+) -> None:
+    check_that_it_resumes(cluster, dynamic_session, start, kill, "dynamic allocation")
 
 
 @pytest.fixture(scope="module")
 def session(cluster: Manager) -> Iterator[ManagedSession]:
-    conf = {
-        "spark.decommission.enabled": "true",
-        "spark.kubernetes.executor.terminationGracePeriodSeconds": "8s",
-    }
-    with cluster.session(**conf) as session:
+    with cluster.session(**LEAVES_IN_ORDER) as session:
         yield session
 
 
@@ -277,15 +363,6 @@ def test_doctor_knows_what_ends_an_application(session: ManagedSession) -> None:
 
 @pytest.mark.parametrize("kill", ["rank", "executor", "container", "pod", "eviction"])
 def test_the_next_attempt_resumes(
-    cluster: Manager,
-    session: ManagedSession,
-    start: Start,
-    kill: str,
+    cluster: Manager, session: ManagedSession, start: Start, kill: str
 ) -> None:
-    if kill not in KILLS[cluster.name]:
-        pytest.skip(f"{cluster.name} has no {kill}")
-    start(session, kill)
-    result = session.result()
-    check_cause(cluster, kill, result)
-    assert result["step"] == 2
-    assert result["first"] == (2 if kill == "eviction" else 1)
+    check_that_it_resumes(cluster, session, start, kill, "barrier")

@@ -168,12 +168,16 @@ class Manager:
         return Machine(self.properties["spark.driver.host"])
 
     @contextlib.contextmanager
-    def session(self, executors: int = 2, **conf: str) -> Iterator[ManagedSession]:
-        """Start a session with so many executors, and end it; nothing of it may be left."""
+    def session(self, executors: int | None = 2, **conf: str) -> Iterator[ManagedSession]:
+        """Start a session with so many executors, and end it; nothing of it may be left.
+
+        The number is left to Spark if it is None.
+        """
         script = self.folder / f"driver-{len(os.listdir(self.folder))}.py"
         script.write_text(CHANNEL + SESSION + LOOP)
         mark = secrets.token_hex(8)
-        wanted = {**self.properties, "spark.executor.instances": str(executors), **conf}
+        counted = {} if executors is None else {"spark.executor.instances": str(executors)}
+        wanted = {**self.properties, **counted, **conf}
         wanted |= {f"{prefix}.{MARK}": mark for prefix in ENVIRONMENT[self.name]}
         environment = {**self.environment, MARK: mark}
         with Driver(replace(self, environment=environment), script, wanted) as driver:
