@@ -1,4 +1,4 @@
-"""What is wrong with the configuration of a Spark session, for barrier jobs of ranks."""
+"""What is wrong with the configuration of a Spark session, for jobs of ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from distributor.core.addresses import bare, resolve
 from distributor.core.spelling import Spelling
 from distributor.diagnosis.report import Check, failure, ok, warning
 from distributor.launchers.spark.capacity.container_memory import container_shortage
+from distributor.launchers.spark.capacity.executors import MAX_EXECUTORS
 from distributor.spark.error_translation import SET_PYTHON
 from distributor.spark.plan import (
     EXECUTOR_GPUS,
@@ -18,10 +19,11 @@ from distributor.spark.plan import (
     ClusterPlan,
     assigns_gpus,
     plan_cluster,
+    runs_barrier_stages,
 )
 from distributor.spark.session import Session
 
-DYNAMIC, SPECULATION = "spark.dynamicAllocation.enabled", "spark.speculation"
+SPECULATION = "spark.speculation"
 TLS, IGNORE_TLS = "spark.ssl.enabled", "pytorch.spark.distributor.ignoreSsl"
 ENCRYPTION = ("spark.network.crypto.enabled", "spark.authenticate.enableSaslEncryption")
 SYNC, MIN_SYNC_SECONDS = "spark.barrier.sync.timeout", 60
@@ -52,8 +54,6 @@ def make_plan(
         with Spelling(run_on_cpus="want no GPUs").renames():
             plan = plan_cluster(session, ranks, use_gpu, None)
     except (RuntimeError, ValueError) as error:
-        if session.allocates_dynamically and not session.is_local_master:
-            return None, []  # which has a check of its own
         fix = (
             f"Set {EXECUTOR_GPUS}, {TASK_GPUS} and a discovery script when the session is made "
             "(conf/spark-defaults-gpu.conf)."
@@ -72,14 +72,12 @@ def is_on(session: Session, key: str) -> bool:
 
 
 def _dynamic_allocation(session: Session) -> Iterator[Check]:
-    if session.allocates_dynamically and not session.is_local_master:
-        yield failure(
-            "dynamic allocation",
-            f"{DYNAMIC} is true, and Spark then runs no barrier jobs.",
-            f"Make the session with {DYNAMIC}=false and spark.executor.instances.",
-        )
-    else:
+    if runs_barrier_stages(session):
         yield ok("dynamic allocation", "off")
+        return
+    most = session.conf(MAX_EXECUTORS)
+    limit = f" ({MAX_EXECUTORS} is {most})" if most else ""
+    yield ok("dynamic allocation", f"on{limit}; ranks run in the tasks of ordinary jobs")
 
 
 def _speculation(session: Session) -> Iterator[Check]:
@@ -115,6 +113,9 @@ def _encryption(session: Session) -> Iterator[Check]:
 
 
 def _barrier(session: Session) -> Iterator[Check]:
+    if not runs_barrier_stages(session):
+        yield ok("barrier", "runs use no barrier stage")
+        return
     text = session.conf(SYNC) or "365d"
     seconds = _seconds(text)
     if seconds is not None and seconds < MIN_SYNC_SECONDS:

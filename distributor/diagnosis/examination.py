@@ -24,6 +24,7 @@ from distributor.core.addresses import port_range
 from distributor.core.resources import format_bytes, spark_local_dirs
 from distributor.core.text import counted
 from distributor.diagnosis.configuration import configuration_checks, make_plan
+from distributor.diagnosis.exchange import Exchange
 from distributor.diagnosis.executor import ExaminationSpec, ExaminedExecutor
 from distributor.diagnosis.machine import (
     Machine,
@@ -34,6 +35,7 @@ from distributor.diagnosis.machine import (
     min_java,
 )
 from distributor.diagnosis.network import HUB_FIX, TOKEN_SIZE, ProbeServer, network_checks
+from distributor.diagnosis.peers import ARRIVAL_SECONDS
 from distributor.diagnosis.report import (
     EXECUTORS,
     HERE,
@@ -51,7 +53,7 @@ from distributor.diagnosis.services import check_tracking, shared_marker, tracki
 from distributor.diagnosis.settings import Wanted
 from distributor.errors import DistributorError
 from distributor.launchers.spark.capacity.executors import Executors
-from distributor.launchers.spark.capacity.slot_shortage import why_few_slots
+from distributor.launchers.spark.capacity.slot_shortage import why_few_slots, why_no_more
 from distributor.launchers.spark.capacity.slots import Slots
 from distributor.launchers.spark.hub_address import choose_hub_address
 from distributor.screen.messages import shown_from
@@ -82,6 +84,8 @@ STEADY_SECONDS = 1.5
 """Seconds without a further slot after which no other executor is expected."""
 START_SECONDS, JOB_SECONDS = 20.0, 60.0
 """Seconds for the job's tasks to start, and then for all of them to end."""
+FIRST_SECONDS, ORDINARY_JOB_SECONDS = 60.0, 100.0
+"""The same for an ordinary job, for which Spark may have to ask for executors."""
 ALL_REDUCE = "all-reduce"
 REDUCED_BYTES = 16 * 2**20
 """Bytes that the ranks reduce."""
@@ -174,9 +178,14 @@ def _examine(
     token = secrets.token_bytes(TOKEN_SIZE)
     with (
         shared_marker(wanted.storage_path) as (marker, storage_checks),
-        driver_server(session, wanted, token) as (address, checks),
+        driver_server(session, wanted, token, plan.num_tasks) as (address, checks),
     ):
+        if address is None and not plan.barrier:
+            why = "the tasks of the job that examines them would not find each other"
+            names = [name for name in ON_EXECUTORS if name not in {each.name for each in checks}]
+            return [], [*checks, *(not_checked(name, why, EXECUTORS) for name in names)]
         spec = ExaminationSpec(
+            barrier=plan.barrier,
             driver=address,
             token=token,
             ports=port_range("rank_ports", wanted.rank_ports),
@@ -193,21 +202,40 @@ def _examine(
             checks.append(failure("executors", str(error)[:MAX_TEXT], fix, EXECUTORS))
             why = "the executors could not be examined"
             return [], checks + [not_checked(name, why, EXECUTORS) for name in ON_EXECUTORS[1:]]
+    checks.append(_number_of_executors(session, plan, examined))
+    # Tasks that do not reach the driver do not know that others share their executor.
+    examined = [*{each.executor: each for each in examined}.values()]
     return examined, checks + _checks_of_executors(examined, plan, driver)
+
+
+def _number_of_executors(
+    session: Session, plan: ClusterPlan, examined: list[ExaminedExecutor]
+) -> Check:
+    """Return whether all tasks took part, and on how many executors."""
+    hosts = hosts_text(each.machine.host for each in examined)
+    executors = {each.executor for each in examined}
+    found = f"{counted(len(executors), 'executor')} on {hosts}"
+    started = sum(each.tasks for each in examined)
+    if started >= plan.num_tasks:
+        return ok("executors", found, EXECUTORS)
+    return failure(
+        "executors",
+        f"Spark started {started} of {counted(plan.num_tasks, 'task')} within "
+        f"{ARRIVAL_SECONDS:g} s: {found}. {why_no_more(session)}".rstrip(),
+        more_slots(session.master),
+        EXECUTORS,
+    )
 
 
 def _checks_of_executors(
     examined: list[ExaminedExecutor], plan: ClusterPlan, driver: Machine
 ) -> list[Check]:
-    hosts = hosts_text(each.machine.host for each in examined)
-    found = f"{counted(len(examined), 'executor')} on {hosts}"
     checks = []
     for each in examined:
         gpus = each.tasks * plan.ranks_per_task if plan.use_gpu else 0
         checks += checks_of(each.machine, Needs(gpus=gpus, in_executor=True), each.machine.host)
         checks += each.checks
     return [
-        ok("executors", found, EXECUTORS),
         *merged(checks),
         *differences([each.machine for each in examined], driver),
         *network_checks(
@@ -221,13 +249,21 @@ def _checks_of_executors(
 def await_slots(session: Session, plan: ClusterPlan) -> tuple[int, Check]:
     """Wait for executors, and return how many slots there are for tasks of the plan, and a check.
 
-    Through Connect nobody knows them.
+    Through Connect nobody knows them. With dynamic allocation Spark asks for executors once there
+    are tasks, so the slots are those that it may have.
     """
     name, executors, profile = "slots", Executors(session), Slots(session, plan).profile
     if session.is_connect:
         why = "through Spark Connect nobody knows the slots"
         return plan.num_tasks, not_checked(name, why, EXECUTORS)
     most = executors.max_slots()
+    if not plan.barrier:
+        slots = max(plan.num_tasks, executors.slots(profile) or 0)
+        if most is not None and most < plan.num_tasks:
+            text = Slots(session, plan).limit_text(plan.num_tasks, most)
+            return most, failure(name, text, more_slots(session.master), EXECUTORS)
+        found = f"Spark asks for executors for {counted(slots, 'task')}"
+        return slots, ok(name, found, EXECUTORS)
     enough = plan.num_tasks if most is None else min(plan.num_tasks, most)
     steady = _Steady()
 
@@ -262,13 +298,13 @@ class _Steady:
 
 @contextlib.contextmanager
 def driver_server(
-    session: Session, wanted: Wanted, token: bytes
+    session: Session, wanted: Wanted, token: bytes, tasks: int
 ) -> Iterator[tuple[tuple[str, int] | None, list[Check]]]:
-    """Listen where the hub of a run would listen."""
+    """Listen where the hub of a run would listen, also for tasks that exchange texts."""
     address = choose_hub_address(session, wanted.hub_address, wanted.hub_port)
     try:
         ports = range(address.port, address.port + 1)
-        server = ProbeServer(address.bound, token, ports)
+        server = ProbeServer(address.bound, token, ports, Exchange(tasks))
     except OSError as error:
         found = f"The driver cannot listen at {address.bound}, port {address.port}: {error}."
         yield None, [failure("network to the driver", found, HUB_FIX)]
@@ -282,8 +318,8 @@ def run_job(session: Session, plan: ClusterPlan, spec: ExaminationSpec) -> list[
     endings: queue.Queue[Any] = queue.Queue()
     try:
         rows = session.spark.range(0, plan.num_tasks, 1, plan.num_tasks)
-        profile = Slots(session, plan).profile
-        frame = task_frame(session, rows, TASK, spec, "executor binary", profile, barrier=True)
+        profile, barrier = Slots(session, plan).profile, plan.barrier
+        frame = task_frame(session, rows, TASK, spec, "executor binary", profile, barrier=barrier)
     except Exception as error:  # of the JVM, a Connect server or a full disk
         raise explain(error, plan.num_tasks) from error
     with (
@@ -305,22 +341,25 @@ def run_job(session: Session, plan: ClusterPlan, spec: ExaminationSpec) -> list[
 
 def _await_end(job: SparkJob, endings: queue.Queue[Any], slots: Slots) -> Any:
     """Wait for the rows or the exception of the job; cancel it if it takes too long."""
+    barrier = slots.plan.barrier
+    start = START_SECONDS if barrier else FIRST_SECONDS
+    seconds = JOB_SECONDS if barrier else ORDINARY_JOB_SECONDS
     try:
-        return endings.get(timeout=START_SECONDS)
+        return endings.get(timeout=start)
     except queue.Empty:
         if job.has_begun() is False:
             why = slots.why_not_started(job.other_running_tasks())
             job.cancel()
-            tasks = counted(slots.plan.num_tasks, "barrier task")
+            tasks = counted(slots.plan.num_tasks, slots.noun)
             raise DistributorError(
-                f"Spark started none of {tasks} within {START_SECONDS:g} s. {why}"
+                f"Spark started none of {tasks} within {start:g} s. {why}"
             ) from None
     try:
-        return endings.get(timeout=JOB_SECONDS)
+        return endings.get(timeout=seconds)
     except queue.Empty:
         job.cancel()
         raise DistributorError(
-            f"The executors did not finish their checks within {START_SECONDS + JOB_SECONDS:g} s."
+            f"The executors did not finish their checks within {start + seconds:g} s."
         ) from None
 
 

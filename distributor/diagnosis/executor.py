@@ -1,4 +1,4 @@
-"""The barrier task of an examination: one for each slot, of which one for each executor works."""
+"""The task of an examination: one for each slot, of which one for each executor works."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from distributor.core.addresses import use_host_name
+from distributor.core.addresses import joined, use_host_name
 from distributor.core.resources import spark_local_dirs
 from distributor.diagnosis.machine import Machine, examine
 from distributor.diagnosis.network import DRIVER, NetworkPath, Probe, ProbeServer
+from distributor.diagnosis.peers import BarrierPeers, DriverPeers, Peers
 from distributor.diagnosis.report import Check
 from distributor.diagnosis.services import check_storage, check_tracking
-from distributor.launchers.spark.task.detour import hosts_of
 from distributor.node.agent.network import routable_address
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ MAX_THREADS = 64
 class ExaminationSpec:
     """What the tasks of an examination do."""
 
+    barrier: bool
     driver: tuple[str, int] | None
     token: bytes
     ports: range | None
@@ -48,6 +49,7 @@ class ExaminationSpec:
 class ExaminedExecutor:
     """What was found on one executor."""
 
+    executor: str
     tasks: int
     machine: Machine
     checks: tuple[Check, ...]
@@ -60,20 +62,34 @@ def run(
 ) -> Iterator[pa.RecordBatch]:
     """Examine the executor of one task."""
     import pyarrow as pa
-    from pyspark import BarrierTaskContext
 
     spec: ExaminationSpec = pickle.loads(pickled_spec)
-    context = BarrierTaskContext.get()
-    executors = [info.address for info in context.getTaskInfos()]
-    own = executors[context.partitionId()]
-    tasks = [task for task, executor in enumerate(executors) if executor == own]
-    hosts = hosts_of(context)
-    host = hosts[context.partitionId()]
+    peers = _peers(spec)
+    found = None if peers is None else _examine_among(peers, spec)
+    if found is not None:
+        yield pa.RecordBatch.from_pydict({"executor": pa.array([pickle.dumps(found)], pa.binary())})
+
+
+def _peers(spec: ExaminationSpec) -> Peers | None:
+    """Find the other tasks; None if they have begun without this one."""
+    if spec.barrier:
+        return BarrierPeers()
+    assert spec.driver is not None, "without it there is no ordinary job"
+    try:
+        return DriverPeers.of_this_task(spec.driver, spec.token)
+    except LookupError:
+        return None
+
+
+def _examine_among(peers: Peers, spec: ExaminationSpec) -> ExaminedExecutor | None:
+    """Examine the executor of this task; None if another task does so."""
+    placement = peers.placement
+    hosts, host = placement.hosts, placement.host
     use_host_name(host)
-    if context.partitionId() != tasks[0]:
-        context.allGather("null")
-        context.barrier()
-        return
+    if placement.own != placement.executors.index(placement.executors[placement.own]):
+        peers.gather("null")
+        peers.gather("")
+        return None
     server, address, error = None, None, ""
     try:
         server = ProbeServer(routable_address(host, hosts), spec.token, spec.ports)
@@ -81,34 +97,36 @@ def run(
     except OSError as caught:
         error = str(caught)
     with server or nullcontext():
-        peers = [json.loads(text) for text in context.allGather(json.dumps(address))]
-        others = [*zip(hosts, peers, strict=True)]
-        found = _examine(spec, host, len(tasks), _in_ring_order(others, tasks[0]), error)
-        context.barrier()  # this server must stay open until all executors have probed it
-    yield pa.RecordBatch.from_pydict({"executor": pa.array([pickle.dumps(found)], pa.binary())})
+        addresses = [json.loads(text or "null") for text in peers.gather(json.dumps(address))]
+        others = [*zip(hosts, addresses, strict=True)]
+        found = _examine(spec, peers, _in_ring_order(others, placement.own), error)
+        peers.gather("")  # this server must stay open until all executors have probed it
+    return found
 
 
 def _examine(
-    spec: ExaminationSpec,
-    host: str,
-    tasks: int,
-    others: Iterable[tuple[str, Any]],
-    unreachable: str,
+    spec: ExaminationSpec, peers: Peers, others: Iterable[tuple[str, Any]], unreachable: str
 ) -> ExaminedExecutor:
     from pyspark import SparkFiles
 
+    placement = peers.placement
+    host, tasks = placement.host, placement.tasks_of_executor
     targets = [(name, tuple(address)) for name, address in others if address is not None]
-    if spec.driver is not None:
+    failed: tuple[NetworkPath, ...] = ()
+    if spec.driver is not None and peers.error:
+        failed = (NetworkPath(host, DRIVER, joined(*spec.driver), peers.error),)
+    elif spec.driver is not None:
         targets.insert(0, (DRIVER, spec.driver))
     folders = [os.path.abspath(SparkFiles.getRootDirectory()), os.getcwd(), *spark_local_dirs()]
     checks = [check_tracking(spec.tracking_uri, host)]
     if spec.storage is not None:
         checks.append(check_storage(spec.storage, spec.marker, host))
     return ExaminedExecutor(
+        executor=placement.executors[placement.own],
         tasks=tasks,
         machine=examine(host, folders, tasks * spec.ranks_per_task, in_executor=True),
         checks=tuple(checks),
-        paths=_measure(host, targets, spec.token),
+        paths=failed + _measure(host, targets, spec.token),
         unreachable=unreachable,
     )
 

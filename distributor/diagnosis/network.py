@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import socket
 import struct
 import threading
@@ -15,6 +16,7 @@ from statistics import median
 from distributor.core.addresses import joined, resolve
 from distributor.core.resources import format_bytes
 from distributor.core.text import counted
+from distributor.diagnosis.exchange import Exchange
 from distributor.diagnosis.report import Check, failure, hosts_text, not_checked, ok, warning
 from distributor.node.agent.network import interface_of, mtu_of
 
@@ -27,8 +29,12 @@ SERVE_SECONDS = 30.0
 """Seconds for which a server waits for what a client sends next."""
 PINGS = 5
 TOKEN_SIZE = 16
-PING, TRANSFER = b"P", b"T"
+PING, TRANSFER, ATTEND = b"P", b"T", b"A"
 _TIME, _SIZE = struct.Struct(">d"), struct.Struct(">Q")
+_ATTENDANCE = struct.Struct(">IIdQ")
+"""The number of a round, the index of a task, seconds to wait, and the size of its text."""
+ANSWER_SECONDS = 3.0
+"""Seconds for the texts of a round to arrive, once it has ended."""
 _CHUNK = 256 * 1024
 MAX_PATHS = 3
 """Network paths that a row names; the others are counted."""
@@ -67,10 +73,29 @@ class NetworkPath:
 
 
 class ProbeServer:
-    """Answers the probes of those who hold a token; a context manager."""
+    """Answers the probes of those who hold a token; a context manager.
 
-    def __init__(self, address: str, token: bytes, ports: range | None = None) -> None:
+    Parameters
+    ----------
+    address : str
+        The address of this machine at which it listens.
+    token : bytes
+        What a client sends first.
+    ports : range, optional
+        The ports of which it takes a free one; by default any.
+    exchange : Exchange, optional
+        Where its clients exchange texts.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: bytes,
+        ports: range | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
         self._token = token
+        self._exchange = exchange
         self._socket = _listen(address, ports or range(1))
         self.address: tuple[str, int] = (address, self._socket.getsockname()[1])
         self._thread = threading.Thread(target=self._accept, name="distributor-probe", daemon=True)
@@ -107,11 +132,35 @@ class ProbeServer:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if hmac.compare_digest(_receive(client, TOKEN_SIZE), self._token):
                 while command := client.recv(1):
+                    if command == ATTEND:
+                        self._attend(client)
+                        continue
                     if command == TRANSFER:
                         (size,) = _SIZE.unpack(_receive(client, _SIZE.size))
                         _discard(client, size)
                     client.sendall(_TIME.pack(time.time()))
         self._clients.discard(client)
+
+    def _attend(self, client: socket.socket) -> None:
+        number, task, seconds, size = _ATTENDANCE.unpack(_receive(client, _ATTENDANCE.size))
+        text = _receive(client, size).decode()
+        if self._exchange is None:
+            raise ConnectionError("nothing is exchanged here")
+        answer = json.dumps(self._exchange.attend(number, task, text, seconds)).encode()
+        client.sendall(_SIZE.pack(len(answer)) + answer)
+
+
+def attend(
+    address: tuple[str, int], token: bytes, number: int, task: int, text: str, seconds: float
+) -> dict[int, str]:
+    """Attend a round of the `Exchange` of a `ProbeServer`; raise OSError if it does not answer."""
+    content = text.encode()
+    with socket.create_connection(address, CONNECT_SECONDS) as sock:
+        header = _ATTENDANCE.pack(number, task, seconds, len(content))
+        sock.sendall(token + ATTEND + header + content)
+        sock.settimeout(seconds + ANSWER_SECONDS)
+        (size,) = _SIZE.unpack(_receive(sock, _SIZE.size))
+        return {int(key): found for key, found in json.loads(_receive(sock, size)).items()}
 
 
 class Probe:
@@ -226,6 +275,9 @@ def network_checks(
     checks += _reachable("network to the driver", to_driver, HUB_FIX)
     if executors < 2:
         checks.append(not_checked("network between executors", "there is only one executor"))
+    elif not between and not unreachable:
+        why = "the executors do not know each other's addresses"
+        checks.append(not_checked("network between executors", why))
     checks += _reachable("network between executors", between, RANKS_FIX)
     checks += _speed(paths)
     checks += _interfaces(paths)

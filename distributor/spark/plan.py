@@ -121,8 +121,7 @@ def plan_cluster(
     """
     if pool is not None and (why := session.why_no_pools()):
         raise RuntimeError(Message("{pool} is {value!r}, but {why}.", value=pool, why=why))
-    is_dynamic = session.allocates_dynamically and not session.is_local_master
-    if barrier and is_dynamic:
+    if barrier and not runs_barrier_stages(session):
         raise RuntimeError(
             Message(
                 "{barrier} is True, but 'spark.dynamicAllocation.enabled' is 'true', and Spark "
@@ -131,7 +130,12 @@ def plan_cluster(
             )
         )
     plan = _plan_tasks_of(session, num_processes, use_gpu)
-    return replace(plan, barrier=not is_dynamic if barrier is None else barrier)
+    return replace(plan, barrier=runs_barrier_stages(session) if barrier is None else barrier)
+
+
+def runs_barrier_stages(session: Session) -> bool:
+    """Return whether Spark runs barrier stages: not while dynamic allocation is on."""
+    return session.is_local_master or not session.allocates_dynamically
 
 
 def _plan_tasks_of(session: Session, num_processes: int, use_gpu: bool) -> ClusterPlan:

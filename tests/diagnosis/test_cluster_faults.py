@@ -38,6 +38,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def hub(cluster: Cluster) -> Machine:
+    """Return a further address of the driver's machine."""
+    return cluster.on_driver.also_elsewhere()
+
+
 class Application:
     """A Spark application with an executor on each worker, which is examined."""
 
@@ -89,11 +95,12 @@ def test_executors_that_cannot_reach_each_other(application: Application) -> Non
     assert "rank_ports" in check["fix"]
 
 
-def test_a_blocked_port_of_the_driver(application: Application) -> None:
-    hub = application.cluster.on_driver.also_elsewhere()
+def test_a_blocked_port_of_the_driver(application: Application, hub: Machine) -> None:
     application.one.lose(hub)
-
-    check = application.only("failure", "network to the driver", hub_address=hub.address)
+    try:
+        check = application.only("failure", "network to the driver", hub_address=hub.address)
+    finally:
+        application.one.reach(hub)
 
     assert check["where"] == application.one.address
     assert f"to the driver at {hub.address}:" in check["found"]
@@ -209,14 +216,69 @@ def hosts_of(cluster: Cluster) -> str:
     return ", ".join(sorted(machine.address for machine in cluster.on_workers))
 
 
-def test_dynamic_allocation(cluster: Cluster) -> None:
-    found = examined(cluster, **{"spark.dynamicAllocation.enabled": "true"})
+DYNAMIC = {
+    "spark.dynamicAllocation.enabled": "true",
+    "spark.dynamicAllocation.shuffleTracking.enabled": "true",
+    "spark.dynamicAllocation.minExecutors": "0",
+    "spark.executor.cores": "1",
+}
 
-    assert found.having("failure").keys() == {"dynamic allocation"}, found.text
-    check = found.having("failure")["dynamic allocation"]
-    assert "spark.dynamicAllocation.enabled is true" in check["found"]
-    assert "spark.executor.instances" in check["fix"]
-    assert "executors" in found.having("not checked")
+
+def test_dynamic_allocation(cluster: Cluster) -> None:
+    found = examined(cluster, **DYNAMIC)
+
+    assert not found.having("failure"), found.text
+    assert not found.warnings, found.text
+    right = found.having("ok")
+    assert "ordinary jobs" in right["dynamic allocation"]["found"]
+    assert "2 tasks" in right["slots"]["found"]
+    assert right["executors"]["found"] == f"2 executors on {hosts_of(cluster)}"
+    assert right["network to the driver"]["where"] == hosts_of(cluster)
+    assert right["network between executors"]["where"] == hosts_of(cluster)
+    assert right["all-reduce"]["found"].startswith("gloo, 2 ranks")
+
+
+def test_a_blocked_port_of_the_driver_with_dynamic_allocation(
+    cluster: Cluster, hub: Machine
+) -> None:
+    blocked, other = cluster.on_workers
+    blocked.lose(hub)
+    source = f"{EXAMINE}\nexamine(hub_address={hub.address!r})\n"
+    try:
+        found = examined(cluster, source, **DYNAMIC)
+    finally:
+        blocked.reach(hub)
+
+    assert found.having("failure").keys() == {"network to the driver"}, found.text
+    check = found.having("failure")["network to the driver"]
+    assert check["where"] == blocked.address
+    assert f"to the driver at {hub.address}:" in check["found"]
+    assert "hub_port" in check["fix"]
+    assert other.address in found.having("ok")["executors"]["found"]
+    assert "all-reduce" in found.having("not checked")
+
+
+def test_fewer_executors_than_dynamic_allocation_needs(cluster: Cluster) -> None:
+    """The master does not start as many as Spark may ask for, which nobody knows before."""
+    source = f"{EXAMINE}\nexamine(num_processes=5)\n"
+    limited = {**DYNAMIC, "spark.cores.max": "9"}
+    found = examined(cluster, source, **limited)
+
+    assert found.having("failure").keys() == {"executors"}, found.text
+    assert "Spark started 4 of 5 tasks" in found.having("failure")["executors"]["found"]
+    assert "network between executors" in found.having("ok")
+
+
+def test_a_limit_of_dynamic_allocation(cluster: Cluster) -> None:
+    limit = {**DYNAMIC, "spark.dynamicAllocation.maxExecutors": "1"}
+    found = examined(cluster, **limit)
+
+    assert found.having("failure").keys() == {"slots"}, found.text
+    check = found.having("failure")["slots"]
+    assert "2 tasks are wanted at once" in check["found"]
+    assert "never have room for more than 1" in check["found"]
+    assert "maxExecutors is 1" in found.having("ok")["dynamic allocation"]["found"]
+    assert found.having("ok")["executors"]["found"].startswith("1 executor on")
 
 
 def test_settings_that_hinder_runs(cluster: Cluster) -> None:

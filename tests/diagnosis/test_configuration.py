@@ -60,3 +60,16 @@ def test_a_property_of_a_cluster_manager(
     monkeypatch.setenv("PYSPARK_PYTHON", "/opt/venv/bin/python")
     assert found(wrong)[name] == status
     assert name not in found({**wrong, **right})
+
+
+def test_dynamic_allocation() -> None:
+    short_barriers = {"spark.barrier.sync.timeout": "30s"}
+    limit = {"spark.dynamicAllocation.maxExecutors": "7"}
+    properties = {**YARN, **short_barriers, **limit, "spark.dynamicAllocation.enabled": "true"}
+
+    assert not {"dynamic allocation", "barrier"} & found(properties).keys()
+    checks = configuration_checks(Properties(properties))
+    [check] = [check for check in checks if check.name == "dynamic allocation"]
+    assert "ordinary jobs" in check.found
+    assert "spark.dynamicAllocation.maxExecutors is 7" in check.found
+    assert found({**YARN, **short_barriers})["barrier"] == "failure"

@@ -12,7 +12,11 @@ from distributor.control.polling import Reminder, poll_until
 from distributor.errors import DistributorError, StartTimeout
 from distributor.launchers.spark.capacity.ended_executors import ended_executors
 from distributor.launchers.spark.capacity.executors import MAX_EXECUTORS, Executors
-from distributor.launchers.spark.capacity.slot_shortage import why_few_slots, why_not_started
+from distributor.launchers.spark.capacity.slot_shortage import (
+    why_few_slots,
+    why_no_more,
+    why_not_started,
+)
 from distributor.spark.application_end import check_not_ended
 from distributor.spark.error_translation import more_slots
 from distributor.spark.plan import ClusterPlan
@@ -54,14 +58,17 @@ class Slots:
     def check_limit(self, wanted: int) -> None:
         """Check that by its configuration the application can run so many tasks at once."""
         most, master = Executors(self.session).max_slots(), self.session.master
-        if most is None or most >= wanted:
-            return
+        if most is not None and most < wanted:
+            raise DistributorError(f"{self.limit_text(wanted, most)} {more_slots(master)}")
+
+    def limit_text(self, wanted: int, most: int) -> str:
+        """Return that the configuration allows fewer slots than are wanted."""
         found = ""
         if self.session.allocates_dynamically:
-            found = f"'{MAX_EXECUTORS}' is {self.session.conf(MAX_EXECUTORS) or 'unset'}. "
-        raise DistributorError(
-            f"{wanted} {self._tasks} are wanted at once, and the executors of {master} never have "
-            f"room for more than {most}. {found}{more_slots(master)}"
+            found = f" '{MAX_EXECUTORS}' is {self.session.conf(MAX_EXECUTORS) or 'unset'}."
+        return (
+            f"{wanted} {self.noun}s are wanted at once, and the executors of {self.session.master} "
+            f"never have room for more than {most}.{found}"
         )
 
     def await_all(self, deadline: float, cancellation: Cancellation, reminder: Reminder) -> None:
@@ -115,11 +122,14 @@ class Slots:
         """Return what may keep Spark from starting the tasks of the submitted job."""
         slots = Executors(self.session).slots(self.profile)
         has_room = slots is not None and slots >= self.plan.num_tasks
+        if not (self.plan.barrier or has_room or other_tasks):
+            return why_no_more(self.session)
         return why_not_started(self.session, other_tasks, has_room=has_room)
 
     @property
-    def _tasks(self) -> str:
-        return "barrier tasks" if self.plan.barrier else "tasks"
+    def noun(self) -> str:
+        """What a task of the plan is called."""
+        return "barrier task" if self.plan.barrier else "task"
 
     def _too_few(self, wanted: int) -> int | None:
         """Return how many slots there are if these are fewer than wanted."""

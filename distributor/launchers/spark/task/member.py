@@ -8,18 +8,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distributor._compat.spark_executor import executor_of
 from distributor.core.addresses import host_name, joined, use_host_name
 from distributor.core.text import printable
 from distributor.errors import DistributorError, ExecutorNotReady
-from distributor.launchers.spark.task.spark_node import Placement, begin, provisions, zygote_owner
+from distributor.launchers.spark.task.spark_node import (
+    Placement,
+    begin,
+    own_executor,
+    provisions,
+    zygote_owner,
+)
 from distributor.launchers.spark.task.task_spec import TaskSpec
 from distributor.launchers.spark.task.value_fallback import (
     save_refused_values,
     save_undelivered_values,
 )
 from distributor.link.tcp_link import TcpLink
-from distributor.node.agent.network import source_address
 from distributor.node.lifecycle import NodeEvent
 from distributor.node.node import Node, NodeStopped, run_node
 from distributor.node.process.process_title import temporary_run_title
@@ -81,7 +85,7 @@ class _Assignments:
         self.number = context.taskAttemptId() % MAX_NUMBERS
         self._hub = spec.hub
         self._received: queue.SimpleQueue[Assignment | Dismissal | None] = queue.SimpleQueue()
-        executor = _own_executor(spec)
+        executor = own_executor(spec.hub[0])
         use_host_name(executor.rpartition(":")[0])
         try:
             self._link = TcpLink(
@@ -121,12 +125,6 @@ class _Assignments:
     def _receive(self, message: object) -> None:
         if isinstance(message, Assignment | Dismissal):
             self._received.put(message)
-
-
-def _own_executor(spec: MemberSpec) -> str:
-    owner = zygote_owner()
-    host, name = executor_of(owner) or (source_address(spec.hub[0]), str(owner))
-    return f"{host}:{name}"
 
 
 def _serve(

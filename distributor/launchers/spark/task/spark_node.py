@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distributor._compat.pyspark import sent_hadoop_configuration
+from distributor._compat.spark_executor import executor_of
 from distributor.core.addresses import use_host_name
 from distributor.core.versions import check_interpreter
 from distributor.launchers.spark.task.dataset_file import dataset_file
@@ -21,7 +22,7 @@ from distributor.launchers.spark.task.node_resources import (
 from distributor.launchers.spark.task.program_file import program_file
 from distributor.launchers.spark.task.shipped_files import unpack_modules
 from distributor.launchers.spark.task.task_spec import TaskSpec
-from distributor.node.agent.network import routable_address
+from distributor.node.agent.network import routable_address, source_address
 from distributor.node.agent.node_warnings import node_warnings
 from distributor.node.agent.share import NodeShare
 from distributor.node.agent.worker_env import node_order
@@ -72,6 +73,16 @@ def zygote_owner() -> int:
     Spark ends its Python workers at any time, and their parent lives on.
     """
     return os.getppid()
+
+
+def own_executor(driver: str) -> str:
+    """Return the executor of this task of an ordinary job, as its host, a colon, and its name.
+
+    Without a JVM that names them, the host is the address from which it reaches the driver.
+    """
+    owner = zygote_owner()
+    host, name = executor_of(owner) or (source_address(driver), str(owner))
+    return f"{host}:{name}"
 
 
 def begin(spec: TaskSpec, placement: Placement) -> NodeShare:
