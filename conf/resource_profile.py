@@ -6,7 +6,7 @@ jobs that need GPUs, such as scoring, request them by a profile::
 
     scores = frame.mapInArrow(score, "score double", profile=task_profile(gpus=1, cpus=8))
 
-This needs PySpark 4. On standalone clusters, dynamic allocation must be off.
+This needs PySpark 4.
 """
 
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests

@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     settings = _fields_of(TorchDistributor, vars(options))
-    if "env" in settings:
-        settings["env"] = dict(settings["env"])
+    for name in ("env", "executor_resources") & settings.keys():
+        settings[name] = dict(settings[name])
     args = options.args[1:] if options.args[:1] == ["--"] else options.args
     program: Any = module_of(options.script) if options.module else options.script
     program_of(program, (), {})

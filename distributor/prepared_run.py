@@ -172,6 +172,9 @@ def plan(settings: PlannedSettings, min_processes: int, max_processes: int) -> P
         gpus = local.gpus if settings.use_gpu or spelling.hides_gpus else None
         return Planned(LocalLauncher(gpus), count, count)
     session = Session.require_active()
+    if settings.executor_resources:
+        requested = {key: str(value) for key, value in settings.executor_resources.items()}
+        session = Session(session.spark, requested)
     # They need pyarrow and NumPy.
     from distributor.launchers.spark.barrier_launcher import BarrierLauncher
     from distributor.launchers.spark.gang.launcher import GangLauncher

@@ -87,6 +87,31 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_processes": (1, "2")}, TypeError, "num_processes .* but is '2' of type str"),
     ({"num_proceses": 2}, TypeError, "argument 'num_proceses'. Did you mean 'num_processes'?"),
     ({"num_workers": 2}, TypeError, "argument 'num_workers'. Did you mean 'num_processes'?"),
+    (
+        {"executor_resources": ["spark.executor.cores"]},
+        TypeError,
+        "executor_resources must be a mapping of Spark properties",
+    ),
+    (
+        {"executor_resources": {"spark.executor.memry": "8g"}},
+        ValueError,
+        "executor_resources has 'spark.executor.memry', .* It takes spark.executor.cores, ",
+    ),
+    (
+        {"executor_resources": {"spark.executor.cores": "some"}},
+        ValueError,
+        r"executor_resources\['spark.executor.cores'\] must be a positive integer",
+    ),
+    (
+        {"executor_resources": {"spark.executor.memory": "much"}},
+        ValueError,
+        r"executor_resources\['spark.executor.memory'\] must be a size such as '8g'",
+    ),
+    (
+        {"executor_resources": {"spark.task.resource.gpu.amount": 1}},
+        ValueError,
+        "it must have 'spark.executor.resource.gpu.amount', too",
+    ),
     ({"colour": "red"}, TypeError, "argument 'colour'. It takes barrier, env, .*warm"),
     ({"local_mode": "False"}, TypeError, "local_mode must be True or False, but is 'False' of"),
     ({"use_gpu": "no"}, TypeError, "use_gpu must be True or False, but is 'no' of type str"),

@@ -382,6 +382,10 @@ FLAGS: dict[str, tuple[list[str], object]] = {
     "max_preemption_failures": (["--max-preemption-failures", "-1"], -1),
     "environment": (["--environment", "env.tar.gz"], "env.tar.gz"),
     "barrier": (["--no-barrier"], False),
+    "executor_resources": (
+        ["--executor-resource", "spark.executor.cores=4"],
+        [("spark.executor.cores", "4")],
+    ),
 }
 NOT_ON_COMMAND_LINE = {"listeners"}
 """Settings that are Python objects."""

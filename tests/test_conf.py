@@ -112,7 +112,6 @@ def test_all_files_of_one_executor_a_machine_agree() -> None:
         "spark.executor.cores",
         "spark.task.resource.gpu.amount",
         "spark.task.cpus",
-        "spark.dynamicAllocation.enabled",
         "spark.speculation",
     ):
         assert gpus[key] == yarn[key] == kubernetes[key], key

@@ -13,9 +13,8 @@ from distributor.diagnosis.report import Check, failure, ok, warning
 from distributor.launchers.spark.capacity.container_memory import container_shortage
 from distributor.launchers.spark.capacity.executors import MAX_EXECUTORS
 from distributor.spark.error_translation import SET_PYTHON
+from distributor.spark.executor_resources import EXECUTOR_GPUS, TASK_GPUS
 from distributor.spark.plan import (
-    EXECUTOR_GPUS,
-    TASK_GPUS,
     ClusterPlan,
     assigns_gpus,
     plan_cluster,

@@ -22,6 +22,7 @@ from distributor.settings.defaults import complete
 from distributor.settings.fields import AdminDefault, documented, setting, setting_fields
 from distributor.settings.listener import Listener
 from distributor.settings.types import option
+from distributor.spark.executor_resources import check_executor_resources
 
 _SECONDS_OR_OFF = replace(
     types.SECONDS_IF_ANY.with_options(
@@ -43,6 +44,19 @@ _ENVIRONMENT = types.SettingType(
         ),
     ),
     convert=types.checked_path,
+)
+_EXECUTOR_RESOURCES = types.SettingType(
+    "mapping of str to str or int",
+    check_executor_resources,
+    (
+        option(
+            "--executor-resource",
+            type=types.read_pair,
+            action="append",
+            metavar="PROPERTY=VALUE",
+            help="a Spark property of executors that Spark starts for the run; may be repeated",
+        ),
+    ),
 )
 _PY_MODULES = types.SettingType(
     "sequence of str or path",
@@ -170,6 +184,14 @@ class Settings:
         """Whether ranks on executors run in a barrier stage, whose tasks Spark starts together and
         which dynamic allocation excludes. If False, they run in the tasks of an ordinary job,
         which may come and go. By default they do so where dynamic allocation is on.""",
+    )
+    executor_resources: Mapping[str, str | int] | None = setting(
+        None,
+        _EXECUTOR_RESOURCES,
+        """Resources of executors that Spark starts for the run and ends after it, with dynamic
+        allocation: Spark properties, such as ``{"spark.executor.cores": 4,
+        "spark.executor.resource.gpu.amount": 1}``. Others are those of the session. By default the
+        run uses the session's executors.""",
     )
     mlflow_ranks: str = setting(
         "first",

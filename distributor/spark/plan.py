@@ -11,10 +11,14 @@ from distributor.core.spelling import Message, Spelling
 from distributor.core.text import counted
 from distributor.node.agent.worker_env import mask_entries, visible_devices
 from distributor.screen.messages import warn
+from distributor.spark.executor_resources import (
+    DISCOVERY_SCRIPT,
+    EXECUTOR_GPUS,
+    TASK_GPUS,
+    VENDOR,
+)
 from distributor.spark.session import Session
 
-TASK_GPUS = "spark.task.resource.gpu.amount"
-EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
 GPUS_OF_NESTED_RUNS = "DISTRIBUTOR_NESTED_GPUS"
 """The variable of a rank that has the GPUs of runs that it starts; by default they are its own."""
 
@@ -129,6 +133,8 @@ def plan_cluster(
                 "ordinary job, or make the session with dynamic allocation off."
             )
         )
+    if session.requested:
+        _check_requested(session, use_gpu=use_gpu)
     plan = _plan_tasks_of(session, num_processes, use_gpu)
     return replace(plan, barrier=runs_barrier_stages(session) if barrier is None else barrier)
 
@@ -145,8 +151,49 @@ def _plan_tasks_of(session: Session, num_processes: int, use_gpu: bool) -> Clust
     if session.is_local_master:
         return _plan_local_master(session, num_processes, amount)
     if amount:
-        return _plan_tasks(num_processes, amount)
+        plan = _plan_tasks(num_processes, amount)
+        return replace(plan, profile_gpus=plan.ranks_per_task if session.requested else 0)
     return _plan_profile(session, num_processes)
+
+
+def _check_requested(session: Session, *, use_gpu: bool) -> None:
+    """Check that Spark can start executors for one run."""
+    if runs_barrier_stages(session):
+        raise RuntimeError(
+            Message(
+                "{executor_resources} needs dynamic allocation, without which executors have the "
+                "resources of the session: make the session with "
+                "spark.dynamicAllocation.enabled=true, or with these properties."
+            )
+        )
+    if not session.supports_profiles():
+        raise RuntimeError(
+            Message(
+                "{executor_resources} needs PySpark 4, here and on a Spark Connect server; found "
+                "{version}.",
+                version=session.spark.version,
+            )
+        )
+    if not use_gpu and session.requested.get(EXECUTOR_GPUS):
+        raise RuntimeError(
+            Message(
+                "{executor_resources} has '{key}', but the ranks run on CPUs: leave it out.",
+                key=EXECUTOR_GPUS,
+            )
+        )
+    manages = session.master.startswith(("yarn", "k8s://"))
+    needed = [DISCOVERY_SCRIPT, *([VENDOR] if session.master.startswith("k8s://") else [])]
+    missing = [key for key in needed if manages and use_gpu and not session.conf(key)]
+    if missing:
+        raise RuntimeError(
+            Message(
+                "{executor_resources} requests GPUs, and '{key}' is unset: an executor on {master} "
+                "needs it for its GPUs (conf/get_gpus.sh, nvidia.com). Add it to "
+                "{executor_resources}.",
+                key=missing[0],
+                master=session.master,
+            )
+        )
 
 
 def check_launch(session: Session, plan: ClusterPlan) -> None:

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import copy_context
 from typing import Any
 
@@ -17,9 +17,10 @@ from distributor.core.extras import require_spark
 from distributor.core.spelling import Message
 from distributor.errors import ApplicationEnded
 from distributor.spark.application_end import JVM_ENDED, check_not_ended
+from distributor.spark.executor_resources import executor_requests
 from distributor.spark.log_quieting import no_warning
 
-_PROFILES: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+_PROFILES: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 class Session:
@@ -29,10 +30,13 @@ class Session:
     ----------
     spark : SparkSession
         The user's session. What is changed in it is restored.
+    requested : mapping of str to str, optional
+        Properties of executors that a run requests for itself. They take precedence.
     """
 
-    def __init__(self, spark: Any) -> None:
+    def __init__(self, spark: Any, requested: Mapping[str, str] | None = None) -> None:
         self.spark = spark
+        self.requested = requested or {}
         self.is_connect = private.is_connect_session(spark)
 
     @classmethod
@@ -86,7 +90,7 @@ class Session:
 
     def conf(self, key: str) -> str | None:
         """Return the value of a Spark property; None if it is unset."""
-        value = self.spark.conf.get(key, None)
+        value = self.requested.get(key) or self.spark.conf.get(key, None)
         return None if value is None else str(value)
 
     def has_conf(self, key: str) -> bool:
@@ -120,24 +124,34 @@ class Session:
         return (self.conf("spark.dynamicAllocation.enabled") or "false").lower() == "true"
 
     def supports_profiles(self) -> bool:
-        """Return whether ``mapInArrow`` takes a resource profile (PySpark 4)."""
+        """Return whether ``mapInArrow`` takes a resource profile (PySpark 4, here and there)."""
         import pyspark
 
-        return int(pyspark.__version__.split(".")[0]) >= 4
+        versions = pyspark.__version__, str(self.spark.version)
+        return all(int(version.split(".")[0]) >= 4 for version in versions)
 
-    def gpu_profile(self, gpus_per_task: int) -> Any:
-        """Return the application's resource profile with so many GPUs for each task."""
+    def profile(self, gpus_per_task: int) -> Any:
+        """Return the application's resource profile with so many GPUs for each task.
+
+        None if the tasks need none: they have no GPUs, and run on the application's executors.
+        """
         from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
+        if not gpus_per_task and not self.requested:
+            return None
         # Spark keeps every profile, so each is made once per application, not per session.
         application = self.spark if self.is_connect else self.spark.sparkContext
         profiles = _PROFILES.setdefault(application, {})
-        if gpus_per_task in profiles:
-            return profiles[gpus_per_task]
-        cpus = int(self.conf("spark.task.cpus") or 1)
-        requests = TaskResourceRequests().cpus(cpus).resource("gpu", gpus_per_task)
-        profiles[gpus_per_task] = ResourceProfileBuilder().require(requests).build
-        return profiles[gpus_per_task]
+        key = gpus_per_task, *sorted(self.requested.items())
+        if key not in profiles:
+            tasks = TaskResourceRequests().cpus(int(self.conf("spark.task.cpus") or 1))
+            if gpus_per_task:
+                tasks.resource("gpu", gpus_per_task)
+            builder = ResourceProfileBuilder().require(tasks)
+            if self.requested:
+                builder.require(executor_requests(self.conf))
+            profiles[key] = builder.build
+        return profiles[key]
 
     def why_no_pools(self) -> str | None:
         """Return why jobs cannot use a pool of the fair scheduler; None if they can."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from support.canary import relies_on
 from support.waiting import until
 
 from distributor._compat import pyspark as private
+from distributor._compat.spark_executor import executor_of
 
 pytestmark = [pytest.mark.spark, needs_java]
 
@@ -91,6 +93,46 @@ def test_jobs_are_found_by_their_tag(spark: Any, context: Any) -> None:
     with relies_on("pyspark", "the JVM's getJobIdsForTag", "pyspark.jobs_with_tag"):
         assert private.jobs_with_tag(context, "a-canarys-tag")
         assert private.jobs_with_tag(context, "no such tag") == []
+
+
+def test_a_task_that_failed_is_explained(spark: Any, context: Any) -> None:
+    def fail(_: Any) -> Any:
+        from pyspark import TaskContext
+
+        task = TaskContext.get().taskAttemptId()
+        raise ValueError(f"the canary's task {task}.")
+
+    context.addJobTag("a-task-that-fails")
+    try:
+        with pytest.raises(Exception, match="the canary's task") as caught:
+            context.parallelize([0], 1).map(fail).collect()
+    finally:
+        context.removeJobTag("a-task-that-fails")
+    found = re.findall(r"the canary's task (\d+)\.", str(caught.value))
+    with relies_on("pyspark", "the status store's tasks", "pyspark.task_failure"):
+        [job] = private.jobs_with_tag(context, "a-task-that-fails")
+        stages = list(context.statusTracker().getJobInfo(job).stageIds)
+        until(
+            lambda: "the canary's task" in private.task_failure(context, stages, int(found[0])),
+            "the status store has the error",
+            30,
+        )
+        assert private.task_failure(context, stages, 10**9) == ""
+
+
+def test_a_worker_finds_its_executor(context: Any) -> None:
+    def parent(_: Any) -> int:
+        import os
+
+        return os.getppid()
+
+    [worker] = context.parallelize([0], 1).map(parent).collect()
+    with relies_on("pyspark", "the executors' command line", "spark_executor.executor_of"):
+        found = executor_of(worker)
+        assert found is not None
+        assert found[0]
+        assert found[1] in private.executor_ids(context)
+    assert executor_of(os.getpid()) is None
 
 
 def test_arrivals_at_barriers_are_counted(spark: Any, context: Any, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_without_gpus_per_task_the_job_requests_them(
             facts["2 to 4"] = run_ranks((2, 4))
             facts["6"] = error_of(run_ranks, 6, start_timeout=2)
             facts["after"] = session()
-            profiles = [Session(each).gpu_profile(2) for each in (spark, spark.newSession())]
+            profiles = [Session(each).profile(2) for each in (spark, spark.newSession())]
             facts["profiles"] = [each.id for each in (*profiles, ResourceProfileBuilder().build)]
         else:
             facts["error"] = error_of(TorchDistributor, 2, local_mode=False)

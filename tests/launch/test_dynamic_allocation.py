@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
+import pyspark
 import pytest
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow(ci=True)]
@@ -76,9 +77,11 @@ facts = {}
 """
 
 
-def facts_of(run_driver: RunDriver, lines: str, conf: dict[str, str] = DYNAMIC) -> dict[str, Any]:
+def facts_of(
+    run_driver: RunDriver, lines: str, conf: dict[str, str] = DYNAMIC, **environment: str
+) -> dict[str, Any]:
     source = START + lines + "\nprint(json.dumps(facts))\nspark.stop()"
-    done = run_driver(source, json.dumps(conf), timeout=300)
+    done = run_driver(source, json.dumps(conf), timeout=300, env=environment)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -139,3 +142,44 @@ facts["executors"] = executors()
     assert "4 tasks are wanted at once" in message
     assert "'spark.dynamicAllocation.maxExecutors' is 3" in message
     assert found["executors"] == 0, "nothing was launched"
+
+
+def test_a_run_brings_executors_with_gpus_and_ends_them(
+    run_driver: RunDriver, make_discovery_script: Callable[..., str]
+) -> None:
+    if int(pyspark.__version__.split(".")[0]) < 4:
+        pytest.skip("resource profiles need PySpark 4")
+    lines = """
+resources = {
+    "spark.executor.resource.gpu.amount": 2,
+    "spark.executor.resource.gpu.discoveryScript": os.environ["SCRIPT"],
+    "spark.executor.memory": "700m",
+}
+
+def gpus():
+    import os
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+def run(number, use_gpu=True, **settings):
+    settings = {"start_timeout": 100, "timeout": 100, "executor_resources": resources, **settings}
+    return TorchDistributor(number, local_mode=False, use_gpu=use_gpu, **settings).run_all(gpus)
+
+facts["rows"] = len(spark.range(0, 100, 1, 2).collect())
+facts["gpus"] = run(4)
+facts["later"] = run(4)
+until(lambda: executors() == 0)
+facts["cpus"] = run(2, False, executor_resources={"spark.executor.memory": "650m"})
+facts["too many"] = error_of(run, 8)
+facts["on cpus"] = error_of(run, 2, False)
+"""
+    script = make_discovery_script("0", "1")
+    conf = DYNAMIC | {
+        "spark.worker.resource.gpu.amount": "2",
+        "spark.worker.resource.gpu.discoveryScript": script,
+    }
+    found = facts_of(run_driver, lines, conf, SCRIPT=script)
+    assert found["rows"] == 100, "on executors without GPUs"
+    assert found["gpus"] == found["later"] == ["0,1"] * 4
+    assert found["cpus"] == ["", ""]
+    assert "4 tasks are wanted at once" in found["too many"][1]
+    assert "the ranks run on CPUs: leave it out" in found["on cpus"][1]

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from distributor.core.resources import format_bytes
 from distributor.core.text import counted
-from distributor.launchers.spark.capacity.sizes import size_in_bytes
 from distributor.node.agent.memory import JVM, MIB, PYTHON_DAEMON, PYTHON_WORKER, min_memory
+from distributor.spark.sizes import size_in_bytes
 
 HEAP, OVERHEAD = "spark.executor.memory", "spark.executor.memoryOverhead"
 FACTOR, MINIMUM = "spark.executor.memoryOverheadFactor", "spark.executor.minMemoryOverhead"

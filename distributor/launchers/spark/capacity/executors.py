@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from distributor._compat import pyspark as private
-from distributor.launchers.spark.capacity.sizes import size_in_bytes
+from distributor.spark.executor_resources import EXECUTOR_GPUS
 from distributor.spark.session import Session
+from distributor.spark.sizes import size_in_bytes
 
 MAX_EXECUTORS = "spark.dynamicAllocation.maxExecutors"
 HEAP_SHARE = 4
@@ -78,10 +79,10 @@ class Executors:
             return None
         return private.max_concurrent_tasks(self.session.spark.sparkContext, profile)
 
-    def max_slots(self) -> int | None:
+    def max_slots(self, gpus_per_task: int = 0) -> int | None:
         """Return how many tasks the application can ever run at once by its configuration.
 
-        None if that depends on the cluster.
+        None if that depends on the cluster. The GPUs are those of tasks of a resource profile.
         """
         conf, master = self.session.conf, self.session.master
         if self.session.is_local_master:
@@ -96,7 +97,10 @@ class Executors:
         cores = conf("spark.executor.cores") or ("1" if is_contained else None)  # Spark's default
         count = self._max_executors(is_contained=is_contained)
         if cores is not None and count is not None:
-            limits.append(count * (int(cores) // cpus))
+            each = int(cores) // cpus
+            if gpus_per_task:
+                each = min(each, int(float(conf(EXECUTOR_GPUS) or 0)) // gpus_per_task)
+            limits.append(count * each)
         return min(limits, default=None)
 
     def _max_executors(self, *, is_contained: bool) -> int | None:

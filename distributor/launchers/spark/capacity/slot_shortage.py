@@ -12,12 +12,13 @@ from distributor.core.text import counted
 from distributor.launchers.spark.capacity.container_memory import memory_overhead
 from distributor.launchers.spark.capacity.executors import MAX_EXECUTORS, Executors
 from distributor.launchers.spark.capacity.machines import Capacity, Machines, in_mebibytes
-from distributor.launchers.spark.capacity.sizes import size_in_bytes
 from distributor.launchers.spark.capacity.standalone_master import MASTER, UI_PORT, ask_master
 from distributor.launchers.spark.capacity.yarn import YarnCluster, ask_yarn
 from distributor.spark.error_translation import more_slots
-from distributor.spark.plan import EXECUTOR_GPUS, TASK_GPUS, ClusterPlan
+from distributor.spark.executor_resources import EXECUTOR_GPUS, TASK_GPUS
+from distributor.spark.plan import ClusterPlan
 from distributor.spark.session import Session
+from distributor.spark.sizes import size_in_bytes
 
 SMALLER = (
     "Ask for smaller executors (spark.executor.cores, spark.executor.memory, "
@@ -101,6 +102,27 @@ def why_no_more(session: Session) -> str:
     return f"{found}{limit} {_why_no_more(session, ExecutorSize.of(session), count)}"
 
 
+def why_none_fits(session: Session) -> str:
+    """Return why no machine of the cluster is large enough for an executor of a run.
+
+    Empty if one is, or if the cluster's manager does not report its machines.
+    """
+    size, machines, noun = ExecutorSize.of(session), None, "node"
+    minimum = size.minimum
+    if session.is_connect:
+        return ""
+    if session.master.startswith(MASTER):
+        port = int(session.conf("spark.master.ui.port") or UI_PORT)
+        machines, noun = ask_master(session.master, port, session.conf("spark.app.id")), "worker"
+    elif session.master == "yarn" and (cluster := ask_yarn(session)):
+        machines, minimum = cluster.nodes, cluster.container(minimum)
+    if machines is None or not machines.total:
+        return ""
+    if too_small := _why_too_small(machines, minimum, noun):
+        return f"The run asks for executors of {size}. {too_small}"
+    return ""
+
+
 def why_not_started(session: Session, other_tasks: int, *, has_room: bool) -> str:
     """Return what may keep Spark from starting the tasks of a submitted job, and what to do."""
     if other_tasks:
@@ -179,10 +201,8 @@ def _why_by_machines(
     add = SMALLER if none_started else more_slots(MASTER if noun == "worker" else "")
     if not machines.total:
         return f"The cluster has no {noun} that runs."
-    if not any(machine.holds(minimum) for machine in machines.total):
-        number = counted(len(machines.total), noun)
-        largest = max(machines.total, key=lambda each: (each.gpus, each.cores, each.memory))
-        return f"None of {number} is that large; the largest has {largest}. {SMALLER}"
+    if too_small := _why_too_small(machines, minimum, noun):
+        return too_small
     if any(machine.holds(minimum) for machine in machines.free):
         return f"A {noun} has room for one more: it may still be starting." + (
             "" if none_started else f" {add}"
@@ -194,6 +214,14 @@ def _why_by_machines(
             "to end, or ask for fewer ranks or smaller executors."
         )
     return f"No {noun} has that much free. {add}"
+
+
+def _why_too_small(machines: Machines, minimum: Capacity, noun: str) -> str:
+    if any(machine.holds(minimum) for machine in machines.total):
+        return ""
+    number = counted(len(machines.total), noun)
+    largest = max(machines.total, key=lambda each: (each.gpus, each.cores, each.memory))
+    return f"None of {number} is that large; the largest has {largest}. {SMALLER}"
 
 
 def _waiting_pods(session: Session) -> str:

@@ -15,6 +15,7 @@ from distributor.launchers.spark.capacity.executors import MAX_EXECUTORS, Execut
 from distributor.launchers.spark.capacity.slot_shortage import (
     why_few_slots,
     why_no_more,
+    why_none_fits,
     why_not_started,
 )
 from distributor.spark.application_end import check_not_ended
@@ -52,14 +53,14 @@ class Slots:
     @property
     def profile(self) -> Any:
         """The resource profile of the tasks; None for the application's default profile."""
-        gpus = self.plan.profile_gpus
-        return self.session.gpu_profile(gpus) if gpus else None
+        return self.session.profile(self.plan.profile_gpus)
 
     def check_limit(self, wanted: int) -> None:
         """Check that by its configuration the application can run so many tasks at once."""
-        most, master = Executors(self.session).max_slots(), self.session.master
+        most = Executors(self.session).max_slots(self.plan.profile_gpus)
         if most is not None and most < wanted:
-            raise DistributorError(f"{self.limit_text(wanted, most)} {more_slots(master)}")
+            limit = self.limit_text(wanted, most)
+            raise DistributorError(f"{limit} {more_slots(self.session.master)}")
 
     def limit_text(self, wanted: int, most: int) -> str:
         """Return that the configuration allows fewer slots than are wanted."""
@@ -70,6 +71,11 @@ class Slots:
             f"{wanted} {self.noun}s are wanted at once, and the executors of {self.session.master} "
             f"never have room for more than {most}.{found}"
         )
+
+    def check_machines(self) -> None:
+        """Check that a machine of the cluster can have an executor, if its manager reports them."""
+        if why := why_none_fits(self.session):
+            raise DistributorError(why)
 
     def await_all(self, deadline: float, cancellation: Cancellation, reminder: Reminder) -> None:
         """Wait for slots for all tasks: a job that is submitted without them sleeps for 15 s."""

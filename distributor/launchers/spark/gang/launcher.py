@@ -11,7 +11,7 @@ from typing import Any
 
 from distributor.control.run import Attempt, Handle, Launcher, Relaunch, Run
 from distributor.launchers.spark.capacity.executors import Executors
-from distributor.launchers.spark.capacity.slot_shortage import why_no_more
+from distributor.launchers.spark.capacity.slot_shortage import ExecutorSize, why_no_more
 from distributor.launchers.spark.capacity.slots import Slots
 from distributor.launchers.spark.decommissioning import DecommissioningWatch
 from distributor.launchers.spark.gang.gang import FURTHER_SECONDS, Gang, Member
@@ -19,6 +19,7 @@ from distributor.launchers.spark.hub_address import choose_hub_address, open_hub
 from distributor.launchers.spark.launcher import Shipped, SparkLauncher, rows_of_tasks
 from distributor.launchers.spark.task.member import MemberSpec
 from distributor.launchers.spark.task.result_rows import ROW_SCHEMA
+from distributor.screen.messages import notify
 from distributor.spark.application_end import end_explained
 from distributor.spark.log_quieting import quiet
 from distributor.spark.package_shipping import task_frame
@@ -41,7 +42,11 @@ class GangLauncher(SparkLauncher):
     @contextlib.contextmanager
     def opened(self, run: Run) -> Iterator[Launcher]:
         """Open the hub to which the tasks connect."""
-        Slots(self.session, self.plan).check_limit(self.min_tasks(run))
+        slots = Slots(self.session, self.plan)
+        slots.check_limit(self.min_tasks(run))
+        if self.session.requested:
+            slots.check_machines()
+            notify(f"Spark starts executors for this run: {ExecutorSize.of(self.session)} each.")
         settings, secret = run.spec.settings, secrets.token_bytes(32)
         address = choose_hub_address(self.session, settings.hub_address, settings.hub_port)
         with open_hub(address, secret, is_required=True) as hub:
@@ -56,7 +61,7 @@ class GangLauncher(SparkLauncher):
                     TASK,
                     MemberSpec(*spec, number),
                     ROW_SCHEMA,
-                    Slots(self.session, self.plan).profile,
+                    slots.profile,
                     barrier=False,
                 )
                 return self.job(run, frame, size * self.plan.ranks_per_task, on_end)
@@ -93,12 +98,14 @@ class OpenedGangLauncher(SparkLauncher):
         if least == most:
             return run.spec.num_processes
         with end_explained(self.session.spark):
-            if run.datasets is not None or not self.session.allocates_dynamically:
+            knows_slots = not (self.session.allocates_dynamically or self.session.is_connect)
+            if run.datasets is not None or knows_slots:
                 slots = Slots(self.session, self.plan)
                 slots.await_removal(silent, run.cancellation)
                 found = slots.await_at_most(most, run.cancellation)
             else:
-                most = min(most, Executors(self.session).max_slots() or most)
+                limit = Executors(self.session).max_slots(self.plan.profile_gpus)
+                most = min(most, limit or most)
                 deadline = time.monotonic() + run.spec.settings.start_timeout
                 further = FURTHER_SECONDS if self.gang.is_new else 0.0
                 found = len(self._gather(run, least, most, deadline, further))
