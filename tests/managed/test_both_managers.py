@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from support.managed import (
     Failed,
     ManagedSession,
     Manager,
+    gpus_of_a_node,
     manager,
     nearly_a_node,
     properties_of_hadoop,
@@ -256,6 +258,48 @@ def test_executors_come_for_a_run_and_go(
     assert values == [[3, 3]] * 3
     assert counts[0] <= least
     assert counts[1:] == [2, 2, least, 2]
+
+
+def test_a_run_brings_executors_with_gpus_and_ends_them(cluster: Manager, tmp_path: Path) -> None:
+    if gpus_of_a_node(cluster.name) < 2:
+        pytest.skip("no node of the cluster has two GPUs")
+    # YARN copies the files of Spark before an executor starts, and Kubernetes does not.
+    on_yarn = cluster.name == "yarn"
+    script = (tmp_path if on_yarn else Path(cluster.storage)) / "discover.sh"
+    script.write_text("""#!/bin/sh\necho '{"name": "gpu", "addresses": ["0", "1"]}'\n""")
+    script.chmod(0o755)
+    files = {"spark.files": str(script)} if on_yarn else {}
+    with cluster.session(None, **EMR, **files) as session:
+        cpus, gpus, left = session.run(
+            """
+            def seen():
+                import os
+                return os.environ["CUDA_VISIBLE_DEVICES"]
+
+            def executors():
+                return spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size() - 1
+
+            cpus = ranks(1).run(seen)
+            gpus = TorchDistributor(
+                2,
+                local_mode=False,
+                use_gpu=True,
+                start_timeout=120,
+                executor_resources={
+                    "spark.executor.resource.gpu.amount": 2,
+                    "spark.executor.resource.gpu.discoveryScript": script,
+                    "spark.executor.resource.gpu.vendor": "nvidia.com",
+                },
+            ).run_all(seen)
+            deadline = time.monotonic() + 60
+            while executors() and time.monotonic() < deadline:
+                time.sleep(0.2)
+            result = cpus, gpus, executors()
+            """,
+            script="./discover.sh" if on_yarn else str(script),
+        )
+        print(f"{cluster.name} | GPUs for one run | {session.seconds:.1f} s")
+    assert (cpus, gpus, left) == ("", ["0,1", "0,1"], 0)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,16 @@ from pathlib import Path
 import pytest
 from support.cluster import spark_home
 from support.conf_files import CONF, TRAIN, pod_template, properties
-from support.managed import AT_ONCE, SECONDS, Failed, ManagedSession, Manager, manager, why_missing
+from support.managed import (
+    AT_ONCE,
+    SECONDS,
+    Failed,
+    ManagedSession,
+    Manager,
+    gpus_of_a_node,
+    manager,
+    why_missing,
+)
 from support.project_files import load_yaml
 
 WHY = why_missing("kubernetes")
@@ -76,7 +85,7 @@ def test_the_pod_template(kubernetes: Manager, tmp_path: Path, writable: bool) -
             session.run(run)
 
 
-GPUS = int(os.environ.get("KUBERNETES_GPUS", "0"))
+GPUS = gpus_of_a_node("kubernetes")
 STORAGE = os.environ.get("KUBERNETES_STORAGE", "")
 
 

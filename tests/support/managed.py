@@ -249,3 +249,11 @@ def _own_address(name: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect(("192.0.2.1", 9))  # nothing is sent; the kernel chooses the address
         return str(sock.getsockname()[0])
+
+
+def gpus_of_a_node(name: str) -> int:
+    """Return how many GPUs a node of the cluster has, real or not; 0 if no cluster is known."""
+    if name == "kubernetes":
+        return int(os.environ.get("KUBERNETES_GPUS", "0"))
+    known = properties_of_hadoop("resource-types.xml")
+    return int(known.get("yarn.resource-types.yarn.io/gpu.maximum-allocation", 0))
