@@ -6,6 +6,7 @@ Most tests share a Spark application, whose machines they break and repair.
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -265,7 +266,8 @@ def test_fewer_executors_than_dynamic_allocation_needs(cluster: Cluster) -> None
     found = examined(cluster, source, **limited)
 
     assert found.having("failure").keys() == {"executors"}, found.text
-    assert "Spark started 4 of 5 tasks" in found.having("failure")["executors"]["found"]
+    # Another application of these tests may hold two of the cores.
+    assert re.match(r"Spark started [24] of 5 tasks", found.having("failure")["executors"]["found"])
     assert "network between executors" in found.having("ok")
 
 
