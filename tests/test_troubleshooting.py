@@ -36,7 +36,7 @@ from distributor.wire.spark_error_payload import TaskFailed
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ERRORS = error_classes()
-HANDLED_INSIDE = {"NodeStopped", "Relaunch", "StartAgain"}
+HANDLED_INSIDE = {"NodeStopped", "Relaunch", "Resized", "StartAgain"}
 NEVER_RAISED = {"NCCLHangError", "TrainingFailedError"}
 """The second one is only a base class."""
 

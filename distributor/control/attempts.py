@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from distributor.control.controller import Controller
-from distributor.control.run import Attempt, Launcher, Relaunch, Run
+from distributor.control.run import Attempt, Launcher, Relaunch, Resized, Run
 from distributor.control.sink import DriverSink, Listeners
 from distributor.control.stack_requests import register_run
 from distributor.core.text import counted, listed
@@ -42,14 +42,20 @@ def run_attempts(run: Run, launcher: Launcher) -> list[Any]:
     with opened, launcher.opened(run) as launcher:
         failed = FailedAttempts()
         silent: tuple[str, ...] = ()
+        num_resized = 0
         while True:
             began = time.monotonic()
             count = launcher.capacity(run, silent)
             if data is not None:
                 data.check(count)
-            attempt = Attempt(run=run, number=failed.count, num_ranks=count)
+            attempt = Attempt(run=run, number=failed.count + num_resized, num_ranks=count)
             try:
                 values = _run_attempt(attempt, launcher, listeners)
+            except Resized as resized:
+                run.notify(str(resized))
+                run.graceful_shutdown.end_attempt()
+                num_resized += 1
+                continue
             except Exception as error:
                 _note_failure(failed, attempt, error, time.monotonic() - began)
                 run.graceful_shutdown.end_attempt()
@@ -97,7 +103,7 @@ def _note_failure(
     failed.add(
         FailedAttempt(attempt.number, attempt.num_ranks, error, preempted),
         attempt.cause,
-        is_quick=seconds < LONG_ATTEMPT and not attempt.progress.is_saved,
+        is_quick=seconds < LONG_ATTEMPT and not attempt.progress.checkpoints,
     )
 
 

@@ -17,10 +17,10 @@ from distributor.control.nodes import Nodes
 from distributor.control.outcomes import Outcomes
 from distributor.control.program_distribution import ProgramDistribution
 from distributor.control.rendezvous import RendezvousDecision, Way
-from distributor.control.run import Attempt, Handle, NodeEnded, NodesEnded
+from distributor.control.run import Attempt, Handle, NodeEnded, NodesEnded, Resized
 from distributor.control.sink import DriverSink
 from distributor.core.states import StateMachine, Table
-from distributor.core.text import listed
+from distributor.core.text import counted, listed
 from distributor.core.versions import check_alike, pickling_software
 from distributor.errors import NodeLost, RunStalled, RunTimeout, StartTimeout
 from distributor.node.worker.stacks import append_stacks
@@ -145,6 +145,7 @@ class Controller:
         self._ending: NodesEnded | None = None
         self._ended: set[int] = set()
         self._start_shown = False
+        self._checkpoints = 0
         self._warned_of: set[int] = set()
         self.history: list[Record] = []
 
@@ -251,6 +252,8 @@ class Controller:
             self._check_stall(now)
         if self.state is not RunState.STOPPING:
             self._check_nodes()
+        if self.state is RunState.RUNNING:
+            self._check_size()
         if self._grace_period.is_over(now) or self._outcomes.all_failed:
             self._fire(RunEvent.FAILURE_SETTLED)
         if self._deadlines.is_stop_overdue(now):
@@ -339,6 +342,18 @@ class Controller:
                 "host has no connection to this one, is stopped or is dead. Its ranks stop by "
                 "themselves as soon as they notice.",
                 silent=self._attempt.silent,
+            )
+
+    def _check_size(self) -> None:
+        """End the attempt after a checkpoint if the next one would have more ranks."""
+        reported = self._attempt.progress.checkpoints
+        if reported == self._checkpoints:
+            return
+        self._checkpoints = reported
+        if not self._attempt.preempted and (further := self._handle.further_ranks()):
+            raise Resized(
+                f"There is room for {counted(further, 'further rank')}: the next attempt continues "
+                f"from the checkpoint with {self._attempt.num_ranks + further} ranks."
             )
 
     def _notify_leaving(self) -> None:

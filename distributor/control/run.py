@@ -182,6 +182,10 @@ class Relaunch(DistributorError):
     """The same attempt can be launched in another way, which its launcher has chosen by now."""
 
 
+class Resized(DistributorError):
+    """An attempt has ended after a checkpoint, so that the next one has more ranks."""
+
+
 class Launcher:
     """Starts the nodes of attempts. Subclasses have `capacity`, `start` and `describe`."""
 
@@ -324,6 +328,8 @@ class Handle:
         What the launcher knows of nodes that have not reported.
     leaving : callable
         Returns hosts, among these, that the cluster is about to take a process from, each once.
+    further_ranks : callable
+        Returns how many ranks more an attempt that begins now would have.
     describe_unlinked : callable
         Returns a warning about nodes, named as in its argument, that have no link.
     """
@@ -335,6 +341,7 @@ class Handle:
     cancel: Callable[[], object] = lambda: None
     starts: NodeStarts = field(default_factory=NodeStarts)
     leaving: Callable[[Collection[str]], NodesLeaving | None] = lambda hosts: None
+    further_ranks: Callable[[], int] = lambda: 0
     describe_unlinked: Callable[[str], str] = lambda nodes: f"{nodes} did not reach this process."
 
 

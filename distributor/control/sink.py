@@ -89,7 +89,7 @@ class DriverSink:
 
     def _add_record(self, rank: int, source: Source, record: Progress | Reported) -> None:
         if isinstance(record, Reported):
-            self._attempt.progress.is_saved |= record.checkpoint is not None
+            self._attempt.progress.checkpoints += record.checkpoint is not None
             self._listeners.call(lambda listener: listener.reported(record))
             if record.preempted and record.checkpoint is not None:
                 self._attempt.run.graceful_shutdown.checkpoint_reported()

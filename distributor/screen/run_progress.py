@@ -26,8 +26,8 @@ class RunProgress:
         self._started = 0
         self._first: Progress | None = None
         self._latest: Progress | None = None
-        self.is_saved = False
-        """Whether the ranks have reported a checkpoint, from which another attempt continues."""
+        self.checkpoints = 0
+        """How many checkpoints the ranks have reported, from which another attempt continues."""
 
     @property
     def is_reported(self) -> bool:

@@ -15,7 +15,7 @@ from support.waiting import until
 from distributor import TorchDistributor
 from distributor.control import controller, polling, rendezvous
 from distributor.control.controller import Controller
-from distributor.control.run import Attempt, Handle, NodesEnded, NodeStarts, Run
+from distributor.control.run import Attempt, Handle, NodesEnded, NodeStarts, Resized, Run
 from distributor.control.sink import DriverSink, Listeners
 from distributor.errors import (
     DistributorError,
@@ -96,12 +96,15 @@ class FollowedRun:
     ----------
     ahead : float
         Seconds by which the controller's clock is ahead of this machine's.
+    further_ranks : int
+        How many ranks more the launcher has room for.
     """
 
     def __init__(self, hub: Hub, attempt: Attempt, seconds: float, tasks: NodeStarts) -> None:
         self.hub = hub
         self.cancelled = False
         self.ahead = 0.0
+        self.further_ranks = 0
         self._attempt = attempt
         self._deadline = time.monotonic() + seconds
         self._handle = Handle(
@@ -111,6 +114,7 @@ class FollowedRun:
             training="distributed training",
             cancel=self._cancel,
             starts=tasks,
+            further_ranks=lambda: self.further_ranks,
         )
         self._outcomes: list[Outcome] = []
         self._raised: list[Exception] = []
@@ -141,6 +145,9 @@ class FollowedRun:
 
     def _cancel(self) -> None:
         self.cancelled = True
+
+    def report_checkpoint(self) -> None:
+        self._attempt.progress.checkpoints += 1
 
     def error(self) -> Exception:
         self._thread.join(SOON)
@@ -493,6 +500,29 @@ def test_a_run_without_a_link_ends_a_minute_after_its_timeout(
     assert isinstance(error, RunTimeout)
     assert "timeout of 100 s" in str(error)
     assert run.cancelled
+
+
+def test_an_attempt_ends_after_a_checkpoint_if_there_is_room_for_more_ranks(
+    run: FollowedRun,
+) -> None:
+    started_nodes(run)
+    run.further_ranks = 2
+    run.report_checkpoint()
+    error = run.error()
+    assert isinstance(error, Resized)
+    assert "continues from the checkpoint with 5 ranks" in str(error)
+
+
+def test_an_attempt_that_is_about_to_lose_a_node_does_not_end_for_more_ranks(
+    run: FollowedRun,
+) -> None:
+    nodes = started_nodes(run)
+    nodes[1].send(Preempted())
+    for node in nodes:
+        assert node.receive() == Preempted(("host1",))
+    run.further_ranks = 2
+    run.report_checkpoint()
+    assert run.end() == []
 
 
 def test_a_node_that_is_preempted_is_known_to_all_nodes(run: FollowedRun) -> None:

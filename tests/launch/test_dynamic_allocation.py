@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pyspark
@@ -31,6 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 from pyspark.sql import SparkSession
 from distributor import TorchDistributor
+from distributor.settings.listener import Listener
 
 builder = SparkSession.builder.master("local-cluster[3,1,900]")
 builder = builder.config("spark.ui.enabled", "false").config("spark.log.level", "OFF")
@@ -183,3 +185,54 @@ facts["on cpus"] = error_of(run, 2, False)
     assert found["cpus"] == ["", ""]
     assert "4 tasks are wanted at once" in found["too many"][1]
     assert "the ranks run on CPUs: leave it out" in found["on cpus"][1]
+
+
+def test_a_pair_grows_at_a_checkpoint(run_driver: RunDriver, tmp_path: Path) -> None:
+    lines = """
+folder = os.environ["FOLDER"]
+
+def hold():
+    import os, time
+    while not os.path.exists(os.path.join(folder, "enough")):
+        time.sleep(0.05)
+
+def grow():
+    import os, pathlib, tempfile, time
+    from distributor import train
+    size, attempt = int(os.environ["WORLD_SIZE"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    pathlib.Path(folder, "began").touch()
+    checkpoint, step = train.get_checkpoint(), 0
+    if checkpoint:
+        with checkpoint.as_directory() as saved:
+            step = int(pathlib.Path(saved, "step").read_text())
+    resumed, deadline = step, time.monotonic() + 90
+    while size < 3 and time.monotonic() < deadline:
+        step += 1
+        time.sleep(0.2)
+        with tempfile.TemporaryDirectory() as made:
+            pathlib.Path(made, "step").write_text(str(step))
+            train.report({"step": step}, checkpoint=train.Checkpoint.from_directory(made))
+    return [size, attempt, resumed]
+
+class Failures(Listener):
+    failures = 0
+
+    def failed(self, attempt, error):
+        self.failures += 1
+
+failures = Failures()
+held = ranks(1).submit(hold)
+until(lambda: executors() == 1)
+grown = ranks((2, 3), storage_path=folder + "/runs", listeners=[failures]).submit_all(grow)
+until(lambda: os.path.exists(folder + "/began"))
+facts["sizes"] = [executors()]
+open(folder + "/enough", "w").close()
+held.result()
+facts["grown"] = grown.result()
+facts["failures"] = failures.failures
+"""
+    found = facts_of(run_driver, lines, FOLDER=str(tmp_path))
+    assert found["sizes"] == [3], "one of them is the other run's"
+    size, attempt, resumed = found["grown"][0]
+    assert (size, attempt, found["failures"]) == (3, "1", 0)
+    assert resumed > 0, "the second attempt continues from a checkpoint of the first"

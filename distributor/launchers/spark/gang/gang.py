@@ -31,7 +31,8 @@ REASON_SECONDS = 2.0
 START_SECONDS = 0.5
 """Seconds in which Spark has started the missing tasks of a job that ends, if it can."""
 FURTHER_SECONDS = 10.0
-"""Seconds without a further task after which a run begins with fewer ranks than it can have."""
+"""Seconds without a further task after which a run begins with fewer ranks than it can have, and
+that a further task must have been there before an attempt ends for it."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,14 @@ class Member:
         Which of the job's partitions it computes. Spark may run several tasks for one.
     executor : str
         Its executor, as its host, a colon, and its name there.
+    since : float
+        When it came, by ``time.monotonic``.
     """
 
     number: int
     partition: int
     executor: str
+    since: float
 
     @property
     def host(self) -> str:
@@ -127,6 +131,12 @@ class Gang:
             for member in self._members.values():
                 first.setdefault(member.partition, member)
         return [first[partition] for partition in sorted(first)]
+
+    @property
+    def num_steady(self) -> int:
+        """How many of them came at least `FURTHER_SECONDS` ago."""
+        before = time.monotonic() - FURTHER_SECONDS
+        return sum(member.since < before for member in self.members)
 
     # From any thread that runs an attempt
 
@@ -280,7 +290,9 @@ class Gang:
         with self._changed:
             is_current = message.job == self._job_number and self._job is not None
             if is_current:
-                self._members[number] = Member(number, message.partition, message.executor)
+                self._members[number] = Member(
+                    number, message.partition, message.executor, time.monotonic()
+                )
                 self._changed.notify_all()
         if not is_current:
             self._hub.send(number, Dismissal())

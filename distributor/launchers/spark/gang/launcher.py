@@ -137,6 +137,12 @@ class OpenedGangLauncher(SparkLauncher):
                 if not self.gang.await_end(STOP_SECONDS):
                     self.gang.cancel()
 
+            def further_ranks() -> int:
+                if rows is not None:  # which Spark has distributed to these tasks
+                    return 0
+                further = min(self.gang.num_steady, self.plan.num_tasks) - plan.num_tasks
+                return max(0, further) * plan.ranks_per_task
+
             self.gang.assign(members, spec, opened.hub.post)
             try:
                 yield Handle(
@@ -146,6 +152,7 @@ class OpenedGangLauncher(SparkLauncher):
                     training=self.training(attempt.num_ranks),
                     cancel=end_nodes,
                     leaving=watch.poll,
+                    further_ranks=further_ranks,
                 )
             finally:
                 if not self.gang.await_end(0):
