@@ -45,7 +45,7 @@ def run(source: str, folder: Path) -> str:
     program.write_text(source)
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),  # packages may be there alone
         "SPARK_CONF_DIR": str(folder),
         "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
         "MPLBACKEND": "agg",
