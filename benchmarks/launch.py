@@ -26,7 +26,7 @@ ON_ONE_MACHINE = (
     "floor_processes",
     "floor_forks",
 )
-THROUGH_SPARK = ("ours", "ours_cold", "pyspark", "floor_stage")
+THROUGH_SPARK = ("ours", "ours_ordinary", "ours_cold", "pyspark", "floor_stage")
 RANKS = 2
 OTHER_RANKS = (1, 4, 8)
 ON_OTHER_RANKS = ("ours", "pyspark", "torchrun", "spawn", "floor_processes", "floor_forks")

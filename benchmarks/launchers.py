@@ -46,6 +46,13 @@ def ours_cold(place: str, ranks: int) -> Iterator[Run]:
 
 
 @contextmanager
+def ours_ordinary(place: str, ranks: int) -> Iterator[Run]:
+    """Build this project's distributor for the tasks of an ordinary job."""
+    with ours(place, ranks, barrier=False) as run:
+        yield run
+
+
+@contextmanager
 def ours_ahead(place: str, ranks: int) -> Iterator[Run]:
     """Start the warm process some seconds before the first run, as a notebook can."""
     from distributor import TorchDistributor, warm_up

@@ -61,6 +61,7 @@ PEERS = {
             DISTRIBUTION,
         ),
         Peer("ours_cold", "distributor, warm=False", launchers.ours_cold, DISTRIBUTION),
+        Peer("ours_ordinary", "distributor, barrier=False", launchers.ours_ordinary, DISTRIBUTION),
         Peer(
             "pyspark",
             "PySpark's TorchDistributor",

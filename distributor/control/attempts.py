@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import traceback
 from contextlib import AbstractContextManager, nullcontext
@@ -42,19 +43,18 @@ def run_attempts(run: Run, launcher: Launcher) -> list[Any]:
     with opened, launcher.opened(run) as launcher:
         failed = FailedAttempts()
         silent: tuple[str, ...] = ()
-        num_resized = 0
+        numbers = itertools.count()
         while True:
             began = time.monotonic()
             count = launcher.capacity(run, silent)
             if data is not None:
                 data.check(count)
-            attempt = Attempt(run=run, number=failed.count + num_resized, num_ranks=count)
+            attempt = Attempt(run=run, number=next(numbers), num_ranks=count)
             try:
                 values = _run_attempt(attempt, launcher, listeners)
             except Resized as resized:
                 run.notify(str(resized))
                 run.graceful_shutdown.end_attempt()
-                num_resized += 1
                 continue
             except Exception as error:
                 _note_failure(failed, attempt, error, time.monotonic() - began)

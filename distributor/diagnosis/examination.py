@@ -252,15 +252,15 @@ def await_slots(session: Session, plan: ClusterPlan) -> tuple[int, Check]:
     Through Connect nobody knows them. With dynamic allocation Spark asks for executors once there
     are tasks, so the slots are those that it may have.
     """
-    name, executors, profile = "slots", Executors(session), Slots(session, plan).profile
+    name, executors, places = "slots", Executors(session), Slots(session, plan)
+    profile, most = places.profile, places.limit
     if session.is_connect:
         why = "through Spark Connect nobody knows the slots"
         return plan.num_tasks, not_checked(name, why, EXECUTORS)
-    most = executors.max_slots()
     if not plan.barrier:
         slots = max(plan.num_tasks, executors.slots(profile) or 0)
         if most is not None and most < plan.num_tasks:
-            text = Slots(session, plan).limit_text(plan.num_tasks, most)
+            text = places.limit_text(plan.num_tasks, most)
             return most, failure(name, text, more_slots(session.master), EXECUTORS)
         found = f"Spark asks for executors for {counted(slots, 'task')}"
         return slots, ok(name, found, EXECUTORS)

@@ -32,8 +32,7 @@ class BarrierPeers:
         from pyspark import BarrierTaskContext
 
         self._context: Any = BarrierTaskContext.get()
-        executors = [info.address for info in self._context.getTaskInfos()]
-        self.placement = Placement(executors, self._context.partitionId())
+        self.placement = Placement.in_stage(self._context)
         self.error = ""
 
     def gather(self, text: str) -> list[str]:

@@ -135,10 +135,10 @@ class Session:
 
         None if the tasks need none: they have no GPUs, and run on the application's executors.
         """
-        from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
-
         if not gpus_per_task and not self.requested:
             return None
+        from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+
         # Spark keeps every profile, so each is made once per application, not per session.
         application = self.spark if self.is_connect else self.spark.sparkContext
         profiles = _PROFILES.setdefault(application, {})

@@ -177,6 +177,7 @@ class Job:
 
     def cancel(self) -> None:
         self.is_cancelled = True
+        self.on_end(RuntimeError("cancelled"))
 
     def failure_of(self, task: int) -> str:
         return "ExecutorLostFailure (executor 1 exited caused by one of the running tasks)"
@@ -288,6 +289,34 @@ def test_tasks_of_an_earlier_job_are_dismissed(tasks: Tasks) -> None:
     assert not tasks.jobs[0].is_cancelled, "its last task starts in the slot that is free, and ends"
     tasks.come(11, 1)
     tasks.await_message(11, Dismissal)
+
+
+def test_the_end_of_an_earlier_attempt_is_not_that_of_the_next(tasks: Tasks) -> None:
+    tasks.come(10, 0)
+    tasks.come(12, 1)
+    tasks.assign(tasks.gather())
+    tasks.assign(tasks.gather())
+    for task in (10, 12):
+        tasks.send(task, AssignmentEnded(1))
+        tasks.go(task)  # which is noted after that
+    assert tasks.gang.await_end(SOON)
+    assert [type(ended.error) for ended in tasks.posted] == [NodeLost, NodeLost]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_tasks_that_are_cancelled_are_replaced(tasks: Tasks, works: bool) -> None:
+    tasks.come(10, 0)
+    tasks.come(12, 1)
+    numbers = tasks.gather()
+    if works:
+        tasks.assign(numbers)
+    tasks.gang.cancel()
+    assert tasks.jobs[0].is_cancelled
+    assert [type(ended) for ended in tasks.posted] == [NodesEnded] * works
+    tasks.gang._require_job(2, None)
+    tasks.come(13, 0)
+    tasks.come(14, 1)
+    assert tasks.gather() == [13, 14]
 
 
 def test_the_end_of_the_job_ends_the_attempt_with_sparks_error(tasks: Tasks) -> None:

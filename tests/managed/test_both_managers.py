@@ -15,6 +15,7 @@ from support.managed import (
     Failed,
     ManagedSession,
     Manager,
+    come_and_go,
     gpus_of_a_node,
     manager,
     nearly_a_node,
@@ -213,51 +214,8 @@ def test_executors_come_for_a_run_and_go(
     cluster: Manager, service: str, conf: dict[str, str], least: int
 ) -> None:
     with cluster.session(None, **conf) as session:
-        counts, seconds, values = session.run(
-            """
-            def train():
-                import torch, torch.distributed as dist
-                dist.init_process_group("gloo")
-                total = torch.ones(()) * (dist.get_rank() + 1)
-                dist.all_reduce(total)
-                return total.item()
-
-            def count():
-                return spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size() - 1
-
-            def count_after_idling(seconds):
-                deadline = time.monotonic() + seconds
-                while count() > least and time.monotonic() < deadline:
-                    time.sleep(0.2)
-                return count()
-
-            def timed(call, *args):
-                began = time.monotonic()
-                value = call(*args)
-                seconds.append(time.monotonic() - began)
-                return value
-
-            def run():
-                values.append(timed(ranks(2).run_all, train))
-
-            counts, seconds, values = [count()], [], []
-            for _ in range(2):
-                run()
-                counts.append(count())
-            counts.append(timed(count_after_idling, 60))
-            run()
-            result = counts + [count()], seconds, values
-            """,
-            least=least,
-        )
-        first, later, idled, again = seconds
-        print(
-            f"{cluster.name} | {service} | first run {first:.1f} s, later run {later:.1f} s, "
-            f"idle executors gone after {idled:.1f} s, next run {again:.1f} s"
-        )
-    assert values == [[3, 3]] * 3
-    assert counts[0] <= least
-    assert counts[1:] == [2, 2, least, 2]
+        lines = come_and_go(session, least)
+        print(f"{cluster.name} | {service} | {lines}")
 
 
 def test_a_run_brings_executors_with_gpus_and_ends_them(cluster: Manager, tmp_path: Path) -> None:

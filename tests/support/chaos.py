@@ -85,7 +85,7 @@ for line in _channel.makefile():
         send(error=type(error).__name__, message=str(error)[:4000])
 time.sleep(1000)
 """
-OURS = "TorchDistributor(2, local_mode={local}, use_gpu=False, warm={warm})"
+OURS = "TorchDistributor(2, local_mode={local}, use_gpu=False, {settings})"
 PYSPARKS = (
     "__import__('pyspark.ml.torch.distributor', fromlist=['x'])"
     ".TorchDistributor(2, local_mode={local}, use_gpu=False)"
@@ -100,7 +100,8 @@ class Case(NamedTuple):
     launcher : str
         "local" or "cluster".
     start : str
-        "warm" or "fresh", or "pyspark" for PySpark's class.
+        "warm" or "fresh", "ordinary" (warm, in the tasks of an ordinary job), or "pyspark" for
+        PySpark's class.
     fault : str
         What happens to which process.
     """
@@ -178,7 +179,8 @@ FAULTS = {
     ),
 }
 NEEDS_A_LINK = ("a host is cut off",)
-STARTS = ("warm", "fresh", "pyspark")
+SETTINGS = {"warm": "warm=True", "fresh": "warm=False", "ordinary": "barrier=False"}
+STARTS = (*SETTINGS, "pyspark")
 ACTIVITIES = ("waits", "computes", "reduces", "holds the GIL", "ignores SIGTERM")
 
 
@@ -224,7 +226,8 @@ class Series:
     def _start_driver(self) -> Driver:
         launcher, start, _ = self._case
         local = launcher == "local"
-        made = (PYSPARKS if start == "pyspark" else OURS).format(local=local, warm=start == "warm")
+        template = PYSPARKS if start == "pyspark" else OURS
+        made = template.format(local=local, settings=SETTINGS.get(start))
         conf = {"spark.master": "local[2]"} if local else {}
         return self._cluster.driver(
             SOURCE.format(distributor=made), with_spark=not local or start == "pyspark", **conf
@@ -384,6 +387,8 @@ def main() -> int:
     spotless, lines = True, []
     print(HEAD, flush=True)
     for launcher, start in itertools.product(wanted.launchers, wanted.starts):
+        if (launcher, start) == ("local", "ordinary"):
+            continue
         # PySpark's class needs host names, which the namespaces do not have.
         apart = start != "pyspark"
         with bed(launcher, apart=apart) as cluster:

@@ -87,10 +87,15 @@ class Cluster:
         The folder for logs, work folders and driver programs.
     cores : int
         The number of one-core executors that each worker can run.
+    worker_options : str
+        Java options of the workers.
     """
 
-    def __init__(self, machines: list[Machine], folder: Path, cores: int = 1) -> None:
+    def __init__(
+        self, machines: list[Machine], folder: Path, cores: int = 1, worker_options: str = ""
+    ) -> None:
         self._cores = cores
+        self._worker_options = worker_options
         self.mark = uuid.uuid4().hex
         self.folder = folder
         self.temporary = folder / "tmp"
@@ -149,7 +154,12 @@ class Cluster:
         with (self.folder / f"{name}{number}.log").open("wb") as log:
             return machine.start(
                 [f"{home}/bin/spark-class", f"org.apache.spark.deploy.{name}", *wanted],
-                env=self.environment | {"SPARK_HOME": home, "SPARK_NO_DAEMONIZE": "1"},
+                env={
+                    **self.environment,
+                    "SPARK_HOME": home,
+                    "SPARK_NO_DAEMONIZE": "1",
+                    "SPARK_WORKER_OPTS": self._worker_options,
+                },
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
@@ -263,10 +273,15 @@ def kill(process: psutil.Process) -> float:
 
 @contextlib.contextmanager
 def cluster_on(
-    machines: list[Machine], folder: Path, *, cores: int = 1, start: bool = True
+    machines: list[Machine],
+    folder: Path,
+    *,
+    cores: int = 1,
+    worker_options: str = "",
+    start: bool = True,
 ) -> Iterator[Cluster]:
     """Start a cluster, and kill all of its processes at the end."""
-    cluster = Cluster(machines, folder, cores)
+    cluster = Cluster(machines, folder, cores, worker_options)
     try:
         if start:
             cluster.start()

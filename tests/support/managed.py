@@ -190,6 +190,63 @@ class Manager:
         assert not (left := marked(mark)), f"processes of {script} are left: {left}"
 
 
+def come_and_go(session: ManagedSession, least: int) -> str:
+    """Check that executors come for runs and go once idle; return how long each run took.
+
+    Parameters
+    ----------
+    session : ManagedSession
+        A session with dynamic allocation, which has not run anything.
+    least : int
+        How many executors it keeps.
+    """
+    counts, seconds, values = session.run(
+        """
+        def train():
+            import torch, torch.distributed as dist
+            dist.init_process_group("gloo")
+            total = torch.ones(()) * (dist.get_rank() + 1)
+            dist.all_reduce(total)
+            return total.item()
+
+        def count():
+            return spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size() - 1
+
+        def count_after_idling(seconds):
+            deadline = time.monotonic() + seconds
+            while count() > least and time.monotonic() < deadline:
+                time.sleep(0.2)
+            return count()
+
+        def timed(call, *args):
+            began = time.monotonic()
+            value = call(*args)
+            seconds.append(time.monotonic() - began)
+            return value
+
+        def run():
+            values.append(timed(ranks(2).run_all, train))
+
+        counts, seconds, values = [count()], [], []
+        for _ in range(2):
+            run()
+            counts.append(count())
+        counts.append(timed(count_after_idling, 60))
+        run()
+        result = counts + [count()], seconds, values
+        """,
+        least=least,
+    )
+    assert values == [[3, 3]] * 3
+    assert counts[0] <= least
+    assert counts[1:] == [2, 2, least, 2]
+    first, later, idled, again = seconds
+    return (
+        f"first run {first:.1f} s, later run {later:.1f} s, idle executors gone after "
+        f"{idled:.1f} s, next run {again:.1f} s"
+    )
+
+
 def why_missing(name: str) -> str:
     """Return why there is no cluster of this kind for tests; empty if there is one."""
     variable = {"yarn": "HADOOP_CONF_DIR", "kubernetes": "KUBERNETES_MASTER"}[name]

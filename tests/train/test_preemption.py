@@ -100,6 +100,7 @@ distributor = TorchDistributor(
     storage_path=FOLDER,
     name="run",
     max_failures=1,
+    barrier=BARRIER,
     warm=False,  # so that a rank is a descendant of its executor
 )
 print("returned", distributor.run(loop), flush=True)
@@ -237,8 +238,9 @@ def return_once_preempted():
 
 @pytest.mark.slow
 @pytest.mark.spark
-def test_all_ranks_are_notified_of_a_decommissioned_executor(tmp_path: Path) -> None:
-    with driver(tmp_path, CLUSTER) as run:
+@pytest.mark.parametrize("barrier", [True, False], ids=["barrier", "ordinary"])
+def test_all_ranks_are_notified_of_a_decommissioned_executor(tmp_path: Path, barrier: bool) -> None:
+    with driver(tmp_path, CLUSTER.replace("BARRIER", str(barrier))) as run:
         pids = run.rank_pids(2)
         executor = executor_of(pids[1])
         executor.send_signal(signal.SIGPWR)

@@ -15,7 +15,6 @@ from distributor.launchers.spark.decommissioning import DecommissioningWatch
 from distributor.launchers.spark.launcher import Shipped, SparkLauncher, rows_of_tasks
 from distributor.launchers.spark.task.result_rows import ROW_SCHEMA, late_output_in, values_in
 from distributor.launchers.spark.task_starts import TaskStarts
-from distributor.spark.application_end import end_explained
 from distributor.spark.error_translation import explain
 from distributor.spark.log_quieting import quiet
 from distributor.spark.package_shipping import task_frame
@@ -31,16 +30,9 @@ class BarrierLauncher(SparkLauncher):
     def capacity(self, run: Run, silent: Collection[str]) -> int:
         """Return how many of the run's ranks there are slots for.
 
-        If fewer ranks would do, executors have some seconds to register. Through Connect nobody
-        knows the slots, and all ranks are launched.
+        Through Connect nobody knows the slots, and all ranks are launched.
         """
-        slots = Slots(self.session, self.plan)
-        min_tasks, tasks = self.min_tasks(run), self.plan.num_tasks
-        with end_explained(self.session.spark):
-            slots.await_removal(silent, run.cancellation)
-            if min_tasks < tasks:
-                tasks = max(min_tasks, min(tasks, slots.await_at_most(tasks, run.cancellation)))
-        return tasks * self.plan.ranks_per_task
+        return self.ranks_with_slots(run, silent)
 
     @contextlib.contextmanager
     def start(self, attempt: Attempt, deadline: float) -> Iterator[Handle]:

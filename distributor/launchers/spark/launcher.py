@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from distributor.control.run import Attempt, Launcher, Relaunch, Run, share_of
 from distributor.core.text import counted
 from distributor.launchers.spark.capacity.container_memory import container_shortage
 from distributor.launchers.spark.capacity.executors import Executors
+from distributor.launchers.spark.capacity.slots import Slots
 from distributor.launchers.spark.datasets.collection import Datasets
 from distributor.launchers.spark.hub_address import HubAddress, choose_hub_address, open_hub
 from distributor.launchers.spark.large_programs import program_for_nodes, use_spark, uses_spark
@@ -117,6 +118,20 @@ class SparkLauncher(Launcher):
     def min_tasks(self, run: Run) -> int:
         """Return how many tasks the run needs at least."""
         return -(-run.spec.min_processes // self.plan.ranks_per_task)
+
+    def ranks_with_slots(self, run: Run, silent: Collection[str]) -> int:
+        """Return how many of the run's ranks there are slots for.
+
+        If fewer ranks would do, executors have some seconds to register. Hosts that no longer
+        answer do not count.
+        """
+        slots = Slots(self.session, self.plan)
+        least, most = self.min_tasks(run), self.plan.num_tasks
+        with end_explained(self.session.spark):
+            slots.await_removal(silent, run.cancellation)
+            if least < most:
+                most = max(least, slots.await_at_most(most, run.cancellation))
+        return most * self.plan.ranks_per_task
 
     def plan_of(self, attempt: Attempt) -> ClusterPlan:
         return self.plan.with_tasks(attempt.num_ranks // self.plan.ranks_per_task)

@@ -112,8 +112,7 @@ def why_none_fits(session: Session) -> str:
     if session.is_connect:
         return ""
     if session.master.startswith(MASTER):
-        port = int(session.conf("spark.master.ui.port") or UI_PORT)
-        machines, noun = ask_master(session.master, port, session.conf("spark.app.id")), "worker"
+        machines, noun = _ask_master_of(session), "worker"
     elif session.master == "yarn" and (cluster := ask_yarn(session)):
         machines, minimum = cluster.nodes, cluster.container(minimum)
     if machines is None or not machines.total:
@@ -157,8 +156,7 @@ def _why_no_more(session: Session, size: ExecutorSize, count: int) -> str:
 
 
 def _why_by_master(session: Session, size: ExecutorSize, *, none_started: bool) -> str:
-    port = int(session.conf("spark.master.ui.port") or UI_PORT)
-    master = ask_master(session.master, port, session.conf("spark.app.id"))
+    master = _ask_master_of(session)
     if master is None:
         return (
             "No worker may have that much free, or another application holds it: the master's web "
@@ -180,6 +178,11 @@ def _why_by_master(session: Session, size: ExecutorSize, *, none_started: bool) 
             f"{EXECUTOR_GPUS}."
         )
     return _why_by_machines(master, size.minimum, "worker", none_started=none_started)
+
+
+def _ask_master_of(session: Session) -> Machines | None:
+    port = int(session.conf("spark.master.ui.port") or UI_PORT)
+    return ask_master(session.master, port, session.conf("spark.app.id"))
 
 
 def _why_by_yarn(session: Session, cluster: YarnCluster, size: ExecutorSize, count: int) -> str:

@@ -55,9 +55,17 @@ class Slots:
         """The resource profile of the tasks; None for the application's default profile."""
         return self.session.profile(self.plan.profile_gpus)
 
+    @property
+    def limit(self) -> int | None:
+        """How many of the tasks the application can ever run at once by its configuration.
+
+        None if that depends on the cluster.
+        """
+        return Executors(self.session).max_slots(self.plan.profile_gpus)
+
     def check_limit(self, wanted: int) -> None:
-        """Check that by its configuration the application can run so many tasks at once."""
-        most = Executors(self.session).max_slots(self.plan.profile_gpus)
+        """Check that the application can run so many tasks at once."""
+        most = self.limit
         if most is not None and most < wanted:
             limit = self.limit_text(wanted, most)
             raise DistributorError(f"{limit} {more_slots(self.session.master)}")
@@ -96,7 +104,7 @@ class Slots:
 
     def await_at_most(self, most: int, cancellation: Cancellation) -> int:
         """Wait, for some seconds, for slots for so many tasks; return for how many there are."""
-        limit = Executors(self.session).max_slots()
+        limit = self.limit
         wanted = most if limit is None else min(most, limit)
         deadline = time.monotonic() + FEWER_SECONDS
         slots = poll_until(lambda: self._too_few(wanted), deadline, cancellation)

@@ -148,7 +148,6 @@ class Gang:
         cancellation: Cancellation,
         *,
         rows: Any = None,
-        reminder: Reminder | None = None,
         further_seconds: float = 0.0,
         describe_shortage: Callable[[], str] = str,
     ) -> list[Member]:
@@ -164,8 +163,6 @@ class Gang:
             Ends the wait.
         rows : DataFrame, optional
             What the tasks compute; by default nothing.
-        reminder : Reminder, optional
-            The reminder of the wait that this is a part of.
         further_seconds : float
             Seconds without a further task after which fewer than `most` are enough.
         describe_shortage : callable
@@ -176,8 +173,7 @@ class Gang:
         StartTimeout
             If there are not enough at the deadline.
         """
-        reminder = reminder or Reminder()
-        gathering = Gathering(self._run_id, time.monotonic())
+        reminder, gathering = Reminder(), Gathering(self._run_id, time.monotonic())
         held, came_at = -1, time.monotonic()
 
         def shortfall() -> str:
@@ -247,9 +243,13 @@ class Gang:
             return self._changed.wait_for(lambda: not self._work, seconds)
 
     def cancel(self) -> None:
-        """End the tasks, whatever they do."""
-        if self._job is not None:
-            self._job.cancel()
+        """End the tasks, whatever they do; a next attempt has others."""
+        job = self._job
+        if job is not None:
+            job.cancel()
+            job.end()
+            with self._changed:
+                self._ending = None  # is no error
 
     def dismiss(self) -> None:
         """Have all tasks give their slots back."""
@@ -282,7 +282,8 @@ class Gang:
             if isinstance(message, MemberUp):
                 self._add(number, message)
             elif isinstance(message, AssignmentEnded):
-                self._end_work(number, functools.partial(NodeEnded, error=message.error))
+                ended = functools.partial(NodeEnded, error=message.error)
+                self._end_work(number, ended, message.serial)
             elif message is LOST:
                 self._lose(number)
 
@@ -297,12 +298,16 @@ class Gang:
         if not is_current:
             self._hub.send(number, Dismissal())
 
-    def _end_work(self, number: int, ended: Callable[[int], NodeEnded]) -> None:
+    def _end_work(
+        self, number: int, ended: Callable[[int], NodeEnded], serial: int | None = None
+    ) -> None:
         with self._changed:
-            work = self._work.pop(number, None)
+            work = self._work.get(number)
+            if work is None or serial not in (work.serial, None):
+                return
+            del self._work[number]
             self._changed.notify_all()
-        if work is not None:
-            work.post(ended(work.node))
+        work.post(ended(work.node))
 
     def _lose(self, number: int) -> None:
         with self._changed:

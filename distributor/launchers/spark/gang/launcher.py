@@ -97,19 +97,15 @@ class OpenedGangLauncher(SparkLauncher):
         least, most = self.min_tasks(run), self.plan.num_tasks
         if least == most:
             return run.spec.num_processes
+        knows_slots = not (self.session.allocates_dynamically or self.session.is_connect)
+        if run.datasets is not None or knows_slots:
+            return self.ranks_with_slots(run, silent)
+        most = min(most, Slots(self.session, self.plan).limit or most)
+        deadline = time.monotonic() + run.spec.settings.start_timeout
+        further = FURTHER_SECONDS if self.gang.is_new else 0.0
         with end_explained(self.session.spark):
-            knows_slots = not (self.session.allocates_dynamically or self.session.is_connect)
-            if run.datasets is not None or knows_slots:
-                slots = Slots(self.session, self.plan)
-                slots.await_removal(silent, run.cancellation)
-                found = slots.await_at_most(most, run.cancellation)
-            else:
-                limit = Executors(self.session).max_slots(self.plan.profile_gpus)
-                most = min(most, limit or most)
-                deadline = time.monotonic() + run.spec.settings.start_timeout
-                further = FURTHER_SECONDS if self.gang.is_new else 0.0
-                found = len(self._gather(run, least, most, deadline, further))
-        return max(least, min(most, found)) * self.plan.ranks_per_task
+            members = self._gather(run, least, most, deadline, further)
+        return min(most, len(members)) * self.plan.ranks_per_task
 
     @contextlib.contextmanager
     def start(self, attempt: Attempt, deadline: float) -> Iterator[Handle]:

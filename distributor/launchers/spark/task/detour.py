@@ -12,6 +12,7 @@ from typing import Any
 
 from distributor.core.versions import Software, check_alike
 from distributor.launchers.spark.task.result_rows import UnsentReports
+from distributor.launchers.spark.task.spark_node import Placement
 from distributor.launchers.spark.task.task_spec import TaskSpec
 from distributor.node.agent.log_files import LogFiles
 from distributor.wire.messages import NodeWarning, Output, Rendezvous, Source, Stream
@@ -82,7 +83,7 @@ class SparkDetour:
             "linked": has_link,
         }
         reports = [json.loads(text) for text in self._context.allGather(json.dumps(report))]
-        by_host = zip(hosts_of(self._context), reports, strict=True)
+        by_host = zip(Placement.in_stage(self._context).hosts, reports, strict=True)
         check_alike({host: each["software"] for host, each in by_host})
         if any(each["linked"] for each in reports):
             self.deadline_slack = DRIVER_FIRST_SECONDS
@@ -133,8 +134,3 @@ class ExecutorLog:
     def _print(self, rank: int, lines: list[bytes]) -> None:
         sys.stderr.buffer.write(b"".join(b"[%d] %s\n" % (rank, line) for line in lines))
         sys.stderr.flush()
-
-
-def hosts_of(context: Any) -> list[str]:
-    """Return the hosts of a barrier stage's tasks, in the order of the tasks."""
-    return [info.address.rsplit(":", 1)[0] for info in context.getTaskInfos()]

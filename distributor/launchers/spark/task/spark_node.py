@@ -48,6 +48,12 @@ class Placement:
     executors: Sequence[str]
     own: int
 
+    @classmethod
+    def in_stage(cls, context: Any) -> Placement:
+        """Return the places of the tasks of a barrier stage, by Spark's context of one of them."""
+        executors = [info.address for info in context.getTaskInfos()]
+        return cls(executors, context.partitionId())
+
     @property
     def hosts(self) -> list[str]:
         return [executor.rpartition(":")[0] for executor in self.executors]

@@ -49,8 +49,7 @@ def _run_node(spec: TaskSpec, batches: Iterator[Any], replaced: str) -> Iterator
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()
-    executors = [info.address for info in context.getTaskInfos()]
-    placement = Placement(executors, context.partitionId())
+    placement = Placement.in_stage(context)
     share = begin(spec, placement)
     with (
         temporary_run_title(f"node {share.node_rank}", share.program_name, share.run_id),
