@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,13 +75,15 @@ def measure(effort: Effort) -> list[Row]:
         ("ray", LOCAL, RANK),
         ("ours", EMBEDDED, RANK),
         ("ours", ONE_CORE, EXECUTOR),
+        ("ours_ordinary", ONE_CORE, EXECUTOR),
+        ("ours_pair", ONE_CORE, EXECUTOR),
     ]
     cases = [
         Case(PEERS[name], place, fault, megabytes)
         for name, place, fault in places
         for megabytes in sizes
     ]
-    cases.append(Case(PEERS[FLOOR], ONE_CORE, EXECUTOR, sizes[0]))
+    cases += [Case(PEERS[name], ONE_CORE, EXECUTOR, sizes[0]) for name in FLOORS]
     cases.append(Case(PEERS["ours"], TWO_HOSTS, HOST, 0))
     wanted = [c for c in cases if not effort.families or c.peer.family in effort.families]
     return measured(wanted, effort.few_rounds, _drive, _rows)
@@ -91,10 +94,8 @@ def drive(peer: str, place: str, fault: str, size: int) -> dict[str, Any]:
     if fault == HOST:
         return {"seconds": seconds_until_reported(HOST_REPEATS)}
     with PEERS[peer].open(place) as opened:
-        seconds = [
-            _restart_of_executor(opened) if peer == FLOOR else _recovery(opened, fault, size)
-            for _ in range(REPEATS)
-        ]
+        recover = FLOORS.get(peer, lambda fit: _recovery(fit, fault, size))
+        seconds = [recover(opened) for _ in range(REPEATS)]
     return {"seconds": seconds[1:]}
 
 
@@ -137,42 +138,65 @@ def _note_recovery(folder: Path, rank: int) -> None:
 
 
 @contextlib.contextmanager
-def _ours(place: str) -> Iterator[Run]:
+def _ours(place: str, ranks: int | tuple[int, int] = RANKS, **settings: Any) -> Iterator[Run]:
+    config = {"settings": settings} if settings else {}
     with spark.session(place):
-        yield _fit_of("distributor.train", local_mode=place == LOCAL)
+        yield _fit_of("distributor.train", ranks, config, local_mode=place == LOCAL)
+
+
+def _ours_ordinary(place: str) -> AbstractContextManager[Run]:
+    return _ours(place, barrier=False)
+
+
+def _ours_pair(place: str) -> AbstractContextManager[Run]:
+    return _ours(place, (1, RANKS), barrier=False)
 
 
 @contextlib.contextmanager
 def _ray(place: str) -> Iterator[Run]:
     with ray_cluster(RANKS):
-        yield _fit_of("ray.train")
+        yield _fit_of("ray.train", RANKS, {})
 
 
-def _fit_of(name: str, **scaling: Any) -> Run:
+def _fit_of(name: str, ranks: int | tuple[int, int], config: dict[str, Any], **scaling: Any) -> Run:
     """Return a function that trains with Ray Train, or this project in its place."""
     api, trainer = library(name), library(f"{name}.torch").TorchTrainer
-    return lambda config, storage: trainer(
+    return lambda loop_config, storage: trainer(
         train,
-        train_loop_config={"api": name, **config},
-        scaling_config=api.ScalingConfig(num_workers=RANKS, **scaling),
+        train_loop_config={"api": name, **loop_config},
+        scaling_config=api.ScalingConfig(num_workers=ranks, **scaling),
         run_config=api.RunConfig(
-            storage_path=str(storage), failure_config=api.FailureConfig(max_failures=1)
+            storage_path=str(storage), failure_config=api.FailureConfig(max_failures=1), **config
         ),
     ).fit()
 
 
-FLOOR = "floor_executor"
 PEERS = {
     peer.name: peer
     for peer in (
         Peer("ours", "distributor", _ours, DISTRIBUTION),
         Peer("ray", "Ray Train", _ray, "ray"),
+        Peer("ours_ordinary", "distributor, barrier=False", _ours_ordinary, DISTRIBUTION),
         Peer(
-            FLOOR,
+            "ours_pair",
+            "distributor, barrier=False, num_workers=(1, 2)",
+            _ours_pair,
+            DISTRIBUTION,
+            note="the next attempt has one rank",
+        ),
+        Peer(
+            "floor_executor",
             "floor: Spark's own start of an executor",
             spark.session,
             "pyspark",
             note="until an empty barrier stage has run on both executors",
+        ),
+        Peer(
+            "floor_task",
+            "floor: Spark's own restart of a task of an ordinary job",
+            spark.session,
+            "pyspark",
+            note="on the executor that replaces the killed one",
         ),
     )
 }
@@ -187,7 +211,7 @@ def _recovery(fit: Run, fault: str, size: int) -> float:
         killer.start()
         fit({"folder": name, "size": size}, folder / "storage")
         killer.join()
-        recovered = [float(Path(folder, f"recovered{rank}").read_text()) for rank in range(RANKS)]
+        recovered = [float(file.read_text()) for file in folder.glob("recovered*")]
     return max(recovered) - killed[0]
 
 
@@ -213,6 +237,38 @@ def _restart_of_executor(session: Any) -> float:
     _wait_until(lambda: len(registered()) == RANKS and registered() != before)
     spark.empty_stage(session, RANKS)
     return time.time() - began
+
+
+def _restart_of_task(session: Any) -> float:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def task(batches: Iterator[Any]) -> Iterator[Any]:
+            from pyspark import TaskContext
+
+            context: Any = TaskContext.get()
+            for _ in batches:
+                pass
+            (folder / f"{context.partitionId()}-{context.attemptNumber()}").touch()
+            while not (folder / "enough").exists():
+                time.sleep(0.005)
+            yield from ()
+
+        frame = session.range(0, RANKS, 1, RANKS).mapInArrow(task, "nothing int")
+        job = threading.Thread(target=frame.collect)
+        job.start()
+        _wait_until(lambda: len(list(folder.glob("*-0"))) == RANKS)
+        time.sleep(SETTLE_SECONDS)
+        began = time.time()
+        os.kill(_executors()[0], signal.SIGKILL)
+        _wait_until(lambda: bool(list(folder.glob("*-1"))))
+        seconds = time.time() - began
+        (folder / "enough").touch()
+        job.join()
+    return seconds
+
+
+FLOORS = {"floor_executor": _restart_of_executor, "floor_task": _restart_of_task}
 
 
 def _executors() -> list[int]:

@@ -159,17 +159,29 @@ from support import training
 cloudpickle.register_pickle_by_value(training)
 fault = training.{fault!r}
 options = dict(workers={workers}, failures={failures}, local_mode=False, fault=fault)
+options["settings"] = {settings}
 try:
     send(value=training.trainer({folder!r}, **options).fit().return_value)
 except Exception as error:
     send(value=repr(error), notes=getattr(error, "__notes__", []))
 """
 CLUSTER_MOMENTS = ["while training", "in upload", "in commit", "in pruning"]
+on_a_cluster = pytest.mark.parametrize(
+    ("moment", "settings"),
+    [
+        *((moment, {}) for moment in CLUSTER_MOMENTS),
+        *((moment, {"barrier": False}) for moment in ("while training", "in commit")),
+    ],
+)
 
 
 @contextlib.contextmanager
 def fault_on_cluster(
-    tmp_path: Path, machines: AbstractContextManager[list[Machine]], fault: Fault, workers: object
+    tmp_path: Path,
+    machines: AbstractContextManager[list[Machine]],
+    fault: Fault,
+    workers: object,
+    **settings: object,
 ) -> Iterator[tuple[Cluster, Driver, Machine]]:
     """Train on a cluster until the fault occurs, and yield the machine of its rank, too."""
     folder = tmp_path / "runs"
@@ -180,6 +192,7 @@ def fault_on_cluster(
         folder=str(folder),
         workers=workers,
         failures=1,
+        settings=settings,
     )
     with (
         machines as created,
@@ -198,13 +211,13 @@ def machine_of_fault(cluster: Cluster, folder: Path) -> Machine:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", CLUSTER_MOMENTS)
+@on_a_cluster
 def test_a_training_resumes_after_an_executor_is_killed(
-    tmp_path: Path, undisturbed: Result, moment: str
+    tmp_path: Path, undisturbed: Result, moment: str, settings: dict[str, bool]
 ) -> None:
     """Spark starts another executor, on which the next attempt resumes."""
     fault, left = RESUMED[moment]
-    with fault_on_cluster(tmp_path, machines_on_loopback(4), fault, 2) as faulty:
+    with fault_on_cluster(tmp_path, machines_on_loopback(4), fault, 2, **settings) as faulty:
         cluster, driver, machine = faulty
         kill(cluster.find("executor", machine)[0])
         assert driver.receive("value")["value"] == undisturbed.return_value
@@ -214,11 +227,13 @@ def test_a_training_resumes_after_an_executor_is_killed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", CLUSTER_MOMENTS)
-def test_a_training_resumes_after_a_host_is_killed(tmp_path: Path, moment: str) -> None:
+@on_a_cluster
+def test_a_training_resumes_after_a_host_is_killed(
+    tmp_path: Path, moment: str, settings: dict[str, bool]
+) -> None:
     """The next attempt uses the remaining host."""
     fault, left = RESUMED[moment]
-    with fault_on_cluster(tmp_path, machines_on_loopback(4), fault, (1, 2)) as faulty:
+    with fault_on_cluster(tmp_path, machines_on_loopback(4), fault, (1, 2), **settings) as faulty:
         cluster, driver, machine = faulty
         for process in cluster.processes():
             with contextlib.suppress(psutil.Error):
@@ -235,10 +250,13 @@ def test_a_training_resumes_after_a_host_is_killed(tmp_path: Path, moment: str) 
 
 @pytest.mark.slow
 @needs_namespaces
-def test_a_training_resumes_after_a_host_is_partitioned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, {"barrier": False}], ids=["barrier", "ordinary"])
+def test_a_training_resumes_after_a_host_is_partitioned(
+    tmp_path: Path, settings: dict[str, bool]
+) -> None:
     """Spark itself notices the partition only minutes later."""
     fault, left = RESUMED["while training"]
-    with fault_on_cluster(tmp_path, machines_apart(4), fault, (1, 2)) as faulty:
+    with fault_on_cluster(tmp_path, machines_apart(4), fault, (1, 2), **settings) as faulty:
         _, driver, machine = faulty
         machine.cut()
         ending = driver.receive("value", 300)

@@ -111,25 +111,27 @@ class Slots:
         return wanted if slots is None else slots
 
     def await_removal(self, hosts: Collection[str], cancellation: Cancellation) -> None:
-        """Wait until Spark has removed the executors of hosts that no longer answer.
-
-        Until then Spark would start tasks there. Ranks there may still reach storage, so it also
-        waits until they have stopped by themselves.
-        """
-        stopped_at = time.monotonic() + (STOPPED_SECONDS if hosts else 0.0)
-
-        def in_use() -> set[str] | None:
-            left = Executors(self.session).hosts() & set(hosts)
-            return left or (set(hosts) if time.monotonic() < stopped_at else None)
-
+        """Wait until Spark starts no task on hosts that no longer answer, and none runs there."""
+        self.await_stop(hosts, cancellation)
         poll_until(
-            in_use,
+            lambda: Executors(self.session).hosts() & set(hosts) or None,
             time.monotonic() + REMOVAL_SECONDS,
             cancellation,
-            lambda left: (
-                f"Spark still counts on executors on {', '.join(sorted(left))}, or ranks may still "
-                "run there."
-            ),
+            lambda left: f"Spark still counts on executors on {', '.join(sorted(left))}.",
+        )
+
+    def await_stop(self, hosts: Collection[str], cancellation: Cancellation) -> None:
+        """Wait until the ranks on hosts that no longer answer have stopped by themselves.
+
+        Until then they may reach storage.
+        """
+        if not hosts:
+            return
+        poll_until(
+            lambda: hosts,
+            time.monotonic() + STOPPED_SECONDS,
+            cancellation,
+            lambda left: f"Ranks may still run on {', '.join(sorted(left))}.",
         )
 
     def why_not_started(self, other_tasks: int) -> str:

@@ -91,16 +91,18 @@ class OpenedGangLauncher(SparkLauncher):
         """Return how many of the run's ranks there are tasks for.
 
         If fewer ranks would do, the first attempt waits a while for more, and further ones take
-        what is there. Without dynamic allocation the slots of the executors are what counts. So
-        they are with DataFrames, whose rows Spark moves before the tasks start.
+        what is there. A new job's tasks can only start where there are slots: the first one's
+        without dynamic allocation, and those of DataFrames, whose rows Spark moves before.
         """
+        knows_slots = not (self.session.allocates_dynamically or self.session.is_connect)
+        if run.datasets is not None or (knows_slots and self.gang.is_new):
+            return self.ranks_with_slots(run, silent)
+        slots = Slots(self.session, self.plan)
+        slots.await_stop(silent, run.cancellation)
         least, most = self.min_tasks(run), self.plan.num_tasks
         if least == most:
             return run.spec.num_processes
-        knows_slots = not (self.session.allocates_dynamically or self.session.is_connect)
-        if run.datasets is not None or knows_slots:
-            return self.ranks_with_slots(run, silent)
-        most = min(most, Slots(self.session, self.plan).limit or most)
+        most = min(most, slots.limit or most)
         deadline = time.monotonic() + run.spec.settings.start_timeout
         further = FURTHER_SECONDS if self.gang.is_new else 0.0
         with end_explained(self.session.spark):
