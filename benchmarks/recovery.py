@@ -193,7 +193,7 @@ PEERS = {
         ),
         Peer(
             "floor_task",
-            "floor: Spark's own restart of a task of an ordinary job",
+            "floor: Spark's own restart of a task that imports torch",
             spark.session,
             "pyspark",
             note="on the executor that replaces the killed one",
@@ -244,6 +244,7 @@ def _restart_of_task(session: Any) -> float:
         folder = Path(name)
 
         def task(batches: Iterator[Any]) -> Iterator[Any]:
+            import torch.distributed  # noqa: F401
             from pyspark import TaskContext
 
             context: Any = TaskContext.get()

@@ -670,6 +670,32 @@ MUTANTS: tuple[Mutant, ...] = (
         "f\"pymp-{__import__('getpass').getuser()[:4]}-{secrets.token_hex(4)}\"",
         ("test_unnamed_users.py::test_runs_work_if_the_python_of_executors_has_such_a_user",),
     ),
+    # The tasks of an ordinary job
+    Mutant(
+        "a copy of a task that Spark starts does nothing",
+        "distributor/launchers/spark/gang/gang.py",
+        "first.setdefault(member.partition, member)",
+        "first[member.partition] = member",
+        (
+            "launch/test_ordinary_jobs.py::test_a_second_task_for_a_partition_waits_until_the_first_has_gone",
+        ),
+    ),
+    Mutant(
+        "the end of an earlier attempt's node is not that of the next",
+        "distributor/launchers/spark/gang/gang.py",
+        "serial not in (work.serial, None)",
+        "False",
+        (
+            "launch/test_ordinary_jobs.py::test_the_end_of_an_earlier_attempt_is_not_that_of_the_next",
+        ),
+    ),
+    Mutant(
+        "the nodes that live run the next attempt too",
+        "distributor/launchers/spark/task/member.py",
+        "            assignments.report(AssignmentEnded(assignment.serial, error))",
+        "            assignments.report(AssignmentEnded(assignment.serial, error))\n            break",
+        ("launch/test_ordinary_jobs.py::test_attempts_share_a_job_that_does_not_fail[raises]",),
+    ),
     # Cluster managers and storage
     Mutant(
         "the end of a decommissioned executor is a preemption",
