@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import re
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from distributor.diagnosis.settings import Wanted
 from distributor.errors import WorkerDied
 from distributor.node.worker.stacks import append_stacks
 from distributor.programs.programs import module_of, program_of
-from distributor.run.settings import Settings
+from distributor.run.settings import Settings, check_shown_ranks
 from distributor.screen.screen import SCREEN
 from distributor.settings.fields import help_of, setting_fields
 from distributor.settings.types import check_num_processes, read_pair
@@ -47,10 +48,13 @@ class _Settings(Settings):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    options = make_parser().parse_args(argv)
+    parser = make_parser()
+    options = parser.parse_args(parser.ordered(sys.argv[1:] if argv is None else argv))
     try:
         return _COMMANDS[options.command](options) or 0
     except KeyboardInterrupt:
+        ended = ": the run has ended, and no rank is left" if options.command == "run" else ""
+        SCREEN.print_message(f"distributor: interrupted{ended}.")
         return INTERRUPTED
     except Exception as error:
         return _report(error)
@@ -80,8 +84,8 @@ def _cluster(
     options: argparse.Namespace, settings: Mapping[str, Any]
 ) -> AbstractContextManager[object]:
     """Check all input, because Spark takes long to start, and return the Spark application."""
-    check_num_processes(_SPELLING.num_processes, settings.get("num_processes", 1))
-    _Settings(**_fields_of(Settings, settings))
+    _, most = check_num_processes(_SPELLING.num_processes, settings.get("num_processes", 1))
+    check_shown_ranks(_Settings(**_fields_of(Settings, settings)), most)
     return _application(options)
 
 
@@ -150,9 +154,11 @@ def _report(error: Exception) -> int:
         # The cause has the rank's traceback, and starts with the rank's name, as the note does.
         notes = re.sub(r"^Raised by .*\n?", "", "\n".join(getattr(error, "__notes__", [])))
         text = f"{error.__cause__ or error}\n{notes}".strip()
-        SCREEN.print_message(f"distributor: {type(error).__name__}: {text}")
+        SCREEN.print_message(f"distributor: {text}")
+    elif isinstance(error, SyntaxError):  # in the script
+        SCREEN.print_message("".join(traceback.format_exception_only(error)).rstrip())
     elif isinstance(error, _EXPECTED):
-        SCREEN.print_message(f"distributor: {type(error).__name__}: {error}")
+        SCREEN.print_message(f"distributor: {error}")
     else:
         SCREEN.clear_line()
         traceback.print_exception(error)
@@ -182,7 +188,26 @@ _EXIT_CODES: list[tuple[Any, int]] = [
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers an unknown option with the one that was likely meant."""
+    """Answers an unknown option with the one that was likely meant, and guesses no abbreviation.
+
+    Attributes
+    ----------
+    options : dict of str to bool
+        The options of this parser's command, and whether each is followed by a value.
+    run : _Parser
+        The parser of ``distributor run``.
+    """
+
+    run: _Parser
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+        self.options: dict[str, bool] = {}
+
+    def note(self, *actions: argparse.Action) -> None:
+        """Add to `options`."""
+        for action in actions:
+            self.options |= dict.fromkeys(action.option_strings, action.nargs != 0)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments; exit with 2 if they are invalid."""
@@ -193,37 +218,84 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"unrecognized argument: {option}. {suggestion(option, known)}".strip())
         return parsed
 
+    def ordered(self, argv: Sequence[str]) -> list[str]:
+        """Return a command line with the options of ``run`` before the script.
 
-def make_parser() -> argparse.ArgumentParser:
+        The script's own arguments follow it, or ``--`` if options of ``run`` follow the script.
+        """
+        command, *rest = argv or [""]
+        if command != "run":
+            return list(argv)
+        own = self.run._num_leading(rest)
+        script, after = rest[own : own + 1], rest[own + 1 :]
+        end = after.index("--") if "--" in after else len(after)
+        between, of_script = after[:end], after[end:]
+        misplaced = [each for each in between if each.partition("=")[0] in self.run.options]
+        if not misplaced:
+            return list(argv)
+        if (count := self.run._num_leading(between, only_known=True)) < len(between):
+            self.run.error(
+                f"{misplaced[0]} is an option of distributor run, and {between[count]} is not: put "
+                f"the arguments of {script[0]} after --, and options before it."
+            )
+        return [command, *rest[:own], *between, *script, *of_script]
+
+    def _num_leading(self, argv: Sequence[str], *, only_known: bool = False) -> int:
+        """Return how many arguments there are before the first that is no option, nor its value."""
+        count = 0
+        while count < len(argv) and argv[count].startswith("-") and argv[count] != "--":
+            option, equals, _ = argv[count].partition("=")
+            if only_known and option not in self.options:
+                break
+            count += 2 if self.options.get(option) and not equals else 1
+        return min(count, len(argv))
+
+
+EXAMPLES = """
+examples:
+  distributor run --nproc 2 --cpu train.py -- --epochs 3
+      two ranks on this machine; what follows -- are arguments of the script
+  distributor run --cluster --master spark://host:7077 --nproc 16 train.py
+      sixteen ranks with a GPU each on a Spark cluster
+  distributor run --nproc 2,4 --max-failures 3 --storage-path s3://bucket/runs -m package.train
+      two to four ranks that go on from their latest checkpoint after a failure
+
+docs/reference/settings.md describes each setting in full.
+"""
+FIRST = "what most runs need"
+GROUPS = {
+    FIRST: ("num_processes", "local_mode", "use_gpu"),
+    "ranks": ("gpu_type", "warm", "preload"),
+    "cluster": (
+        "executor_resources",
+        "barrier",
+        "pool",
+        "hub_address",
+        "hub_port",
+        "rank_ports",
+    ),
+    "output": ("show_output", "log_dir", "stall_warning"),
+    "failures": (
+        "max_failures",
+        "max_preemption_failures",
+        "storage_path",
+        "name",
+        "start_timeout",
+        "timeout",
+        "stall_timeout",
+    ),
+    "environment": ("env", "forward_env", "environment", "py_modules"),
+    "tracking": ("mlflow_ranks",),
+}
+"""The options of ``distributor run``, in the order of its help."""
+
+
+def make_parser() -> _Parser:
     """Return the parser. Parsed options have the name of the command in ``command``."""
     parser = _Parser(prog="distributor", description="Run PyTorch on Spark.")
     parser.add_argument("--version", action="version", version=f"distributor {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    run = commands.add_parser(
-        "run",
-        help="run a script or module on several ranks",
-        usage="distributor run [options] (script.py | -m package.module) [-- args ...]",
-        argument_default=argparse.SUPPRESS,
-    )
-    known = ["--master", "--conf", "--module"]
-    run.set_defaults(command="run", known_options=known)
-    for field in setting_fields(TorchDistributor):
-        known += _add_options(run, field, help_of(field).replace("%", "%%"))
-    _add_spark_options(run)
-    run.add_argument(
-        "-m",
-        "--module",
-        action="store_true",
-        default=False,
-        help="run a module, as python -m does, instead of a script",
-    )
-    run.add_argument("script", help="the Python script, or with -m the module's name")
-    args = run.add_argument(
-        "args", nargs=argparse.REMAINDER, help="arguments of the script or module, after --"
-    )
-    args.required = False  # the error without a script would name it too
-
+    parser.run = _add_run(commands)
     _add_doctor(commands)
     clean = commands.add_parser(
         "clean",
@@ -256,13 +328,53 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_spark_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
+def _add_run(commands: Any) -> _Parser:
+    run: _Parser = commands.add_parser(
+        "run",
+        help="run a script or module on several ranks",
+        usage="distributor run [options] (script.py | -m package.module) [-- args ...]",
+        description="Runs a script or module on several ranks, each a process with torchrun's "
+        "environment variables.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    program = run.add_argument_group("program")
+    run.note(
+        program.add_argument(
+            "-m",
+            "--module",
+            action="store_true",
+            default=False,
+            help="run a module, as python -m does, instead of a script",
+        )
+    )
+    program.add_argument("script", help="the Python script, or with -m the module's name")
+    args = program.add_argument(
+        "args", nargs=argparse.REMAINDER, help="arguments of the script or module, after --"
+    )
+    args.required = False  # the error without a script would name it too
+    fields = {field.name: field for field in setting_fields(TorchDistributor)}
+    options = {name: _SPELLING.of(name) for name in fields}
+    for title, names in GROUPS.items():
+        group = run.add_argument_group(title)
+        for name in names:
+            text = help_of(fields[name], options).replace("%", "%%")
+            run.note(*_add_options(group, fields[name], text))
+        if title == FIRST:
+            run.note(*_add_spark_options(group))
+    run.set_defaults(command="run", known_options=list(run.options))
+    return run
+
+
+def _add_spark_options(command: Any) -> Iterator[argparse.Action]:
+    yield command.add_argument(
         "--master",
-        help="with --cluster: Spark's master URL (default: from Spark's configuration)",
+        metavar="URL",
+        help="with --cluster: Spark's master (default: from Spark's configuration)",
         default=None,
     )
-    command.add_argument(
+    yield command.add_argument(
         "--conf",
         metavar="KEY=VALUE",
         type=read_pair,
@@ -273,38 +385,41 @@ def _add_spark_options(command: argparse.ArgumentParser) -> None:
 
 
 def _add_doctor(commands: Any) -> None:
-    doctor = commands.add_parser(
+    doctor: _Parser = commands.add_parser(
         "doctor",
         help="check this machine or a cluster before a run",
         description="Checks versions, settings, resources, the network and storage, and says what "
         "to fix. Exits with 1 if a check fails.",
         argument_default=argparse.SUPPRESS,
     )
-    doctor.add_argument(
-        "--cluster",
-        action="store_true",
-        default=False,
-        help="check Spark's executors and the network between them too",
+    doctor.note(
+        doctor.add_argument(
+            "--cluster",
+            action="store_true",
+            default=False,
+            help="check Spark's executors and the network between them too",
+        ),
+        *_add_spark_options(doctor),
     )
-    _add_spark_options(doctor)
-    known = ["--cluster", "--master", "--conf", "--json"]
     for field in setting_fields(Wanted):
-        known += _add_options(doctor, field, field.metadata["text"])
-    doctor.add_argument(
-        "--json", action="store_true", default=False, help="print JSON instead of a table"
+        doctor.note(*_add_options(doctor, field, field.metadata["text"]))
+    doctor.note(
+        doctor.add_argument(
+            "--json", action="store_true", default=False, help="print JSON instead of a table"
+        )
     )
-    doctor.set_defaults(command="doctor", known_options=known)
+    doctor.set_defaults(command="doctor", known_options=list(doctor.options))
 
 
 def _add_options(
-    command: argparse.ArgumentParser, field: dataclasses.Field[Any], help_text: str
-) -> Iterator[str]:
-    """Add the options of a setting, which exclude each other, and yield their flags."""
+    command: Any, field: dataclasses.Field[Any], help_text: str
+) -> Iterator[argparse.Action]:
+    """Add the options of a setting, which exclude each other, and yield them."""
     one_of = command.add_mutually_exclusive_group()
     for flags, arguments in field.metadata["type"].options:
         dashed = [flag.format(field.name.replace("_", "-")) for flag in flags]
         how = {"help": help_text, **arguments}
-        yield from one_of.add_argument(*dashed, dest=field.name, **how).option_strings
+        yield one_of.add_argument(*dashed, dest=field.name, **how)
 
 
 def _days(text: str) -> float:

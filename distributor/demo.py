@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,11 +11,10 @@ from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
 from distributor.core.extras import require_spark
+from distributor.spark.java import why_no_java
 from distributor.spark.log_quieting import no_warning
 from distributor.torch_distributor import TorchDistributor
 
-JAVA = 17
-"""The oldest Java that PySpark 4 runs on."""
 EPOCHS_PER_LINE = 3
 """Number of epochs after which rank 0 prints the loss."""
 NEXT_STEPS = """
@@ -116,26 +111,7 @@ def _why_no_spark() -> str | None:
         require_spark()
     except ModuleNotFoundError as error:
         return f"{error} Then run the demo again."
-    found = java_version()
-    if found is not None and found >= JAVA:
-        return None
-    return (
-        f"Spark needs Java {JAVA} or later, but found {found or 'none'}. Install it "
-        "(Debian and Ubuntu: apt-get install openjdk-17-jre-headless; Fedora: dnf install "
-        "java-17-openjdk-headless; macOS: brew install openjdk@17) and run the demo again."
-    )
-
-
-def java_version() -> int | None:
-    """Return the major version of the ``java`` that Spark would run; None if there is none."""
-    home = os.environ.get("JAVA_HOME")
-    java = f"{home}/bin/java" if home else shutil.which("java")
-    try:
-        answer = subprocess.run([java or "java", "-version"], capture_output=True, text=True)
-    except OSError:
-        return None
-    found = re.search(r'version "(?:1\.)?(\d+)', answer.stderr)
-    return int(found.group(1)) if found else None
+    return f"{lack} Then run the demo again." if (lack := why_no_java()) else None
 
 
 def _train(name: str, where: str, *, local_mode: bool) -> _Result:

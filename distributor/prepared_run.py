@@ -22,7 +22,13 @@ from distributor.errors import DistributorError
 from distributor.launchers.local import LocalLauncher, prepare_zygote
 from distributor.launchers.spark.datasets.arguments import check_datasets, datasets_of
 from distributor.programs.programs import program_of
-from distributor.run.settings import Settings, forwarded_env, gpu_type_of, ignored_settings
+from distributor.run.settings import (
+    Settings,
+    check_shown_ranks,
+    forwarded_env,
+    gpu_type_of,
+    ignored_settings,
+)
 from distributor.run.spec import RunSpec, new_run_id
 from distributor.screen.labels import RunLabel
 from distributor.screen.messages import warn
@@ -93,6 +99,7 @@ class PlannedSettings(Settings):
         super().__post_init__()
         # The dataclass is frozen for its users; here the number of ranks is resolved, once.
         min_processes, max_processes = check_num_processes("num_processes", self.num_processes)
+        check_shown_ranks(self, max_processes)
         with self.spelling.renames():
             planned = plan(self, min_processes, max_processes)
         ranks = planned.num_processes

@@ -30,6 +30,7 @@ from support.zygotes import modules_folder, without_torch, write_module  # noqa:
 from distributor import TorchDistributor
 from distributor._compat.pyspark import java_context
 
+os.environ["NO_COLOR"] = "1"  # texts are compared
 os.environ.setdefault("DISTRIBUTOR_IDLE_IMPORT_SECONDS", "600")  # inherited by all processes
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell's script
     signal.signal(signal.SIGINT, signal.default_int_handler)  # inherited, too

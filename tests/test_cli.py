@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from distributor import TorchDistributor, __version__
-from distributor.cli import main, make_parser
+from distributor.cli import GROUPS, main, make_parser
 
 DEADLINE = 120
 """Seconds for one command, on a loaded machine."""
@@ -140,6 +140,17 @@ def test_the_exit_code_is_that_of_the_script(
         (["--env", "RANK=3", "train.py"], "--env must not set RANK"),
         (["--env", "RANK", "train.py"], "expected NAME=VALUE, found 'RANK'"),
         (["--show-output", "loud", "train.py"], "expected 'all', 'none' or ranks"),
+        (
+            ["--nproc", "2", "--show-output", "0,2", "train.py"],
+            "^distributor: --show-output has rank 2, but --nproc is 2: ranks .* from 0 to 1",
+        ),
+        (["--show", "0", "train.py"], "--show. Did you mean '--show-output'?"),
+        (
+            ["train.py", "--lr", "1", "--nproc", "2", "--", "x"],
+            "--nproc is an option of distributor run, and --lr is not: put .* train.py after --",
+        ),
+        (["train.py", "--nproc", "2", "--verbose"], "--nproc is .* and --verbose is not"),
+        (["train.py", "--nproc", "2", "data"], "--nproc is .* and data is not"),
         (["--hub-address", "host:abc", "train.py"], "--hub-address must be 'host' or 'host:port'"),
         (["--log-dir", "train.py", "train.py"], "--log-dir must be the path of a folder"),
         (["--no-such-option", "train.py"], "no-such-option"),
@@ -321,6 +332,26 @@ def test_the_cause_of_a_failed_spark_start_is_one_line(cli: Cli, script: Any) ->
     assert "\tat " not in done.stderr
 
 
+@pytest.mark.spark
+def test_spark_without_java_is_one_line(here: Cli, script: Any) -> None:
+    options = ["--cluster", "--cpu", "--master", "local[2]"]
+    done = here("run", *options, script("print('launched')"), env={**NO_SPARK})
+    assert (done.returncode, done.stdout) == (1, "")
+    [line] = done.stderr.splitlines()
+    assert "/there/is/no/java/bin/java does not run" in line
+    assert "apt-get install openjdk-17-jre-headless" in line
+
+
+def test_a_syntax_error_of_the_script_is_shown_without_frames_of_the_package(
+    here: Cli, script: Any
+) -> None:
+    done = here("run", "--cpu", script("def train(:\n    pass\n"))
+    assert (done.returncode, done.stdout) == (2, "")
+    first, *_, last = done.stderr.splitlines()
+    assert first.endswith('train.py", line 1')
+    assert last == "SyntaxError: invalid syntax"
+
+
 def test_no_command_is_bad_input(cli: Cli) -> None:
     done = cli()
     assert done.returncode == 2
@@ -330,7 +361,7 @@ def test_no_command_is_bad_input(cli: Cli) -> None:
 def test_timeout_is_124(here: Cli, script: Any) -> None:
     done = here("run", "--cpu", "--timeout", "3", script("import threading as t; t.Event().wait()"))
     assert done.returncode == 124
-    assert re.search(r"distributor: RunTimeout: .*rank 0", done.stderr)
+    assert re.search(r"distributor: The run took longer than .*rank 0", done.stderr)
 
 
 def test_arguments_environment_and_output(here: Cli, script: Any, tmp_path: Path) -> None:
@@ -353,6 +384,25 @@ print("to stderr", file=sys.stderr)
         **{f"rank{rank}.stdout": line for rank in range(3)},
         **{f"rank{rank}.stderr": "to stderr\n" for rank in range(3)},
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        (["train.py", "--n", "5"], ["--n", "5"]),
+        (["train.py", "--lr", "0.1", "--", "-x"], ["--lr", "0.1", "--", "-x"]),
+        (["train.py", "--nproc", "1", "--cpu", "--", "--nproc", "5"], ["--nproc", "5"]),
+        (["train.py", "--nproc=1"], []),
+        (["train.py", "--", "--help"], ["--help"]),
+    ],
+)
+def test_options_may_follow_the_script_and_take_none_of_its_own(
+    here: Cli, script: Any, given: list[str], arguments: list[str]
+) -> None:
+    script("import sys; print(sys.argv[1:])")
+    done = here("run", "--cpu", *given)
+    assert (done.returncode, done.stdout) == (0, f"[0] {arguments}\n"), done.stderr
+    assert "Started local training with 1 process\n" in done.stderr
 
 
 FLAGS: dict[str, tuple[list[str], object]] = {
@@ -408,9 +458,13 @@ def test_help_describes_every_flag(cli: Cli) -> None:
     for flags, _ in FLAGS.values():
         # The flag, and on the same or the next line its description.
         assert re.search(rf"{flags[0]}[ ,\n].*?[a-z]{{3}}", done.stdout, re.DOTALL), flags[0]
-    assert "Seconds that an attempt may take once its ranks have started" in " ".join(
-        done.stdout.split()
-    )
+    text = " ".join(done.stdout.split())
+    assert "seconds that an attempt may take once its ranks have started" in text
+    assert "unless --hub-address has one" in text, "settings have the names of options"
+    groups = re.findall(r"^(\w[\w ]*):$", done.stdout, re.MULTILINE)
+    assert groups == ["options", "program", *GROUPS, "examples"]
+    listed = [name for names in GROUPS.values() for name in names]
+    assert sorted(listed) == sorted(FLAGS)
 
 
 @pytest.mark.parametrize("command", [["--help"], ["run", "--help"], ["clean", "--help"]])
@@ -424,7 +478,7 @@ def test_it_works_without_docstrings_and_assertions(command: list[str]) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: distributor" in done.stdout
     if "run" in command:
-        assert "Seconds until all ranks must have started" in " ".join(done.stdout.split())
+        assert "seconds until all ranks must have started" in " ".join(done.stdout.split())
 
 
 def test_a_run_works_without_docstrings_and_assertions(script: Any, tmp_path: Path) -> None:
@@ -487,6 +541,7 @@ def test_ctrl_backslash_shows_stacks_and_ctrl_c_is_130(script: Any, tmp_path: Pa
         process.kill()
         process.communicate()
     assert process.returncode == 130
+    assert message.endswith("distributor: interrupted: the run has ended, and no rank is left.\n")
     assert "Traceback" not in message
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
@@ -506,7 +561,7 @@ def test_the_demo_without_java_names_the_package_to_install(here: Cli, tmp_path:
     (accuracy,) = accuracies(done)
     assert accuracy > 0.95
     assert "What to try next" in done.stdout
-    assert "Spark needs Java 17 or later, but found none" in done.stdout
+    assert "Spark needs Java 17 or later. There is no Java: JAVA_HOME is unset" in done.stdout
     assert "apt-get install openjdk-17-jre-headless" in done.stdout
     assert "[0] rank 0 of 2" in done.stdout
 

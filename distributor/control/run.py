@@ -14,6 +14,7 @@ from distributor.control.graceful_shutdown import GracefulShutdown
 from distributor.control.stack_requests import StackRequests
 from distributor.core.addresses import port_range
 from distributor.core.node_settings import NodeSettings
+from distributor.core.text import counted
 from distributor.errors import DistributorError, RunTimeout, StartTimeout
 from distributor.link.node_link import Links
 from distributor.node.agent.share import NodeShare
@@ -234,7 +235,7 @@ class Launcher:
 
     def training(self, num_ranks: int) -> str:
         """Return how messages name a run of this size."""
-        return f"training with {num_ranks} processes"
+        return f"training with {counted(num_ranks, 'process', 'processes')}"
 
     def check(self, settings: Settings) -> None:
         """Check what may keep a run from starting, although its settings are valid."""

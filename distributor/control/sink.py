@@ -42,7 +42,7 @@ class DriverSink:
         self._attempt = attempt
         self._console = Console(
             lambda rank: _is_shown(settings, rank),
-            prefix=run.label.prefix,
+            prefix=lambda rank: run.label.prefix(rank, attempt.num_ranks),
             status=lambda: progress.line(run.label.name, attempt.num_ranks),
             has_progress=lambda: progress.is_reported,
         )

@@ -32,7 +32,6 @@ from distributor.diagnosis.machine import (
     checks_of,
     differences,
     examine,
-    min_java,
 )
 from distributor.diagnosis.network import HUB_FIX, TOKEN_SIZE, ProbeServer, network_checks
 from distributor.diagnosis.peers import ARRIVAL_SECONDS
@@ -59,6 +58,7 @@ from distributor.launchers.spark.hub_address import choose_hub_address
 from distributor.screen.messages import shown_from
 from distributor.spark.call_site import CallSite
 from distributor.spark.error_translation import explain, more_slots
+from distributor.spark.java import min_java
 from distributor.spark.log_quieting import quiet
 from distributor.spark.package_shipping import task_frame
 from distributor.spark.plan import ClusterPlan

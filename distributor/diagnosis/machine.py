@@ -12,7 +12,6 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,6 @@ from pathlib import Path
 
 from distributor.core.addresses import resolve
 from distributor.core.gpus import DriverVersion, describe, driver_version, gpu_names, has_nvml
-from distributor.core.linux import parent_pid
 from distributor.core.resources import SHARED_MEMORY, format_bytes
 from distributor.core.text import counted
 from distributor.core.versions import SET_PYTHON, release
@@ -36,9 +34,8 @@ from distributor.diagnosis.report import (
     warning,
 )
 from distributor.node.agent.memory import memory_warnings
+from distributor.spark.java import how_to_install, java_above, java_here, java_major, problem_of
 
-JAVA_SECONDS = 20.0
-"""Seconds for ``java -version``."""
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 PACKAGES = ("pyspark", "pyarrow", "cloudpickle")
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -170,56 +167,6 @@ def versions() -> Mapping[str, str]:
     return found
 
 
-def java_here() -> tuple[str, str]:
-    """Return the path and the version of the Java that Spark would start here, empty if none."""
-    home = os.environ.get("JAVA_HOME")
-    path = f"{home}/bin/java" if home else shutil.which("java")
-    return (path, java_version(path)) if path else ("", "")
-
-
-def java_above() -> tuple[str, str]:
-    """Return the path and the version of the Java that has started this process, empty if none."""
-    pid = os.getppid()
-    with contextlib.suppress(OSError):  # the process of another user, or not Linux
-        while pid:
-            path = os.readlink(f"/proc/{pid}/exe")
-            if os.path.basename(path) == "java":
-                return path, java_version(path)
-            pid = parent_pid(pid)
-    return "", ""
-
-
-def java_version(path: str) -> str:
-    """Return the version of a Java, such as "17.0.15"; empty if it cannot be run."""
-    release = Path(os.path.realpath(path)).parent.parent / "release"
-    with contextlib.suppress(OSError):
-        if found := re.search(r'^JAVA_VERSION="(.*)"', release.read_text(), re.MULTILINE):
-            return found.group(1)
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            [path, "-version"], capture_output=True, text=True, timeout=JAVA_SECONDS
-        )
-        if found := re.search(r'version "(.*?)"', done.stderr + done.stdout):
-            return found.group(1)
-    return ""
-
-
-def min_java() -> int:
-    """Return the oldest Java on which the installed PySpark runs."""
-    from importlib import metadata
-
-    try:
-        return 17 if int(metadata.version("pyspark").split(".")[0]) >= 4 else 8
-    except metadata.PackageNotFoundError:
-        return 8
-
-
-def java_major(version: str) -> int:
-    """Return the major version of a Java: 17 for "17.0.15", 8 for "1.8.0_392"."""
-    numbers = [int(number) for number in re.findall(r"\d+", version)] or [0]
-    return numbers[1] if numbers[0] == 1 and len(numbers) > 1 else numbers[0]
-
-
 def _torch_versions() -> dict[str, str]:
     """Read the versions of torch and of its CUDA from its files: importing it takes seconds."""
     from importlib import metadata
@@ -247,22 +194,14 @@ def checks_of(machine: Machine, needs: Needs, where: str = HERE) -> list[Check]:
 
 
 def _java(machine: Machine, needs: Needs) -> Iterator[Check]:
-    fix = (
-        f"Install Java {needs.min_java} or later, and set JAVA_HOME to it or put its java on PATH."
-    )
-    report = failure if needs.java else warning
-    if not needs.java:
-        fix += " Only --cluster (local_mode=False) needs it."
-    if not machine.java_path:
-        yield report("Java", "There is no Java: JAVA_HOME is unset, and PATH has none.", fix)
-    elif not machine.java:
-        found = f"{machine.java_path} does not run, or reports no version."
-        yield report("Java", found, fix)
-    elif java_major(machine.java) < needs.min_java:
-        found = f"Java {machine.java} at {machine.java_path} is too old for Spark."
-        yield report("Java", found, fix)
-    else:
+    problem = problem_of(machine.java_path, machine.java, needs.min_java)
+    if not problem:
         yield ok("Java", machine.java)
+    elif needs.java:
+        yield failure("Java", problem, how_to_install(needs.min_java))
+    else:
+        fix = f"{how_to_install(needs.min_java)} Only --cluster (local_mode=False) needs it."
+        yield warning("Java", problem, fix)
 
 
 def _python(machine: Machine, needs: Needs) -> Iterator[Check]:

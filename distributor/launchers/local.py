@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from distributor.control.run import Attempt, Handle, Launcher, NodeEnded, Run, share_of
 from distributor.core.addresses import LOOPBACK
+from distributor.core.text import counted
 from distributor.core.versions import pickling_software
 from distributor.link.node_link import NodeLink
 from distributor.link.queue_link import QueueLinks
@@ -52,7 +53,7 @@ class LocalLauncher(Launcher):
     shares_disk = True
 
     def training(self, num_ranks: int) -> str:
-        return f"local training with {num_ranks} processes"
+        return f"local training with {counted(num_ranks, 'process', 'processes')}"
 
     def capacity(self, run: Run, silent: Collection[str]) -> int:
         """Return the run's size, which the plan has adapted to this machine."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from distributor.core.gpus import GPUType
 from distributor.core.spelling import Spelling
+from distributor.core.text import listed
 from distributor.node.agent.worker_env import RANK_VARIABLES
 from distributor.programs.environments import Environment, check_environment
 from distributor.programs.user_modules import check_py_modules
@@ -27,7 +28,7 @@ from distributor.spark.executor_resources import check_executor_resources
 _SECONDS_OR_OFF = replace(
     types.SECONDS_IF_ANY.with_options(
         *types.SECONDS.options,
-        option("--no-{}", action="store_const", const=None, help="no such warning"),
+        option("--no-{}", action="store_const", const=None, help="never show this warning"),
     ),
     shown="float or None",
 )
@@ -40,7 +41,8 @@ _ENVIRONMENT = types.SettingType(
             "--requirement",
             action="append",
             metavar="NAME==VERSION",
-            help="a requirement that pip installs for the ranks, once on each node",
+            help="a requirement that pip installs for the ranks, once on each node; may be "
+            "repeated",
         ),
     ),
     convert=types.checked_path,
@@ -61,7 +63,12 @@ _EXECUTOR_RESOURCES = types.SettingType(
 _PY_MODULES = types.SettingType(
     "sequence of str or path",
     lambda name, value: check_py_modules(value),
-    (types.SEVERAL,),
+    (
+        types.several(
+            "a module or package by name, or a file or folder by path, that ranks can import in "
+            "addition to those that the program imports by a statement"
+        ),
+    ),
     convert=lambda name, value: (
         type(value)(types.checked_path(name, each) for each in value)
         if isinstance(value, (list, tuple))
@@ -94,7 +101,11 @@ class Settings:
     )
     forward_env: Sequence[str] = setting(
         (),
-        types.strings("variables, such as ['HF_*']"),
+        types.strings(
+            "variables, such as ['HF_*']",
+            "a variable of this process that every rank gets too, by name or pattern such as "
+            "'HF_*'",
+        ),
         """Environment variables of this process that every rank gets too, by name or pattern,
         such as ``["HF_*"]``. Those of `env` take precedence.""",
     )
@@ -118,8 +129,8 @@ class Settings:
     stall_timeout: float | None = setting(
         None,
         types.SECONDS_IF_ANY,
-        """Seconds of such inactivity after which the attempt fails with `RunStalled`. By default
-        there is no limit.""",
+        """Seconds in which no rank prints, reports, or uses its CPU or GPU, after which the
+        attempt fails. The error is `RunStalled`. By default there is no limit.""",
     )
     log_dir: str | os.PathLike[str] | None = setting(
         AdminDefault("DISTRIBUTOR_LOG_DIR", "spark.distributor.logDir", None, "none"),
@@ -162,7 +173,10 @@ class Settings:
     )
     preload: Sequence[str] = setting(
         (),
-        types.strings("modules, such as ['lightning']"),
+        types.strings(
+            "modules, such as ['lightning']",
+            "a module that the warm process imports besides torch",
+        ),
         """Modules that the zygote imports besides torch. They must not use CUDA or start
         threads when they are imported.""",
     )
@@ -257,6 +271,25 @@ class Settings:
             raise ValueError(
                 f"{name} is {self.name!r}, but {path} is not set: {name} is a folder in it."
             )
+
+
+def check_shown_ranks(settings: Settings, max_processes: int) -> None:
+    """Check that the ranks whose output is to be shown exist.
+
+    Parameters
+    ----------
+    settings : Settings
+        Has them, and how the user calls settings.
+    max_processes : int
+        The number of ranks at most.
+    """
+    shown = settings.show_output
+    if not isinstance(shown, str) and (beyond := [rank for rank in shown if rank >= max_processes]):
+        name, number = (settings.spelling.of(each) for each in ("show_output", "num_processes"))
+        raise ValueError(
+            f"{name} has {listed('rank', beyond)}, but {number} is {max_processes}: ranks have the "
+            f"numbers from 0 to {max_processes - 1}."
+        )
 
 
 _IGNORED: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [

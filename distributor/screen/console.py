@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from distributor.screen.line_buffer import LineBuffer
-from distributor.screen.screen import SCREEN, Live, Put, Screen, kind
+from distributor.screen.screen import SCREEN, Live, Put, Screen, colored, kind
 from distributor.wire.messages import Stream
 
 _TICK_INTERVAL = 0.1  # s between two checks of all ranks for what is overdue
@@ -77,7 +77,7 @@ class Console:
             return
         buffer = self._buffers.get((rank, stream))
         if buffer is None:
-            buffer = LineBuffer(lambda: self._prefix(rank), stream)
+            buffer = LineBuffer(lambda: colored(self._prefix(rank), rank, stream), stream)
             self._buffers[rank, stream] = buffer
         now = self._clock()
         self._show(buffer, buffer.feed(data, now), now)

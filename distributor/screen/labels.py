@@ -47,9 +47,13 @@ class RunLabel:
         with _lock:
             _active.remove(self)
 
-    def prefix(self, rank: int) -> str:
-        """Return the prefix of a rank's lines: ``[3] ``, or ``[train 3] ``."""
-        return f"[{self.name} {rank}] " if self._is_needed else f"[{rank}] "
+    def prefix(self, rank: int, num_ranks: int) -> str:
+        """Return the prefix of a rank's lines: ``[3] ``, or ``[train 3] ``.
+
+        All ranks' prefixes have the same length.
+        """
+        label = f"[{self.name} {rank}]" if self._is_needed else f"[{rank}]"
+        return label + " " * (1 + len(str(num_ranks - 1)) - len(str(rank)))
 
     def message(self, text: str) -> str:
         """Return a message about the run, which starts with the label if it is needed."""

@@ -7,6 +7,7 @@ In a notebook the live line is a display of its own, which is updated in place.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,8 @@ from typing import Literal, Protocol, TextIO
 from distributor.wire.messages import Stream
 
 ERASE = "\r\x1b[K"
+COLORS = (36, 33, 32, 35, 34, 31)
+"""Terminals' codes of cyan, yellow, green, magenta, blue and red."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +237,17 @@ def kind(stream: Stream) -> Literal["terminal", "notebook"] | None:
     with suppress(Exception):  # it may be closed, None, or the user's own
         return "terminal" if out.isatty() else None
     return None
+
+
+def colored(text: str, number: int, stream: Stream) -> str:
+    """Return text in the color of a number, if a stream is a terminal that shows colors.
+
+    The environment variable ``NO_COLOR`` turns them off: https://no-color.org
+    """
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    if plain or kind(stream) != "terminal":
+        return text
+    return f"\x1b[{COLORS[number % len(COLORS)]}m{text}\x1b[0m"
 
 
 def _put(out: TextIO, text: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from distributor.settings.types import SettingType
@@ -73,13 +73,26 @@ def documented(settings: type | None = None, *, skip: Collection[str] = ()) -> C
     return decorate
 
 
-def help_of(field: dataclasses.Field[Any]) -> str:
-    """Return a setting's description for the command line."""
-    text = " ".join(field.metadata["text"].replace("`", "").split())
-    if sources := _sources(field):
-        return f"{text} {' '.join(sources.split())}"
-    default = _default(field).removeprefix(", ").removesuffix("optional").replace("'", "")
-    return f"{text} ({default})" if default else text
+def help_of(field: dataclasses.Field[Any], options: Mapping[str, str]) -> str:
+    """Return what a setting means in one sentence, for the command line.
+
+    Parameters
+    ----------
+    field : Field
+        The setting.
+    options : mapping of str to str
+        The options of settings, by which the sentence names them.
+    """
+    sentence = re.split(r"\.\s+(?=[A-Z])", field.metadata["text"])[0].removesuffix(".")
+    named = re.sub(r"`(\w+)`", lambda found: options.get(found[1], found[1]), sentence)
+    text = " ".join(named.replace("`", "").split())
+    text = text[0].lower() + text[1:]
+    default = field.metadata["default"]
+    if isinstance(default, AdminDefault):
+        return f"{text} (default: ${default.variable}, {default.key}, or {default.shown})"
+    if isinstance(default, (int, float, str)) and not isinstance(default, bool):
+        return f"{text} (default: {f'{default:g}' if isinstance(default, float) else default})"
+    return text
 
 
 def _entry(field: dataclasses.Field[Any]) -> str:

@@ -220,6 +220,16 @@ def create_folder(name: str, path: Any) -> None:
         raise NotADirectoryError(
             f"{name} must be the path of a folder, but '{path}' or a parent of it is a file."
         ) from None
+    except OSError as error:
+        raise OSError(
+            f"{name} is '{path}', which cannot be created ({error.strerror}): choose a folder "
+            "that this process can write to."
+        ) from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise OSError(
+            f"{name} is '{path}', to which this process cannot write: choose another folder, or "
+            "change its permissions."
+        )
 
 
 def checked_path(name: str, value: Any) -> Any:
@@ -296,13 +306,25 @@ def _read_folder(name: str, text: str) -> str:
 
 # Types
 
-SEVERAL = option(action="append", metavar="NAME")
+
+def several(help: str) -> Option:
+    """Return an option that may be repeated."""
+    return option(action="append", metavar="NAME", help=f"{help}; may be repeated")
+
+
 NUMBER = option(type=int, metavar="N")
 
 ENV = SettingType(
     "mapping of str to str",
     check_env,
-    (option(type=read_pair, action="append", metavar="NAME=VALUE"),),
+    (
+        option(
+            type=read_pair,
+            action="append",
+            metavar="NAME=VALUE",
+            help="an environment variable of every rank; may be repeated",
+        ),
+    ),
 )
 SWITCH = SettingType(
     "bool", check_bool, (option(action=argparse.BooleanOptionalAction),), read=_read_switch
@@ -336,20 +358,22 @@ FOLDER = SettingType(
             must_be("the path of a folder", instance_of(str, os.PathLike), TypeError), create_folder
         )
     ),
+    (option(metavar="FOLDER"),),
     convert=checked_path,
     read=_read_folder,
 )
-FOLDER_NAME = SettingType("str", optional(check_name))
-STORAGE = SettingType("str or path", check_storage_path)
-HOST = SettingType("str", optional(split_address))
-PORT = SettingType("int", checked_port, (NUMBER,), read=_read_port)
+FOLDER_NAME = SettingType("str", optional(check_name), (option(metavar="NAME"),))
+STORAGE = SettingType("str or path", check_storage_path, (option(metavar="PATH"),))
+HOST = SettingType("str", optional(split_address), (option(metavar="HOST[:PORT]"),))
+PORT = SettingType("int", checked_port, (option(type=int, metavar="PORT"),), read=_read_port)
 PORTS = SettingType("str", port_range, (option(metavar="FIRST-LAST"),), read=_read_ports)
-GPU_TYPE = SettingType("GPUType or str", check_gpu_type)
+GPU_TYPE = SettingType("GPUType or str", check_gpu_type, (option(metavar="TYPE"),))
 POOL = SettingType(
     "str",
     optional(
         must_be("the name of a pool of Spark's fair scheduler", all_of(instance_of(str), bool))
     ),
+    (option(metavar="NAME"),),
 )
 LISTENERS = SettingType(
     "Listener or sequence of Listener",
@@ -359,15 +383,19 @@ LISTENERS = SettingType(
 )
 
 
-def strings(what: str) -> SettingType:
-    """Return the type of lists of strings, with what they are."""
+def strings(what: str, help: str) -> SettingType:
+    """Return the type of lists of strings, with what they are, and the help of its option."""
     is_valid = items(Sequence, instance_of(str))
     return SettingType(
-        "sequence of str", must_be(f"a list of {what}", is_valid, TypeError), (SEVERAL,)
+        "sequence of str",
+        must_be(f"a list of {what}", is_valid, TypeError),
+        (several(help),),
     )
 
 
 def one_of(first: str, second: str) -> SettingType:
     return SettingType(
-        f'"{first}" or "{second}"', must_be(f"{first!r} or {second!r}", in_(first, second))
+        f'"{first}" or "{second}"',
+        must_be(f"{first!r} or {second!r}", in_(first, second)),
+        (option(metavar=f"{first}|{second}"),),
     )

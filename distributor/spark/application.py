@@ -15,6 +15,7 @@ from typing import Any
 from distributor.core.extras import require_spark
 from distributor.errors import DistributorError
 from distributor.screen.messages import notify
+from distributor.spark.java import why_no_java
 from distributor.spark.log_quieting import no_warning
 
 MASTERS = (
@@ -38,6 +39,8 @@ def check_application(master: str | None, conf: Mapping[str, str]) -> None:
         _check_form(master)
         _check_reachable(master)
     _check_driver_python(conf)
+    if lack := why_no_java():
+        raise DistributorError(lack)
 
 
 @contextmanager
@@ -81,7 +84,7 @@ def _cause_of(error: Exception) -> str:
     if java is None:
         text = str(error)
         if "JAVA_GATEWAY_EXITED" in text:
-            text += " Spark needs Java 17 or later; see its output above."
+            text += " Its output is above."
     else:
         while (cause := java.getCause()) is not None:
             java = cause

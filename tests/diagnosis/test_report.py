@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from distributor.diagnosis.machine import java_major
 from distributor.diagnosis.report import (
     Report,
     Status,
@@ -19,6 +18,7 @@ from distributor.diagnosis.report import (
     ok,
     warning,
 )
+from distributor.spark.java import java_major
 
 REPORT = Report(
     (

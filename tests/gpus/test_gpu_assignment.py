@@ -218,7 +218,7 @@ def test_a_local_master_uses_the_gpus_of_the_driver(
     assert facts["mask"] == "4,5"
     for what in (
         "distributed training with 2 executor processes",
-        "distributed training with 1 executor processes",
+        "distributed training with 1 executor process",
         "local training with 2 processes",
         "local training with 3 processes",
     ):

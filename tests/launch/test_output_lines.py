@@ -19,6 +19,27 @@ def driver() -> DriverOutput:
     return DriverOutput()
 
 
+@pytest.mark.parametrize(
+    ("screen", "variables", "expected"),
+    [
+        (Terminal, {}, "\x1b[35m[3] \x1b[0mloss\n"),
+        (Terminal, {"NO_COLOR": "1"}, "[3] loss\n"),
+        (Terminal, {"TERM": "dumb"}, "[3] loss\n"),
+        (io.StringIO, {}, "[3] loss\n"),
+    ],
+)
+def test_a_terminal_shows_each_rank_in_a_color(
+    monkeypatch: pytest.MonkeyPatch, screen: Any, variables: dict[str, str], expected: str
+) -> None:
+    for name, value in {"NO_COLOR": "", "TERM": "xterm", **variables}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout", out := screen())
+    console = Console(lambda rank: True)
+    console.write(3, "stdout", b"loss\n")
+    console.close()
+    assert out.getvalue() == expected
+
+
 MIB = 2**20
 
 

@@ -156,12 +156,13 @@ def test_an_unterminated_line_hides_the_status_line(driver: DriverOutput) -> Non
 
 def test_runs_have_labels_while_several_are_active() -> None:
     with RunLabel("train") as first:
-        assert first.prefix(3) == "[3] "
+        assert first.prefix(3, 4) == "[3] "
         with RunLabel("train") as second, RunLabel("score") as third:
-            prefixes = [label.prefix(3) for label in (first, second, third)]
+            prefixes = [label.prefix(3, 4) for label in (first, second, third)]
             assert prefixes == ["[train 3] ", "[train#2 3] ", "[score 3] "]
     with RunLabel("train") as alone:
-        assert alone.prefix(0) == "[0] "
+        assert alone.prefix(0, 4) == "[0] "
+        assert [alone.prefix(rank, 11) for rank in (3, 10)] == ["[3]  ", "[10] "]
 
 
 class Counted(Terminal):

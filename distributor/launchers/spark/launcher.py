@@ -92,7 +92,8 @@ class SparkLauncher(Launcher):
         return self.session.is_one_machine
 
     def training(self, num_ranks: int) -> str:
-        return f"distributed training with {num_ranks} executor processes"
+        processes = counted(num_ranks, "executor process", "executor processes")
+        return f"distributed training with {processes}"
 
     def check(self, settings: Settings) -> None:
         check_encryption(self.session, settings.spelling)
