@@ -20,7 +20,7 @@ from distributor.torch_distributor import TorchDistributor
 
 
 @documented(Settings)
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, repr=False)
 class DeepspeedTorchDistributor(TorchDistributor):
     """Runs a function or script that uses DeepSpeed on several ranks.
 

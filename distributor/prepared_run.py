@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from distributor.control.attempts import run_attempts
 from distributor.control.run import Launcher, Run
 from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.core.html import table_of
 from distributor.core.mlflow_env import NAMED_SERVER
 from distributor.core.paths import absolute
 from distributor.core.redaction import Redaction
@@ -35,7 +36,7 @@ from distributor.screen.messages import warn
 from distributor.screen.one_time_warnings import warn_once
 from distributor.serialization.code_search import call_mentions, script_mentions
 from distributor.serialization.program import Program, Script
-from distributor.settings.fields import setting
+from distributor.settings.fields import AdminDefault, setting, setting_fields
 from distributor.settings.types import RANKS, SWITCH, check_num_processes, option
 from distributor.spark.call_site import CallSite
 from distributor.spark.plan import plan_cluster, plan_local
@@ -58,7 +59,7 @@ LATEST_POSITIONS = "distributor.train.storage.checkpoint_store:latest_positions"
 NOT_TRACKED = "MLflow is off: this run has no MLflow run of its own. Return the metrics."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PlannedSettings(Settings):
     """Settings together with the number and place of the ranks, which are planned here."""
 
@@ -108,6 +109,25 @@ class PlannedSettings(Settings):
         vars(self)["_num_tasks"] = planned.num_tasks
         for message in ignored_settings(self, given):
             warn_once(message)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._shown().items())})"
+
+    def _repr_html_(self) -> str:
+        return table_of(type(self).__name__, self._shown())
+
+    def _shown(self) -> dict[str, Any]:
+        """Return the ranks' number and place, and other settings that are not as by default.
+
+        Those that may be secret are left out.
+        """
+        shown = {name: getattr(self, name) for name in ("num_processes", "local_mode", "use_gpu")}
+        for each in setting_fields(self):
+            default = each.metadata["default"]
+            plain = default.value if isinstance(default, AdminDefault) else default
+            if each.repr and (value := getattr(self, each.name)) != plain:
+                shown.setdefault(each.name, value)
+        return shown
 
     @property
     def num_tasks(self) -> int:

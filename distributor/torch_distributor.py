@@ -32,7 +32,7 @@ _get_spark_partition_data_loader = get_spark_partition_data_loader
 
 @documented()
 @checks_keywords
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TorchDistributor(PlannedSettings):
     """Runs a PyTorch function or script on several ranks, on this machine or on a Spark cluster.
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from distributor._compat.cpython import before_thread_pools_end
 from distributor.control.cancellation import Cancellation
+from distributor.core.html import table_of
 from distributor.core.text import counted
 from distributor.errors import RunCancelled
 from distributor.screen.messages import notify
@@ -71,6 +72,20 @@ class RunFuture(concurrent.futures.Future[T]):
         self._cancellation = cancellation
         self._name = name
         self._ended = threading.Event()
+
+    def __repr__(self) -> str:
+        return f"<RunFuture of {self._name}: {self._state_text()}>"
+
+    def _repr_html_(self) -> str:
+        return table_of("RunFuture", {"run": self._name, "state": self._state_text()})
+
+    def _state_text(self) -> str:
+        if not self.done():
+            return "running"
+        if self.cancelled():
+            return "cancelled"
+        error = super().exception()
+        return "finished" if error is None else f"failed with {type(error).__name__}"
 
     def cancel(self) -> bool:
         """Cancel the run, and wait until all of its ranks have ended (at most 60 s).

@@ -111,11 +111,11 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     plain = {each: _plain(each) for each in names}
     groups = [group for group in _SYNONYMS if _plain(name) in group]
     same = [each for each in names if any(plain[each] in group for group in groups)]
-    same += [
-        each for each in names if len(_plain(name)) > 1 and plain[each].startswith(_plain(name))
-    ]
     alike = difflib.get_close_matches(_plain(name), plain.values(), 1)
-    if nearest := same or [each for each in names if plain[each] in alike]:
+    nearest = same or [each for each in names if plain[each] in alike]
+    if len(_plain(name)) > 1:
+        nearest = nearest or [each for each in names if plain[each].startswith(_plain(name))]
+    if nearest:
         return f"Did you mean {nearest[0]!r}?"
     return f"It takes {', '.join(names)}." if names else ""
 

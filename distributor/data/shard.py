@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 
+from distributor.core.html import table_of
 from distributor.core.resources import format_bytes
 from distributor.core.text import counted
 from distributor.data.batches import Batches, pieces_of, read_chunk
@@ -85,6 +86,10 @@ class DatasetShard:
 
     def __repr__(self) -> str:
         return f"DatasetShard({self.stats()}; columns {', '.join(self.names)})"
+
+    def _repr_html_(self) -> str:
+        columns = {field.name: str(field.type) for field in self.schema()}
+        return table_of(f"DatasetShard {self.stats()}", columns)
 
     @property
     def names(self) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from distributor.core.html import table_of
 from distributor.filesystems import resolve
 from distributor.settings.types import in_, must_be
 from distributor.train.storage.checkpoint import Checkpoint
@@ -66,10 +67,21 @@ class Result:
     path: str | None
     metrics_dataframe: pandas.DataFrame | None = None
     best_checkpoints: list[tuple[Checkpoint, dict[str, Any]]] | None = None
-    _storage_filesystem: pafs.FileSystem | None = None
+    _storage_filesystem: pafs.FileSystem | None = field(default=None, repr=False)
     return_value: Any = None
     _: KW_ONLY
     reports: list[Report] = field(default_factory=list, repr=False)
+
+    def _repr_html_(self) -> str:
+        rows: dict[str, object] = {
+            **(self.metrics or {}),
+            "checkpoint": self.checkpoint.path if self.checkpoint else "none",
+            "path": self.path or "none",
+            "reports": len(self.reports),
+        }
+        if self.return_value is not None:
+            rows["return value"] = self.return_value
+        return table_of("Result", rows)
 
     @classmethod
     def from_path(cls, path: str | os.PathLike[str], storage_filesystem: Any = None) -> Result:

@@ -355,7 +355,7 @@ class TorchTrainer:
         cls.restore()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Distributor(TorchDistributor):
     """Names in messages what the user of `TorchTrainer` wrote."""
 
