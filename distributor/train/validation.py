@@ -204,6 +204,8 @@ def validation_distributor(
     """
     shared = {name: each for name, each in settings.items() if name not in _OF_THE_TRAINING}
     env = {**_gpu_variables(config), **shared.pop("env", {})}
+    if not isinstance(shown := shared.get("show_output", "all"), str):
+        shared["show_output"] = [rank for rank in shown if rank == 0]  # a validation has no other
     return ValidationDistributor(
         1,
         local_mode=config.local_mode,

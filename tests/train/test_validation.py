@@ -417,6 +417,13 @@ def test_gpus_of_a_validation_are_the_last_ones(
     assert manifest.metrics == {"own": "6" if gpus else "", "nested": ["6,5"] * 2}
 
 
+def test_of_the_ranks_that_a_training_shows_a_validation_has_rank_0() -> None:
+    for shown, expected in (([0, 1], [0]), ([1], []), ("all", "all")):
+        config = ValidationConfig(print, local_mode=True)
+        found = validation_distributor(config, {"show_output": shown}, None)
+        assert found.show_output == expected
+
+
 def test_a_validation_needs_a_function_and_a_checkpoint(tmp_path: Path) -> None:
     def loop() -> None:
         with pytest.raises(ValueError, match="validation needs a checkpoint"):
