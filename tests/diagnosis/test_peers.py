@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from support.ports import free_port
+from support.waiting import until
 
 from distributor.diagnosis.exchange import Exchange
 from distributor.diagnosis.network import ProbeServer
@@ -18,8 +18,13 @@ SECONDS = 20.0
 
 
 @pytest.fixture
-def server() -> Iterator[ProbeServer]:
-    with ProbeServer("127.0.0.1", TOKEN, exchange=Exchange(3)) as server:
+def exchange() -> Exchange:
+    return Exchange(3)
+
+
+@pytest.fixture
+def server(exchange: Exchange) -> Iterator[ProbeServer]:
+    with ProbeServer("127.0.0.1", TOKEN, exchange=exchange) as server:
         yield server
 
 
@@ -61,10 +66,17 @@ def test_a_task_that_comes_too_late(server: ProbeServer, pool: ThreadPoolExecuto
     assert [each.result(SECONDS) for each in gathered] == [["text", "text"]] * 2
 
 
-def test_a_task_that_runs_twice(server: ProbeServer, pool: ThreadPoolExecutor) -> None:
+def test_a_task_that_runs_twice(
+    exchange: Exchange, server: ProbeServer, pool: ThreadPoolExecutor
+) -> None:
+    def has_come(executor: str) -> bool:
+        return 0 in exchange._rounds and exchange._rounds[0].texts.get(1) == executor
+
     lost = pool.submit(peers, server, 1, "lost:1")
-    time.sleep(0.5)
-    found = results([pool.submit(peers, server, task, f"host:{task}") for task in (0, 1, 2)])
+    until(lambda: has_come("lost:1"), "the task has come", SECONDS)
+    second = pool.submit(peers, server, 1, "host:1")
+    until(lambda: has_come("host:1"), "it has come again, before the others", SECONDS)
+    found = results([second, *(pool.submit(peers, server, n, f"host:{n}") for n in (0, 2))])
     again = peers(server, 1, "third:9")
 
     for each in (*found, lost.result(SECONDS), again):

@@ -25,7 +25,7 @@ def test_without_spark_the_mask_lists_the_gpus(run_gpu_driver: RunGpuDriver) -> 
     assert facts["imported"] == []
     for verb in ("Started", "Finished"):
         assert f"{verb} local training with 2 processes" in stderr
-        assert f"{verb} local training with 1 processes" in stderr
+        assert f"{verb} local training with 1 process\n" in stderr
 
 
 def test_without_spark_or_mask_the_driver_library_counts_the_gpus(

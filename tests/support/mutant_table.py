@@ -541,7 +541,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "lines show their rank",
         "distributor/screen/labels.py",
-        'else f"[{rank}] "',
+        'else f"[{rank}]"',
         'else ""',
         ("outcomes/test_output.py::test_odd_output_is_shown_and_logged[local]",),
     ),

@@ -78,7 +78,7 @@ def test_the_ranks_run_on_the_active_spark_session(
         "TorchTrainer runs its ranks on executors of the active Spark session, because there is "
         "one; ScalingConfig(local_mode=True) runs them on this machine."
     )
-    assert "Started distributed training with 1 executor processes" in lines
+    assert "Started distributed training with 1 executor process" in lines
 
 
 NO_SESSION = """
