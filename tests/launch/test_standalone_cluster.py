@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from support.cluster import Cluster, cluster_on
 from support.machines import machines_apart, why_not_apart
-from support.managed import LOOP, ManagedSession, come_and_go
+from support.managed import LOOP, ManagedSession, come_and_go, of_services
 
 WHY_NOT = why_not_apart()
 pytestmark = [
@@ -18,17 +18,7 @@ pytestmark = [
 ]
 
 SERVICE = "spark.shuffle.service.enabled"
-EMR = {
-    "spark.dynamicAllocation.enabled": "true",
-    SERVICE: "true",
-    "spark.dynamicAllocation.executorIdleTimeout": "5s",  # instead of a minute
-}
-DATAPROC = {
-    **EMR,
-    "spark.dynamicAllocation.minExecutors": "1",
-    "spark.dynamicAllocation.maxExecutors": "10000",
-    "spark.scheduler.mode": "FAIR",
-}
+SERVICES = of_services(SERVICE)
 SPECULATION = {
     "spark.executor.cores": "2",
     "spark.speculation": "true",
@@ -56,14 +46,9 @@ def session_on(cluster: Cluster, **conf: str) -> Iterator[ManagedSession]:
         yield ManagedSession(driver, cluster.mark)
 
 
-@pytest.mark.parametrize(
-    ("service", "conf", "least"),
-    [("EMR", EMR, 0), ("Dataproc", DATAPROC, 1)],
-    ids=["EMR", "Dataproc"],
-)
-def test_executors_come_for_a_run_and_go(
-    cluster: Cluster, service: str, conf: dict[str, str], least: int
-) -> None:
+@pytest.mark.parametrize("service", SERVICES)
+def test_executors_come_for_a_run_and_go(cluster: Cluster, service: str) -> None:
+    conf, least = SERVICES[service]
     with session_on(cluster, **conf) as session:
         lines = come_and_go(session, least)
         print(f"standalone | {service} | {lines}")

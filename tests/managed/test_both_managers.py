@@ -19,6 +19,7 @@ from support.managed import (
     gpus_of_a_node,
     manager,
     nearly_a_node,
+    of_services,
     properties_of_hadoop,
     why_missing,
 )
@@ -190,29 +191,15 @@ def test_a_killed_driver(cluster: Manager, start: Start) -> None:
         print(f"{cluster.name} | driver | nothing left after {time.monotonic() - at:.1f} s")
 
 
-EMR = {
-    "spark.dynamicAllocation.enabled": "true",
-    # Both services set spark.shuffle.service.enabled instead. The clusters of the tests have no
-    # shuffle service, and a run of ranks has no rows that one would keep.
-    "spark.dynamicAllocation.shuffleTracking.enabled": "true",
-    "spark.dynamicAllocation.executorIdleTimeout": "5s",  # instead of a minute
-}
-DATAPROC = {
-    **EMR,
-    "spark.dynamicAllocation.minExecutors": "1",
-    "spark.dynamicAllocation.maxExecutors": "10000",
-    "spark.scheduler.mode": "FAIR",
-}
+# Both services set spark.shuffle.service.enabled instead. The clusters of the tests have no shuffle
+# service, and a run of ranks has no rows that one would keep.
+SERVICES = of_services("spark.dynamicAllocation.shuffleTracking.enabled")
+EMR, _ = SERVICES["EMR"]
 
 
-@pytest.mark.parametrize(
-    ("service", "conf", "least"),
-    [("EMR", EMR, 0), ("Dataproc", DATAPROC, 1)],
-    ids=["EMR", "Dataproc"],
-)
-def test_executors_come_for_a_run_and_go(
-    cluster: Manager, service: str, conf: dict[str, str], least: int
-) -> None:
+@pytest.mark.parametrize("service", SERVICES)
+def test_executors_come_for_a_run_and_go(cluster: Manager, service: str) -> None:
+    conf, least = SERVICES[service]
     with cluster.session(None, **conf) as session:
         lines = come_and_go(session, least)
         print(f"{cluster.name} | {service} | {lines}")

@@ -190,6 +190,28 @@ class Manager:
         assert not (left := marked(mark)), f"processes of {script} are left: {left}"
 
 
+def of_services(shuffle: str) -> dict[str, tuple[dict[str, str], int]]:
+    """Return the properties of sessions as services make them, and the executors that stay idle.
+
+    Parameters
+    ----------
+    shuffle : str
+        The property by which rows outlive executors.
+    """
+    emr = {
+        "spark.dynamicAllocation.enabled": "true",
+        shuffle: "true",
+        "spark.dynamicAllocation.executorIdleTimeout": "5s",  # instead of a minute
+    }
+    dataproc = {
+        **emr,
+        "spark.dynamicAllocation.minExecutors": "1",
+        "spark.dynamicAllocation.maxExecutors": "10000",
+        "spark.scheduler.mode": "FAIR",
+    }
+    return {"EMR": (emr, 0), "Dataproc": (dataproc, 1)}
+
+
 def come_and_go(session: ManagedSession, least: int) -> str:
     """Check that executors come for runs and go once idle; return how long each run took.
 
