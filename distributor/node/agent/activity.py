@@ -93,8 +93,9 @@ class ActivityMonitor:
             return True
         # A process that ends takes its CPU time with it, so the sum can also become smaller.
         used = abs(sample.cpu_seconds - last.cpu_seconds)
-        tick = 1 / os.sysconf("SC_CLK_TCK")
-        if used > max(IDLE_CPU * (sample.time - last.time), 2 * tick):
+        # User and system time are counted in whole ticks, so each may be a tick too much.
+        rounding = 2 * len(sample.ranks) / os.sysconf("SC_CLK_TCK")
+        if used > IDLE_CPU * (sample.time - last.time) + rounding:
             return True
         return self._uses_gpus and any(gpu.utilization for gpu in gpu_usage())
 
