@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs"
@@ -16,7 +18,25 @@ PROSE = (
     "CHANGELOG.md",
     ".github/SECURITY.md",
 )
-_PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A block of Python in a page.
+
+    Parameters
+    ----------
+    source : str
+        The program.
+    line : int
+        The number of its first line in the page.
+    printed : str
+        The block of text that follows it, which it prints; empty if none does.
+    """
+
+    source: str
+    line: int
+    printed: str
 
 
 def pages() -> list[Path]:
@@ -26,9 +46,16 @@ def pages() -> list[Path]:
     return [*(ROOT / name for name in PROSE), *found]
 
 
-def python_blocks(page: Path) -> list[str]:
-    """Return the blocks of Python in a page."""
-    return _PYTHON.findall(page.read_text())
+def python_blocks(page: Path) -> list[Block]:
+    """Return the blocks of Python in a page, in order."""
+    text = page.read_text()
+    blocks = list(_BLOCK.finditer(text))
+    found = []
+    for block, following in itertools.zip_longest(blocks, blocks[1:]):
+        if block[1] == "python":
+            printed = following[2] if following and following[1] == "text" else ""
+            found.append(Block(block[2], text.count("\n", 0, block.start(2)) + 1, printed))
+    return found
 
 
 def fill_section(text: str, name: str, table: str) -> str:
