@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -290,6 +292,12 @@ GROUPS = {
 """The options of ``distributor run``, in the order of its help."""
 
 
+def _wrapped(text: str, prefix: str = "") -> str:
+    """Return text in lines that fit the terminal, beside the examples, which are not wrapped."""
+    width = shutil.get_terminal_size().columns - len(prefix) - 2
+    return textwrap.fill(text, width, subsequent_indent=" " * len(prefix))
+
+
 def make_parser() -> _Parser:
     """Return the parser. Parsed options have the name of the command in ``command``."""
     parser = _Parser(prog="distributor", description="Run PyTorch on Spark.")
@@ -332,9 +340,13 @@ def _add_run(commands: Any) -> _Parser:
     run: _Parser = commands.add_parser(
         "run",
         help="run a script or module on several ranks",
-        usage="distributor run [options] (script.py | -m package.module) [-- args ...]",
-        description="Runs a script or module on several ranks, each a process with torchrun's "
-        "environment variables.",
+        usage=_wrapped(
+            "distributor run [options] (script.py | -m package.module) [-- args ...]", "usage: "
+        ),
+        description=_wrapped(
+            "Runs a script or module on several ranks, each a process with torchrun's environment "
+            "variables."
+        ),
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from distributor.control.future import RunFuture
+from distributor.core.cell_errors import ends_at_caller
 from distributor.programs.programs import check_arguments
 from distributor.serialization.pickle_diagnostics import name_of
 from distributor.torch_distributor import TorchDistributor
@@ -76,6 +77,7 @@ class DistributedFunction(DecoratedFunction[P, R]):
         Whether `distributed` returns a future.
     """
 
+    @ends_at_caller
     def distributed(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Run the function on every rank, with the same arguments.
 
@@ -108,6 +110,7 @@ class DistributedFunction(DecoratedFunction[P, R]):
         check_arguments(self._function, args, kwargs)
         return self._launcher().run_all(self._function, *args, **kwargs)
 
+    @ends_at_caller
     def distributed_async(self, *args: P.args, **kwargs: P.kwargs) -> RunFuture[list[R]]:
         """Start a run of the function on every rank. Several runs may be active at once.
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from distributor.control.attempts import run_attempts
 from distributor.control.run import Launcher, Run
+from distributor.core.cell_errors import ends_at_caller
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.core.html import table_of
 from distributor.core.mlflow_env import NAMED_SERVER
@@ -34,6 +35,7 @@ from distributor.run.spec import RunSpec, new_run_id
 from distributor.screen.labels import RunLabel
 from distributor.screen.messages import warn
 from distributor.screen.one_time_warnings import warn_once
+from distributor.screen.run_block import RunBlock
 from distributor.serialization.code_search import call_mentions, script_mentions
 from distributor.serialization.program import Program, Script
 from distributor.settings.fields import AdminDefault, setting, setting_fields
@@ -231,12 +233,18 @@ class PreparedRun:
     launcher: Launcher
     recorder: Recorder | None
 
+    @ends_at_caller
     def start(self) -> list[Any]:
         """Run, and return the values of rank 0 or of all ranks."""
         recorded: AbstractContextManager[object] = self.recorder or nullcontext()
         try:
-            with self.run.label, self.run.graceful_shutdown, recorded:
+            with self.run.label, self.run.block, self.run.graceful_shutdown, recorded:
                 return run_attempts(self.run, self.launcher)
+        except KeyboardInterrupt as error:
+            error.args = error.args or (
+                f"the run of {self.run.label.name} has ended, and no rank is left",
+            )
+            raise
         except Exception as error:
             if not _is_explained(error):
                 raise
@@ -249,6 +257,7 @@ def _is_explained(error: Exception) -> bool:
     return isinstance(error, DistributorError) or hasattr(error, "rank_failures")
 
 
+@ends_at_caller
 def prepare_run(
     settings: PlannedSettings,
     keep_all: bool,
@@ -316,9 +325,20 @@ def prepare_run(
         datasets=datasets_of(finder.datasets, partial(settings._stored_positions, env)),
         listeners=(*([recorder] if recorder else []), *settings.listeners),
         label=label,
+        block=RunBlock(lambda: label.name, _known(spec, tracking)),
         call_site=CallSite.of_caller(program.name),
     )
     return PreparedRun(run, launcher, recorder)
+
+
+def _known(spec: RunSpec, tracking: TrackedRun | Untracked) -> dict[str, str]:
+    """Return what a run's block shows besides its state."""
+    known = {"run": spec.run_id}
+    if isinstance(tracking, TrackedRun):
+        known["MLflow"] = tracking.link
+    if spec.logs is not None:
+        known["logs"] = str(spec.logs)
+    return known
 
 
 def _checkpoint_variables(settings: Settings, run_id: str) -> dict[str, str]:

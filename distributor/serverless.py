@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, ParamSpec, TypeVar, overload
 
+from distributor.core.cell_errors import ends_at_caller
 from distributor.core.gpus import GPUType
 from distributor.core.spelling import Spelling, check_names
 from distributor.decorated_function import DistributedFunction, Launcher, decorator_of
@@ -130,6 +131,7 @@ def distributed(
     return decorator_of(DistributedFunction, "@distributed", launcher, run_async)
 
 
+@ends_at_caller
 def launcher_of(
     api: str,
     *,
@@ -158,6 +160,7 @@ def launcher_of(
     class Distributor(TorchDistributor):
         spelling = Spelling(api, name, "pass remote=False", gpu_type=type_name)
 
+    @ends_at_caller
     def launcher() -> TorchDistributor:
         switches = {"remote": remote, "use_gpu": use_gpu, "run_async": run_async}
         for each, value in switches.items():

@@ -16,12 +16,14 @@ from conftest import DEADLINE, needs_java
 from support.kernels import kernel_for
 from support.waiting import assert_gone, comes_true
 
+from distributor.core.text import plain
+
 pytest.importorskip("ipykernel")
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 
 DEFINITIONS = """
-import os
+import operator, os
 from distributor import TorchDistributor
 
 class Trained:
@@ -55,10 +57,11 @@ class Notebook:
 
         client.process_message = noted
 
-    def run(self, source: str) -> Cell:
+    def run(self, source: str, *, may_fail: bool = False) -> Cell:
         """Run one more cell, and raise its error."""
         cells = self._client.nb.cells
-        cells.append(nbformat.v4.new_code_cell(source.strip()))
+        tags = {"tags": ["raises-exception"]} if may_fail else {}
+        cells.append(nbformat.v4.new_code_cell(source.strip(), metadata=tags))
         self._messages.clear()
         cell = self._client.execute_cell(cells[-1], len(cells) - 1)
         return Cell(cell, [*self._messages])
@@ -99,6 +102,18 @@ class Cell:
         return "".join(texts).splitlines()
 
     @property
+    def pages(self) -> list[str]:
+        """The HTML that is shown below the cell."""
+        data = [output.data for output in self._outputs if output.output_type == "display_data"]
+        return [each["text/html"] for each in data]
+
+    @property
+    def error(self) -> list[str]:
+        """The lines of the cell's error, without colors."""
+        [output] = [output for output in self._outputs if output.output_type == "error"]
+        return [plain(line) for line in "\n".join(output.traceback).splitlines()]
+
+    @property
     def value(self) -> str:
         """The cell's last expression, as text."""
         return next(
@@ -124,6 +139,11 @@ isinstance(found, Trained), found.rank, found.score
     """)
     assert cell.value == "(True, 0, 42)"
     assert sorted(cell.lines("stdout")) == ["[0] training on 0", "[1] training on 1"]
+    assert cell.lines("stderr") == []
+    [page] = cell.pages
+    assert "<strong>train</strong>" in page
+    for text in ("finished", "duration", "2 ranks on 1 host", "Started local training with 2"):
+        assert text in page
 
 
 def test_each_cell_shows_its_own_ranks(notebook: Notebook) -> None:
@@ -183,34 +203,83 @@ TorchDistributor(1, use_gpu=False).run(with_bar)
     assert cell.lines("stdout") == ["[0] over"]
 
 
-def test_the_stop_button_ends_the_ranks(notebook: Notebook, tmp_path: Path) -> None:
+def interrupt(notebook: Notebook, ranks: str, folder: Path) -> Cell:
+    """Press the stop button while two ranks hang, and check that they have ended."""
+
     def press_when_both_run() -> None:
-        comes_true(lambda: len(list(tmp_path.iterdir())) == 2, DEADLINE)
+        comes_true(lambda: len(list(folder.iterdir())) == 2, DEADLINE)
         notebook.interrupt()
 
     threading.Thread(target=press_when_both_run, daemon=True).start()
-    cell = notebook.run(f"""
+    cell = notebook.run(
+        f"""
 def hang():
     import pathlib, threading
-    pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()
+    pathlib.Path({str(folder)!r}, str(os.getpid())).touch()
     threading.Event().wait()
 
-try:
-    two_ranks.run(hang)
-    ended = "by itself"
-except KeyboardInterrupt:
-    ended = "interrupted"
-ended
-    """)
-    assert cell.value == "'interrupted'"
-    pids = [int(path.name) for path in tmp_path.iterdir()]
+{ranks}.run(hang)
+        """,
+        may_fail=True,
+    )
+    pids = [int(path.name) for path in folder.iterdir()]
     assert len(pids) == 2
     assert_gone(pids)
+    return cell
+
+
+def test_the_stop_button_ends_the_ranks(notebook: Notebook, tmp_path: Path) -> None:
+    cell = interrupt(notebook, "two_ranks", tmp_path)
+    assert cell.error == ["KeyboardInterrupt: the run of hang has ended, and no rank is left"]
+    assert cell.lines("stderr") == []
+    [page] = cell.pages
+    assert "stopped" in page
     assert notebook.run("two_ranks.run(train, 1).score").value == "2"
 
 
+def frames(cell: Cell) -> list[str]:
+    """Return the places of a traceback, the line that failed last."""
+    return [line for line in cell.error if re.match(r"(Cell In|File )", line)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("two_ranks.run(divide, 0)", "ZeroDivisionError: division by zero"),
+        ("TorchDistributor(0)", "ValueError: "),
+        ("TorchDistributor(2, local_mode=False)", "RuntimeError: "),
+        ('two_ranks.run("missing.py")', "FileNotFoundError: "),
+        ("two_ranks.run(divide)", "TypeError: "),
+        ("two_ranks.run(divide, __import__('threading').Lock())", "UnpicklableError: "),
+        ("two_ranks.submit(divide, 0).result()", "ZeroDivisionError: division by zero"),
+        ("TorchDistributor(2, nproc=3)", "TypeError: "),
+        ("TorchTrainer(divide, scaling_config=ScalingConfig(num_workers=-1))", "ValueError: "),
+        ("distributed(gpus=2, use_gpu=False)(divide).distributed(0)", "ZeroDivisionError: "),
+    ],
+)
+def test_a_failed_cell_ends_at_the_users_line(notebook: Notebook, line: str, message: str) -> None:
+    cell = notebook.run(
+        f"""
+from distributor import distributed
+from distributor.train import ScalingConfig
+from distributor.train.torch import TorchTrainer
+
+def divide(divisor):
+    return 1 / divisor
+
+{line}
+        """,
+        may_fail=True,
+    )
+    assert any(each.startswith(message) for each in cell.error)
+    assert [frame.partition("[")[0] for frame in frames(cell)] == ["Cell In"]
+    [shown] = [each for each in cell.error if each.startswith("----> ")]
+    assert shown.endswith(line)
+    assert cell.lines("stderr") == []
+
+
 def test_a_run_that_takes_a_while_makes_few_outputs(notebook: Notebook) -> None:
-    """Two ranks print from time to time, while the status line is updated."""
+    """Two ranks print from time to time, while the block is updated."""
     cell = notebook.run("""
 def print_from_time_to_time():
     import time
@@ -220,12 +289,8 @@ def print_from_time_to_time():
 
 two_ranks.run(print_from_time_to_time)
     """)
-    # The first messages, steps, the status line, more steps, and the last message. A rank may also
-    # print a step before the other one has started, of which there is a message.
-    assert len(cell.blocks) <= 7
-    assert all(text.strip() for _, text in cell.blocks)
-    [moving] = [text for kind, text in cell.blocks if kind == "display_data"]
-    assert moving.startswith("print_from_time_to_time on 2 ranks")
+    assert [kind for kind, _ in cell.blocks] == ["display_data", "stdout"]
+    assert cell.blocks[0][1] == "print_from_time_to_time: waiting"
     steps = cell.lines("stdout")
     assert [line for line in steps if line.startswith("[0]")] == [
         f"[0] step {n}" for n in range(10)
@@ -264,14 +329,14 @@ TorchDistributor(1, use_gpu=False, log_dir={str(tmp_path)!r}).run(run_id)
     """)
     [folder] = tmp_path.iterdir()
     assert cell.value == repr(folder.name)
-    said = f"Run {folder.name} of run_id; logs in {folder}"
-    assert said in cell.lines("stderr")
+    [page] = cell.pages
+    assert f"Run {folder.name} of run_id; logs in {folder}" in page
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 @pytest.mark.spark
 @needs_java
-def test_a_cluster_from_a_cell(notebook: Notebook) -> None:
+def test_a_cluster_from_a_cell(notebook: Notebook, tmp_path: Path) -> None:
     """The definitions of cells reach Spark's Python workers; a local Spark's are apart as well."""
     notebook.run("""
 from pyspark.sql import SparkSession
@@ -280,13 +345,23 @@ spark = (
     .config("spark.ui.enabled", "false").config("spark.ui.showConsoleProgress", "false")
     .getOrCreate()
 )
+on_cluster = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120)
     """)
     cell = notebook.run("""
-found = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).run(train, 4)
+found = on_cluster.run(train, 4)
 isinstance(found, Trained), found.rank, found.score
     """)
+    failed = notebook.run('on_cluster.run(train, "text", 1)', may_fail=True)
+    raised = notebook.run("on_cluster.run(operator.truediv, 1, 0)", may_fail=True)
+    stopped = interrupt(notebook, "on_cluster", tmp_path)
+    after = notebook.run("on_cluster.run(train, 1).score")
     notebook.run("spark.stop()")
 
     assert cell.value == "(True, 0, 8)"
     ranks = [line for line in cell.lines("stdout") if re.match(r"\[\d\] ", line)]
     assert sorted(ranks) == ["[0] training on 0", "[1] training on 1"]
+    assert [len(frames(each)) for each in (failed, raised)] == [1, 1]
+    assert any(line.startswith("ZeroDivisionError: ") for line in raised.error)
+    assert stopped.error == ["KeyboardInterrupt: the run of hang has ended, and no rank is left"]
+    assert after.value == "2"
+    assert [each.lines("stderr") for each in (cell, failed, raised, stopped, after)] == [[]] * 5

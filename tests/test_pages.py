@@ -1,13 +1,13 @@
 """The programs of the documentation run as they are printed, and print what the pages say.
 
-The blocks of a page run in order, as one program. A block that is followed by a block of text prints that text, in
-which `…` stands for what differs. Otherwise its `print` lines print the comments behind them.
+The blocks of a page run in order, as one program. A block that is followed by a block of text
+prints that text, in which `…` stands for what differs. Otherwise its `print` lines print the
+comments behind them.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
 from pathlib import Path
 from typing import Any

@@ -355,7 +355,9 @@ def test_start_and_end_are_logged(distribute: Distribute, caplog: pytest.LogCapt
     if not ranks.local_mode:
         where = "distributed training with 2 executor processes"
     logged = [each.getMessage() for each in caplog.records if each.name == "TorchDistributor"]
-    assert logged == [f"Started {where}", f"Finished {where}"]
+    started, finished = logged
+    assert started == f"Started {where}"
+    assert re.fullmatch(rf"Finished {where} in [\d.]+ s", finished)
 
 
 SCRIPT = """

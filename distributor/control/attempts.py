@@ -12,7 +12,7 @@ from distributor.control.controller import Controller
 from distributor.control.run import Attempt, Launcher, Relaunch, Resized, Run
 from distributor.control.sink import DriverSink, Listeners
 from distributor.control.stack_requests import register_run
-from distributor.core.text import counted, listed
+from distributor.core.text import counted, duration, listed
 from distributor.errors import DistributorError
 from distributor.policies.retry_policy import (
     LONG_ATTEMPT,
@@ -40,12 +40,13 @@ def run_attempts(run: Run, launcher: Launcher) -> list[Any]:
     opened: AbstractContextManager[None] = nullcontext()
     if data is not None:
         opened = data.opened(spec.run_id, run.call_site, spec.settings.pool, run.cancellation)
+    began = time.monotonic()
     with opened, launcher.opened(run) as launcher:
         failed = FailedAttempts()
         silent: tuple[str, ...] = ()
         numbers = itertools.count()
         while True:
-            began = time.monotonic()
+            began_attempt = time.monotonic()
             count = launcher.capacity(run, silent)
             if data is not None:
                 data.check(count)
@@ -57,7 +58,7 @@ def run_attempts(run: Run, launcher: Launcher) -> list[Any]:
                 run.graceful_shutdown.end_attempt()
                 continue
             except Exception as error:
-                _note_failure(failed, attempt, error, time.monotonic() - began)
+                _note_failure(failed, attempt, error, time.monotonic() - began_attempt)
                 run.graceful_shutdown.end_attempt()
                 listeners.attempt_failed(attempt.number, error)
                 if reason := _reason_to_stop(run, failed):
@@ -65,7 +66,9 @@ def run_attempts(run: Run, launcher: Launcher) -> list[Any]:
                     raise
                 silent = attempt.silent
             else:
-                run.notify(f"Finished {launcher.training(count)}", spec.settings.spelling.logger)
+                seconds = duration(time.monotonic() - began)
+                message = f"Finished {launcher.training(count)} in {seconds}"
+                run.notify(message, spec.settings.spelling.logger)
                 return values
             _announce_next(run, failed)
 

@@ -499,13 +499,15 @@ class Controller:
     def _on_ranks_started(self, node: int, message: messages.RanksStarted) -> None:
         self._grace_period.note_start(node, self._clock())
         self._nodes.started.add(node)
-        self._attempt.progress.add_started(self._handle.ranks_per_node)
+        self._attempt.progress.start(self._nodes.ranks_of(node), self._nodes.hosts[node])
         is_last = len(self._nodes.started) >= len(self._nodes.linked)
         if is_last and not self._rendezvous.late_nodes:
             self._fire(RunEvent.RANKS_STARTED)
             self._show_start()
 
     def _on_output(self, node: int, message: messages.Output) -> None:
+        if message.source in ("stdout", "stderr") and self._nodes.all_up:
+            self._show_start()  # another rank may begin later
         self._sink.write(message.rank, message.source, message.data)
 
     def _on_value_start(self, node: int, message: messages.ValueStart) -> None:
@@ -522,6 +524,7 @@ class Controller:
     def _on_failed(self, node: int, message: messages.Failed) -> None:
         self._outcomes.failures.append(message.failure)
         self._attempt.failures.append(message.failure)
+        self._attempt.progress.end([message.failure.origin.rank], "failed")
         self._grace_period.note_failure(message.failure, self._clock())
 
     def _on_idle(self, node: int, message: messages.Idle) -> None:
@@ -544,6 +547,7 @@ class Controller:
 
     def _on_node_done(self, node: int, message: messages.NodeDone) -> None:
         self._nodes.finish(node)
+        self._attempt.progress.end(self._nodes.ranks_of(node), "finished")
         if self._nodes.all_done:
             self._links.broadcast(messages.Release())
 

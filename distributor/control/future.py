@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from distributor._compat.cpython import before_thread_pools_end
 from distributor.control.cancellation import Cancellation
+from distributor.core.cell_errors import ends_at_caller
 from distributor.core.html import table_of
 from distributor.core.text import counted
 from distributor.errors import RunCancelled
@@ -100,6 +101,7 @@ class RunFuture(concurrent.futures.Future[T]):
             self._ended.wait(CANCEL_TIMEOUT)
         return self.cancelled()
 
+    @ends_at_caller
     def result(self, timeout: float | None = None) -> T:
         """Return the run's value, once it has ended.
 
@@ -145,7 +147,11 @@ class RunFuture(concurrent.futures.Future[T]):
         concurrent.futures.CancelledError
             If the run was cancelled.
         """
-        error = super().exception(timeout)
+        try:
+            error = super().exception(timeout)
+        except KeyboardInterrupt as interrupt:
+            interrupt.args = (f"the run of {self._name} goes on; cancel() ends it",)
+            raise
         _open_runs.discard(self)
         return error
 

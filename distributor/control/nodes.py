@@ -113,12 +113,13 @@ class Nodes:
         ranks: dict[str, list[int]] = {}
         for node, host in sorted(self.hosts.items()):
             if host in hosts:
-                ranks.setdefault(host, []).extend(self._ranks_of(node))
+                ranks.setdefault(host, []).extend(self.ranks_of(node))
         return ranks
 
     def _describe(self, node: int) -> str:
-        ranks = self._ranks_of(node)
+        ranks = self.ranks_of(node)
         return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
-    def _ranks_of(self, node: int) -> range:
+    def ranks_of(self, node: int) -> range:
+        """Return the ranks of a node."""
         return range(node * self._ranks_per_node, (node + 1) * self._ranks_per_node)

@@ -23,6 +23,7 @@ from distributor.run.settings import Settings
 from distributor.run.spec import RunSpec
 from distributor.screen.labels import RunLabel
 from distributor.screen.messages import LOGGER, notify
+from distributor.screen.run_block import RunBlock
 from distributor.screen.run_progress import RunProgress
 from distributor.serialization.outcome import Failure, Value
 from distributor.settings.listener import Listener
@@ -59,6 +60,8 @@ class Run:
         Objects that follow the run, besides the console.
     label : RunLabel
         Marks its output and messages while other runs are active.
+    block : RunBlock
+        Shows it below a notebook's cell.
     call_site : CallSite
         The user's line that started the run; by default the line that created this object.
     cancellation : Cancellation
@@ -71,6 +74,7 @@ class Run:
     datasets: Datasets | None = None
     listeners: tuple[Listener, ...] = ()
     label: RunLabel = field(default_factory=lambda: RunLabel("run"))
+    block: RunBlock = field(default_factory=lambda: RunBlock(lambda: "run", {}))
     call_site: CallSite = field(default_factory=lambda: CallSite.of_caller("run"))
     cancellation: Cancellation = field(default_factory=Cancellation)
     graceful_shutdown: GracefulShutdown = field(default_factory=GracefulShutdown)
@@ -116,9 +120,12 @@ class Attempt:
     raised: dict[int, Failure] = field(default_factory=dict)
     preempted: dict[str, list[int]] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
-    progress: RunProgress = field(default_factory=RunProgress)
+    progress: RunProgress = field(init=False)
     stack_requests: StackRequests = field(default_factory=StackRequests)
     is_announced: bool = False
+
+    def __post_init__(self) -> None:
+        self.progress = RunProgress(self.num_ranks)
 
     @property
     def spec(self) -> RunSpec:

@@ -43,9 +43,10 @@ class DriverSink:
         self._console = Console(
             lambda rank: _is_shown(settings, rank),
             prefix=lambda rank: run.label.prefix(rank, attempt.num_ranks),
-            status=lambda: progress.line(run.label.name, attempt.num_ranks),
+            status=lambda: progress.line(run.label.name),
             has_progress=lambda: progress.is_reported,
         )
+        run.block.follow(progress)
         self._files: LogFiles | None = None
         if settings.log_dir is not None:
             self._files = LogFiles(settings.log_dir, run.spec.run_id, attempt.number)
@@ -82,6 +83,7 @@ class DriverSink:
 
     def _add_output(self, rank: int, stream: Stream, data: bytes, *, show: bool = True) -> None:
         if show:
+            self._attempt.run.block.note_output(rank, data)
             self._console.write(rank, stream, data)
         if self._files:
             self._files.write(rank, stream, data)
@@ -90,6 +92,7 @@ class DriverSink:
     def _add_record(self, rank: int, source: Source, record: Progress | Reported) -> None:
         if isinstance(record, Reported):
             self._attempt.progress.checkpoints += record.checkpoint is not None
+            self._attempt.run.block.note_report(record)
             self._listeners.call(lambda listener: listener.reported(record))
             if record.preempted and record.checkpoint is not None:
                 self._attempt.run.graceful_shutdown.checkpoint_reported()
@@ -101,8 +104,9 @@ class DriverSink:
             self._listeners.call(lambda listener: listener.used(record))
 
     def tick(self) -> None:
-        """Update the status line, and write what has waited. Called again and again."""
+        """Update what is shown, and write what has waited. Called again and again."""
         self._console.tick()
+        self._attempt.run.block.tick()
 
 
 def _is_shown(settings: Settings, rank: int) -> bool:

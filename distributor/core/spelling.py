@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from distributor.core.cell_errors import ends_at_caller
+
 
 @dataclass(frozen=True)
 class Spelling:
@@ -130,6 +132,7 @@ def checks_keywords(cls: type[T]) -> type[T]:
     construct = cls.__init__
     known = [*inspect.signature(construct).parameters][1:]
 
+    @ends_at_caller
     @functools.wraps(construct)
     def checked(self: T, *args: Any, **kwargs: Any) -> None:
         check_names(f"{cls.__name__}()", kwargs, known)

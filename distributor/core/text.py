@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Collection, Iterable, Iterator
 
 
 def printable(text: str) -> str:
     """Return a text with escapes for what is no valid Unicode, as file names may contain."""
     return text.encode(errors="backslashreplace").decode()
+
+
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x1f\x7f]")
+
+
+def plain(text: str) -> str:
+    """Return a text without a terminal's control sequences."""
+    return _CONTROL.sub("", text)
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in the units that people use, such as "3.2 s" or "2 h 5 min"."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message: a server's may be a page of HTML."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:500]
 
 
 def is_unicode(text: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from distributor.core.cell_errors import ends_at_caller
 from distributor.core.paths import absolute
 from distributor.settings.fields import NOT_GIVEN
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from distributor.diagnosis.report import Report
 
 
+@ends_at_caller
 def doctor(
     num_processes: int | None = None,
     local_mode: bool = True,

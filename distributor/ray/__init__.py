@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar, overload
 
 from distributor.control.future import RunFuture
+from distributor.core.cell_errors import ends_at_caller
 from distributor.core.extras import install_command
 from distributor.core.gpus import GPUType
 from distributor.data.dataframes import DatasetFinder
@@ -64,6 +65,7 @@ class RayFunction(DecoratedFunction[P, R]):
         Whether `distributed` returns a future.
     """
 
+    @ends_at_caller
     def distributed(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Start a Ray cluster, run the function once on its head node, and end the cluster.
 
@@ -100,6 +102,7 @@ class RayFunction(DecoratedFunction[P, R]):
         distributor, program = self._prepare(args, kwargs)
         return distributor.run(program, *args, **kwargs)
 
+    @ends_at_caller
     def distributed_async(self, *args: P.args, **kwargs: P.kwargs) -> RunFuture[R]:
         """Start what `distributed` does in the background. Several runs may be active at once.
 

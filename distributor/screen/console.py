@@ -24,9 +24,9 @@ _SWITCH_INTERVALS = 1.0, 30.0  # s between a notebook's switches of stream: the 
 class Console:
     """Shows the ranks' output as it arrives, each line with its rank as a prefix: ``[3] loss 0.2``.
 
-    Progress bars move on a terminal and in a notebook; in files their state becomes a line from
-    time to time. Nothing that ranks print raises, nor does a failure of the driver's streams. All
-    methods must be called from one thread.
+    Progress bars move on a terminal. In files their state becomes a line from time to time, and in
+    a notebook the last one does. Nothing that ranks print raises, nor does a failure of the
+    driver's streams. All methods must be called from one thread.
 
     Parameters
     ----------
@@ -35,11 +35,11 @@ class Console:
     prefix : callable
         Returns the current prefix of a rank's lines.
     status : callable
-        Returns the run's progress as text. A screen shows it as a line that is updated in place,
-        while no rank has a progress bar.
+        Returns the run's progress as text. A terminal shows it as a line that is updated in
+        place, while no rank has a progress bar.
     has_progress : callable
         Returns whether rank 0 has reported progress: files then show the status too, from time to
-        time and at the end.
+        time, and all but notebooks at the end.
     clock : callable
         Returns monotonic seconds.
     screen : Screen
@@ -106,10 +106,12 @@ class Console:
         for _, buffer in sorted(self._buffers.items()):
             self._show(buffer, buffer.finish(now), now)
         self._flush(now, last=True)
-        if not self._screen.end(self, self._status()) and self._has_progress():
+        if kind("stderr") != "notebook" and self._has_progress():
             self._screen.print_message(self._status())
 
     def _show_status(self, now: float) -> None:
+        if kind("stderr") == "notebook":
+            return
         if kind("stderr"):
             if now >= self._status_due:
                 self._status_due = now + _STATUS_INTERVAL
@@ -128,8 +130,6 @@ class Console:
             buffer.has_new_state = False
             if buffer.state:
                 self._bar = buffer
-                if kind(buffer.stream) == "notebook":
-                    self._status_due = -math.inf  # its display shows the status after the bar
 
     def _flush(self, now: float, *, last: bool = False) -> None:
         puts, self._pending = self._pending, []
@@ -138,7 +138,7 @@ class Console:
         self._screen.show(self, puts, self._live())
 
     def _live(self) -> Live | None:
-        if self._bar and self._bar.state and kind(self._bar.stream):
+        if self._bar and self._bar.state and kind(self._bar.stream) == "terminal":
             return Live(self._bar.stream, self._bar.prefix + self._bar.state, is_bar=True)
         return Live("stderr", self._status_line) if self._status_line else None
 

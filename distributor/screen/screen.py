@@ -2,7 +2,7 @@
 
 A message starts in the first column, whatever is on the screen: an unterminated line is ended
 first, and the live line (a progress bar, or the status of a run) is erased and drawn again below.
-In a notebook the live line is a display of its own, which is updated in place.
+A notebook has no live line: see `run_block`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Literal, Protocol, TextIO
+from typing import Literal, TextIO
 
 from distributor.wire.messages import Stream
 
@@ -68,44 +68,12 @@ class Live:
     is_bar: bool = False
 
 
-class Display(Protocol):
-    """An output of a notebook that is updated in place."""
-
-    def update(self, text: str) -> None:
-        """Replace the text that is shown."""
-
-
-class NotebookDisplay:
-    """An IPython display, created with the first text."""
+class Screen:
+    """Writes to the current ``sys.stdout`` and ``sys.stderr``. Thread-safe."""
 
     def __init__(self) -> None:
-        self._handle: object = None
-
-    def update(self, text: str) -> None:
-        """Replace the text that is shown."""
-        from IPython.display import display
-
-        data = {"text/plain": text}
-        if self._handle is None:
-            self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
-        else:
-            self._handle.update(data, raw=True)  # type: ignore[attr-defined]
-
-
-class Screen:
-    """Writes to the current ``sys.stdout`` and ``sys.stderr``. Thread-safe.
-
-    Parameters
-    ----------
-    make_display : callable
-        Creates the display of a run's live line in a notebook.
-    """
-
-    def __init__(self, make_display: Callable[[], Display] = NotebookDisplay) -> None:
-        self._make_display = make_display
         self._lock = threading.RLock()
         self._live: dict[object, Live] = {}
-        self._displays: dict[object, tuple[Display, str]] = {}
         self._drawn: tuple[Stream, str] | None = None  # the live line on a terminal, at the bottom
         self._unterminated: tuple[object, Stream, TextIO] | None = None
         self._broken: dict[Stream, TextIO] = {}
@@ -116,21 +84,11 @@ class Screen:
             self._note_live(run, live)
             self._write(puts)
 
-    def end(self, run: object, text: str) -> bool:
-        """Remove a run's live line. In a notebook leave this text in it, and return True."""
-        with self._lock:
-            self._note_live(run, None)
-            self._write([])
-            if run not in self._displays:
-                return False
-            self._update_display(run, text)
-            del self._displays[run]
-            return True
-
     def print_message(self, message: str) -> None:
-        """Write a message of this package to stderr."""
+        """Write a message of this package to stderr; a notebook shows that as an error."""
         with self._lock:
-            self._write([Put("stderr", message + "\n")])
+            stream: Stream = "stdout" if kind("stderr") == "notebook" else "stderr"
+            self._write([Put(stream, message + "\n")])
 
     def clear_line(self) -> None:
         """Move the cursor to the start of an empty line, so that other code can write there."""
@@ -138,20 +96,10 @@ class Screen:
             self._send([*self._finish_line(), *self._erase("stderr")])
 
     def _note_live(self, run: object, live: Live | None) -> None:
-        if live is not None and kind(live.stream) == "notebook":
-            self._update_display(run, live.text)
-            live = None
         if live is not None and live.text and kind(live.stream) == "terminal":
             self._live[run] = live
         else:
             self._live.pop(run, None)
-
-    def _update_display(self, run: object, text: str) -> None:
-        display, shown = self._displays.get(run) or (self._make_display(), "")
-        if text and text != shown:
-            self._displays[run] = display, text
-            with suppress(Exception):  # an old IPython, or one whose front end has gone
-                display.update(text)
 
     def _write(self, puts: Sequence[Put]) -> None:
         on_terminal = [put.stream for put in puts if kind(put.stream) == "terminal"]

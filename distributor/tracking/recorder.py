@@ -15,13 +15,13 @@ from typing import Any
 from distributor._compat.mlflow import client_that_prints_no_link
 from distributor.core.mlflow_env import SERVER_ERRORS
 from distributor.core.redaction import Redaction
-from distributor.core.text import counted, printable
+from distributor.core.text import counted, first_line, printable
 from distributor.errors import RunCancelled
 from distributor.rank.messages import Progress
 from distributor.screen.labels import RunLabel
 from distributor.screen.messages import notify, warn
 from distributor.settings.listener import Listener
-from distributor.tracking.run import ANSWER_SECONDS, TrackedRun, call_with_deadline, first_line
+from distributor.tracking.run import ANSWER_SECONDS, TrackedRun, call_with_deadline
 from distributor.wire.messages import Stream
 
 MAX_TAG = 4000

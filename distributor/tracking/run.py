@@ -31,6 +31,7 @@ from distributor.core.mlflow_env import (
     RUN_ID,
     USE_NOT_DETECTED,
 )
+from distributor.core.text import first_line
 from distributor.errors import DistributorError
 from distributor.screen.messages import warn
 from distributor.version import __version__
@@ -232,11 +233,6 @@ def _is_unauthorized(error: BaseException | None) -> bool:
     status = getattr(error, "get_http_status_code", lambda: None)()
     in_text = re.search(r"(code|status) (401|403)\b", str(error)) is not None
     return in_text or status in (401, 403) or _is_unauthorized(error.__cause__ or error.__context__)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message: a server's may be a page of HTML."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:500]
 
 
 def _databricks_variables(uri: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distributor.control.cancellation import Cancellation
+from distributor.core.cell_errors import ends_at_caller
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.core.paths import absolute
 from distributor.core.spelling import Spelling, checks_keywords, suggestion
@@ -198,6 +199,7 @@ class TorchTrainer:
         if not self.running_in_local_mode:
             self._prepare()  # raises now what would be raised when the training starts
 
+    @ends_at_caller
     def fit(self) -> Result:
         """Run the training; after a failure, restart it from the latest checkpoint if configured.
 

@@ -62,8 +62,9 @@ def reduce(kill=False):
     if kill and attempt == "0":
         dist.barrier()
         if rank == 1:
-            processes = psutil.Process().parents()
-            next(each for each in processes if each.name() == "java").kill()
+            # The executor's JVM: a warm process may outlive the Python worker that has started it.
+            jvms = [each for each in psutil.process_iter() if each.name() == "java"]
+            next(each for each in jvms if each.cwd() == os.getcwd()).kill()
         time.sleep(100)
     total = torch.ones(1)
     dist.all_reduce(total)

@@ -31,7 +31,7 @@ NOUNS = [
     (listed("rank", [0, 3]), "ranks 0, 3"),
     (listed("rank", [0, 1, 3, 4, 5, 6, 9]), "ranks 0, 1, 3 to 6, 9"),
     (listed("executor", ["a", "b", "c"]), "executors a, b, c"),
-    (RunProgress().line("train", 1).rpartition(",")[0], "train on 1 rank, 0 up"),
+    (RunProgress(1).line("train").rpartition(",")[0], "train on 1 rank, 0 up"),
     (str(FailedAttempt(0, 1, KeyError("lost"))), "attempt 0 on 1 rank: KeyError: 'lost'"),
 ]
 

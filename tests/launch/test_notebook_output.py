@@ -1,4 +1,4 @@
-"""The ranks' output in a notebook: few blocks, and one display for what moves."""
+"""The ranks' output in a notebook: few blocks, without what moves."""
 
 from __future__ import annotations
 
@@ -54,8 +54,6 @@ def test_a_notebooks_streams_are_few_blocks(driver: DriverOutput) -> None:
     assert len(blocks(puts)) < 20
     assert driver.out() == "[0] out\n[1] out\n" * 300
     assert driver.err() == "[0] err\n[1] err\n" * 300
-    [display] = driver.displays
-    assert display[-1] == "train on 2 ranks, 299"
 
 
 def test_a_notebook_is_written_to_in_few_pieces(driver: DriverOutput) -> None:
@@ -86,11 +84,8 @@ def test_a_real_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     manager, client = jupyter_client.manager.start_new_kernel()
     outputs: dict[str, str] = {"stdout": "", "stderr": ""}
-    displays = []
 
     def collect(message: dict[str, Any]) -> None:
-        if message["msg_type"] == "display_data":
-            displays.append(message["content"]["data"]["text/plain"])
         if message["msg_type"] == "stream":
             outputs[message["content"]["name"]] += message["content"]["text"]
 
@@ -103,23 +98,4 @@ def test_a_real_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert outputs["stdout"] == "[1] hello\n"
     assert on_screen(outputs["stderr"]) == ["[0] 30%", ""]
     assert "\r" not in outputs["stderr"]
-    assert len(displays) == 1, "the bar moves in one output"
     assert "\x1b" not in outputs["stderr"]
-
-
-def test_the_status_line_is_one_display(driver: DriverOutput) -> None:
-    screen = driver.screen(Notebook)
-    driver.status = "train: 50%"
-    driver.tick(after=2.0)
-    driver.tick()
-    driver.has_progress, driver.status = True, "train: 100%"
-    driver.close()
-    assert screen.getvalue() == ""
-    assert driver.displays == [["train: 50%", "train: 100%"]]
-
-
-def test_the_status_of_a_short_run_is_a_line(driver: DriverOutput) -> None:
-    screen = driver.screen(Notebook)
-    driver.has_progress, driver.status = True, "train: 100%"
-    driver.close()
-    assert (screen.getvalue(), driver.displays) == ("train: 100%\n", [])

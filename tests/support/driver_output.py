@@ -59,21 +59,13 @@ def on_screen(text: str, width: int = 80) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-class Displayed(list[str]):
-    """A notebook's display that is updated in place: all of its texts."""
-
-    def update(self, text: str) -> None:  # type: ignore[override]
-        self.append(text)
-
-
 class DriverOutput:
     """A console whose clock and streams belong to the test."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         self.status, self.has_progress = "", False
-        self.displays: list[Displayed] = []
-        self.shared = Screen(self._make_display)
+        self.shared = Screen()
         self.console = Console(
             lambda rank: rank != 99,
             status=lambda: self.status,
@@ -82,10 +74,6 @@ class DriverOutput:
             screen=self.shared,
         )
         self.streams(io.StringIO(), io.StringIO())
-
-    def _make_display(self) -> Displayed:
-        self.displays.append(Displayed())
-        return self.displays[-1]
 
     def streams(self, stdout: Any, stderr: Any) -> None:
         self.stdout, self.stderr = stdout, stderr

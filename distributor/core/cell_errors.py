@@ -1,0 +1,76 @@
+"""Errors below a notebook's cell: their tracebacks end at the user's line."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
+LIBRARIES = tuple({str(Path(prefix).resolve()) + "/" for prefix in (sys.prefix, sys.base_prefix)})
+BUGS = (AssertionError, AttributeError, IndexError, KeyError, NameError, RecursionError)
+"""Errors that this package does not raise itself; with its frames, they can be reported."""
+
+
+def ends_at_caller(function: Callable[P, R]) -> Callable[P, R]:
+    """Have IPython show what a function raises without frames of this package.
+
+    An interrupt is shown as one line. Elsewhere, tracebacks remain as they are.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            if "IPython" in sys.modules:
+                # IPython calls this method of an error, if it has one, instead of its own function.
+                vars(error).setdefault("_render_traceback_", functools.partial(_rendered, error))
+            raise
+
+    return call
+
+
+def _rendered(error: BaseException) -> list[str]:
+    """Return the lines of an error below a cell."""
+    from IPython import get_ipython
+
+    if isinstance(error, KeyboardInterrupt):
+        return [f"{type(error).__name__}: {error}".rstrip(": ")]
+    for each in _chain(error):
+        _cut(each)
+    formatter: Any = get_ipython().InteractiveTB
+    lines: list[str] = formatter.structured_traceback(type(error), error, error.__traceback__)
+    return lines
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _cut(error: BaseException) -> None:
+    """Remove this package's frames from a traceback, and the libraries' frames below them."""
+    frames: list[types.TracebackType] = []
+    inside = False
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        inside = inside or file.startswith(PACKAGE)
+        if not (inside and file.startswith((PACKAGE, *LIBRARIES, "<frozen", "<string>"))):
+            frames.append(trace)
+        trace = trace.tb_next
+    if inside and isinstance(error, BUGS) and not hasattr(error, "rank_failures"):
+        return
+    for frame, following in itertools.zip_longest(frames, frames[1:]):
+        frame.tb_next = following
+    BaseException.with_traceback(error, frames[0] if frames else None)
