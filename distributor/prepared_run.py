@@ -287,7 +287,7 @@ def prepare_run(
         Has the datasets that ranks get without being passed them as arguments.
     """
     finder = finder or DatasetFinder()
-    args, kwargs = finder.replace_in(args, kwargs)
+    args, kwargs = finder.replace_in(args, kwargs, train_object)
     check_datasets(finder.datasets, train_object, args)
     program = settings._program_of(train_object, args, kwargs)
     if settings.storage_path is not None:
