@@ -48,6 +48,14 @@ class _Settings(Settings):
     spelling = _SPELLING
 
 
+class _Wanted(Wanted):
+    """The same for ``distributor doctor``."""
+
+    spelling = Spelling(
+        "distributor doctor", "--nproc", "leave out --cluster", "leave out --gpus", has_options=True
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = make_parser()
@@ -118,7 +126,7 @@ def _show_stacks(*_: object) -> None:
 def _doctor(options: argparse.Namespace) -> int:
     from distributor.diagnosis.examination import examine_cluster, examine_here
 
-    wanted = Wanted(**_fields_of(Wanted, vars(options)))
+    wanted = _Wanted(**_fields_of(Wanted, vars(options)))
     if options.cluster:
         report = examine_cluster(wanted, lambda: _application(options))
     else:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import Field, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +15,7 @@ from distributor.core.cell_errors import ends_at_caller
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.core.html import table_of
 from distributor.core.mlflow_env import NAMED_SERVER
-from distributor.core.paths import absolute
+from distributor.core.paths import absolute, shown
 from distributor.core.redaction import Redaction
 from distributor.core.text import printable
 from distributor.data.dataframes import DatasetFinder
@@ -55,8 +54,9 @@ from distributor.tracking.run import (
 CHECK_STORAGE = "distributor.train.runtime.session:check_storage"
 """What ranks call first if they store checkpoints, so that bad storage fails before training."""
 
+LATEST_CHECKPOINT = "distributor.train.storage.checkpoint_store:latest_checkpoint"
 LATEST_POSITIONS = "distributor.train.storage.checkpoint_store:latest_positions"
-"""What reads the positions of data loaders from a run's latest checkpoint."""
+"""What reads the name of a run's latest checkpoint, and its positions of data loaders."""
 
 NOT_TRACKED = "MLflow is off: this run has no MLflow run of its own. Return the metrics."
 
@@ -142,17 +142,15 @@ class PlannedSettings(Settings):
         names = ("num_processes", "local_mode", "use_gpu", "num_tasks")
         return {name: getattr(self, name) for name in names}
 
-    def _stored_positions(self, env: Mapping[str, str]) -> Mapping[str, Any]:
-        """Return the positions of data loaders from which the next attempt resumes.
+    def _latest_checkpoint(self, settings: CheckpointSettings) -> str | None:
+        """Return the name of the checkpoint from which a run resumes; None if it has none."""
+        if self.name is None:  # the run has a new folder
+            return None
+        latest: str | None = pkgutil.resolve_name(LATEST_CHECKPOINT)(settings)
+        return latest
 
-        Parameters
-        ----------
-        env : mapping of str to str
-            The environment variables of the ranks.
-        """
-        settings = CheckpointSettings.from_env(env)
-        if settings is None:
-            return {}
+    def _stored_positions(self, settings: CheckpointSettings) -> Mapping[str, Any]:
+        """Return the positions of data loaders from which the next attempt resumes."""
         positions: Mapping[str, Any] = pkgutil.resolve_name(LATEST_POSITIONS)(settings)
         return positions
 
@@ -227,11 +225,17 @@ class PreparedRun:
         Starts the ranks.
     recorder : Recorder or None
         Logs the job to its MLflow run; None if it has no such run.
+    checkpoints : CheckpointSettings or None
+        The storage of its checkpoints, if it has any.
+    latest_checkpoint : callable
+        Returns the name of the checkpoint in it from which the run resumes, if there is one.
     """
 
     run: Run
     launcher: Launcher
     recorder: Recorder | None
+    checkpoints: CheckpointSettings | None
+    latest_checkpoint: Callable[[CheckpointSettings], str | None]
 
     @ends_at_caller
     def start(self) -> list[Any]:
@@ -239,6 +243,7 @@ class PreparedRun:
         recorded: AbstractContextManager[object] = self.recorder or nullcontext()
         try:
             with self.run.label, self.run.block, self.run.graceful_shutdown, recorded:
+                self._announce_checkpoint()
                 return run_attempts(self.run, self.launcher)
         except KeyboardInterrupt as error:
             error.args = error.args or (
@@ -250,6 +255,17 @@ class PreparedRun:
                 raise
             BaseException.with_traceback(error, None)  # the launcher's frames do not help the user
             raise error
+
+    def _announce_checkpoint(self) -> None:
+        """Show from which checkpoint the run resumes, unless only the ranks reach the storage."""
+        if (stored := self.checkpoints) is None:
+            return
+        with suppress(Exception):
+            if latest := self.latest_checkpoint(stored):
+                self.run.notify(
+                    f"Resuming {stored.name} from {latest} in {shown(stored.storage_path)}. "
+                    "Another name starts anew."
+                )
 
 
 def _is_explained(error: Exception) -> bool:
@@ -280,7 +296,7 @@ def prepare_run(
         Has the datasets that ranks get without being passed them as arguments.
     """
     finder = finder or DatasetFinder()
-    args, kwargs = finder.replace_in(args, kwargs)
+    args, kwargs = finder.replace_in(args, kwargs, train_object)
     check_datasets(finder.datasets, train_object, args)
     program = settings._program_of(train_object, args, kwargs)
     if settings.storage_path is not None:
@@ -305,6 +321,7 @@ def prepare_run(
         **forwarded_env(settings),
         **settings.env,
     }
+    checkpoints = CheckpointSettings.from_env(env)
     label = RunLabel(printable(program.name))
     recorder = (
         Recorder(tracking, settings.mlflow_ranks, Redaction(env), label)
@@ -322,13 +339,16 @@ def prepare_run(
     )
     run = Run(
         spec=spec,
-        datasets=datasets_of(finder.datasets, partial(settings._stored_positions, env)),
+        datasets=datasets_of(
+            finder.datasets,
+            lambda: settings._stored_positions(checkpoints) if checkpoints else {},
+        ),
         listeners=(*([recorder] if recorder else []), *settings.listeners),
         label=label,
         block=RunBlock(lambda: label.name, _known(spec, tracking)),
         call_site=CallSite.of_caller(program.name),
     )
-    return PreparedRun(run, launcher, recorder)
+    return PreparedRun(run, launcher, recorder, checkpoints, settings._latest_checkpoint)
 
 
 def _known(spec: RunSpec, tracking: TrackedRun | Untracked) -> dict[str, str]:

@@ -20,6 +20,11 @@ def absolute(path: str | os.PathLike[str], name: str = "The path") -> str:
     return text if is_address else local_path(text, name)
 
 
+def shown(path: str | os.PathLike[str]) -> str:
+    """Return a path for messages: without the credentials that an address may contain."""
+    return re.sub("://[^/@]*@", "://", os.fspath(path))
+
+
 def local_path(path: str | os.PathLike[str], name: str = "The path") -> str:
     """Return the absolute path of a file or folder of this machine."""
     text = os.fspath(path)

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from distributor.core.cell_errors import ends_at_caller
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Spelling:
@@ -47,9 +49,13 @@ class Spelling:
         try:
             yield
         except Exception as error:
-            if error.args and isinstance(error.args[0], Message):
-                error.args = (error.args[0].spelled(self), *error.args[1:])
+            if error.args:
+                error.args = (self.respelled(error.args[0]), *error.args[1:])
             raise
+
+    def respelled(self, text: T) -> T | Message:
+        """Return a `Message` as this API spells it, and anything else as it is."""
+        return text.spelled(self) if isinstance(text, Message) else text
 
 
 class Message(str):
@@ -81,8 +87,6 @@ class _Names(dict[str, object]):
     def __missing__(self, name: str) -> str:
         return self._spelling.of(name)
 
-
-T = TypeVar("T")
 
 # Names that APIs have for one parameter.
 _SYNONYMS = (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +29,7 @@ class SparkDataset:
     split : bool
         Whether the ranks share the rows.
     name : str
-        Its name, for messages. If it is empty, it is named by its place among the arguments.
+        Its name, for messages. If it is empty, it is named by its parameter of the function.
     """
 
     frame: Any
@@ -169,15 +171,17 @@ class DatasetFinder:
         self._numbers: dict[int, int] = {}
 
     def replace_in(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], function: Any = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with references in place of DataFrames.
 
-        They are found among the arguments themselves and in lists, tuples and dicts.
+        They are found among the arguments themselves and in lists, tuples and dicts. They are named
+        by the parameters of the function, if it is one.
         """
         if "pyspark.sql" not in sys.modules:
             return args, dict(kwargs)
-        positional = [self._replaced(value, f"argument {at}") for at, value in enumerate(args)]
+        names = _parameter_names(function, len(args))
+        positional = [self._replaced(value, name) for value, name in zip(args, names, strict=True)]
         named = {name: self._replaced(value, name) for name, value in kwargs.items()}
         return tuple(positional), named
 
@@ -200,6 +204,18 @@ class DatasetFinder:
             items = [self._replaced(part, f"{name}[{at}]") for at, part in enumerate(value)]
             return type(value)(items) if _differ(items, value) else value
         return value
+
+
+def _parameter_names(function: Any, count: int) -> list[str]:
+    """Return the names of parameters for so many positional arguments; else their numbers."""
+    names: list[str] = []
+    with contextlib.suppress(TypeError, ValueError):  # a script, or a function written in C
+        for each in inspect.signature(function).parameters.values():
+            if each.kind is each.VAR_POSITIONAL:
+                names += [f"{each.name}[{at}]" for at in range(count - len(names))]
+            elif each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD):
+                names.append(each.name)
+    return [*names, *(f"argument {at}" for at in range(len(names), count))][:count]
 
 
 def _differ(new: Any, old: Any) -> bool:

@@ -17,9 +17,10 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 
+from distributor.core.paths import shown
 from distributor.core.text import counted, is_unicode
 from distributor.data.epochs import Layout
-from distributor.data.parquet_files import PathLike, find_files, partitions_of, shown
+from distributor.data.parquet_files import PathLike, find_files, partitions_of
 from distributor.data.shard import DatasetShard
 from distributor.data.source import Equal, check_sharing
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple, NoReturn
@@ -13,7 +12,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from distributor.core.paths import absolute
+from distributor.core.paths import absolute, shown
 from distributor.core.text import is_unicode
 from distributor.filesystems import resolve_address
 
@@ -66,11 +65,6 @@ def partitions_of(folder: str, paths: Sequence[str]) -> list[dict[str, pa.Scalar
         {name: pa.scalar(text, pa.string()).cast(types[name]) for name, text in each.items()}
         for each in texts
     ]
-
-
-def shown(path: PathLike) -> str:
-    """Return a path for messages: without the credentials that an address may contain."""
-    return re.sub("://[^/@]*@", "://", os.fspath(path))
 
 
 def _folder_values(folder: str, path: str) -> dict[str, str | None]:

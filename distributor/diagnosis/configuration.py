@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from distributor.core.addresses import bare, resolve
-from distributor.core.spelling import Spelling
+from distributor.core.spelling import Message, Spelling
 from distributor.diagnosis.report import Check, failure, ok, warning
 from distributor.launchers.spark.capacity.container_memory import container_shortage
 from distributor.launchers.spark.capacity.executors import MAX_EXECUTORS
@@ -46,11 +46,11 @@ def configuration_checks(session: Session) -> list[Check]:
 
 
 def make_plan(
-    session: Session, ranks: int, *, use_gpu: bool
+    session: Session, ranks: int, spelling: Spelling, *, use_gpu: bool
 ) -> tuple[ClusterPlan | None, list[Check]]:
     """Plan a run, and return the checks of its GPUs."""
     try:
-        with Spelling(run_on_cpus="want no GPUs").renames():
+        with spelling.renames():
             plan = plan_cluster(session, ranks, use_gpu, None)
     except (RuntimeError, ValueError) as error:
         fix = (
@@ -152,8 +152,11 @@ def _executor_failures(session: Session) -> Iterator[Check]:
     most = max(3, 2 * int(session.conf("spark.executor.instances") or 2))
     yield warning(
         name,
-        f"Once {most} executors have failed, Spark ends the application, and with it every run, "
-        "whatever max_failures is.",
+        Message(
+            "Once {most} executors have failed, Spark ends the application, and with it every "
+            "run, whatever {max_failures} is.",
+            most=most,
+        ),
         f"For long runs, make the session with a larger {MAX_FAILURES}, and {FAILURES_EXPIRE}=1h.",
         WHERE,
     )

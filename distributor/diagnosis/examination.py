@@ -22,6 +22,7 @@ from distributor.control.cancellation import Cancellation
 from distributor.control.polling import poll_until
 from distributor.core.addresses import port_range
 from distributor.core.resources import format_bytes, spark_local_dirs
+from distributor.core.spelling import Spelling
 from distributor.core.text import counted
 from distributor.diagnosis.configuration import configuration_checks, make_plan
 from distributor.diagnosis.exchange import Exchange
@@ -48,7 +49,7 @@ from distributor.diagnosis.report import (
     ok,
     warning,
 )
-from distributor.diagnosis.services import check_tracking, shared_marker, tracking_uri
+from distributor.diagnosis.services import SERVICES, check_tracking, shared_marker, tracking_uri
 from distributor.diagnosis.settings import Wanted
 from distributor.errors import DistributorError
 from distributor.launchers.spark.capacity.executors import Executors
@@ -69,8 +70,7 @@ from distributor.torch_distributor import TorchDistributor
 LOCAL_RANKS = 2
 """Ranks of the all-reduce on this machine if the user names no number."""
 START_FIX = (
-    "Correct what the message names; --master, --conf and Spark's configuration decide how Spark "
-    "starts."
+    "Correct what the message names. The master and Spark's configuration decide how Spark starts."
 )
 ON_EXECUTORS = ("executors", "versions", "network to the driver", "network between executors")
 """Checks that need a job of Spark."""
@@ -108,11 +108,12 @@ def examine_here(wanted: Wanted) -> Report:
     checks.append(check_tracking(tracking_uri()))
     with shared_marker(wanted.storage_path) as (_, storage_checks):
         checks += storage_checks
-    if _has_failure(checks):
+    if _prevents_runs(checks):
         checks.append(not_checked(ALL_REDUCE, "an earlier check failed"))
     else:
-        checks.append(check_all_reduce(ranks, HERE, local_mode=True, use_gpu=wanted.gpus > 0))
-    return Report(tuple(checks))
+        settings = {"local_mode": True, "use_gpu": wanted.gpus > 0}
+        checks.append(check_all_reduce(ranks, HERE, wanted.spelling, **settings))
+    return _report(checks, wanted)
 
 
 def examine_cluster(
@@ -124,7 +125,7 @@ def examine_cluster(
     checks = checks_of(machine, needs)
     checks.append(check_tracking(tracking_uri()))
     if needs.java and _has_failure(check for check in checks if check.name == "Java"):
-        return Report((*checks, *unexamined("Spark cannot start without Java")))
+        return _report([*checks, *unexamined("Spark cannot start without Java")], wanted)
     try:
         with application() as spark:
             checks += cluster_checks(Session(spark), wanted, machine)
@@ -133,7 +134,11 @@ def examine_cluster(
     except Exception as error:  # of the JVM, or of a master that does not answer
         checks.append(failure("Spark", str(error), START_FIX, EXECUTORS))
         checks += unexamined("there is no Spark application")
-    return Report(tuple(checks))
+    return _report(checks, wanted)
+
+
+def _report(checks: Iterable[Check], wanted: Wanted) -> Report:
+    return Report(tuple(check.spelled(wanted.spelling) for check in checks))
 
 
 def _this_machine(ranks: int) -> Machine:
@@ -145,10 +150,16 @@ def _has_failure(checks: Iterable[Check]) -> bool:
     return any(check.status is Status.FAILURE for check in checks)
 
 
+def _prevents_runs(checks: Iterable[Check]) -> bool:
+    """Return whether a check failed without which ranks cannot reduce a tensor."""
+    return _has_failure(check for check in checks if check.name not in SERVICES)
+
+
 def cluster_checks(session: Session, wanted: Wanted, driver: Machine) -> list[Check]:
     """Return the checks of a cluster."""
     checks = configuration_checks(session)
-    plan, gpu_checks = make_plan(session, wanted.ranks or 1, use_gpu=wanted.gpus > 0)
+    ranks, use_gpu = wanted.ranks or 1, wanted.gpus > 0
+    plan, gpu_checks = make_plan(session, ranks, wanted.spelling, use_gpu=use_gpu)
     checks += gpu_checks
     if plan is None:
         return checks + unexamined("a run with this configuration would be refused")
@@ -158,12 +169,12 @@ def cluster_checks(session: Session, wanted: Wanted, driver: Machine) -> list[Ch
         return checks + unexamined("no executor has a slot")
     examined, found = _examine(session, plan.with_tasks(slots), wanted, driver)
     checks += found
-    if _has_failure(checks):
+    if _prevents_runs(checks):
         return [*checks, not_checked(ALL_REDUCE, "an earlier check failed", EXECUTORS)]
     ranks = wanted.ranks or min(max(2, len(examined)), slots)
     where = hosts_text(each.machine.host for each in examined)
     settings = {"local_mode": False, "use_gpu": plan.use_gpu, **wanted.run_settings}
-    return [*checks, check_all_reduce(ranks, where, **settings)]
+    return [*checks, check_all_reduce(ranks, where, wanted.spelling, **settings)]
 
 
 def unexamined(why: str) -> list[Check]:
@@ -370,12 +381,18 @@ class _Untracked(TorchDistributor):
 
 
 def check_all_reduce(
-    ranks: int, where: str, *, local_mode: bool, use_gpu: bool, **settings: Any
+    ranks: int,
+    where: str,
+    spelling: Spelling,
+    *,
+    local_mode: bool,
+    use_gpu: bool,
+    **settings: Any,
 ) -> Check:
     """Run ranks that reduce a tensor, and return the bus bandwidth as a check."""
     backend = "nccl" if use_gpu else "gloo"
     try:
-        with shown_from(logging.ERROR):
+        with shown_from(logging.ERROR), spelling.renames():
             seconds = _Untracked(
                 ranks,
                 local_mode=local_mode,

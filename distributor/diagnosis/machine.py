@@ -22,6 +22,7 @@ from pathlib import Path
 from distributor.core.addresses import resolve
 from distributor.core.gpus import DriverVersion, describe, driver_version, gpu_names, has_nvml
 from distributor.core.resources import SHARED_MEMORY, format_bytes
+from distributor.core.spelling import Message
 from distributor.core.text import counted
 from distributor.core.versions import SET_PYTHON, release
 from distributor.diagnosis.report import (
@@ -37,7 +38,7 @@ from distributor.node.agent.memory import memory_warnings
 from distributor.spark.java import how_to_install, java_above, java_here, java_major, problem_of
 
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
-PACKAGES = ("pyspark", "pyarrow", "cloudpickle")
+PACKAGES = ("pyspark", "pyarrow", "pandas", "cloudpickle")
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables by which users choose a network interface."""
 MIB, GIB = 2**20, 2**30
@@ -46,6 +47,8 @@ MIN_SHARED_MEMORY, ENOUGH_SHARED_MEMORY = 48 * MIB, 512 * MIB
 MIN_DISK, ENOUGH_DISK = 256 * MIB, 2 * GIB
 MIN_OPEN_FILES, ENOUGH_OPEN_FILES = 256, 1024
 MIN_TORCH = (2, 4)
+UNSUPPORTED_PANDAS = (3,)
+"""The first pandas that no PySpark fully supports yet, as PySpark itself warns."""
 MUST_BE_EQUAL = ("torch", "cloudpickle", "CUDA", "NCCL")
 """Versions that must be the same on all executors; others are only compared."""
 
@@ -200,7 +203,7 @@ def _java(machine: Machine, needs: Needs) -> Iterator[Check]:
     elif needs.java:
         yield failure("Java", problem, how_to_install(needs.min_java))
     else:
-        fix = f"{how_to_install(needs.min_java)} Only --cluster (local_mode=False) needs it."
+        fix = f"{how_to_install(needs.min_java)} Only runs on a cluster need it."
         yield warning("Java", problem, fix)
 
 
@@ -225,14 +228,62 @@ def _torch(machine: Machine, needs: Needs) -> Iterator[Check]:
         yield ok("torch", version)
 
 
-def _cuda(machine: Machine, needs: Needs) -> Iterator[Check]:
-    cuda, driver = machine.versions.get("CUDA"), machine.driver
+def _pandas(machine: Machine, needs: Needs) -> Iterator[Check]:
+    spark, pandas = machine.versions.get("pyspark"), machine.versions.get("pandas")
+    if spark and pandas and release(pandas) >= UNSUPPORTED_PANDAS:
+        found = f"PySpark {spark} does not yet fully support pandas {pandas}."
+        yield warning("pandas", found, "Install pandas 2: pip install 'pandas<3'.")
+
+
+def _gpus(machine: Machine, needs: Needs) -> Iterator[Check]:
+    """Yield the checks of GPUs; one of a machine without a driver, which needs nothing else."""
+    driver = machine.driver
+    if driver is None and not needs.gpus:
+        yield ok("GPUs", "no GPU; none is wanted")
+    elif driver is None:
+        yield _no_driver(machine, needs)
+    else:
+        yield ok("NVIDIA driver", f"{driver.driver}, for CUDA up to {driver.cuda}")
+        yield _number_of_gpus(machine, needs)
+        yield from _cuda(machine, needs, driver)
+
+
+def _no_driver(machine: Machine, needs: Needs) -> Check:
+    wanted = f"{counted(needs.gpus, 'GPU')} wanted, and there is no GPU"
+    if not machine.has_nvml:
+        fix = "Install nvidia-ml-py, without which no GPU is found."
+        return failure("GPUs", f"{wanted}: nvidia-ml-py is not installed.", fix)
+    lacks, more = "no NVIDIA driver answers", ""
+    if "torch" in machine.versions and "CUDA" not in machine.versions:
+        lacks += f", and torch {machine.versions['torch']} is built without CUDA"
+        more = " Then install a build of torch for CUDA."
+    fix = Message(
+        "Check the driver with nvidia-smi, and that the container may use the GPUs.{more} On a "
+        "machine without GPUs, {run_on_cpus}.",
+        more=more,
+    )
+    return failure("GPUs", f"{wanted}: {lacks}.", fix)
+
+
+def _number_of_gpus(machine: Machine, needs: Needs) -> Check:
+    if not needs.gpus:
+        return ok("GPUs", f"{describe(machine.gpus)}; none is wanted")
+    if len(machine.gpus) >= needs.gpus:
+        return ok("GPUs", describe(machine.gpus))
+    wanted = f"{counted(needs.gpus, 'GPU')} wanted, and there is {describe(machine.gpus)}."
+    fix = "Check them with nvidia-smi, and that the container may use all of them."
+    return failure("GPUs", wanted, fix)
+
+
+def _cuda(machine: Machine, needs: Needs, driver: DriverVersion) -> Iterator[Check]:
+    cuda = machine.versions.get("CUDA")
     if needs.gpus and "torch" in machine.versions and cuda is None:
         found = f"torch {machine.versions['torch']} is built without CUDA."
-        yield failure("CUDA", found, "Install a build of torch for CUDA, or use CPUs.")
+        fix = Message("Install a build of torch for CUDA, or {run_on_cpus}.")
+        yield failure("CUDA", found, fix)
     elif cuda is None:
         yield not_checked("CUDA", "torch is missing or built without CUDA")
-    elif driver and release(driver.cuda)[0] < release(cuda)[0]:
+    elif release(driver.cuda)[0] < release(cuda)[0]:
         yield failure(
             "CUDA",
             f"torch is built for CUDA {cuda}, and the NVIDIA driver {driver.driver} supports "
@@ -241,26 +292,9 @@ def _cuda(machine: Machine, needs: Needs) -> Iterator[Check]:
         )
     else:
         yield ok("CUDA", cuda)
-    nccl = machine.versions.get("NCCL")
-    yield ok("NCCL", nccl) if nccl else not_checked("NCCL", "it is not installed")
-
-
-def _gpus(machine: Machine, needs: Needs) -> Iterator[Check]:
-    driver = machine.driver
-    if driver:
-        yield ok("NVIDIA driver", f"{driver.driver}, for CUDA up to {driver.cuda}")
-    else:
-        yield not_checked("NVIDIA driver", "there is none, or no nvidia-ml-py")
-    if not needs.gpus:
-        yield ok("GPUs", f"{describe(machine.gpus)}; none is wanted")
-    elif len(machine.gpus) < needs.gpus:
-        fix = "Check the driver with nvidia-smi, and that the container may use the GPUs."
-        if not machine.has_nvml:
-            fix = "Install nvidia-ml-py, without which no GPU is found."
-        wanted = f"{counted(needs.gpus, 'GPU')} wanted, and there is {describe(machine.gpus)}."
-        yield failure("GPUs", wanted, fix)
-    else:
-        yield ok("GPUs", describe(machine.gpus))
+    if cuda:
+        nccl = machine.versions.get("NCCL")
+        yield ok("NCCL", nccl) if nccl else not_checked("NCCL", "no package; torch may contain it")
 
 
 def _shared_memory(machine: Machine, needs: Needs) -> Iterator[Check]:
@@ -336,7 +370,7 @@ _CHECKS: tuple[Callable[[Machine, Needs], Iterator[Check]], ...] = (
     _java,
     _python,
     _torch,
-    _cuda,
+    _pandas,
     _gpus,
     _shared_memory,
     _disk,
@@ -399,6 +433,8 @@ def _difference(name: str, machines: Sequence[Machine]) -> Check | None:
     return report(
         "versions",
         f"The hosts differ in {_LABELS.get(name, name)}: {found}.",
-        "Install the same version everywhere, or name one environment for all (environment=).",
+        Message(
+            "Install the same version everywhere, or name one environment for all ({environment})."
+        ),
         hosts_text(machine.host for machine in machines),
     )

@@ -15,6 +15,7 @@ from statistics import median
 
 from distributor.core.addresses import joined, resolve
 from distributor.core.resources import format_bytes
+from distributor.core.spelling import Message
 from distributor.core.text import counted
 from distributor.diagnosis.exchange import Exchange
 from distributor.diagnosis.report import Check, failure, hosts_text, not_checked, ok, warning
@@ -44,13 +45,13 @@ SLOW_BANDWIDTH = 12.5e6
 """Bytes per second below which a path is slow: 100 Mbit/s."""
 CLOCK_SECONDS = 1.0
 """Seconds by which clocks may differ."""
-HUB_FIX = (
-    "Allow connections from the executors to the driver's port, and set hub_port "
-    "(spark.distributor.hub.port) to a port that is open, or hub_address to an address of the "
+HUB_FIX = Message(
+    "Allow connections from the executors to the driver's port, and set {hub_port} "
+    "(spark.distributor.hub.port) to a port that is open, or {hub_address} to an address of the "
     "driver that the executors reach."
 )
-RANKS_FIX = (
-    "Allow TCP connections between the hosts of the executors, in both directions: rank_ports "
+RANKS_FIX = Message(
+    "Allow TCP connections between the hosts of the executors, in both directions: {rank_ports} "
     "(spark.distributor.rank.ports) limits the port of rank 0's store, and "
     "net.ipv4.ip_local_port_range of the hosts limits the ports of gloo and NCCL."
 )
@@ -266,8 +267,10 @@ def network_checks(
         failure(
             "network between executors",
             f"The executor cannot listen for other ranks: {why}.",
-            "Have the host's name resolve to an address of this host (/etc/hosts, DNS, or "
-            "SPARK_LOCAL_IP), and check rank_ports.",
+            Message(
+                "Have the host's name resolve to an address of this host (/etc/hosts, DNS, or "
+                "SPARK_LOCAL_IP), and check {rank_ports}."
+            ),
             host,
         )
         for host, why in unreachable.items()

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from distributor.core.spelling import Spelling
 from distributor.core.text import counted
 
 HERE = "this machine"
@@ -51,6 +52,11 @@ class Check:
     found: str
     fix: str = ""
     where: str = HERE
+
+    def spelled(self, spelling: Spelling) -> Check:
+        """Return the check with settings named as an API does."""
+        found, fix = map(spelling.respelled, (self.found, self.fix))
+        return replace(self, found=found, fix=fix)
 
 
 def ok(name: str, found: str, where: str = HERE) -> Check:

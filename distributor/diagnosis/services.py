@@ -13,6 +13,8 @@ from typing import Any
 
 from distributor.diagnosis.report import HERE, Check, failure, not_checked, ok, warning
 
+SERVICES = ("storage", "MLflow")
+"""The names of these checks."""
 SERVER_SECONDS = 3.0
 """Seconds for MLflow's server to answer."""
 SERVER_ERROR, UNAUTHORIZED = 500, (401, 403)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+from distributor.core.spelling import Spelling
 from distributor.run.settings import Settings
 from distributor.settings.defaults import complete
 from distributor.settings.fields import setting, setting_fields
@@ -30,6 +31,8 @@ class Wanted:
     Without a number of ranks, each executor would have one, and this machine two.
     """
 
+    spelling: ClassVar[Spelling] = Spelling("doctor", run_on_cpus="pass gpus=0")
+
     num_processes: int | None = setting(
         None,
         _COUNT.with_options(option("--nproc", "--{}", type=int, metavar="N")),
@@ -42,7 +45,7 @@ class Wanted:
     )
     storage_path: str | None = setting(
         None,
-        SettingType("str", lambda name, path: None, (option("--storage", metavar="PATH"),)),
+        SettingType("str", lambda name, path: None, (option("--{}", "--storage", metavar="PATH"),)),
         "storage that all hosts share",
     )
     hub_address: str | None = setting(
@@ -53,11 +56,13 @@ class Wanted:
 
     def __post_init__(self) -> None:
         complete(self)
-        for field in fields(self):
-            field.metadata["type"].check(field.name, getattr(self, field.name))
+        for field in setting_fields(self):
+            name, value = self.spelling.of(field.name), getattr(self, field.name)
+            field.metadata["type"].check(name, value)
         if self.gpus and self.num_processes not in (None, self.gpus):
+            ranks, gpus = self.spelling.of("num_processes"), self.spelling.of("gpus")
             raise ValueError(
-                f"Each rank has one GPU, but num_processes is {self.num_processes} and gpus is "
+                f"Each rank has one GPU, but {ranks} is {self.num_processes} and {gpus} is "
                 f"{self.gpus}. Leave one of them out."
             )
 

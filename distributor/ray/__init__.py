@@ -142,7 +142,7 @@ class RayFunction(DecoratedFunction[P, R]):
         require_ray()
         check_runs(self._function)
         check_arguments(self._function, args, kwargs)
-        _check_no_datasets(args, kwargs)
+        _check_no_datasets(self._function, args, kwargs)
         distributor = self._launcher()
         cores = None if distributor.local_mode else _executor_cores(Session.active())
         return distributor, RayProgram(self._function, distributor.start_timeout, cores)
@@ -261,10 +261,10 @@ def ray_launch(
     return decorator_of(RayFunction, "@ray_launch", launcher, run_async)
 
 
-def _check_no_datasets(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _check_no_datasets(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Check that there is no Spark DataFrame among the arguments, of which a node has a share."""
     finder = DatasetFinder()
-    finder.replace_in(args, kwargs)
+    finder.replace_in(args, kwargs, function)
     if finder.datasets:
         raise TypeError(
             f"{finder.datasets[0].name} is a Spark DataFrame, but the function of @ray_launch runs "

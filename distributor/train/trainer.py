@@ -39,7 +39,7 @@ from distributor.train.datasets import DataConfig
 from distributor.train.errors import training_error
 from distributor.train.result import Result
 from distributor.train.storage.checkpoint import Checkpoint
-from distributor.train.storage.checkpoint_store import Storage, latest_positions
+from distributor.train.storage.checkpoint_store import Storage, latest_checkpoint, latest_positions
 from distributor.train.validation import ValidationConfig, ValidationQueue, validation_distributor
 from distributor.train.worker_loop import WorkerLoop
 
@@ -231,11 +231,6 @@ class TorchTrainer:
                 return self._fit_in_process(loop)
             distributor, storage, validations = self._prepare()
             notify(_describe_place(self.scaling_config, distributor.local_mode))
-            if committed := storage.committed():
-                notify(
-                    f"The run {self.run_config.name!r} continues from {committed[-1][0]}, the "
-                    f"latest checkpoint in {storage.path}. Another RunConfig.name starts anew."
-                )
             with validations:
                 try:
                     value = distributor.run(loop, self._datasets())
@@ -366,9 +361,10 @@ class _Distributor(TorchDistributor):
     storage_filesystem: Any = None
     resume_from: Checkpoint | None = None
 
-    def _stored_positions(self, env: Mapping[str, str]) -> Mapping[str, Any]:
-        settings = CheckpointSettings.from_env(env)
-        assert settings is not None, "a trainer's run has storage"
+    def _latest_checkpoint(self, settings: CheckpointSettings) -> str | None:
+        return latest_checkpoint(settings, self.storage_filesystem)
+
+    def _stored_positions(self, settings: CheckpointSettings) -> Mapping[str, Any]:
         return latest_positions(settings, self.storage_filesystem, self.resume_from)
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from support.waiting import until
 
 from distributor import DistributorError, TorchDistributor, distributed
 from distributor.data import from_spark
+from distributor.data.dataframes import DatasetFinder
 from distributor.errors import UnpicklableError, WorkerDied
 from distributor.ray import ray_launch
 
@@ -122,8 +124,8 @@ def test_shares_are_padded_or_cut(ranks: Make, spark: Any, capfd: Any) -> None:
     assert sorted({*one[0], *other[0]}) == list(range(7))
     assert sorted(one[1] + other[1]) == list(range(6))
     shown = capfd.readouterr().err
-    assert re.search("argument 0: 7 rows .* 4 for each of 2 ranks; 1 row repeated", shown)
-    assert re.search("argument 1: 7 rows .* 3 for each of 2 ranks; 1 row dropped", shown)
+    assert re.search(r"shards\[0\]: 7 rows .* 4 for each of 2 ranks; 1 row repeated", shown)
+    assert re.search(r"shards\[1\]: 7 rows .* 3 for each of 2 ranks; 1 row dropped", shown)
 
 
 def test_the_decorator_takes_data_frames(spark: Any) -> None:
@@ -307,7 +309,7 @@ def test_columns_of_any_name(ranks: Make, spark: Any) -> None:
 
 def test_columns_of_one_name_are_refused(spark: Any) -> None:
     frame = spark.range(3).selectExpr("id", "id AS x", "2 * id AS x")
-    with pytest.raises(ValueError, match="argument 0 has several columns of the name 'x'"):
+    with pytest.raises(ValueError, match="shard has several columns of the name 'x'"):
         TorchDistributor(1, use_gpu=False).run(lambda shard: None, frame)
 
 
@@ -327,7 +329,7 @@ of_pyspark_4 = pytest.mark.skipif(
 def test_types_that_arrow_does_not_have_are_refused(spark: Any, value: str) -> None:
     frame = spark.range(3).selectExpr("id", f"{value} AS x")
     with pytest.raises(
-        TypeError, match=r"Column 'x' of the DataFrame argument 0 has the type .*interval"
+        TypeError, match=r"Column 'x' of the DataFrame shard has the type .*interval"
     ):
         TorchDistributor(1, use_gpu=False).run(lambda shard: None, frame)
 
@@ -348,8 +350,31 @@ def test_a_streaming_data_frame_is_refused(spark: Any) -> None:
 def test_a_data_frame_of_another_session_is_refused(spark: Any) -> None:
     other = spark.newSession().range(3)
     assert spark.range(1) is not None
-    with pytest.raises(ValueError, match="argument 0 belongs to another Spark session"):
-        TorchDistributor(1, use_gpu=False).run(lambda shard: None, other)
+    with pytest.raises(ValueError, match="The DataFrame users belongs to another Spark session"):
+        TorchDistributor(1, use_gpu=False).run(lambda users: None, other)
+
+
+def names_of(function: Any, *args: Any, **kwargs: Any) -> list[str]:
+    """Return the names of DataFrames among the arguments of a function."""
+    finder = DatasetFinder()
+    finder.replace_in(args, kwargs, function)
+    return [dataset.name for dataset in finder.datasets]
+
+
+def test_data_frames_are_named_by_the_parameters(spark: Any) -> None:
+    def train(learning_rate: float, users: Any, *others: Any, test: Any = None) -> None: ...
+
+    one, two, three, four = (spark.range(3) for _ in range(4))
+    names = names_of(train, 0.1, one, two, [three], test={"all": four})
+    assert names == ["users", "others[0]", "others[1][0]", "test['all']"]
+    assert names_of(partial(train, 0.1), from_spark(one)) == ["users"]
+    assert names_of(print, one) == ["args[0]"]
+    assert names_of("train.py", "--lr", one) == ["argument 1"]
+
+
+def test_a_shard_has_the_name_of_its_parameter(spark: Any) -> None:
+    shown = TorchDistributor(1, use_gpu=False).run(lambda users: repr(users), spark.range(3))
+    assert shown.startswith("DatasetShard(users: 3 of 3 rows")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from distributor.core.spelling import Spelling
+from distributor.diagnosis.network import HUB_FIX
 from distributor.diagnosis.report import (
     Report,
     Status,
@@ -75,6 +77,12 @@ def test_html_is_a_table_with_escaped_texts() -> None:
     assert text.count("<tr>") == 5, "a head and four checks"
     assert "a &lt;b&gt; offset" in text
     assert "<b>Install torch.</b>" in text
+
+
+def test_fixes_name_settings_as_their_api_does() -> None:
+    options = Spelling(has_options=True)
+    assert " and set hub_port (" in failure("network", "no path", HUB_FIX).fix
+    assert " and set --hub-port (" in failure("network", "no path", HUB_FIX).spelled(options).fix
 
 
 def test_hosts_that_are_alike_share_a_row() -> None:

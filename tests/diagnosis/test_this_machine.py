@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyspark
 import pytest
@@ -19,7 +21,9 @@ from support.packages import python_that_begins
 from support.ports import free_port
 
 import distributor
+from distributor.core.gpus import DriverVersion
 from distributor.core.versions import release
+from distributor.diagnosis.machine import Machine, Needs, checks_of, examine
 
 NEEDED_JAVA, OLD_JAVA = (
     (17, "1.8.0_392") if release(pyspark.__version__) >= (4,) else (8, "1.7.0_80")
@@ -52,9 +56,9 @@ def test_the_table_is_printed_and_shown_in_notebooks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--nproc", "0"], "num_processes has to be a positive integer"),
-        (["--gpus", "2", "--nproc", "3"], "Each rank has one GPU"),
-        (["--rank-ports", "many"], "rank_ports is a range of ports"),
+        (["--nproc", "0"], "--nproc has to be a positive integer"),
+        (["--gpus", "2", "--nproc", "3"], "Each rank has one GPU, but --nproc is 3 and --gpus"),
+        (["--rank-ports", "many"], "--rank-ports is a range of ports"),
         (["--master", "local[2]"], "--cluster is missing"),
         (["--cluster", "--master", "yarnn"], "not a Spark master URL"),
         (["--nprocs", "2"], "--nproc"),
@@ -66,6 +70,20 @@ def test_bad_input_is_refused(arguments: list[str], error: str) -> None:
 
     assert done.returncode == 2
     assert error in done.stderr
+
+
+def test_python_has_the_names_of_parameters() -> None:
+    with pytest.raises(ValueError, match=r"^num_processes has to be a positive integer"):
+        distributor.doctor(0)
+    with pytest.raises(ValueError, match="num_processes is 3 and gpus is 2"):
+        distributor.doctor(3, gpus=2)
+
+
+@needs_java
+def test_fixes_name_options() -> None:
+    found = doctor("--cluster", "--master", "local[2]", "--gpus", "2").having("failure")
+    assert list(found) == ["GPUs"], found
+    assert "leave out --gpus" in found["GPUs"]["found"]
 
 
 def test_a_session_is_needed_for_a_cluster(run_driver: Callable[..., object]) -> None:
@@ -86,7 +104,8 @@ def failed(name: str, *arguments: str, inside: list[str] | None = None, **env: s
     found = doctor(*arguments, env=env, inside=inside or [])
     assert found.exit_code == 1
     assert list(found.having("failure")) == [name], found.text
-    assert "all-reduce" in found.having("not checked")
+    is_reduced = "all-reduce" in found.having("ok") | found.having("warning")
+    assert is_reduced == (name in ("storage", "MLflow")), "ranks need neither to reduce a tensor"
     check = found.having("failure")[name]
     assert check["where"] == "this machine"
     return f"{check['found']} {check['fix']}"
@@ -95,8 +114,52 @@ def failed(name: str, *arguments: str, inside: list[str] | None = None, **env: s
 def test_gpus_that_are_missing() -> None:
     if distributor.core.gpus.gpu_names():
         pytest.skip("there are GPUs")
-    found = doctor("--gpus", "2").having("failure")
-    assert "2 GPUs wanted, and there is no GPU" in found["GPUs"]["found"]
+    text = failed("GPUs", "--gpus", "2")
+    assert text.startswith("2 GPUs wanted, and there is no GPU: no NVIDIA driver answers")
+    assert "On a machine without GPUs, leave out --gpus." in text
+
+
+def machine(**parts: Any) -> Machine:
+    """Return this machine with other parts."""
+    return replace(examine("localhost", [], 0, in_executor=False), **parts)
+
+
+CPU_BUILD, CUDA_BUILD = {"torch": "2.9.0+cpu"}, {"torch": "2.9.0", "CUDA": "12.8", "NCCL": "2.27"}
+DRIVER = {"driver": DriverVersion("570.1", "12.8"), "gpus": ("H100", "H100")}
+NO_DRIVER: dict[str, Any] = {"driver": None, "gpus": ()}
+
+
+@pytest.mark.parametrize(
+    ("versions", "parts", "gpus", "expected"),
+    [
+        (CPU_BUILD, NO_DRIVER, 0, {"GPUs": "ok"}),
+        (CUDA_BUILD, NO_DRIVER, 0, {"GPUs": "ok"}),
+        (CPU_BUILD, NO_DRIVER, 2, {"GPUs": "failure"}),
+        (CUDA_BUILD, NO_DRIVER, 2, {"GPUs": "failure"}),
+        (CPU_BUILD, DRIVER, 2, {"NVIDIA driver": "ok", "GPUs": "ok", "CUDA": "failure"}),
+        (CUDA_BUILD, DRIVER, 2, dict.fromkeys(("NVIDIA driver", "GPUs", "CUDA", "NCCL"), "ok")),
+    ],
+)
+def test_a_machine_without_gpus_has_one_row_for_them(
+    versions: dict[str, str], parts: dict[str, Any], gpus: int, expected: dict[str, str]
+) -> None:
+    found = machine(versions={"Python": "3.12.1", **versions}, **parts)
+
+    rows = {check.name: check.status.value for check in checks_of(found, Needs(gpus=gpus))}
+
+    names = ("NVIDIA driver", "GPUs", "CUDA", "NCCL")
+    assert {name: rows[name] for name in names if name in rows} == expected
+
+
+@pytest.mark.parametrize(("pandas", "warns"), [("2.3.3", False), ("3.0.0", True), ("", False)])
+def test_a_pandas_that_pyspark_does_not_support(pandas: str, warns: bool) -> None:
+    versions = {"Python": "3.12.1", "pyspark": "4.3.0", **({"pandas": pandas} if pandas else {})}
+    found = [check for check in checks_of(machine(versions=versions), Needs()) if check.fix]
+
+    assert [check.found for check in found if check.name == "pandas"] == (
+        [f"PySpark 4.3.0 does not yet fully support pandas {pandas}."] if warns else []
+    )
+    assert not warns or "pip install 'pandas<3'" in found[-1].fix
 
 
 @needs_mounts

@@ -20,8 +20,8 @@ def examine(**settings):
 """
 """Defines the examination in a driver program."""
 ONCE = "\nexamine()\n"
-LOAD_DEPENDENT = {"network speed", "all-reduce"}
-"""Checks that measure a speed, and may warn while other tests use this machine."""
+OF_THE_MACHINE = {"network speed", "all-reduce", "pandas"}
+"""Checks that measure a speed, and may warn while other tests use this machine, or of packages."""
 
 
 class Found(NamedTuple):
@@ -36,9 +36,9 @@ class Found(NamedTuple):
 
     @property
     def warnings(self) -> dict[str, dict[str, str]]:
-        """The warnings, by name, less those that the load of this machine may cause."""
+        """The warnings, by name, less those that this machine's load and packages may cause."""
         found = self.having("warning")
-        return {name: check for name, check in found.items() if name not in LOAD_DEPENDENT}
+        return {name: check for name, check in found.items() if name not in OF_THE_MACHINE}
 
     @property
     def text(self) -> str:

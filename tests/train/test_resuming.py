@@ -22,12 +22,18 @@ from distributor.train.storage.manifest import MANIFEST
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def test_a_run_of_the_same_name_resumes(tmp_path: Path) -> None:
+def test_a_run_of_the_same_name_resumes_and_says_so_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", name="mine")
     ranks.run(count_on, tmp_path, 2)
+    assert "Resuming" not in capfd.readouterr().err
 
     begin, latest = ranks.run(count_on, tmp_path, 3)
 
+    assert [line for line in capfd.readouterr().err.splitlines() if "Resuming" in line] == [
+        f"Resuming mine from checkpoint_000001 in {tmp_path}/runs. Another name starts anew."
+    ]
     assert begin == 2
     assert latest is not None
     assert latest.endswith("checkpoint_000002")

@@ -349,10 +349,16 @@ def stored_positions(checkpoint: Checkpoint | None) -> Mapping[str, Any]:
     return manifest.positions if manifest else {}
 
 
+def latest_checkpoint(settings: CheckpointSettings, filesystem: Any = None) -> str | None:
+    """Return the name of the checkpoint from which a run resumes; None if it has none."""
+    committed = Storage(settings.storage_path, settings.name, filesystem).committed()
+    return committed[-1][0] if committed else None
+
+
 def latest_positions(
     settings: CheckpointSettings, filesystem: Any = None, resume_from: Checkpoint | None = None
 ) -> Mapping[str, Any]:
     """Read the positions from which a run resumes, unless its latest checkpoint is damaged."""
     storage = Storage(settings.storage_path, settings.name, filesystem)
-    committed = storage.committed()
-    return stored_positions(storage.checkpoint(committed[-1][0]) if committed else resume_from)
+    latest = latest_checkpoint(settings, filesystem)
+    return stored_positions(storage.checkpoint(latest) if latest else resume_from)

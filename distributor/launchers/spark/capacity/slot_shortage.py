@@ -174,7 +174,7 @@ def _why_by_master(session: Session, size: ExecutorSize, *, none_started: bool) 
         return (
             f"None of {counted(len(master.total), 'worker')} has GPUs: set "
             "spark.worker.resource.gpu.amount and spark.worker.resource.gpu.discoveryScript where "
-            "they are started, or run on CPUs (use_gpu=False) in a session without "
+            "they are started, or run on CPUs in a session without "
             f"{EXECUTOR_GPUS}."
         )
     return _why_by_machines(master, size.minimum, "worker", none_started=none_started)
