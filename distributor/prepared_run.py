@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from distributor.control.attempts import run_attempts
 from distributor.control.run import Launcher, Run
 from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.core.files import removed_if_empty
 from distributor.core.html import table_of
 from distributor.core.mlflow_env import NAMED_SERVER
 from distributor.core.paths import absolute
@@ -234,14 +235,23 @@ class PreparedRun:
     def start(self) -> list[Any]:
         """Run, and return the values of rank 0 or of all ranks."""
         recorded: AbstractContextManager[object] = self.recorder or nullcontext()
+        storage = _run_folder(self.run.spec.env)
         try:
-            with self.run.label, self.run.graceful_shutdown, recorded:
+            with self.run.label, storage, self.run.graceful_shutdown, recorded:
                 return run_attempts(self.run, self.launcher)
         except Exception as error:
             if not _is_explained(error):
                 raise
             BaseException.with_traceback(error, None)  # the launcher's frames do not help the user
             raise error
+
+
+def _run_folder(env: Mapping[str, str]) -> AbstractContextManager[None]:
+    """Remove the run's folder at the end if nothing was stored in it, unless it is elsewhere."""
+    settings = CheckpointSettings.from_env(env)
+    if settings is None or "://" in settings.storage_path:
+        return nullcontext()
+    return removed_if_empty(Path(settings.storage_path, settings.name))
 
 
 def _is_explained(error: Exception) -> bool:
