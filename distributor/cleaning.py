@@ -81,7 +81,7 @@ class Work:
     Parameters
     ----------
     title : str
-        What they are, and where.
+        What they are, with their folder.
     option : str
         The option that removes them.
     entries : list of CacheEntry
