@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from distributor.control.stack_requests import stacks
+from distributor.core.checkpoint_config import DEFAULT_STORAGE_PATH
+from distributor.core.resources import format_bytes
 from distributor.core.spelling import Spelling, suggestion
 from distributor.core.text import printable
 from distributor.diagnosis.settings import Wanted
@@ -137,10 +139,31 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _clean(options: argparse.Namespace) -> None:
-    from distributor.cleaning import clean
+    from distributor.cleaning import clean, describe, users_work
 
     for line in clean(options.days, dry_run=options.dry_run):
         print(printable(line))
+    for work in users_work(options.days):
+        print(printable(f"{work.title}:"))
+        for each in work.entries:
+            print(printable(f"  {describe(each)}"))
+        if options.dry_run:
+            print(f"  --{work.option} would remove {format_bytes(work.size)}")
+        elif vars(options)[work.option] or _confirms(f"  Remove {format_bytes(work.size)}?"):
+            work.remove()
+            print(f"  removed {format_bytes(work.size)}")
+        else:
+            print(f"  kept: --{work.option} removes them")
+
+
+def _confirms(question: str) -> bool:
+    """Ask on a terminal; elsewhere nobody confirms."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return False
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
 
 
 def _demo(options: argparse.Namespace) -> None:
@@ -317,7 +340,9 @@ def make_parser() -> _Parser:
         "clean",
         help="remove unused environments and other cached files from this machine",
         description="Removes cached files that exceed the limits DISTRIBUTOR_CACHE_GB (20) and "
-        "DISTRIBUTOR_CACHE_DAYS (30), the least recently used first. Files in use are kept.",
+        "DISTRIBUTOR_CACHE_DAYS (30), the least recently used first. Files in use are kept. "
+        "Results and MLflow's files of the same age are listed, and removed only after a question "
+        "on a terminal or with an option.",
     )
     clean.set_defaults(command="clean")
     which = clean.add_mutually_exclusive_group()
@@ -335,6 +360,11 @@ def make_parser() -> _Parser:
         metavar="DAYS",
         help="remove files unused for this many days",
     )
+    for name, text in (
+        ("results", f"remove results of runs in {DEFAULT_STORAGE_PATH} too, without a question"),
+        ("mlflow", "remove MLflow's files in the working directory too, without a question"),
+    ):
+        clean.add_argument(f"--{name}", action="store_true", help=text)
     clean.add_argument("--dry-run", action="store_true", help="only print what would be removed")
 
     demo = commands.add_parser(

@@ -13,6 +13,7 @@ from distributor.control.attempts import run_attempts
 from distributor.control.run import Launcher, Run
 from distributor.core.cell_errors import ends_at_caller
 from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.core.files import removed_if_empty
 from distributor.core.html import table_of
 from distributor.core.mlflow_env import NAMED_SERVER
 from distributor.core.paths import absolute, shown
@@ -241,8 +242,9 @@ class PreparedRun:
     def start(self) -> list[Any]:
         """Run, and return the values of rank 0 or of all ranks."""
         recorded: AbstractContextManager[object] = self.recorder or nullcontext()
+        storage = _run_folder(self.checkpoints)
         try:
-            with self.run.label, self.run.block, self.run.graceful_shutdown, recorded:
+            with self.run.label, self.run.block, storage, self.run.graceful_shutdown, recorded:
                 self._announce_checkpoint()
                 return run_attempts(self.run, self.launcher)
         except KeyboardInterrupt as error:
@@ -266,6 +268,13 @@ class PreparedRun:
                     f"Resuming {stored.name} from {latest} in {shown(stored.storage_path)}. "
                     "Another name starts anew."
                 )
+
+
+def _run_folder(settings: CheckpointSettings | None) -> AbstractContextManager[None]:
+    """Remove the run's folder at the end if nothing was stored in it, unless it is elsewhere."""
+    if settings is None or "://" in settings.storage_path:
+        return nullcontext()
+    return removed_if_empty(Path(settings.storage_path, settings.name))
 
 
 def _is_explained(error: Exception) -> bool:

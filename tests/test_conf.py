@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shutil
@@ -17,8 +18,11 @@ from typing import Any
 
 import pytest
 from conftest import facts_in
-from support.project_files import load_yaml, requirements, setup_cfg
+from support.pages import PAGES
+from support.project_files import load_all_yaml, load_yaml, requirements, setup_cfg
 from support.settings_table import ADMIN_DEFAULTS
+
+from distributor.version import __version__
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -173,6 +177,153 @@ def test_the_drivers_service_has_the_ports_of_the_properties() -> None:
     name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
     assert namespace == conf["spark.kubernetes.namespace"]
     assert conf["spark.driver.host"].startswith(f"{name}.{namespace}.svc.")
+
+
+def test_every_file_is_on_a_page() -> None:
+    pages = [CONF / "README.md", *PAGES.rglob("*.md")]
+    text = "".join(page.read_text() for page in pages)
+    files = [path for path in CONF.rglob("*") if path.is_file() and path.name != "README.md"]
+    assert len(files) > len(PROPERTIES)
+    assert [
+        str(path.relative_to(CONF)) for path in files if f"{path.relative_to(CONF)}" not in text
+    ] == []
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.sh")), ids=lambda path: path.name)
+def test_scripts_are_valid(path: Path) -> None:
+    done = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def properties_of(file: str) -> dict[str, str]:
+    """Return the Spark properties in a platform's file."""
+    path = CONF / file
+    if path.suffix == ".txt":  # of Dataproc
+        lines = path.read_text().split()
+        return dict(line.removeprefix("spark:").split("=") for line in lines)
+    if path.suffix == ".yaml":
+        conf: dict[str, str] = load_yaml(path)["spec"]["sparkConf"]
+        return conf
+    found = json.loads(path.read_text())
+    if isinstance(found, dict):
+        conf = found["spark_conf"]
+        return conf
+    [conf] = [each["Properties"] for each in found if each["Classification"] == "spark-defaults"]
+    return conf
+
+
+PLATFORMS = (
+    "databricks/cluster.json",
+    "dataproc/properties.txt",
+    "emr/cluster.json",
+    "emr/gpu-cluster.json",
+    "kubernetes/spark-application.yaml",
+)
+
+
+@pytest.mark.parametrize("file", PLATFORMS)
+def test_every_property_of_a_platform_exists(file: str) -> None:
+    if not is_pyspark("4."):
+        pytest.skip("the files are for Spark 4")
+    found = properties_of(file)
+    assert all(isinstance(value, str) for value in found.values())
+    own = {each.key for each in ADMIN_DEFAULTS.values()}
+    assert [key for key in found if key not in own and not is_known(key)] == []
+
+
+@pytest.mark.parametrize("file", [file for file in PLATFORMS if file.startswith(("emr", "data"))])
+def test_a_platforms_properties_agree_with_those_of_yarn(file: str) -> None:
+    """Except for amounts and places, which differ by machine."""
+    yarn, found = properties(CONF / "spark-defaults-yarn.conf"), properties_of(file)
+    keys = ("pyspark.python", "executor.maxNumFailures", "executor.failuresValidityInterval")
+    keys = tuple(f"spark.{key}" for key in (*keys, "speculation"))
+    same = [key for key in keys if key in found]
+    assert same, file
+    assert [key for key in same if found[key] != yarn[key]] == []
+    gpus = found.get("spark.executor.resource.gpu.amount")
+    assert gpus in (None, found.get("spark.task.resource.gpu.amount"))
+
+
+@pytest.mark.parametrize("platform", ["emr", "dataproc"])
+def test_a_platforms_environment_is_where_spark_looks_for_it(platform: str) -> None:
+    folder = CONF / platform
+    script = (folder / "install.sh").read_text()
+    for file in (file for file in PLATFORMS if file.startswith(platform)):
+        python = properties_of(file)["spark.pyspark.python"]
+        assert f" {python} -m pip install " in f" {script}".replace("\n", " ")
+    specifiers: Any = pytest.importorskip("packaging.specifiers")
+    accepted = specifiers.SpecifierSet(requirements("spark")["pyspark"])
+    for file in folder.glob("*requirements.txt"):
+        *_, pyspark = re.findall(r"^pyspark==(.*)$", file.read_text(), re.MULTILINE)
+        assert pyspark.replace("*", "9") in accepted, file
+        assert (
+            f"\n./torch_spark_distributor-{__version__}-py3-none-any.whl[spark]\n"
+            in file.read_text()
+        )
+
+
+def test_the_init_script_is_beside_the_wheel() -> None:
+    """Only then may it read the volume."""
+    cluster = json.loads((CONF / "databricks" / "cluster.json").read_text())
+    [script] = cluster["init_scripts"]
+    assert script["volumes"]["destination"] == f"{cluster['spark_env_vars']['SETUP']}/init.sh"
+
+
+def test_the_spark_application_is_the_properties_and_the_pod_template() -> None:
+    application = load_yaml(CONF / "kubernetes" / "spark-application.yaml")
+    spec, executor = application["spec"], application["spec"]["executor"]
+    conf = properties(CONF / "spark-defaults-kubernetes.conf")
+    template = load_yaml(ROOT / conf.pop("spark.kubernetes.executor.podTemplateFile"))
+    del conf["spark.kubernetes.executor.podTemplateContainerName"]  # the operator has its own
+    assert conf == spec["sparkConf"] | {
+        "spark.kubernetes.namespace": application["metadata"]["namespace"],
+        "spark.kubernetes.container.image": spec["image"],
+        "spark.kubernetes.container.image.pullPolicy": spec["imagePullPolicy"],
+        "spark.kubernetes.authenticate.driver.serviceAccountName": spec["driver"]["serviceAccount"],
+        "spark.executor.instances": str(executor["instances"]),
+        "spark.executor.cores": str(executor["cores"]),
+        "spark.executor.memory": executor["memory"],
+        "spark.executor.memoryOverhead": executor["memoryOverhead"],
+    }
+    template["spec"]["containers"][0]["name"] = "spark-kubernetes-executor"
+    assert executor["template"]["spec"] == template["spec"]
+    assert f"ARG SPARK={spec['sparkVersion']}\n" in (CONF / "Dockerfile").read_text()
+
+
+def test_the_drivers_account_is_that_of_the_properties() -> None:
+    account, role, binding = load_all_yaml(CONF / "kubernetes" / "rbac.yaml")
+    conf = properties(CONF / "spark-defaults-kubernetes.conf")
+    namespace = conf["spark.kubernetes.namespace"]
+    assert {each["metadata"]["namespace"] for each in (account, role, binding)} == {namespace}
+    name = account["metadata"]["name"]
+    assert name == conf["spark.kubernetes.authenticate.driver.serviceAccountName"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": name, "namespace": namespace}]
+    assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == (
+        "Role",
+        role["metadata"]["name"],
+    )
+
+
+def test_the_network_policies_have_the_ports_of_the_properties() -> None:
+    policies = load_all_yaml(CONF / "kubernetes" / "network-policy.yaml")
+    conf = properties(CONF / "spark-defaults-kubernetes.conf")
+    assert {each["metadata"]["namespace"] for each in policies} == {
+        conf["spark.kubernetes.namespace"]
+    }
+    opened = {}
+    for policy in policies:
+        [rule] = policy["spec"]["ingress"]
+        role = policy["spec"]["podSelector"]["matchLabels"]["spark-role"]
+        sources = [each["podSelector"]["matchLabels"]["spark-role"] for each in rule["from"]]
+        ports = {f"{port['port']}-{port.get('endPort', port['port'])}" for port in rule["ports"]}
+        opened[role] = sources, ports
+    driver = ("spark.driver.port", "spark.driver.blockManager.port", "spark.distributor.hub.port")
+    [sysctl] = load_yaml(CONF / "executor-pod-template.yaml")["spec"]["securityContext"]["sysctls"]
+    local = sysctl["value"].replace(" ", "-")
+    assert opened == {
+        "driver": (["executor"], {f"{conf[key]}-{conf[key]}" for key in driver}),
+        "executor": (["driver", "executor"], {conf["spark.distributor.rank.ports"], local}),
+    }
 
 
 def test_the_image_has_versions_that_the_package_supports() -> None:

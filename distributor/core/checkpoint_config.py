@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+DEFAULT_STORAGE_PATH = "~/distributor_results"
+"""The folder of the runs of `TorchTrainer` without a ``storage_path``."""
 VARIABLE = "DISTRIBUTOR_TRAIN"  # the environment variable of ranks that contains the settings
 
 

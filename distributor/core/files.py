@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import shutil
@@ -48,6 +49,20 @@ def _remove(path: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+@contextlib.contextmanager
+def removed_if_empty(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Remove a folder, and those above it, if it did not exist before, and is empty at the end."""
+    folder = Path(path)
+    parents = (folder, *folder.parents)
+    missing = list(itertools.takewhile(lambda each: not os.path.exists(each), parents))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # it has content, and so have those above
+            for each in missing:
+                each.rmdir()
 
 
 def private_folder(path: Path) -> Path:

@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
-from distributor.core.checkpoint_config import check_name
+from distributor.core.checkpoint_config import DEFAULT_STORAGE_PATH, check_name
 from distributor.core.spelling import checks_keywords
 from distributor.run.spec import new_run_id
 from distributor.screen.one_time_warnings import warn_once
@@ -48,7 +48,6 @@ _GPU_TYPES = {"A10G": "A10"}  # that Ray names differently
 _RUNTIME_ENV = {"env_vars": "env", "pip": "environment", "py_modules": "py_modules"}
 """The keys of Ray's runtime environments, and the settings that they determine."""
 _ENVIRONMENT = "Pass a packed environment as settings={'environment': 'environment.tar.gz'}."
-DEFAULT_STORAGE_PATH = "~/distributor_results"
 """The default storage path if all ranks are on this machine."""
 
 

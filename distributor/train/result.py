@@ -37,7 +37,8 @@ class Result:
     error : Exception or None
         Always None: `TorchTrainer.fit` raises the error of a run that fails.
     path : str or None
-        The run's folder; None if the training function ran in the process of ``fit``.
+        The run's folder, which exists if the run has stored something; None if the training
+        function ran in the process of ``fit``.
     metrics_dataframe : pandas.DataFrame, optional
         The metrics of `best_checkpoints`, one row each; None if there are none, or pandas is not
         installed.

@@ -32,3 +32,9 @@ def load_yaml(path: Path) -> Any:
     """Return what a file of YAML has; a test is skipped without a parser."""
     yaml: Any = pytest.importorskip("yaml")
     return yaml.safe_load(path.read_text())
+
+
+def load_all_yaml(path: Path) -> list[Any]:
+    """Return the documents of a file of YAML; a test is skipped without a parser."""
+    yaml: Any = pytest.importorskip("yaml")
+    return list(yaml.safe_load_all(path.read_text()))

@@ -55,6 +55,21 @@ def test_ranks_that_do_not_share_the_storage_are_named(tmp_path: Path) -> None:
     )
     with pytest.raises(DistributorError, match=error):
         ranks.run(report)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_run_that_stores_nothing_leaves_no_folder(tmp_path: Path, exists: bool) -> None:
+    storage = tmp_path / "all" / "runs"
+    if exists:
+        storage.mkdir(parents=True)
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=storage, timeout=120)
+    ranks.run(print)
+    with pytest.raises(ZeroDivisionError):
+        ranks.run(lambda: 1 / 0)
+    assert list(tmp_path.rglob("*")) == ([storage.parent, storage] if exists else [])
+    ranks.run(lambda: train.report({"loss": 1.0}))
+    assert [path.name for path in storage.glob("*/*")] == ["reports.jsonl"]
 
 
 @pytest.mark.spark

@@ -47,12 +47,16 @@ def find_resume_point(
     All ranks call this together. Each reads its share of the files of the latest checkpoint. If one
     is damaged, the checkpoint before is used. The manager of rank 0 forgets later reports.
     """
-    channel.set_own("proof", {"host": host_name(), **_write_proof(storage)})
+    proof = _write_proof(storage)
+    channel.set_own("proof", {"host": host_name(), **proof})
     if channel.rank == 0:
         error = _check_shared(channel, storage)
         channel.set("begin", {"error": error} if error else _survey(storage))
     begin = channel.get("begin")
     if "error" in begin:
+        with contextlib.suppress(Exception):  # it is where rank 0 does not see it
+            storage.remove_files([proof["file"]])
+        channel.await_readers("begin")
         raise DistributorError(begin["error"])
     damaged: set[str] = set()
     latest = None

@@ -15,10 +15,11 @@ from distributor.train.storage.manifest import (
     CHECKPOINT_LOG,
     COMMITTED,
     PENDING,
+    RUN_LOG,
     Manifest,
     StoredFile,
 )
-from distributor.train.storage.report_log import RUN_LOG, Report, ReportLog, read_log
+from distributor.train.storage.report_log import Report, ReportLog, read_log
 from distributor.train.storage.retention import remove_all, remove_surplus, score_of
 
 LOG_INTERVAL = 10.0

@@ -12,6 +12,8 @@ MANIFEST = ".manifest.json"
 CHECKPOINT_LOG = ".reports.jsonl"
 """The log of the run's reports up to this checkpoint, from which a new attempt continues; see
 `report_log`."""
+RUN_LOG = "reports.jsonl"
+"""The log in the run's folder, for people and for `Result`."""
 VALIDATION = ".validation.json"
 """The result of a checkpoint's validation, which the driver writes."""
 RESERVED = (MANIFEST, CHECKPOINT_LOG, VALIDATION)

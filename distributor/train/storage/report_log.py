@@ -15,10 +15,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.manifest import CHECKPOINT_LOG
+from distributor.train.storage.manifest import CHECKPOINT_LOG, RUN_LOG
 
-RUN_LOG = "reports.jsonl"
-"""The log in the run's folder, for people and for `Result`."""
 SEGMENTS = ".reports"
 """The folder of the segments in the run's folder."""
 SEGMENT_BYTES = 256 * 1024
