@@ -21,8 +21,19 @@ from benchmarks import (
 )
 from benchmarks.spark import EMBEDDED, LOCAL
 
-HEAD = ("median", "distributor", "PySpark's class", "torchrun", "Ray", "lower bound")
-PEERS = ("ours", "pyspark", "torchrun", "ray")
+HEAD = ("median", "distributor", "PySpark's class", "torchrun", "Ray", "plain code")
+PEERS = ("pyspark", "torchrun", "ray")
+PLAIN = {
+    "floor_copy": "a copy in memory",
+    "floor_executor": "Spark starts an executor",
+    "floor_forks": "forks",
+    "floor_processes": "new processes",
+    "floor_pyarrow": "pyarrow, from Parquet",
+    "floor_save": "`dcp.save`",
+    "floor_sockets": "sockets",
+    "floor_stage": "an empty barrier stage",
+}
+"""What the plain code is, by peer."""
 NOTHING = ""
 
 
@@ -35,10 +46,11 @@ class Line(NamedTuple):
         Label in the tables.
     benchmark, case, what : str
         Its place in the results.
-    floor : str
-        The peer that is the lower bound, if there is one.
+    plain : str
+        The peer that is plain code, if there is one.
     ours : str
-        The variant of this project that is shown.
+        The variant of this project that is shown. Other launchers have no variants, and so no figure
+        beside it.
     in_readme : bool
         Whether the README has the line too.
     """
@@ -47,7 +59,7 @@ class Line(NamedTuple):
     benchmark: str
     case: str
     what: str
-    floor: str = ""
+    plain: str = ""
     ours: str = "ours"
     in_readme: bool = False
 
@@ -108,7 +120,7 @@ LINES = (
         "floor_sockets",
     ),
     Line(
-        "the same arguments again",
+        "the same 500 MB of arguments again, on local-cluster",
         "arguments",
         values.titled(EMBEDDED, values.ARGUMENTS[-1]),
         values.AGAIN,
@@ -136,19 +148,19 @@ LINES = (
         in_readme=True,
     ),
     Line(
-        "the same with a checkpoint of 1 GB",
+        "a killed rank, with a checkpoint of 1 GB",
         "recovery",
         recovery.titled(LOCAL, recovery.RANK, recovery.SIZES[1]),
         recovery.RECOVERED,
     ),
     Line(
-        "a killed rank on local-cluster",
+        "a killed rank on local-cluster, until the next attempt's first collective",
         "recovery",
         recovery.titled(EMBEDDED, recovery.RANK, recovery.SIZES[0]),
         recovery.RECOVERED,
     ),
     Line(
-        "the same with a checkpoint of 1 GB",
+        "a killed rank on local-cluster, with a checkpoint of 1 GB",
         "recovery",
         recovery.titled(EMBEDDED, recovery.RANK, recovery.SIZES[1]),
         recovery.RECOVERED,
@@ -175,16 +187,28 @@ LINES = (
         "floor_pyarrow",
         in_readme=True,
     ),
-    Line("arrays of 784 floats", "data", data.titled(loaders.ARRAY), data.RATE, "floor_pyarrow"),
-    Line("images of 3 kB", "data", data.titled(loaders.IMAGE), data.RATE, "floor_pyarrow"),
     Line(
-        "from `run` to the first batch of 100,000 rows",
+        "rows of 784 floats from a DataFrame",
+        "data",
+        data.titled(loaders.ARRAY),
+        data.RATE,
+        "floor_pyarrow",
+    ),
+    Line(
+        "rows with images of 3 kB from a DataFrame",
+        "data",
+        data.titled(loaders.IMAGE),
+        data.RATE,
+        "floor_pyarrow",
+    ),
+    Line(
+        "from `run` to the first batch of a DataFrame of 100,000 rows",
         "data",
         data.titled(loaders.SCALARS, data.START_ROWS[0]),
         data.LATER_START,
     ),
     Line(
-        "the same of a million rows",
+        "from `run` to the first batch of a DataFrame of a million rows",
         "data",
         data.titled(loaders.SCALARS, data.START_ROWS[1]),
         data.LATER_START,
@@ -232,7 +256,10 @@ def _figures(line: Line, results: dict[str, Any]) -> list[str]:
     found = {
         row["peer"]: row for row in rows if (row["case"], row["what"]) == (line.case, line.what)
     }
-    return [figure(found.get(peer)) for peer in (line.ours, *PEERS[1:], line.floor)]
+    others = PEERS if line.ours == "ours" else (NOTHING,) * len(PEERS)
+    figures = [figure(found.get(peer)) for peer in (line.ours, *others)]
+    plain = figure(found.get(line.plain))
+    return [*figures, f"{plain}: {PLAIN[line.plain]}" if plain else NOTHING]
 
 
 def figure(row: dict[str, Any] | None) -> str:
