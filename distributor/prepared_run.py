@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -99,7 +99,7 @@ class PlannedSettings(Settings):
     )
 
     def __post_init__(self) -> None:
-        given = [field.name for field in fields(self) if _is_given(self, field)]
+        given = [field.name for field in setting_fields(self) if _is_given(self, field)]
         super().__post_init__()
         # The dataclass is frozen for its users; here the number of ranks is resolved, once.
         min_processes, max_processes = check_num_processes("num_processes", self.num_processes)
@@ -126,9 +126,7 @@ class PlannedSettings(Settings):
         """
         shown = {name: getattr(self, name) for name in ("num_processes", "local_mode", "use_gpu")}
         for each in setting_fields(self):
-            default = each.metadata["default"]
-            plain = default.value if isinstance(default, AdminDefault) else default
-            if each.repr and (value := getattr(self, each.name)) != plain:
+            if each.repr and (value := getattr(self, each.name)) != _default(each):
                 shown.setdefault(each.name, value)
         return shown
 
@@ -164,7 +162,13 @@ class PlannedSettings(Settings):
 
 def _is_given(settings: Settings, field: Field[Any]) -> bool:
     value = getattr(settings, field.name)
-    return value is not None and value is not field.default
+    # `dataclasses.replace` passes the values of all settings.
+    return value is not None and value is not field.default and value != _default(field)
+
+
+def _default(field: Field[Any]) -> Any:
+    default = field.metadata["default"]
+    return default.value if isinstance(default, AdminDefault) else default
 
 
 class Planned(NamedTuple):

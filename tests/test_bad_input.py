@@ -11,6 +11,7 @@ import tarfile
 import threading
 import zipfile
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,12 +216,18 @@ def test_an_invalid_setting(
 def test_settings_that_have_no_effect(warned: Callable[[], list[str]]) -> None:
     warn_once.cache_clear()
     for _ in range(2):
-        local(pool="etl", hub_port=0, gpu_type="A10", preload=["json"])
+        local(pool="etl", hub_port=7391, gpu_type="A10", preload=["json"])
     assert warned() == [
         "pool and hub_port have no effect: the ranks run on this machine, without Spark.",
         "gpu_type has no effect: the ranks have no GPUs.",
         "preload has no effect: each rank starts a new interpreter (warm is off).",
     ]
+
+
+def test_a_copy_has_no_settings_without_effect(warned: Callable[[], list[str]]) -> None:
+    warn_once.cache_clear()
+    replace(local(), num_processes=2)
+    assert warned() == []
 
 
 def test_settings_of_an_administrator_are_not_said_to_have_no_effect(

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import needs_connect, needs_java
+from support.pages import PAGES, as_script, differences
 from support.ports import free_port
 from support.sessions import SECRET, SessionProgram, python_without_torch, session_program
 from support.waiting import assert_gone, until
@@ -298,6 +299,22 @@ def test_ranks_do_not_take_a_new_client_at_the_port_for_their_own(
     (tmp_path / "new" / "enough").touch()
     output, _ = new.communicate(timeout=120)
     assert output.endswith("done\n")
+
+
+@needs_connect
+def test_the_program_of_the_page(connect: SessionProgram, tmp_path: Path) -> None:
+    page = PAGES / "how-to" / "connect.md"
+    connect.wait_until_it_serves()
+    done = subprocess.run(
+        [sys.executable, "-c", as_script(page)],
+        env={**os.environ, **SECRET, "SPARK_REMOTE": "sc://localhost:15002"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert differences(page, done.stdout) == []
 
 
 def ranks_in(folder: Path) -> list[int]:

@@ -17,6 +17,7 @@ import cloudpickle
 import pytest
 import torch
 from conftest import cluster_is_slow
+from support.pages import PAGES, as_script, differences
 from support.ranks import Distribute
 from torch.nn.functional import mse_loss
 
@@ -172,6 +173,17 @@ def test_a_stage_trains_with_its_own_class(
     deepspeed: Callable[..., DeepspeedTorchDistributor], stage: int
 ) -> None:
     check(deepspeed(config_of(stage)).run_all(train_by_command_line), stage)
+
+
+@pytest.mark.slow(ci=True)
+def test_the_program_of_the_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = PAGES / "how-to" / "deepspeed.md"
+    for name, value in SETTINGS["env"].items():
+        monkeypatch.setenv(name, value)
+    exec(as_script(page), {"__name__": "__main__"})
+    assert differences(page, capsys.readouterr().out) == []
 
 
 SCRIPT = """

@@ -7,51 +7,81 @@ comments behind them.
 
 from __future__ import annotations
 
-import logging
+import os
 import re
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from support.pages import ROOT, Block, pages, python_blocks
+from support.pages import ROOT, differing, pages, python_blocks
 
-PROGRAMS = {page: blocks for page in pages() if (blocks := python_blocks(page))}
-COMMENT = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
-WARNS = frozenset[str]()
-"""The pages whose programs show warnings of this package on purpose."""
+ELSEWHERE = {
+    "docs/how-to/connect.md": "tests/test_connect.py",
+    "docs/how-to/deepspeed.md": "tests/test_deepspeed.py",
+    "docs/how-to/dynamic-allocation.md": "tests/launch/test_dynamic_allocation.py",
+}
+"""Pages whose programs need another kind of session, or a compiler, and the tests that run them."""
+OPTIONAL = {"accelerate", "lightning", "mlflow", "ray", "transformers"}
+"""Packages without which a page is skipped."""
+WARNS = {"docs/how-to/hangs.md"}
+"""Pages whose programs show warnings of this package on purpose."""
+LEAST_BLOCKS = 60
+BLOCKS = {str(page.relative_to(ROOT)): python_blocks(page) for page in pages()}
+RUN_HERE = [page for page, blocks in BLOCKS.items() if blocks and page not in ELSEWHERE]
+IMPORT = re.compile(r"^ *(?:import|from) (\w+)", re.MULTILINE)
+WARNING_OF_A_RANK = re.compile(r"^\[.*\d\] distributor: .*", re.MULTILINE)
 
 
-def differing(block: Block, printed: str) -> str:
-    """Return what a block should have printed, and has not; empty if nothing."""
-    if block.printed:
-        pattern = re.escape(block.printed.strip()).replace("…", ".*")
-        return "" if re.fullmatch(pattern, printed.strip(), re.DOTALL) else block.printed
-    lines = iter(printed.splitlines())
-    return "\n".join(line for line in COMMENT.findall(block.source) if line not in lines)
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Restore what programs set in this process."""
+    with mock.patch.dict(os.environ):
+        yield
+        if "mlflow" in sys.modules:
+            sys.modules["mlflow"].set_tracking_uri(None)
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("page", RUN_HERE)
 def test_the_programs_of_a_page_run(
-    page: Path,
+    page: str,
     spark: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    warned: Callable[[], list[str]],
 ) -> None:
+    imported = {name for block in BLOCKS[page] for name in IMPORT.findall(block.source)}
+    if missing := sorted(name for name in imported & OPTIONAL if find_spec(name) is None):
+        pytest.skip(f"not installed: {', '.join(missing)}")
     monkeypatch.setenv("HOME", str(tmp_path))  # for storage
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__", "spark": spark}
-    for block in PROGRAMS[page]:
+    found: list[str] = []
+    for block in BLOCKS[page]:
         # The lines of the page, also in tracebacks.
         source = "\n" * (block.line - 1) + block.source
-        exec(compile(source, str(page), "exec"), names)
+        exec(compile(source, str(ROOT / page), "exec"), names)
         printed = capsys.readouterr().out
         assert not differing(block, printed), f"line {block.line} printed:\n{printed}"
-    if str(page.relative_to(ROOT)) not in WARNS:
-        ours = [each for each in caplog.records if each.name.startswith("distributor")]
-        assert [each.getMessage() for each in ours if each.levelno >= logging.WARNING] == []
+        found += WARNING_OF_A_RANK.findall(printed)
+    if page not in WARNS:
+        assert found + warned() == []
+
+
+def test_the_other_pages_run_elsewhere() -> None:
+    for page, test in ELSEWHERE.items():
+        assert BLOCKS[page], page
+        assert Path(page).name in (ROOT / test).read_text()
+
+
+def test_the_documentation_shows_programs() -> None:
+    assert sum(map(len, BLOCKS.values())) >= LEAST_BLOCKS
 
 
 @pytest.mark.parametrize(

@@ -533,9 +533,13 @@ class Controller:
     def _on_stack_request(self, node: int, message: messages.StackRequest) -> None:
         self._stacks = {}
         self._links.broadcast(message)
+        self._answer_stacks()  # at once if no node has a link yet
 
     def _on_stacks(self, node: int, message: messages.Stacks) -> None:
         self._stacks[node] = message.stacks
+        self._answer_stacks()
+
+    def _answer_stacks(self) -> None:
         if not self._nodes.linked - self._stacks.keys():
             self._attempt.stack_requests.answer(self._stacks_by_rank())
 

@@ -15,14 +15,16 @@ _active: dict[str, StackRequests] = {}
 
 
 class StackRequests:
-    """Requests for the stacks of one attempt's ranks. Its launcher sets ``send``, and answers."""
+    """Requests for the stacks of one attempt's ranks. Its controller sets ``send``, and answers."""
 
     def __init__(self) -> None:
-        self.send: Callable[[], object] = lambda: None
+        self.send: Callable[[], object] | None = None
         self._waiting: queue.SimpleQueue[queue.SimpleQueue[dict[int, str]]] = queue.SimpleQueue()
 
     def stacks(self) -> dict[int, str]:
-        """Send a request and wait for the answer; empty if the run ends before it arrives."""
+        """Send a request and wait for the answer; empty if the run has not begun, or ends."""
+        if self.send is None:
+            return {}
         answer: queue.SimpleQueue[dict[int, str]] = queue.SimpleQueue()
         self._waiting.put(answer)
         self.send()
@@ -62,7 +64,8 @@ def stacks() -> dict[str, dict[int, str]]:
     -------
     dict of str to dict of int to str
         For each active run, by its id: the stacks of its running ranks, by rank, the most recent
-        call first. Ranks of a node that is not connected to this process are missing.
+        call first. Ranks that have not started, and those of a node that is not connected to this
+        process, are missing.
 
     Examples
     --------

@@ -168,7 +168,7 @@ class DatasetFinder:
 
     def __init__(self) -> None:
         self.datasets: list[SparkDataset] = []
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[tuple[int, Equal, bool], int] = {}
 
     def replace_in(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], function: Any = None
@@ -186,7 +186,8 @@ class DatasetFinder:
         return tuple(positional), named
 
     def add(self, dataset: SparkDataset, name: str) -> ShardReference:
-        number = self._numbers.setdefault(id(dataset.frame), len(self.datasets))
+        key = id(dataset.frame), dataset.equal, dataset.split
+        number = self._numbers.setdefault(key, len(self.datasets))
         if number == len(self.datasets):
             _check_batch(dataset.frame)
             self.datasets.append(replace(dataset, name=dataset.name or name))

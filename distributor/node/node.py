@@ -348,6 +348,8 @@ class Node:
     def _on_stack_request(self, message: StackRequest) -> None:
         if self._agent:
             self._agent.request_stacks()
+        else:
+            self.link.send(Stacks({}))
 
     def _on_preempted(self, message: Preempted) -> None:
         here = self.share.host in message.hosts

@@ -17,6 +17,7 @@ from distributor.control import controller, polling, rendezvous
 from distributor.control.controller import Controller
 from distributor.control.run import Attempt, Handle, NodesEnded, NodeStarts, Resized, Run
 from distributor.control.sink import DriverSink, Listeners
+from distributor.control.stack_requests import ANSWER_TIMEOUT
 from distributor.errors import (
     DistributorError,
     ExecutorNotReady,
@@ -145,6 +146,10 @@ class FollowedRun:
 
     def _cancel(self) -> None:
         self.cancelled = True
+
+    def stacks(self) -> dict[int, str]:
+        until(lambda: self._attempt.stack_requests.send is not None, "it is followed", SOON)
+        return self._attempt.stack_requests.stacks()
 
     def report_checkpoint(self) -> None:
         self._attempt.progress.checkpoints += 1
@@ -552,6 +557,12 @@ def test_a_timeout_has_the_stacks_of_nodes_with_and_without_a_link(
     assert isinstance(error, RunTimeout)
     assert error.stacks == {0: "in step", 1: "in wait"}
     assert f"timeout of {SHORT:g} s" in str(error)
+
+
+def test_a_run_without_nodes_has_no_stacks(run: FollowedRun) -> None:
+    began = time.monotonic()
+    assert run.stacks() == {}
+    assert time.monotonic() - began < ANSWER_TIMEOUT
 
 
 def test_a_stall_needs_idle_ranks_on_all_nodes(

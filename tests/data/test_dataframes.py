@@ -119,7 +119,7 @@ def test_shares_are_padded_or_cut(ranks: Make, spark: Any, capfd: Any) -> None:
     def read(*shards: Any) -> list[list[int]]:
         return [ids(shard) for shard in shards]
 
-    one, other = ranks(2).run_all(read, frame, from_spark(spark.range(7), equal="drop"))
+    one, other = ranks(2).run_all(read, frame, from_spark(frame, equal="drop"))
     assert (len(one[0]), len(other[0])) == (4, 4)
     assert sorted({*one[0], *other[0]}) == list(range(7))
     assert sorted(one[1] + other[1]) == list(range(6))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyspark
 import pytest
+from support.pages import PAGES, as_script, differences
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow(ci=True)]
 
@@ -101,6 +102,12 @@ facts["after idling"] = ranks(2).run(reduce)
     found = facts_of(run_driver, lines)
     assert (found["before"], found["during"]) == (0, 3)
     assert [found[name][0] for name in ("first", "later", "after idling")] == [3, 3, 2]
+
+
+def test_the_programs_of_the_page(run_driver: RunDriver) -> None:
+    page = PAGES / "how-to" / "dynamic-allocation.md"
+    done = run_driver(f"{START}\n{as_script(page)}\nspark.stop()", json.dumps(DYNAMIC))
+    assert differences(page, done.stdout) == []
 
 
 def test_a_lost_executor_is_replaced_or_a_pair_goes_on_without_it(run_driver: RunDriver) -> None:

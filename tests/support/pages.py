@@ -18,6 +18,8 @@ PROSE = (
     "CHANGELOG.md",
     ".github/SECURITY.md",
 )
+_COMMENT = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
+_END = "--- the end of a block ---"
 _BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -56,6 +58,29 @@ def python_blocks(page: Path) -> list[Block]:
             printed = following[2] if following and following[1] == "text" else ""
             found.append(Block(block[2], text.count("\n", 0, block.start(2)) + 1, printed))
     return found
+
+
+def as_script(page: Path) -> str:
+    """Return the blocks of a page as one program for `differences`."""
+    return "\n".join(f"{block.source}\nprint({_END!r})" for block in python_blocks(page))
+
+
+def differences(page: Path, printed: str) -> list[str]:
+    """Return what the blocks of a page should have printed, and the script of it has not."""
+    parts = printed.split(f"{_END}\n")
+    blocks = python_blocks(page)
+    assert len(parts) == len(blocks) + 1, printed
+    found = [differing(block, part) for block, part in zip(blocks, parts, strict=False)]
+    return [f"{missing}, but:\n{printed}" for missing in found if missing]
+
+
+def differing(block: Block, printed: str) -> str:
+    """Return what a block should have printed, and has not; empty if nothing."""
+    if block.printed:
+        pattern = re.escape(block.printed.strip()).replace("…", ".*")
+        return "" if re.fullmatch(pattern, printed.strip(), re.DOTALL) else block.printed
+    lines = iter(printed.splitlines())
+    return "\n".join(line for line in _COMMENT.findall(block.source) if line not in lines)
 
 
 def fill_section(text: str, name: str, table: str) -> str:
