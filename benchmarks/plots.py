@@ -15,6 +15,8 @@ from benchmarks.spark import EMBEDDED, LOCAL
 
 OURS, OTHERS, FLOORS = "#1a7f5a", "#7a8ca3", "#c9cfd6"
 FAINT = 0.55
+LINE_HEIGHT = 0.045
+"""Of a small text, as a part of the axes' height."""
 Rows = Sequence[dict[str, Any]]
 
 
@@ -105,8 +107,38 @@ def _loglog(axes: Any, x: str, y: str, title: str) -> None:
     axes.set_ylabel(y)
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend(fontsize=7)
+    _label_curves(axes)
+
+
+def _label_curves(axes: Any) -> None:
+    """Write the name of each curve beside its end, right of the axes, one below the other."""
+    curves = sorted(axes.lines, key=lambda curve: curve.get_ydata()[-1])
+    ends = [(curve.get_xdata()[-1], curve.get_ydata()[-1]) for curve in curves]
+    in_axes = axes.transData + axes.transAxes.inverted()
+    heights = [in_axes.transform(end)[1] for end in ends]
+    for curve, end, height in zip(curves, ends, _apart(heights), strict=True):
+        axes.annotate(
+            curve.get_label(),
+            end,
+            (1.04, height),
+            textcoords="axes fraction",
+            fontsize=7,
+            color=curve.get_color(),
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": curve.get_color(), "lw": 0.5, "shrinkB": 4},
+        )
+
+
+def _apart(heights: Sequence[float]) -> list[float]:
+    """Move ascending heights from 0 to 1 so far apart that lines of text do not overlap."""
+    found: list[float] = []
+    for height in heights:
+        found.append(max(height, found[-1] + LINE_HEIGHT if found else 0.0))
+    top = 1.0
+    for place in reversed(range(len(found))):
+        found[place] = min(found[place], top)
+        top = found[place] - LINE_HEIGHT
+    return found
 
 
 def _medians(rows: Rows, case: str, what: str) -> dict[str, float]:

@@ -49,8 +49,8 @@ class Line(NamedTuple):
     plain : str
         The peer that is plain code, if there is one.
     ours : str
-        The variant of this project that is shown. Other launchers have no variants, and so no
-        figure beside it.
+        The variant of this project that is shown. Beside a variant there are no other launchers,
+        which have none.
     in_readme : bool
         Whether the README has the line too.
     """

@@ -34,6 +34,7 @@ html_title = f"distributor {release}"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 html_copy_source = False
+html_search_scorer = str(ROOT / "docs" / "scorer.js")
 # Programs, files and commands can be copied, the latter without prompts. Output cannot.
 copybutton_selector = "div[class*=highlight-]:not(.highlight-text, .highlight-none) pre"
 copybutton_exclude = ".linenos, .gp, .go"

@@ -183,6 +183,9 @@ class RunBlock:
 
     def _ranks(self, progress: RunProgress) -> Iterator[str]:
         states = progress.states
+        if self._is_over:  # nothing is left of a run that has ended
+            left = {rank for rank, state in states.items() if state in ("starting", "running")}
+            states |= dict.fromkeys(left, "stopped")
         shown = list(states)
         if progress.num_ranks > MAX_ROWS:
             counts = Counter(states.values()).items()
@@ -192,7 +195,7 @@ class RunBlock:
         if shown:
             yield table(
                 [
-                    str(rank),
+                    f"rank {rank}",
                     escaped(progress.hosts.get(rank, "")),
                     states[rank],
                     f"<code>{escaped(_last_line(self._last.get(rank, b'')))}</code>",

@@ -64,7 +64,7 @@ def test_it_shows_a_run_from_the_wait_to_its_end(
         block.note_output(0, b"epoch 1\nepoch \x1b[1m2\x1b[0m\r 45%|####\n\n")
         clock.now += INTERVAL
         block.tick()
-        cells = ["0", "first", "running", "<code> 45%|####</code>", "1", "starting"]
+        cells = ["rank 0", "first", "running", "<code> 45%|####</code>", "rank 1", "starting"]
         assert [cell for cell in cells if f">{cell}" not in shown.pages[-1]] == []
         progress.start(range(1, 2), "second")
         progress.update(Progress(1, 4, {"loss": 0.5}, at=1.0))
@@ -108,6 +108,7 @@ def test_of_many_ranks_those_that_failed_have_a_row(
     page = shown.pages[-2]
     assert "64 ranks: 7 finished, 1 failed, 54 running, 2 starting" in page
     assert page.count("<tr>") == 1
+    assert "running" not in shown.pages[-1]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,7 @@ def test_it_says_how_a_run_ended(
     with contextlib.suppress(type(error)), in_notebook(), block:
         raise error
     assert f"train<1>: {state}" in shown.texts[-1]
+    assert "finished" not in shown.pages[-1]
     assert ("error: KeyError: 'step'" in shown.texts[-1]) == (state == "failed")
 
 
