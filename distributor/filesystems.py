@@ -201,5 +201,10 @@ def make_folder(filesystem: pafs.FileSystem, path: str) -> None:
     """Make a folder that files can be written to."""
     # Object stores need no folders, and to make one pyarrow asks about the whole bucket, which
     # fails with permissions for a part of it.
-    if filesystem.type_name not in OBJECT_STORES:
-        filesystem.create_dir(native(filesystem, path), recursive=True)
+    if filesystem.type_name in OBJECT_STORES:
+        return
+    folder = native(filesystem, path)
+    try:
+        filesystem.create_dir(folder, recursive=True)
+    except FileNotFoundError:  # a run that ends has just removed an empty folder above it
+        filesystem.create_dir(folder, recursive=True)

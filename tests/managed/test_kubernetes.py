@@ -25,7 +25,7 @@ from support.managed import (
     manager,
     why_missing,
 )
-from support.project_files import load_yaml
+from support.project_files import load_all_yaml, load_yaml
 
 WHY = why_missing("kubernetes")
 pytestmark = [pytest.mark.slow, pytest.mark.spark, pytest.mark.skipif(bool(WHY), reason=WHY)]
@@ -146,10 +146,13 @@ def test_the_properties_file_in_cluster_mode(kubernetes: Manager, files: Path) -
 def test_the_properties_file_in_client_mode(
     kubernetes: Manager, waiting: ManagedSession, files: Path
 ) -> None:
-    """A driver's pod with its service, as a notebook's is."""
+    """A driver's pod with its service, as a notebook's is, and with the network policies."""
     namespace = kubernetes.properties["spark.kubernetes.namespace"]
     service = load_yaml(CONF / "driver-service.yaml")
-    service["metadata"]["namespace"] = namespace
+    around = [*load_all_yaml(CONF / "kubernetes" / "network-policy.yaml"), service]
+    for each in around:
+        each["metadata"]["namespace"] = namespace
+    labels = {**service["spec"]["selector"], "spark-role": "driver"}
     address = f"{service['metadata']['name']}.{namespace}.svc.cluster.local"
     name = f"driver-{secrets.token_hex(4)}"
     file = write_properties(
@@ -168,7 +171,7 @@ def test_the_properties_file_in_client_mode(
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {"name": name, "namespace": namespace, "labels": service["spec"]["selector"]},
+        "metadata": {"name": name, "namespace": namespace, "labels": labels},
         "spec": {
             "restartPolicy": "Never",
             "containers": [
@@ -203,7 +206,7 @@ def test_the_properties_file_in_client_mode(
         for text in texts:
             resource_of(text).delete()
         """,
-        texts=[json.dumps(service), json.dumps(pod)],
+        texts=[json.dumps(each) for each in (*around, pod)],
         name=name,
     )
     assert phase == "Succeeded", log[-8000:]
