@@ -137,12 +137,15 @@ class Settings:
         types.FOLDER,
         """Folder on the driver for the complete output of every rank, in files such as
         ``<log_dir>/<run id>/attempt_0/rank3.stderr``. A node that cannot connect to the driver
-        writes its ranks' files there on its own disk.""",
+        writes its ranks' files there on its own disk. Progress bars are in them as the ranks drew
+        them, with every update.""",
     )
     show_output: Literal["all", "none"] | Collection[int] = setting(
         "all",
         types.SHOWN_RANKS,
-        "The ranks whose output is shown by this process as it arrives.",
+        """The ranks whose output is shown by this process as it arrives. A progress bar, such as
+        tqdm's, moves on a terminal and in a notebook; in a file or a pipe it has a line a minute at
+        most, and its final state.""",
     )
     hub_address: str | None = setting(
         None,

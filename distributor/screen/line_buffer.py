@@ -6,17 +6,101 @@ import codecs
 import io
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from distributor.screen.screen import Put, kind
 from distributor.wire.messages import Stream
 
 _PARTIAL_LINE_DELAY = 1.0  # s until unterminated text, such as a prompt, is shown on a screen
 _PARTIAL_LINE_DELAY_IN_FILES = 10.0  # s until it is shown elsewhere, as a line
-_BAR_INTERVAL_IN_FILES = 0.5  # s between two states of one progress bar as lines of a file
+_BAR_INTERVAL_IN_FILES = 60.0  # s between two states of one progress bar as lines of a file
 _MAX_HELD = 8192  # characters; a longer unterminated line is neither a prompt nor a progress bar
 # Control sequences except colors ("m"), and a sequence that is cut off.
 _CURSOR_MOVES = re.compile(r"\x1b\[[0-?]*[ -/]*(?:[@-ln-~]|$)|\x1b$")
+_MOVE_UP = re.compile(r"\x1b\[(\d*)A")
+_ROW_MOVES = re.compile(r"(\n|\x1b\[\d*A)")
+_CUT_MOVE = re.compile(r"\x1b(?:\[\d*)?$")
+
+
+@dataclass
+class _Row:
+    """One of several progress bars below each other, and what was shown of it as lines."""
+
+    text: str = ""  # from its last carriage return on
+    is_new: bool = False
+    reported: str = ""
+    reported_at: float = -math.inf
+
+    @property
+    def is_bar(self) -> bool:
+        return self.text.startswith("\r") and len(self.text) <= _MAX_HELD
+
+    def add(self, text: str) -> None:
+        whole = self.text + text
+        self.text, self.is_new = whole[max(whole.rstrip("\r").rfind("\r"), 0) :], True
+
+    def due_state(self, now: float) -> str:
+        """Return a new state that may be shown as a line now."""
+        state = _visible(self.text) if self.is_new else ""
+        if not state or now - self.reported_at < _BAR_INTERVAL_IN_FILES:
+            return ""
+        self.is_new, self.reported, self.reported_at = False, state, now
+        return state
+
+    def final_state(self, now: float) -> str:
+        """Return the last state unless it was shown, and leave the row to the next bar."""
+        state = _visible(self.text)
+        if state == self.reported:
+            state = ""
+        self.text, self.is_new, self.reported = "", False, ""
+        self.reported_at = now if state else self.reported_at
+        return state
+
+
+class _Rows:
+    """Several progress bars below each other, such as those of nested loops with tqdm.
+
+    The cursor moves down by a newline and up by a sequence. The bars end when they scroll out at
+    the top, or when a line of other text follows.
+    """
+
+    def __init__(self, first: _Row) -> None:
+        self.all = [first]
+        self.written = first  # the last row that was
+        self._at = 0  # the row of the cursor
+        self._in_first_column = False
+
+    def feed(self, text: str, now: float) -> tuple[list[str], str]:
+        """Add text; return final states, and the other text that follows if the bars end."""
+        ended = []
+        parts = _ROW_MOVES.split(text)
+        for number, part in enumerate(parts):
+            row = self.all[self._at]
+            if part == "\n":
+                self._in_first_column = True
+                self._at += 1
+                if self._at == len(self.all):
+                    self._at -= 1
+                    self.all.append(self.all.pop(0))
+                    ended.append(self.all[-1].final_state(now))
+            elif move := _MOVE_UP.fullmatch(part):
+                self._at -= int(move[1] or 1)
+                shown_at = self.all[0].reported_at  # of bars that were taken for whole lines
+                self.all[:0] = [_Row(reported_at=shown_at) for _ in range(-self._at)]
+                self._at = max(self._at, 0)
+            elif part:
+                if self._in_first_column:
+                    row.text, self._in_first_column = "", False
+                row.add(part)
+                self.written = row
+                if not row.is_bar:
+                    other, row.text = row.text, ""
+                    return ended + self.final_states(now), other + "".join(parts[number + 1 :])
+        return ended, ""
+
+    def final_states(self, now: float) -> list[str]:
+        return [row.final_state(now) for row in self.all]
 
 
 class LineBuffer:
@@ -37,6 +121,8 @@ class LineBuffer:
         utf8 = codecs.getincrementaldecoder("utf-8")("backslashreplace")
         # It holds back a "\r" at the end of a chunk until it is known whether a "\n" follows.
         self._decoder = io.IncrementalNewlineDecoder(utf8, translate=False)
+        self._cut = ""  # a control sequence of which the end has not arrived
+        self._rows: _Rows | None = None  # if there are several progress bars
         self._held: list[str] = []  # starts with "\r" if the line is a progress bar
         self._size = 0
         self._since = 0.0
@@ -55,9 +141,36 @@ class LineBuffer:
 
     def feed(self, data: bytes, now: float, *, final: bool = False) -> Iterator[Put]:
         """Add bytes, and return the lines that they complete."""
-        text = self._decoder.decode(data, final)
+        text = self._cut + self._decoder.decode(data, final)
+        self._cut = ""
         if "\r" in text:
             text = text.replace("\r\n", "\n")
+        if "\x1b" not in text and not self._rows:
+            return self._feed_line(text, now)
+        if not final and (cut := _CUT_MOVE.search(text)):
+            text, self._cut = text[: cut.start()], cut[0]
+        return iter([*self._feed_rows(text, now)])
+
+    def _feed_rows(self, text: str, now: float) -> Iterator[Put]:
+        while self._rows or _MOVE_UP.search(text):
+            if not self._rows:
+                held = self._take_held()
+                self._rows = _Rows(_Row(held, bool(held), self._reported, self._reported_at))
+                self._reported = ""
+            ended, other = self._rows.feed(text, now)
+            yield from self._lines_of(ended)
+            if not other:
+                self.state, self.has_new_state = _visible(self._rows.written.text), True
+                return
+            self._rows, self.state = None, ""
+            line, newline, text = other.partition("\n")
+            yield from self._feed_line(line + newline, now)
+        yield from self._feed_line(text, now)
+
+    def _lines_of(self, states: Iterable[str]) -> Iterator[Put]:
+        return (Put(self.stream, f"{self.prefix}{state}\n") for state in states if state)
+
+    def _feed_line(self, text: str, now: float) -> Iterator[Put]:
         ended, newline, rest = text.rpartition("\n")
         lines = self._complete(ended) if newline else iter(())
         if rest:
@@ -66,7 +179,13 @@ class LineBuffer:
 
     def finish(self, now: float) -> Iterator[Put]:
         """Return the remaining text as if it were terminated."""
-        self.feed(b"", now, final=True)
+        puts = [*self.feed(b"", now, final=True)]
+        if self._rows:
+            puts += self._lines_of(self._rows.final_states(now))
+            self._rows, self.state = None, ""
+        return iter([*puts, *self._rest()])
+
+    def _rest(self) -> Iterator[Put]:
         return self._complete("") if self._held or self._partly_shown else iter(())
 
     def overdue(self, now: float) -> Iterator[Put]:
@@ -82,7 +201,11 @@ class LineBuffer:
         return iter([self._part(text if on_screen else f"{text}\n", partly_shown)])
 
     def bar_as_line(self, now: float) -> Iterator[Put]:
-        """Return a new state of the progress bar as a line, at a limited rate."""
+        """Return a new state of each progress bar as a line, at a limited rate."""
+        if self._rows:
+            yield from self._lines_of(row.due_state(now) for row in self._rows.all)
+            self.has_new_state = any(row.is_new for row in self._rows.all)
+            return
         is_due = now - self._reported_at >= _BAR_INTERVAL_IN_FILES
         if self.has_new_state and self.state and is_due:
             self.has_new_state, self._reported, self._reported_at = False, self.state, now

@@ -8,8 +8,9 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from distributor.core.extras import require_spark
@@ -30,6 +31,18 @@ CONNECT_TIMEOUT = 3.0
 """Seconds for a standalone master to accept a connection."""
 STARTUP_CONF = {"spark.ui.showConsoleProgress": "false", "spark.log.level": "OFF"}
 """Spark properties that keep Spark silent until the application has started."""
+LOGGING = r"""
+rootLogger.level = warn
+rootLogger.appenderRef.stdout.ref = console
+appender.console.type = Console
+appender.console.name = console
+appender.console.target = SYSTEM_ERR
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = %d{yy/MM/dd HH:mm:ss} %p %c{1}: %m%n%ex
+"""
+"""Spark's own default for Python, without its lines about this default."""
+JVM_OPTIONS = "SPARK_SUBMIT_OPTS"
+"""The variable with options of Spark's JVM; those of Spark's configuration take precedence."""
 
 
 def check_application(master: str | None, conf: Mapping[str, str]) -> None:
@@ -48,9 +61,11 @@ def application(master: str | None, conf: Mapping[str, str]) -> Iterator[Any]:
     """Start a Spark application, and stop it at the end."""
     if python := conf.get("spark.pyspark.python"):
         os.environ["PYSPARK_PYTHON"] = python  # PySpark does not read the property
-    spark = _start(master, conf)
+    is_quiet = "spark.log.level" not in conf
+    with _default_logging() if is_quiet else nullcontext():
+        spark = _start(master, conf)
     try:
-        if "spark.log.level" not in conf:
+        if is_quiet:
             spark.sparkContext.setLogLevel("ERROR")
         if master is None:
             notify(
@@ -59,7 +74,35 @@ def application(master: str | None, conf: Mapping[str, str]) -> Iterator[Any]:
             )
         yield spark
     finally:
+        if is_quiet:
+            with suppress(Exception):  # the JVM may have ended
+                spark.sparkContext.setLogLevel("OFF")  # of tasks that end during the stop
         spark.stop()
+
+
+@contextmanager
+def _default_logging() -> Iterator[None]:
+    """Have a JVM that starts now log by `LOGGING`, unless the user has configured Spark's log."""
+    import pyspark
+
+    home = Path(os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent)
+    folder = Path(os.environ.get("SPARK_CONF_DIR") or home / "conf")
+    options = os.environ.get(JVM_OPTIONS)
+    if "log4j" in (options or "") or any(folder.glob("log4j2*")):
+        yield
+        return
+    with NamedTemporaryFile("w", prefix="log4j2-", suffix=".properties") as file:
+        file.write(LOGGING)
+        file.flush()
+        option = f'"-Dlog4j2.configurationFile={file.name}"'
+        os.environ[JVM_OPTIONS] = f"{options} {option}" if options else option
+        try:
+            yield
+        finally:
+            if options is None:
+                del os.environ[JVM_OPTIONS]
+            else:
+                os.environ[JVM_OPTIONS] = options
 
 
 def _start(master: str | None, conf: Mapping[str, str]) -> Any:

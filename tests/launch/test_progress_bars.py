@@ -18,11 +18,66 @@ def driver() -> DriverOutput:
     return DriverOutput()
 
 
-def test_a_file_gets_two_states_a_second_and_the_last(driver: DriverOutput) -> None:
-    driver.bar(*(f"{i}%" for i in range(100)), every=0.0625)
+def test_a_file_gets_a_state_a_minute_and_the_last(driver: DriverOutput) -> None:
+    driver.bar(*(f"{i / 100:.2f}%" for i in range(10_000)), every=0.0625)
     driver.write((0, "stderr", b"\r100%\n"))
-    states = [f"[0] {i}%" for i in range(0, 100, 8)]
+    states = [f"[0] {i / 100:.2f}%" for i in range(0, 10_000, 960)]
     assert driver.err().splitlines() == [*states, "[0] 100%"]
+
+
+def test_bars_one_after_the_other_share_the_rate(driver: DriverOutput) -> None:
+    for epoch in range(3):
+        driver.bar(*(f"{epoch}: {i}%" for i in range(0, 101, 10)), every=1)
+        driver.write((0, "stderr", b"\n"))
+    assert driver.err() == "[0] 0: 0%\n[0] 0: 100%\n[0] 1: 100%\n[0] 2: 100%\n"
+
+
+UP = "\x1b[A"
+
+
+def nested(epochs: int, steps: int, leave: str = "\r   \r") -> list[str]:
+    """Return what nested loops with tqdm write, the inner bar below the outer one."""
+    writes = [f"\repoch 0/{epochs}"]
+    for epoch in range(epochs):
+        writes += [f"\n\r{epoch}: step {step}{UP}" for step in range(steps)]
+        writes += [f"\n{leave}{UP}", f"\repoch {epoch + 1}/{epochs}"]
+    return [*writes, "\n"]
+
+
+def test_nested_bars_have_a_line_a_minute_each(driver: DriverOutput) -> None:
+    for text in nested(epochs=3, steps=50):
+        driver.write((0, "stderr", text.encode()))
+        driver.clock.now += 1
+    driver.write((0, "stderr", b"done\n"))
+    minutes = ["epoch 0/3", "epoch 1/3", "1: step 7", "epoch 2/3", "2: step 15"]
+    assert driver.err().splitlines() == [f"[0] {line}" for line in [*minutes, "epoch 3/3", "done"]]
+
+
+def test_cuts_do_not_change_nested_bars(driver: DriverOutput) -> None:
+    text = "".join(nested(epochs=2, steps=2)) + "done\n" + "".join(nested(1, 1)) + "more\n"
+    for at in range(len(text)):
+        driver.streams(io.StringIO(), io.StringIO())
+        driver.clock.now += 100
+        driver.write((0, "stderr", text[:at].encode()), (0, "stderr", text[at:].encode()))
+        lines = driver.err().splitlines()
+        done = lines.index("[0] done")
+        assert lines[done - 1] == "[0] epoch 2/2", at
+        assert lines[-2:] == ["[0] epoch 1/1", "[0] more"], at
+        assert UP not in driver.err(), at
+        assert len(lines) <= 8, at
+
+
+def test_nested_bars_end_with_the_run(driver: DriverOutput) -> None:
+    driver.write(*((0, "stderr", text.encode()) for text in nested(1, 2)[:3]))
+    driver.close()
+    assert driver.err().splitlines() == ["[0] epoch 0/1", "[0] 0: step 1"]
+
+
+def test_nested_bars_move_on_a_terminal(driver: DriverOutput) -> None:
+    screen = driver.screen(Terminal)
+    for text in nested(2, 20)[:30]:
+        driver.write((0, "stderr", text.encode()))
+    assert on_screen(screen.getvalue()) == ["[0] epoch 0/2", "[0] 1: step 6"]
 
 
 def test_each_rank_and_stream_has_its_own_rate(driver: DriverOutput) -> None:
@@ -36,7 +91,7 @@ def test_tick_shows_a_delayed_state(driver: DriverOutput) -> None:
     driver.bar("1%", "2%", "3%")
     driver.tick()
     assert driver.err() == "[0] 1%\n"
-    driver.tick(after=0.5)
+    driver.tick(after=60)
     driver.tick(after=5)
     assert driver.err() == "[0] 1%\n[0] 3%\n"
 
