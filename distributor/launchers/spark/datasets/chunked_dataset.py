@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import re
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,8 +64,9 @@ def _persisted_chunks(dataset: SparkDataset, session: Session) -> Iterator[Any]:
     from pyspark import StorageLevel
 
     _check_columns(dataset)
-    size = json.dumps(_chunk_bytes(session)).encode()
-    task = portable_task(session, "distributor.data.chunk_file:pack", size)
+    # Spark keeps equal plans once: a run that ends would free the rows of another one.
+    argument = json.dumps([_chunk_bytes(session), uuid.uuid4().hex]).encode()
+    task = portable_task(session, "distributor.data.chunk_file:pack", argument)
     # mapInArrow selects the columns by their names, in which a dot, a backtick or * has a meaning,
     # and the case may have none.
     renamed = dataset.frame.toDF(*(f"c{at}" for at in range(len(dataset.frame.columns))))
