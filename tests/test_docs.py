@@ -18,6 +18,7 @@ PYTHON_FENCE = re.compile(r"^\s*(?:`{3,}|~{3,}|:{3,})\s*\{?(?:py|ipy|code).*", r
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 SOURCE = Path(distributor.__file__).parent
 MAX_README_LINES = 150
+WHEEL = re.compile(r"torch_spark_distributor-([\d.]+)-py3")
 VARIABLE = re.compile(r"\"(DISTRIBUTOR_[A-Z_]+)\"")
 
 
@@ -61,6 +62,11 @@ def test_no_block_of_python_escapes() -> None:
 
 def test_the_readme_stays_a_front_page() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+def test_the_wheel_is_that_of_this_version() -> None:
+    versions = {each for page in pages() for each in WHEEL.findall(page.read_text())}
+    assert versions == {distributor.__version__}
 
 
 def test_every_variable_is_documented() -> None:

@@ -16,7 +16,7 @@ SCRIPT = ROOT / "tests" / "support" / "search.js"
 @pytest.mark.skipif(not (BUILT / "searchindex.js").exists(), reason="needs `make docs`")
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 @pytest.mark.parametrize(
-    ("words", "page"),
+    ("query", "page"),
     [
         ("install", "install"),
         ("quick start", "quick-start"),
@@ -28,7 +28,7 @@ SCRIPT = ROOT / "tests" / "support" / "search.js"
         ("Watchdog caught collective operation timeout", "troubleshooting"),
     ],
 )
-def test_the_page_is_found_first(words: str, page: str) -> None:
-    command = ["node", str(SCRIPT), str(BUILT), words]
+def test_the_page_is_found_first(query: str, page: str) -> None:
+    command = ["node", str(SCRIPT), str(BUILT), query]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert json.loads(found)[0] == page
