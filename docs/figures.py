@@ -22,8 +22,6 @@ from support.tracking_server import tracking_server
 
 FIGURES = Path(__file__).resolve().parent / "_static" / "figures"
 DEFINITIONS = """
-import logging, warnings
-warnings.simplefilter("ignore")  # PySpark's, of pandas 3
 import distributor, torch
 import torch.distributed as dist
 from distributor import TorchDistributor, runtime
@@ -55,8 +53,8 @@ def train(epochs):
     return loss.item()
 
 
-distributor = TorchDistributor(2, local_mode=False, use_gpu=False)
-distributor.run(train, 200)
+two_ranks = TorchDistributor(2, local_mode=False, use_gpu=False)
+two_ranks.run(train, 200)
 """
 FAILURE = """
 def divide(rank_that_fails):
@@ -64,7 +62,7 @@ def divide(rank_that_fails):
     return 1 / (runtime.get_global_rank() - rank_that_fails)
 
 
-distributor.run(divide, 1)
+two_ranks.run(divide, 1)
 """
 DOCTOR = """
 distributor.doctor(num_processes=2, local_mode=False)
@@ -77,11 +75,8 @@ table { font-size: 13px; border-collapse: collapse } td, th { padding: 2px 8px; 
 """
 WIDTH = 900
 UI_PORT = 4140
-
-
-def html_of(cell: Any) -> str:
-    """Return the HTML below a cell."""
-    return "".join(output.get("data", {}).get("text/html", "") for output in cell.outputs)
+MLFLOW_MS = 30_000
+"""How long MLflow's page may take to show a run."""
 
 
 def page_of(cell: Any) -> str:
@@ -120,11 +115,11 @@ def main() -> None:
         variables = {"MLFLOW_TRACKING_URI": uri}
         with kernel_for(notebook, folder, variables) as client:
             figure("", 0, DEFINITIONS.replace("UI_PORT", str(UI_PORT)))
-            run = figure("notebook", 760, RUN)
-            [link] = re.findall(r'href="([^"]+)"', html_of(run))[:1]
-            figure("notebook-failure", 640, FAILURE)
+            run = figure("notebook", 600, RUN)
+            [link] = re.findall(r'href="([^"]+)"', page_of(run))[:1]
+            figure("notebook-failure", 680, FAILURE)
             take(f"http://127.0.0.1:{UI_PORT}/jobs/", FIGURES / "spark-ui.png", 1100, 560)
-            take(html.unescape(link), FIGURES / "mlflow.png", 1100, 760)
+            take(html.unescape(link), FIGURES / "mlflow.png", 1100, 760, MLFLOW_MS)
             figure("doctor", 760, DOCTOR)
 
 

@@ -18,9 +18,10 @@ _BAR_INTERVAL_IN_FILES = 60.0  # s between two states of one progress bar as lin
 _MAX_HELD = 8192  # characters; a longer unterminated line is neither a prompt nor a progress bar
 # Control sequences except colors ("m"), and a sequence that is cut off.
 _CURSOR_MOVES = re.compile(r"\x1b\[[0-?]*[ -/]*(?:[@-ln-~]|$)|\x1b$")
-_MOVE_UP = re.compile(r"\x1b\[(\d*)A")
-_ROW_MOVES = re.compile(r"(\n|\x1b\[\d*A)")
-_CUT_MOVE = re.compile(r"\x1b(?:\[\d*)?$")
+_MAX_ROWS = 100  # of progress bars below each other
+_MOVE_UP = re.compile(r"\x1b\[(\d{0,2})A")
+_ROW_MOVES = re.compile(r"(\n|\x1b\[\d{0,2}A)")
+_CUT_MOVE = re.compile(r"\x1b(?:\[\d{0,2})?$")
 
 
 @dataclass
@@ -87,7 +88,8 @@ class _Rows:
             elif move := _MOVE_UP.fullmatch(part):
                 self._at -= int(move[1] or 1)
                 shown_at = self.all[0].reported_at  # of bars that were taken for whole lines
-                self.all[:0] = [_Row(reported_at=shown_at) for _ in range(-self._at)]
+                missing = min(-self._at, _MAX_ROWS - len(self.all))
+                self.all[:0] = [_Row(reported_at=shown_at) for _ in range(missing)]
                 self._at = max(self._at, 0)
             elif part:
                 if self._in_first_column:
@@ -162,6 +164,7 @@ class LineBuffer:
             if not other:
                 self.state, self.has_new_state = _visible(self._rows.written.text), True
                 return
+            self._reported_at = max(row.reported_at for row in self._rows.all)
             self._rows, self.state = None, ""
             line, newline, text = other.partition("\n")
             yield from self._feed_line(line + newline, now)

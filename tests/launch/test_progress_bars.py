@@ -67,6 +67,12 @@ def test_cuts_do_not_change_nested_bars(driver: DriverOutput) -> None:
         assert len(lines) <= 8, at
 
 
+@pytest.mark.parametrize("moves", ["\x1b[A" * 10_000, "\x1b[99A" * 1000, f"\x1b[{'9' * 5000}A"])
+def test_the_cursor_moves_up_without_bounds(driver: DriverOutput, moves: str) -> None:
+    driver.write((0, "stderr", f"\r1%{moves}\n\r2%\nthe end\n".encode()))
+    assert driver.err().splitlines()[-1] == "[0] the end"
+
+
 def test_nested_bars_end_with_the_run(driver: DriverOutput) -> None:
     driver.write(*((0, "stderr", text.encode()) for text in nested(1, 2)[:3]))
     driver.close()
