@@ -1,4 +1,4 @@
-"""Makes the figures of the documentation: what a notebook, the doctor, MLflow and Spark's UI show.
+"""Makes the figures of the documentation: what a notebook, the doctor and Spark's UI show.
 
 Run as ``PYTHONPATH=tests python docs/figures.py``. A kernel runs the cells below on this machine,
 with a tracking server and a local Spark; the browser is that of ``screenshots.py``.
@@ -22,7 +22,7 @@ from support.tracking_server import tracking_server
 
 FIGURES = Path(__file__).resolve().parent / "_static" / "figures"
 DEFINITIONS = """
-import distributor, torch
+import distributor, mlflow, torch
 import torch.distributed as dist
 from distributor import TorchDistributor, runtime
 from pyspark.sql import SparkSession
@@ -35,7 +35,7 @@ spark = (
 """
 RUN = """
 def train(epochs):
-    import time, mlflow
+    import time
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -75,8 +75,6 @@ table { font-size: 13px; border-collapse: collapse } td, th { padding: 2px 8px; 
 """
 WIDTH = 900
 UI_PORT = 4140
-MLFLOW_MS = 30_000
-"""How long MLflow's page may take to show a run."""
 
 
 def page_of(cell: Any) -> str:
@@ -101,7 +99,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     notebook = nbformat.v4.new_notebook()
 
-    def figure(name: str, height: int, source: str) -> Any:
+    def figure(name: str, height: int, source: str) -> None:
         tags = {"tags": ["raises-exception"]}
         notebook.cells.append(nbformat.v4.new_code_cell(source.strip(), metadata=tags))
         cell = client.execute_cell(notebook.cells[-1], len(notebook.cells) - 1)
@@ -109,17 +107,14 @@ def main() -> None:
             page = folder / f"{name}.html"
             page.write_text(page_of(cell))
             take(page.as_uri(), FIGURES / f"{name}.png", WIDTH, height)
-        return cell
 
     with tracking_server(folder) as uri:
         variables = {"MLFLOW_TRACKING_URI": uri}
         with kernel_for(notebook, folder, variables) as client:
             figure("", 0, DEFINITIONS.replace("UI_PORT", str(UI_PORT)))
-            run = figure("notebook", 600, RUN)
-            [link] = re.findall(r'href="([^"]+)"', page_of(run))[:1]
+            figure("notebook", 600, RUN)
             figure("notebook-failure", 680, FAILURE)
             take(f"http://127.0.0.1:{UI_PORT}/jobs/", FIGURES / "spark-ui.png", 1100, 560)
-            take(html.unescape(link), FIGURES / "mlflow.png", 1100, 760, MLFLOW_MS)
             figure("doctor", 760, DOCTOR)
 
 

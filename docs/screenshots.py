@@ -40,12 +40,12 @@ def address(page: str) -> str:
     return page if "://" in page else f"{BUILT.as_uri()}/{page}.html"
 
 
-def take(address: str, file: Path, width: int, height: int, wait_ms: int = WAIT_MS) -> None:
+def take(address: str, file: Path, width: int, height: int) -> None:
     """Write a screenshot of a page."""
     command = [browser(), "--headless", "--no-sandbox", "--hide-scrollbars"]
     # Virtual time would not pass on a page that asks its server again and again.
     wait = "timeout" if address.startswith("http") else "virtual-time-budget"
-    command += [f"--window-size={width},{height}", f"--{wait}={wait_ms}"]
+    command += [f"--window-size={width},{height}", f"--{wait}={WAIT_MS}"]
     subprocess.run(
         [*command, f"--screenshot={file}", address], check=True, stderr=subprocess.DEVNULL
     )

@@ -619,7 +619,6 @@ MLFLOW = {"mlflow.db", "mlruns"}
         (["--all", "--results"], KEPT | MLFLOW),
         (["--all", "--mlflow"], ALL_RESULTS | KEPT),
     ],
-    ids=" ".join,
 )
 def test_clean_removes_a_users_work_only_if_an_option_says_so(
     here: Cli,
