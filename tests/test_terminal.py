@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import needs_java
 from support.driver_output import on_screen
 
 pexpect = pytest.importorskip("pexpect")
@@ -44,7 +46,8 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
             sys.executable,
             ["-m", "distributor", *args],
             cwd=str(tmp_path),
-            env=dict(os.environ),  # without the width that readline has set behind it
+            # Without the width that readline has set, which os.environ does not have.
+            env={**os.environ, "PYSPARK_PYTHON": sys.executable},
             dimensions=(24, width),
             timeout=DEADLINE,
             encoding="utf-8",
@@ -99,3 +102,21 @@ def test_ctrl_c(terminal: Callable[..., Any]) -> None:
     assert session.exitstatus == 130
     assert lines[-1] == "distributor: interrupted: the run has ended, and no rank is left."
     assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.slow(ci=True)
+@pytest.mark.spark
+@needs_java
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 1.0])
+def test_ctrl_c_on_a_cluster(terminal: Callable[..., Any], seconds: float) -> None:
+    """While the run waits for slots or tasks, Ctrl-C mostly interrupts a call of Py4J."""
+    options = ("--master", "local-cluster[2,1,1024]", "--nproc", "2", "--cpu")
+    session = terminal(80, "run", "--cluster", *options, "train.py", "hang")
+    session.expect("Run .* of train.py")
+    time.sleep(seconds)
+    session.sendintr()
+    lines = without_colors(seen(session)).splitlines()
+    assert session.exitstatus == 130
+    # The terminal's own "^C" precedes it.
+    assert lines[-1].endswith("distributor: interrupted: the run has ended, and no rank is left.")
+    assert not any("Traceback" in line or "py4j" in line for line in lines)

@@ -7,6 +7,7 @@ begin.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -14,6 +15,7 @@ from typing import Any
 
 from distributor._compat.cpython import future_warning_ignored
 from distributor._compat.pyspark import (
+    INTERRUPTED,
     PANDAS_WARNING,
     TASK_ERROR_LOGGERS,
     progress_bar,
@@ -103,6 +105,28 @@ def _no_progress_bar(context: Any) -> Iterator[None]:
         thread.join()
         with suppress(Exception):
             bar.show()
+
+
+@contextmanager
+def no_log_of_interrupts() -> Iterator[None]:
+    """Drop what Py4J logs of calls that Ctrl-C interrupts: the run ends, and says so."""
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return record.msg not in INTERRUPTED or not _is_of_interrupt(record)
+
+    root = logging.getLogger()
+    root.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        root.removeFilter(is_shown)
+
+
+def _is_of_interrupt(record: logging.LogRecord) -> bool:
+    """Return whether a logged error is of an interrupt, or of PySpark's call in its handler."""
+    error = record.exc_info[1] if record.exc_info else None
+    causes = (error, error.__context__) if error else ()
+    return any(isinstance(cause, (KeyboardInterrupt, RuntimeError)) for cause in causes)
 
 
 def no_warning() -> AbstractContextManager[None]:

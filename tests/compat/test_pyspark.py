@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -241,6 +242,14 @@ def test_loggers_are_switched_off_and_restored(context: Any) -> None:
     with relies_on("pyspark", "the classes that log errors", "pyspark.TASK_ERROR_LOGGERS"):
         for logger in private.TASK_ERROR_LOGGERS:
             context._jvm.java.lang.Class.forName(logger)
+
+
+def test_py4j_logs_interrupted_calls() -> None:
+    from py4j import java_gateway
+
+    with relies_on("py4j", "what it logs of interrupted calls", "pyspark.INTERRUPTED"):
+        source = inspect.getsource(java_gateway.GatewayClient.send_command)
+        assert all(f'"{text}"' in source for text in private.INTERRUPTED)
 
 
 def test_a_log_is_recorded(context: Any) -> None:

@@ -27,6 +27,7 @@ from distributor.screen.one_time_warnings import warn_once
 from distributor.serialization.program import Program
 from distributor.settings.defaults import conf_cache_dir
 from distributor.spark.application_end import end_explained
+from distributor.spark.log_quieting import no_log_of_interrupts
 from distributor.spark.plan import ClusterPlan, check_encryption, check_launch
 from distributor.spark.session import Session
 from distributor.spark.spark_job import SparkJob
@@ -110,6 +111,11 @@ class SparkLauncher(Launcher):
             "gpus": ranks if self.plan.use_gpu else 0,
             "application_id": self.session.conf("spark.app.id"),
         }
+
+    @contextlib.contextmanager
+    def opened(self, run: Run) -> Iterator[Launcher]:
+        with no_log_of_interrupts():
+            yield self
 
     def thread(self, target: Callable[[], object]) -> threading.Thread:
         return self.session.thread(target)
