@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from distributor.control.attempts import run_attempts
 from distributor.control.run import Launcher, Run
-from distributor.core.cell_errors import ends_at_caller
+from distributor.core.cell_errors import ends_at_caller, shorten_in_cell
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.core.files import removed_if_empty
 from distributor.core.html import table_of
@@ -242,7 +242,6 @@ class PreparedRun:
     checkpoints: CheckpointSettings | None
     latest_checkpoint: Callable[[CheckpointSettings], str | None]
 
-    @ends_at_caller
     def start(self) -> list[Any]:
         """Run, and return the values of rank 0 or of all ranks."""
         recorded: AbstractContextManager[object] = self.recorder or nullcontext()
@@ -252,11 +251,12 @@ class PreparedRun:
                 self._announce_checkpoint()
                 return run_attempts(self.run, self.launcher)
         except KeyboardInterrupt as error:
-            error.args = error.args or (
-                f"the run of {self.run.label.name} has ended, and no rank is left",
-            )
+            ended = f"the run of {self.run.label.name} has ended, and no rank is left"
+            error.args = error.args or (ended,)
+            shorten_in_cell(error)
             raise
         except Exception as error:
+            shorten_in_cell(error)
             if not _is_explained(error):
                 raise
             BaseException.with_traceback(error, None)  # the launcher's frames do not help the user

@@ -37,10 +37,13 @@ WARNING_OF_A_RANK = re.compile(r"^\[.*\d\] distributor: .*", re.MULTILINE)
 
 
 @pytest.fixture
-def restored() -> Iterator[None]:
-    """Restore what programs set in this process."""
+def restored(spark: Any) -> Iterator[None]:
+    """Restore what programs set in this process, and in the session that they share."""
+    master = spark.conf.get("spark.master")
     with mock.patch.dict(os.environ):
         yield
+        # A program that asks for a master gets this session, whose settings then have that master.
+        spark._jsparkSession.sessionState().conf().setConfString("spark.master", master)
         if "mlflow" in sys.modules:
             sys.modules["mlflow"].set_tracking_uri(None)
 

@@ -18,20 +18,25 @@ BUGS = (AssertionError, AttributeError, IndexError, KeyError, NameError, Recursi
 """Errors that this package does not raise itself; with its frames, they can be reported."""
 
 
-def ends_at_caller(function: Callable[P, R]) -> Callable[P, R]:
-    """Have IPython show what a function raises without frames of this package.
+def shorten_in_cell(error: BaseException) -> None:
+    """Have IPython show an error without frames of this package, and an interrupt as one line.
 
-    An interrupt is shown as one line. Elsewhere, tracebacks remain as they are.
+    Elsewhere, tracebacks remain as they are.
     """
+    if "IPython" in sys.modules:
+        # IPython calls this method of an error, if it has one, instead of its own function.
+        vars(error).setdefault("_render_traceback_", functools.partial(_rendered, error))
+
+
+def ends_at_caller(function: Callable[P, R]) -> Callable[P, R]:
+    """Have IPython show what a function raises without frames of this package."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            if "IPython" in sys.modules:
-                # IPython calls this method of an error, if it has one, instead of its own function.
-                vars(error).setdefault("_render_traceback_", functools.partial(_rendered, error))
+            shorten_in_cell(error)
             raise
 
     return call

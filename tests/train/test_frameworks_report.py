@@ -27,10 +27,11 @@ EPOCHS, ROWS, BATCH = 3, 32, 4
 
 
 def example() -> str:
-    """Return the documented example for Accelerate."""
+    """Return the functions of the documented example for Accelerate."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     [block] = [block for block in blocks if "accelerator.save_state" in block]
-    return str(block)
+    functions, *_ = str(block).partition("\ndistributor = ")
+    return functions
 
 
 def points() -> DataLoader[Any]:
