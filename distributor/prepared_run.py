@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import Field, dataclass, replace
@@ -246,18 +247,19 @@ class PreparedRun:
         """Run, and return the values of rank 0 or of all ranks."""
         recorded: AbstractContextManager[object] = self.recorder or nullcontext()
         storage = _run_folder(self.checkpoints)
+        handled = sys.exc_info()[1]  # by the caller
         try:
             with self.run.label, self.run.block, storage, self.run.graceful_shutdown, recorded:
                 self._announce_checkpoint()
                 return run_attempts(self.run, self.launcher)
-        except KeyboardInterrupt as error:
-            ended = f"the run of {self.run.label.name} has ended, and no rank is left"
-            error.args = error.args or (ended,)
+        except BaseException as error:
+            if interrupt := _interrupt_behind(error, handled):
+                ended = f"the run of {self.run.label.name} has ended, and no rank is left"
+                interrupt.args = interrupt.args or (ended,)
+                shorten_in_cell(interrupt)
+                raise interrupt from None
             shorten_in_cell(error)
-            raise
-        except Exception as error:
-            shorten_in_cell(error)
-            if not _is_explained(error):
+            if not isinstance(error, Exception) or not _is_explained(error):
                 raise
             BaseException.with_traceback(error, None)  # the launcher's frames do not help the user
             raise error
@@ -279,6 +281,20 @@ def _run_folder(settings: CheckpointSettings | None) -> AbstractContextManager[N
     if settings is None or "://" in settings.storage_path:
         return nullcontext()
     return removed_if_empty(Path(settings.storage_path, settings.name))
+
+
+def _interrupt_behind(
+    error: BaseException | None, handled: BaseException | None
+) -> KeyboardInterrupt | None:
+    """Return the interrupt that an error is, or that has led to it: a call of Spark may break.
+
+    The error that the caller handles is in the context of all others, and has not led to them.
+    """
+    while error is not None and error is not handled:
+        if isinstance(error, KeyboardInterrupt):
+            return error
+        error = error.__context__
+    return None
 
 
 def _is_explained(error: Exception) -> bool:

@@ -25,8 +25,11 @@ TASK_ERROR_LOGGERS = (
 APPLICATION_LOGGER = "org.apache.spark.deploy.client.StandaloneAppClient$ClientEndpoint"
 
 # How the warning begins that PySpark issues for each call if pandas 3 is installed.
-INTERRUPTED = ("Exception while sending command.", "KeyboardInterrupt while sending command.")
-"""What Py4J logs, by the root logger, of calls that Ctrl-C interrupts: ``GatewayClient``."""
+INTERRUPTED = {
+    "root": ("Exception while sending command.", "KeyboardInterrupt while sending command."),
+    "py4j.clientserver": ("Exception occurred while shutting down connection",),
+}
+"""What Py4J logs of calls that Ctrl-C interrupts, by logger."""
 PANDAS_WARNING = "PySpark does not yet fully support pandas"
 
 # The folder with the Hadoop configuration of spark-submit, in the working folder of a YARN

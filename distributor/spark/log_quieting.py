@@ -112,14 +112,16 @@ def no_log_of_interrupts() -> Iterator[None]:
     """Drop what Py4J logs of calls that Ctrl-C interrupts: the run ends, and says so."""
 
     def is_shown(record: logging.LogRecord) -> bool:
-        return record.msg not in INTERRUPTED or not _is_of_interrupt(record)
+        return record.msg not in INTERRUPTED[record.name] or not _is_of_interrupt(record)
 
-    root = logging.getLogger()
-    root.addFilter(is_shown)
+    loggers = [logging.getLogger(name) for name in INTERRUPTED]
+    for logger in loggers:
+        logger.addFilter(is_shown)
     try:
         yield
     finally:
-        root.removeFilter(is_shown)
+        for logger in loggers:
+            logger.removeFilter(is_shown)
 
 
 def _is_of_interrupt(record: logging.LogRecord) -> bool:

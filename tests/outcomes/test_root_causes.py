@@ -22,6 +22,7 @@ from support.ranks import (
 
 from distributor import (
     RemoteError,
+    TorchDistributor,
     WorkerDied,
 )
 from distributor.wire.protocol import MAX_FRAME
@@ -59,6 +60,14 @@ def test_the_frames_of_the_launcher_are_cut(distribute: Distribute, tmp_path: Pa
     assert cause == "KeyError: 'lost'"
     assert where.startswith("Raised by rank 0 ")
     assert what == f"The output of all ranks is in {run}."
+
+
+def test_an_earlier_interrupt_does_not_hide_an_error() -> None:
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(ZeroDivisionError):
+            TorchDistributor(1, use_gpu=False).run(divmod, 1, 0)
 
 
 def test_functions_of_a_notebook_show_their_source(
