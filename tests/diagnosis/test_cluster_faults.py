@@ -388,7 +388,7 @@ def test_different_versions_of_torch(cluster: Cluster, tmp_path: Path) -> None:
     assert "differ in torch" in check["found"]
     assert f"2.4.0 on {other}" in check["found"]
     assert f" on {one}" in check["found"]
-    assert "environment=" in check["fix"]
+    assert "(environment)" in check["fix"]
 
 
 def test_the_command_line_finds_a_sound_cluster(cluster: Cluster, tmp_path: Path) -> None:
