@@ -64,8 +64,8 @@ def reduce(kill=False):
         dist.barrier()
         if rank == 1:
             # The executor's JVM: a warm process may outlive the Python worker that has started it.
-            jvms = [each for each in psutil.process_iter() if each.name() == "java"]
-            next(each for each in jvms if each.cwd() == os.getcwd()).kill()
+            wanted = {"name": "java", "cwd": os.getcwd()}  # of a zombie, the folder is None
+            next(each for each in psutil.process_iter([*wanted]) if each.info == wanted).kill()
         time.sleep(100)
     total = torch.ones(1)
     dist.all_reduce(total)

@@ -51,10 +51,10 @@ def ranks(count, **settings):
 
 def executor_of_rank():
     import os, psutil
-    # Not an ancestor: a warm process may outlive the Python worker that has started it.
-    jvms = [each for each in psutil.process_iter() if each.name() == "java"]
-    in_pod = "SPARK_EXECUTOR_POD_NAME" in os.environ
-    return next(each for each in jvms if in_pod or each.cwd() == os.getcwd())
+    processes = psutil.Process().parents()
+    if "SPARK_EXECUTOR_POD_NAME" in os.environ:  # in which a failed task leaves orphans
+        processes = psutil.process_iter()
+    return next(each for each in processes if each.name() == "java")
 
 def yarn_client():
     yarn = spark._jvm.org.apache.hadoop.yarn
