@@ -160,7 +160,6 @@ def launcher_of(
     class Distributor(TorchDistributor):
         spelling = Spelling(api, name, "pass remote=False", gpu_type=type_name)
 
-    @ends_at_caller
     def launcher() -> TorchDistributor:
         switches = {"remote": remote, "use_gpu": use_gpu, "run_async": run_async}
         for each, value in switches.items():

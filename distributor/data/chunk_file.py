@@ -170,16 +170,14 @@ INDEX_COLUMNS = (
 CHUNK_COLUMNS = f"{INDEX_COLUMNS}, message binary"
 
 
-def pack(
-    argument: bytes, batches: Iterator[pa.RecordBatch], replaced: str
-) -> Iterator[pa.RecordBatch]:
+def pack(argument: bytes, batches: Iterator[pa.RecordBatch], _: str) -> Iterator[pa.RecordBatch]:
     """Pack a partition's rows into chunks; a task of ``mapInArrow``."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
     assert context is not None, "it runs in a task"
     part = context.partitionId()
-    chunk_bytes, _ = json.loads(argument)
+    chunk_bytes = json.loads(argument)[0]
     for number, rows in enumerate(_grouped(batches, chunk_bytes)):
         message = rows.serialize()
         schema = rows.schema.serialize().to_pybytes()

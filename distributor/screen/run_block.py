@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from types import TracebackType
 from typing import Protocol
 
 from distributor.core.html import escaped, linked, table
@@ -78,7 +77,7 @@ class RunBlock:
         self._facts = dict(facts)
         self._clock = clock
         self._display = display or NotebookDisplay()
-        self._began = clock()
+        self._began = 0.0
         self._due = 0.0
         self._shown = ""
         self._state = "waiting"
@@ -96,12 +95,7 @@ class RunBlock:
             self._show()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, cls: object, error: BaseException | None, trace: object) -> None:
         self._context.close()
         self._state = _state_after(error)
         self._facts["duration"] = duration(self._clock() - self._began)

@@ -112,7 +112,7 @@ def no_log_of_interrupts() -> Iterator[None]:
     """Drop what Py4J logs of calls that Ctrl-C interrupts: the run ends, and says so."""
 
     def is_shown(record: logging.LogRecord) -> bool:
-        return record.msg not in INTERRUPTED[record.name] or not _is_of_interrupt(record)
+        return record.msg not in INTERRUPTED.get(record.name, ()) or not _is_of_interrupt(record)
 
     loggers = [logging.getLogger(name) for name in INTERRUPTED]
     for logger in loggers:
