@@ -6,18 +6,38 @@ import functools
 import uuid
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
+from typing import Any, Generic, NoReturn, ParamSpec, Protocol, TypeVar
 
 from distributor.control.future import RunFuture
 from distributor.core.cell_errors import ends_at_caller
+from distributor.core.gpus import AcceleratorType, GPUType
 from distributor.programs.programs import check_arguments
 from distributor.serialization.pickle_diagnostics import name_of
 from distributor.torch_distributor import TorchDistributor
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Launcher = Callable[[], TorchDistributor]
+_UNSET: Any = object()  # timeout=None means that there is no limit
 Decorated = TypeVar("Decorated", bound="DecoratedFunction[Any, Any]")
+
+
+class Launcher(Protocol):
+    """Creates the distributor of each run of a decorated function, whose arguments it has."""
+
+    @property
+    def num_accelerators(self) -> Any: ...
+    @property
+    def accelerator_type(self) -> Any: ...
+    def __call__(self) -> TorchDistributor: ...
+    def with_overrides(
+        self,
+        *,
+        num_accelerators: int | None = None,
+        accelerator_type: Any = None,
+        gpus: int | None = None,
+        gpu_type: Any = None,
+        **others: Any,
+    ) -> Launcher: ...
 
 
 class DecoratedFunction(Generic[P, R]):
@@ -42,6 +62,68 @@ class DecoratedFunction(Generic[P, R]):
         if bound is self._function:
             return self
         return type(self)(bound, self._launcher, self._run_async)
+
+    @property
+    def func(self) -> Callable[P, R]:
+        """The function that was decorated."""
+        return self._function
+
+    @property
+    def num_accelerators(self) -> int | None:
+        """The number of GPUs, or of ranks on CPUs; None if it is that of this machine's GPUs."""
+        number: int | None = self._launcher.num_accelerators
+        return number
+
+    @property
+    def accelerator_type(self) -> AcceleratorType | str | None:
+        """The type of the GPUs, as an `AcceleratorType` if it is one; None if any type will do."""
+        kind: AcceleratorType | str | None = self._launcher.accelerator_type
+        return kind
+
+    def with_overrides(
+        self: Decorated,
+        num_accelerators: int | None = None,
+        accelerator_type: AcceleratorType | GPUType | str | None = None,
+        remote: bool | None = None,
+        timeout: float | None = _UNSET,
+        *,
+        gpus: int | None = None,
+        gpu_type: GPUType | str | None = None,
+    ) -> Decorated:
+        """Return the function with other arguments of its decorator.
+
+        Follows ``DistributedFunction.with_overrides`` of ``databricks.air``.
+
+        Parameters
+        ----------
+        num_accelerators, accelerator_type, remote, gpus, gpu_type
+            Arguments of the decorator. Those that are None stay as they are.
+        timeout : float or None, optional
+            Seconds, or None for no limit; by default it stays as it is.
+
+        Returns
+        -------
+        DistributedFunction or RayFunction
+            The function with these arguments. The original is unchanged.
+
+        Raises
+        ------
+        TypeError
+            If both names of one argument are given.
+
+        Examples
+        --------
+        >>> train.with_overrides(num_accelerators=8, remote=True).distributed()  # doctest: +SKIP
+        """
+        others = {"remote": (remote, None), "timeout": (timeout, _UNSET)}
+        launcher = self._launcher.with_overrides(
+            num_accelerators=num_accelerators,
+            accelerator_type=accelerator_type,
+            gpus=gpus,
+            gpu_type=gpu_type,
+            **{name: value for name, (value, unset) in others.items() if value is not unset},
+        )
+        return type(self)(self._function, launcher, self._run_async)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle this without its settings, which may hold secrets and what cannot be pickled."""
@@ -154,15 +236,26 @@ def _key_of(launcher: Launcher) -> str:
     return key
 
 
-def _load(kind: type[Decorated], function: Callable[..., Any], key: str) -> Decorated:
-    def refuse() -> NoReturn:
+class _Unknown:
+    """Takes the place of a launcher in a process to which the function was sent."""
+
+    num_accelerators = accelerator_type = None
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, **changed: Any) -> NoReturn:
         raise RuntimeError(
-            f"{name_of(function)} was pickled, and the settings of its runs were not: it cannot "
+            f"{self._name} was pickled, and the settings of its runs were not: it cannot "
             "start a run in this process. Call it directly, or decorate it again here."
         )
 
+    with_overrides = __call__
+
+
+def _load(kind: type[Decorated], function: Callable[..., Any], key: str) -> Decorated:
     launcher = _launchers.get(key)
     if launcher is None:
-        launcher = refuse
+        launcher = _Unknown(name_of(function))
         _keys[launcher], _launchers[key] = key, launcher
     return kind(function, launcher, False)

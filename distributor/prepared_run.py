@@ -258,6 +258,7 @@ class PreparedRun:
                 interrupt.args = interrupt.args or (ended,)
                 shorten_in_cell(interrupt)
                 raise interrupt from None
+            error = self.run.spec.settings.spelling.own(error)
             shorten_in_cell(error)
             if not isinstance(error, Exception) or not _is_explained(error):
                 raise
@@ -327,13 +328,13 @@ def prepare_run(
     finder = finder or DatasetFinder()
     args, kwargs = finder.replace_in(args, kwargs, train_object)
     check_datasets(finder.datasets, train_object, args)
-    program = settings._program_of(train_object, args, kwargs)
-    if settings.storage_path is not None:
-        program = replace(program, begins_with=CHECK_STORAGE)
     min_processes, max_processes = check_num_processes("num_processes", settings.num_processes)
     with settings.spelling.renames():
+        program = settings._program_of(train_object, args, kwargs)
         launcher, num_processes, _ = plan(settings, min_processes, max_processes)
         launcher.check(settings)
+    if settings.storage_path is not None:
+        program = replace(program, begins_with=CHECK_STORAGE)
     run_id = new_run_id()
     facts = {"num_processes": num_processes, "use_gpu": settings.use_gpu, **launcher.describe()}
     tracking: TrackedRun | Untracked = Untracked(NAMED_SERVER, NOT_TRACKED)

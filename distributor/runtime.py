@@ -61,6 +61,23 @@ def get_local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def get_node_ip() -> str:
+    """Return the IP address of this rank's node, or outside a run of this machine.
+
+    Returns
+    -------
+    str
+        The address from which the node sends to rank 0's node, or outside a run to other networks;
+        "127.0.0.1" if there is no network.
+    """
+    from distributor.node.agent.network import source_address
+
+    try:
+        return source_address(os.environ.get("MASTER_ADDR", "192.0.2.1"))
+    except OSError:
+        return "127.0.0.1"
+
+
 def get_node_rank() -> int:
     """Return the number of this rank's node; 0 outside a run.
 

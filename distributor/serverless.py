@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any, ParamSpec, TypeVar, overload
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, overload
 
 from distributor.core.cell_errors import ends_at_caller
-from distributor.core.gpus import GPUType
+from distributor.core.gpus import AcceleratorType, GPUType
 from distributor.core.spelling import Spelling, check_names
-from distributor.decorated_function import DistributedFunction, Launcher, decorator_of
+from distributor.decorated_function import DistributedFunction, decorator_of
 from distributor.run.settings import Settings
 from distributor.screen.messages import warn
+from distributor.serverless_errors import (
+    IN_PLACE,
+    GPUTypeError,
+    GPUValidationError,
+    RuntimeConfigurationError,
+    raised_as,
+)
 from distributor.settings.fields import documented
-from distributor.settings.types import check_bool, check_gpu_type
+from distributor.settings.types import (
+    check_bool,
+    check_gpu_type,
+    check_num_processes,
+    check_timeout,
+)
 from distributor.spark.plan import driver_gpus
 from distributor.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,57 +49,61 @@ _SWITCHES = {"true": True, "1": True, "yes": True, "false": False, "0": False, "
 
 
 @overload
-def distributed(gpus: Callable[P, R]) -> DistributedFunction[P, R]: ...
+def distributed(num_accelerators: Callable[P, R]) -> DistributedFunction[P, R]: ...
 
 
 @overload
 def distributed(
+    num_accelerators: int | None = None,
+    accelerator_type: AcceleratorType | GPUType | str | None = None,
+    remote: bool = False,
+    timeout: float | None = None,
+    *,
     gpus: int | None = None,
     gpu_type: GPUType | str | None = None,
-    remote: bool = False,
-    *,
-    num_accelerators: int | None = None,
-    accelerator_type: str | None = None,
     use_gpu: bool = True,
     run_async: bool = False,
     **settings: Any,
 ) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]: ...
 
 
-@documented(Settings, skip=["gpu_type"])
+@documented(Settings, skip=["gpu_type", "timeout"])
 def distributed(
-    gpus: Any = None,
-    gpu_type: GPUType | str | None = None,
+    num_accelerators: Any = None,
+    accelerator_type: AcceleratorType | GPUType | str | None = None,
     remote: bool = False,
+    timeout: float | None = None,
     *,
-    num_accelerators: int | None = None,
-    accelerator_type: str | None = None,
+    gpus: int | None = None,
+    gpu_type: GPUType | str | None = None,
     use_gpu: bool = True,
     run_async: bool = False,
     **settings: Any,
 ) -> Any:
     """Decorate a function so that it can run on many ranks.
 
-    The decorator follows ``serverless_gpu.distributed`` of Databricks:
-    https://docs.databricks.com/aws/en/machine-learning/ai-runtime/distributed-training.
+    The decorator follows ``databricks.air.distributed`` and ``serverless_gpu.distributed``:
+    https://docs.databricks.com/aws/en/machine-learning/ai-runtime/connecting/distributed-training.
 
     Parameters
     ----------
-    gpus : int, optional
+    num_accelerators : int, optional
         Number of ranks, each with a GPU; with ``use_gpu=False`` the number of ranks. By default
-        it is the number of GPUs of this machine.
-    gpu_type : GPUType or str, optional
-        Required type of the GPUs, such as "A10", in upper or lower case.
+        it is the number of GPUs of a node of `accelerator_type` or, if that does not say it, of
+        this machine.
+    accelerator_type : AcceleratorType, GPUType or str, optional
+        Required type of the GPUs, such as "GPU_8xH100" or "A10", in upper or lower case.
     remote : bool, default False
         Whether ranks run on the executors of the active Spark session instead of this machine.
-    num_accelerators : int, optional
-        The newer name of `gpus`.
-    accelerator_type : str, optional
-        The newer name of `gpu_type`. "GPU_8xH100" includes the number of GPUs of a node, which is
-        the number of ranks if none is given.
+    timeout : float, optional
+        Seconds after which the run is ended; by default there is no limit.
+    gpus : int, optional
+        The older name of `num_accelerators`.
+    gpu_type : GPUType or str, optional
+        The older name of `accelerator_type`.
     use_gpu : bool, default True
-        Whether each rank has a GPU. If False, GPUs are hidden from ranks and `gpu_type` is not
-        compared with them.
+        Whether each rank has a GPU. If False, GPUs are hidden from ranks and `accelerator_type` is
+        not compared with them.
     run_async : bool, default False
         Whether ``.distributed()`` returns a future at once, as ``.distributed_async()`` does.
     **settings
@@ -104,26 +124,28 @@ def distributed(
     Raises
     ------
     TypeError
-        If an argument is unknown, or both names of one argument are given.
+        If an argument is unknown. If both names of one argument are given, it is a
+        `RuntimeConfigurationError` of `distributor.serverless_errors`.
 
     Examples
     --------
-    >>> @distributed(gpus=2, use_gpu=False)
+    >>> @distributed(num_accelerators=2, use_gpu=False)
     ... def square_of_rank():
     ...     from distributor import runtime
     ...     return runtime.get_global_rank() ** 2
     >>> square_of_rank.distributed()
     [0, 1]
     """
-    if callable(gpus):  # @distributed, without parentheses
-        return distributed()(gpus)
-    launcher = launcher_of(
+    if callable(num_accelerators):  # @distributed, without parentheses
+        return distributed()(num_accelerators)
+    launcher = ServerlessLauncher.of(
         "@distributed",
-        gpus=gpus,
-        gpu_type=gpu_type,
-        remote=remote,
         num_accelerators=num_accelerators,
         accelerator_type=accelerator_type,
+        remote=remote,
+        timeout=timeout,
+        gpus=gpus,
+        gpu_type=gpu_type,
         use_gpu=use_gpu,
         run_async=run_async,
         settings=settings,
@@ -131,65 +153,150 @@ def distributed(
     return decorator_of(DistributedFunction, "@distributed", launcher, run_async)
 
 
-@ends_at_caller
-def launcher_of(
-    api: str,
-    *,
-    gpus: int | None,
-    gpu_type: GPUType | str | None,
-    remote: bool,
-    num_accelerators: int | None,
-    accelerator_type: str | None,
-    use_gpu: bool,
-    run_async: bool,
-    settings: Mapping[str, Any],
-) -> Launcher:
-    """Return what creates the distributor of a run, for a decorator's arguments."""
-    own = inspect.signature(distributed).parameters.keys() - {"settings"}
-    check_names(api, settings, {*own, *_SETTINGS})
-    count = _one_of("gpus", gpus, "num_accelerators", num_accelerators)
-    type_ = _one_of("gpu_type", gpu_type, "accelerator_type", accelerator_type)
-    of_node, kind = _split(type_)
+class _Given(NamedTuple):
+    """An argument that has two names, and the one that the user has passed."""
 
-    type_name = "gpu_type" if accelerator_type is None else "accelerator_type"
-    is_newer = num_accelerators is not None or (gpus is None and accelerator_type is not None)
-    name = "num_accelerators" if is_newer else "gpus"
-    if count is None and of_node is not None:
-        name = f"the number of GPUs in {type_name}={type_!r}"
+    name: str
+    value: Any
 
-    class Distributor(TorchDistributor):
-        spelling = Spelling(api, name, "pass remote=False", gpu_type=type_name)
 
-    def launcher() -> TorchDistributor:
-        switches = {"remote": remote, "use_gpu": use_gpu, "run_async": run_async}
-        for each, value in switches.items():
-            check_bool(each, value)
-        check_gpu_type(type_name, kind)
-        return Distributor(
-            _ranks(name, of_node if count is None else count, remote, use_gpu),
-            local_mode=not remote,
-            use_gpu=use_gpu,
-            gpu_type=kind,
-            **{"pool": _pool() if remote else None, **settings},
+@dataclass(frozen=True, eq=False)
+class ServerlessLauncher:
+    """Creates the distributor of each run, from a decorator's arguments.
+
+    Parameters
+    ----------
+    api : str
+        The decorator, such as "@distributed".
+    count : tuple of str and int or None
+        The number of GPUs, and the name that the user has for it.
+    kind : tuple of str and AcceleratorType, GPUType, str or None
+        Their type, and its name.
+    remote, timeout, use_gpu, run_async, settings
+        The decorator's arguments.
+    """
+
+    api: str
+    count: _Given
+    kind: _Given
+    remote: bool
+    timeout: float | None
+    use_gpu: bool
+    run_async: bool
+    settings: Mapping[str, Any]
+
+    @classmethod
+    @ends_at_caller
+    def of(
+        cls,
+        api: str,
+        *,
+        num_accelerators: int | None,
+        accelerator_type: Any,
+        gpus: int | None,
+        gpu_type: Any,
+        settings: Mapping[str, Any],
+        **others: Any,
+    ) -> Self:
+        """Return the launcher for a decorator's arguments, whose names are checked."""
+        own = inspect.signature(distributed).parameters.keys() - {"settings"}
+        check_names(api, settings, {*own, *_SETTINGS})
+        count = _one_of("num_accelerators", num_accelerators, "gpus", gpus)
+        kind = _one_of("accelerator_type", accelerator_type, "gpu_type", gpu_type)
+        if count.value is None and kind.name == "gpu_type":  # the user has the older names
+            count = _Given("gpus", None)
+        return cls(api, count, kind, settings=settings, **others)
+
+    @ends_at_caller
+    def with_overrides(
+        self,
+        *,
+        num_accelerators: int | None = None,
+        accelerator_type: Any = None,
+        gpus: int | None = None,
+        gpu_type: Any = None,
+        **others: Any,
+    ) -> Self:
+        """Return a launcher with these arguments in place of its own, as far as they are given."""
+        count = _one_of("num_accelerators", num_accelerators, "gpus", gpus)
+        kind = _one_of("accelerator_type", accelerator_type, "gpu_type", gpu_type)
+        return replace(
+            self,
+            count=self.count if count.value is None else count,
+            kind=self.kind if kind.value is None else kind,
+            **others,
         )
 
-    return launcher
+    @property
+    def num_accelerators(self) -> Any:
+        """The number of GPUs, or of ranks; None if it is that of the GPUs of this machine."""
+        of_node, _ = _split(self.kind.value)
+        return of_node if self.count.value is None else self.count.value
+
+    @property
+    def accelerator_type(self) -> Any:
+        """The type: an AcceleratorType if there is one of such nodes, otherwise as it was given."""
+        value = self.kind.value
+        with contextlib.suppress(GPUTypeError):
+            return AcceleratorType(value)
+        with contextlib.suppress(GPUTypeError):
+            return AcceleratorType.from_gpu_type(GPUType(value), self.num_accelerators)
+        return value
+
+    def __call__(self) -> TorchDistributor:
+        """Check the arguments, and return a distributor."""
+        of_node, kind = _split(self.kind.value)
+        name = self.count.name
+        if self.count.value is None and of_node is not None:
+            name = f"the number of GPUs in {self.kind.name}={str(self.kind.value)!r}"
+
+        class Distributor(TorchDistributor):
+            spelling = Spelling(
+                self.api,
+                name,
+                "pass remote=False",
+                gpu_type=self.kind.name,
+                errors=IN_PLACE,
+            )
+
+        with raised_as(RuntimeConfigurationError):
+            for switch in ("remote", "use_gpu", "run_async"):
+                check_bool(switch, getattr(self, switch))
+            check_timeout("timeout", self.timeout)
+        with raised_as(GPUTypeError):
+            check_gpu_type(self.kind.name, kind)
+        with raised_as(GPUValidationError):
+            ranks = _ranks(name, self.num_accelerators, self.remote, self.use_gpu)
+            check_num_processes(name, ranks)
+        on_gpus = not self.remote and self.use_gpu
+        missing: Any = GPUTypeError if kind else GPUValidationError
+        with raised_as(missing) if on_gpus else contextlib.nullcontext():
+            return Distributor(
+                ranks,
+                local_mode=not self.remote,
+                use_gpu=self.use_gpu,
+                gpu_type=kind,
+                timeout=self.timeout,
+                **{"pool": _pool() if self.remote else None, **self.settings},
+            )
 
 
-_SETTINGS = {field.name for field in fields(Settings)} - {"gpu_type"}
+_SETTINGS = {field.name for field in fields(Settings)} - {"gpu_type", "timeout"}
 _ACCELERATOR = re.compile(r"(?:GPU_)?(\d+)x(\w+)", re.IGNORECASE)
 
 
-def _one_of(name: str, value: Any, newer: str, newer_value: Any) -> Any:
-    if value is not None and newer_value is not None:
-        raise TypeError(f"{name} and {newer} are two names of one argument: pass only one of them.")
-    return value if newer_value is None else newer_value
+def _one_of(name: str, value: Any, older: str, older_value: Any) -> _Given:
+    if value is not None and older_value is not None:
+        raise RuntimeConfigurationError(
+            f"{older} and {name} are two names of one argument: pass only {name}."
+        )
+    return _Given(name, value) if older_value is None else _Given(older, older_value)
 
 
-def _split(gpu_type: Any) -> tuple[int | None, Any]:
+def _split(kind: Any) -> tuple[int | None, Any]:
     """Split "GPU_8xH100" into the number of GPUs of a node and their type."""
-    found = _ACCELERATOR.fullmatch(gpu_type) if isinstance(gpu_type, str) else None
-    return (int(found[1]), found[2]) if found else (None, gpu_type)
+    found = _ACCELERATOR.fullmatch(kind) if isinstance(kind, str) else None
+    return (int(found[1]), found[2]) if found else (None, kind)
 
 
 def _ranks(name: str, wanted: int | None, remote: bool, use_gpu: bool) -> Any:

@@ -34,7 +34,7 @@ PACKAGE = Path(distributor.__file__).resolve().parent
 HEAVY = ("torch", "pyspark", "py4j", "mlflow", "ray", "pandas", "numpy", "pyarrow")
 
 LAYERS = [
-    {"version", "errors", "source", "_compat"},
+    {"version", "errors", "serverless_errors", "source", "_compat"},
     {"core"},
     {"filesystems", "rank"},
     {"serialization"},
@@ -353,7 +353,7 @@ CALLABLES = {
     **{
         f"{kind.__name__}.{method}": getattr(kind, method)
         for kind in (DistributedFunction, RayFunction)
-        for method in ("distributed", "distributed_async")
+        for method in ("distributed", "distributed_async", "with_overrides")
     },
     "air.ray_init": air.ray_init,
     "ray.ray_launch": ray_launch,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import ipaddress
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -16,8 +18,17 @@ import pytest
 from conftest import facts_in, needs_java
 from support.waiting import assert_gone, until
 
-from distributor import UnpicklableError, distributed, runtime, serverless, serverless_gpu
-from distributor.core.gpus import GPUType, describe, is_of_type
+from distributor import (
+    RunTimeout,
+    UnpicklableError,
+    air,
+    distributed,
+    runtime,
+    serverless,
+    serverless_gpu,
+)
+from distributor.air import exceptions
+from distributor.core.gpus import AcceleratorType, GPUType, describe, is_of_type
 from distributor.ray import ray_launch
 from distributor.screen.one_time_warnings import warn_once
 from distributor.serverless_gpu import compute, launcher
@@ -294,7 +305,7 @@ def executors_of(spark: Any) -> set[str]:
 def test_the_names_of_the_other_package() -> None:
     assert serverless_gpu.distributed is launcher.distributed is distributed
     assert isinstance(distributed(who), launcher.DistributedFunction)
-    assert compute.GPUType is GPUType
+    assert compute.GPUType is air.compute.GPUType is GPUType
     ours = {name for name in dir(runtime) if name.startswith("get_")}
     assert set(their_runtime.__all__) == ours
     assert {getattr(their_runtime, name) for name in ours} == {
@@ -303,7 +314,8 @@ def test_the_names_of_the_other_package() -> None:
 
 
 def test_functions_of_the_runtime_outside_a_run() -> None:
-    values = {name: getattr(runtime, name)() for name in their_runtime.__all__}
+    numbers = [name for name in their_runtime.__all__ if name != "get_node_ip"]
+    values = {name: getattr(runtime, name)() for name in numbers}
     ones = {"get_world_size": 1, "get_local_world_size": 1}
     assert values == {**dict.fromkeys(values, 0), **ones}
 
@@ -350,9 +362,10 @@ def test_gpus_are_described() -> None:
         ({"gpus": 0, "use_gpu": False}, ValueError, "positive integer, but is 0"),
         ({"gpus": 2.5, "use_gpu": False}, TypeError, "positive integer, but is 2.5"),
         ({"gpus": 2, "gpu_type": "Z80", "use_gpu": False}, ValueError, "T4, V100, A10.*'Z80'"),
-        ({"use_gpu": False}, ValueError, "gpus, the number of ranks, is missing"),
-        ({"remote": True}, ValueError, "gpus, the number of ranks, is missing"),
+        ({"use_gpu": False}, ValueError, "num_accelerators, the number of ranks, is missing"),
+        ({"remote": True, "gpu_type": "A10"}, ValueError, "gpus, the number of ranks, is missing"),
         ({"gpus": 2, "use_gpu": False, "timeout": -1}, ValueError, "timeout must be a positive"),
+        ({"gpus": 2, "use_gpu": False, "timeout": "1"}, TypeError, "timeout must be a positive"),
         ({"gpus": 1, "use_gpu": False, "pool": ""}, ValueError, "pool must be the name"),
         ({"num_accelerators": 0, "use_gpu": False}, ValueError, "num_accelerators has to be a"),
         ({"num_accelerators": 2, "accelerator_type": "Z"}, ValueError, "accelerator_type must be"),
@@ -418,13 +431,105 @@ def test_without_gpus_nothing_of_another_api_is_proposed(
         function(who).distributed()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ({"num_accelerators": 0, "use_gpu": False}, exceptions.GPUValidationError),
+        ({"num_accelerators": "2", "use_gpu": False}, exceptions.GPUValidationError),
+        ({"num_accelerators": 3}, exceptions.GPUValidationError),
+        ({"accelerator_type": "GPU_9xZ80", "use_gpu": False}, exceptions.GPUTypeError),
+        ({"accelerator_type": "GPU_2xH100"}, exceptions.GPUTypeError),
+        ({"gpus": 2, "num_accelerators": 2}, exceptions.RuntimeConfigurationError),
+        ({"gpus": 2, "use_gpu": False, "timeout": 0}, exceptions.RuntimeConfigurationError),
+    ],
+)
+def test_errors_are_also_those_of_the_original(
+    arguments: dict[str, Any], kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(kind) as caught:
+        distributed(**arguments)(who).distributed()
+    assert isinstance(caught.value, exceptions.ServerlessGpuCustomerError)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_run_that_takes_too_long_is_an_error_of_both(in_background: bool) -> None:
+    wait = distributed(1, None, False, 3, use_gpu=False)(lambda: threading.Event().wait())
+
+    with pytest.raises(exceptions.LocalExecutionTimeoutError) as caught:
+        wait.distributed_async().result() if in_background else wait.distributed()
+    assert isinstance(caught.value, RunTimeout)
+    assert caught.value.stacks.keys() == {0}
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert type(copy) is exceptions.LocalExecutionTimeoutError
+
+
+def test_arguments_of_the_decorator_are_replaced_for_some_runs() -> None:
+    @distributed(2, "GPU_8xH100", use_gpu=False, timeout=120)
+    def train(lr: float) -> tuple[float, int]:
+        return lr, runtime.get_world_size()
+
+    larger = train.with_overrides(3, timeout=None)
+    assert larger.distributed(0.1) == [(0.1, 3)] * 3
+    assert larger(0.1) == larger.func(0.1) == (0.1, 1)
+    assert train.distributed(lr=0.2) == [(0.2, 2)] * 2
+    assert (larger.num_accelerators, larger.accelerator_type) == (3, AcceleratorType.GPU_8xH100)
+    with pytest.raises(RuntimeError, match="runs on the active Spark session, and there is none"):
+        train.with_overrides(remote=True).distributed(0.1)
+    with pytest.raises(TypeError, match="gpus and num_accelerators are two names"):
+        train.with_overrides(2, gpus=2)
+    with pytest.raises(ValueError, match="gpus has to be a positive integer, but is 0"):
+        train.with_overrides(gpus=0).distributed(0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "number", "kind"),
+    [
+        ({}, None, None),
+        ({"gpus": 2, "gpu_type": "h100"}, 2, AcceleratorType.GPU_8xH100),
+        ({"gpus": 1, "gpu_type": GPUType.H100}, 1, AcceleratorType.GPU_1xH100),
+        ({"gpus": 4, "gpu_type": "A10"}, 4, AcceleratorType.GPU_1xA10),
+        ({"accelerator_type": "gpu_8xb300"}, 8, AcceleratorType.GPU_8xB300),
+        ({"accelerator_type": AcceleratorType.GPU_1xA10}, 1, AcceleratorType.GPU_1xA10),
+        ({"accelerator_type": "GPU_4xT4"}, 4, "GPU_4xT4"),
+        ({"gpus": 2, "gpu_type": "T4"}, 2, "T4"),
+    ],
+)
+def test_a_decorated_function_says_what_it_runs_on(
+    arguments: dict[str, Any], number: int | None, kind: object
+) -> None:
+    fn = distributed(**arguments)(who)
+    assert (fn.num_accelerators, fn.accelerator_type) == (number, kind)
+    assert type(fn.accelerator_type) is type(kind)
+
+
+def test_types_of_nodes() -> None:
+    assert AcceleratorType.values() == ["GPU_1xA10", "GPU_1xH100", "GPU_8xH100", "GPU_8xB300"]
+    assert AcceleratorType("gpu_8XH100").gpu_type is GPUType("h100_80gb") is GPUType.H100
+    assert [each.gpus_per_node for each in AcceleratorType] == [1, 1, 8, 8]
+    assert GPUType("a10g") is GPUType.A10
+    for wrong in (AcceleratorType, GPUType):
+        with pytest.raises(exceptions.GPUTypeError, match=f"'Z80' is not a {wrong.__name__}"):
+            wrong("Z80")
+    with pytest.raises(exceptions.GPUTypeError, match="has GPUs of type T4"):
+        AcceleratorType.from_gpu_type(GPUType.T4, 1)
+
+
+def test_a_rank_knows_the_address_of_its_node(remote: bool) -> None:
+    fn = distributed(1, None, remote, 120, use_gpu=False)(runtime.get_node_ip)
+
+    [address] = fn.distributed()
+    assert ipaddress.ip_address(address)
+    ipaddress.ip_address(runtime.get_node_ip())
+
+
 def test_a_captured_lock_is_named() -> None:
     lock = threading.Lock()
     fn = distributed(gpus=2, use_gpu=False)(lambda: lock.acquire())
 
     with pytest.raises(UnpicklableError, match="lock"):
         fn.distributed()
-    with pytest.raises(UnpicklableError, match="lock"):
+    with pytest.raises(exceptions.SerializationError, match="lock"):
         fn.distributed_async()
 
 
@@ -458,12 +563,12 @@ def test_the_error_for_missing_gpus_names_those_that_exist(
     assert "SparkSession.builder.getOrCreate()" in facts["remote"][1]
     assert facts["none"] is None, "all GPUs of this machine"
     assert facts["too many"] == [
-        "ValueError",
+        "GPUValidationError",
         "gpus is 3, but this machine has 2. Request fewer, or use the GPUs of the Spark cluster "
         "with remote=True.",
     ]
     assert facts["wrong"] == [
-        "RuntimeError",
+        "GPUTypeError",
         "On this machine the run needs 2 GPUs of type H100, and there is 2 x NVIDIA A10G.",
     ]
     assert facts["right"] is None

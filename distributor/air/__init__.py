@@ -1,48 +1,16 @@
 """The names of ``databricks.air``, for code that was written for it."""
 
-from __future__ import annotations
+from distributor.air import compute, exceptions, launcher, ray, runtime
+from distributor.air.launcher import distributed
+from distributor.air.ray import ray_init, ray_launch
 
-from typing import TYPE_CHECKING, Any
-
-from distributor import runtime
-from distributor.ray import ray_launch, require_ray
-from distributor.serverless import distributed
-from distributor.serverless_gpu.unsupported import VOLUMES, refusing
-
-__all__ = ["distributed", "ray_init", "ray_launch", "runtime"]
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = refusing(__name__, VOLUMES)
-
-
-def ray_init(*args: Any, **kwargs: Any) -> Any:
-    """Start Ray on this machine, or connect to a cluster, and show the dashboard's address.
-
-    Follows ``databricks.air.ray_init``: https://pypi.org/project/databricks-sdk-air.
-
-    Parameters
-    ----------
-    *args, **kwargs
-        As for `ray.init <https://docs.ray.io/en/latest/ray-core/api/doc/ray.init.html>`_.
-
-    Returns
-    -------
-    ray.BaseContext
-        What ``ray.init`` returns.
-
-    Raises
-    ------
-    ImportError
-        If Ray is not installed.
-
-    Examples
-    --------
-    >>> ray_init(num_cpus=2)  # doctest: +SKIP
-    """
-    require_ray()
-    import ray
-
-    context = ray.init(*args, **kwargs)
-    if url := context.dashboard_url:
-        print(f"Ray's dashboard: http://{url}")
-    return context
+__all__ = [
+    "compute",
+    "distributed",
+    "exceptions",
+    "launcher",
+    "ray",
+    "ray_init",
+    "ray_launch",
+    "runtime",
+]

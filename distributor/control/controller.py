@@ -37,6 +37,8 @@ from distributor.wire.protocol import NODE_LEASE_SECONDS
 TICK = 0.05
 DRAIN_SECONDS = 5.0
 """Seconds for messages that nodes sent over their links before they ended."""
+REASON_SECONDS = 2.0
+"""Seconds for nodes to report why their ranks have not started, once ``start_timeout`` is over."""
 STACKS_SECONDS = 3.0
 """Seconds for the nodes to report the stacks of their ranks."""
 UNLINKED_STACKS_SECONDS = 15.0
@@ -277,6 +279,7 @@ class Controller:
         if passed == "start":
             late_text = self._nodes.describe(late)
             stacks = self._await_stacks()
+            self._await_ending(REASON_SECONDS)
             reported = self._ending.timed_out if self._ending else None
             if isinstance(reported, StartTimeout):
                 raise reported  # the node knows what has not started
@@ -329,6 +332,11 @@ class Controller:
             self._receive(TICK)
         timed_out = self._ending.timed_out if self._ending else None
         return (timed_out.stacks if timed_out else {}) | self._stacks_by_rank()
+
+    def _await_ending(self, seconds: float) -> None:
+        deadline = self._clock() + seconds
+        while self._ending is None and self._clock() < deadline:
+            self._receive(TICK)
 
     def _stacks_by_rank(self) -> dict[int, str]:
         return {rank: text for stacks in self._stacks.values() for rank, text in stacks.items()}

@@ -10,13 +10,44 @@ import enum
 import re
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distributor.core.text import counted
+from distributor.serverless_errors import GPUTypeError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
-class GPUType(str, enum.Enum):
-    """Types of GPUs that a run can require."""
+class _Named(str, enum.Enum):
+    """Names of which the case does not matter."""
+
+    @classmethod
+    def values(cls) -> list[str]:
+        """Return all names."""
+        return [each.value for each in cls]
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self:
+        name = str(value).upper()
+        for each in cls:
+            if name in (each.value.upper(), *cls._other_names(each)):
+                return each
+        raise GPUTypeError(f"{value!r} is not a {cls.__name__}: choose one of {', '.join(cls)}.")
+
+    @classmethod
+    def _other_names(cls, member: Self) -> tuple[str, ...]:
+        return ()
+
+
+class GPUType(_Named):
+    """Types of GPUs that a run can require.
+
+    Examples
+    --------
+    >>> GPUType("a10g")
+    <GPUType.A10: 'A10'>
+    """
 
     T4 = "T4"
     V100 = "V100"
@@ -27,6 +58,62 @@ class GPUType(str, enum.Enum):
     H100 = "H100"
     H200 = "H200"
     B200 = "B200"
+    B300 = "B300"
+
+    @classmethod
+    def _other_names(cls, member: GPUType) -> tuple[str, ...]:
+        return {cls.A10: ("A10G",), cls.H100: ("H100_80GB",)}.get(member, ())
+
+
+class AcceleratorType(_Named):
+    """Databricks' types of nodes with GPUs, by the number and the type of their GPUs.
+
+    Follows ``databricks.air.compute.AcceleratorType``: https://pypi.org/project/databricks-sdk-air.
+
+    Examples
+    --------
+    >>> AcceleratorType("gpu_8xh100").gpus_per_node
+    8
+    """
+
+    GPU_1xA10 = "GPU_1xA10"
+    GPU_1xH100 = "GPU_1xH100"
+    GPU_8xH100 = "GPU_8xH100"
+    GPU_8xB300 = "GPU_8xB300"
+
+    @property
+    def gpu_type(self) -> GPUType:
+        """The type of a node's GPUs."""
+        return GPUType(self.value.partition("x")[2])
+
+    @property
+    def gpus_per_node(self) -> int:
+        """The number of a node's GPUs."""
+        return int(self.value.partition("x")[0].removeprefix("GPU_"))
+
+    @classmethod
+    def from_gpu_type(cls, gpu_type: GPUType, num_accelerators: int) -> AcceleratorType:
+        """Return the type of node for so many GPUs of a type: a single GPU has a node of its own.
+
+        Parameters
+        ----------
+        gpu_type : GPUType
+            The type of the GPUs.
+        num_accelerators : int
+            Their number.
+
+        Raises
+        ------
+        GPUTypeError
+            If Databricks has no nodes with such GPUs.
+        """
+        alike = [each for each in cls if each.gpu_type == gpu_type]
+        if not alike:
+            raise GPUTypeError(
+                f"No AcceleratorType has GPUs of type {gpu_type.value}: choose one of "
+                f"{', '.join(cls)}."
+            )
+        return alike[0] if num_accelerators == 1 else alike[-1]
 
 
 class GPUUsage(NamedTuple):

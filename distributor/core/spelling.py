@@ -7,12 +7,13 @@ import difflib
 import functools
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from distributor.core.cell_errors import ends_at_caller
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Spelling:
     hides_gpus: bool = True
     gpu_type: str = "gpu_type"
     has_options: bool = False  # whether settings are options of a command line
+    # What the API raises in place of errors of this package, as subclasses of theirs.
+    errors: Mapping[type[BaseException], type[Exception]] = field(default_factory=dict)
 
     def of(self, setting: str) -> str:
         """Return what the user writes for a setting of `TorchDistributor`."""
@@ -51,7 +54,19 @@ class Spelling:
         except Exception as error:
             if error.args:
                 error.args = (self.respelled(error.args[0]), *error.args[1:])
+            if (own := self.own(error)) is not error:
+                raise own from own.__cause__
             raise
+
+    def own(self, error: E) -> E:
+        """Return an error of this package as this API raises it, and any other as it is."""
+        kind = self.errors.get(type(error))
+        if kind is None:
+            return error
+        own: Any = kind(*error.args)
+        vars(own).update(vars(error))
+        own.__cause__, own.__suppress_context__ = error.__cause__, True
+        return own.with_traceback(error.__traceback__)  # type: ignore[no-any-return]
 
     def respelled(self, text: T) -> T | Message:
         """Return a `Message` as this API spells it, and anything else as it is."""

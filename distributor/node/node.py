@@ -168,6 +168,7 @@ class Node:
 
     def __init__(self, share: NodeShare, detour: Detour | None = None) -> None:
         self.share = share
+        self._start_deadline = time.monotonic() + share.start_timeout  # near the driver's
         self.lifecycle = NodeLifecycle(self)
         self.link: NodeLink = NoLink()
         self._detour = detour
@@ -258,6 +259,11 @@ class Node:
                 agent.notify_preemption(here)
         if self.lifecycle.is_ended_by_driver:
             agent.stop()
+
+    @property
+    def start_limit(self) -> StartLimit:
+        """How long the start of ranks may take, from when this node has learnt of its share."""
+        return StartLimit(self._start_deadline, self.check_not_ended)
 
     def check_not_ended(self) -> None:
         """Raise `NodeStopped` if the driver has ended the run, or is lost."""
@@ -425,7 +431,7 @@ def run_node(
             check_reachable(store)
         env = {**prepared.interpreter.variables, **share.env}
         share = replace(share, master_addr=store.host, master_port=store.port, env=env)
-        limit = StartLimit(time.monotonic() + share.start_timeout, node.check_not_ended)
+        limit = node.start_limit
         wanted = zygote_spec(share, prepared.interpreter, owner)
         with zygote.open_spawner(wanted, limit, prepared.interpreter) as spawner:
             agent = Agent(

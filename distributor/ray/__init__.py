@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, overload
 
 from distributor.control.future import RunFuture
 from distributor.core.cell_errors import ends_at_caller
 from distributor.core.extras import install_command
-from distributor.core.gpus import GPUType
+from distributor.core.gpus import AcceleratorType, GPUType
 from distributor.data.dataframes import DatasetFinder
 from distributor.decorated_function import DecoratedFunction, decorator_of
 from distributor.programs.programs import check_arguments, check_runs
@@ -22,7 +22,7 @@ from distributor.ray.node import TEMP_DIR_VARIABLE, why_no_ray
 from distributor.ray.program import RayProgram
 from distributor.run.settings import Settings
 from distributor.screen.one_time_warnings import warn_once
-from distributor.serverless import launcher_of
+from distributor.serverless import ServerlessLauncher
 from distributor.settings.fields import documented
 from distributor.settings.types import check_num_processes
 from distributor.spark.session import Session
@@ -149,31 +149,33 @@ class RayFunction(DecoratedFunction[P, R]):
 
 
 @overload
-def ray_launch(gpus: Callable[P, R]) -> RayFunction[P, R]: ...
+def ray_launch(num_accelerators: Callable[P, R]) -> RayFunction[P, R]: ...
 
 
 @overload
 def ray_launch(
+    num_accelerators: int | None = None,
+    accelerator_type: AcceleratorType | GPUType | str | None = None,
+    remote: bool = False,
+    timeout: float | None = None,
+    *,
     gpus: int | None = None,
     gpu_type: GPUType | str | None = None,
-    remote: bool = False,
-    *,
-    num_accelerators: int | None = None,
-    accelerator_type: str | None = None,
     use_gpu: bool = True,
     run_async: bool = False,
     **settings: Any,
 ) -> Callable[[Callable[P, R]], RayFunction[P, R]]: ...
 
 
-@documented(Settings, skip=["gpu_type"])
+@documented(Settings, skip=["gpu_type", "timeout"])
 def ray_launch(
-    gpus: Any = None,
-    gpu_type: GPUType | str | None = None,
+    num_accelerators: Any = None,
+    accelerator_type: AcceleratorType | GPUType | str | None = None,
     remote: bool = False,
+    timeout: float | None = None,
     *,
-    num_accelerators: int | None = None,
-    accelerator_type: str | None = None,
+    gpus: int | None = None,
+    gpu_type: GPUType | str | None = None,
     use_gpu: bool = True,
     run_async: bool = False,
     **settings: Any,
@@ -185,23 +187,25 @@ def ray_launch(
     the head node, with Ray initialized. All processes and files of the cluster are gone when the
     run has ended, however it ends. The cluster accepts only clients with the token of its run.
 
-    The decorator follows ``serverless_gpu.ray.ray_launch`` of Databricks:
-    https://docs.databricks.com/aws/en/machine-learning/ai-runtime/distributed-training.
+    The decorator follows ``databricks.air.ray_launch`` and ``serverless_gpu.ray.ray_launch``:
+    https://docs.databricks.com/aws/en/machine-learning/ai-runtime/connecting/distributed-training.
 
     Parameters
     ----------
-    gpus : int, optional
+    num_accelerators : int, optional
         Number of GPUs of the cluster; with ``use_gpu=False`` and ``remote=True`` the number of Ray
-        nodes. By default it is the number of GPUs of this machine.
-    gpu_type : GPUType or str, optional
-        Required type of the GPUs, such as "A10", in upper or lower case.
+        nodes. By default it is the number of GPUs of a node of `accelerator_type` or, if that does
+        not say it, of this machine.
+    accelerator_type : AcceleratorType, GPUType or str, optional
+        Required type of the GPUs, such as "GPU_8xH100" or "A10", in upper or lower case.
     remote : bool, default False
         Whether Ray nodes run on the executors of the active Spark session instead of this machine.
-    num_accelerators : int, optional
-        The newer name of `gpus`.
-    accelerator_type : str, optional
-        The newer name of `gpu_type`. "GPU_8xH100" includes the number of GPUs of a node, which is
-        the number of GPUs if none is given.
+    timeout : float, optional
+        Seconds after which the run is ended; by default there is no limit.
+    gpus : int, optional
+        The older name of `num_accelerators`.
+    gpu_type : GPUType or str, optional
+        The older name of `accelerator_type`.
     use_gpu : bool, default True
         Whether Ray nodes have GPUs.
     run_async : bool, default False
@@ -235,30 +239,32 @@ def ray_launch(
     >>> sum_of_squares.distributed(10)  # doctest: +SKIP
     285
     """
-    if callable(gpus):  # @ray_launch, without parentheses
-        return ray_launch()(gpus)
-    unused: dict[str, Any] = {}
-    if not remote and not use_gpu:
-        unused = {"gpus": gpus, "num_accelerators": num_accelerators}
-        gpus, num_accelerators = 1, None  # this machine is one Ray node
-    launch_with = partial(
-        launcher_of,
+    if callable(num_accelerators):  # @ray_launch, without parentheses
+        return ray_launch()(num_accelerators)
+    launcher = RayLauncher.of(
         "@ray_launch",
-        gpus=gpus,
-        gpu_type=gpu_type,
-        remote=remote,
         num_accelerators=num_accelerators,
         accelerator_type=accelerator_type,
+        remote=remote,
+        timeout=timeout,
+        gpus=gpus,
+        gpu_type=gpu_type,
         use_gpu=use_gpu,
         run_async=run_async,
+        settings=settings,
     )
-    launch_with(settings=settings)  # checks the names of the arguments now
-
-    def launcher() -> TorchDistributor:
-        _check_unused(unused)
-        return launch_with(settings=_with_variables(settings))()
-
     return decorator_of(RayFunction, "@ray_launch", launcher, run_async)
+
+
+class RayLauncher(ServerlessLauncher):
+    """Creates the distributor of each run of ``@ray_launch``."""
+
+    def __call__(self) -> TorchDistributor:
+        count, settings = self.count, _with_variables(self.settings)
+        if not self.remote and not self.use_gpu:  # this machine is one Ray node
+            _check_unused(*count)
+            count = count._replace(value=1)
+        return ServerlessLauncher.__call__(replace(self, count=count, settings=settings))
 
 
 def _check_no_datasets(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -273,11 +279,10 @@ def _check_no_datasets(function: Any, args: tuple[Any, ...], kwargs: Mapping[str
         )
 
 
-def _check_unused(counts: Mapping[str, Any]) -> None:
-    """Check the numbers of GPUs that a cluster of this machine without GPUs has no use for."""
-    for name, count in counts.items():
-        if count is not None and check_num_processes(name, count) != (1, 1):
-            warn_once(f"{name} has no effect: without GPUs, this machine is one Ray node.")
+def _check_unused(name: str, count: Any) -> None:
+    """Check a number of GPUs that a cluster of this machine without GPUs has no use for."""
+    if count is not None and check_num_processes(name, count) != (1, 1):
+        warn_once(f"{name} has no effect: without GPUs, this machine is one Ray node.")
 
 
 def _with_variables(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -337,4 +337,4 @@ def forwarded_env(settings: Settings) -> dict[str, str]:
 
 def gpu_type_of(settings: Settings) -> str | None:
     """Return the required type of the GPUs in capitals; None for any."""
-    return None if settings.gpu_type is None else GPUType(settings.gpu_type.upper()).value
+    return None if settings.gpu_type is None else GPUType(settings.gpu_type).value

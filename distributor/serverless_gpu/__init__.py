@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 from distributor.serverless import distributed
 from distributor.serverless_gpu import compute, launcher, ray, runtime
-from distributor.serverless_gpu.unsupported import RAY_METRICS, VOLUMES, refusing
+from distributor.serverless_gpu.unsupported import RAY_METRICS, refusing
 
 __all__ = ["compute", "distributed", "launcher", "ray", "runtime"]
 
 if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = refusing(__name__, {**RAY_METRICS, **VOLUMES})
+    __getattr__ = refusing(__name__, RAY_METRICS)

@@ -1,5 +1,5 @@
-"""GPU types, under the names of ``serverless_gpu.compute``."""
+"""Types of GPUs, under the names of ``serverless_gpu.compute``."""
 
-from distributor.core.gpus import GPUType
+from distributor.core.gpus import AcceleratorType, GPUType
 
-__all__ = ["GPUType"]
+__all__ = ["AcceleratorType", "GPUType"]

@@ -1,8 +1,11 @@
-"""The names of ``serverless_gpu.data``, which are not supported: each says what to use instead."""
+"""The files of a folder as training data, under the names of ``serverless_gpu.data``."""
 
-from typing import TYPE_CHECKING
+from distributor.air.data import (
+    Checkpointable,
+    DataLoader,
+    UCVolumeDataset,
+    UCVolumeReader,
+    UCVolumeWriter,
+)
 
-from distributor.serverless_gpu.unsupported import VOLUMES, refusing
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = refusing(__name__, VOLUMES)
+__all__ = ["Checkpointable", "DataLoader", "UCVolumeDataset", "UCVolumeReader", "UCVolumeWriter"]

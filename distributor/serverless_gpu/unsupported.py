@@ -5,21 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-_READ_FILES = (
-    "Unity Catalog volumes are folders: read their files with torch.utils.data or pyarrow, and "
-    "divide them among ranks with distributor.train.torch.prepare_data_loader."
-)
-VOLUMES: Mapping[str, str] = {
-    "UCVolumeDataset": _READ_FILES,
-    "UCVolumeReader": _READ_FILES,
-    "UCVolumeWriter": "Unity Catalog volumes are folders: write files with open().",
-    "DataLoader": "Use torch.utils.data.DataLoader with distributor.train.torch."
-    "prepare_data_loader.",
-    "Checkpointable": "Use distributor.train.report and get_checkpoint; a loader of "
-    "distributor.train.torch.prepare_data_loader resumes within its epoch.",
-}
-"""Names of ``databricks.air.data`` and ``serverless_gpu.data``."""
-
 RAY_METRICS: Mapping[str, str] = {
     "RayMetricsMonitor": "The CPU, memory, network and GPU use of each node is recorded in the "
     "job's MLflow run without it.",

@@ -191,12 +191,15 @@ def _seconds(expected: str) -> Check:
 
 check_timeout = optional(_seconds("a positive, finite number of seconds, or None"))
 
-check_gpu_type = optional(
-    must_be(
-        f"one of {', '.join(GPUType)}",
-        lambda value: isinstance(value, str) and value.upper() in [*GPUType],
-    )
-)
+
+def _is_gpu_type(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and bool(GPUType(value))
+    except ValueError:
+        return False
+
+
+check_gpu_type = optional(must_be(f"one of {', '.join(GPUType)}", _is_gpu_type))
 
 
 def _check_storage(name: str, path: Any) -> None:
