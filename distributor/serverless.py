@@ -153,7 +153,7 @@ def distributed(
     return decorator_of(DistributedFunction, "@distributed", launcher, run_async)
 
 
-class _Given(NamedTuple):
+class Given(NamedTuple):
     """An argument that has two names, and the one that the user has passed."""
 
     name: str
@@ -177,8 +177,8 @@ class ServerlessLauncher:
     """
 
     api: str
-    count: _Given
-    kind: _Given
+    count: Given
+    kind: Given
     remote: bool
     timeout: float | None
     use_gpu: bool
@@ -204,7 +204,7 @@ class ServerlessLauncher:
         count = _one_of("num_accelerators", num_accelerators, "gpus", gpus)
         kind = _one_of("accelerator_type", accelerator_type, "gpu_type", gpu_type)
         if count.value is None and kind.name == "gpu_type":  # the user has the older names
-            count = _Given("gpus", None)
+            count = Given("gpus", None)
         return cls(api, count, kind, settings=settings, **others)
 
     @ends_at_caller
@@ -285,12 +285,12 @@ _SETTINGS = {field.name for field in fields(Settings)} - {"gpu_type", "timeout"}
 _ACCELERATOR = re.compile(r"(?:GPU_)?(\d+)x(\w+)", re.IGNORECASE)
 
 
-def _one_of(name: str, value: Any, older: str, older_value: Any) -> _Given:
+def _one_of(name: str, value: Any, older: str, older_value: Any) -> Given:
     if value is not None and older_value is not None:
         raise RuntimeConfigurationError(
             f"{older} and {name} are two names of one argument: pass only {name}."
         )
-    return _Given(name, value) if older_value is None else _Given(older, older_value)
+    return Given(name, value) if older_value is None else Given(older, older_value)
 
 
 def _split(kind: Any) -> tuple[int | None, Any]:

@@ -1,16 +1,7 @@
 """The names of ``databricks.air``, for code that was written for it."""
 
-from distributor.air import compute, exceptions, launcher, ray, runtime
+from distributor.air import runtime
 from distributor.air.launcher import distributed
 from distributor.air.ray import ray_init, ray_launch
 
-__all__ = [
-    "compute",
-    "distributed",
-    "exceptions",
-    "launcher",
-    "ray",
-    "ray_init",
-    "ray_launch",
-    "runtime",
-]
+__all__ = ["distributed", "ray_init", "ray_launch", "runtime"]

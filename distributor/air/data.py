@@ -77,6 +77,11 @@ class _Place(NamedTuple):
 _START = _Place(0, [])
 
 
+def _state(place: _Place) -> dict[str, Any]:
+    stream = [*_Stream.current()]
+    return {"stream": stream, "delivered": place.delivered, "earlier": place.earlier}
+
+
 def _remaining(files: Sequence[str], earlier: Sequence[Any]) -> Sequence[str]:
     """Return the files that were not read before this process started."""
     for world_size, read in earlier:
@@ -128,7 +133,7 @@ class UCVolumeDataset(data.IterableDataset[str]):
 
     def _read(self, files: Sequence[str]) -> Iterator[str]:
         for file in files:
-            self._now = self._now._replace(delivered=self._now.delivered + 1)
+            self._now = _Place(self._now.delivered + 1, self._now.earlier)
             yield self._copies.copied(self._filesystem, file) if self._copies else file
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,7 +145,7 @@ class UCVolumeDataset(data.IterableDataset[str]):
             The state, as JSON can hold it.
         """
         place = self._now if self._next == _START else self._next
-        return {"stream": [*_Stream.current()], **place._asdict()}
+        return _state(place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what `state_dict` has returned in the same worker of the same rank.
@@ -165,7 +170,7 @@ class UCVolumeDataset(data.IterableDataset[str]):
             )
         self._next = _Place(state_dict["delivered"], state_dict["earlier"])
 
-    def start_at(self, states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    def _start_at(self, states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         """Start the next pass where one rank's workers were, and return the state that this is.
 
         All ranks had read equally many files with each worker. Without states, start anew.
@@ -175,7 +180,7 @@ class UCVolumeDataset(data.IterableDataset[str]):
             _, world_size, _, num_workers = first["stream"]
             read = [states.get(n, {}).get("delivered", 0) for n in range(num_workers)]
             self._next = _Place(0, [*first["earlier"], [world_size, read]])
-        return {"stream": [*_Stream.current()], **self._next._asdict()}
+        return _state(self._next)
 
     def _listed(self, path: str | os.PathLike[str]) -> list[str]:
         try:
@@ -347,7 +352,7 @@ class DataLoader(data.DataLoader[Any]):
         dataset = self._checkpointable("load_state_dict")
         states = {int(worker): state for worker, state in state_dict["per_worker"].items()}
         if isinstance(self.dataset, UCVolumeDataset):
-            self._states = {0: self.dataset.start_at(states)}
+            self._states = {0: self.dataset._start_at(states)}
         else:
             self._check_size(state_dict["world_size"], state_dict["num_workers"])
             self._states, self._resumed = dict(states), states
@@ -375,7 +380,7 @@ class DataLoader(data.DataLoader[Any]):
         batches = super().__iter__()  # the workers have started, each with a copy of the dataset
         self._resumed = {}
         if isinstance(self.dataset, UCVolumeDataset):
-            self.dataset.start_at({})
+            self.dataset._start_at({})
         return self._received(batches)
 
     def _received(self, batches: Iterator[_Batch]) -> Iterator[Any]:

@@ -61,6 +61,11 @@ class GPUType(_Named):
     B300 = "B300"
 
     @classmethod
+    def names(cls) -> list[str]:
+        """Return all names in lower case."""
+        return [each.lower() for each in cls.values()]
+
+    @classmethod
     def _other_names(cls, member: GPUType) -> tuple[str, ...]:
         return {cls.A10: ("A10G",), cls.H100: ("H100_80GB",)}.get(member, ())
 

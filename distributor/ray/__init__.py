@@ -22,7 +22,7 @@ from distributor.ray.node import TEMP_DIR_VARIABLE, why_no_ray
 from distributor.ray.program import RayProgram
 from distributor.run.settings import Settings
 from distributor.screen.one_time_warnings import warn_once
-from distributor.serverless import ServerlessLauncher
+from distributor.serverless import Given, ServerlessLauncher
 from distributor.settings.fields import documented
 from distributor.settings.types import check_num_processes
 from distributor.spark.session import Session
@@ -263,7 +263,7 @@ class RayLauncher(ServerlessLauncher):
         count, settings = self.count, _with_variables(self.settings)
         if not self.remote and not self.use_gpu:  # this machine is one Ray node
             _check_unused(*count)
-            count = count._replace(value=1)
+            count = Given(count.name, 1)
         return ServerlessLauncher.__call__(replace(self, count=count, settings=settings))
 
 

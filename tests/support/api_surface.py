@@ -39,7 +39,7 @@ class Api(NamedTuple):
     """A package that both sides need."""
 
 
-RAY, SPARK = ("ray", "2.60"), ("pyspark", "4.3")
+AIR, RAY, SPARK = ("databricks-sdk-air", "0.1"), ("ray", "2.60"), ("pyspark", "4.3")
 APIS = [
     Api(
         "pyspark.ml",
@@ -67,11 +67,16 @@ APIS = [
             "serverless_gpu",
             "serverless_gpu.launcher",
             "serverless_gpu.compute",
+            "serverless_gpu.data",
+            "serverless_gpu.exceptions",
             "serverless_gpu.runtime",
             "serverless_gpu.ray",
         ]
     ),
-    Api("databricks.air", "distributor.air"),
+    *(
+        Api(f"databricks.air{name}", f"distributor.air{name}", *AIR, (f"databricks.air{name}",))
+        for name in ["", ".launcher", ".compute", ".data", ".exceptions", ".runtime", ".ray"]
+    ),
 ]
 
 
@@ -165,7 +170,7 @@ def _is_part(
 
 def surfaces(api: Api) -> tuple[Surface, Surface]:
     """Return the surfaces of the original and of ours."""
-    theirs = read_surface(api.theirs, api.distribution)
+    theirs = read_surface(api.theirs, "".join(api.theirs[:1]).partition(".")[0])
     return theirs, read_surface([api.ours], "distributor", theirs)
 
 
