@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -25,6 +27,7 @@ from distributor.errors import WorkerDied
 from distributor.node.worker.stacks import append_stacks
 from distributor.programs.programs import module_of, program_of
 from distributor.run.settings import Settings, check_shown_ranks
+from distributor.run_file import Part, read_run_file
 from distributor.screen.screen import SCREEN
 from distributor.settings.fields import help_of, setting_fields
 from distributor.settings.types import check_num_processes, read_pair
@@ -61,8 +64,11 @@ class _Wanted(Wanted):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = make_parser()
-    options = parser.parse_args(parser.ordered(sys.argv[1:] if argv is None else argv))
+    words = parser.ordered(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(words)
     try:
+        if options.command == "run":
+            options = _with_file(parser.run, options, words[1:])
         return _COMMANDS[options.command](options) or 0
     except KeyboardInterrupt:
         ended = ": the run has ended, and no rank is left" if options.command == "run" else ""
@@ -79,10 +85,43 @@ def _run(options: argparse.Namespace) -> None:
     args = options.args[1:] if options.args[:1] == ["--"] else options.args
     program: Any = module_of(options.script) if options.module else options.script
     program_of(program, (), {})
+    if options.dry_run:
+        _Settings(**_fields_of(Settings, settings))
+        print(options.dry_run)
+        return
     with _cluster(options, settings) if "local_mode" in settings else _local(options):
         if hasattr(signal, "SIGQUIT"):
             signal.signal(signal.SIGQUIT, _show_stacks)
         _Distributor(**settings).run(program, *args)
+
+
+def _with_file(
+    parser: _Parser, options: argparse.Namespace, words: Sequence[str]
+) -> argparse.Namespace:
+    """Return the options with those of the file of ``-f``, which the command line's own replace."""
+    own, rest = parser.without_file(words)
+    variables: dict[str, str] = {}
+    if options.file is not None:
+        file = read_run_file(options.file, options.override, parser.options)
+        for part in file.options:
+            parser.check(part)
+        if options.script is not None and file.program:
+            raise ValueError(f"{options.file} says what to run, and so does {options.script!r}.")
+        own = [*(word for part in file.options for word in part.words), *own]
+        rest = rest or list(file.program)
+        variables = file.environ
+    elif options.override:
+        raise ValueError("--override replaces a field of a file, but -f is missing.")
+    if not rest:
+        parser.error("the following arguments are required: script, or -f with a file that has it")
+    found: argparse.Namespace = parser.parse_args([*own, *rest])
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    shown = [*(f"{name}={shlex.quote(value)}" for name, value in variables.items())]
+    found.dry_run = options.dry_run and " ".join(
+        [*shown, shlex.join(["distributor", "run", *own, *rest])]
+    )
+    return found
 
 
 def _local(options: argparse.Namespace) -> AbstractContextManager[object]:
@@ -273,6 +312,36 @@ class _Parser(argparse.ArgumentParser):
             )
         return [command, *rest[:own], *between, *script, *of_script]
 
+    def without_file(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Split a command line of ``run`` at the script, and leave out ``-f`` and its options."""
+        count = self._num_leading(argv)
+        kept: list[str] = []
+        leading = iter(argv[:count])
+        for word in leading:
+            option, equals, _ = word.partition("=")
+            if option in ("-f", "--file", "--override"):
+                if not equals:
+                    next(leading, None)
+            elif option != "--dry-run":
+                kept.append(word)
+        return kept, list(argv[count:])
+
+    def check(self, part: Part) -> None:
+        """Check the words of a field; the error names its place."""
+        self.exit_on_error = False
+        try:
+            parsed, _ = self.parse_known_args([*part.words, "script"])
+            for field in setting_fields(TorchDistributor):
+                value = vars(parsed).get(field.name)
+                if value is not None and not isinstance(value, list) and field.name != "log_dir":
+                    field.metadata["type"].check(part.name, value)
+        except argparse.ArgumentError as error:
+            raise part.item.error(f"{part.name}: {error.message}.") from None
+        except (TypeError, ValueError) as error:
+            raise part.item.error(str(error)) from None
+        finally:
+            self.exit_on_error = True
+
     def _num_leading(self, argv: Sequence[str], *, only_known: bool = False) -> int:
         """Return how many arguments there are before the first that is no option, nor its value."""
         count = 0
@@ -399,7 +468,31 @@ def _add_run(commands: Any) -> _Parser:
             help="run a module, as python -m does, instead of a script",
         )
     )
-    program.add_argument("script", help="the Python script, or with -m the module's name")
+    run.note(
+        program.add_argument(
+            "-f",
+            "--file",
+            metavar="FILE",
+            default=None,
+            help="a YAML file with options and the script, in place of a command line",
+        ),
+        program.add_argument(
+            "--override",
+            metavar="KEY=VALUE",
+            action="append",
+            default=[],
+            help="with -f: a field in place of the file's; may be repeated",
+        ),
+        program.add_argument(
+            "--dry-run",
+            action="store_true",
+            default=False,
+            help="check the options, print the command line and start nothing",
+        ),
+    )
+    program.add_argument(
+        "script", nargs="?", default=None, help="the Python script, or with -m the module's name"
+    )
     args = program.add_argument(
         "args", nargs=argparse.REMAINDER, help="arguments of the script or module, after --"
     )

@@ -162,7 +162,7 @@ def test_the_exit_code_is_that_of_the_script(
         (["--gpus", "2", "train.py"], "--gpus. Did you mean '--nproc'?"),
         (["--remote", "train.py"], "--remote. Did you mean '--cluster'?"),
         (["--epochs", "2", "train.py"], "--epochs. It takes --barrier, --cluster, "),
-        ([], "required: script$"),
+        ([], "required: script, or -f"),
     ],
 )
 def test_bad_input_is_2_and_launches_nothing(

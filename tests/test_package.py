@@ -54,7 +54,7 @@ LAYERS = [
     {"decorated_function"},
     {"deepspeed_distributor", "serverless", "train"},
     {"ray"},
-    {"serverless_gpu", "air", "cleaning", "diagnosis"},
+    {"serverless_gpu", "air", "cleaning", "diagnosis", "run_file"},
     {"", "cli", "demo"},
     {"__main__"},
 ]

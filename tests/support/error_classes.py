@@ -13,8 +13,12 @@ SOURCE = Path(distributor.__file__).parent
 
 
 def error_classes() -> dict[str, type[BaseException]]:
-    """Return all exceptions of the package that are not private, by name."""
-    sources = {file: file.read_text() for file in SOURCE.rglob("*.py")}
+    """Return all exceptions of the package that are not private, by name.
+
+    Those of Databricks' APIs are listed with the names of these.
+    """
+    files_of_package = set(SOURCE.rglob("*.py")) - {SOURCE / "serverless_errors.py"}
+    sources = {file: file.read_text() for file in files_of_package}
     classes = [
         (statement, file)
         for file, source in sources.items()
