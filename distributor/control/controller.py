@@ -148,6 +148,7 @@ class Controller:
         self._ended: set[int] = set()
         self._start_shown = False
         self._checkpoints = 0
+        self._resizable_at = clock() + settings._resize_interval
         self._warned_of: set[int] = set()
         self.history: list[Record] = []
 
@@ -358,6 +359,9 @@ class Controller:
         if reported == self._checkpoints:
             return
         self._checkpoints = reported
+        if (now := self._clock()) < self._resizable_at:
+            return
+        self._resizable_at = now + self._attempt.settings._resize_interval
         if not self._attempt.preempted and (further := self._handle.further_ranks()):
             raise Resized(
                 f"There is room for {counted(further, 'further rank')}: the next attempt continues "

@@ -262,6 +262,11 @@ class Settings:
         "Objects that follow the run in this process: output, progress, reports and failures.",
     )
 
+    @property
+    def _resize_interval(self) -> float:
+        """Seconds of an attempt until it may restart with more ranks at a checkpoint."""
+        return 0.0
+
     def __post_init__(self) -> None:
         complete(self)
         for field in setting_fields(self):

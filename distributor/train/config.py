@@ -131,7 +131,8 @@ class ScalingConfig(ChecksUnsupported):
     label_selector, use_tpu, topology
         Not supported.
     elastic_resize_monitor_interval_s : float, default 60.0
-        Only the default is supported for a pair: ranks are not added while they run.
+        For a pair, seconds of an attempt until the next checkpoint at which it may restart with
+        more ranks, if there is room for them. Ray Train restarts at any moment.
     local_mode : bool, optional
         True: the ranks run on this machine. False: they run on the executors of the active Spark
         session. By default they run there if there is such a session, and here otherwise.
@@ -198,9 +199,6 @@ class ScalingConfig(ChecksUnsupported):
         _check_interval("elastic_resize_monitor_interval_s", interval)
         if interval < 0:
             raise ValueError(f"elastic_resize_monitor_interval_s is negative: {interval}.")
-        if self.elasticity_enabled and interval != _RESIZE_INTERVAL:
-            instead = "The number of ranks is chosen for each attempt, and not changed in between."
-            self._refuse("elastic_resize_monitor_interval_s", interval, instead)
 
     def _check_resources(self) -> None:
         given = self.resources_per_worker or {}
@@ -407,9 +405,11 @@ class FailureConfig(ChecksUnsupported):
         notice (see `get_preemption_info`); -1 for any number. They do not count among
         `max_failures`.
     relax_collectives_on_preemption : bool, default False
-        Not supported: an attempt ends when it loses a rank.
+        Has no effect, with a warning: an attempt that loses a rank ends, and the next one continues
+        from the latest checkpoint that all ranks have reported.
     preemption_grace_s : float, default 0.0
-        Not supported: an attempt ends when it loses a rank.
+        Has no effect, with a warning: no deadline ends the ranks of an attempt, which run until one
+        of them is lost.
 
     Raises
     ------
@@ -430,8 +430,6 @@ class FailureConfig(ChecksUnsupported):
 
     unsupported: ClassVar[Mapping[str, str]] = {
         "fail_fast": "Pass max_failures=0.",
-        "relax_collectives_on_preemption": "An attempt ends when it loses a rank.",
-        "preemption_grace_s": "An attempt ends when it loses a rank.",
     }
 
     def __post_init__(self) -> None:
@@ -442,11 +440,28 @@ class FailureConfig(ChecksUnsupported):
         self._check_unsupported()
         check_max_failures("max_failures", self.max_failures)
         check_max_failures("max_preemption_failures", self.max_preemption_failures)
+        self._check_preemption()
         if self.controller_failure_limit not in (-1, 0):
             instead = (
                 "Set how long a run waits for slots: RunConfig(settings={'start_timeout': s})."
             )
             self._refuse("controller_failure_limit", self.controller_failure_limit, instead)
+
+    def _check_preemption(self) -> None:
+        check_bool("relax_collectives_on_preemption", self.relax_collectives_on_preemption)
+        _check_interval("preemption_grace_s", self.preemption_grace_s)
+        if self.preemption_grace_s < 0:
+            raise ValueError(f"preemption_grace_s is negative: {self.preemption_grace_s}.")
+        if self.relax_collectives_on_preemption:
+            warn_once(
+                "relax_collectives_on_preemption has no effect: an attempt that loses a rank ends, "
+                "and the next one continues from the latest checkpoint of all ranks."
+            )
+        if self.preemption_grace_s:
+            warn_once(
+                "preemption_grace_s has no effect: ranks run until one of them is lost, whatever "
+                "the deadline of a preemption."
+            )
 
 
 @checks_keywords

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distributor.errors import DistributorError, NodeLost
+from distributor.errors import DistributorError, NodeLost, RunStalled
 from distributor.serialization.outcome import Failure, add_note
 
 
@@ -55,9 +55,11 @@ class WorkerGroupError(TrainingFailedError):
 
 
 class NCCLHangError(WorkerGroupError):
-    """A collective of NCCL hangs. Never raised here: a run that hangs ends by its ``timeout``.
+    """The ranks hang, and Ray Train's variables ask for an end of such runs.
 
-    Follows ``ray.train.NCCLHangError``.
+    Follows ``ray.train.NCCLHangError`` of Ray 2.60. Raised with
+    ``RAY_TRAIN_ENABLE_NCCL_HANG_DETECTOR=1`` and ``RAY_TRAIN_NCCL_RAS_ACTION=fail``, for ranks on
+    CPUs too. The cause is a `RunStalled`, which has the ranks' stacks.
 
     Examples
     --------
@@ -156,12 +158,14 @@ class PreemptionError(TrainingFailedError):
         return type(self), (self.preemption_info, self.drain_timed_out)
 
 
-def training_error(error: Exception) -> TrainingFailedError:
+def training_error(error: Exception, hangs_are_nccls: bool = False) -> TrainingFailedError:
     """Return Ray Train's error for one that `TorchDistributor.run` has raised."""
     failures: Mapping[int, Failure] = getattr(error, "rank_failures", {})
     preempted: Mapping[str, list[int]] = getattr(error, "preempted", {})
     found: TrainingFailedError
-    if preempted:
+    if isinstance(error, RunStalled) and hangs_are_nccls:
+        found = NCCLHangError(str(error), {})
+    elif preempted:
         found = PreemptionError(PreemptionInfo(None, preempted))
     elif failures:
         cause, *others = failures

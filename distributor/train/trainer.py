@@ -37,6 +37,7 @@ from distributor.train.config import (
 )
 from distributor.train.datasets import DataConfig
 from distributor.train.errors import training_error
+from distributor.train.hang_detector import ends_runs, stall_settings
 from distributor.train.result import Result
 from distributor.train.storage.checkpoint import Checkpoint
 from distributor.train.storage.checkpoint_store import Storage, latest_checkpoint, latest_positions
@@ -237,7 +238,7 @@ class TorchTrainer:
                 except RunCancelled:
                     raise
                 except Exception as error:
-                    raise training_error(error) from error
+                    raise training_error(error, ends_runs()) from error
             return Result.from_storage(storage, value)
 
     def _checked_loop(self) -> WorkerLoop:
@@ -304,7 +305,7 @@ class TorchTrainer:
         self, local_mode: bool, settings: CheckpointSettings, listener: Listener
     ) -> TorchDistributor:
         run, scaling = self.run_config, self.scaling_config
-        given = run.all_settings()
+        given = {**stall_settings(), **run.all_settings()}
         if misplaced := _SET_ELSEWHERE & given.keys():
             raise ValueError(
                 f"RunConfig.settings has {sorted(misplaced)}, which other parameters of "
@@ -328,6 +329,7 @@ class TorchTrainer:
             listeners=(*others, listener),
             storage_filesystem=run.storage_filesystem,
             resume_from=self.resume_from_checkpoint,
+            seconds_between_resizes=scaling.elastic_resize_monitor_interval_s,
             **given,
         )
 
@@ -360,6 +362,11 @@ class _Distributor(TorchDistributor):
 
     storage_filesystem: Any = None
     resume_from: Checkpoint | None = None
+    seconds_between_resizes: float = 0.0
+
+    @property
+    def _resize_interval(self) -> float:
+        return self.seconds_between_resizes
 
     def _latest_checkpoint(self, settings: CheckpointSettings) -> str | None:
         return latest_checkpoint(settings, self.storage_filesystem)

@@ -30,6 +30,7 @@ from distributor.launchers.spark.task_starts import TaskStarts
 from distributor.policies.deadlines import UNLINKED_SECONDS
 from distributor.policies.failure_grace import LATE_START_SECONDS
 from distributor.programs.programs import program_of
+from distributor.run.settings import Settings
 from distributor.run.spec import RunSpec
 from distributor.serialization.outcome import Failure, Origin, Outcome
 from distributor.wire.hub import Hub
@@ -516,6 +517,23 @@ def test_an_attempt_ends_after_a_checkpoint_if_there_is_room_for_more_ranks(
     error = run.error()
     assert isinstance(error, Resized)
     assert "continues from the checkpoint with 5 ranks" in str(error)
+
+
+def test_more_ranks_are_considered_at_intervals(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Settings, "_resize_interval", 100.0)
+    run = start(seconds=60)
+    started_nodes(run)
+    run.further_ranks = 2
+    run.report_checkpoint()
+    time.sleep(3 * SHORT)
+    assert not run.cancelled
+    run.ahead = 100.0
+    time.sleep(3 * SHORT)
+    assert not run.cancelled, "only a checkpoint may end the attempt"
+    run.report_checkpoint()
+    assert isinstance(run.error(), Resized)
 
 
 def test_an_attempt_that_is_about_to_lose_a_node_does_not_end_for_more_ranks(

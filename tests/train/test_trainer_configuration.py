@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from support import plain
 from support.training import here
 
-from distributor import Listener
+from distributor import Listener, RunStalled
 from distributor.screen.one_time_warnings import warn_once
 from distributor.train import (
     Checkpoint,
@@ -21,12 +22,14 @@ from distributor.train import (
     DataConfig,
     FailureConfig,
     LoggingConfig,
+    NCCLHangError,
     Result,
     RunConfig,
     ScalingConfig,
     SyncConfig,
     report,
 )
+from distributor.train.hang_detector import stall_settings
 from distributor.train.torch import TorchConfig, TorchTrainer
 
 
@@ -72,11 +75,6 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     ),
     (lambda: ScalingConfig(resources_per_worker={"TPU": 1}), ValueError, "has TPUs, but use_tpu"),
     (
-        lambda: ScalingConfig(num_workers=(1, 2), elastic_resize_monitor_interval_s=5),
-        ValueError,
-        "elastic_resize_monitor_interval_s is 5, which is not supported",
-    ),
-    (
         lambda: ScalingConfig(elastic_resize_monitor_interval_s=-1),
         ValueError,
         "elastic_resize_monitor_interval_s is negative",
@@ -85,11 +83,12 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (lambda: FailureConfig(fail_fast=True), DeprecationWarning, "Pass max_failures=0"),
     (lambda: FailureConfig(max_preemption_failures=-2), ValueError, "max_preemption_failures must"),
     (lambda: FailureConfig(controller_failure_limit=2), ValueError, "controller_failure_limit is"),
-    (lambda: FailureConfig(preemption_grace_s=9), DeprecationWarning, "preemption_grace_s is 9"),
+    (lambda: FailureConfig(preemption_grace_s=-1), ValueError, "preemption_grace_s is negative"),
+    (lambda: FailureConfig(preemption_grace_s="1"), TypeError, "preemption_grace_s must be a num"),
     (
-        lambda: FailureConfig(relax_collectives_on_preemption=True),
-        DeprecationWarning,
-        "relax_collectives_on_preemption is True",
+        lambda: FailureConfig(relax_collectives_on_preemption="no"),
+        TypeError,
+        "relax_collectives_on_preemption must be True or False",
     ),
     (lambda: LoggingConfig("loud"), ValueError, "log_level must be one of .*, but is 'loud'"),
     (lambda: LoggingConfig(10), ValueError, "log_level must be one of .*, but is 10"),
@@ -354,3 +353,76 @@ def test_bad_input_raises_before_anything_starts(
     with pytest.raises(kind) as caught:
         create()
     assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_options_for_preemption_are_accepted_with_a_warning(
+    warned: Callable[[], list[str]],
+) -> None:
+    warn_once.cache_clear()
+    FailureConfig(relax_collectives_on_preemption=True, preemption_grace_s=30.0)
+    assert [text.partition(" has no effect")[0] for text in warned()] == [
+        "relax_collectives_on_preemption",
+        "preemption_grace_s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variables", "settings"),
+    [
+        ({}, {}),
+        ({"ENABLE_NCCL_HANG_DETECTOR": "0", "NCCL_RAS_ACTION": "fail"}, {}),
+        ({"ENABLE_NCCL_HANG_DETECTOR": "1"}, {"stall_warning": 600.0}),
+        (
+            {
+                "ENABLE_NCCL_HANG_DETECTOR": "true",
+                "NCCL_RAS_ACTION": "FAIL",
+                "NCCL_RAS_CONFIRM_DURATION_S": "90",
+                "NCCL_RAS_MIN_POLL_INTERVAL_S": "5",
+            },
+            {"stall_timeout": 90.0},
+        ),
+    ],
+)
+def test_rays_variables_for_hangs_are_settings(
+    variables: dict[str, str],
+    settings: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
+    warned: Callable[[], list[str]],
+) -> None:
+    warn_once.cache_clear()
+    for name, value in variables.items():
+        monkeypatch.setenv(f"RAY_TRAIN_{name}", value)
+    assert stall_settings() == settings
+    assert any("POLL_INTERVAL_S has no effect" in text for text in warned()) == (len(variables) > 2)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("NCCL_RAS_ACTION", "restart", "must be one of observe, fail, but is 'restart'"),
+        ("NCCL_RAS_CONFIRM_DURATION_S", "soon", "must be a positive number of seconds, but is 's"),
+        ("NCCL_RAS_CONFIRM_DURATION_S", "0", "must be a positive number of seconds, but is '0'"),
+    ],
+)
+def test_a_wrong_variable_for_hangs_is_named(
+    variable: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_NCCL_HANG_DETECTOR", "1")
+    monkeypatch.setenv(f"RAY_TRAIN_{variable}", value)
+    with pytest.raises(ValueError, match=f"RAY_TRAIN_{variable} {says}"):
+        TorchTrainer(print, scaling_config=ScalingConfig(local_mode=True)).fit()
+
+
+def test_a_hang_ends_with_rays_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_NCCL_HANG_DETECTOR", "1")
+    monkeypatch.setenv("RAY_TRAIN_NCCL_RAS_ACTION", "fail")
+    monkeypatch.setenv("RAY_TRAIN_NCCL_RAS_CONFIRM_DURATION_S", "3")
+    trainer = TorchTrainer(
+        lambda: threading.Event().wait(),
+        scaling_config=ScalingConfig(num_workers=2, local_mode=True),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    )
+    with pytest.raises(NCCLHangError) as caught:
+        trainer.fit()
+    assert isinstance(caught.value.__cause__, RunStalled)
+    assert caught.value.__cause__.stacks.keys() == {0, 1}
