@@ -87,7 +87,7 @@ PROGRAM = """
 @pytest.mark.parametrize(
     ("end", "max_failures"),
     [
-        pytest.param("stop", "0", marks=pytest.mark.slow(ci=True)),
+        pytest.param("stop", "0", marks=pytest.mark.slow),
         pytest.param("stop", "2", marks=pytest.mark.slow),
         pytest.param("kill", "0", marks=pytest.mark.slow),
     ],

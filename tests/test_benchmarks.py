@@ -40,7 +40,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     return Measured(out, done.stdout)
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 def test_every_peer_that_was_asked_for_is_measured(measured: Measured) -> None:
     assert {row["peer"] for row in measured.rows} == PEERS
     assert [row["note"] for row in measured.rows if row["what"] == "failed"] == []

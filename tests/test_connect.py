@@ -280,6 +280,7 @@ def test_ranks_do_not_outlive_a_connect_client_that_is_killed(
 
 
 @needs_connect
+@pytest.mark.slow
 def test_ranks_do_not_take_a_new_client_at_the_port_for_their_own(
     connect: SessionProgram, client: StartClient, tmp_path: Path
 ) -> None:

@@ -163,7 +163,7 @@ def deepspeed(request: pytest.FixtureRequest) -> Callable[..., DeepspeedTorchDis
 
 def cases() -> Iterator[Any]:
     for launcher, stage in itertools.product(("local", "cluster"), (1, 2, 3)):
-        marks = [pytest.mark.slow(ci=(launcher, stage) == ("local", 2))]
+        marks = [pytest.mark.slow]
         marks += [pytest.mark.spark(shared=True)] if launcher == "cluster" else []
         yield pytest.param(launcher, stage, marks=marks)
 

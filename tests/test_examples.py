@@ -156,7 +156,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Driver, P
         yield driver, folder
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 @pytest.mark.spark
 @needs_java
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -169,7 +169,7 @@ def test_an_example_runs_on_a_standalone_cluster(name: str, driver: tuple[Driver
 @pytest.mark.parametrize(
     "wrapper",
     [
-        pytest.param([], marks=pytest.mark.slow(ci=True)),
+        pytest.param([], marks=pytest.mark.slow),
         pytest.param(["--ddp"], marks=pytest.mark.slow),
     ],
 )

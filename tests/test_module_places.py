@@ -92,9 +92,7 @@ if __name__ == "__main__":
 MODES = [
     pytest.param("local", "warm"),
     pytest.param("local", "fresh", marks=pytest.mark.slow),
-    pytest.param(
-        "cluster", "warm", marks=[pytest.mark.slow(ci=True), pytest.mark.spark, needs_java]
-    ),
+    pytest.param("cluster", "warm", marks=[pytest.mark.slow, pytest.mark.spark, needs_java]),
 ]
 
 

@@ -98,7 +98,7 @@ print("FACTS " + json.dumps(facts))
 @pytest.mark.parametrize(
     "start",
     [
-        pytest.param("warm", marks=pytest.mark.slow(ci=True)),
+        pytest.param("warm", marks=pytest.mark.slow),
         pytest.param("fresh", marks=pytest.mark.slow),
     ],
 )

@@ -126,7 +126,7 @@ def test_the_walkthrough(place: Place) -> None:
     assert ran.plots() == 2
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 @pytest.mark.spark
 @needs_java
 def test_the_serverless_quick_start(place: Place) -> None:
@@ -156,7 +156,7 @@ def test_the_serverless_quick_start(place: Place) -> None:
     assert {run.info.status for run in by_name["divide"]} == {"FAILED"}
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 @pytest.mark.spark
 @needs_java
 def test_training_on_dataframes(place: Place) -> None:
@@ -226,7 +226,7 @@ def run_here_or_skip(name: str, folder: Path) -> Ran:
     return Ran(run_here(name, folder))
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 def test_sharded_training(tmp_path: Path) -> None:
     """Resume FSDP2 after a rank is lost; then resume on one rank from the shards of two."""
     folder = tmp_path / "fsdp2"
@@ -271,7 +271,7 @@ def test_sharded_training(tmp_path: Path) -> None:
     assert ran.plots() == 2
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 def test_ways_to_train(tmp_path: Path) -> None:
     """Compare DDP and FSDP: equal accuracy, less and less memory."""
     ran = run_here_or_skip("fsdp", tmp_path / "fsdp")

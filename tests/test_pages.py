@@ -31,7 +31,13 @@ WARNS = {"docs/how-to/hangs.md"}
 """Pages whose programs show warnings of this package on purpose."""
 LEAST_BLOCKS = 60
 BLOCKS = {str(page.relative_to(ROOT)): python_blocks(page) for page in pages()}
-RUN_HERE = [page for page, blocks in BLOCKS.items() if blocks and page not in ELSEWHERE]
+SLOW = {"docs/how-to/frameworks.md"}
+"""Pages whose programs take minutes."""
+RUN_HERE = [
+    pytest.param(page, marks=pytest.mark.slow(ci=True) if page in SLOW else ())
+    for page, blocks in BLOCKS.items()
+    if blocks and page not in ELSEWHERE
+]
 IMPORT = re.compile(r"^ *(?:import|from) (\w+)", re.MULTILINE)
 WARNING_OF_A_RANK = re.compile(r"^\[.*\d\] distributor: .*", re.MULTILINE)
 

@@ -246,7 +246,7 @@ records = Records()
 """
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 @pytest.mark.spark
 def test_a_local_master_with_gpus(
     run_gpu_driver: RunGpuDriver, make_discovery_script: Callable[..., str]

@@ -86,7 +86,7 @@ def test_a_function_drives_a_cluster_of_its_own(tmp_path: Path) -> None:
 
 
 @needs_ray
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 @pytest.mark.spark
 def test_each_spark_task_is_a_node(spark: Any) -> None:
     @ray_launch(gpus=2, remote=True, use_gpu=False, timeout=STARTED)

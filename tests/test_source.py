@@ -236,7 +236,7 @@ print("FACTS " + json.dumps({"runs": facts}))
 
 
 MASTERS = [
-    pytest.param("local[2]", marks=pytest.mark.slow(ci=True)),
+    pytest.param("local[2]", marks=pytest.mark.slow),
     pytest.param("local-cluster[2,1,512]", marks=pytest.mark.slow),
 ]
 

@@ -194,7 +194,7 @@ print("FACTS " + json.dumps(facts))
 """
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 def test_a_master_that_has_its_executor_in_the_driver(
     run_driver: Callable[..., subprocess.CompletedProcess[str]],
     tmp_path: Path,

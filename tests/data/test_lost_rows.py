@@ -111,7 +111,7 @@ print("FACTS " + json.dumps(facts))
 """
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 def test_rows_of_a_lost_executor_are_computed_again_and_must_be_the_same(
     run_driver: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
@@ -174,7 +174,7 @@ print("FACTS " + json.dumps({"errors": errors, "left": left, "files": files}))
 """
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 @needs_mounts
 def test_a_full_disk_of_the_driver(
     run_driver: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path

@@ -53,7 +53,7 @@ def load_pysparks(num_samples: int, num_workers: int) -> list[Any]:
     return load(loader, num_samples, num_workers)
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 def test_the_batches_are_pysparks(spark: Any) -> None:
     """Fewer rows than there are in a partition, and more, which are then repeated."""
     from pyspark import cloudpickle

@@ -18,7 +18,7 @@ from support.doctor import EXAMINE, ONCE, Found, examined, found_in
 from support.machines import Machine, machines_apart, why_not_apart, why_not_mounted
 from support.packages import python_that_begins
 
-pytestmark = [pytest.mark.slow(ci=True), pytest.mark.spark]
+pytestmark = [pytest.mark.slow, pytest.mark.spark]
 
 NOT_APART, NOT_MOUNTED = why_not_apart(), why_not_mounted()
 needs_mounts = pytest.mark.skipif(bool(NOT_MOUNTED), reason=NOT_MOUNTED)
@@ -73,6 +73,7 @@ def application(cluster: Cluster) -> Iterator[Application]:
         yield Application(cluster, driver)
 
 
+@pytest.mark.slow(ci=True)
 def test_a_sound_cluster_has_no_failure(application: Application, tmp_path: Path) -> None:
     found = application.examine(storage_path=str(tmp_path))
 
@@ -84,6 +85,7 @@ def test_a_sound_cluster_has_no_failure(application: Application, tmp_path: Path
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
+@pytest.mark.slow(ci=True)
 def test_executors_that_cannot_reach_each_other(application: Application) -> None:
     one, other = application.one, application.other
     one.lose(other)
@@ -96,6 +98,7 @@ def test_executors_that_cannot_reach_each_other(application: Application) -> Non
     assert "rank_ports" in check["fix"]
 
 
+@pytest.mark.slow(ci=True)
 def test_a_blocked_port_of_the_driver(application: Application, hub: Machine) -> None:
     application.one.lose(hub)
     try:
@@ -108,6 +111,7 @@ def test_a_blocked_port_of_the_driver(application: Application, hub: Machine) ->
     assert "hub_port" in check["fix"]
 
 
+@pytest.mark.slow(ci=True)
 def test_a_path_that_drops_large_packets(application: Application) -> None:
     application.one.drop_large(application.other)
     try:
@@ -119,6 +123,7 @@ def test_a_path_that_drops_large_packets(application: Application) -> None:
     assert "MTU" in check["fix"]
 
 
+@pytest.mark.slow(ci=True)
 def test_different_mtus(application: Application) -> None:
     application.one.set_mtu(1400)
     try:
@@ -129,12 +134,14 @@ def test_different_mtus(application: Application) -> None:
     assert f"1500 on {application.other.address} (eth0)" in check["found"]
 
 
+@pytest.mark.slow(ci=True)
 def test_too_few_slots(application: Application) -> None:
     check = application.only("failure", "slots", num_processes=5)
     assert "5 barrier tasks are wanted at once" in check["found"]
     assert "spark.cores.max" in check["fix"]
 
 
+@pytest.mark.slow(ci=True)
 def test_gpus_that_are_not_configured(application: Application) -> None:
     check = application.only("failure", "GPUs", num_processes=None, gpus=2)
     assert "spark.task.resource.gpu.amount" in check["found"]
@@ -154,6 +161,7 @@ def mounted(machine: Machine, cluster: Cluster, folder: str | Path, size: str) -
 
 
 @needs_mounts
+@pytest.mark.slow(ci=True)
 def test_storage_that_is_not_shared(application: Application, tmp_path: Path) -> None:
     with mounted(application.other, application.cluster, tmp_path, "10m"):
         check = application.only("failure", "storage", storage_path=str(tmp_path))
@@ -163,6 +171,7 @@ def test_storage_that_is_not_shared(application: Application, tmp_path: Path) ->
 
 
 @needs_mounts
+@pytest.mark.slow(ci=True)
 def test_little_shared_memory(application: Application) -> None:
     with mounted(application.one, application.cluster, "/dev/shm", "8m"):
         check = application.only("failure", "shared memory")
@@ -172,6 +181,7 @@ def test_little_shared_memory(application: Application) -> None:
 
 
 @needs_mounts
+@pytest.mark.slow(ci=True)
 def test_a_full_disk(application: Application) -> None:
     folder = application.cluster.temporary
     with mounted(application.one, application.cluster, folder, "20m"):
@@ -180,6 +190,7 @@ def test_a_full_disk(application: Application) -> None:
     assert f"free in {folder}" in check["found"]
 
 
+@pytest.mark.slow(ci=True)
 def test_few_file_descriptors(application: Application) -> None:
     processes = _python_processes(application)
     usual = [process.rlimit(psutil.RLIMIT_NOFILE) for process in processes]

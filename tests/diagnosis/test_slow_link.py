@@ -11,7 +11,7 @@ from support.machines import machines_apart, why_not_apart
 
 NOT_APART = why_not_apart()
 pytestmark = [
-    pytest.mark.slow(ci=True),
+    pytest.mark.slow,
     pytest.mark.spark,
     pytest.mark.skipif(bool(NOT_APART), reason=NOT_APART),
 ]

@@ -23,6 +23,7 @@ WHY_NOT = why_not_apart()
 needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
+IN_CI = ("driver", "executor", "rank")
 in_both_ways = pytest.mark.parametrize(
     "settings", ["", ", barrier=False"], ids=["barrier", "ordinary"]
 )
@@ -64,9 +65,14 @@ def test_a_partitioned_node_ends_the_run_and_stops_its_ranks(
 
 
 @needs_namespaces
-@pytest.mark.parametrize("role", ["agent", "driver", "driver_jvm", "executor", "rank", "zygote"])
+@pytest.mark.parametrize(
+    "role",
+    [
+        *(pytest.param(role, marks=pytest.mark.slow(ci=True)) for role in IN_CI),
+        *("agent", "driver_jvm", "zygote"),
+    ],
+)
 @in_both_ways
-@pytest.mark.slow(ci=True)
 def test_a_killed_process_leaves_nothing_of_the_run(
     cluster: Cluster, tmp_path: Path, role: str, settings: str
 ) -> None:

@@ -250,6 +250,7 @@ def test_gpus_per_task_on_a_local_master_are_refused(
 
 
 @pytest.mark.spark
+@pytest.mark.slow
 def test_a_cluster_without_gpus(spark: Any) -> None:
     with pytest.raises(RuntimeError, match="^" + re.escape(UNSET)):
         TorchDistributor(2, local_mode=False)

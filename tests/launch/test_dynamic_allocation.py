@@ -12,7 +12,7 @@ import pyspark
 import pytest
 from support.pages import PAGES, as_script, differences
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow(ci=True)]
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 RunDriver = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -90,6 +90,7 @@ def facts_of(
     return found
 
 
+@pytest.mark.slow(ci=True)
 def test_executors_come_with_a_run_and_go_after_it(run_driver: RunDriver) -> None:
     lines = """
 facts["before"] = executors()
@@ -110,6 +111,7 @@ def test_the_programs_of_the_page(run_driver: RunDriver) -> None:
     assert differences(page, done.stdout) == []
 
 
+@pytest.mark.slow(ci=True)
 def test_a_lost_executor_is_replaced_or_a_pair_goes_on_without_it(run_driver: RunDriver) -> None:
     lines = """
 facts["all"] = ranks(3, max_failures=1).run_all(reduce, True)

@@ -100,6 +100,7 @@ OF_SPARKS_DEFAULT = ("default log", "Setting Spark log level", "sc.setLogLevel",
 
 @needs_java
 @pytest.mark.spark
+@pytest.mark.slow
 def test_the_command_line_shows_nothing_of_sparks_default_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from support.managed import LOOP, ManagedSession, come_and_go, of_services
 WHY_NOT = why_not_apart()
 pytestmark = [
     pytest.mark.spark,
-    pytest.mark.slow(ci=True),
+    pytest.mark.slow,
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]
 
