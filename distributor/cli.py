@@ -64,11 +64,11 @@ class _Wanted(Wanted):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = make_parser()
-    words = parser.ordered(sys.argv[1:] if argv is None else argv)
-    options = parser.parse_args(words)
+    tokens = parser.ordered(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(tokens)
     try:
         if options.command == "run":
-            options = _with_file(parser.run, options, words[1:])
+            options = _with_file(parser.run, options, tokens[1:])
         return _COMMANDS[options.command](options) or 0
     except KeyboardInterrupt:
         ended = ": the run has ended, and no rank is left" if options.command == "run" else ""
@@ -96,10 +96,10 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _with_file(
-    parser: _Parser, options: argparse.Namespace, words: Sequence[str]
+    parser: _Parser, options: argparse.Namespace, tokens: Sequence[str]
 ) -> argparse.Namespace:
     """Return the options with those of the file of ``-f``, which the command line's own replace."""
-    own, rest = parser.without_file(words)
+    own, rest = parser.without_file(tokens)
     variables: dict[str, str] = {}
     if options.file is not None:
         file = read_run_file(options.file, options.override, parser.options)
@@ -107,7 +107,7 @@ def _with_file(
             parser.check(part)
         if options.script is not None and file.program:
             raise ValueError(f"{options.file} says what to run, and so does {options.script!r}.")
-        own = [*(word for part in file.options for word in part.words), *own]
+        own = [*(token for part in file.options for token in part.tokens), *own]
         rest = rest or list(file.program)
         variables = file.environ
     elif options.override:
@@ -317,20 +317,20 @@ class _Parser(argparse.ArgumentParser):
         count = self._num_leading(argv)
         kept: list[str] = []
         leading = iter(argv[:count])
-        for word in leading:
-            option, equals, _ = word.partition("=")
+        for token in leading:
+            option, equals, _ = token.partition("=")
             if option in ("-f", "--file", "--override"):
                 if not equals:
                     next(leading, None)
             elif option != "--dry-run":
-                kept.append(word)
+                kept.append(token)
         return kept, list(argv[count:])
 
     def check(self, part: Part) -> None:
-        """Check the words of a field; the error names its place."""
+        """Check the tokens of a field; the error names its place."""
         self.exit_on_error = False
         try:
-            parsed, _ = self.parse_known_args([*part.words, "script"])
+            parsed, _ = self.parse_known_args([*part.tokens, "script"])
             for field in setting_fields(TorchDistributor):
                 value = vars(parsed).get(field.name)
                 if value is not None and not isinstance(value, list) and field.name != "log_dir":

@@ -53,7 +53,7 @@ _PYTHON = re.compile(r"python[0-9.]*")
 
 @dataclass(frozen=True)
 class Item:
-    """A value of the file, and where it is.
+    """A value of the file, and its place.
 
     Parameters
     ----------
@@ -75,16 +75,16 @@ class Item:
 
 @dataclass(frozen=True)
 class Part:
-    """Words of a command line, and the field that they are made of."""
+    """Tokens of a command line, and the field that they are made of."""
 
     name: str
     item: Item
-    words: tuple[str, ...]
+    tokens: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class RunFile:
-    """What a file has, as words of a command line.
+    """What a file has, as tokens of a command line.
 
     Parameters
     ----------
@@ -135,8 +135,8 @@ def read_run_file(path: str, overrides: Sequence[str], options: Mapping[str, boo
     for name, item in special.items():
         parts += _SPECIAL[name](item, folder)
     program, ranks = _program(special, folder)
-    if ranks and not any(part.words[0] == "--nproc" for part in parts):
-        parts.append(Part("command", special["command"], _words("--nproc", ranks)))
+    if ranks and not any(part.tokens[0] == "--nproc" for part in parts):
+        parts.append(Part("command", special["command"], _tokens("--nproc", ranks)))
     environ = {}
     if experiment := special.get("experiment_name"):
         environ[EXPERIMENT] = _text("experiment_name", experiment)
@@ -226,7 +226,7 @@ def _inner(name: str, item: Item) -> Iterator[tuple[str, Item]]:
 # The options
 
 
-def _words(option: str, value: str) -> tuple[str, ...]:
+def _tokens(option: str, value: str) -> tuple[str, ...]:
     return (f"{option}={value}",) if value.startswith("-") else (option, value)
 
 
@@ -241,24 +241,24 @@ def _option(name: str, item: Item, options: Mapping[str, bool]) -> Iterator[Part
             yield Part(name, item, (option if item.value else opposite,))
     elif isinstance(item.value, dict):
         for key, value in item.value.items():
-            yield Part(name, value, _words(option, f"{key}={_text(f'{name}.{key}', value)}"))
+            yield Part(name, value, _tokens(option, f"{key}={_text(f'{name}.{key}', value)}"))
     elif isinstance(item.value, list) and option in ("--nproc", "--num-processes", "--show-output"):
-        yield Part(name, item, _words(option, ",".join(map(str, item.value))))
+        yield Part(name, item, _tokens(option, ",".join(map(str, item.value))))
     elif isinstance(item.value, list):
         for each in item.value:
-            yield Part(name, item, _words(option, str(each)))
+            yield Part(name, item, _tokens(option, str(each)))
     elif item.value is not None:
-        yield Part(name, item, _words(option, _text(name, item)))
+        yield Part(name, item, _tokens(option, _text(name, item)))
 
 
 def _compute(item: Item, folder: Path) -> Iterator[Part]:
     fields = _section("compute", item)
     if number := fields.get("num_accelerators"):
-        yield Part("compute.num_accelerators", number, _words("--nproc", _text("", number)))
+        yield Part("compute.num_accelerators", number, _tokens("--nproc", _text("", number)))
     if kind := fields.get("accelerator_type"):
         text = _text("compute.accelerator_type", kind)
         gpu_type = re.sub(r"^(GPU_)?\d+x", "", text, flags=re.IGNORECASE)
-        yield Part("compute.accelerator_type", kind, _words("--gpu-type", gpu_type))
+        yield Part("compute.accelerator_type", kind, _tokens("--gpu-type", gpu_type))
 
 
 def _environment(item: Item, folder: Path) -> Iterator[Part]:
@@ -272,31 +272,30 @@ def _environment(item: Item, folder: Path) -> Iterator[Part]:
             name = "dependencies"
         _list(name, item)
     if isinstance(item.value, list):
-        yield from (Part(name, item, _words("--requirement", str(each))) for each in item.value)
+        yield from (Part(name, item, _tokens("--requirement", str(each))) for each in item.value)
     else:
-        yield Part(name, item, _words("--environment", _text(name, item)))
+        yield Part(name, item, _tokens("--environment", _text(name, item)))
 
 
 def _env_variables(item: Item, folder: Path) -> Iterator[Part]:
     for key, value in _section("env_variables", item).items():
-        yield Part(
-            "env_variables", value, _words("--env", f"{key}={_text(f'env_variables.{key}', value)}")
-        )
+        pair = f"{key}={_text(f'env_variables.{key}', value)}"
+        yield Part("env_variables", value, _tokens("--env", pair))
 
 
 def _parameters(item: Item, folder: Path) -> Iterator[Part]:
     values = json.dumps(_plain(item))
-    yield Part("parameters", item, _words("--env", f"{PARAMETERS}={values}"))
+    yield Part("parameters", item, _tokens("--env", f"{PARAMETERS}={values}"))
 
 
 def _max_retries(item: Item, folder: Path) -> Iterator[Part]:
-    yield Part("max_retries", item, _words("--max-failures", _text("max_retries", item)))
+    yield Part("max_retries", item, _tokens("--max-failures", _text("max_retries", item)))
 
 
 def _timeout_minutes(item: Item, folder: Path) -> Iterator[Part]:
     if isinstance(item.value, bool) or not isinstance(item.value, (int, float)):
         raise item.error(f"timeout_minutes must be a number, but is {item.text or item.value!r}.")
-    yield Part("timeout_minutes", item, _words("--timeout", f"{item.value * 60:g}"))
+    yield Part("timeout_minutes", item, _tokens("--timeout", f"{item.value * 60:g}"))
 
 
 def _of_program(item: Item, folder: Path) -> Iterator[Part]:
@@ -321,7 +320,7 @@ _SPECIAL: dict[str, Callable[[Item, Path], Iterator[Part]]] = {
 
 
 def _program(fields: Mapping[str, Item], folder: Path) -> tuple[tuple[str, ...], str | None]:
-    """Return the words of the program, and the number of ranks that its command asks for."""
+    """Return the tokens of the program, and the number of ranks that its command asks for."""
     given = [name for name in ("script", "module", "command") if name in fields]
     if len(given) > 1:
         raise fields[given[1]].error(f"{given[1]} and {given[0]} both say what runs: keep one.")
@@ -361,18 +360,18 @@ def _of_command(
     try:
         lexer = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars="|&;<>()\n")
         lexer.whitespace, lexer.whitespace_split = " \t", True
-        words = list(lexer)
+        tokens = list(lexer)
     except ValueError as error:
         raise item.error(f"command cannot be read: {error}.") from None
-    if not words or any(set(word) <= set("|&;<>()\n") for word in words):
+    if not tokens or any(set(token) <= set("|&;<>()\n") for token in tokens):
         raise item.error(f"command is {item.text.strip()!r}, but {ONE_PROGRAM}.")
-    first = Path(words[0]).name
+    first = Path(tokens[0]).name
     ranks = None
     if first == "torchrun":
-        count, ranks = _torchrun_options(words)
-        program = words[count:]
+        count, ranks = _torchrun_options(tokens)
+        program = tokens[count:]
     elif _PYTHON.fullmatch(first):
-        program = ([word for word in words[1:2] if word == "-u"] and words[2:]) or words[1:]
+        program = tokens[2:] if tokens[1:2] == ["-u"] else tokens[1:]
         number = _section("compute", compute).get("num_accelerators") if compute else None
         if number is not None and number.value != 1:
             raise item.error(
@@ -380,7 +379,7 @@ def _of_command(
                 "torchrun in the place of python."
             )
     else:
-        raise item.error(f"command starts {words[0]!r}, but {ONE_PROGRAM}.")
+        raise item.error(f"command starts {tokens[0]!r}, but {ONE_PROGRAM}.")
     start = 2 if program[:1] == ["-m"] else 1
     if len(program) < start or (start == 1 and program[0].startswith("-")):
         raise item.error(f"command is {item.text.strip()!r}, but {ONE_PROGRAM}.")
@@ -389,14 +388,14 @@ def _of_command(
     return _with_arguments(program[:start], program[start:]), ranks
 
 
-def _torchrun_options(words: Sequence[str]) -> tuple[int, str | None]:
-    """Return the number of words before torchrun's program, and the ranks of a node."""
+def _torchrun_options(tokens: Sequence[str]) -> tuple[int, str | None]:
+    """Return the number of tokens before torchrun's program, and the ranks of a node."""
     ranks = None
     number = 1
-    while number < len(words) and words[number].startswith("-") and words[number] != "-m":
-        option, equals, value = words[number].partition("=")
+    while number < len(tokens) and tokens[number].startswith("-") and tokens[number] != "-m":
+        option, equals, value = tokens[number].partition("=")
         follows = not equals and option not in _TORCHRUN_SWITCHES
-        value = words[number + 1] if follows and number + 1 < len(words) else value
+        value = tokens[number + 1] if follows and number + 1 < len(tokens) else value
         if option.replace("_", "-") == "--nproc-per-node" and value.isdecimal():
             ranks = value
         number += 2 if follows else 1

@@ -85,7 +85,7 @@ def test_fields_of_databricks(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "tokens"),
     [
         ("nproc: [1, 2]", "--nproc 1,2 "),
         ("show_output: [0, 1]\nnproc: 2", "--show-output 0,1 --nproc 2 "),
@@ -106,15 +106,15 @@ def test_fields_of_databricks(folder: Path, capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_kinds_of_fields(
-    folder: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str, tokens: str
 ) -> None:
     (folder / "packages.yaml").write_text("version: 6\ndependencies: [c]")
     found = dry_run(folder, f"script: code/train.py\n{text}", capsys)
-    assert found == f"distributor run {words}code/train.py"
+    assert found == f"distributor run {tokens}code/train.py"
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("command", "tokens"),
     [
         ("torchrun train.py", "train.py"),
         ("torchrun --nproc-per-node 4 --nnodes=1 train.py -x", "--nproc 4 train.py -- -x"),
@@ -124,12 +124,12 @@ def test_kinds_of_fields(
     ],
 )
 def test_commands(
-    folder: Path, capsys: pytest.CaptureFixture[str], command: str, words: str
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str, tokens: str
 ) -> None:
     (folder / "train.py").touch()
     (folder / "package").mkdir()
     (folder / "package" / "train.py").touch()
-    assert dry_run(folder, f"command: {command}", capsys) == f"distributor run {words}"
+    assert dry_run(folder, f"command: {command}", capsys) == f"distributor run {tokens}"
 
 
 def test_fields_are_overridden(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

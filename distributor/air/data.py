@@ -123,8 +123,8 @@ class UCVolumeDataset(data.IterableDataset[str]):
         self._filesystem, self._folder = resolve(path)
         self._files = self._listed(path)
         self._copies = None if self._is_local() else _Copies()
-        self._next = _START  # where the next pass starts
-        self._now = _START  # where this one is
+        self._next = _START  # the start of the next pass
+        self._now = _START  # the place of this one
 
     def __iter__(self) -> Iterator[str]:
         self._now, self._next = self._next, _START
@@ -171,7 +171,7 @@ class UCVolumeDataset(data.IterableDataset[str]):
         self._next = _Place(state_dict["delivered"], state_dict["earlier"])
 
     def _start_at(self, states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-        """Start the next pass where one rank's workers were, and return the state that this is.
+        """Start the next pass at the states of one rank's workers, and return this as a state.
 
         All ranks had read equally many files with each worker. Without states, start anew.
         """
@@ -249,7 +249,7 @@ class _Collate:
 
 
 class _LoadStates:
-    """Gives each worker the state from which it continues."""
+    """Has each worker continue from its state."""
 
     def __init__(self, states: Mapping[int, Any], initialize: Callable[[int], Any] | None) -> None:
         self._states, self._initialize = states, initialize
