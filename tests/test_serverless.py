@@ -21,12 +21,12 @@ from support.waiting import assert_gone, until
 from distributor import (
     RunTimeout,
     UnpicklableError,
-    air,
     distributed,
     runtime,
     serverless,
     serverless_gpu,
 )
+from distributor.air import compute as air_compute
 from distributor.air import exceptions
 from distributor.core.gpus import AcceleratorType, GPUType, describe, is_of_type
 from distributor.ray import ray_launch
@@ -305,7 +305,7 @@ def executors_of(spark: Any) -> set[str]:
 def test_the_names_of_the_other_package() -> None:
     assert serverless_gpu.distributed is launcher.distributed is distributed
     assert isinstance(distributed(who), launcher.DistributedFunction)
-    assert compute.GPUType is air.compute.GPUType is GPUType
+    assert compute.GPUType is air_compute.GPUType is GPUType
     ours = {name for name in dir(runtime) if name.startswith("get_")}
     assert set(their_runtime.__all__) == ours
     assert {getattr(their_runtime, name) for name in ours} == {
