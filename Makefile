@@ -9,6 +9,7 @@ PYTEST = python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 VENV := .venv
 VENV35 := .venv-spark35
+NEWEST := .venv-torch-newest
 # The demo needs little: if .venv is not there, an environment without the tools of the tests.
 DEMO := $(if $(wildcard $(VENV)/.installed),$(VENV),.venv-demo)
 SPARK35 := conf/constraints-spark35.txt
@@ -17,7 +18,7 @@ SPARK35 := conf/constraints-spark35.txt
 TORCH = $$(nvidia-smi -L >/dev/null 2>&1 || echo "-c conf/constraints-cpu.txt")
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-spark35 demo test test-all test-gpu test-spark35 test-yarn test-kubernetes mutants bench bench-gpu chaos notebooks docs lint clean
+.PHONY: help venv venv-spark35 demo test test-all test-gpu test-spark35 test-torch-newest test-yarn test-kubernetes mutants bench bench-gpu chaos notebooks docs lint clean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
@@ -34,7 +35,7 @@ demo: $(DEMO)/.installed ## Train on real digits, on this machine
 # These options make Spark start faster. An archive that a JVM cannot use is ignored, without a word.
 JAVA_OPTIONS := -XX:+UseSerialGC -XX:TieredStopAtLevel=1
 CLASSES := $(VENV)/spark-classes.jsa
-test test-all test-spark35 test-yarn test-kubernetes mutants bench chaos notebooks: export JDK_JAVA_OPTIONS := $(JAVA_OPTIONS)
+test test-all test-spark35 test-torch-newest test-yarn test-kubernetes mutants bench chaos notebooks: export JDK_JAVA_OPTIONS := $(JAVA_OPTIONS)
 test test-all: export JDK_JAVA_OPTIONS := $(JAVA_OPTIONS) -Xlog:cds=off -Xlog:cds+dynamic=off \
 	-XX:SharedArchiveFile=$(abspath $(CLASSES))
 
@@ -49,6 +50,9 @@ test-all: venv $(CLASSES) ## Run all the tests
 
 test-spark35: venv-spark35 ## Run the tests, less the slow ones, on PySpark 3.5
 	$(VENV35)/bin/$(PYTEST) -m "not slow" $(ARGS)
+
+test-torch-newest: $(NEWEST)/.installed ## Run what depends on torch, on the newest one: on Linux a CUDA build of gigabytes
+	$(NEWEST)/bin/$(PYTEST) -m "not slow and not spark" $(or $(ARGS),tests/compat tests/outcomes tests/node tests/rank tests/train)
 
 test-yarn: venv ## Run the tests of YARN, on the cluster of HADOOP_CONF_DIR
 	$(VENV)/bin/python -m pytest tests/managed -k "yarn or hdfs" $(ARGS)
@@ -118,4 +122,10 @@ $(VENV)/.bench: $(VENV)/.installed
 $(VENV35)/.installed: setup.cfg setup.py conf/constraints-cpu.txt $(SPARK35)
 	$(PYTHON) -m venv $(VENV35)
 	$(VENV35)/bin/python -m pip install -q $(TORCH) -c $(SPARK35) -e '.[test]'
+	touch $@
+
+# The versions that pip finds, also if a constraint of this machine's pip excludes the newest torch.
+$(NEWEST)/.installed: setup.cfg setup.py
+	$(PYTHON) -m venv $(NEWEST)
+	PIP_CONSTRAINT= $(NEWEST)/bin/python -m pip install -q --upgrade torch -e '.[test]'
 	touch $@

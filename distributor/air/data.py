@@ -318,8 +318,8 @@ class DataLoader(data.DataLoader[Any]):
         Returns
         -------
         dict
-            The state, as JSON can hold it. That of a `UCVolumeDataset` is the same on all ranks
-            that have received equally many batches.
+            The state, as JSON can hold it. With a `UCVolumeDataset`, the state of one rank serves
+            all ranks that have received equally many batches.
 
         Raises
         ------
