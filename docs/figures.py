@@ -1,4 +1,4 @@
-"""Makes the figures of the documentation: what a notebook, the doctor and Spark's UI show.
+"""Makes the figures of the documentation: what a notebook, the doctor, Spark's UI and MLflow show.
 
 Run as ``PYTHONPATH=tests python docs/figures.py``. A kernel runs the cells below on this machine,
 with a tracking server and a local Spark; the browser is that of ``screenshots.py``.
@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from mlflow import MlflowClient
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
-from screenshots import take
+from screenshots import take, take_with
 from support.kernels import kernel_for
 from support.tracking_server import tracking_server
 
@@ -116,6 +117,9 @@ def main() -> None:
             figure("notebook-failure", 680, FAILURE)
             take(f"http://127.0.0.1:{UI_PORT}/jobs/", FIGURES / "spark-ui.png", 1100, 560)
             figure("doctor", 760, DOCTOR)
+        run = MlflowClient(uri).search_runs(["0"], order_by=["attributes.start_time"])[0].info
+        address = f"{uri}/#/experiments/{run.experiment_id}/runs/{run.run_id}/model-metrics"
+        take_with("loss", address, FIGURES / "mlflow.png", 1280, 640)
 
 
 if __name__ == "__main__":
