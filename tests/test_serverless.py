@@ -464,7 +464,11 @@ def test_a_run_that_takes_too_long_is_an_error_of_both(in_background: bool) -> N
     assert type(copy) is exceptions.LocalExecutionTimeoutError
 
 
-def test_arguments_of_the_decorator_are_replaced_for_some_runs() -> None:
+def test_arguments_of_the_decorator_are_replaced_for_some_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serverless.Session, "active", classmethod(lambda cls: None))
+
     @distributed(2, "GPU_8xH100", use_gpu=False, timeout=120)
     def train(lr: float) -> tuple[float, int]:
         return lr, runtime.get_world_size()
