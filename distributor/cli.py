@@ -114,7 +114,7 @@ def _with_file(
         raise ValueError("--override replaces a field of a file, but -f is missing.")
     if not rest:
         parser.error("the following arguments are required: script, or -f with a file that has it")
-    found: argparse.Namespace = parser.parse_args([*own, *rest])
+    found: argparse.Namespace = parser.parse_args([*own, *rest]) if options.file else options
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     shown = [*(f"{name}={shlex.quote(value)}" for name, value in variables.items())]

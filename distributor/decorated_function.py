@@ -25,9 +25,9 @@ class Launcher(Protocol):
     """Creates the distributor of each run of a decorated function, whose arguments it has."""
 
     @property
-    def num_accelerators(self) -> Any: ...
+    def num_accelerators(self) -> int | None: ...
     @property
-    def accelerator_type(self) -> Any: ...
+    def accelerator_type(self) -> AcceleratorType | str | None: ...
     def __call__(self) -> TorchDistributor: ...
     def with_overrides(
         self,
@@ -71,14 +71,12 @@ class DecoratedFunction(Generic[P, R]):
     @property
     def num_accelerators(self) -> int | None:
         """The number of GPUs, or of ranks on CPUs; None if it is that of this machine's GPUs."""
-        number: int | None = self._launcher.num_accelerators
-        return number
+        return self._launcher.num_accelerators
 
     @property
     def accelerator_type(self) -> AcceleratorType | str | None:
         """The type of the GPUs, as an `AcceleratorType` if it is one; None if any type will do."""
-        kind: AcceleratorType | str | None = self._launcher.accelerator_type
-        return kind
+        return self._launcher.accelerator_type
 
     def with_overrides(
         self: Decorated,

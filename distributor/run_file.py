@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distributor.core.extras import install_command
+from distributor.core.gpus import split_accelerator
 from distributor.core.spelling import suggestion
 
 PARAMETERS = "DISTRIBUTOR_PARAMETERS"
@@ -257,7 +258,7 @@ def _compute(item: Item, folder: Path) -> Iterator[Part]:
         yield Part("compute.num_accelerators", number, _tokens("--nproc", _text("", number)))
     if kind := fields.get("accelerator_type"):
         text = _text("compute.accelerator_type", kind)
-        gpu_type = re.sub(r"^(GPU_)?\d+x", "", text, flags=re.IGNORECASE)
+        _, gpu_type = split_accelerator(text)
         yield Part("compute.accelerator_type", kind, _tokens("--gpu-type", gpu_type))
 
 
@@ -408,7 +409,8 @@ def _torchrun_options(tokens: Sequence[str]) -> tuple[int, str | None]:
 def _section(name: str, item: Item) -> dict[str, Item]:
     if not isinstance(item.value, dict):
         raise item.error(f"{name} must have fields, but is {item.text or item.value!r}.")
-    return dict(item.value) if name != "the file" else item.value
+    found: dict[str, Item] = item.value
+    return found
 
 
 def _list(name: str, item: Item) -> list[Any]:

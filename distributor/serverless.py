@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, overload
 
 from distributor.core.cell_errors import ends_at_caller
-from distributor.core.gpus import AcceleratorType, GPUType
+from distributor.core.gpus import AcceleratorType, GPUType, split_accelerator
 from distributor.core.spelling import Spelling, check_names
 from distributor.decorated_function import DistributedFunction, decorator_of
 from distributor.run.settings import Settings
@@ -230,7 +229,7 @@ class ServerlessLauncher:
     @property
     def num_accelerators(self) -> Any:
         """The number of GPUs, or of ranks; None if it is that of the GPUs of this machine."""
-        of_node, _ = _split(self.kind.value)
+        of_node, _ = split_accelerator(self.kind.value)
         return of_node if self.count.value is None else self.count.value
 
     @property
@@ -245,7 +244,7 @@ class ServerlessLauncher:
 
     def __call__(self) -> TorchDistributor:
         """Check the arguments, and return a distributor."""
-        of_node, kind = _split(self.kind.value)
+        of_node, kind = split_accelerator(self.kind.value)
         name = self.count.name
         if self.count.value is None and of_node is not None:
             name = f"the number of GPUs in {self.kind.name}={str(self.kind.value)!r}"
@@ -282,7 +281,6 @@ class ServerlessLauncher:
 
 
 _SETTINGS = {field.name for field in fields(Settings)} - {"gpu_type", "timeout"}
-_ACCELERATOR = re.compile(r"(?:GPU_)?(\d+)x(\w+)", re.IGNORECASE)
 
 
 def _one_of(name: str, value: Any, older: str, older_value: Any) -> Given:
@@ -291,12 +289,6 @@ def _one_of(name: str, value: Any, older: str, older_value: Any) -> Given:
             f"{older} and {name} are two names of one argument: pass only {name}."
         )
     return Given(name, value) if older_value is None else Given(older, older_value)
-
-
-def _split(kind: Any) -> tuple[int | None, Any]:
-    """Split "GPU_8xH100" into the number of GPUs of a node and their type."""
-    found = _ACCELERATOR.fullmatch(kind) if isinstance(kind, str) else None
-    return (int(found[1]), found[2]) if found else (None, kind)
 
 
 def _ranks(name: str, wanted: int | None, remote: bool, use_gpu: bool) -> Any:

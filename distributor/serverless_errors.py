@@ -11,6 +11,32 @@ from collections.abc import Iterator, Mapping
 
 from distributor.errors import RunTimeout, UnpicklableError
 
+__all__ = [
+    "APIError",
+    "CredentialError",
+    "CurlDownloadTimeoutError",
+    "EnvironmentDownloadError",
+    "EnvironmentUploadError",
+    "GPUTypeError",
+    "GPUValidationError",
+    "LocalExecutionTimeoutError",
+    "MissingEnvironmentError",
+    "NotebookGPULimitExceededError",
+    "OutputCollectionError",
+    "RayConnectionError",
+    "RayInitializationError",
+    "RuntimeConfigurationError",
+    "SerializationError",
+    "ServerlessGpuCustomerError",
+    "ServerlessGpuException",
+    "ServerlessGpuInternalError",
+    "WorkloadCreationError",
+    "WorkloadFailureException",
+    "WorkloadRateLimitExceededError",
+    "WorkloadTerminationError",
+    "WorkspaceFileError",
+]
+
 
 class ServerlessGpuException(Exception):
     """Base class of these errors."""

@@ -28,7 +28,7 @@ from distributor import (
 )
 from distributor.air import compute as air_compute
 from distributor.air import exceptions
-from distributor.core.gpus import AcceleratorType, GPUType, describe, is_of_type
+from distributor.core.gpus import AcceleratorType, GPUType, describe, is_of_type, split_accelerator
 from distributor.ray import ray_launch
 from distributor.screen.one_time_warnings import warn_once
 from distributor.serverless_gpu import compute, launcher
@@ -331,7 +331,7 @@ def test_functions_of_the_runtime_outside_a_run() -> None:
     ],
 )
 def test_an_accelerator_type_may_include_a_number(wanted: object, found: object) -> None:
-    assert serverless._split(wanted) == found
+    assert split_accelerator(wanted) == found
 
 
 @pytest.mark.parametrize(

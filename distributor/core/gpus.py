@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_ACCELERATOR = re.compile(r"(?:GPU_)?(\d+)x(\w+)", re.IGNORECASE)
+
+
+def split_accelerator(kind: Any) -> tuple[int | None, Any]:
+    """Split "GPU_8xH100" into the number of GPUs of a node and their type."""
+    found = _ACCELERATOR.fullmatch(kind) if isinstance(kind, str) else None
+    return (int(found[1]), found[2]) if found else (None, kind)
+
+
 class _Named(str, enum.Enum):
     """Names of which the case does not matter."""
 
@@ -89,12 +98,14 @@ class AcceleratorType(_Named):
     @property
     def gpu_type(self) -> GPUType:
         """The type of a node's GPUs."""
-        return GPUType(self.value.partition("x")[2])
+        return GPUType(split_accelerator(self.value)[1])
 
     @property
     def gpus_per_node(self) -> int:
         """The number of a node's GPUs."""
-        return int(self.value.partition("x")[0].removeprefix("GPU_"))
+        number, _ = split_accelerator(self.value)
+        assert number is not None, "each name has it"
+        return number
 
     @classmethod
     def from_gpu_type(cls, gpu_type: GPUType, num_accelerators: int) -> AcceleratorType:

@@ -1,5 +1,4 @@
 """Types of GPUs, under the names of ``serverless_gpu.compute``."""
 
-from distributor.core.gpus import AcceleratorType, GPUType
-
-__all__ = ["AcceleratorType", "GPUType"]
+from distributor.air.compute import *  # noqa: F403
+from distributor.air.compute import __all__ as __all__

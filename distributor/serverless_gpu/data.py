@@ -1,11 +1,4 @@
 """The files of a folder as training data, under the names of ``serverless_gpu.data``."""
 
-from distributor.air.data import (
-    Checkpointable,
-    DataLoader,
-    UCVolumeDataset,
-    UCVolumeReader,
-    UCVolumeWriter,
-)
-
-__all__ = ["Checkpointable", "DataLoader", "UCVolumeDataset", "UCVolumeReader", "UCVolumeWriter"]
+from distributor.air.data import *  # noqa: F403
+from distributor.air.data import __all__ as __all__

@@ -1,6 +1,4 @@
 """The decorator, under the names of ``serverless_gpu.launcher``."""
 
-from distributor.decorated_function import DistributedFunction
-from distributor.serverless import distributed
-
-__all__ = ["DistributedFunction", "distributed"]
+from distributor.air.launcher import *  # noqa: F403
+from distributor.air.launcher import __all__ as __all__

@@ -158,12 +158,12 @@ class PreemptionError(TrainingFailedError):
         return type(self), (self.preemption_info, self.drain_timed_out)
 
 
-def training_error(error: Exception, hangs_are_nccls: bool = False) -> TrainingFailedError:
+def training_error(error: Exception, as_nccl_hang: bool = False) -> TrainingFailedError:
     """Return Ray Train's error for one that `TorchDistributor.run` has raised."""
     failures: Mapping[int, Failure] = getattr(error, "rank_failures", {})
     preempted: Mapping[str, list[int]] = getattr(error, "preempted", {})
     found: TrainingFailedError
-    if isinstance(error, RunStalled) and hangs_are_nccls:
+    if isinstance(error, RunStalled) and as_nccl_hang:
         found = NCCLHangError(str(error), {})
     elif preempted:
         found = PreemptionError(PreemptionInfo(None, preempted))

@@ -231,6 +231,7 @@ class TorchTrainer:
             if self.running_in_local_mode:
                 return self._fit_in_process(loop)
             distributor, storage, validations = self._prepare()
+            as_nccl_hang = ends_runs()
             notify(_describe_place(self.scaling_config, distributor.local_mode))
             with validations:
                 try:
@@ -238,7 +239,7 @@ class TorchTrainer:
                 except RunCancelled:
                     raise
                 except Exception as error:
-                    raise training_error(error, ends_runs()) from error
+                    raise training_error(error, as_nccl_hang) from error
             return Result.from_storage(storage, value)
 
     def _checked_loop(self) -> WorkerLoop:
