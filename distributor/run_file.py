@@ -61,7 +61,7 @@ class Item:
     where : str
         The file and the line, or the option that has it.
     value : object
-        A dict of items, a list or a scalar.
+        A dict or a list of items, or a scalar.
     text : str
         A scalar as it was written.
     """
@@ -72,6 +72,9 @@ class Item:
 
     def error(self, message: str) -> ValueError:
         return ValueError(f"{self.where}: {message}")
+
+    def must(self, name: str, expected: str) -> ValueError:
+        return self.error(f"{name} must {expected}, but is {self.text or _plain(self)!r}.")
 
 
 @dataclass(frozen=True)
@@ -172,9 +175,12 @@ def _loaded(path: str) -> dict[str, Item]:
 def _item(loader: Any, node: Any, path: str, where: str = "") -> Item:
     yaml = _yaml()
     where = where or f"{path}:{node.start_mark.line + 1}"
+    if isinstance(node, yaml.SequenceNode):
+        return Item(
+            where, [_item(loader, each, path, "" if path else where) for each in node.value]
+        )
     if not isinstance(node, yaml.MappingNode):
-        text = node.value if isinstance(node, yaml.ScalarNode) else ""
-        return Item(where, loader.construct_object(node, deep=True), text)
+        return Item(where, loader.construct_object(node), node.value)
     found: dict[str, Item] = {}
     for key, value in node.value:
         item = _item(loader, value, path, f"{path}:{key.start_mark.line + 1}" if path else where)
@@ -236,7 +242,7 @@ def _option(name: str, item: Item, options: Mapping[str, bool]) -> Iterator[Part
     option = f"--{name.replace('_', '-')}"
     if not options.get(option, True):  # a switch
         if not isinstance(item.value, bool):
-            raise item.error(f"{name} must be true or false, but is {item.text or item.value!r}.")
+            raise item.must(name, "be true or false")
         opposite = f"--no-{option[2:]}"
         if item.value or opposite in options:
             yield Part(name, item, (option if item.value else opposite,))
@@ -244,10 +250,10 @@ def _option(name: str, item: Item, options: Mapping[str, bool]) -> Iterator[Part
         for key, value in item.value.items():
             yield Part(name, value, _tokens(option, f"{key}={_text(f'{name}.{key}', value)}"))
     elif isinstance(item.value, list) and option in ("--nproc", "--num-processes", "--show-output"):
-        yield Part(name, item, _tokens(option, ",".join(map(str, item.value))))
+        yield Part(name, item, _tokens(option, ",".join(_texts(name, item))))
     elif isinstance(item.value, list):
-        for each in item.value:
-            yield Part(name, item, _tokens(option, str(each)))
+        for text in _texts(name, item):
+            yield Part(name, item, _tokens(option, text))
     elif item.value is not None:
         yield Part(name, item, _tokens(option, _text(name, item)))
 
@@ -255,7 +261,11 @@ def _option(name: str, item: Item, options: Mapping[str, bool]) -> Iterator[Part
 def _compute(item: Item, folder: Path) -> Iterator[Part]:
     fields = _section("compute", item)
     if number := fields.get("num_accelerators"):
-        yield Part("compute.num_accelerators", number, _tokens("--nproc", _text("", number)))
+        yield Part(
+            "compute.num_accelerators",
+            number,
+            _tokens("--nproc", _text("compute.num_accelerators", number)),
+        )
     if kind := fields.get("accelerator_type"):
         text = _text("compute.accelerator_type", kind)
         _, gpu_type = split_accelerator(text)
@@ -271,9 +281,10 @@ def _environment(item: Item, folder: Path) -> Iterator[Part]:
             path = folder / Path(_text(name, item)).expanduser()
             item = _loaded(str(path)).get("dependencies", Item(str(path), None))
             name = "dependencies"
-        _list(name, item)
+        _texts(name, item)
     if isinstance(item.value, list):
-        yield from (Part(name, item, _tokens("--requirement", str(each))) for each in item.value)
+        for text in _texts(name, item):
+            yield Part(name, item, _tokens("--requirement", text))
     else:
         yield Part(name, item, _tokens("--environment", _text(name, item)))
 
@@ -295,7 +306,7 @@ def _max_retries(item: Item, folder: Path) -> Iterator[Part]:
 
 def _timeout_minutes(item: Item, folder: Path) -> Iterator[Part]:
     if isinstance(item.value, bool) or not isinstance(item.value, (int, float)):
-        raise item.error(f"timeout_minutes must be a number, but is {item.text or item.value!r}.")
+        raise item.must("timeout_minutes", "be a number")
     yield Part("timeout_minutes", item, _tokens("--timeout", f"{item.value * 60:g}"))
 
 
@@ -332,7 +343,7 @@ def _program(fields: Mapping[str, Item], folder: Path) -> tuple[tuple[str, ...],
     text = _text(kind, item)
     if kind == "command":
         return _of_command(item, _code_folder(fields, folder), fields.get("compute"))
-    args = tuple(map(str, _list("args", fields["args"]))) if "args" in fields else ()
+    args = _texts("args", fields["args"]) if "args" in fields else ()
     start = ("-m", text) if kind == "module" else (str(folder / Path(text).expanduser()),)
     return _with_arguments(start, args), None
 
@@ -408,24 +419,26 @@ def _torchrun_options(tokens: Sequence[str]) -> tuple[int, str | None]:
 
 def _section(name: str, item: Item) -> dict[str, Item]:
     if not isinstance(item.value, dict):
-        raise item.error(f"{name} must have fields, but is {item.text or item.value!r}.")
+        raise item.must(name, "have fields")
     found: dict[str, Item] = item.value
     return found
 
 
-def _list(name: str, item: Item) -> list[Any]:
+def _texts(name: str, item: Item) -> tuple[str, ...]:
     if not isinstance(item.value, list):
-        raise item.error(f"{name} must be a list, but is {item.text or item.value!r}.")
-    return item.value
+        raise item.must(name, "be a list")
+    return tuple(_text(f"{name}[{number}]", each) for number, each in enumerate(item.value))
 
 
 def _text(name: str, item: Item) -> str:
     if isinstance(item.value, (dict, list)) or item.value is None:
-        raise item.error(f"{name} must be a single value, but is {_plain(item)!r}.".lstrip())
+        raise item.must(name, "be a single value")
     return item.text
 
 
 def _plain(item: Item) -> Any:
     if isinstance(item.value, dict):
         return {name: _plain(each) for name, each in item.value.items()}
+    if isinstance(item.value, list):
+        return [_plain(each) for each in item.value]
     return item.value

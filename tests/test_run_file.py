@@ -71,7 +71,7 @@ def dry_run(folder: Path, text: str, capsys: pytest.CaptureFixture[str], *option
 def test_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dry_run(folder, OURS, capsys) == (
         "distributor run --nproc 2 --cpu --env GREETING=0010 --max-failures 1 --timeout 120 "
-        "code/train.py -- --lr 0.1 'two words'"
+        "code/train.py -- --lr 0.10 'two words'"
     )
 
 
@@ -91,6 +91,10 @@ def test_fields_of_databricks(folder: Path, capsys: pytest.CaptureFixture[str]) 
         ("show_output: [0, 1]\nnproc: 2", "--show-output 0,1 --nproc 2 "),
         ("warm: false", "--no-warm "),
         ("cpu: false", ""),
+        (
+            "requirement: [0010, yes, '1.10']",
+            "--requirement 0010 --requirement yes --requirement 1.10 ",
+        ),
         ("preload: [json, numpy]", "--preload json --preload numpy "),
         ("max_failures: -1", "--max-failures=-1 "),
         (
@@ -177,6 +181,7 @@ ERRORS = [
     ("environment: x.tar.gz", "There is no packed environment"),
     ("environment: {dependencies: no.yaml}", "No such file"),
     ("experiment_name: []", "run.yaml:2: experiment_name must be a single value, but is []"),
+    ("args: [[1]]", "run.yaml:2: args[0] must be a single value, but is [1]"),
     ("args: 3", "run.yaml:2: args must be a list, but is '3'"),
     ("code_source: {type: snapshot}\ncommand: python a.py", "script both say what runs"),
     ("nproc: 1\nnproc: 2", "run.yaml:3: nproc is there twice"),
@@ -275,7 +280,7 @@ def test_the_file_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_file_runs(folder: Path) -> None:
-    args = ["--lr", "0.1", "two words"]
+    args = ["--lr", "0.10", "two words"]
     assert run(folder, OURS) == [[args, str(rank), "2", "0010", None] for rank in range(2)]
 
 
