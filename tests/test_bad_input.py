@@ -200,7 +200,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"environment": __file__}, ValueError, "a packed environment ends in .tar.gz, .*as a list"),
     ({"environment": 3}, TypeError, "environment is the path of .*, or a list .* but is 3"),
     ({"environment": [3]}, TypeError, r"environment is .* but is \[3\]"),
-    ({"environment": ["-r x.txt"]}, ValueError, "but has '-r x.txt'. pip's options are variables"),
+    ({"environment": ["-r x.txt"]}, ValueError, "but has '-r x.txt'. Options are variables"),
     ({"environment": ["numpy", ""]}, ValueError, "environment lists requirements .* but has ''"),
 ]
 

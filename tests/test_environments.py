@@ -232,6 +232,61 @@ def test_an_error_of_pip_contains_its_last_lines(distribute: Distribute, cache: 
     assert not list(cache.glob("requirements-*/.complete"))
 
 
+def installers(folder: str) -> dict[str, str]:
+    """Return what has installed each package of an environment."""
+    return {
+        f"{each.name}=={each.version}": (each.read_text("INSTALLER") or "").strip()
+        for each in metadata.distributions(path=[each for each in sys.path if folder in each])
+    }
+
+
+@pytest.fixture
+def no_configuration_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+
+
+def test_uv_installs_where_it_is_configured(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    wheel(wheels, "1.0")
+    wheel(wheels, THEIRS, OURS)
+    env = {"UV_NO_INDEX": "1", "UV_FIND_LINKS": str(wheels)}
+    before = metadata.version(OURS)
+
+    def ranks(*requirements: str) -> TorchDistributor:
+        return TorchDistributor(1, use_gpu=False, warm=False, environment=requirements, env=env)
+
+    # What this Python has is neither installed again nor replaced here.
+    own = ranks(f"{NAME}==1.0", f"{OURS}=={THEIRS}", "torch", "pytest")
+    assert own.run(installers, "requirements-") == {
+        f"{NAME}==1.0": "uv",
+        f"{OURS}=={THEIRS}": "uv",
+    }
+    assert metadata.version(OURS) == before
+    with pytest.raises(ExecutorNotReady) as caught:
+        ranks("no-such-gadget==3").run(os.getpid)
+    message = str(caught.value)
+    assert "uv could not install no-such-gadget==3. Set its package indexes by UV_*" in message
+    assert "\n    " in message
+
+
+@pytest.mark.usefixtures("no_configuration_of_pip")
+@pytest.mark.parametrize("installer", ["uv", "pip"])
+def test_pip_installs_if_uv_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installer: str
+) -> None:
+    requirement = str(wheel(tmp_path / "wheels", "1.0"))
+    if installer == "pip":
+        failing = tmp_path / "bin" / "uv"
+        failing.parent.mkdir()
+        failing.write_text("#!/bin/sh\nexit 1\n")
+        failing.chmod(0o755)
+        monkeypatch.setenv("PATH", str(failing.parent), prepend=os.pathsep)
+    ranks = TorchDistributor(1, use_gpu=False, warm=False, environment=[requirement])
+    assert ranks.run(installers, "requirements-") == {f"{NAME}==1.0": installer}
+
+
 @cluster_is_slow
 def test_an_interpreter_that_does_not_run_is_named(
     distribute: Distribute, cache: Path, tmp_path: Path

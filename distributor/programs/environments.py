@@ -145,7 +145,7 @@ def _check_requirement(requirement: str) -> None:
     if not requirement.strip() or requirement.lstrip().startswith(("-", "#")):
         raise ValueError(
             f"environment lists requirements such as 'einops==0.8.1', but has {requirement!r}. "
-            "pip's options are variables: env={'PIP_INDEX_URL': ...}."
+            "Options are variables: env={'PIP_INDEX_URL': ...}, or UV_DEFAULT_INDEX for uv."
         )
 
 

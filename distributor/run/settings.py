@@ -41,7 +41,7 @@ _ENVIRONMENT = types.SettingType(
             "--requirement",
             action="append",
             metavar="NAME==VERSION",
-            help="a requirement that pip installs for the ranks, once on each node; may be "
+            help="a requirement that uv or pip installs for the ranks, once on each node; may be "
             "repeated",
         ),
     ),
@@ -246,7 +246,7 @@ class Settings:
         None,
         _ENVIRONMENT,
         """Python environment of the ranks: a virtual environment packed by venv-pack or
-        conda-pack, or a list of requirements that pip installs once on each node. By default
+        conda-pack, or a list of requirements that uv or pip installs once on each node. By default
         ranks run in the Python of the driver or of the executors.""",
     )
     py_modules: Sequence[str | os.PathLike[str]] = setting(

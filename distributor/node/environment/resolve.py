@@ -1,8 +1,8 @@
 """Resolves an environment on this node to the interpreter that ranks run with.
 
-The environment was packed elsewhere, or pip installs it here, once per node. Its interpreter has
-packages of its own. From this process it gets this package and cloudpickle, which must be the same
-at both ends of a pickle, ahead of its own packages; and what else a rank imports, behind them.
+The environment was packed elsewhere, or uv or pip installs it here, once per node. Its interpreter
+has packages of its own. From this process it gets this package and cloudpickle, which must be the
+same at both ends of a pickle, ahead of its own packages; and what else a rank imports, behind them.
 """
 
 from __future__ import annotations
@@ -11,31 +11,27 @@ import contextlib
 import functools
 import hashlib
 import json
-import math
 import os
 import platform
 import subprocess
 import sys
 import sysconfig
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from distributor.core.addresses import host_name
-from distributor.core.redaction import Redaction
 from distributor.core.versions import Software, pickling_software
-from distributor.errors import ExecutorNotReady, StartTimeout
+from distributor.errors import ExecutorNotReady
 from distributor.node.environment.cache import CacheLimits, build_once, cache_folder, trim
+from distributor.node.environment.installer import install
 from distributor.node.process.spawner import Interpreter
 
 FIRST_MODULES = ("distributor", "cloudpickle")  # of this process, in place of the environment's
 LAST_MODULES = ("threadpoolctl",)  # of this process, if the environment lacks them
 PROBE_SECONDS = 60.0  # that an environment's interpreter has to describe itself
-TAIL_LINES = 12  # of pip's output, in an error: the last ones contain the reason
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 PATH_VARIABLE = "PYTHONPATH"
 # By these, Spark's Python finds its modules; an empty value has no effect.
@@ -53,20 +49,6 @@ except metadata.PackageNotFoundError:
 version = "{}.{}".format(*sys.version_info)
 print("\\n" + json.dumps({"path": sys.path, "version": version, "software": found}))
 """
-# Runs like `python -m pip`, but pip and its build processes do not outlive their parent.
-PIP_PROGRAM = """
-import os, runpy, signal, threading
-
-parent = os.dup(0)
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that pip's children do not wait for input
-
-def end_with_parent():
-    os.read(parent, 1)  # returns once the parent closes the pipe or dies: it never writes
-    os.killpg(0, signal.SIGKILL)
-
-threading.Thread(target=end_with_parent, daemon=True).start()
-runpy.run_module("pip", run_name="__main__", alter_sys=True)
-"""
 
 
 class PreparedEnvironment(NamedTuple):
@@ -83,9 +65,9 @@ def use_requirements(
     deadline: float,
     module_folders: Sequence[str] = (),
 ) -> Iterator[PreparedEnvironment]:
-    """Use an environment that pip installs on this node; all nodes must get the same versions."""
-    pip_variables = {**variables, **NOT_INHERITED}
-    with _installed_requirements(requirements, pip_variables, deadline) as folder:
+    """Use an environment that is installed on this node; all nodes must get the same versions."""
+    install_variables = {**variables, **NOT_INHERITED}
+    with _installed_requirements(requirements, install_variables, deadline) as folder:
         compared = (str(_site_packages_of(folder)),)
         with use_packed(folder, variables, deadline, module_folders, compared) as prepared:
             yield prepared
@@ -214,7 +196,8 @@ def _installed_requirements(
         # torch is not installed again.
         line = f"import site; list(map(site.addsitedir, {package_folders!r}))\n"
         (_site_packages_of(folder) / "distributor-base.pth").write_text(line)
-        _install(folder, requirements, variables, lock, deadline)
+        python, packages = folder / "bin" / "python", _site_packages_of(folder)
+        install(python, packages, package_folders, requirements, variables, lock, deadline)
 
     package_folders = [entry for entry in sys.path if Path(entry).name in PACKAGE_FOLDERS]
     content = [
@@ -227,60 +210,3 @@ def _installed_requirements(
 def _site_packages_of(folder: Path) -> Path:
     scheme = {"base": str(folder), "platbase": str(folder)}
     return Path(sysconfig.get_path("purelib", "posix_prefix", scheme))
-
-
-def _install(
-    folder: Path,
-    requirements: Sequence[str],
-    variables: Mapping[str, str],
-    lock: int,
-    deadline: float,
-) -> None:
-    python = str(folder / "bin" / "python")
-    options = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
-    command = [python, "-I", "-c", PIP_PROGRAM, "install", *options, *requirements]
-    with tempfile.TemporaryFile() as output:
-        returncode = _run_pip(command, variables, output, lock, deadline)
-        output.seek(0)
-        lines = output.read().decode(errors="replace").splitlines()
-    if returncode is None:
-        raise StartTimeout(
-            f"start_timeout has passed, and pip on {host_name()} is still installing "
-            f"{', '.join(requirements)}."
-        )
-    if returncode:
-        # Spark writes the error to its event log, and pip may have printed a password.
-        raise ExecutorNotReady(Redaction(variables).of_text(_describe_failure(requirements, lines)))
-
-
-def _run_pip(
-    command: Sequence[str],
-    variables: Mapping[str, str],
-    output: BinaryIO,
-    lock: int,
-    deadline: float,
-) -> int | None:
-    """Return pip's exit code; None if it has not finished in time, and then it is killed."""
-    with subprocess.Popen(
-        command,
-        env=variables,
-        stdin=subprocess.PIPE,  # only this process has the other end
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        pass_fds=[lock],  # if this process is killed, the next one waits until pip has ended
-        start_new_session=True,
-    ) as process:
-        seconds = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(seconds)
-    return None
-
-
-def _describe_failure(requirements: Sequence[str], lines: list[str]) -> str:
-    summary = (
-        f"On {host_name()} pip of {sys.executable} could not install {', '.join(requirements)}. "
-        "Set its package indexes in pip.conf there or by PIP_* variables (env=). Its last lines:"
-    )
-    last_lines = [line.rstrip() for line in lines if line.strip()][-TAIL_LINES:]
-    # The error is read from Spark's message of a failed task, in which indented lines belong to it.
-    return "\n    ".join([summary, *last_lines])
