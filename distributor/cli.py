@@ -367,7 +367,7 @@ docs/reference/settings.md describes each setting in full.
 FIRST = "what most runs need"
 GROUPS = {
     FIRST: ("num_processes", "local_mode", "use_gpu"),
-    "ranks": ("gpu_type", "warm", "preload"),
+    "ranks": ("gpu_type", "numa_binding", "warm", "preload"),
     "cluster": (
         "executor_resources",
         "barrier",

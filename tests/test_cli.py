@@ -426,6 +426,7 @@ FLAGS: dict[str, tuple[list[str], object]] = {
     "rank_ports": (["--rank-ports", "29500-29599"], "29500-29599"),
     "warm": (["--no-warm"], False),
     "preload": (["--preload", "json", "--preload", "csv"], ["json", "csv"]),
+    "numa_binding": (["--numa-binding"], True),
     "gpu_type": (["--gpu-type", "a10"], "a10"),
     "pool": (["--pool", "reserved"], "reserved"),
     "mlflow_ranks": (["--mlflow-ranks", "all"], "all"),

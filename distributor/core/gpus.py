@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+MAX_CPUS = 4096  # of a machine
 _ACCELERATOR = re.compile(r"(?:GPU_)?(\d+)x(\w+)", re.IGNORECASE)
 
 
@@ -173,6 +174,29 @@ def gpu_usage() -> list[GPUUsage]:
         if nvml is None:
             return []
         return [usage for index in range(_count(nvml)) if (usage := _usage_of(nvml, index))]
+
+
+def cpus_near(gpu: str) -> set[int]:
+    """Return the CPUs of a GPU's NUMA node; none if they are not known.
+
+    Parameters
+    ----------
+    gpu : str
+        An entry of ``CUDA_VISIBLE_DEVICES``.
+    """
+    with _nvml() as nvml:
+        if nvml is None:
+            return set()
+        try:
+            device = (
+                nvml.nvmlDeviceGetHandleByIndex(int(gpu))
+                if gpu.isdecimal()
+                else nvml.nvmlDeviceGetHandleByUUID(gpu)
+            )
+            mask = nvml.nvmlDeviceGetCpuAffinity(device, MAX_CPUS // 64)
+        except nvml.NVMLError:
+            return set()
+    return {cpu for cpu in range(MAX_CPUS) if mask[cpu // 64] >> cpu % 64 & 1}
 
 
 def describe(names: Sequence[str]) -> str:

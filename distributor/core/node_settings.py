@@ -18,6 +18,7 @@ class NodeSettings:
     timeout: float | None = None
     warm: bool = False
     preload: tuple[str, ...] = ()
+    numa_binding: bool = False
 
     @staticmethod
     def of(source: object) -> NodeSettings:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -183,6 +184,13 @@ class Settings:
         """Modules that the zygote imports besides torch. They must not use CUDA or start
         threads when they are imported.""",
     )
+    numa_binding: bool = setting(
+        False,
+        types.SWITCH,
+        """Whether each rank runs on the CPUs of its GPU's NUMA node only or, without GPUs, of its
+        share of the machine's nodes, as with torchrun's ``--numa-binding=node``. Its DataLoader
+        workers do too. On Linux only.""",
+    )
     gpu_type: GPUType | str | None = setting(
         None,
         types.GPU_TYPE,
@@ -305,6 +313,11 @@ _IGNORED: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
         ("pool", "barrier", "hub_address", "hub_port"),
         lambda settings: settings.local_mode,
         "the ranks run on this machine, without Spark",
+    ),
+    (
+        ("numa_binding",),
+        lambda settings: settings.local_mode and sys.platform != "linux",
+        "only Linux binds processes to CPUs",
     ),
     (("gpu_type",), lambda settings: not settings.use_gpu, "the ranks have no GPUs"),
     (

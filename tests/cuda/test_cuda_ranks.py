@@ -23,6 +23,7 @@ from support.cuda import (
 )
 
 from distributor import RunStalled, TorchDistributor, WorkerDied
+from distributor.core.gpus import cpus_near
 from distributor.node.process.supervisor import is_supported
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -57,6 +58,18 @@ def test_one_rank_on_nccl() -> None:
 
 def test_ranks_that_share_a_gpu_reduce_its_tensors_on_gloo() -> None:
     assert shared(3).run_all(reduce, "gloo") == [("gloo", device_type(), 6.0)] * 3
+
+
+@only_on_gpu
+def test_a_rank_is_bound_to_the_cpus_near_its_gpu() -> None:
+    def cpus() -> tuple[set[int], set[int]]:
+        return os.sched_getaffinity(0), cpus_near(os.environ["CUDA_VISIBLE_DEVICES"])
+
+    runner = TorchDistributor(1, local_mode=True, use_gpu=True, numa_binding=True, timeout=120)
+    used, near = runner.run(cpus)
+    if not near:
+        pytest.skip("the driver does not say which CPUs are near the GPU")
+    assert used == near & os.sched_getaffinity(0)
 
 
 @only_on_gpu

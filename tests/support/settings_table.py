@@ -59,7 +59,9 @@ def options_table(command: str) -> str:
 def _default(field: dataclasses.Field[Any]) -> str:
     if isinstance(default := field.metadata["default"], AdminDefault):
         return f"{default.shown} *"
-    if isinstance(field.default, (bool, int, float, str)):
+    if isinstance(field.default, bool):
+        return str(field.default)
+    if isinstance(field.default, (int, float, str)):
         return f"`{field.default!r}`" if isinstance(field.default, str) else f"{field.default:g}"
     return "none"
 

@@ -34,6 +34,7 @@ from distributor.node.worker.control_channel import ControlChannel
 from distributor.node.worker.libraries import adapt_libraries, read_variables_at_import
 from distributor.node.worker.main_module import create_main_module
 from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
+from distributor.node.worker.numa import bind_to_numa_node
 from distributor.node.worker.own_rendezvous import allow_own_rendezvous
 from distributor.node.worker.stacks import enable_stack_dumps, write_collectives
 from distributor.node.worker.stdio import StandardStreams
@@ -66,6 +67,8 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     control = ControlChannel(worker_spec)
     context = WorkerContext(control.send, worker_spec.progress)
     enter_worker(context)
+    if worker_spec.settings.numa_binding and sys.platform == "linux":
+        bind_to_numa_node(worker_spec.uses_gpus)
     control.listen(
         {
             MANY_LINES: StandardStreams().expect_many_lines,
