@@ -1,4 +1,4 @@
-"""The examples of Ray Train and PyTorch run with other import lines: tests/examples."""
+"""The examples of Ray Train, Databricks and PyTorch run with other import lines: tests/examples."""
 
 from __future__ import annotations
 
@@ -87,6 +87,17 @@ def run_here(name: str, folder: Path) -> str:
     return done.stdout
 
 
+def check_databricks(folder: Path, output: str) -> None:
+    """Check that two ranks have trained two epochs, and four ranks one from the checkpoint."""
+    lines = output.splitlines()
+    assert "trained [0, 1] [0, 1]" in lines
+    assert "continued [2] [2] [2] [2]" in lines
+    assert float(re.findall(r"^accuracy (\S+)$", output, re.MULTILINE)[-1]) > 0.9
+    saved = folder / "results" / "databricks_air"
+    assert len([*saved.glob("epoch-0/*.distcp")]) == 2
+    assert {path.name for path in saved.glob("epoch-*")} == {f"epoch-{n}" for n in range(3)}
+
+
 def skip_without(package: str) -> None:
     if find_spec(package) is None:  # importing it here would only take time
         pytest.skip(f"{package} is not installed")
@@ -142,11 +153,16 @@ def test_an_example_runs_on_this_machine(name: str, tmp_path: Path) -> None:
     check(name, tmp_path, run_here(name, tmp_path))
 
 
+def test_an_example_of_databricks_runs_on_this_machine(tmp_path: Path) -> None:
+    check_databricks(tmp_path, run_here("databricks_air", tmp_path))
+
+
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Driver, Path]]:
     """Start a driver on a standalone cluster, which runs all examples in turn."""
     folder = tmp_path_factory.mktemp("examples")
     names = [name for name, each in EXAMPLES.items() if find_spec(each.needs) is not None]
+    names += ["databricks_air"]
     source = RUN_ALL.format(folder=FOLDER, names=names)
     with (
         machines_on_loopback(4) as machines,
@@ -164,6 +180,14 @@ def test_an_example_runs_on_a_standalone_cluster(name: str, driver: tuple[Driver
     skip_without(EXAMPLES[name].needs)
     process, folder = driver
     check(name, folder, process.receive(name, DEADLINE)[name])
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@needs_java
+def test_an_example_of_databricks_runs_on_a_standalone_cluster(driver: tuple[Driver, Path]) -> None:
+    process, folder = driver
+    check_databricks(folder, process.receive("databricks_air", DEADLINE)["databricks_air"])
 
 
 @pytest.mark.parametrize(
