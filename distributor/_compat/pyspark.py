@@ -276,6 +276,20 @@ def python_executable(context: Any, path: str) -> Iterator[None]:
             context.pythonExec = usual
 
 
+def arrow_schema(schema: Any) -> Any:
+    """Return the columns of a DataFrame as batches of ``mapInArrow`` have them."""
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    return to_arrow_schema(schema)
+
+
+def spark_schema(schema: Any) -> Any:
+    """Return the columns of a DataFrame that has those of an Arrow schema."""
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    return from_arrow_schema(schema)
+
+
 def keep_call_site(frame: Any) -> None:
     """Have a classic DataFrame's ``collect`` leave the job's call site as it is."""
     # PySpark would name the line of this package that calls `collect`. A version that works

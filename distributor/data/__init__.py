@@ -10,9 +10,10 @@ from distributor.core.extras import require_arrow
 if TYPE_CHECKING:
     from distributor.data.dataframes import SparkDataset, from_spark
     from distributor.data.parquet import from_parquet
+    from distributor.data.prediction import predict
     from distributor.data.shard import DatasetShard
 
-__all__ = ["DatasetShard", "SparkDataset", "from_parquet", "from_spark"]
+__all__ = ["DatasetShard", "SparkDataset", "from_parquet", "from_spark", "predict"]
 
 # The module of each public name. It is imported on first use, because it may need torch.
 _MODULES = {
@@ -20,6 +21,7 @@ _MODULES = {
     "SparkDataset": "distributor.data.dataframes",
     "from_parquet": "distributor.data.parquet",
     "from_spark": "distributor.data.dataframes",
+    "predict": "distributor.data.prediction",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 T = TypeVar("T")
+S = TypeVar("S", bound=Sized)
 # Pieces of a table that are not copied into one, although each takes time when it is sliced.
 MAX_PIECES = 64
 # Bytes that are converted at once: the C library reuses the memory of smaller arrays.
@@ -103,7 +104,15 @@ def converted(
     source: Source, spans: Sequence[Span], form: Format, batch_size: int | None, drop_last: bool
 ) -> Iterator[Converted]:
     windows = _windows(source, spans)
-    for table in windows if batch_size is None else _regrouped(windows, batch_size):
+    tables = windows if batch_size is None else _regrouped(windows, batch_size)
+    return converted_tables(tables, form, batch_size, drop_last)
+
+
+def converted_tables(
+    tables: Iterable[pa.Table], form: Format, batch_size: int | None, drop_last: bool = False
+) -> Iterator[Converted]:
+    """Convert each table to batches, many of them at once if the format allows."""
+    for table in tables:
         size = batch_size or table.num_rows
         if drop_last:
             table = table.slice(0, table.num_rows // size * size)
@@ -194,15 +203,15 @@ def _with_type(rows: pa.FixedSizeListArray, kind: pa.DataType, size: int) -> pa.
     return pa.Array.from_buffers(kind, len(rows), [None, offsets], children=[rows.flatten()])
 
 
-def prefetched(parts: Iterator[Converted], ahead: int) -> Generator[Converted, None, None]:
-    """Yield parts that a thread makes while those that are ready have fewer batches than `ahead`.
+def prefetched(parts: Iterator[S], ahead: int) -> Generator[S, None, None]:
+    """Yield parts that a thread makes while the length of those that are ready is below `ahead`.
 
     With 0, each is made when it is wanted, in the consumer's thread.
     """
     if ahead == 0:
         yield from parts
         return
-    channel = _Channel(ahead)
+    channel: _Channel[S] = _Channel(ahead)
     thread = threading.Thread(
         target=channel.fill, args=(parts,), name="distributor-batches", daemon=True
     )
@@ -214,18 +223,18 @@ def prefetched(parts: Iterator[Converted], ahead: int) -> Generator[Converted, N
         channel.close()
 
 
-class _Channel:
+class _Channel(Generic[S]):
     """Passes batches from a thread to another one."""
 
     def __init__(self, ahead: int) -> None:
         self._ahead = ahead
         self._changed = threading.Condition()
-        self._ready: deque[Converted] = deque()
+        self._ready: deque[S] = deque()
         self._end: BaseException | None = None
         self._closed = False
         self._process = os.getpid()
 
-    def fill(self, parts: Iterator[Converted]) -> None:
+    def fill(self, parts: Iterator[S]) -> None:
         end: BaseException = StopIteration()
         try:
             while self._waits_for_room():
@@ -240,7 +249,7 @@ class _Channel:
             self._end = end
             self._changed.notify_all()
 
-    def received(self) -> Iterator[Converted]:
+    def received(self) -> Iterator[S]:
         while True:
             if os.getpid() != self._process:
                 raise RuntimeError(

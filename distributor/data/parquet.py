@@ -117,6 +117,7 @@ class ParquetShard(DatasetShard):
                 f"each of the {num_ranks} ranks. Use fewer ranks."
             )
         super().__init__(source, layout, rank, num_ranks)
+        self.row_groups = source
         self._arguments = (source, equal, split)
 
     def __reduce__(self) -> tuple[Any, ...]:

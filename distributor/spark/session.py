@@ -23,6 +23,9 @@ from distributor.spark.log_quieting import no_warning
 _PROFILES: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
+MANY_PARTITIONS = 200
+
+
 class Session:
     """Wraps a ``SparkSession``, and hides the differences between classic Spark and Connect.
 
@@ -153,6 +156,13 @@ class Session:
             profiles[key] = builder.build
         return profiles[key]
 
+    def num_partitions(self, size: int, partition_size: int) -> int | None:
+        """Return into how many partitions so many bytes are divided; None for Spark's default."""
+        parts = -(-int(size) // partition_size)
+        if self.is_connect:  # which does not say how many tasks run at once
+            return parts if parts > MANY_PARTITIONS else None
+        return max(parts, int(self.spark.sparkContext.defaultParallelism))
+
     def why_no_pools(self) -> str | None:
         """Return why jobs cannot use a pool of the fair scheduler; None if they can."""
         if self.is_connect:
@@ -175,7 +185,7 @@ class Session:
         )
         return thread
 
-    def map_in_arrow(self, frame: Any, task: Any, schema: str, **options: Any) -> Any:
+    def map_in_arrow(self, frame: Any, task: Any, schema: Any, **options: Any) -> Any:
         """Plan a job; nothing is submitted yet."""
         with self._driver_python(), no_warning():
             return frame.mapInArrow(task, schema, **options)

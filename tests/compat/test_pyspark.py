@@ -319,3 +319,15 @@ def test_a_connect_session_is_recognized(spark: Any) -> None:
     with relies_on("pyspark", "the module of Connect's session", "pyspark.is_connect_session"):
         assert private.is_connect_session(SparkSession.__new__(SparkSession))
         assert not private.is_connect_session(spark)
+
+
+def test_schemas_of_arrow_and_of_spark() -> None:
+    import pyarrow as pa
+    from pyspark.sql.types import FloatType, LongType, StructField, StructType
+
+    spark_schema = StructType([StructField("id", LongType()), StructField("x", FloatType())])
+    arrow_schema = pa.schema([("id", pa.int64()), ("x", pa.float32())])
+    with relies_on("pyspark", "pandas.types.to_arrow_schema", "pyspark.arrow_schema"):
+        assert private.arrow_schema(spark_schema).equals(arrow_schema)
+    with relies_on("pyspark", "pandas.types.from_arrow_schema", "pyspark.spark_schema"):
+        assert private.spark_schema(arrow_schema) == spark_schema

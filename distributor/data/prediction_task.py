@@ -1,0 +1,207 @@
+"""A task of a prediction: batches of Arrow, or row groups of files, go through the model."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import torch
+
+from distributor.data.batches import (
+    Converted,
+    Format,
+    batches_of,
+    converted_tables,
+    prefetched,
+)
+from distributor.data.formats import tensor_format
+from distributor.data.outputs import arrow_type, named_outputs, spark_type_of, to_arrow
+from distributor.data.parquet import ParquetSource
+from distributor.data.tensors import TensorOptions
+from distributor.rank.devices import move
+
+MAX_MODELS = 2  # that a Python worker keeps; those used last
+_MODELS: dict[str, Model] = {}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the tasks of a prediction do.
+
+    Parameters
+    ----------
+    key : str
+        Identifies the model among those of the Python worker.
+    functions : bytes
+        The pickled `load` and `collate_fn`.
+    names : sequence of str
+        The columns that the tasks get.
+    columns : str or sequence of str
+        Those that the model gets: as a tensor, or as a dict of tensors.
+    keep : sequence of str
+        Those of the result, before the outputs.
+    default : str
+        The name of an output that is no dict.
+    outputs : dict of str to str
+        The Spark types of the outputs; empty if they are not known yet.
+    batch_size : int
+        The rows that the model gets at once, at most.
+    device : str or None
+        The model's device; None for a GPU if there is one.
+    options : TensorOptions
+        How columns become tensors.
+    source : ParquetSource or None
+        Row groups, which tasks read themselves; None for rows of Spark.
+    """
+
+    key: str
+    functions: bytes
+    names: Sequence[str]
+    columns: str | Sequence[str]
+    keep: Sequence[str]
+    default: str
+    outputs: dict[str, str]
+    batch_size: int
+    device: str | None
+    options: TensorOptions
+    source: ParquetSource | None = None
+
+    def format(self) -> Format:
+        """Return how rows become what the model gets: one tensor, or a dict of tensors."""
+        columns = self.columns
+        return tensor_format(
+            self.options, itemgetter(columns) if isinstance(columns, str) else None
+        )
+
+    def read(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield rows of the task, which gets them or the numbers of row groups."""
+        if self.source is None:
+            for batch in batches:
+                yield pa.RecordBatch.from_arrays(batch.columns, list(self.names))
+            return
+        for batch in batches:
+            for chunk in batch.column(0).to_pylist():
+                yield from self.source.read(chunk).to_batches()
+
+
+class Batch(NamedTuple):
+    """Rows of a partition, and what the model gets of them."""
+
+    rows: pa.RecordBatch
+    first: int  # the number of the first row in the partition
+    inputs: list[Converted]
+
+
+class Model:
+    """A loaded model on its device."""
+
+    def __init__(self, prediction: Prediction, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        load, self._collate = pickle.loads(prediction.functions)
+        self._device = torch.device(prediction.device or _default_device())
+        self._default = prediction.default
+        self._model: Callable[[Any], Any] = load()
+        if isinstance(self._model, torch.nn.Module):
+            self._model = self._model.to(self._device).eval()
+
+    def outputs(self, batch: Any) -> dict[str, Any]:
+        """Return what the model makes of a batch, by the names of columns."""
+        if self._collate is not None:
+            batch = self._collate(batch)
+        if self._device.type != "cpu":
+            batch = move(batch, self._device)
+        with torch.inference_mode():
+            return named_outputs(self._model(batch), self._default)
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def predict_rows(
+    argument: bytes, batches: Iterator[pa.RecordBatch], _: str
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a partition with the model's outputs; a task of ``mapInArrow``."""
+    prediction: Prediction = pickle.loads(argument)
+    part, model = _begin(prediction)
+    # While the model computes, a thread receives or reads what comes next, and converts it.
+    for batch in prefetched(_converted(prediction, batches, part), 1):
+        yield _predicted(prediction, model, batch, part)
+
+
+def describe_outputs(
+    argument: bytes, batches: Iterator[pa.RecordBatch], _: str
+) -> Iterator[pa.RecordBatch]:
+    """Yield the names and types of the model's outputs; a task of ``mapInArrow``."""
+    prediction: Prediction = pickle.loads(argument)
+    part, model = _begin(prediction)
+    for batch in _converted(prediction, batches, part):
+        with _errors_name_rows(part, batch.first, batch.rows.num_rows):
+            inputs = next(batches_of(batch.inputs, prediction.format()))[1]
+            found = model.outputs(inputs)
+            types = [spark_type_of(value, name) for name, value in found.items()]
+        yield pa.RecordBatch.from_arrays([pa.array([*found]), pa.array(types)], ["name", "type"])
+        return
+
+
+def _begin(prediction: Prediction) -> tuple[int, Model]:
+    """Return the number of this task's partition, and the model, loaded if it is not yet."""
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    assert context is not None, "it runs in a task"
+    model = _MODELS.pop(prediction.key, None) or Model(prediction, context.cpus())
+    _MODELS[prediction.key] = model
+    while len(_MODELS) > MAX_MODELS:
+        del _MODELS[next(iter(_MODELS))]
+    return context.partitionId(), model
+
+
+def _converted(
+    prediction: Prediction, batches: Iterator[pa.RecordBatch], part: int
+) -> Iterator[Batch]:
+    columns = prediction.columns
+    names = [columns] if isinstance(columns, str) else list(columns)
+    first = 0
+    for rows in prediction.read(batches):
+        if rows.num_rows:
+            with _errors_name_rows(part, first, rows.num_rows):
+                table = pa.Table.from_batches([rows.select(names)])
+                inputs = converted_tables([table], prediction.format(), prediction.batch_size)
+                batch = Batch(rows, first, list(inputs))
+            yield batch
+        first += rows.num_rows
+
+
+def _predicted(prediction: Prediction, model: Model, batch: Batch, part: int) -> pa.RecordBatch:
+    kinds = {name: arrow_type(kind) for name, kind in prediction.outputs.items()}
+    columns: dict[str, list[pa.Array]] = {name: [] for name in kinds}
+    first = batch.first
+    for num_rows, inputs in batches_of(batch.inputs, prediction.format()):
+        with _errors_name_rows(part, first, num_rows):
+            found = model.outputs(inputs)
+            if found.keys() != kinds.keys():
+                raise ValueError(
+                    f"The model has returned {', '.join(found) or 'nothing'}, and the outputs are "
+                    f"{', '.join(kinds)}."
+                )
+            for name, kind in kinds.items():
+                columns[name].append(to_arrow(found[name], kind, num_rows, name))
+        first += num_rows
+    kept = [batch.rows.column(name) for name in prediction.keep]
+    predicted = [pa.concat_arrays(parts) for parts in columns.values()]
+    return pa.RecordBatch.from_arrays([*kept, *predicted], [*prediction.keep, *kinds])
+
+
+@contextlib.contextmanager
+def _errors_name_rows(part: int, first: int, num_rows: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        where = f"rows {first:,} to {first + num_rows - 1:,} of partition {part}"
+        raise RuntimeError(f"{type(error).__name__} for {where}: {error}") from error
