@@ -81,7 +81,8 @@ def predict(
     collate_fn : callable, optional
         Makes of the tensor or dict of tensors what the model gets, such as tokens of texts.
     device : str, optional
-        The model's device, such as ``"cuda"``. By default a GPU that the task sees, else the CPU.
+        The model's device, such as ``"cpu"``. By default the GPU that Spark has assigned to the
+        task, or the first that the task sees, else the CPU.
     dtypes, fill, ragged : optional
         How columns become tensors, as for `DatasetShard.iter_torch_batches`.
 
@@ -109,10 +110,14 @@ def predict(
     """
     require_spark()
     rows = _FileRows(data) if isinstance(data, ParquetShard) else _SparkRows(data)
-    whole_number("batch_size", batch_size, 1)
+    batch_size = whole_number("batch_size", batch_size, 1)
     schema = rows.schema()
     inputs = schema.names if columns is None else columns
     _check_names("columns", [inputs] if isinstance(inputs, str) else inputs, schema.names)
+    if not inputs:
+        raise ValueError("columns is empty: name at least one column for the model.")
+    if isinstance(keep, str):
+        raise TypeError(f"keep must be a list of names, but is the string {keep!r}.")
     kept = list(schema.names if keep is None else keep)
     _check_names("keep", kept, schema.names)
     _check_callable("load", load)
@@ -122,7 +127,7 @@ def predict(
         torch.device(device)
     needed = {inputs} if isinstance(inputs, str) else set(inputs)
     options = TensorOptions(dtypes, fill, ragged, rows.vectors() & needed)
-    check_columns(_inputs(private.arrow_schema(schema), needed), options, None, rows.name)
+    check_columns(_arrow_schema(schema, needed), options, None, rows.name)
     named = {} if outputs is None else _parse_outputs(outputs)
     plan = Prediction(
         key=uuid.uuid4().hex,
@@ -148,8 +153,12 @@ def predict(
     return planned
 
 
-def _inputs(schema: pa.Schema, names: set[str]) -> pa.Schema:
-    return pa.schema([field for field in schema if field.name in names])
+def _arrow_schema(schema: Any, names: set[str]) -> pa.Schema:
+    """Return the types of some columns as a task gets them."""
+    from pyspark.sql.types import StructType
+
+    found: pa.Schema = private.arrow_schema(StructType([schema[name] for name in names]))
+    return found
 
 
 def _result(schema: Any, plan: Prediction) -> Any:
@@ -182,6 +191,11 @@ class _SparkRows:
         return frozenset(name for name, kind in kinds.items() if kind == "VectorUDT")
 
     def described(self, plan: Prediction) -> dict[str, str]:
+        if self._frame.isStreaming:
+            raise ValueError(
+                "A streaming DataFrame has no rows yet to find the model's outputs with. Name "
+                "them: outputs='score float'."
+            )
         return _described(_mapped(self._session, self._rows(plan).limit(2), plan, *_DESCRIBE))
 
     def planned(self, plan: Prediction, task: str, schema: Any) -> Any:
@@ -189,8 +203,9 @@ class _SparkRows:
 
     def _rows(self, plan: Prediction) -> Any:
         # mapInArrow selects the columns by their names, in which a dot has a meaning.
-        short = {name: f"c{number}" for number, name in enumerate(self._frame.columns)}
-        return self._frame.toDF(*short.values()).select(*(short[name] for name in plan.names))
+        columns = self._frame.columns
+        renamed = self._frame.toDF(*(f"c{number}" for number in range(len(columns))))
+        return renamed.select(*(f"c{columns.index(name)}" for name in plan.names))
 
 
 class _FileRows:

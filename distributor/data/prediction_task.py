@@ -26,7 +26,7 @@ from distributor.data.tensors import TensorOptions
 from distributor.rank.devices import move
 
 MAX_MODELS = 2  # that a Python worker keeps; those used last
-_MODELS: dict[str, Model] = {}
+_MODELS: dict[tuple[str, str], Model] = {}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Prediction:
     batch_size : int
         The rows that the model gets at once, at most.
     device : str or None
-        The model's device; None for a GPU if there is one.
+        The model's device; None for the task's GPU if it has one.
     options : TensorOptions
         How columns become tensors.
     source : ParquetSource or None
@@ -100,10 +100,10 @@ class Batch(NamedTuple):
 class Model:
     """A loaded model on its device."""
 
-    def __init__(self, prediction: Prediction, num_threads: int) -> None:
+    def __init__(self, prediction: Prediction, device: str, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
         load, self._collate = pickle.loads(prediction.functions)
-        self._device = torch.device(prediction.device or _default_device())
+        self._device = torch.device(device)
         self._default = prediction.default
         self._model: Callable[[Any], Any] = load()
         if isinstance(self._model, torch.nn.Module):
@@ -117,10 +117,6 @@ class Model:
             batch = move(batch, self._device)
         with torch.inference_mode():
             return named_outputs(self._model(batch), self._default)
-
-
-def _default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def predict_rows(
@@ -155,11 +151,24 @@ def _begin(prediction: Prediction) -> tuple[int, Model]:
 
     context = TaskContext.get()
     assert context is not None, "it runs in a task"
-    model = _MODELS.pop(prediction.key, None) or Model(prediction, context.cpus())
-    _MODELS[prediction.key] = model
+    device = prediction.device or _device_of(context)
+    key = prediction.key, device
+    model = _MODELS.pop(key, None) or Model(prediction, device, context.cpus())
+    _MODELS[key] = model
     while len(_MODELS) > MAX_MODELS:
         del _MODELS[next(iter(_MODELS))]
     return context.partitionId(), model
+
+
+def _device_of(context: Any) -> str:
+    """Return the GPU that Spark has assigned to the task, or the first that it sees, or the CPU."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    gpus = context.resources().get("gpu")
+    address = gpus.addresses[0] if gpus is not None and gpus.addresses else ""
+    # Addresses are positions among the GPUs that the executor sees.
+    is_seen = address.isdecimal() and int(address) < torch.cuda.device_count()
+    return f"cuda:{address}" if is_seen else "cuda"
 
 
 def _converted(

@@ -176,6 +176,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"outputs": "y map<int>"}, ValueError, "'y map<int>' is no name with a type"),
     ({"outputs": "y int, y int"}, ValueError, "'y' is there twice"),
     ({"outputs": "id int"}, ValueError, "'id' is an output, and also a column of the rows"),
+    ({"columns": []}, ValueError, "columns is empty: name at least one column"),
+    ({"keep": "id"}, TypeError, "keep must be a list of names, but is the string 'id'"),
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, but is 0"),
     ({"load": 3}, TypeError, "load must be a function, but is int"),
     ({"collate_fn": 3}, TypeError, "collate_fn must be a function, but is int"),
@@ -198,3 +200,18 @@ def test_what_cannot_be_sent_is_named(data: Any) -> None:
     lock = threading.Lock()
     with pytest.raises(UnpicklableError, match=r"load cannot be sent to executors: .*lock"):
         predict(data, lambda: lock, columns="x")
+
+
+def test_rows_of_a_stream(spark: Any, files: Path, values: np.ndarray[Any, Any]) -> None:
+    schema = spark.read.parquet(str(files)).schema
+    stream = spark.readStream.schema(schema).parquet(str(files))
+    with pytest.raises(ValueError, match="A streaming DataFrame has no rows yet"):
+        predict(stream, load_linear, columns="x")
+    found = predict(stream, load_linear, columns="x", keep=["id"], outputs="y array<float>")
+    query = (
+        found.writeStream.format("memory").queryName("predicted").trigger(availableNow=True).start()
+    )
+    query.awaitTermination(120)
+    rows = spark.table("predicted").orderBy("id").collect()
+    y = np.array([row.y for row in rows], np.float32)
+    np.testing.assert_allclose(y, expected(values), rtol=1e-6)
