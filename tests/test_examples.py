@@ -88,10 +88,10 @@ def run_here(name: str, folder: Path) -> str:
 
 
 def check_databricks(folder: Path, output: str) -> None:
-    """Check that two ranks have trained two epochs, and four ranks one from the checkpoint."""
+    """Check that two ranks have trained two epochs, and one rank another from the checkpoint."""
     lines = output.splitlines()
     assert "trained [0, 1] [0, 1]" in lines
-    assert "continued [2] [2] [2] [2]" in lines
+    assert "continued [2]" in lines
     assert float(re.findall(r"^accuracy (\S+)$", output, re.MULTILINE)[-1]) > 0.9
     saved = folder / "results" / "databricks_air"
     assert len([*saved.glob("epoch-0/*.distcp")]) == 2

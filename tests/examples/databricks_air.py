@@ -58,7 +58,7 @@ if __name__ == "__main__":
         torch.save(part, f"{VOLUME}/images/{number:02}.pt")
 
     print("trained", *train.distributed(VOLUME, epochs=2))
-    print("continued", *train.with_overrides(num_accelerators=4).distributed(VOLUME, epochs=3))
+    print("continued", *train.with_overrides(num_accelerators=1).distributed(VOLUME, epochs=3))
 
     model = ResNet()
     state = {"model": model.state_dict()}
