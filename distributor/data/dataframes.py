@@ -139,6 +139,21 @@ def _is_dataframe_type(kind: type) -> bool:
     )
 
 
+def numbered(frame: Any) -> Any:
+    """Return a DataFrame with the columns ``c0``, ``c1``, ... for ``mapInArrow``.
+
+    It selects columns by their names, in which a dot, a backtick or * has a meaning, and the case
+    may have none.
+    """
+    return frame.toDF(*(f"c{at}" for at in range(len(frame.columns))))
+
+
+def vectors_of(frame: Any) -> frozenset[str]:
+    """Return the columns of a DataFrame that have vectors of Spark ML."""
+    fields = frame.schema.fields
+    return frozenset(field.name for field in fields if type(field.dataType).__name__ == "VectorUDT")
+
+
 def _check_batch(frame: Any) -> None:
     if frame.isStreaming:
         raise ValueError(

@@ -20,13 +20,6 @@ ELEMENTS = {
     "double": pa.float64(),
     "string": pa.string(),
 }
-_SPARK_TYPES = dict(
-    zip(
-        ELEMENTS,
-        ("Boolean", "Byte", "Short", "Integer", "Long", "Float", "Double", "String"),
-        strict=True,
-    )
-)
 _NAMES = {kind: name for name, kind in ELEMENTS.items()}
 # Types that Spark does not have, and those with all of their values.
 _WIDER = {pa.uint8(): pa.int16(), pa.float16(): pa.float32()}
@@ -38,15 +31,6 @@ def arrow_type(spark_type: str) -> pa.DataType:
     if spark_type.startswith(_ARRAY) and spark_type.endswith(">"):
         return pa.list_(arrow_type(spark_type.removeprefix(_ARRAY).removesuffix(">")))
     return ELEMENTS[spark_type]
-
-
-def spark_type(name: str) -> Any:
-    """Return the type of Spark that has such a name."""
-    from pyspark.sql import types
-
-    if name.startswith(_ARRAY):
-        return types.ArrayType(spark_type(name.removeprefix(_ARRAY).removesuffix(">")))
-    return getattr(types, f"{_SPARK_TYPES[name]}Type")()
 
 
 def named_outputs(value: Any, default: str) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import torch
 
 from distributor._compat import pyspark as private
 from distributor.core.extras import require_spark
-from distributor.data.dataframes import is_dataframe
-from distributor.data.outputs import ELEMENTS, arrow_type, spark_type
+from distributor.data.dataframes import is_dataframe, numbered, vectors_of
+from distributor.data.outputs import ELEMENTS, arrow_type
 from distributor.data.parquet import ParquetShard
 from distributor.data.prediction_task import Prediction
 from distributor.data.shard import Dtypes, Ragged
@@ -163,9 +163,10 @@ def _arrow_schema(schema: Any, names: set[str]) -> pa.Schema:
 
 def _result(schema: Any, plan: Prediction) -> Any:
     """Return the columns of the result."""
-    from pyspark.sql.types import StructField, StructType
+    from pyspark.sql.types import StructType
 
-    outputs = [StructField(name, spark_type(kind)) for name, kind in plan.outputs.items()]
+    kinds = [(name, arrow_type(kind)) for name, kind in plan.outputs.items()]
+    outputs = private.spark_schema(pa.schema(kinds))
     return StructType([*(schema[name] for name in plan.keep), *outputs])
 
 
@@ -187,8 +188,7 @@ class _SparkRows:
         return self._frame.schema
 
     def vectors(self) -> frozenset[str]:
-        kinds = {field.name: type(field.dataType).__name__ for field in self._frame.schema}
-        return frozenset(name for name, kind in kinds.items() if kind == "VectorUDT")
+        return vectors_of(self._frame)
 
     def described(self, plan: Prediction) -> dict[str, str]:
         if self._frame.isStreaming:
@@ -202,10 +202,8 @@ class _SparkRows:
         return _mapped(self._session, self._rows(plan), plan, task, schema)
 
     def _rows(self, plan: Prediction) -> Any:
-        # mapInArrow selects the columns by their names, in which a dot has a meaning.
         columns = self._frame.columns
-        renamed = self._frame.toDF(*(f"c{number}" for number in range(len(columns))))
-        return renamed.select(*(f"c{columns.index(name)}" for name in plan.names))
+        return numbered(self._frame).select(*(f"c{columns.index(name)}" for name in plan.names))
 
 
 class _FileRows:

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from distributor.data.chunk_file import CHUNK_COLUMNS, INDEX_COLUMNS, DatasetSpec
-from distributor.data.dataframes import SparkDataset
+from distributor.data.dataframes import SparkDataset, numbered, vectors_of
 from distributor.launchers.spark.datasets.data_jobs import DataJobs
 from distributor.spark.package_shipping import portable_task
 from distributor.spark.session import Session
@@ -67,10 +67,7 @@ def _persisted_chunks(dataset: SparkDataset, session: Session) -> Iterator[Any]:
     # Spark keeps equal plans once: a run that ends would free the rows of another one.
     argument = json.dumps([_chunk_bytes(session), uuid.uuid4().hex]).encode()
     task = portable_task(session, "distributor.data.chunk_file:pack", argument)
-    # mapInArrow selects the columns by their names, in which a dot, a backtick or * has a meaning,
-    # and the case may have none.
-    renamed = dataset.frame.toDF(*(f"c{at}" for at in range(len(dataset.frame.columns))))
-    frame = session.map_in_arrow(renamed, task, CHUNK_COLUMNS)
+    frame = session.map_in_arrow(numbered(dataset.frame), task, CHUNK_COLUMNS)
     frame.persist(StorageLevel.DISK_ONLY)
     try:
         yield frame
@@ -137,11 +134,7 @@ def _spec_of(dataset: SparkDataset, rows: list[Any]) -> DatasetSpec:
     return DatasetSpec(
         name=dataset.name,
         schema=named.serialize().to_pybytes(),
-        vectors=frozenset(
-            field.name
-            for field in dataset.frame.schema.fields
-            if type(field.dataType).__name__ == "VectorUDT"
-        ),
+        vectors=vectors_of(dataset.frame),
         chunk_rows=np.array([row.num_rows for row in rows], dtype=np.int64),
         chunk_bytes=np.array([row.num_bytes for row in rows], dtype=np.int64),
         checksums=np.array([row.checksum for row in rows], dtype=np.int64),
