@@ -290,6 +290,13 @@ def spark_schema(schema: Any) -> Any:
     return from_arrow_schema(schema)
 
 
+def parse_type(text: str) -> Any:
+    """Return the type, or the columns of a DataFrame, that a text in SQL's language means."""
+    from pyspark.sql.types import _parse_datatype_string
+
+    return _parse_datatype_string(text)
+
+
 def keep_call_site(frame: Any) -> None:
     """Have a classic DataFrame's ``collect`` leave the job's call site as it is."""
     # PySpark would name the line of this package that calls `collect`. A version that works

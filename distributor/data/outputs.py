@@ -9,28 +9,28 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-# Spark's names of the types that an element of an output may have.
-ELEMENTS = {
-    "boolean": pa.bool_(),
-    "tinyint": pa.int8(),
-    "smallint": pa.int16(),
-    "int": pa.int32(),
-    "bigint": pa.int64(),
-    "float": pa.float32(),
-    "double": pa.float64(),
-    "string": pa.string(),
-}
-_NAMES = {kind: name for name, kind in ELEMENTS.items()}
+ELEMENTS = (
+    pa.bool_(),
+    pa.int8(),
+    pa.int16(),
+    pa.int32(),
+    pa.int64(),
+    pa.float32(),
+    pa.float64(),
+    pa.string(),
+)
 # Types that Spark does not have, and those with all of their values.
 _WIDER = {pa.uint8(): pa.int16(), pa.float16(): pa.float32()}
-_ARRAY = "array<"
+_VECTOR = ["type", "size", "indices", "values"]  # the fields of Spark ML's vectors
 
 
-def arrow_type(spark_type: str) -> pa.DataType:
-    """Return the Arrow type of a Spark type, such as "array<float>"; KeyError for other types."""
-    if spark_type.startswith(_ARRAY) and spark_type.endswith(">"):
-        return pa.list_(arrow_type(spark_type.removeprefix(_ARRAY).removesuffix(">")))
-    return ELEMENTS[spark_type]
+def unsupported(kind: pa.DataType) -> pa.DataType | None:
+    """Return the type, or that of an element or a field, that an output cannot have."""
+    if pa.types.is_list(kind):
+        return unsupported(kind.value_type)
+    if pa.types.is_struct(kind):
+        return next(filter(None, (unsupported(field.type) for field in kind)), None)
+    return None if kind in ELEMENTS else kind
 
 
 def named_outputs(value: Any, default: str) -> dict[str, Any]:
@@ -38,14 +38,17 @@ def named_outputs(value: Any, default: str) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {default: value}
 
 
-def spark_type_of(value: Any, name: str) -> str:
-    """Return the Spark type of a column that has an output for each row."""
-    found = _elements(value, name)
-    kind = _WIDER.get(found.type, found.type)
-    if kind not in _NAMES:
-        raise TypeError(f"Output {name!r} has the type {kind}, for which there is no column.")
-    dimensions = _shape(value)[1:]
-    return _ARRAY * len(dimensions) + _NAMES[kind] + ">" * len(dimensions)
+def type_of(value: Any, name: str) -> pa.DataType:
+    """Return the type of the column for an output that has a value for each row."""
+    if isinstance(value, Mapping):
+        return pa.struct([(key, type_of(each, f"{name}.{key}")) for key, each in value.items()])
+    found = _elements(value, name).type
+    found = _WIDER.get(found, found)
+    if found not in ELEMENTS:
+        raise TypeError(f"Output {name!r} has the type {found}, for which there is no column.")
+    for _ in _shape(value)[1:]:
+        found = pa.list_(found)
+    return found
 
 
 def to_arrow(value: Any, kind: pa.DataType, rows: int, name: str) -> pa.Array:
@@ -53,10 +56,11 @@ def to_arrow(value: Any, kind: pa.DataType, rows: int, name: str) -> pa.Array:
 
     Parameters
     ----------
-    value : tensor, array of numpy, or list of str
+    value : tensor, array of numpy, list of str, or dict of these
         A value for each row along the first dimension.
     kind : pyarrow.DataType
-        The column's type: an element, or lists of them, one inside the other.
+        The column's type: an element, lists of them, one inside the other, a Spark ML vector, or a
+        struct of these for a dict.
     rows : int
         The rows of the batch.
     name : str
@@ -67,6 +71,28 @@ def to_arrow(value: Any, kind: pa.DataType, rows: int, name: str) -> pa.Array:
     ValueError
         If there are other than so many rows or dimensions, or if a value does not fit the type.
     """
+    if not pa.types.is_struct(kind):
+        return _plain(value, kind, rows, name)
+    fields = [field.name for field in kind]
+    if isinstance(value, Mapping):
+        if value.keys() != set(fields):
+            raise ValueError(
+                f"Output {name!r} is a dict of {', '.join(map(str, value))}, and its column is a "
+                f"struct of {', '.join(fields)}."
+            )
+        parts = [
+            to_arrow(value[key], kind.field(key).type, rows, f"{name}.{key}") for key in fields
+        ]
+    elif fields == _VECTOR:
+        dense = pa.array(np.ones(rows, np.int8))
+        sparse = [pa.nulls(rows, kind.field(each).type) for each in ("size", "indices")]
+        parts = [dense, *sparse, _plain(value, kind.field("values").type, rows, name)]
+    else:
+        raise ValueError(f"Output {name!r} is no dict, and its column is a struct.")
+    return pa.StructArray.from_arrays(parts, fields)
+
+
+def _plain(value: Any, kind: pa.DataType, rows: int, name: str) -> pa.Array:
     shape = _shape(value)
     if shape[:1] != (rows,):
         found = f"{shape[0]} values" if shape else "one value"

@@ -15,7 +15,7 @@ import torch
 from distributor._compat import pyspark as private
 from distributor.core.extras import require_spark
 from distributor.data.dataframes import is_dataframe, numbered, vectors_of
-from distributor.data.outputs import ELEMENTS, arrow_type
+from distributor.data.outputs import unsupported
 from distributor.data.parquet import ParquetShard
 from distributor.data.prediction_task import Prediction
 from distributor.data.shard import Dtypes, Ragged
@@ -29,6 +29,11 @@ from distributor.spark.session import Session
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+    from pyspark.sql.types import StructType
+
+    # Above this part of the package; used by what they offer.
+    Checkpoint = Any
+    Result = Any
 
 DEFAULT_OUTPUT = "prediction"
 PARTITION_BYTES = 64 * 1024 * 1024  # of Parquet files' rows in memory, in a task
@@ -36,10 +41,11 @@ PARTITION_BYTES = 64 * 1024 * 1024  # of Parquet files' rows in memory, in a tas
 
 def predict(
     data: DataFrame | ParquetShard,
-    load: Callable[[], Callable[[Any], Any]],
+    load: Callable[..., Callable[[Any], Any]],
     *,
+    checkpoint: Checkpoint | Result | None = None,
     columns: str | Sequence[str] | None = None,
-    outputs: str | None = None,
+    outputs: str | StructType | None = None,
     keep: Sequence[str] | None = None,
     batch_size: int = 1024,
     collate_fn: Callable[[Any], Any] | None = None,
@@ -50,8 +56,10 @@ def predict(
 ) -> DataFrame:
     """Return a DataFrame with a model's outputs for each row.
 
-    It is lazy, as any DataFrame: its rows are computed when they are used. Each Python worker of
-    Spark loads the model once, and keeps it for later tasks; it keeps the two models used last.
+    It is lazy, as any DataFrame: its rows are computed when they are used. Each executor loads the
+    model once. Its Python workers share the memory of the model's tensors, and keep the two models
+    used last for later tasks. A model without tensors, or that cannot be pickled, is loaded by each
+    Python worker.
 
     Rows of a DataFrame go through Spark's conversion to Arrow data, which often takes longer than
     the model. Tasks read the row groups of Parquet files themselves, without it: pass what
@@ -63,17 +71,20 @@ def predict(
         Rows, of classic Spark or Spark Connect; or Parquet files, as `from_parquet` returns them.
     load : callable
         Returns the model: a module, which is moved to the device and set to evaluation, or a
-        callable. It is called in the Python workers. The model gets tensors without gradients, and
+        callable. It is called on the executors. The model gets tensors without gradients, and
         returns a tensor with a value for each row along its first dimension, or a dict of tensors
         by the names of columns. It may also return arrays of numpy and lists of strings.
+    checkpoint : Checkpoint or Result, optional
+        What `load` loads: it is called with the path of a local folder with the checkpoint's files.
+        Of a Result it is the latest checkpoint.
     columns : str or sequence of str, optional
         The columns that the model gets: the tensor of one column, or a dict of tensors by the names
         of several. Strings are lists. By default, a dict of all columns.
-    outputs : str, optional
-        The names and types of the model's outputs, such as ``"label int, scores array<float>"``.
-        The types are boolean, tinyint, smallint, int, bigint, float, double, string, and arrays of
-        these. By default a job finds them, by the model's outputs for two rows; an output that is
-        no dict is ``prediction`` then.
+    outputs : str or pyspark.sql.types.StructType, optional
+        The names and types of the model's outputs, such as ``"label int, scores array<float>"``; or
+        a type alone, for the output ``prediction``. The types are boolean, numbers, string, arrays
+        and structs of these, and ``VectorUDT()`` in a StructType. A dict in a dict is a struct. By
+        default a job finds the types, by the model's outputs for two rows.
     keep : sequence of str, optional
         The columns that the result has before the outputs; by default all. Fewer are faster.
     batch_size : int, default 1024
@@ -123,51 +134,46 @@ def predict(
     _check_callable("load", load)
     if collate_fn is not None:
         _check_callable("collate_fn", collate_fn)
+    checkpoint = getattr(checkpoint, "checkpoint", checkpoint)
+    if checkpoint is not None and not hasattr(checkpoint, "as_directory"):
+        raise TypeError(
+            "checkpoint must be a Checkpoint, or a Result that has one, but is of the type "
+            f"{type(checkpoint).__name__}. Of a path, Checkpoint(path) makes one."
+        )
     if device is not None:
         torch.device(device)
     needed = {inputs} if isinstance(inputs, str) else set(inputs)
     options = TensorOptions(dtypes, fill, ragged, rows.vectors() & needed)
     check_columns(_arrow_schema(schema, needed), options, None, rows.name)
-    named = {} if outputs is None else _parse_outputs(outputs)
+    named = None if outputs is None else _parse_outputs(outputs)
     plan = Prediction(
         key=uuid.uuid4().hex,
-        functions=_pickled(load, collate_fn),
+        functions=_pickled(load, collate_fn, checkpoint),
         names=[name for name in schema.names if name in needed or name in kept],
         columns=inputs if isinstance(inputs, str) else list(inputs),
         keep=kept,
-        default=next(iter(named)) if len(named) == 1 else DEFAULT_OUTPUT,
-        outputs=named,
+        default=named.names[0] if named and len(named) == 1 else DEFAULT_OUTPUT,
+        outputs=pa.schema([]),
         batch_size=batch_size,
         device=device,
         options=options,
     )
-    if outputs is None:
-        plan = replace(plan, outputs=rows.described(plan))
-    if taken := sorted(plan.outputs.keys() & set(kept)):
+    named = named or private.spark_schema(rows.described(plan))
+    plan = replace(plan, outputs=private.arrow_schema(named))
+    if taken := sorted(set(named.names) & set(kept)):
         raise ValueError(
             f"{taken[0]!r} is an output, and also a column of the rows. Name the outputs otherwise "
             "(outputs=...), or leave the column out (keep=...)."
         )
-    task = "distributor.data.prediction_task:predict_rows"
-    planned: DataFrame = rows.planned(plan, task, _result(schema, plan))
+    result = type(named)([*(schema[name] for name in kept), *named])
+    planned: DataFrame = rows.planned(plan, result)
     return planned
 
 
 def _arrow_schema(schema: Any, names: set[str]) -> pa.Schema:
     """Return the types of some columns as a task gets them."""
-    from pyspark.sql.types import StructType
-
-    found: pa.Schema = private.arrow_schema(StructType([schema[name] for name in names]))
+    found: pa.Schema = private.arrow_schema(type(schema)([schema[name] for name in names]))
     return found
-
-
-def _result(schema: Any, plan: Prediction) -> Any:
-    """Return the columns of the result."""
-    from pyspark.sql.types import StructType
-
-    kinds = [(name, arrow_type(kind)) for name, kind in plan.outputs.items()]
-    outputs = private.spark_schema(pa.schema(kinds))
-    return StructType([*(schema[name] for name in plan.keep), *outputs])
 
 
 class _SparkRows:
@@ -190,7 +196,7 @@ class _SparkRows:
     def vectors(self) -> frozenset[str]:
         return vectors_of(self._frame)
 
-    def described(self, plan: Prediction) -> dict[str, str]:
+    def described(self, plan: Prediction) -> pa.Schema:
         if self._frame.isStreaming:
             raise ValueError(
                 "A streaming DataFrame has no rows yet to find the model's outputs with. Name "
@@ -198,8 +204,8 @@ class _SparkRows:
             )
         return _described(_mapped(self._session, self._rows(plan).limit(2), plan, *_DESCRIBE))
 
-    def planned(self, plan: Prediction, task: str, schema: Any) -> Any:
-        return _mapped(self._session, self._rows(plan), plan, task, schema)
+    def planned(self, plan: Prediction, schema: StructType) -> Any:
+        return _mapped(self._session, self._rows(plan), plan, _PREDICT, schema)
 
     def _rows(self, plan: Prediction) -> Any:
         columns = self._frame.columns
@@ -220,14 +226,14 @@ class _FileRows:
     def vectors(self) -> frozenset[str]:
         return self._groups.vectors
 
-    def described(self, plan: Prediction) -> dict[str, str]:
+    def described(self, plan: Prediction) -> pa.Schema:
         first = int(np.flatnonzero(self._groups.chunk_rows)[0])
         return _described(self._mapped((first, first + 1), 1, plan, *_DESCRIBE))
 
-    def planned(self, plan: Prediction, task: str, schema: Any) -> Any:
+    def planned(self, plan: Prediction, schema: StructType) -> Any:
         groups = len(self._groups.chunk_rows)
         parts = self._session.num_partitions(self._groups.chunk_bytes.sum(), PARTITION_BYTES)
-        return self._mapped((0, groups), parts and min(parts, groups), plan, task, schema)
+        return self._mapped((0, groups), parts and min(parts, groups), plan, _PREDICT, schema)
 
     def _mapped(
         self, groups: tuple[int, int], parts: int | None, plan: Prediction, task: str, schema: Any
@@ -238,19 +244,45 @@ class _FileRows:
         return _mapped(self._session, numbers, plan, task, schema)
 
 
-_DESCRIBE = "distributor.data.prediction_task:describe_outputs", "name string, type string"
+_PREDICT = "distributor.data.prediction_task:predict_rows"
+_DESCRIBE = "distributor.data.prediction_task:describe_outputs", "schema binary"
 
 
 def _mapped(session: Session, frame: Any, plan: Prediction, task: str, schema: Any) -> Any:
     return session.map_in_arrow(frame, portable_task(session, task, pickle.dumps(plan)), schema)
 
 
-def _described(frame: Any) -> dict[str, str]:
-    found = {row.name: row.type for row in frame.collect()}
-    if not found:
+def _described(frame: Any) -> pa.Schema:
+    row = frame.first()
+    if row is None:
         raise ValueError(
             "There are no rows to find the model's outputs with. Name them: outputs='score float'."
         )
+    return pa.ipc.read_schema(pa.py_buffer(row.schema))
+
+
+def _parse_outputs(outputs: Any) -> StructType:
+    from pyspark.sql.types import DataType, StructType
+
+    found = outputs
+    example = "Write names and types, such as outputs='label int, scores array<float>'."
+    if isinstance(outputs, str):
+        try:
+            found = private.parse_type(outputs)
+        except Exception as error:  # of another type in each kind of session
+            raise ValueError(f"outputs is {outputs!r}, which is no schema. {example}") from error
+    if not isinstance(found, DataType):
+        raise TypeError(f"outputs is of the type {type(outputs).__name__}. {example}")
+    if not isinstance(found, StructType):
+        found = StructType().add(DEFAULT_OUTPUT, found)
+    for field in private.arrow_schema(found):
+        if (kind := unsupported(field.type)) is not None:
+            raise ValueError(
+                f"outputs has {field.name!r} of the type {kind}, which a model cannot return. The "
+                "types are numbers, boolean, string, arrays and structs of these, and vectors."
+            )
+        if found.names.count(field.name) > 1:
+            raise ValueError(f"outputs has {field.name!r} twice. Rename one of the two.")
     return found
 
 
@@ -274,29 +306,7 @@ def _pickled(*functions: Any) -> bytes:
     try:
         return code_pickle.dumps(functions)
     except Exception as error:
-        for name, function in zip(("load", "collate_fn"), functions, strict=True):
+        for name, function in zip(("load", "collate_fn"), functions, strict=False):
             if culprit := find_unpicklable(name, function):
                 raise UnpicklableError(f"{name} cannot be sent to executors: {culprit}.") from error
         raise UnpicklableError(f"load cannot be sent to executors: {error}") from error
-
-
-def _parse_outputs(text: str) -> dict[str, str]:
-    """Parse names and types, such as "label int, scores array<float>"."""
-    found: dict[str, str] = {}
-    for part in text.split(","):
-        name, _, kind = part.strip().partition(" ")
-        kind = _ALIASES.get(kind := "".join(kind.lower().split()), kind)
-        try:
-            arrow_type(kind)
-        except KeyError:
-            raise ValueError(
-                f"outputs is {text!r}, in which {part.strip()!r} is no name with a type of "
-                f"{', '.join(ELEMENTS)}, or an array of these, such as 'scores array<float>'."
-            ) from None
-        if name in found:
-            raise ValueError(f"outputs is {text!r}, in which {name!r} is there twice.")
-        found[name] = kind
-    return found
-
-
-_ALIASES = {"integer": "int", "long": "bigint", "short": "smallint", "byte": "tinyint"}

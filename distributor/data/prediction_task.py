@@ -6,6 +6,7 @@ import contextlib
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -20,8 +21,9 @@ from distributor.data.batches import (
     prefetched,
 )
 from distributor.data.formats import tensor_format
-from distributor.data.outputs import arrow_type, named_outputs, spark_type_of, to_arrow
+from distributor.data.outputs import named_outputs, to_arrow, type_of
 from distributor.data.parquet import ParquetSource
+from distributor.data.shared_model import load_once
 from distributor.data.tensors import TensorOptions
 from distributor.rank.devices import move
 
@@ -36,9 +38,9 @@ class Prediction:
     Parameters
     ----------
     key : str
-        Identifies the model among those of the Python worker.
+        Identifies the model among those of the executor.
     functions : bytes
-        The pickled `load` and `collate_fn`.
+        The pickled `load`, `collate_fn` and `checkpoint`.
     names : sequence of str
         The columns that the tasks get.
     columns : str or sequence of str
@@ -47,8 +49,8 @@ class Prediction:
         Those of the result, before the outputs.
     default : str
         The name of an output that is no dict.
-    outputs : dict of str to str
-        The Spark types of the outputs; empty if they are not known yet.
+    outputs : pyarrow.Schema
+        The columns of the outputs; empty if they are not known yet.
     batch_size : int
         The rows that the model gets at once, at most.
     device : str or None
@@ -65,7 +67,7 @@ class Prediction:
     columns: str | Sequence[str]
     keep: Sequence[str]
     default: str
-    outputs: dict[str, str]
+    outputs: pa.Schema
     batch_size: int
     device: str | None
     options: TensorOptions
@@ -102,10 +104,12 @@ class Model:
 
     def __init__(self, prediction: Prediction, device: str, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
-        load, self._collate = pickle.loads(prediction.functions)
+        load, self._collate, checkpoint = pickle.loads(prediction.functions)
+        if checkpoint is not None:
+            load = partial(_load_from, checkpoint, load)
         self._device = torch.device(device)
         self._default = prediction.default
-        self._model: Callable[[Any], Any] = load()
+        self._model: Callable[[Any], Any] = load_once(prediction.key, load)
         if isinstance(self._model, torch.nn.Module):
             self._model = self._model.to(self._device).eval()
 
@@ -117,6 +121,11 @@ class Model:
             batch = move(batch, self._device)
         with torch.inference_mode():
             return named_outputs(self._model(batch), self._default)
+
+
+def _load_from(checkpoint: Any, load: Callable[[str], Any]) -> Any:
+    with checkpoint.as_directory() as folder:
+        return load(folder)
 
 
 def predict_rows(
@@ -133,15 +142,16 @@ def predict_rows(
 def describe_outputs(
     argument: bytes, batches: Iterator[pa.RecordBatch], _: str
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the names and types of the model's outputs; a task of ``mapInArrow``."""
+    """Yield the columns for the model's outputs, as a schema; a task of ``mapInArrow``."""
     prediction: Prediction = pickle.loads(argument)
     part, model = _begin(prediction)
     for batch in _converted(prediction, batches, part):
         with _errors_name_rows(part, batch.first, batch.rows.num_rows):
             inputs = next(batches_of(batch.inputs, prediction.format()))[1]
             found = model.outputs(inputs)
-            types = [spark_type_of(value, name) for name, value in found.items()]
-        yield pa.RecordBatch.from_arrays([pa.array([*found]), pa.array(types)], ["name", "type"])
+            schema = pa.schema([(name, type_of(value, name)) for name, value in found.items()])
+        serialized = pa.array([schema.serialize().to_pybytes()])
+        yield pa.RecordBatch.from_arrays([serialized], ["schema"])
         return
 
 
@@ -188,7 +198,7 @@ def _converted(
 
 
 def _predicted(prediction: Prediction, model: Model, batch: Batch, part: int) -> pa.RecordBatch:
-    kinds = {name: arrow_type(kind) for name, kind in prediction.outputs.items()}
+    kinds = {field.name: field.type for field in prediction.outputs}
     columns: dict[str, list[pa.Array]] = {name: [] for name in kinds}
     first = batch.first
     for num_rows, inputs in batches_of(batch.inputs, prediction.format()):

@@ -17,6 +17,7 @@ import torch
 from conftest import needs_java
 
 from distributor.data import from_parquet, predict
+from distributor.data.outputs import to_arrow
 from distributor.errors import UnpicklableError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -130,6 +131,160 @@ def test_several_models_are_loaded_once_in_each_worker(data: Any, spark: Any) ->
     assert joined.where("z - y = 1 and y - id = 1").count() == ROWS
 
 
+@pytest.mark.parametrize("data", ["files"], indirect=True)
+def test_an_executor_loads_a_model_once(data: Any, tmp_path: Path) -> None:
+    loads = tmp_path / "loads"
+
+    def load() -> torch.nn.Module:
+        import os
+
+        with open(loads, "a") as file:
+            file.write(f"{os.environ['SPARK_LOCAL_DIRS']}\n")
+        torch.set_float32_matmul_precision("high")
+
+        class Model(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.full((1000,), 2.0))
+
+            def forward(self, batch: torch.Tensor) -> dict[str, Any]:
+                begin = self.weight.data_ptr()
+                with open("/proc/self/maps") as file:
+                    maps = [line.split() for line in file if "distributor-models" in line]
+                bounds = [[int(each, 16) for each in line[0].split("-")] for line in maps]
+                is_mapped = any(first <= begin < last for first, last in bounds)
+                precision = torch.get_float32_matmul_precision()
+                rows = len(batch)
+                return {
+                    "y": batch * self.weight[0].long(),
+                    "is_mapped": [str(is_mapped)] * rows,
+                    "settings": [f"{precision} {self.training}"] * rows,
+                    "process": [str(os.getpid())] * rows,
+                }
+
+        return Model()
+
+    outputs = "y bigint, is_mapped string, settings string, process string"
+    frame = predict(data, load, columns="id", keep=["id"], outputs=outputs, batch_size=10)
+    rows = [row for _ in range(2) for row in frame.collect()]
+    assert sorted(row.y for row in rows) == sorted(2 * n for n in [*range(ROWS)] * 2)
+    assert {(row.is_mapped, row.settings) for row in rows} == {("True", "high False")}
+    executors = loads.read_text().splitlines()
+    assert len(executors) == len(set(executors)) <= 2
+    assert len({row.process for row in rows}) > len(executors)
+
+
+@pytest.mark.parametrize("data", ["rows"], indirect=True)
+def test_a_model_that_cannot_be_pickled(data: Any) -> None:
+    def load() -> Any:
+        lock, weight = threading.Lock(), torch.ones(3)
+
+        def model(batch: torch.Tensor) -> torch.Tensor:
+            with lock:
+                return batch @ weight
+
+        return model
+
+    frame = predict(data, load, columns="x", keep=["x"], outputs="float")
+    assert frame.dtypes == [("x", "array<float>"), ("prediction", "float")]
+    rows = frame.collect()
+    np.testing.assert_allclose([row.prediction for row in rows], [sum(row.x) for row in rows], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("data", "killed"), [("rows", "load"), ("files", "model")], indirect=["data"]
+)
+def test_a_killed_task_costs_no_row(
+    data: Any, values: np.ndarray[Any, Any], tmp_path: Path, killed: str
+) -> None:
+    def die_once() -> None:
+        import contextlib
+        import os
+        import signal
+
+        with contextlib.suppress(FileExistsError), open(tmp_path / "died", "x"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def load() -> torch.nn.Module:
+        if killed == "load":
+            die_once()
+
+        class Model(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = load_linear()
+
+            def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+                if killed == "model" and 500 in batch["id"]:
+                    die_once()
+                found: torch.Tensor = self.linear(batch["x"])
+                return found
+
+        return Model()
+
+    outputs, columns = "y array<float>", ["id", "x"]
+    frame = predict(data, load, columns=columns, keep=["id"], outputs=outputs, batch_size=50)
+    rows = sorted(frame.collect(), key=lambda row: row.id)
+    assert (tmp_path / "died").exists()
+    assert [row.id for row in rows] == list(range(ROWS))
+    y = np.array([row.y for row in rows], np.float32)
+    np.testing.assert_allclose(y, expected(values), rtol=1e-6)
+
+
+@pytest.mark.parametrize("data", ["files"], indirect=True)
+def test_a_checkpoint_is_loaded(data: Any, tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    from distributor.train import Checkpoint
+
+    torch.save(torch.full((WIDTH,), 3.0), tmp_path / "weight.pt")
+
+    def load(folder: str) -> Any:
+        weight = torch.load(f"{folder}/weight.pt")
+        return lambda batch: batch @ weight
+
+    checkpoint = Checkpoint(str(tmp_path))
+    for given in (checkpoint, SimpleNamespace(checkpoint=checkpoint)):
+        row = predict(data, load, checkpoint=given, columns="x").first()
+        assert row.prediction == pytest.approx(3 * sum(row.x))
+
+
+@pytest.mark.parametrize("data", ["files"], indirect=True)
+def test_vectors_and_structs_are_outputs(data: Any) -> None:
+    from pyspark.ml.linalg import VectorUDT
+    from pyspark.sql.types import StructType
+
+    def load() -> Any:
+        def model(batch: dict[str, Any]) -> dict[str, Any]:
+            parts = {"id": batch["id"], "of": {"text": batch["text"], "twice": 2 * batch["x"]}}
+            return {"v": batch["x"], "parts": parts}
+
+        return model
+
+    frame = predict(data, load, keep=["x"])
+    assert frame.dtypes[2] == (
+        "parts",
+        "struct<id:bigint,of:struct<text:string,twice:array<float>>>",
+    )
+    outputs = StructType([*StructType().add("v", VectorUDT()), frame.schema["parts"]])
+    rows = predict(data, load, keep=["x"], outputs=outputs).where("parts.id < 10").collect()
+    assert sorted(row.parts.id for row in rows) == list(range(10))
+    for row in rows:
+        assert row.v.toArray().tolist() == row.x
+        assert row.parts.of.text == str(row.parts.id)
+        assert row.parts.of.twice == [2 * value for value in row.x]
+
+
+def test_an_output_that_is_no_struct() -> None:
+    column = pa.struct([("a", pa.int64())])
+    with pytest.raises(ValueError, match="Output 'y' is no dict, and its column is a struct"):
+        to_arrow(torch.ones(2), column, 2, "y")
+    with pytest.raises(ValueError, match=r"Output 'y' is a dict of b, .* struct of a\."):
+        to_arrow({"b": torch.ones(2)}, column, 2, "y")
+    with pytest.raises(ValueError, match=r"Output 'y\.a' has 3 values for 2 rows"):
+        to_arrow({"a": torch.ones(3)}, column, 2, "y")
+
+
 def test_vectors_texts_and_nulls(spark: Any) -> None:
     from pyspark.ml.linalg import Vectors
 
@@ -172,9 +327,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"columns": "z"}, ValueError, "columns has 'z', which is no column. The columns are id, x"),
     ({"keep": ["z"]}, ValueError, "keep has 'z', which is no column"),
     ({"keep": ["id", "id"]}, ValueError, "Column 'id' is there twice"),
-    ({"outputs": "y"}, ValueError, "outputs is 'y', in which 'y' is no name with a type of"),
-    ({"outputs": "y map<int>"}, ValueError, "'y map<int>' is no name with a type"),
-    ({"outputs": "y int, y int"}, ValueError, "'y' is there twice"),
+    ({"outputs": "y"}, ValueError, "outputs is 'y', which is no schema. Write names and types"),
+    ({"outputs": 3}, TypeError, "outputs is of the type int. Write names and types"),
+    ({"outputs": "y map<int,int>"}, ValueError, "outputs has 'y' of the type map<int32, int32>"),
+    ({"outputs": "y struct<a:array<date>>"}, ValueError, "outputs has 'y' of the type date32"),
+    ({"outputs": "y int, y int"}, ValueError, "outputs has 'y' twice"),
     ({"outputs": "id int"}, ValueError, "'id' is an output, and also a column of the rows"),
     ({"columns": []}, ValueError, "columns is empty: name at least one column"),
     ({"keep": "id"}, TypeError, "keep must be a list of names, but is the string 'id'"),
@@ -182,6 +339,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"load": 3}, TypeError, "load must be a function, but is int"),
     ({"collate_fn": 3}, TypeError, "collate_fn must be a function, but is int"),
     ({"device": "no"}, RuntimeError, "no"),
+    ({"checkpoint": "/a"}, TypeError, "checkpoint must be a Checkpoint, or a Result that has one"),
     ({"fill": {"z": 1}}, ValueError, "fill names 'z'"),
     ({"data": 3}, TypeError, "predict takes a Spark DataFrame, or Parquet files"),
 ]
