@@ -10,10 +10,17 @@ from distributor.core.extras import require_arrow
 if TYPE_CHECKING:
     from distributor.data.dataframes import SparkDataset, from_spark
     from distributor.data.parquet import from_parquet
-    from distributor.data.prediction import predict
+    from distributor.data.prediction import predict, predict_to_parquet
     from distributor.data.shard import DatasetShard
 
-__all__ = ["DatasetShard", "SparkDataset", "from_parquet", "from_spark", "predict"]
+__all__ = [
+    "DatasetShard",
+    "SparkDataset",
+    "from_parquet",
+    "from_spark",
+    "predict",
+    "predict_to_parquet",
+]
 
 # The module of each public name. It is imported on first use, because it may need torch.
 _MODULES = {
@@ -22,6 +29,7 @@ _MODULES = {
     "from_parquet": "distributor.data.parquet",
     "from_spark": "distributor.data.dataframes",
     "predict": "distributor.data.prediction",
+    "predict_to_parquet": "distributor.data.prediction",
 }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import pickle
 import uuid
 from collections.abc import Callable, Sequence
@@ -14,14 +17,17 @@ import torch
 
 from distributor._compat import pyspark as private
 from distributor.core.extras import require_spark
+from distributor.core.paths import shown
 from distributor.data.dataframes import is_dataframe, numbered, vectors_of
 from distributor.data.outputs import unsupported
 from distributor.data.parquet import ParquetShard
-from distributor.data.prediction_task import Prediction
+from distributor.data.prediction_task import Prediction, Target
 from distributor.data.shard import Dtypes, Ragged
 from distributor.data.share import whole_number
 from distributor.data.tensors import TensorOptions, check_columns
 from distributor.errors import UnpicklableError
+from distributor.filesystems import list_files, make_folder, resolve
+from distributor.screen.messages import notify
 from distributor.serialization import code_pickle
 from distributor.serialization.pickle_diagnostics import find_unpicklable
 from distributor.spark.package_shipping import portable_task
@@ -119,6 +125,96 @@ def predict(
     ...     return model
     >>> predict(df, load, columns="features", outputs="score float").show()  # doctest: +SKIP
     """
+    rows, plan, result = _prepare(
+        data,
+        load,
+        checkpoint=checkpoint,
+        columns=columns,
+        outputs=outputs,
+        keep=keep,
+        batch_size=batch_size,
+        collate_fn=collate_fn,
+        device=device,
+        dtypes=dtypes,
+        fill=fill,
+        ragged=ragged,
+    )
+    planned: DataFrame = rows.planned(plan, _PREDICT, result)
+    return planned
+
+
+def predict_to_parquet(
+    folder: str | os.PathLike[str],
+    data: DataFrame | ParquetShard,
+    load: Callable[..., Callable[[Any], Any]],
+    **options: Any,
+) -> int:
+    """Write a model's outputs for each row to Parquet files, and return the number of rows.
+
+    The tasks write the files themselves, so that no row goes through Spark's conversion from Arrow
+    data, which takes long for many values. The files are complete once the file ``_SUCCESS`` is
+    there; what failed tasks have written is removed.
+
+    Parameters
+    ----------
+    folder : str or path
+        A new or empty folder, or an address such as ``"s3://bucket/folder"``, which the driver and
+        the executors must have access to.
+    data, load, **options
+        As for `predict`.
+
+    Returns
+    -------
+    int
+        The number of rows.
+
+    Raises
+    ------
+    FileExistsError
+        If the folder has files.
+    TypeError, ValueError, UnpicklableError
+        As by `predict`.
+
+    Examples
+    --------
+    >>> predict_to_parquet("/shared/scores", df, load, columns="x", keep=["id"])  # doctest: +SKIP
+    1000
+    """
+    filesystem, path = resolve(folder)
+    with contextlib.suppress(FileNotFoundError):
+        if list_files(filesystem, path):
+            raise FileExistsError(f"{shown(folder)} has files. Name a new folder, or remove them.")
+    rows, plan, result = _prepare(data, load, **options)
+    temporary = f"{path}/_temporary"
+    make_folder(filesystem, temporary)
+    try:
+        target = Target(filesystem, temporary, result.json())
+        written = rows.planned(replace(plan, target=target), *_WRITE).collect()
+        for file in written:
+            filesystem.move(f"{temporary}/{file.name}", f"{path}/{file.name}")
+        with filesystem.open_output_stream(f"{path}/_SUCCESS"):
+            pass
+    finally:
+        filesystem.delete_dir(temporary)
+    return sum(file.rows for file in written)
+
+
+def _prepare(
+    data: Any,
+    load: Any,
+    *,
+    checkpoint: Any = None,
+    columns: Any = None,
+    outputs: Any = None,
+    keep: Any = None,
+    batch_size: int = 1024,
+    collate_fn: Any = None,
+    device: Any = None,
+    dtypes: Dtypes = None,
+    fill: Any = None,
+    ragged: Ragged = "error",
+) -> tuple[_SparkRows | _FileRows, Prediction, StructType]:
+    """Return the rows, what tasks do with them, and the columns of the result."""
     require_spark()
     rows = _FileRows(data) if isinstance(data, ParquetShard) else _SparkRows(data)
     batch_size = whole_number("batch_size", batch_size, 1)
@@ -165,9 +261,7 @@ def predict(
             f"{taken[0]!r} is an output, and also a column of the rows. Name the outputs otherwise "
             "(outputs=...), or leave the column out (keep=...)."
         )
-    result = type(named)([*(schema[name] for name in kept), *named])
-    planned: DataFrame = rows.planned(plan, result)
-    return planned
+    return rows, plan, type(named)([*(schema[name] for name in kept), *named])
 
 
 def _arrow_schema(schema: Any, names: set[str]) -> pa.Schema:
@@ -204,12 +298,22 @@ class _SparkRows:
             )
         return _described(_mapped(self._session, self._rows(plan).limit(2), plan, *_DESCRIBE))
 
-    def planned(self, plan: Prediction, schema: StructType) -> Any:
-        return _mapped(self._session, self._rows(plan), plan, _PREDICT, schema)
+    def planned(self, plan: Prediction, task: str, schema: StructType | str) -> Any:
+        if path := private.scanned_parquet(self._frame):
+            _suggest_files(path)
+        return _mapped(self._session, self._rows(plan), plan, task, schema)
 
     def _rows(self, plan: Prediction) -> Any:
         columns = self._frame.columns
         return numbered(self._frame).select(*(f"c{columns.index(name)}" for name in plan.names))
+
+
+@functools.cache  # once for each path
+def _suggest_files(path: str) -> None:
+    notify(
+        f"The rows to predict are those of the Parquet files {path}, which the tasks read faster "
+        f"themselves: predict(from_parquet({path.removeprefix('file:')!r}), …)."
+    )
 
 
 class _FileRows:
@@ -230,10 +334,10 @@ class _FileRows:
         first = int(np.flatnonzero(self._groups.chunk_rows)[0])
         return _described(self._mapped((first, first + 1), 1, plan, *_DESCRIBE))
 
-    def planned(self, plan: Prediction, schema: StructType) -> Any:
+    def planned(self, plan: Prediction, task: str, schema: StructType | str) -> Any:
         groups = len(self._groups.chunk_rows)
         parts = self._session.num_partitions(self._groups.chunk_bytes.sum(), PARTITION_BYTES)
-        return self._mapped((0, groups), parts and min(parts, groups), plan, _PREDICT, schema)
+        return self._mapped((0, groups), parts and min(parts, groups), plan, task, schema)
 
     def _mapped(
         self, groups: tuple[int, int], parts: int | None, plan: Prediction, task: str, schema: Any
@@ -246,6 +350,7 @@ class _FileRows:
 
 _PREDICT = "distributor.data.prediction_task:predict_rows"
 _DESCRIBE = "distributor.data.prediction_task:describe_outputs", "schema binary"
+_WRITE = "distributor.data.prediction_task:write_rows", "name string, rows bigint"
 
 
 def _mapped(session: Session, frame: Any, plan: Prediction, task: str, schema: Any) -> Any:

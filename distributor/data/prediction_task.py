@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from distributor.data.batches import (
@@ -22,13 +24,21 @@ from distributor.data.batches import (
 )
 from distributor.data.formats import tensor_format
 from distributor.data.outputs import named_outputs, to_arrow, type_of
-from distributor.data.parquet import ParquetSource
+from distributor.data.parquet import SPARK_SCHEMA, ParquetSource
 from distributor.data.shared_model import load_once
 from distributor.data.tensors import TensorOptions
 from distributor.rank.devices import move
 
 MAX_MODELS = 2  # that a Python worker keeps; those used last
 _MODELS: dict[tuple[str, str], Model] = {}
+
+
+class Target(NamedTuple):
+    """The folder that tasks write Parquet files to."""
+
+    filesystem: Any
+    folder: str
+    schema: str  # the columns of the result, as Spark writes them to files in JSON
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,8 @@ class Prediction:
         How columns become tensors.
     source : ParquetSource or None
         Row groups, which tasks read themselves; None for rows of Spark.
+    target : Target or None
+        Files, which tasks write themselves; None for rows of Spark.
     """
 
     key: str
@@ -72,7 +84,9 @@ class Prediction:
     device: str | None
     options: TensorOptions
     source: ParquetSource | None = None
+    target: Target | None = None
 
+    @cached_property
     def format(self) -> Format:
         """Return how rows become what the model gets: one tensor, or a dict of tensors."""
         columns = self.columns
@@ -132,7 +146,35 @@ def predict_rows(
     argument: bytes, batches: Iterator[pa.RecordBatch], _: str
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a partition with the model's outputs; a task of ``mapInArrow``."""
+    yield from _predict(pickle.loads(argument), batches)
+
+
+def write_rows(
+    argument: bytes, batches: Iterator[pa.RecordBatch], _: str
+) -> Iterator[pa.RecordBatch]:
+    """Write what `predict_rows` yields, and yield the file's name; a task of ``mapInArrow``."""
     prediction: Prediction = pickle.loads(argument)
+    assert prediction.target is not None, "the driver has set it"
+    filesystem, folder, schema = prediction.target
+    found = _predict(prediction, batches)
+    first = next(found, None)
+    if first is None:
+        return
+    # Of a partition, several attempts may write, of which Spark takes one.
+    name = f"part-{_context().partitionId():05}-{_context().taskAttemptId()}.parquet"
+    rows = 0
+    with pq.ParquetWriter(
+        f"{folder}/{name}",
+        first.schema.with_metadata({SPARK_SCHEMA: schema}),
+        filesystem=filesystem,
+    ) as file:
+        for batch in itertools.chain([first], found):
+            file.write_batch(batch)
+            rows += batch.num_rows
+    yield pa.RecordBatch.from_arrays([pa.array([name]), pa.array([rows])], ["name", "rows"])
+
+
+def _predict(prediction: Prediction, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     part, model = _begin(prediction)
     # While the model computes, a thread receives or reads what comes next, and converts it.
     for batch in prefetched(_converted(prediction, batches, part), 1):
@@ -147,7 +189,7 @@ def describe_outputs(
     part, model = _begin(prediction)
     for batch in _converted(prediction, batches, part):
         with _errors_name_rows(part, batch.first, batch.rows.num_rows):
-            inputs = next(batches_of(batch.inputs, prediction.format()))[1]
+            inputs = next(batches_of(batch.inputs, prediction.format))[1]
             found = model.outputs(inputs)
             schema = pa.schema([(name, type_of(value, name)) for name, value in found.items()])
         serialized = pa.array([schema.serialize().to_pybytes()])
@@ -157,10 +199,7 @@ def describe_outputs(
 
 def _begin(prediction: Prediction) -> tuple[int, Model]:
     """Return the number of this task's partition, and the model, loaded if it is not yet."""
-    from pyspark import TaskContext
-
-    context = TaskContext.get()
-    assert context is not None, "it runs in a task"
+    context = _context()
     device = prediction.device or _device_of(context)
     key = prediction.key, device
     model = _MODELS.pop(key, None) or Model(prediction, device, context.cpus())
@@ -168,6 +207,14 @@ def _begin(prediction: Prediction) -> tuple[int, Model]:
     while len(_MODELS) > MAX_MODELS:
         del _MODELS[next(iter(_MODELS))]
     return context.partitionId(), model
+
+
+def _context() -> Any:
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    assert context is not None, "it runs in a task"
+    return context
 
 
 def _device_of(context: Any) -> str:
@@ -191,7 +238,7 @@ def _converted(
         if rows.num_rows:
             with _errors_name_rows(part, first, rows.num_rows):
                 table = pa.Table.from_batches([rows.select(names)])
-                inputs = converted_tables([table], prediction.format(), prediction.batch_size)
+                inputs = converted_tables([table], prediction.format, prediction.batch_size)
                 batch = Batch(rows, first, list(inputs))
             yield batch
         first += rows.num_rows
@@ -201,7 +248,7 @@ def _predicted(prediction: Prediction, model: Model, batch: Batch, part: int) ->
     kinds = {field.name: field.type for field in prediction.outputs}
     columns: dict[str, list[pa.Array]] = {name: [] for name in kinds}
     first = batch.first
-    for num_rows, inputs in batches_of(batch.inputs, prediction.format()):
+    for num_rows, inputs in batches_of(batch.inputs, prediction.format):
         with _errors_name_rows(part, first, num_rows):
             found = model.outputs(inputs)
             if found.keys() != kinds.keys():

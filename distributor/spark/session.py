@@ -21,8 +21,8 @@ from distributor.spark.executor_resources import executor_requests
 from distributor.spark.log_quieting import no_warning
 
 _PROFILES: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-
-
+# More than a usual cluster has slots. With fewer, some slots may have no partition: Spark's default
+# number is better then.
 MANY_PARTITIONS = 200
 
 

@@ -331,3 +331,22 @@ def test_schemas_of_arrow_and_of_spark() -> None:
         assert private.arrow_schema(spark_schema).equals(arrow_schema)
     with relies_on("pyspark", "pandas.types.from_arrow_schema", "pyspark.spark_schema"):
         assert private.spark_schema(arrow_schema) == spark_schema
+
+
+def test_types_are_parsed(spark: Any) -> None:
+    from pyspark.sql.types import LongType, StructType
+
+    with relies_on("pyspark", "types._parse_datatype_string", "pyspark.parse_type"):
+        assert private.parse_type("id long") == StructType().add("id", LongType())
+        assert private.parse_type("bigint") == LongType()
+
+
+def test_a_scan_of_parquet_files_is_known(spark: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "rows")
+    spark.range(10).selectExpr("id", "id * 2 as x").write.parquet(path)
+    rows = spark.read.parquet(path)
+    with relies_on("pyspark", "the plan of a DataFrame", "pyspark.scanned_parquet"):
+        assert private.scanned_parquet(rows) == f"file:{path}"
+        assert private.scanned_parquet(rows.select("x")) == f"file:{path}"
+    others = rows.where("x > 3"), rows.withColumn("y", rows.x + 1), spark.range(3), rows.limit(2)
+    assert [private.scanned_parquet(other) for other in others] == [None] * 4

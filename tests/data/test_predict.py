@@ -16,8 +16,9 @@ import pytest
 import torch
 from conftest import needs_java
 
-from distributor.data import from_parquet, predict
+from distributor.data import from_parquet, predict, predict_to_parquet
 from distributor.data.outputs import to_arrow
+from distributor.data.prediction import _suggest_files
 from distributor.errors import UnpicklableError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -358,6 +359,39 @@ def test_what_cannot_be_sent_is_named(data: Any) -> None:
     lock = threading.Lock()
     with pytest.raises(UnpicklableError, match=r"load cannot be sent to executors: .*lock"):
         predict(data, lambda: lock, columns="x")
+
+
+def test_tasks_write_files(data: Any, spark: Any, tmp_path: Path) -> None:
+    from pyspark.ml.linalg import VectorUDT
+    from pyspark.sql.types import StructType
+
+    def fail() -> Any:
+        return lambda ids: ids.sort().values[: len(ids) - int(950 in ids)].float()
+
+    folder = tmp_path / "new" / "scores"
+    with pytest.raises(Exception, match="values for"):
+        predict_to_parquet(folder, data, fail, columns="id", outputs="float")
+    assert list(folder.iterdir()) == []
+    outputs = StructType().add("y", VectorUDT())
+    written = predict_to_parquet(folder, data, load_linear, columns="x", outputs=outputs)
+    assert written == ROWS
+    names = {path.name.split("-")[0] for path in folder.iterdir()}
+    assert names == {"part", "_SUCCESS"}
+    found = spark.read.parquet(str(folder)).collect()
+    expected = predict(data, load_linear, columns="x", outputs=outputs).collect()
+    assert sorted(found) == sorted(expected)
+    with pytest.raises(FileExistsError, match=r"scores has files\. Name a new folder"):
+        predict_to_parquet(folder, data, load_linear)
+
+
+def test_files_are_suggested_once(
+    spark: Any, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _suggest_files.cache_clear()
+    for frame in (spark.read.parquet(str(files)),) * 2 + (spark.range(3),):
+        predict(frame, load_linear, columns="id", outputs="y array<float>")
+    shown = capsys.readouterr().err
+    assert shown.count(f"faster themselves: predict(from_parquet('{files}'), …)") == 1
 
 
 def test_rows_of_a_stream(spark: Any, files: Path, values: np.ndarray[Any, Any]) -> None:
