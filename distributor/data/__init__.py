@@ -10,7 +10,7 @@ from distributor.core.extras import require_arrow
 if TYPE_CHECKING:
     from distributor.data.dataframes import SparkDataset, from_spark
     from distributor.data.parquet import from_parquet
-    from distributor.data.prediction import predict, predict_to_parquet
+    from distributor.data.prediction import predict, predict_batch_udf, predict_to_parquet
     from distributor.data.shard import DatasetShard
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "from_parquet",
     "from_spark",
     "predict",
+    "predict_batch_udf",
     "predict_to_parquet",
 ]
 
@@ -29,6 +30,7 @@ _MODULES = {
     "from_parquet": "distributor.data.parquet",
     "from_spark": "distributor.data.dataframes",
     "predict": "distributor.data.prediction",
+    "predict_batch_udf": "distributor.data.prediction",
     "predict_to_parquet": "distributor.data.prediction",
 }
 

@@ -199,6 +199,50 @@ def predict_to_parquet(
     return sum(file.rows for file in written)
 
 
+def predict_batch_udf(
+    make_predict_fn: Callable[[], Callable[..., Any]], **options: Any
+) -> Callable[..., Any]:
+    """Return a function of columns that predicts, as PySpark's function of this name does.
+
+    An executor loads the model once, as for `predict`. Everything else is PySpark's, which converts
+    columns to pandas: `predict` is faster.
+
+    Parameters
+    ----------
+    make_predict_fn : callable
+        Returns a function from arrays of numpy to an array, or to a dict of arrays.
+    **options
+        ``return_type``, ``batch_size`` and ``input_tensor_shapes``, as for
+        ``pyspark.ml.functions.predict_batch_udf``:
+        https://spark.apache.org/docs/latest/api/python/reference/api/pyspark.ml.functions.predict_batch_udf.html
+
+    Returns
+    -------
+    function
+        It takes columns, and returns a column.
+
+    Raises
+    ------
+    TypeError
+        If `make_predict_fn` is no function.
+    UnpicklableError
+        If it cannot be pickled.
+
+    Examples
+    --------
+    >>> score = predict_batch_udf(make_fn, return_type=FloatType(), batch_size=64)  # doctest: +SKIP
+    >>> df.withColumn("score", score("a", "b")).show()  # doctest: +SKIP
+    """
+    require_spark()
+    from pyspark.ml.functions import predict_batch_udf as pyspark_function
+
+    _check_callable("make_predict_fn", make_predict_fn)
+    argument = pickle.dumps((uuid.uuid4().hex, _pickled(make_predict_fn=make_predict_fn)))
+    session = Session.require_active()
+    task = portable_task(session, _LOAD, argument)
+    return session.column_function(pyspark_function(lambda: next(task(iter(()))), **options))
+
+
 def _prepare(
     data: Any,
     load: Any,
@@ -244,7 +288,7 @@ def _prepare(
     named = None if outputs is None else _parse_outputs(outputs)
     plan = Prediction(
         key=uuid.uuid4().hex,
-        functions=_pickled(load, collate_fn, checkpoint),
+        functions=_pickled(load=load, collate_fn=collate_fn, checkpoint=checkpoint),
         names=[name for name in schema.names if name in needed or name in kept],
         columns=inputs if isinstance(inputs, str) else list(inputs),
         keep=kept,
@@ -350,6 +394,7 @@ class _FileRows:
 
 _PREDICT = "distributor.data.prediction_task:predict_rows"
 _DESCRIBE = "distributor.data.prediction_task:describe_outputs", "schema binary"
+_LOAD = "distributor.data.prediction_task:load_function"
 _WRITE = "distributor.data.prediction_task:write_rows", "name string, rows bigint"
 
 
@@ -407,11 +452,13 @@ def _check_callable(name: str, function: object) -> None:
         raise TypeError(f"{name} must be a function, but is {type(function).__name__}.{hint}")
 
 
-def _pickled(*functions: Any) -> bytes:
+def _pickled(**functions: Any) -> bytes:
     try:
-        return code_pickle.dumps(functions)
+        return code_pickle.dumps([*functions.values()])
     except Exception as error:
-        for name, function in zip(("load", "collate_fn"), functions, strict=False):
+        for name, function in functions.items():
             if culprit := find_unpicklable(name, function):
                 raise UnpicklableError(f"{name} cannot be sent to executors: {culprit}.") from error
-        raise UnpicklableError(f"load cannot be sent to executors: {error}") from error
+        raise UnpicklableError(
+            f"{' and '.join(functions)} cannot be sent to executors: {error}"
+        ) from error

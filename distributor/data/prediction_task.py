@@ -174,6 +174,13 @@ def write_rows(
     yield pa.RecordBatch.from_arrays([pa.array([name]), pa.array([rows])], ["name", "rows"])
 
 
+def load_function(argument: bytes, _: Iterator[Any], __: str) -> Iterator[Callable[..., Any]]:
+    """Yield the function of `predict_batch_udf`, which the executor has loaded once."""
+    key, functions = pickle.loads(argument)
+    [make_predict_fn] = pickle.loads(functions)
+    yield load_once(key, make_predict_fn)
+
+
 def _predict(prediction: Prediction, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     part, model = _begin(prediction)
     # While the model computes, a thread receives or reads what comes next, and converts it.

@@ -195,6 +195,16 @@ class Session:
         with self._driver_python(), no_warning():
             return self.spark.createDataFrame(rows, schema)
 
+    def column_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a user-defined function whose first use plans it, as `map_in_arrow` does."""
+
+        @functools.wraps(function)  # with the attributes that spark.udf.register needs
+        def planned(*columns: Any, **named: Any) -> Any:
+            with self._driver_python(), no_warning():
+                return function(*columns, **named)
+
+        return planned
+
     @contextlib.contextmanager
     def _driver_python(self) -> Iterator[None]:
         """Have the function's workers use the driver's interpreter if it certainly is right.

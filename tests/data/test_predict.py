@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import needs_java
 
-from distributor.data import from_parquet, predict, predict_to_parquet
+from distributor.data import from_parquet, predict, predict_batch_udf, predict_to_parquet
 from distributor.data.outputs import to_arrow
 from distributor.data.prediction import _suggest_files
 from distributor.errors import UnpicklableError
@@ -382,6 +382,38 @@ def test_tasks_write_files(data: Any, spark: Any, tmp_path: Path) -> None:
     assert sorted(found) == sorted(expected)
     with pytest.raises(FileExistsError, match=r"scores has files\. Name a new folder"):
         predict_to_parquet(folder, data, load_linear)
+
+
+def test_pysparks_function_loads_a_model_once(
+    spark: Any, files: Path, tmp_path: Path, values: np.ndarray[Any, Any]
+) -> None:
+    from pyspark.sql.types import ArrayType, FloatType
+
+    loads = tmp_path / "loads"
+
+    def make() -> Any:
+        with open(loads, "a") as file:
+            file.write("loaded\n")
+        model = load_linear()
+
+        def function(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            with torch.inference_mode():
+                found: np.ndarray[Any, Any] = model(torch.from_numpy(x.astype(np.float32))).numpy()
+            return found
+
+        return function
+
+    kind = ArrayType(FloatType())
+    options = {"return_type": kind, "batch_size": 64, "input_tensor_shapes": [[WIDTH]]}
+    rows = spark.read.parquet(str(files)).repartition(8)
+    score = predict_batch_udf(make, **options)
+    found = rows.select("id", score("x").alias("y")).orderBy("id").collect()
+    assert [row.id for row in found] == list(range(ROWS))
+    y = np.array([row.y for row in found], np.float32)
+    np.testing.assert_allclose(y, expected(values), rtol=1e-6)
+    assert 1 <= len(loads.read_text().splitlines()) <= 2
+    with pytest.raises(TypeError, match="make_predict_fn must be a function, but is int"):
+        predict_batch_udf(3, **options)  # type: ignore[arg-type]
 
 
 def test_files_are_suggested_once(
