@@ -53,7 +53,7 @@ LAYERS = [
     {"torch_distributor"},
     {"decorated_function"},
     {"deepspeed_distributor", "serverless", "train"},
-    {"ray"},
+    {"ml", "ray"},
     {"serverless_gpu", "air", "cleaning", "diagnosis", "run_file"},
     {"", "cli", "demo"},
     {"__main__"},

@@ -53,6 +53,31 @@ def process_group(config: TorchConfig) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def loop_arguments(
+    function: Callable[..., Any],
+    config: Any,
+    name: str = "train_loop_per_worker",
+    config_name: str = "train_loop_config",
+) -> list[Any]:
+    """Return the configuration or nothing: what a training function takes, which is checked.
+
+    One that takes the configuration or nothing is called with one that is not empty.
+    """
+    must_be("a function", callable, InvalidArgument)(name, function)
+    check_runs(function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a built-in function without a signature
+        return [config] if config else []
+    for args in ([config], []) if config else ([], [config]):
+        with suppress(TypeError):
+            signature.bind(*args)
+            return args
+    raise InvalidArgument(
+        f"{name} must take {config_name} or no argument, but is {name_of(function)}{signature}."
+    )
+
+
 @dataclass(frozen=True)
 class WorkerLoop:
     """Calls the user's training function in a rank."""
@@ -87,22 +112,4 @@ class WorkerLoop:
             return run, self.func(*self._args())
 
     def _args(self) -> list[Any]:
-        """Return the configuration or nothing: what the function takes, which is checked.
-
-        One that takes the configuration or nothing is called with one that is not empty.
-        """
-        function, config = self.func, self.config
-        must_be("a function", callable, InvalidArgument)("train_loop_per_worker", function)
-        check_runs(function)
-        try:
-            signature = inspect.signature(function)
-        except ValueError:  # a built-in function without a signature
-            return [config] if config else []
-        for args in ([config], []) if config else ([], [config]):
-            with suppress(TypeError):
-                signature.bind(*args)
-                return args
-        raise InvalidArgument(
-            "train_loop_per_worker must take train_loop_config or no argument, but is "
-            f"{name_of(function)}{signature}."
-        )
+        return loop_arguments(self.func, self.config)

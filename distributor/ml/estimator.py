@@ -1,0 +1,385 @@
+"""`TorchEstimator` and `TorchModel`: training and prediction as stages of Spark ML."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from pyspark.ml import Estimator, Model
+from pyspark.ml.param.shared import (
+    HasFeaturesCol,
+    HasLabelCol,
+    HasMaxIter,
+    HasPredictionCol,
+    HasSeed,
+    HasStepSize,
+)
+from pyspark.ml.util import MLReadable, MLWritable
+from pyspark.sql.types import ArrayType, BooleanType, FractionalType, NumericType
+
+from distributor._compat import pyspark_ml as private
+from distributor.data.dataframes import from_spark, is_dataframe, vectors_of
+from distributor.data.prediction import predict
+from distributor.data.share import whole_number
+from distributor.errors import UnpicklableError
+from distributor.ml.persistence import StageReader, StageWriter, named_error
+from distributor.ml.prediction import Predictor, default_predict, single_number
+from distributor.ml.training import ModuleLoop, Training
+from distributor.settings.types import instance_of, must_be, optional
+from distributor.torch_distributor import TorchDistributor
+from distributor.train.worker_loop import loop_arguments
+
+_DEFAULTS: dict[str, Any] = {"batchSize": 32, "maxIter": 10, "seed": 0, "config": {}}
+_FOR_TRAINING = ("featuresCol", "labelCol", "batchSize", "maxIter", "stepSize", "seed")
+"""The Params that the configuration of a training function has."""
+_check_function = must_be("a function", callable, TypeError)
+_check_optimizer = must_be(
+    "a function of the module's parameters, such as torch.optim.Adam", callable, TypeError
+)
+_check_module = must_be(
+    "a torch.nn.Module, or a function that returns one",
+    lambda value: isinstance(value, torch.nn.Module) or callable(value),
+    TypeError,
+)
+_check_trained = must_be("a torch.nn.Module", instance_of(torch.nn.Module), TypeError)
+_check_config = must_be("a dict of values for JSON", instance_of(Mapping), TypeError)
+
+
+def _config(value: Any) -> dict[str, Any]:
+    _check_config("config", value)
+    json.dumps(value)  # as the metadata has it; raises TypeError
+    return dict(value)
+
+
+class _Params(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasMaxIter, HasSeed, HasStepSize):
+    """The Params of an estimator and of its models."""
+
+    batchSize = private.param(
+        "batchSize",
+        "rows of a rank's batch in training, and of a batch in prediction (>= 1).",
+        partial(whole_number, "batchSize", least=1),
+    )
+    config = private.param("config", "values for the training function, by name.", _config)
+
+    def _field(self, dataset: Any, name: str) -> Any:
+        """Return a column that a Param names, with its type."""
+        if not is_dataframe(dataset):
+            raise TypeError(f"dataset must be a Spark DataFrame, but is {dataset!r}.")
+        column = self.getOrDefault(name)
+        if column not in dataset.columns:
+            known = ", ".join(dataset.columns)
+            raise ValueError(f"{name} is {column!r}, which is no column. The columns are {known}.")
+        return dataset.schema[column]
+
+    def _features(self, dataset: Any) -> tuple[str, dict[str, torch.dtype]]:
+        """Return the name of the features' column, and the dtypes of its tensors."""
+        field = self._field(dataset, "featuresCol")
+        element = field.dataType
+        while isinstance(element, ArrayType):
+            element = element.elementType
+        is_vector = field.name in vectors_of(dataset)
+        is_array = isinstance(field.dataType, ArrayType) and isinstance(element, NumericType)
+        if not is_vector and not is_array:
+            raise TypeError(
+                f"featuresCol is {field.name!r}, a column of type {field.dataType.simpleString()}, "
+                "but must be a column of vectors, as VectorAssembler makes them, or of arrays of "
+                "numbers."
+            )
+        is_float = is_vector or isinstance(element, FractionalType)
+        return field.name, {field.name: torch.float32} if is_float else {}
+
+
+class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimator"], MLWritable):
+    """Trains a module of torch on a DataFrame, as a stage of Spark ML.
+
+    Ranks read their shares of the rows as the ranks of `TorchDistributor` do. Nothing is collected
+    on the driver, and there is no intermediate storage.
+
+    **With a module**: each rank trains it, in DistributedDataParallel, for `maxIter` epochs. With
+    the losses of classes, ``CrossEntropyLoss`` and ``NLLLoss`` or their functions, labels are
+    int64, and a prediction is the index of the largest output. With others, labels have the
+    dtype and the shape of the outputs, and a prediction is the output.
+
+    **With a training function**: `train` runs on each rank as the ``train_loop_per_worker`` of a
+    `TorchTrainer` does, with the rows in ``distributor.train.get_dataset_shard("train")``. It must
+    return the trained module on rank 0. Reports and checkpoints need the setting ``storage_path``.
+
+    Follows ``pyspark.ml.Estimator``:
+    https://spark.apache.org/docs/latest/api/python/reference/api/pyspark.ml.Estimator.html
+
+    Parameters
+    ----------
+    module : torch.nn.Module or callable, optional
+        What is trained: a module, which is copied, or a function that returns one in each rank.
+    loss : callable, optional
+        Returns the loss of an output and the target. `module` needs it.
+    optimizer : callable, optional
+        Returns the optimizer of the module's parameters, such as ``torch.optim.Adam``. `module`
+        needs it.
+    train : callable, optional
+        The training function instead of `module`. It takes `config`, or nothing.
+    predict : callable, optional
+        Returns the predictions of a batch, one number for each row, from the module's output.
+    featuresCol : str, default "features"
+        The column of vectors or of arrays, for the module. Vectors, floats and doubles become
+        float32; integers become int64 and so on, as in training on DataFrames.
+    labelCol : str, default "label"
+        The column of numbers to learn.
+    predictionCol : str, default "prediction"
+        The column of type double that the model adds.
+    batchSize : int, default 32
+        Rows of a rank's batch in training, and of a batch in prediction.
+    maxIter : int, default 10
+        Epochs.
+    stepSize : float, optional
+        The learning rate, which the optimizer gets as ``lr``; by default the optimizer's own.
+    seed : int, default 0
+        Determines the module that a function returns, the order of the rows, and dropout.
+    config : mapping of str to object, optional
+        Values for the training function, which JSON can store. It also gets the Params
+        `featuresCol`, `labelCol`, `batchSize`, `maxIter`, `stepSize` and `seed`.
+    num_processes, local_mode, use_gpu : optional
+        As for `TorchDistributor`, but by default one rank on an executor, without a GPU.
+    **settings : optional
+        Other settings of `TorchDistributor`, such as ``storage_path`` and ``max_failures``, except
+        ``name``: each fit is a run of its own.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is of another type, missing, or there is one too many, or as
+        `TorchDistributor` raises them.
+    RuntimeError
+        If there are too few GPUs, or `local_mode` is False and there is no active Spark session.
+
+    Examples
+    --------
+    >>> estimator = TorchEstimator(
+    ...     module=torch.nn.Linear(3, 2),
+    ...     loss=torch.nn.CrossEntropyLoss(),
+    ...     optimizer=torch.optim.Adam,
+    ...     stepSize=0.01,
+    ...     num_processes=2,
+    ... )  # doctest: +SKIP
+    >>> estimator.fit(train_df).transform(test_df).select("prediction")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        module: torch.nn.Module | Callable[[], torch.nn.Module] | None = None,
+        loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        train: Callable[..., torch.nn.Module | None] | None = None,
+        predict: Callable[[Any], torch.Tensor] | None = None,
+        featuresCol: str = "features",
+        labelCol: str = "label",
+        predictionCol: str = "prediction",
+        batchSize: int = 32,
+        maxIter: int = 10,
+        stepSize: float | None = None,
+        seed: int = 0,
+        config: Mapping[str, Any] | None = None,
+        num_processes: int | tuple[int, int] = 1,
+        local_mode: bool = False,
+        use_gpu: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        params = {
+            "featuresCol": featuresCol,
+            "labelCol": labelCol,
+            "predictionCol": predictionCol,
+            "batchSize": batchSize,
+            "maxIter": maxIter,
+            "stepSize": stepSize,
+            "seed": seed,
+            "config": config,
+        }
+        private.set_params(self, _DEFAULTS, params)
+        self._functions: dict[str, Any] = {
+            "module": module,
+            "loss": loss,
+            "optimizer": optimizer,
+            "train": train,
+            "predict": predict,
+        }
+        _check_functions(**self._functions)
+        self._settings: dict[str, Any] = {
+            "num_processes": num_processes,
+            "local_mode": local_mode,
+            "use_gpu": use_gpu,
+            **settings,
+        }
+        self._distributor()
+
+    def parts(self) -> dict[str, Any]:
+        """Return the arguments of the constructor that are no Params."""
+        return {**self._functions, **self._settings}
+
+    def write(self) -> StageWriter:
+        """Return what saves this estimator: ``write().overwrite().save(path)``."""
+        return StageWriter(self)
+
+    @classmethod
+    def read(cls) -> StageReader[TorchEstimator]:
+        """Return what loads an estimator: ``read().load(path)``. It unpickles the saved file."""
+        return StageReader(cls)
+
+    def _fit(self, dataset: Any) -> TorchModel:
+        functions = self._functions
+        train, loss = functions["train"], functions["loss"]
+        rows = from_spark(dataset)
+        if train is None:
+            features, dtypes = self._features(dataset)
+            label = self._field(dataset, "labelCol")
+            if not isinstance(label.dataType, (NumericType, BooleanType)):
+                raise TypeError(
+                    f"labelCol is {label.name!r}, a column of type "
+                    f"{label.dataType.simpleString()}, but must be a column of numbers."
+                )
+            names = (name.replace("`", "``") for name in {features, label.name})
+            rows = from_spark(dataset.select(*(f"`{name}`" for name in names)))
+            train = ModuleLoop(functions["module"], loss, functions["optimizer"], dtypes)
+        training = Training(train, self._loop_config())
+        try:
+            run: Callable[..., Any] = self._distributor().run
+            trained = run(training, rows)
+        except UnpicklableError as error:
+            raise named_error(functions, error) from error
+        model = TorchModel(trained, functions["predict"] or default_predict(loss))
+        private.copy_params(self, model)
+        return model
+
+    def _loop_config(self) -> dict[str, Any]:
+        config: dict[str, Any] = self.getOrDefault("config")
+        if taken := sorted(config.keys() & set(_FOR_TRAINING)):
+            raise ValueError(f"config has {taken[0]!r}, which is a Param: set that instead.")
+        params = {
+            name: self.getOrDefault(name) if self.isDefined(name) else None
+            for name in _FOR_TRAINING
+        }
+        return {**config, **params}
+
+    def _distributor(self) -> TorchDistributor:
+        if self._settings.get("name") is not None:
+            raise ValueError("name is no setting here: each fit is a run of its own.")
+        return TorchDistributor(**self._settings)
+
+
+class TorchModel(_Params, Model, MLReadable["TorchModel"], MLWritable):
+    """Adds the predictions of a trained module to a DataFrame, as a stage of Spark ML.
+
+    Rows are computed as by `distributor.data.predict`.
+
+    Follows ``pyspark.ml.Model``:
+    https://spark.apache.org/docs/latest/api/python/reference/api/pyspark.ml.Model.html
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    predict : callable, optional
+        Returns the predictions of a batch, one number for each row, from the module's output,
+        which it is by default.
+    featuresCol : str, default "features"
+        The column of vectors or of arrays, for the module.
+    predictionCol : str, default "prediction"
+        The column of type double that is added.
+    batchSize : int, default 32
+        Rows that the module gets at once, at most.
+
+    Attributes
+    ----------
+    module : torch.nn.Module
+        The module, on the CPU.
+
+    Raises
+    ------
+    TypeError
+        If an argument is of another type.
+    ValueError
+        If `batchSize` is less than 1.
+
+    Examples
+    --------
+    >>> model = estimator.fit(train_df)  # doctest: +SKIP
+    >>> model.write().overwrite().save("hdfs:///models/digits")  # doctest: +SKIP
+    >>> TorchModel.load("hdfs:///models/digits").module  # doctest: +SKIP
+    Linear(in_features=3, out_features=2, bias=True)
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        predict: Callable[[Any], torch.Tensor] | None = None,
+        *,
+        featuresCol: str = "features",
+        predictionCol: str = "prediction",
+        batchSize: int = 32,
+    ) -> None:
+        super().__init__()
+        params = {
+            "featuresCol": featuresCol,
+            "predictionCol": predictionCol,
+            "batchSize": batchSize,
+        }
+        private.set_params(self, _DEFAULTS, params)
+        _check_trained("module", module)
+        optional(_check_function)("predict", predict)
+        self.module = module
+        self._predict = predict or single_number
+
+    def parts(self) -> dict[str, Any]:
+        """Return the arguments of the constructor that are no Params."""
+        return {"module": self.module, "predict": self._predict}
+
+    def write(self) -> StageWriter:
+        """Return what saves this model: ``write().overwrite().save(path)``."""
+        return StageWriter(self)
+
+    @classmethod
+    def read(cls) -> StageReader[TorchModel]:
+        """Return what loads a model: ``read().load(path)``. It unpickles the saved file."""
+        return StageReader(cls)
+
+    def _transform(self, dataset: Any) -> Any:
+        features, dtypes = self._features(dataset)
+        name = self.getOrDefault("predictionCol")
+        if name in dataset.columns:
+            raise ValueError(f"predictionCol is {name!r}, a column that the DataFrame has already.")
+        try:
+            return predict(
+                dataset,
+                partial(Predictor, self.module, self._predict),
+                columns=features,
+                outputs=f"{name} double",
+                batch_size=self.getOrDefault("batchSize"),
+                dtypes=dtypes,
+            )
+        except UnpicklableError as error:
+            raise named_error(self.parts(), error) from error
+
+
+def _check_functions(module: Any, loss: Any, optimizer: Any, train: Any, predict: Any) -> None:
+    if (module is None) == (train is None):
+        raise ValueError(
+            "Pass either module, loss and optimizer, or train, which is the training function."
+        )
+    optional(_check_function)("predict", predict)
+    if train is not None:
+        loop_arguments(train, {}, "train", "config")
+        if loss is not None or optimizer is not None:
+            raise ValueError("loss and optimizer belong to module, but train is the argument.")
+        return
+    _check_module("module", module)
+    if loss is None or optimizer is None:
+        missing = "loss" if loss is None else "optimizer"
+        raise ValueError(f"{missing} is missing: module needs a loss and an optimizer.")
+    if isinstance(loss, type):
+        raise TypeError(f"loss is the class {loss.__name__}: pass an instance, {loss.__name__}().")
+    _check_function("loss", loss)
+    _check_optimizer("optimizer", optimizer)
