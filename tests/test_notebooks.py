@@ -198,6 +198,25 @@ def test_training_on_dataframes(place: Place) -> None:
     assert ran.errors() == []
 
 
+@pytest.mark.slow
+@pytest.mark.spark
+@needs_java
+def test_an_estimator_in_a_pipeline(place: Place) -> None:
+    """Choose among four settings, and score the saved pipeline in a new process."""
+    ran = Ran(place.run("estimator"))
+
+    scores = ran.table("scores")
+    assert len(scores) == 4
+    best = max(scores.values(), key=lambda row: row["accuracy"])
+    assert (best["stepSize"], best["maxIter"]) == (1e-3, 4)
+    accuracy = ran.value("accuracy")
+    assert accuracy > 0.88
+    files = 'sorted(path.name for path in (FOLDER / "model").glob("stages/1_*/*"))'
+    assert ran.value(files) == ["metadata", "torch.pt"]
+    assert ran.value("loaded, loaded == accuracy") == (accuracy, True)
+    assert ran.errors() == []
+
+
 def check_introduction(ran: Ran) -> None:
     nodes = [{"rank": rank, "local": rank, "node": 0} for rank in (0, 1)]
     assert ran.value('introduce.distributed("hello")') == nodes

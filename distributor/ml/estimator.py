@@ -45,6 +45,7 @@ _check_module = must_be(
     TypeError,
 )
 _check_trained = must_be("a torch.nn.Module", instance_of(torch.nn.Module), TypeError)
+_check_frame = must_be("a Spark DataFrame", is_dataframe, TypeError)
 _check_config = must_be("a dict of values for JSON", instance_of(Mapping), TypeError)
 
 
@@ -66,8 +67,6 @@ class _Params(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasMaxIter, HasSeed
 
     def _field(self, dataset: Any, name: str) -> Any:
         """Return a column that a Param names, with its type."""
-        if not is_dataframe(dataset):
-            raise TypeError(f"dataset must be a Spark DataFrame, but is {dataset!r}.")
         column = self.getOrDefault(name)
         if column not in dataset.columns:
             known = ", ".join(dataset.columns)
@@ -230,6 +229,7 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
         return StageReader(cls)
 
     def _fit(self, dataset: Any) -> TorchModel:
+        _check_frame("dataset", dataset)
         functions = self._functions
         train, loss = functions["train"], functions["loss"]
         rows = from_spark(dataset)
@@ -347,6 +347,7 @@ class TorchModel(_Params, Model, MLReadable["TorchModel"], MLWritable):
         return StageReader(cls)
 
     def _transform(self, dataset: Any) -> Any:
+        _check_frame("dataset", dataset)
         features, dtypes = self._features(dataset)
         name = self.getOrDefault("predictionCol")
         if name in dataset.columns:

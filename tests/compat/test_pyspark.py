@@ -20,6 +20,7 @@ from support.canary import relies_on
 from support.waiting import until
 
 from distributor._compat import pyspark as private
+from distributor._compat import pyspark_ml
 from distributor._compat.spark_executor import executor_of
 
 pytestmark = [pytest.mark.spark, needs_java]
@@ -350,3 +351,27 @@ def test_a_scan_of_parquet_files_is_known(spark: Any, tmp_path: Path) -> None:
         assert private.scanned_parquet(rows.select("x")) == f"file:{path}"
     others = rows.where("x > 3"), rows.withColumn("y", rows.x + 1), spark.range(3), rows.limit(2)
     assert [private.scanned_parquet(other) for other in others] == [None] * 4
+
+
+def test_stages_of_spark_ml_have_params(spark: Any) -> None:
+    from pyspark.ml.param import TypeConverters
+    from pyspark.ml.param.shared import HasMaxIter
+
+    class Stage(HasMaxIter):
+        size = pyspark_ml.param("size", "a size.", TypeConverters.toInt)
+
+    what = "Params._dummy, _setDefault, _set, _copyValues and _resetUid"
+    with relies_on("pyspark", what, "pyspark_ml"):
+        one, other = Stage(), Stage()
+        pyspark_ml.set_params(one, {"size": 1}, {"maxIter": 2, "size": None})
+        pyspark_ml.copy_params(one, other)
+        assert other.uid == one.uid
+        assert other.extractParamMap() == {one.size: 1, one.maxIter: 2}
+        pyspark_ml.reset_uid(other, "stage")
+        assert {param.parent for param in other.params} == {"stage"}
+
+
+def test_paths_are_in_sparks_file_system(context: Any) -> None:
+    with relies_on("pyspark", "SparkContext._jvm and _jsc", "pyspark_ml.qualified"):
+        assert pyspark_ml.qualified(context, "/a/b c") == "file:/a/b c"
+        assert pyspark_ml.qualified(context, "file:///a") == "file:/a"

@@ -22,7 +22,7 @@ from support.tracking_server import tracking_server
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
-ON_CLUSTER = ("walkthrough", "serverless", "dataframes")
+ON_CLUSTER = ("walkthrough", "serverless", "dataframes", "estimator")
 """Those that need Spark and a tracking server."""
 NAMES = (*ON_CLUSTER, "fsdp", "fsdp2")
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}

@@ -1,0 +1,384 @@
+"""`TorchEstimator` and `TorchModel`, as stages of Spark ML."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from conftest import facts_in, needs_java
+from torch.nn.functional import cross_entropy
+
+from distributor import UnpicklableError
+from distributor.ml import TorchEstimator, TorchModel
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+pytestmark = [pytest.mark.spark, needs_java]
+ROWS = 300
+
+
+class Net(torch.nn.Module):
+    """A class that a new process cannot import."""
+
+    def __init__(self, outputs: int = 1) -> None:
+        super().__init__()
+        self.hidden = torch.nn.Linear(2, 16)
+        self.out = torch.nn.Linear(16, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(torch.relu(self.hidden(x)))
+        return found
+
+
+def classifier(**arguments: Any) -> TorchEstimator:
+    defaults = {
+        "module": partial(Net, 2),
+        "loss": torch.nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.Adam,
+        "stepSize": 0.02,
+        "local_mode": True,
+        "preload": ["torch._dynamo"],  # which each rank's optimizer would import
+    }
+    return TorchEstimator(**{**defaults, **arguments})
+
+
+def regressor(**arguments: Any) -> TorchEstimator:
+    return classifier(**{"module": Net, "loss": torch.nn.MSELoss(), **arguments})
+
+
+@pytest.fixture(scope="module")
+def file(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Write points with a class and a number to learn into one file."""
+    path = str(tmp_path_factory.mktemp("numbers"))
+    rows = spark.range(ROWS, numPartitions=1).selectExpr("id", "20 * rand(1) a", "rand(2) b")
+    rows = rows.selectExpr("*", "double(a > 10) kind", "float(a / 10 - b) label")
+    rows.selectExpr("*", "array(a / 20, b) x").write.mode("overwrite").parquet(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def numbers(spark: Any, file: str) -> Any:
+    return spark.read.parquet(file).cache()
+
+
+@pytest.fixture(scope="module")
+def points(numbers: Any) -> Any:
+    """Return the points as vectors."""
+    from pyspark.ml.feature import VectorAssembler
+
+    return VectorAssembler(inputCols=["a", "b"], outputCol="features").transform(numbers)
+
+
+def accuracy(predictions: Any, label: str = "kind") -> float:
+    from pyspark.ml.evaluation import MulticlassClassificationEvaluator
+
+    evaluator = MulticlassClassificationEvaluator(metricName="accuracy", labelCol=label)
+    return float(evaluator.evaluate(predictions))
+
+
+def r2(predictions: Any) -> float:
+    from pyspark.ml.evaluation import RegressionEvaluator
+
+    return float(RegressionEvaluator(metricName="r2").evaluate(predictions))
+
+
+def predictions_of(frame: Any) -> list[float]:
+    return [row.prediction for row in frame.orderBy("id").collect()]
+
+
+def test_ranks_on_executors_learn_classes(points: Any) -> None:
+    module = Net(2)
+    before = [each.clone() for each in module.parameters()]
+    estimator = classifier(module=module, labelCol="kind", num_processes=2, local_mode=False)
+    model = estimator.fit(points)
+
+    assert all(torch.equal(*each) for each in zip(before, module.parameters(), strict=True))
+    assert type(model.module) is Net
+    predictions = model.transform(points)
+    assert predictions.schema["prediction"].dataType.typeName() == "double"
+    assert accuracy(predictions) > 0.95
+
+
+def test_a_number_is_learned_from_arrays(numbers: Any) -> None:
+    model = regressor(featuresCol="x", maxIter=20).fit(numbers)
+
+    assert r2(model.transform(numbers)) > 0.95
+
+
+def train_in_full(config: dict[str, Any]) -> torch.nn.Module | None:
+    from distributor import train
+    from distributor.train.torch import prepare_model
+
+    torch.manual_seed(config["seed"])
+    model = prepare_model(Net(2))
+    optimizer = torch.optim.SGD(model.parameters(), config["stepSize"], config["momentum"])
+    shard = train.get_dataset_shard("train")
+    for _ in range(config["maxIter"]):
+        for batch in shard.iter_torch_batches(batch_size=config["batchSize"]):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(batch["x"].float()), batch["kind"].long())
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save(model.state_dict(), f"{folder}/model.pt")
+            checkpoint = train.Checkpoint.from_directory(folder)
+            train.report({"loss": loss.item()}, checkpoint=checkpoint)
+    return model if train.get_context().get_world_rank() == 0 else None
+
+
+def test_a_training_function_returns_the_module(numbers: Any, tmp_path: Path) -> None:
+    estimator = TorchEstimator(
+        train=train_in_full,
+        predict=lambda output: output.argmax(dim=1),
+        featuresCol="x",
+        config={"momentum": 0.9},
+        stepSize=0.1,
+        num_processes=2,
+        local_mode=True,
+        storage_path=tmp_path,
+    )
+    model = estimator.fit(numbers, {estimator.maxIter: 6})
+
+    assert type(model.module) is Net, "without DistributedDataParallel"
+    assert accuracy(model.transform(numbers)) > 0.95
+    [run] = tmp_path.iterdir()
+    assert len(list(run.glob("checkpoint_*"))) == 6
+
+
+@pytest.mark.parametrize(
+    ("train", "error"),
+    [
+        (lambda: None, "train must return the trained module on rank 0.* NoneType"),
+        (lambda: Net, "train must return the trained module on rank 0.* type"),
+    ],
+)
+def test_a_training_function_without_a_module(numbers: Any, train: Any, error: str) -> None:
+    with pytest.raises(TypeError, match=error):
+        TorchEstimator(train=train, local_mode=True).fit(numbers)
+
+
+def test_params(numbers: Any) -> None:
+    estimator = regressor(featuresCol="x", maxIter=1)
+    assert estimator.getFeaturesCol() == "x"
+    assert {each.name for each in estimator.params} == {
+        *("batchSize", "config", "featuresCol", "labelCol", "maxIter", "predictionCol", "seed"),
+        "stepSize",
+    }
+    extra = {estimator.maxIter: 3, estimator.predictionCol: "guess"}
+    assert estimator.extractParamMap(extra).items() >= extra.items()
+    copied = estimator.copy(extra)
+    assert (copied.getMaxIter(), estimator.getMaxIter(), copied.uid) == (3, 1, estimator.uid)
+
+    one, other = estimator.fit(numbers, [extra, {estimator.seed: 5}])
+    assert (one.uid, one.getMaxIter(), one.getSeed()) == (estimator.uid, 3, 0)
+    assert other.getSeed() == 5
+    assert one.transform(numbers).columns[-1] == "guess"
+    assert one.transform(numbers, {one.predictionCol: "y"}).columns[-1] == "y"
+    [[a], [b]] = ([m.module.state_dict()["out.bias"].tolist()] for m in (one, other))
+    assert a != b
+
+
+LOADS = """
+import json, sys
+import torch
+from pyspark.sql import SparkSession
+
+spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+numbers, *paths = sys.argv[1:]
+rows = spark.read.parquet(numbers)
+found = {}
+
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.tuning import CrossValidatorModel
+
+found["model"] = PipelineModel.load(paths[0]).transform(rows)
+found["best"] = CrossValidatorModel.load(paths[1]).transform(rows)
+found["fitted"] = Pipeline.load(paths[2]).fit(rows).transform(rows)
+predictions = {
+    name: [row.prediction for row in frame.orderBy("id").collect()] for name, frame in found.items()
+}
+print("FACTS " + json.dumps(predictions))
+"""
+"""Loads in a new process what the next test has saved."""
+
+
+def test_a_cross_validated_pipeline_is_saved_and_loaded(
+    numbers: Any,
+    file: str,
+    tmp_path: Path,
+    run_driver: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    from pyspark.ml import Pipeline
+    from pyspark.ml.evaluation import RegressionEvaluator
+    from pyspark.ml.feature import StandardScaler, VectorAssembler
+    from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+
+    estimator = regressor(featuresCol="scaled")
+    stages = [
+        VectorAssembler(inputCols=["a", "b"], outputCol="features"),
+        StandardScaler(inputCol="features", outputCol="scaled", withMean=True),
+        estimator,
+    ]
+    pipeline = Pipeline(stages=stages)
+    grid = ParamGridBuilder().addGrid(estimator.stepSize, [1e-5, 0.02])
+    grid = grid.addGrid(estimator.maxIter, [1, 8])
+    validator = CrossValidator(
+        estimator=pipeline,
+        estimatorParamMaps=grid.build(),
+        evaluator=RegressionEvaluator(metricName="r2"),
+        numFolds=2,
+        parallelism=2,
+        seed=1,
+    )
+    found = validator.fit(numbers)
+
+    assert found.avgMetrics.index(max(found.avgMetrics)) == 3, found.avgMetrics
+    model = found.bestModel
+    assert r2(model.transform(numbers)) > 0.9
+    assert (model.stages[2].getStepSize(), model.stages[2].getMaxIter()) == (0.02, 8)
+
+    best = pipeline.copy({estimator.maxIter: 8})
+    saved = {"model": model, "best": found, "fitted": best}
+    for name, each in saved.items():
+        each.write().overwrite().save(str(tmp_path / name))
+    files = [str(tmp_path / name) for name in saved]
+    loaded = facts_in(run_driver(LOADS, file, *files))
+    expected = predictions_of(model.transform(numbers))
+    assert loaded == dict.fromkeys(saved, expected), "bit for bit"
+
+
+def test_stages_are_saved_with_their_params_and_functions(points: Any, tmp_path: Path) -> None:
+    estimator = classifier(labelCol="kind", maxIter=2, config={"a": [1]}, timeout=100)
+    model = TorchModel(Net(2), lambda output: output.amax(dim=1), batchSize=7)
+    for stage in (estimator, model):
+        path = str(tmp_path / type(stage).__name__)
+        stage.save(path)
+        with pytest.raises(Exception, match=r"already exists|ALREADY_EXISTS"):
+            stage.save(path)
+        loaded = type(stage).load(path)
+        assert loaded.uid == stage.uid
+        assert loaded.extractParamMap() == stage.extractParamMap()
+        assert str(loaded.parts()["module"]) == str(stage.parts()["module"])
+    again = TorchEstimator.load(str(tmp_path / "TorchEstimator"))
+    assert again.parts()["timeout"] == 100
+    frames = (each.fit(points).transform(points) for each in (estimator, again))
+    one, other = map(predictions_of, frames)
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"train": lambda: None}, ValueError, "either module, loss and optimizer, or train"),
+        ({"module": None}, ValueError, "either module, loss and optimizer, or train"),
+        ({"loss": None}, ValueError, "loss is missing"),
+        ({"optimizer": None}, ValueError, "optimizer is missing"),
+        ({"module": 3}, TypeError, "module must be a torch.nn.Module, or a function"),
+        ({"loss": torch.nn.MSELoss}, TypeError, r"is the class MSELoss: .* MSELoss\(\)"),
+        ({"optimizer": 0.1}, TypeError, "optimizer must be a function of the module's"),
+        ({"predict": "argmax"}, TypeError, "predict must be a function"),
+        ({"batchSize": 0}, ValueError, "batchSize must be at least 1, but is 0"),
+        ({"batchSize": "many"}, TypeError, "batchSize must be an integer"),
+        ({"config": {"net": Net}}, TypeError, "config"),
+        ({"config": 3}, TypeError, "config must be a dict of values"),
+        ({"name": "mine"}, ValueError, "name is no setting here"),
+        ({"num_proceses": 2}, TypeError, "num_processes"),
+        ({"num_processes": 0}, ValueError, "num_processes"),
+        (
+            {"module": None, "train": lambda a, b: None, "loss": None, "optimizer": None},
+            TypeError,
+            "train must take config or no argument",
+        ),
+        (
+            {"module": None, "train": lambda: None},
+            ValueError,
+            "loss and optimizer belong to module",
+        ),
+    ],
+)
+def test_wrong_arguments(spark: Any, arguments: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        classifier(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"featuresCol": "y"}, ValueError, "featuresCol is 'y', which is no column.* a, b,"),
+        ({"labelCol": "y"}, ValueError, "labelCol is 'y', which is no column"),
+        ({"featuresCol": "a"}, TypeError, "featuresCol is 'a', a column of type double"),
+        ({"labelCol": "x"}, TypeError, r"labelCol is 'x', a column of type array<double>"),
+        ({"config": {"seed": 1}}, ValueError, "config has 'seed', which is a Param"),
+    ],
+)
+def test_wrong_columns(numbers: Any, arguments: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        regressor(**{"featuresCol": "x", **arguments}).fit(numbers)
+
+
+def test_rows_that_cannot_be_used(numbers: Any) -> None:
+    estimator = regressor(featuresCol="x")
+    with pytest.raises(ValueError, match="The DataFrame dataset has no rows"):
+        estimator.fit(numbers.limit(0))
+    with pytest.raises(TypeError, match="dataset must be a Spark DataFrame"):
+        estimator.fit([1, 2])
+    model = TorchModel(Net(), featuresCol="x")
+    with pytest.raises(ValueError, match="predictionCol is 'a', a column that"):
+        model.transform(numbers, {model.predictionCol: "a"})
+    with pytest.raises(ValueError, match="featuresCol is 'features', which is no column"):
+        TorchModel(Net()).transform(numbers)
+
+
+def test_labels_and_outputs_that_do_not_match(numbers: Any) -> None:
+    with pytest.raises(ValueError, match="Column 'label' has labels that are no indices"):
+        classifier(featuresCol="x").fit(numbers)
+    with pytest.raises(ValueError, match=r"shape \(32, 2\) for 32 labels of column 'label'"):
+        regressor(module=partial(Net, 2), featuresCol="x").fit(numbers)
+    with pytest.raises(TypeError, match=r"module must return a torch.nn.Module.* type int"):
+        regressor(module=lambda: 3, featuresCol="x").fit(numbers)
+    model = TorchModel(Net(2), featuresCol="x")
+    with pytest.raises(Exception, match="a prediction is one number"):
+        model.transform(numbers).collect()
+
+
+def test_what_cannot_be_pickled(numbers: Any, tmp_path: Path) -> None:
+    lock = threading.Lock()
+    estimator = regressor(featuresCol="x", loss=lambda output, target: lock)
+    with pytest.raises(UnpicklableError, match="the variable 'lock' used by loss is a lock"):
+        estimator.fit(numbers)
+    with pytest.raises(UnpicklableError, match="the variable 'lock' used by loss is a lock"):
+        estimator.save(str(tmp_path / "estimator"))
+    assert not (tmp_path / "estimator").exists()
+    model = TorchModel(Net(), lambda output: lock, featuresCol="x")
+    with pytest.raises(UnpicklableError, match="the variable 'lock' used by predict is a lock"):
+        model.transform(numbers)
+
+
+@pytest.mark.slow
+def test_runs_at_the_same_time_on_executors(points: Any) -> None:
+    """Two of four fits at a time, each with half of the slots, and then with all of them."""
+    from pyspark.ml.evaluation import MulticlassClassificationEvaluator
+    from pyspark.ml.tuning import ParamGridBuilder, TrainValidationSplit
+
+    for num_processes in (2, 4):
+        estimator = classifier(labelCol="kind", num_processes=num_processes, local_mode=False)
+        grid = ParamGridBuilder().addGrid(estimator.stepSize, [1e-6, 0.02])
+        evaluator = MulticlassClassificationEvaluator(labelCol="kind", metricName="accuracy")
+        split = TrainValidationSplit(
+            estimator=estimator,
+            estimatorParamMaps=grid.addGrid(estimator.maxIter, [1, 10]).build(),
+            evaluator=evaluator,
+            parallelism=2,
+            seed=1,
+        )
+        found = split.fit(points)
+        assert found.validationMetrics[3] > 0.9, found.validationMetrics
+        assert min(found.validationMetrics) < 0.8
