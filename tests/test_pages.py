@@ -31,7 +31,7 @@ WARNS = {"docs/how-to/hangs.md"}
 """Pages whose programs show warnings of this package on purpose."""
 LEAST_BLOCKS = 60
 BLOCKS = {str(page.relative_to(ROOT)): python_blocks(page) for page in pages()}
-SLOW = {"docs/how-to/frameworks.md"}
+SLOW = {"docs/how-to/estimator.md", "docs/how-to/frameworks.md"}
 """Pages whose programs take minutes."""
 RUN_HERE = [
     pytest.param(page, marks=pytest.mark.slow(ci=True) if page in SLOW else ())
