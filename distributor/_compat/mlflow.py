@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import threading
 from importlib import import_module
 from typing import Any, NamedTuple
+
+_experiment_lock = threading.Lock()
 
 
 class DatabricksCredentials(NamedTuple):
@@ -16,7 +19,8 @@ class DatabricksCredentials(NamedTuple):
 
 def default_experiment_id() -> str | None:
     """Return the experiment that a new run belongs to; there is no public name for all sources."""
-    return _fluent()._get_experiment_id()  # type: ignore[no-any-return]
+    with _experiment_lock:  # of two runs that begin at once, MLflow lets only one create it
+        return _fluent()._get_experiment_id()  # type: ignore[no-any-return]
 
 
 def forget_active_experiment() -> None:
