@@ -95,9 +95,12 @@ def predictions_of(frame: Any) -> list[float]:
 
 
 def test_ranks_on_executors_learn_classes(points: Any) -> None:
+    torch.manual_seed(0)
     module = Net(2)
     before = [each.clone() for each in module.parameters()]
-    estimator = classifier(module=module, labelCol="kind", num_processes=2, local_mode=False)
+    estimator = classifier(
+        module=module, labelCol="kind", maxIter=20, num_processes=2, local_mode=False
+    )
     model = estimator.fit(points)
 
     assert all(torch.equal(*each) for each in zip(before, module.parameters(), strict=True))
