@@ -1,7 +1,8 @@
 """Columns of Arrow tables become tensors: one class for each kind of column.
 
 A column is converted from its chunks. Numbers are copied once, without a Python object for each
-row. They must be copied, because Arrow's memory may be a read-only map that other ranks share.
+row. They must be copied, because Arrow's memory may be a read-only map that other ranks share;
+except those of columns whose memory nothing else reads.
 """
 
 from __future__ import annotations
@@ -75,12 +76,15 @@ class Numbers(Leaf):
 
     types: tuple[pa.DataType, ...]  # that Arrow converts to, one after the other
     dtype: torch.dtype | None  # by default that of the last of `types`
+    is_private: bool = False  # whether nothing else reads Arrow's memory
 
     def convert(self, chunks: Sequence[pa.Array]) -> torch.Tensor:
         chunks = self._filled([self._cast(_decoded(chunk)) for chunk in chunks])
-        tensor = torch.from_numpy(
-            _joined([_numpy_view(chunk) for chunk in chunks], _numpy_dtype(self.types[-1]))
-        )
+        views = [_numpy_view(chunk) for chunk in chunks]
+        if self.is_private and len(views) == 1 and views[0].flags.writeable:
+            tensor = torch.from_numpy(views[0])
+        else:
+            tensor = torch.from_numpy(_joined(views, _numpy_dtype(self.types[-1])))
         return tensor if self.dtype is None else tensor.to(self.dtype)
 
     def _example(self) -> str:

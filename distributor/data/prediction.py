@@ -387,7 +387,13 @@ class _FileRows:
         self, groups: tuple[int, int], parts: int | None, plan: Prediction, task: str, schema: Any
     ) -> Any:
         fields = [self._groups.schema.field(name) for name in plan.names]
-        plan = replace(plan, source=replace(self._groups, schema=pa.schema(fields)))
+        # A model may write into its input, but not into a column of the result.
+        own = frozenset(name for name in plan.names if name not in plan.keep)
+        plan = replace(
+            plan,
+            source=replace(self._groups, schema=pa.schema(fields)),
+            options=replace(plan.options, private=own),
+        )
         numbers = self._session.spark.range(*groups, 1, parts)
         return _mapped(self._session, numbers, plan, task, schema)
 

@@ -28,6 +28,9 @@ class TensorOptions:
     # arrays become lists of lists of tensors.
     ragged: Ragged | Mapping[str, Ragged] = "error"
     vectors: frozenset[str] = frozenset()  # the columns of Spark ML vectors, as structs
+    # Columns whose memory nothing else reads, so that their tensors may use it. Fields of structs
+    # are copied nevertheless.
+    private: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for dtype in _values(self.dtypes):
@@ -154,7 +157,8 @@ class _Factory:
                 "df.drop or df.select, or read the rows with iter_batches."
             )
         fill = self._fill(path, label, kind, types)
-        return Numbers(path, label, fill, types, self.options.dtype_of(path))
+        is_private = "." not in path and path in self.options.private
+        return Numbers(path, label, fill, types, self.options.dtype_of(path), is_private)
 
     def _fill(
         self, path: str, label: str, kind: pa.DataType, types: tuple[pa.DataType, ...]
@@ -221,7 +225,7 @@ def _scalar(value: Any, types: tuple[pa.DataType, ...]) -> pa.Scalar | None:
 
 
 def to_tensors(table: pa.Table, options: TensorOptions) -> dict[str, Any]:
-    """Convert a table's columns to tensors, which own their memory."""
+    """Convert a table's columns to tensors, which own their memory unless it is `private`."""
     columns = _make_columns(table.schema, options, "")
     return {
         name: column.convert(table.column(index).chunks)

@@ -74,6 +74,27 @@ def test_outputs_are_those_of_one_process(data: Any, values: np.ndarray[Any, Any
     np.testing.assert_allclose(found, expected(values), rtol=1e-6)
 
 
+@pytest.mark.parametrize("keep", [[], ["id"], ["x"], ["id", "x"]])
+def test_a_model_that_writes_into_its_input_changes_no_column(
+    data: Any, values: np.ndarray[Any, Any], keep: list[str]
+) -> None:
+    def load() -> Any:
+        import warnings
+
+        warnings.simplefilter("error")
+        return lambda batch: {"y": batch["x"].mul_(2), "at": batch["id"].neg_()}
+
+    frame = predict(
+        data, load, columns=["x", "id"], keep=keep, outputs="y array<float>, at int", batch_size=64
+    )
+    rows = sorted(frame.collect(), key=lambda row: -row["at"])
+    assert [row["at"] for row in rows] == [-at for at in range(ROWS)]
+    assert np.array_equal(np.array([row.y for row in rows], np.float32), values * 2)
+    for at, row in enumerate(rows):
+        assert "id" not in keep or row.id == at
+        assert "x" not in keep or np.array_equal(np.array(row.x, np.float32), values[at])
+
+
 def test_types_are_found_and_columns_are_kept(data: Any) -> None:
     def load() -> Any:
         def model(batch: dict[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,13 @@ from zoneinfo import ZoneInfo
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distributor.data.parquet import open_parquet
 from distributor.data.tensors import TensorOptions, check_columns, to_tensors
 
 DAY = 24 * 3600 * 10**6
@@ -179,8 +181,9 @@ def test_each_type_becomes_what_the_table_says(
 ) -> None:
     for table in variants(values, kind):
         check_columns(table.schema, TensorOptions(), {"x": 0}, "train")
-        [found] = to_tensors(table, TensorOptions()).values()
-        assert same(found, expected), found
+        for options in (TensorOptions(), TensorOptions(private=frozenset("x"))):
+            [found] = to_tensors(table, options).values()
+            assert same(found, expected), found
 
 
 @pytest.mark.parametrize(
@@ -273,7 +276,8 @@ def ragged(value: Any) -> TensorOptions:
 )
 def test_tensors_own_their_memory(kind: pa.DataType, values: list[Any], tmp_path: Path) -> None:
     """Arrow's memory is a read-only map here, of which a write would end the process."""
-    options = TensorOptions(vectors=frozenset("x" if kind == VECTOR else ""))
+    columns = frozenset("x")
+    options = TensorOptions(vectors=columns if kind == VECTOR else frozenset(), private=columns)
     path = tmp_path / "rows.arrow"
     source = pa.table({"x": pa.array(values, kind)})
     with pa.ipc.new_file(str(path), source.schema) as writer:
@@ -288,6 +292,34 @@ def test_tensors_own_their_memory(kind: pa.DataType, values: list[Any], tmp_path
             tensor.zero_()
             assert same(to_tensors(part, options)["x"], copy)
     assert path.read_bytes() == before
+
+
+@pytest.mark.filterwarnings("error")
+def test_tensors_use_private_memory_that_can_be_written_to(tmp_path: Path) -> None:
+    columns = {
+        "number": pa.array([1, 2, 3, 4]),
+        "time": pa.array([1, 2, 3, 4], pa.timestamp("us")),
+        "array": pa.array([[1, 2], [3, 4], [5, 6], [7, 8]], pa.list_(pa.float32())),
+        "struct": pa.array([{"number": n} for n in range(4)]),
+        "kept": pa.array([1, 2, 3, 4]),
+        "null": pa.array([1, None, 3, 4]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    table = open_parquet(tmp_path / "rows.parquet").read(0)
+    private = frozenset(columns) - {"kept"} | {"struct.number"}
+    options = TensorOptions(private=private, fill=0)
+    for part in (table, table.slice(1, 2)):
+        copies = to_tensors(part, TensorOptions(fill=0))
+        tensors = to_tensors(part, options)
+        assert same(tensors, copies)
+        for name in ("number", "time", "array", "kept", "null"):
+            tensors[name].add_(1)
+        tensors["struct"]["number"].add_(1)
+        again = to_tensors(part, options)
+        assert {name for name in columns if same(again[name], tensors[name])} == {
+            "number", "time", "array"
+        }  # fmt: skip
+        assert all(same(again[name], copies[name]) for name in ("struct", "kept", "null"))
 
 
 @given(
