@@ -192,10 +192,11 @@ def bare(place: str, ranks: int) -> Iterator[Read]:
 def read_bare(folder: str, ranks: int, epochs: int) -> dict[str, Any]:
     """Read this rank's files."""
     files = sorted(Path(folder).glob("*.parquet"))[int(os.environ["RANK"]) :: ranks]
-    return consume(lambda: _bare_batches(files), epochs)
+    return consume(lambda: bare_batches(files), epochs)
 
 
-def _bare_batches(files: list[Path]) -> Iterator[Batch]:
+def bare_batches(files: list[Path]) -> Iterator[Batch]:
+    """Yield batches of the rows of files."""
     from pyarrow.parquet import ParquetFile
 
     for path in files:

@@ -12,6 +12,7 @@ from benchmarks import (
     loaders,
     memory,
     output,
+    predict,
     progress,
     recovery,
     scale,
@@ -24,6 +25,7 @@ from benchmarks.spark import EMBEDDED, LOCAL
 HEAD = ("median", "distributor", "PySpark's class", "torchrun", "Ray", "plain code")
 PEERS = ("pyspark", "torchrun", "ray")
 PLAIN = {
+    "floor_arrow": "`mapInArrow` without a model",
     "floor_copy": "a copy in memory",
     "floor_executor": "Spark starts an executor",
     "floor_forks": "forks",
@@ -32,6 +34,7 @@ PLAIN = {
     "floor_save": "`dcp.save`",
     "floor_sockets": "sockets",
     "floor_stage": "an empty barrier stage",
+    "floor_torch": "torch in one process",
 }
 """What the plain code is, by peer."""
 NOTHING = ""
@@ -212,6 +215,31 @@ LINES = (
         "data",
         data.titled(loaders.SCALARS, data.START_ROWS[1]),
         data.LATER_START,
+    ),
+    *(
+        Line(
+            f"predictions for {rows} {source}",
+            "predict",
+            predict.titled(work),
+            predict.RATE,
+            plain,
+            ours,
+        )
+        for rows, work in (
+            ("rows of 784 floats", predict.ARRAYS_WORK),
+            ("rows of 16 floats", predict.SCALARS_WORK),
+            ("a large model and rows", predict.LARGE_WORK),
+        )
+        for ours, source, plain in (
+            ("ours", "of a DataFrame", "floor_arrow"),
+            ("ours_parquet", "of Parquet files", "floor_torch"),
+        )
+    ),
+    Line(
+        "models in the memory of 4 predicting tasks",
+        "predict",
+        predict.titled(predict.HUGE_WORK),
+        predict.MODELS,
     ),
     Line("memory of each of 8 ranks", "memory", memory.titled(memory.MORE_RANKS), memory.EACH),
     Line(

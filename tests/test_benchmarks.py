@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,34 +11,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks import predict
 from benchmarks.report import load
 from benchmarks.scale_tables import descriptor_table, distribution_table, growth_table
 from benchmarks.summary import highlights, summary, transport_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DEADLINE = 300
+DEADLINE = 600
 PEERS = {"ours", "ours_ahead", "ours_cold", "floor_processes", "floor_forks"}
 
 
 class Measured:
     """What one quick look gave."""
 
-    def __init__(self, out: Path, printed: str) -> None:
+    def __init__(self, name: str, out: Path, printed: str) -> None:
         self.printed = printed
         self.results: dict[str, Any] = json.loads((out / "results.json").read_text())
-        self.rows: list[dict[str, Any]] = self.results["launch"]["rows"]
+        self.rows: list[dict[str, Any]] = self.results[name]["rows"]
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    out = tmp_path_factory.mktemp("results")
-    command = [sys.executable, "-m", "benchmarks", "--quick", "--only", "launch"]
-    command += ["--peers", "ours,floor", "--out", str(out)]
+    return quick_look("launch", "ours,floor", tmp_path_factory.mktemp("results"))
+
+
+def quick_look(name: str, peers: str, out: Path) -> Measured:
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--only", name]
+    command += ["--peers", peers, "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    return Measured(out, done.stdout)
+    return Measured(name, out, done.stdout)
 
 
 @pytest.mark.slow
@@ -76,6 +82,27 @@ def test_the_summary_ends_what_is_printed(measured: Measured) -> None:
     table = summary(measured.results)
     assert table.count("\n") > 2
     assert measured.printed.endswith(f"{table}\n")
+
+
+@pytest.mark.slow
+def test_predictions_have_rates_loads_and_memory(tmp_path: Path) -> None:
+    measured = quick_look("predict", "ours", tmp_path)
+    ours = [row for row in measured.rows if row["peer"] == "ours"]
+    assert [row["what"] for row in ours] == [
+        *(predict.RATE, predict.LOADS) * 3,
+        *(predict.MEMORY, predict.MODELS),
+    ]
+    loads = [row["median"] for row in ours if row["what"] == predict.LOADS]
+    assert all(1 <= count <= 1 + predict.LATER_RUNS for count in loads), loads
+    assert summary(measured.results).count("predictions for") == 6
+
+
+def test_a_model_of_the_predictions_is_always_the_same(tmp_path: Path) -> None:
+    marks = tmp_path / "loads"
+    rows = torch.ones(4, 16)
+    first, second = (predict.load(16, (8, 8), str(marks)) for _ in range(2))
+    assert torch.equal(first(rows), second(rows))
+    assert marks.read_text() == f"{os.getpid()}\n" * 2
 
 
 def test_the_comparison_of_ways_for_rows_is_that_of_the_results() -> None:
