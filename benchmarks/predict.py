@@ -39,7 +39,7 @@ HUGE = (7000, 7000)
 """A model of 200 MB."""
 LATER_RUNS = 3
 SECONDS = 2.0
-"""That loading takes when memory is measured, so that each task has a worker of its own."""
+"""That a batch takes when memory is measured, so that each task has a worker of its own."""
 RATE = "rows/s"
 LOADS = f"loads of the model by an executor, {1 + LATER_RUNS} passes"
 MEMORY = f"weights of {TASKS} tasks (PSS)"
@@ -73,19 +73,34 @@ FEWER_ROWS = {ARRAYS_WORK: 50_000, SCALARS_WORK: 1_000_000}
 """For Ray Data, which is slow."""
 
 
-def load(width: int, hidden: Sequence[int], marks: str, seconds: float = 0) -> Any:
+def load(width: int, hidden: Sequence[int], marks: str) -> Any:
     """Return a model that has the same weights each time, and record that it was loaded."""
     import torch
 
-    with Path(marks).open("a") as file:
-        file.write(f"{os.getpid()}\n")
-    time.sleep(seconds)
+    _mark(marks)
     torch.manual_seed(0)
     sizes = width, *hidden
     layers = [
         layer for pair in pairwise(sizes) for layer in (torch.nn.Linear(*pair), torch.nn.ReLU())
     ]
     return torch.nn.Sequential(*layers, torch.nn.Linear(sizes[-1], 1))
+
+
+def load_slow(width: int, hidden: Sequence[int], marks: str) -> Any:
+    """Return a model that takes its time, and records the processes that use it."""
+    model = load(width, hidden, os.devnull)
+    model.register_forward_pre_hook(partial(_mark_and_wait, marks))
+    return model
+
+
+def _mark(marks: str) -> None:
+    with Path(marks).open("a") as file:
+        file.write(f"{os.getpid()}\n")
+
+
+def _mark_and_wait(marks: str, *_: Any) -> None:
+    _mark(marks)
+    time.sleep(SECONDS)
 
 
 def matrix(batch: Any) -> Any:
@@ -315,12 +330,12 @@ def drive_memory(peer: str, folder: str, kind: str, rows: int, hidden: list[int]
     work, sizes = Work(kind, rows, tuple(hidden)), []
     with WAYS[peer].open(f"local[{TASKS}]") as prepare:
         for number, layers in enumerate((SMALL, work.hidden)):
-            marks = str(Path(f"loads {number}").resolve())
-            model = partial(load, work.width, layers, marks, SECONDS)
+            marks = str(Path(f"workers {number}").resolve())
+            model = partial(load_slow, work.width, layers, marks)
             prepare(folder, work.columns, model)()
             workers = set(_marked(marks))
             if len(workers) != TASKS:
-                raise RuntimeError(f"{len(workers)} workers loaded the model, not {TASKS}")
+                raise RuntimeError(f"{len(workers)} workers used the model, not {TASKS}")
             sizes.append(_pss_of_interpreters())
     weights = sum(each.numel() * 4 for each in load(work.width, hidden, os.devnull).parameters())
     grown = sizes[1] - sizes[0]

@@ -33,10 +33,9 @@ def load_once(key: str, load: Callable[[], T]) -> T:
     The others call it too if there are no tensors in what it returns, such as in a function that
     uses a global variable, or if that cannot be pickled.
     """
-    folders = list(filter(os.path.isdir, spark_local_dirs()))
-    if not folders:
+    folder = _folder()
+    if folder is None:
         return load()
-    folder = private_folder(Path(folders[0], "distributor-models"))
     path = folder / key
     if not path.exists():
         with _locked(folder / "lock"):
@@ -46,12 +45,18 @@ def load_once(key: str, load: Callable[[], T]) -> T:
                     return value
                 del value  # its memory, before the file is mapped
                 _remove_oldest(folder)
-    try:
-        is_shared = path.stat().st_size > 0
-        os.utime(path)
-        return cast(T, _mapped(path)) if is_shared else load()
-    except FileNotFoundError:  # removed by a worker that has loaded another model
-        return load()
+    with contextlib.suppress(FileNotFoundError):  # removed by a worker that has loaded another one
+        if path.stat().st_size:
+            os.utime(path)
+            return cast(T, _mapped(path))
+    return load()
+
+
+def _folder() -> Path | None:
+    for folder in spark_local_dirs():
+        with contextlib.suppress(OSError):
+            return private_folder(Path(folder, "distributor-models"))
+    return None
 
 
 class _Settings(NamedTuple):
