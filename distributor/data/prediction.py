@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     Result = Any
 
 DEFAULT_OUTPUT = "prediction"
-PARTITION_BYTES = 64 * 1024 * 1024  # of Parquet files' rows in memory, in a task
+PARTITION_BYTES = 128 * 1024 * 1024  # of Parquet files' rows in a task, as Spark's for files
 
 
 def predict(

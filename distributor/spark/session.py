@@ -157,11 +157,15 @@ class Session:
         return profiles[key]
 
     def num_partitions(self, size: int, partition_size: int) -> int | None:
-        """Return into how many partitions so many bytes are divided; None for Spark's default."""
+        """Return into how many partitions so many bytes are divided; None for Spark's default.
+
+        It is the same number for each core, so that none waits for a last task of others.
+        """
         parts = -(-int(size) // partition_size)
         if self.is_connect:  # which does not say how many tasks run at once
             return parts if parts > MANY_PARTITIONS else None
-        return max(parts, int(self.spark.sparkContext.defaultParallelism))
+        cores = int(self.spark.sparkContext.defaultParallelism)
+        return max(1, -(-parts // cores)) * cores
 
     def why_no_pools(self) -> str | None:
         """Return why jobs cannot use a pool of the fair scheduler; None if they can."""

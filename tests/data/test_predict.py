@@ -16,9 +16,14 @@ import pytest
 import torch
 from conftest import needs_java
 
-from distributor.data import from_parquet, predict, predict_batch_udf, predict_to_parquet
+from distributor.data import (
+    from_parquet,
+    predict,
+    predict_batch_udf,
+    predict_to_parquet,
+    prediction,
+)
 from distributor.data.outputs import to_arrow
-from distributor.data.prediction import _suggest_files
 from distributor.errors import UnpicklableError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -126,6 +131,18 @@ def test_types_are_found_and_columns_are_kept(data: Any) -> None:
     assert predict(data, load_linear, columns="x", keep=[]).dtypes == [
         ("prediction", "array<float>")
     ]
+
+
+@pytest.mark.parametrize(("part", "tasks"), [(10**9, 4), (5000, 8), (1, 9)])
+def test_each_core_has_the_same_number_of_tasks(
+    spark: Any, files: Path, monkeypatch: pytest.MonkeyPatch, part: int, tasks: int
+) -> None:
+    """The fixture's cluster has 4 cores, and the files have 9 row groups of 35 kB in all."""
+    monkeypatch.setattr(prediction, "PARTITION_BYTES", part)
+    frame = predict(
+        from_parquet(files), load_linear, columns="x", keep=[], outputs="y array<float>"
+    )
+    assert frame.rdd.getNumPartitions() == tasks
 
 
 def test_several_models_are_loaded_once_in_each_worker(data: Any, spark: Any) -> None:
@@ -440,7 +457,7 @@ def test_pysparks_function_loads_a_model_once(
 def test_files_are_suggested_once(
     spark: Any, files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _suggest_files.cache_clear()
+    prediction._suggest_files.cache_clear()
     for frame in (spark.read.parquet(str(files)),) * 2 + (spark.range(3),):
         predict(frame, load_linear, columns="id", outputs="y array<float>")
     shown = capsys.readouterr().err
