@@ -137,7 +137,8 @@ def _elements(value: Any, name: str) -> pa.Array:
         value = value.detach().cpu()
         value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return pa.array(np.ascontiguousarray(value).reshape(-1))
+        # A copy: a model may return the same memory for each batch.
+        return pa.array(np.array(value, order="C").reshape(-1))
     if isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value):
         return pa.array(value, pa.string())
     raise TypeError(

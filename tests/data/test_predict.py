@@ -314,6 +314,13 @@ def test_vectors_and_structs_are_outputs(data: Any) -> None:
         assert row.parts.of.twice == [2 * value for value in row.x]
 
 
+def test_columns_do_not_use_the_models_memory() -> None:
+    output = torch.arange(6.0).reshape(2, 3).T
+    column = to_arrow(output, pa.list_(pa.float32()), 3, "y")
+    output.zero_()
+    assert column.to_pylist() == [[0, 3], [1, 4], [2, 5]]
+
+
 def test_an_output_that_is_no_struct() -> None:
     column = pa.struct([("a", pa.int64())])
     with pytest.raises(ValueError, match="Output 'y' is no dict, and its column is a struct"):
