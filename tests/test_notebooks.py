@@ -316,7 +316,7 @@ def test_the_code_of_a_notebook_uses_what_this_package_has(name: str) -> None:
         compile(cell.source, "<cell>", "exec")
         used.visit(ast.parse(cell.source))
 
-    assert used.calls >= 1
+    assert used.calls >= (1 if name == "estimator" else 2)
 
 
 def test_the_code_of_the_t5_script_uses_what_this_package_has() -> None:
