@@ -15,6 +15,7 @@ import pyarrow.fs as pafs
 import pytest
 from support.plain import plain
 from support.reports import find_damage
+from support.waiting import until
 
 from distributor import TorchDistributor, train
 from distributor.filesystems import local_name, stored_name
@@ -31,7 +32,10 @@ def begin(folder: Path) -> None:
 
 
 def fail(folder: Path, text: str) -> None:
+    """Fail once both ranks have begun: the first failure ends a rank that has not."""
     begin(folder)
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    until(lambda: len(list(folder.glob(f"{attempt}-*"))) == 2, "both ranks begin", 120)
     raise ValueError(text)
 
 
