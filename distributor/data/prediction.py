@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
-    # Above this part of the package; used by what they offer.
-    Checkpoint = Any
-    Result = Any
-
 DEFAULT_OUTPUT = "prediction"
 PARTITION_BYTES = 128 * 1024 * 1024  # of Parquet files' rows in a task, as Spark's for files
 
@@ -49,7 +45,7 @@ def predict(
     data: DataFrame | ParquetShard,
     load: Callable[..., Callable[[Any], Any]],
     *,
-    checkpoint: Checkpoint | Result | None = None,
+    checkpoint: Any = None,
     columns: str | Sequence[str] | None = None,
     outputs: str | StructType | None = None,
     keep: Sequence[str] | None = None,
