@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from pyspark.ml import Estimator, Model
+from pyspark.ml.linalg import VectorUDT
+from pyspark.ml.param import TypeConverters
 from pyspark.ml.param.shared import (
     HasFeaturesCol,
     HasLabelCol,
@@ -18,7 +20,14 @@ from pyspark.ml.param.shared import (
     HasStepSize,
 )
 from pyspark.ml.util import MLReadable, MLWritable
-from pyspark.sql.types import ArrayType, BooleanType, FractionalType, NumericType
+from pyspark.sql.types import (
+    ArrayType,
+    BooleanType,
+    DoubleType,
+    FractionalType,
+    NumericType,
+    StructType,
+)
 
 from distributor._compat import pyspark_ml as private
 from distributor.data.dataframes import from_spark, is_dataframe, vectors_of
@@ -26,7 +35,7 @@ from distributor.data.prediction import predict
 from distributor.data.share import whole_number
 from distributor.errors import UnpicklableError
 from distributor.ml.persistence import StageReader, StageWriter, named_error
-from distributor.ml.prediction import Predictor, default_predict, single_number
+from distributor.ml.prediction import Meaning, Predictor, meaning_for, single_number
 from distributor.ml.training import ModuleLoop, Training
 from distributor.settings.types import instance_of, must_be, optional
 from distributor.torch_distributor import TorchDistributor
@@ -64,6 +73,24 @@ class _Params(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasMaxIter, HasSeed
         partial(whole_number, "batchSize", least=1),
     )
     config = private.param("config", "values for the training function, by name.", _config)
+    probabilityCol = private.param(
+        "probabilityCol", "column name for the probabilities of classes.", TypeConverters.toString
+    )
+
+    def write(self) -> StageWriter:
+        """Return what saves this stage: ``write().overwrite().save(path)``."""
+        return StageWriter(self)
+
+    def _probability_column(self) -> str | None:
+        return self.getOrDefault("probabilityCol") if self.isDefined("probabilityCol") else None
+
+    def _check_probability(self, function: Callable[[Any], Any] | None) -> None:
+        if self._probability_column() is not None and function is None:
+            raise ValueError(
+                f"probabilityCol is {self._probability_column()!r}, but what the module's outputs "
+                "mean is known only for losses of classes. Pass a function that makes "
+                "probabilities of them: probability=lambda output: output.softmax(dim=1)."
+            )
 
     def _field(self, dataset: Any, name: str) -> Any:
         """Return a column that a Param names, with its type."""
@@ -98,9 +125,11 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
     on the driver, and there is no intermediate storage.
 
     **With a module**: each rank trains it, in DistributedDataParallel, for `maxIter` epochs. With
-    the losses of classes, ``CrossEntropyLoss`` and ``NLLLoss`` or their functions, labels are
-    int64, and a prediction is the index of the largest output. With others, labels have the
-    dtype and the shape of the outputs, and a prediction is the output.
+    the setting ``storage_path``, each epoch is a checkpoint, from which a failed fit resumes. With
+    ``CrossEntropyLoss`` and ``NLLLoss``, labels are int64, and a prediction is the index of the
+    largest output. With other losses, labels have the dtype and the shape of the outputs; with
+    ``BCEWithLogitsLoss`` and ``BCELoss``, a prediction is the class 0 or 1, otherwise the output.
+    The functions of `torch.nn.functional` count as these losses.
 
     **With a training function**: `train` runs on each rank as the ``train_loop_per_worker`` of a
     `TorchTrainer` does, with the rows in ``distributor.train.get_dataset_shard("train")``. It must
@@ -122,6 +151,9 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
         The training function instead of `module`. It takes `config`, or nothing.
     predict : callable, optional
         Returns the predictions of a batch, one number for each row, from the module's output.
+    probability : callable, optional
+        Returns the probabilities of the classes, a row of numbers for each row, from the module's
+        output; known for the losses that are named above.
     featuresCol : str, default "features"
         The column of vectors or of arrays, for the module. Vectors, floats and doubles become
         float32; integers become int64 and so on, as in training on DataFrames.
@@ -129,6 +161,8 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
         The column of numbers to learn.
     predictionCol : str, default "prediction"
         The column of type double that the model adds.
+    probabilityCol : str, optional
+        A column of vectors that the model adds too: the probabilities of the classes.
     batchSize : int, default 32
         Rows of a rank's batch in training, and of a batch in prediction.
     maxIter : int, default 10
@@ -174,9 +208,11 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         train: Callable[..., torch.nn.Module | None] | None = None,
         predict: Callable[[Any], torch.Tensor] | None = None,
+        probability: Callable[[Any], torch.Tensor] | None = None,
         featuresCol: str = "features",
         labelCol: str = "label",
         predictionCol: str = "prediction",
+        probabilityCol: str | None = None,
         batchSize: int = 32,
         maxIter: int = 10,
         stepSize: float | None = None,
@@ -192,6 +228,7 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
             "featuresCol": featuresCol,
             "labelCol": labelCol,
             "predictionCol": predictionCol,
+            "probabilityCol": probabilityCol,
             "batchSize": batchSize,
             "maxIter": maxIter,
             "stepSize": stepSize,
@@ -205,6 +242,7 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
             "optimizer": optimizer,
             "train": train,
             "predict": predict,
+            "probability": probability,
         }
         _check_functions(**self._functions)
         self._settings: dict[str, Any] = {
@@ -219,10 +257,6 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
         """Return the arguments of the constructor that are no Params."""
         return {**self._functions, **self._settings}
 
-    def write(self) -> StageWriter:
-        """Return what saves this estimator: ``write().overwrite().save(path)``."""
-        return StageWriter(self)
-
     @classmethod
     def read(cls) -> StageReader[TorchEstimator]:
         """Return what loads an estimator: ``read().load(path)``. It unpickles the saved file."""
@@ -232,6 +266,9 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
         _check_frame("dataset", dataset)
         functions = self._functions
         train, loss = functions["train"], functions["loss"]
+        predict, probability = meaning_for(loss)
+        meaning = functions["predict"] or predict, functions["probability"] or probability
+        self._check_probability(meaning[1])
         rows = from_spark(dataset)
         if train is None:
             features, dtypes = self._features(dataset)
@@ -243,14 +280,17 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
                 )
             names = (name.replace("`", "``") for name in {features, label.name})
             rows = from_spark(dataset.select(*(f"`{name}`" for name in names)))
-            train = ModuleLoop(functions["module"], loss, functions["optimizer"], dtypes)
+            has_storage = self._settings.get("storage_path") is not None
+            train = ModuleLoop(
+                functions["module"], loss, functions["optimizer"], dtypes, has_storage
+            )
         training = Training(train, self._loop_config())
         try:
             run: Callable[..., Any] = self._distributor().run
             trained = run(training, rows)
         except UnpicklableError as error:
             raise named_error(functions, error) from error
-        model = TorchModel(trained, functions["predict"] or default_predict(loss))
+        model = TorchModel(trained, *meaning)
         private.copy_params(self, model)
         return model
 
@@ -285,10 +325,15 @@ class TorchModel(_Params, Model, MLReadable["TorchModel"], MLWritable):
     predict : callable, optional
         Returns the predictions of a batch, one number for each row, from the module's output,
         which it is by default.
+    probability : callable, optional
+        Returns the probabilities of the classes, a row of numbers for each row, from the module's
+        output.
     featuresCol : str, default "features"
         The column of vectors or of arrays, for the module.
     predictionCol : str, default "prediction"
         The column of type double that is added.
+    probabilityCol : str, optional
+        A column of vectors that is added too, as `probability` makes them.
     batchSize : int, default 32
         Rows that the module gets at once, at most.
 
@@ -316,30 +361,29 @@ class TorchModel(_Params, Model, MLReadable["TorchModel"], MLWritable):
         self,
         module: torch.nn.Module,
         predict: Callable[[Any], torch.Tensor] | None = None,
+        probability: Callable[[Any], torch.Tensor] | None = None,
         *,
         featuresCol: str = "features",
         predictionCol: str = "prediction",
+        probabilityCol: str | None = None,
         batchSize: int = 32,
     ) -> None:
         super().__init__()
         params = {
             "featuresCol": featuresCol,
             "predictionCol": predictionCol,
+            "probabilityCol": probabilityCol,
             "batchSize": batchSize,
         }
         private.set_params(self, _DEFAULTS, params)
         _check_trained("module", module)
-        optional(_check_function)("predict", predict)
+        _check_makers(predict, probability)
         self.module = module
-        self._predict = predict or single_number
+        self._meaning = Meaning(predict or single_number, probability)
 
     def parts(self) -> dict[str, Any]:
         """Return the arguments of the constructor that are no Params."""
-        return {"module": self.module, "predict": self._predict}
-
-    def write(self) -> StageWriter:
-        """Return what saves this model: ``write().overwrite().save(path)``."""
-        return StageWriter(self)
+        return {"module": self.module, **self._meaning._asdict()}
 
     @classmethod
     def read(cls) -> StageReader[TorchModel]:
@@ -349,15 +393,22 @@ class TorchModel(_Params, Model, MLReadable["TorchModel"], MLWritable):
     def _transform(self, dataset: Any) -> Any:
         _check_frame("dataset", dataset)
         features, dtypes = self._features(dataset)
-        name = self.getOrDefault("predictionCol")
-        if name in dataset.columns:
-            raise ValueError(f"predictionCol is {name!r}, a column that the DataFrame has already.")
+        self._check_probability(self._meaning.probability)
+        prediction, probability = self.getOrDefault("predictionCol"), self._probability_column()
+        for argument, name in (("predictionCol", prediction), ("probabilityCol", probability)):
+            if name in dataset.columns:
+                raise ValueError(
+                    f"{argument} is {name!r}, a column that the DataFrame has already."
+                )
+        outputs = StructType().add(prediction, DoubleType())
+        if probability is not None:
+            outputs.add(probability, VectorUDT())
         try:
             return predict(
                 dataset,
-                partial(Predictor, self.module, self._predict),
+                partial(Predictor, self.module, self._meaning, prediction, probability),
                 columns=features,
-                outputs=f"{name} double",
+                outputs=outputs,
                 batch_size=self.getOrDefault("batchSize"),
                 dtypes=dtypes,
             )
@@ -365,12 +416,17 @@ class TorchModel(_Params, Model, MLReadable["TorchModel"], MLWritable):
             raise named_error(self.parts(), error) from error
 
 
-def _check_functions(module: Any, loss: Any, optimizer: Any, train: Any, predict: Any) -> None:
+def _check_makers(predict: Any, probability: Any) -> None:
+    optional(_check_function)("predict", predict)
+    optional(_check_function)("probability", probability)
+
+
+def _check_functions(module: Any, loss: Any, optimizer: Any, train: Any, **makers: Any) -> None:
     if (module is None) == (train is None):
         raise ValueError(
             "Pass either module, loss and optimizer, or train, which is the training function."
         )
-    optional(_check_function)("predict", predict)
+    _check_makers(**makers)
     if train is not None:
         loop_arguments(train, {}, "train", "config")
         if loss is not None or optimizer is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
 
 def most_likely_class(output: torch.Tensor) -> torch.Tensor:
@@ -19,36 +21,103 @@ def single_number(output: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def takes_classes(loss: Any) -> bool:
-    """Return whether the targets of a loss function are the indices of classes."""
+def is_positive(output: torch.Tensor) -> torch.Tensor:
+    """Return the class, 0 or 1, of a logit."""
+    return output > 0
+
+
+def is_likely(output: torch.Tensor) -> torch.Tensor:
+    """Return the class, 0 or 1, of a probability."""
+    return output > 0.5
+
+
+def softmax(output: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities of classes, of which each row has the logits."""
+    return output.softmax(dim=1)
+
+
+def sigmoid_of_both(output: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities of the classes 0 and 1, of the logit of class 1."""
+    return torch.stack([(-output).sigmoid(), output.sigmoid()], dim=-1)
+
+
+def both(output: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities of the classes 0 and 1, of that of class 1."""
+    return torch.stack([1 - output, output], dim=-1)
+
+
+class Meaning(NamedTuple):
+    """What the output of a module means, by the loss that has trained it."""
+
+    predict: Callable[[Any], torch.Tensor] = single_number
+    probability: Callable[[Any], torch.Tensor] | None = None
+
+    @property
+    def is_class(self) -> bool:
+        """Whether the targets are indices of classes."""
+        return self.predict is most_likely_class
+
+
+_MEANINGS: dict[Any, Meaning] = {
+    torch.nn.CrossEntropyLoss: Meaning(most_likely_class, softmax),
+    torch.nn.NLLLoss: Meaning(most_likely_class, torch.exp),
+    torch.nn.BCEWithLogitsLoss: Meaning(is_positive, sigmoid_of_both),
+    torch.nn.BCELoss: Meaning(is_likely, both),
+    functional.cross_entropy: Meaning(most_likely_class, softmax),
+    functional.nll_loss: Meaning(most_likely_class, torch.exp),
+    functional.binary_cross_entropy_with_logits: Meaning(is_positive, sigmoid_of_both),
+    functional.binary_cross_entropy: Meaning(is_likely, both),
+}
+
+
+def meaning_for(loss: Any) -> Meaning:
+    """Return what the output of a module means that is trained with a loss function."""
     while isinstance(loss, functools.partial):
         loss = loss.func
-    functional = torch.nn.functional
-    return isinstance(loss, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)) or loss in (
-        functional.cross_entropy,
-        functional.nll_loss,
-    )
-
-
-def default_predict(loss: Any) -> Callable[[Any], torch.Tensor]:
-    """Return what makes the predictions of the outputs of a module that a loss has trained."""
-    return most_likely_class if takes_classes(loss) else single_number
+    kinds = [loss] if inspect.isfunction(loss) else type(loss).__mro__
+    return next((_MEANINGS[kind] for kind in kinds if kind in _MEANINGS), Meaning())
 
 
 class Predictor(torch.nn.Module):
-    """A trained module, followed by the function that makes the predictions of its outputs."""
+    """A trained module, followed by the functions that make columns of its outputs.
 
-    def __init__(self, module: torch.nn.Module, predict: Callable[[Any], Any]) -> None:
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    meaning : Meaning
+        The functions.
+    prediction : str
+        The name of the column of predictions, one number for each row.
+    probability : str or None
+        That of the column of probabilities, a vector for each row.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        meaning: Meaning,
+        prediction: str,
+        probability: str | None,
+    ) -> None:
         super().__init__()
         self.module = module
-        self.predict = predict
+        self.meaning = meaning
+        self.prediction = prediction
+        self.probability = probability
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        found = torch.as_tensor(self.predict(self.module(features)))
-        if found.numel() != len(features):
+    def forward(self, features: torch.Tensor) -> dict[str, torch.Tensor]:
+        output, rows = self.module(features), len(features)
+        found = torch.as_tensor(self.meaning.predict(output))
+        if found.numel() != rows:
             raise ValueError(
-                f"The predictions of {len(features)} rows have the shape {tuple(found.shape)}, but "
-                "a prediction is one number. Pass a function that makes it of the module's output: "
+                f"The predictions of {rows} rows have the shape {tuple(found.shape)}, but a "
+                "prediction is one number. Pass a function that makes it of the module's output: "
                 "predict=lambda output: output.argmax(dim=1)."
             )
-        return found.reshape(len(features)).double()
+        columns = {self.prediction: found.reshape(rows).double()}
+        if self.probability is not None:
+            assert self.meaning.probability is not None, "the driver has checked it"
+            probabilities = torch.as_tensor(self.meaning.probability(output))
+            columns[self.probability] = probabilities.reshape(rows, -1).double()
+        return columns

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distributor import runtime
-from distributor.ml.prediction import takes_classes
+from distributor import runtime, train
+from distributor.ml.prediction import meaning_for
 from distributor.train.config import TorchConfig
 from distributor.train.datasets import TRAIN_DATASET_KEY, get_dataset_shard
 from distributor.train.runtime.session import session
+from distributor.train.storage.checkpoint import Checkpoint
 from distributor.train.torch import prepare_model
 from distributor.train.worker_loop import loop_arguments, process_group
 
 if TYPE_CHECKING:
     from distributor.data.shard import DatasetShard
+
+FILE = "module.pt"
+"""The file of a checkpoint: the states of the module and of the optimizer, and the epoch."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,13 @@ class Training:
 
 @dataclass(frozen=True)
 class ModuleLoop:
-    """Trains a module with a loss function and an optimizer."""
+    """Trains a module with a loss function and an optimizer, and saves each epoch if it can."""
 
     module: torch.nn.Module | Callable[[], torch.nn.Module]
     loss: Callable[[Any, torch.Tensor], torch.Tensor]
     optimizer: Callable[..., torch.optim.Optimizer]
     dtypes: Mapping[str, torch.dtype]
+    has_storage: bool
 
     def __call__(self, config: Mapping[str, Any]) -> torch.nn.Module:
         features, label, seed = config["featuresCol"], config["labelCol"], config["seed"]
@@ -66,16 +72,18 @@ class ModuleLoop:
                 f"{type(module).__name__}."
             )
         model = prepare_model(module).train()
-        torch.manual_seed(seed + runtime.get_global_rank())  # of dropout, on each rank another
         rate = {} if config["stepSize"] is None else {"lr": config["stepSize"]}
         optimizer = self.optimizer(model.parameters(), **rate)
+        first = self._resume(module, optimizer)
         batches = get_dataset_shard().iter_torch_batches(
             batch_size=config["batchSize"],
             dtypes=self.dtypes,
             shuffle=True,
             seed=seed,
         )
-        for epoch in range(config["maxIter"]):
+        for epoch in range(first, config["maxIter"]):
+            # Of dropout: another on each rank, and the same after a failure.
+            torch.manual_seed(seed + epoch * runtime.get_world_size() + runtime.get_global_rank())
             for batch in batches:
                 output = model(batch[features])
                 loss = self.loss(output, self._target(batch[label], output, label))
@@ -83,10 +91,23 @@ class ModuleLoop:
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             runtime.progress(epoch + 1, config["maxIter"], loss=loss.detach())
+            if self.has_storage:
+                _save(module, optimizer, epoch, loss.item())
         return model
 
+    def _resume(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """Load the latest checkpoint, and return the first epoch that is not in it."""
+        checkpoint = train.get_checkpoint() if self.has_storage else None
+        if checkpoint is None:
+            return 0
+        with checkpoint.as_directory() as folder:
+            saved = torch.load(f"{folder}/{FILE}", map_location="cpu", weights_only=False)
+        module.load_state_dict(saved["module"])
+        optimizer.load_state_dict(saved["optimizer"])
+        return int(saved["epoch"]) + 1
+
     def _target(self, labels: torch.Tensor, output: Any, name: str) -> torch.Tensor:
-        if takes_classes(self.loss):
+        if meaning_for(self.loss).is_class:
             target = labels.long()
             if not torch.equal(target, labels):
                 raise ValueError(f"Column {name!r} has labels that are no indices of classes.")
@@ -100,3 +121,16 @@ class ModuleLoop:
                 "need train=..., or are those of classes: CrossEntropyLoss and NLLLoss."
             )
         return labels.to(output.dtype).view_as(output)
+
+
+def _save(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, epoch: int, loss: float
+) -> None:
+    metrics = {"epoch": epoch, "loss": loss}
+    if runtime.get_global_rank():
+        train.report(metrics)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        states = {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**states, "epoch": epoch}, f"{folder}/{FILE}")
+        train.report(metrics, Checkpoint.from_directory(folder))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,10 +22,14 @@ from torch.nn.functional import cross_entropy
 
 from distributor import UnpicklableError
 from distributor.ml import TorchEstimator, TorchModel
+from distributor.ml.prediction import Predictor, meaning_for
+from distributor.train import Result
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [pytest.mark.spark, needs_java]
 ROWS = 300
+STEPS = 5
+"""The steps of an epoch of the fit that fails."""
 
 
 class Net(torch.nn.Module):
@@ -116,6 +123,82 @@ def test_a_number_is_learned_from_arrays(numbers: Any) -> None:
     assert r2(model.transform(numbers)) > 0.95
 
 
+def test_a_class_of_two_and_its_probability(numbers: Any) -> None:
+    from pyspark.ml.evaluation import BinaryClassificationEvaluator
+
+    estimator = regressor(
+        loss=torch.nn.BCEWithLogitsLoss(),
+        featuresCol="x",
+        labelCol="kind",
+        probabilityCol="chances",
+        maxIter=20,
+    )
+    found = estimator.fit(numbers).transform(numbers)
+
+    assert accuracy(found) > 0.95
+    row = found.first()
+    assert row.prediction == row.chances.argmax()
+    assert row.chances.sum() == pytest.approx(1)
+    evaluator = BinaryClassificationEvaluator(rawPredictionCol="chances", labelCol="kind")
+    assert evaluator.evaluate(found) > 0.95
+
+
+@pytest.mark.parametrize(
+    ("loss", "output", "prediction", "probability"),
+    [
+        (torch.nn.CrossEntropyLoss(), [math.log(3), 0], 0, [0.75, 0.25]),
+        (partial(cross_entropy, reduction="sum"), [0, math.log(3)], 1, [0.25, 0.75]),
+        (torch.nn.NLLLoss(), [math.log(0.25), math.log(0.75)], 1, [0.25, 0.75]),
+        (torch.nn.BCEWithLogitsLoss(), [-math.log(3)], 0, [0.75, 0.25]),
+        (torch.nn.BCELoss(), [0.75], 1, [0.25, 0.75]),
+    ],
+)
+def test_losses_determine_what_outputs_mean(
+    loss: Any, output: list[float], prediction: int, probability: list[float]
+) -> None:
+    model = Predictor(torch.nn.Identity(), meaning_for(loss), "guess", "chances")
+    found = model(torch.tensor([output, output]))
+
+    assert found["guess"].tolist() == [prediction] * 2
+    assert found["chances"].tolist() == [pytest.approx(probability)] * 2
+
+
+class FailsOnce(Net):
+    """Ends the process in the third epoch of the first attempt."""
+
+    def __init__(self, marker: str) -> None:
+        super().__init__()
+        self.drop = torch.nn.Dropout(0.2)
+        self.steps = 0
+        self.marker = marker
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        if self.steps > 2 * STEPS and not Path(self.marker).exists():
+            Path(self.marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(self.drop(x))
+
+
+def test_a_killed_fit_continues_at_the_epoch(numbers: Any, tmp_path: Path) -> None:
+    unbroken, killed = str(tmp_path), str(tmp_path / "killed")
+    storage = tmp_path / "storage"
+    arguments = {"featuresCol": "x", "batchSize": -(-ROWS // STEPS), "maxIter": 4}
+    estimator = regressor(module=partial(FailsOnce, unbroken), **arguments)
+    expected = estimator.fit(numbers).module.state_dict()
+    estimator = regressor(
+        module=partial(FailsOnce, killed), **arguments, storage_path=storage, max_failures=1
+    )
+    found = estimator.fit(numbers).module
+
+    assert Path(killed).exists(), "a rank was killed"
+    assert found.steps == 2 * STEPS, "of the last two epochs"
+    assert all(torch.equal(value, expected[name]) for name, value in found.state_dict().items())
+    [run] = storage.iterdir()
+    epochs = [report.metrics["epoch"] for report in Result.from_path(run).reports]
+    assert epochs == [0, 1, 2, 3]
+
+
 def train_in_full(config: dict[str, Any]) -> torch.nn.Module | None:
     from distributor import train
     from distributor.train.torch import prepare_model
@@ -172,8 +255,8 @@ def test_params(numbers: Any) -> None:
     estimator = regressor(featuresCol="x", maxIter=1)
     assert estimator.getFeaturesCol() == "x"
     assert {each.name for each in estimator.params} == {
-        *("batchSize", "config", "featuresCol", "labelCol", "maxIter", "predictionCol", "seed"),
-        "stepSize",
+        *("batchSize", "config", "featuresCol", "labelCol", "maxIter", "predictionCol"),
+        *("probabilityCol", "seed", "stepSize"),
     }
     extra = {estimator.maxIter: 3, estimator.predictionCol: "guess"}
     assert estimator.extractParamMap(extra).items() >= extra.items()
@@ -287,6 +370,7 @@ def test_stages_are_saved_with_their_params_and_functions(points: Any, tmp_path:
         ({"loss": torch.nn.MSELoss}, TypeError, r"is the class MSELoss: .* MSELoss\(\)"),
         ({"optimizer": 0.1}, TypeError, "optimizer must be a function of the module's"),
         ({"predict": "argmax"}, TypeError, "predict must be a function"),
+        ({"probability": 0.5}, TypeError, "probability must be a function"),
         ({"batchSize": 0}, ValueError, "batchSize must be at least 1, but is 0"),
         ({"batchSize": "many"}, TypeError, "batchSize must be an integer"),
         ({"config": {"net": Net}}, TypeError, "config"),
@@ -319,6 +403,7 @@ def test_wrong_arguments(spark: Any, arguments: Any, error: Any, message: str) -
         ({"featuresCol": "a"}, TypeError, "featuresCol is 'a', a column of type double"),
         ({"labelCol": "x"}, TypeError, r"labelCol is 'x', a column of type array<double>"),
         ({"config": {"seed": 1}}, ValueError, "config has 'seed', which is a Param"),
+        ({"probabilityCol": "p"}, ValueError, "probabilityCol is 'p', but .* losses of classes"),
     ],
 )
 def test_wrong_columns(numbers: Any, arguments: Any, error: Any, message: str) -> None:
@@ -335,6 +420,11 @@ def test_rows_that_cannot_be_used(numbers: Any) -> None:
     model = TorchModel(Net(), featuresCol="x")
     with pytest.raises(ValueError, match="predictionCol is 'a', a column that"):
         model.transform(numbers, {model.predictionCol: "a"})
+    with pytest.raises(ValueError, match=r"probabilityCol is 'p', but .* losses of classes"):
+        model.transform(numbers, {model.probabilityCol: "p"})
+    model = TorchModel(Net(2), probability=torch.exp, featuresCol="x", probabilityCol="id")
+    with pytest.raises(ValueError, match="probabilityCol is 'id', a column that"):
+        model.transform(numbers)
     with pytest.raises(ValueError, match="featuresCol is 'features', which is no column"):
         TorchModel(Net()).transform(numbers)
 
