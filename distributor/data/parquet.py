@@ -256,6 +256,7 @@ class ParquetSource:
     row_groups: list[tuple[int, int]]  # of each chunk, the file and the number of the row group
     file_schema: pa.Schema  # all columns of the files
     expression: Any  # which rows are read; None for all
+    use_threads: bool = True  # of pyarrow, to read a row group
     _last: tuple[int, pa.Table] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -273,7 +274,12 @@ class ParquetSource:
         table = (
             self.files[file]
             .fragment(self.filesystem, [row_group])
-            .to_table(schema=self.file_schema, columns=self.schema.names, filter=self.expression)
+            .to_table(
+                schema=self.file_schema,
+                columns=self.schema.names,
+                filter=self.expression,
+                use_threads=self.use_threads,
+            )
         )
         if len(table) != self.chunk_rows[chunk]:
             raise RuntimeError(

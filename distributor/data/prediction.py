@@ -387,7 +387,8 @@ class _FileRows:
         own = frozenset(name for name in plan.names if name not in plan.keep)
         plan = replace(
             plan,
-            source=replace(self._groups, schema=pa.schema(fields)),
+            # There is a task for each core.
+            source=replace(self._groups, schema=pa.schema(fields), use_threads=False),
             options=replace(plan.options, private=own),
         )
         numbers = self._session.spark.range(*groups, 1, parts)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import pickle
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ import pyarrow.parquet as pq
 import torch
 
 from distributor.data.batches import (
+    PART_BYTES,
     Converted,
     Format,
     batches_of,
@@ -29,6 +32,7 @@ from distributor.data.shared_model import load_once
 from distributor.data.tensors import TensorOptions
 from distributor.rank.devices import move
 
+MAX_WAIT_SECONDS = 0.1  # for more rows of a batch
 MAX_MODELS = 2  # that a Python worker keeps; those used last
 _MODELS: dict[tuple[str, str], Model] = {}
 
@@ -94,23 +98,42 @@ class Prediction:
             self.options, itemgetter(columns) if isinstance(columns, str) else None
         )
 
-    def read(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def read(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
         """Yield rows of the task, which gets them or the numbers of row groups."""
         if self.source is None:
-            for batch in batches:
-                yield pa.RecordBatch.from_arrays(batch.columns, list(self.names))
+            names = list(self.names)
+            yield from _joined(pa.RecordBatch.from_arrays(each.columns, names) for each in batches)
             return
         for batch in batches:
             for chunk in batch.column(0).to_pylist():
-                yield from self.source.read(chunk).to_batches()
+                yield self.source.read(chunk)
+
+
+def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Join batches, each of which would otherwise cost more time than its rows."""
+    rows: list[pa.RecordBatch] = []
+    size, began = 0, 0.0
+    for batch in batches:
+        if rows and time.monotonic() > began + MAX_WAIT_SECONDS:  # they come slowly
+            yield pa.Table.from_batches(rows)
+            rows, size = [], 0
+        if not rows:
+            began = time.monotonic()
+        rows.append(batch)
+        size += batch.nbytes
+        if size >= PART_BYTES:
+            yield pa.Table.from_batches(rows)
+            rows, size = [], 0
+    if rows:
+        yield pa.Table.from_batches(rows)
 
 
 class Batch(NamedTuple):
     """Rows of a partition, and what the model gets of them."""
 
-    rows: pa.RecordBatch
+    rows: pa.Table
     first: int  # the number of the first row in the partition
-    inputs: list[Converted]
+    inputs: Converted
 
 
 class Model:
@@ -196,7 +219,7 @@ def describe_outputs(
     part, model = _begin(prediction)
     for batch in _converted(prediction, batches, part):
         with _errors_name_rows(part, batch.first, batch.rows.num_rows):
-            inputs = next(batches_of(batch.inputs, prediction.format))[1]
+            inputs = next(batches_of([batch.inputs], prediction.format))[1]
             found = model.outputs(inputs)
             schema = pa.schema([(name, type_of(value, name)) for name, value in found.items()])
         serialized = pa.array([schema.serialize().to_pybytes()])
@@ -206,6 +229,7 @@ def describe_outputs(
 
 def _begin(prediction: Prediction) -> tuple[int, Model]:
     """Return the number of this task's partition, and the model, loaded if it is not yet."""
+    _freeze_modules()
     context = _context()
     device = prediction.device or _device_of(context)
     key = prediction.key, device
@@ -214,6 +238,16 @@ def _begin(prediction: Prediction) -> tuple[int, Model]:
     while len(_MODELS) > MAX_MODELS:
         del _MODELS[next(iter(_MODELS))]
     return context.partitionId(), model
+
+
+@cache
+def _freeze_modules() -> None:
+    """Leave what is imported out of the garbage collection that PySpark does after each task.
+
+    With torch it would take a tenth of a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _context() -> Any:
@@ -241,21 +275,21 @@ def _converted(
     columns = prediction.columns
     names = [columns] if isinstance(columns, str) else list(columns)
     first = 0
-    for rows in prediction.read(batches):
-        if rows.num_rows:
-            with _errors_name_rows(part, first, rows.num_rows):
-                table = pa.Table.from_batches([rows.select(names)])
-                inputs = converted_tables([table], prediction.format, prediction.batch_size)
-                batch = Batch(rows, first, list(inputs))
-            yield batch
-        first += rows.num_rows
+    for table in prediction.read(batches):
+        inputs = converted_tables([table.select(names)], prediction.format, prediction.batch_size)
+        while table.num_rows:
+            with _errors_name_rows(part, first, table.num_rows):
+                converted = next(inputs)
+            yield Batch(table.slice(0, converted.rows), first, converted)
+            table = table.slice(converted.rows)
+            first += converted.rows
 
 
 def _predicted(prediction: Prediction, model: Model, batch: Batch, part: int) -> pa.RecordBatch:
     kinds = {field.name: field.type for field in prediction.outputs}
     columns: dict[str, list[pa.Array]] = {name: [] for name in kinds}
     first = batch.first
-    for num_rows, inputs in batches_of(batch.inputs, prediction.format):
+    for num_rows, inputs in batches_of([batch.inputs], prediction.format):
         with _errors_name_rows(part, first, num_rows):
             found = model.outputs(inputs)
             if found.keys() != kinds.keys():
@@ -266,9 +300,13 @@ def _predicted(prediction: Prediction, model: Model, batch: Batch, part: int) ->
             for name, kind in kinds.items():
                 columns[name].append(to_arrow(found[name], kind, num_rows, name))
         first += num_rows
-    kept = [batch.rows.column(name) for name in prediction.keep]
+    kept = [_whole(batch.rows.column(name)) for name in prediction.keep]
     predicted = [pa.concat_arrays(parts) for parts in columns.values()]
     return pa.RecordBatch.from_arrays([*kept, *predicted], [*prediction.keep, *kinds])
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
 
 
 @contextlib.contextmanager
