@@ -17,10 +17,10 @@ from conftest import facts_in, needs_java
 from distributor import TorchDistributor
 from distributor.core.module_search import Location, imported, is_installed
 from distributor.core.resources import format_bytes
-from distributor.programs import user_modules
-from distributor.programs.user_modules import ModuleFile, select_modules
 from distributor.serialization.pickling import dump_call
 from distributor.serialization.program import Script
+from distributor.spark import user_modules
+from distributor.spark.user_modules import ModuleFile, select_modules
 
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import itertools
 import os
 import pickle
 import uuid
@@ -29,9 +31,11 @@ from distributor.errors import UnpicklableError
 from distributor.filesystems import list_files, make_folder, resolve
 from distributor.screen.messages import notify
 from distributor.serialization import code_pickle
+from distributor.serialization.code_search import imports_of
 from distributor.serialization.pickle_diagnostics import find_unpicklable
 from distributor.spark.package_shipping import portable_task
 from distributor.spark.session import Session
+from distributor.spark.user_modules import ship_modules
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -75,7 +79,8 @@ def predict(
         Returns the model: a module, which is moved to the device and set to evaluation, or a
         callable. It is called on the executors. The model gets tensors without gradients, and
         returns a tensor with a value for each row along its first dimension, or a dict of tensors
-        by the names of columns. It may also return arrays of numpy and lists of strings.
+        by the names of columns. It may also return arrays of numpy and lists of strings. Modules of
+        the user, such as those beside the notebook, are sent to the executors.
     checkpoint : Checkpoint or Result, optional
         What `load` loads: it is called with the path of a local folder with the checkpoint's files.
         Of a Result it is the latest checkpoint.
@@ -124,16 +129,16 @@ def predict(
     rows, plan, result = _prepare(
         data,
         load,
-        checkpoint=checkpoint,
-        columns=columns,
-        outputs=outputs,
-        keep=keep,
-        batch_size=batch_size,
-        collate_fn=collate_fn,
-        device=device,
-        dtypes=dtypes,
-        fill=fill,
-        ragged=ragged,
+        checkpoint,
+        columns,
+        outputs,
+        keep,
+        batch_size,
+        collate_fn,
+        device,
+        dtypes,
+        fill,
+        ragged,
     )
     planned: DataFrame = rows.planned(plan, _PREDICT, result)
     return planned
@@ -180,7 +185,9 @@ def predict_to_parquet(
     with contextlib.suppress(FileNotFoundError):
         if list_files(filesystem, path):
             raise FileExistsError(f"{shown(folder)} has files. Name a new folder, or remove them.")
-    rows, plan, result = _prepare(data, load, **options)
+    arguments = inspect.signature(predict).bind(data, load, **options)
+    arguments.apply_defaults()
+    rows, plan, result = _prepare(**arguments.arguments)
     temporary = f"{path}/_temporary"
     make_folder(filesystem, temporary)
     try:
@@ -233,8 +240,10 @@ def predict_batch_udf(
     from pyspark.ml.functions import predict_batch_udf as pyspark_function
 
     _check_callable("make_predict_fn", make_predict_fn)
-    argument = pickle.dumps((uuid.uuid4().hex, _pickled(make_predict_fn=make_predict_fn)))
     session = Session.require_active()
+    functions = _pickled(make_predict_fn=make_predict_fn)
+    modules = _modules(session, make_predict_fn)
+    argument = pickle.dumps((uuid.uuid4().hex, functions, modules))
     task = portable_task(session, _LOAD, argument)
     return session.column_function(pyspark_function(lambda: next(task(iter(()))), **options))
 
@@ -242,17 +251,16 @@ def predict_batch_udf(
 def _prepare(
     data: Any,
     load: Any,
-    *,
-    checkpoint: Any = None,
-    columns: Any = None,
-    outputs: Any = None,
-    keep: Any = None,
-    batch_size: int = 1024,
-    collate_fn: Any = None,
-    device: Any = None,
-    dtypes: Dtypes = None,
-    fill: Any = None,
-    ragged: Ragged = "error",
+    checkpoint: Any,
+    columns: Any,
+    outputs: Any,
+    keep: Any,
+    batch_size: int,
+    collate_fn: Any,
+    device: Any,
+    dtypes: Dtypes,
+    fill: Any,
+    ragged: Ragged,
 ) -> tuple[_SparkRows | _FileRows, Prediction, StructType]:
     """Return the rows, what tasks do with them, and the columns of the result."""
     require_spark()
@@ -285,6 +293,7 @@ def _prepare(
     plan = Prediction(
         key=uuid.uuid4().hex,
         functions=_pickled(load=load, collate_fn=collate_fn, checkpoint=checkpoint),
+        modules=_modules(rows.session, load, collate_fn),
         names=[name for name in schema.names if name in needed or name in kept],
         columns=inputs if isinstance(inputs, str) else list(inputs),
         keep=kept,
@@ -322,7 +331,7 @@ class _SparkRows:
                 f"but got an object of type {type(frame).__module__}.{type(frame).__name__}."
             )
         self._frame = frame
-        self._session = Session(frame.sparkSession)
+        self.session = Session(frame.sparkSession)
 
     def schema(self) -> Any:
         return self._frame.schema
@@ -336,12 +345,12 @@ class _SparkRows:
                 "A streaming DataFrame has no rows yet to find the model's outputs with. Name "
                 "them: outputs='score float'."
             )
-        return _described(_mapped(self._session, self._rows(plan).limit(2), plan, *_DESCRIBE))
+        return _described(_mapped(self.session, self._rows(plan).limit(2), plan, *_DESCRIBE))
 
     def planned(self, plan: Prediction, task: str, schema: StructType | str) -> Any:
         if path := private.scanned_parquet(self._frame):
             _suggest_files(path)
-        return _mapped(self._session, self._rows(plan), plan, task, schema)
+        return _mapped(self.session, self._rows(plan), plan, task, schema)
 
     def _rows(self, plan: Prediction) -> Any:
         columns = self._frame.columns
@@ -361,7 +370,7 @@ class _FileRows:
 
     def __init__(self, shard: ParquetShard) -> None:
         self._groups = shard.row_groups
-        self._session = Session.require_active()
+        self.session = Session.require_active()
         self.name = self._groups.name
 
     def schema(self) -> Any:
@@ -376,7 +385,7 @@ class _FileRows:
 
     def planned(self, plan: Prediction, task: str, schema: StructType | str) -> Any:
         groups = len(self._groups.chunk_rows)
-        parts = self._session.num_partitions(self._groups.chunk_bytes.sum(), PARTITION_BYTES)
+        parts = self.session.num_partitions(self._groups.chunk_bytes.sum(), PARTITION_BYTES)
         return self._mapped((0, groups), parts and min(parts, groups), plan, task, schema)
 
     def _mapped(
@@ -391,8 +400,8 @@ class _FileRows:
             source=replace(self._groups, schema=pa.schema(fields), use_threads=False),
             options=replace(plan.options, private=own),
         )
-        numbers = self._session.spark.range(*groups, 1, parts)
-        return _mapped(self._session, numbers, plan, task, schema)
+        numbers = self.session.spark.range(*groups, 1, parts)
+        return _mapped(self.session, numbers, plan, task, schema)
 
 
 _PREDICT = "distributor.data.prediction_task:predict_rows"
@@ -453,6 +462,12 @@ def _check_callable(name: str, function: object) -> None:
     if not callable(function):
         hint = " Pass a function that returns the model." if name == "load" else ""
         raise TypeError(f"{name} must be a function, but is {type(function).__name__}.{hint}")
+
+
+def _modules(session: Session, *functions: Any) -> str | None:
+    """Send the user's modules to the executors, and return the archive's name."""
+    found = itertools.chain.from_iterable(map(imports_of, functions))
+    return ship_modules(session, imports=frozenset(found))
 
 
 def _pickled(**functions: Any) -> bytes:

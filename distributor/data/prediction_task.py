@@ -31,6 +31,7 @@ from distributor.data.parquet import SPARK_SCHEMA, ParquetSource
 from distributor.data.shared_model import load_once
 from distributor.data.tensors import TensorOptions
 from distributor.rank.devices import move
+from distributor.spark.executor_modules import modules_from
 
 MAX_WAIT_SECONDS = 0.1  # for more rows of a batch
 MAX_MODELS = 2  # that a Python worker keeps; those used last
@@ -55,6 +56,8 @@ class Prediction:
         Identifies the model among those of the executor.
     functions : bytes
         The pickled `load`, `collate_fn` and `checkpoint`.
+    modules : str or None
+        The archive of the user's modules that these need.
     names : sequence of str
         The columns that the tasks get.
     columns : str or sequence of str
@@ -79,6 +82,7 @@ class Prediction:
 
     key: str
     functions: bytes
+    modules: str | None
     names: Sequence[str]
     columns: str | Sequence[str]
     keep: Sequence[str]
@@ -101,31 +105,31 @@ class Prediction:
     def read(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
         """Yield rows of the task, which gets them or the numbers of row groups."""
         if self.source is None:
-            names = list(self.names)
-            yield from _joined(pa.RecordBatch.from_arrays(each.columns, names) for each in batches)
+            for batch in batches:
+                yield pa.Table.from_arrays(batch.columns, list(self.names))
             return
         for batch in batches:
             for chunk in batch.column(0).to_pylist():
                 yield self.source.read(chunk)
 
 
-def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Join batches, each of which would otherwise cost more time than its rows."""
-    rows: list[pa.RecordBatch] = []
+def _joined(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """Join small tables, each of which would otherwise cost more time than its rows."""
+    parts: list[pa.Table] = []
     size, began = 0, 0.0
-    for batch in batches:
-        if rows and time.monotonic() > began + MAX_WAIT_SECONDS:  # they come slowly
-            yield pa.Table.from_batches(rows)
-            rows, size = [], 0
-        if not rows:
+    for table in tables:
+        if parts and time.monotonic() > began + MAX_WAIT_SECONDS:  # they come slowly
+            yield pa.concat_tables(parts)
+            parts, size = [], 0
+        if not parts:
             began = time.monotonic()
-        rows.append(batch)
-        size += batch.nbytes
+        parts.append(table)
+        size += table.nbytes
         if size >= PART_BYTES:
-            yield pa.Table.from_batches(rows)
-            rows, size = [], 0
-    if rows:
-        yield pa.Table.from_batches(rows)
+            yield pa.concat_tables(parts)
+            parts, size = [], 0
+    if parts:
+        yield pa.concat_tables(parts)
 
 
 class Batch(NamedTuple):
@@ -199,16 +203,19 @@ def write_rows(
 
 def load_function(argument: bytes, _: Iterator[Any], __: str) -> Iterator[Callable[..., Any]]:
     """Yield the function of `predict_batch_udf`, which the executor has loaded once."""
-    key, functions = pickle.loads(argument)
-    [make_predict_fn] = pickle.loads(functions)
-    yield load_once(key, make_predict_fn)
+    key, functions, modules = pickle.loads(argument)
+    with modules_from(modules):
+        [make_predict_fn] = pickle.loads(functions)
+        found = load_once(key, make_predict_fn)
+    yield found
 
 
 def _predict(prediction: Prediction, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    part, model = _begin(prediction)
-    # While the model computes, a thread receives or reads what comes next, and converts it.
-    for batch in prefetched(_converted(prediction, batches, part), 1):
-        yield _predicted(prediction, model, batch, part)
+    with modules_from(prediction.modules):
+        part, model = _begin(prediction)
+        # While the model computes, a thread receives or reads what comes next, and converts it.
+        for batch in prefetched(_converted(prediction, batches, part), 1):
+            yield _predicted(prediction, model, batch, part)
 
 
 def describe_outputs(
@@ -216,15 +223,17 @@ def describe_outputs(
 ) -> Iterator[pa.RecordBatch]:
     """Yield the columns for the model's outputs, as a schema; a task of ``mapInArrow``."""
     prediction: Prediction = pickle.loads(argument)
-    part, model = _begin(prediction)
-    for batch in _converted(prediction, batches, part):
+    with modules_from(prediction.modules):
+        part, model = _begin(prediction)
+        batch = next(_converted(prediction, batches, part), None)
+        if batch is None:
+            return
         with _errors_name_rows(part, batch.first, batch.rows.num_rows):
             inputs = next(batches_of([batch.inputs], prediction.format))[1]
             found = model.outputs(inputs)
             schema = pa.schema([(name, type_of(value, name)) for name, value in found.items()])
-        serialized = pa.array([schema.serialize().to_pybytes()])
-        yield pa.RecordBatch.from_arrays([serialized], ["schema"])
-        return
+    serialized = pa.array([schema.serialize().to_pybytes()])
+    yield pa.RecordBatch.from_arrays([serialized], ["schema"])
 
 
 def _begin(prediction: Prediction) -> tuple[int, Model]:
@@ -275,7 +284,7 @@ def _converted(
     columns = prediction.columns
     names = [columns] if isinstance(columns, str) else list(columns)
     first = 0
-    for table in prediction.read(batches):
+    for table in _joined(prediction.read(batches)):
         inputs = converted_tables([table.select(names)], prediction.format, prediction.batch_size)
         while table.num_rows:
             with _errors_name_rows(part, first, table.num_rows):

@@ -27,10 +27,10 @@ from distributor.node.process.spawner import Interpreter
 from distributor.node.process.supervisor import is_supported
 from distributor.node.process.zygote import ZygoteSpec
 from distributor.programs.environments import prepared_here
-from distributor.programs.user_modules import folders_of, located_modules
 from distributor.rank.messages import SECRET_BYTES
 from distributor.screen.one_time_warnings import warn_if_source_changed
 from distributor.serialization.program import in_file
+from distributor.spark.user_modules import folders_of, located_modules
 from distributor.wire.messages import NodeWarning, Stop
 
 NODE = 0

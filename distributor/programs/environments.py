@@ -15,11 +15,11 @@ from typing import TypeAlias
 from distributor.node.environment.archive import READ_ERRORS, SUFFIXES, find_python_library, unpack
 from distributor.node.environment.cache import build_once, cache_folder, with_default_cache
 from distributor.node.environment.resolve import PreparedEnvironment, use_packed, use_requirements
-from distributor.programs.user_modules import own_folders
 from distributor.screen.messages import notify
 from distributor.settings.defaults import conf_cache_dir
 from distributor.spark.executor_files import send_archive
 from distributor.spark.session import Session
+from distributor.spark.user_modules import own_folders
 
 Environment: TypeAlias = str | os.PathLike[str] | Sequence[str] | None
 """A packed environment's path, or requirements; None for the installed interpreter."""

@@ -18,13 +18,13 @@ from distributor.core.spelling import Spelling
 from distributor.core.text import listed
 from distributor.node.agent.worker_env import RANK_VARIABLES
 from distributor.programs.environments import Environment, check_environment
-from distributor.programs.user_modules import check_py_modules
 from distributor.settings import types as types
 from distributor.settings.defaults import complete
 from distributor.settings.fields import AdminDefault, documented, setting, setting_fields
 from distributor.settings.listener import Listener
 from distributor.settings.types import option
 from distributor.spark.executor_resources import check_executor_resources
+from distributor.spark.user_modules import check_py_modules
 
 _SECONDS_OR_OFF = replace(
     types.SECONDS_IF_ANY.with_options(

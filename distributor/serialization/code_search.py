@@ -36,6 +36,15 @@ def imports_in_code(code: types.CodeType) -> Iterator[str]:
                 yield f"{module}.{instruction.argval}"
 
 
+def imports_of(function: Any) -> Iterator[str]:
+    """Yield what the code of a function imports; nothing of other objects."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    if isinstance(code, types.CodeType):
+        yield from imports_in_code(code)
+
+
 def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
     """Yield a function's code and that of functions and classes inside it."""
     yield code

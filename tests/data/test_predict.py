@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +273,27 @@ def test_a_killed_task_costs_no_row(
 
 
 @pytest.mark.parametrize("data", ["files"], indirect=True)
+def test_the_users_modules_are_sent(
+    data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that a function imports, and again when they have changed."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # which could hide the change
+    (tmp_path / "my_offsets.py").write_text("OFFSET = 0.5")
+    for factor in (2, 30):
+        (tmp_path / "my_models.py").write_text(f"def scaled(ids): return {factor} * ids")
+        monkeypatch.delitem(sys.modules, "my_models", raising=False)
+        scaled = importlib.import_module("my_models").scaled
+
+        def load(scaled: Any = scaled) -> Any:
+            from my_offsets import OFFSET
+
+            return lambda ids: scaled(ids) + OFFSET
+
+        found = predict(data, load, columns="id", outputs="y double", keep=["id"]).collect()
+        assert {row.id: row.y for row in found} == {at: factor * at + 0.5 for at in range(ROWS)}
+
+
 def test_a_checkpoint_is_loaded(data: Any, tmp_path: Path) -> None:
     from types import SimpleNamespace
 
@@ -350,6 +373,24 @@ def test_vectors_texts_and_nulls(spark: Any) -> None:
     assert {type(row["v.w"]).__name__ for row in found} == {"DenseVector", "SparseVector"}
     with pytest.raises(Exception, match=r"ValueError for rows 0 to 0 of partition .*has 1 null"):
         predict(frame, load, **settings).collect()
+
+
+def test_a_models_batches_are_full(data: Any, spark: Any) -> None:
+    """They do not end where a row group or a batch of Spark ends."""
+
+    def load() -> Any:
+        return lambda batch: torch.full([len(batch)], len(batch))
+
+    limit = "spark.sql.execution.arrow.maxRecordsPerBatch"
+    spark.conf.set(limit, "20")
+    try:
+        found = predict(data, load, columns="x", outputs="n int", keep=[], batch_size=64).collect()
+    finally:
+        spark.conf.unset(limit)
+    sizes = Counter(row.n for row in found)
+    assert sizes.total() == ROWS
+    # A task's last batch has fewer rows, and so has one after which Spark's rows came slowly.
+    assert sizes[64] > ROWS / 2, sizes
 
 
 def test_rows_of_an_early_end(data: Any) -> None:

@@ -651,7 +651,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "modules that imported modules import are sent",
-        "distributor/programs/user_modules.py",
+        "distributor/spark/user_modules.py",
         "wanted += _imports_of(found",
         "_ = _imports_of(found",
         ("test_modules.py::test_modules_that_imported_modules_import_are_sent",),

@@ -20,7 +20,6 @@ from distributor.launchers.spark.hub_address import HubAddress, choose_hub_addre
 from distributor.launchers.spark.large_programs import program_for_nodes, use_spark, uses_spark
 from distributor.launchers.spark.task.task_spec import ProgramFile, TaskSpec
 from distributor.programs.environments import ship_environment
-from distributor.programs.user_modules import hint, ship_modules
 from distributor.run.settings import Settings, gpu_type_of
 from distributor.run.spec import RunSpec
 from distributor.screen.one_time_warnings import warn_once
@@ -31,6 +30,7 @@ from distributor.spark.log_quieting import no_log_of_interrupts
 from distributor.spark.plan import ClusterPlan, check_encryption, check_launch
 from distributor.spark.session import Session
 from distributor.spark.spark_job import SparkJob
+from distributor.spark.user_modules import folders_of_program, hint, ship_modules
 from distributor.wire.hub import Hub
 from distributor.wire.sealing import rank_secret
 from distributor.wire.transfer import ProgramNotReceived
@@ -47,7 +47,12 @@ class Shipped(NamedTuple):
         """Send what a run needs; tasks that are submitted after this have it."""
         settings = spec.settings
         return cls(
-            ship_modules(session, spec.program, settings.py_modules),
+            ship_modules(
+                session,
+                folders_of_program(spec.program),
+                spec.program.imports,
+                settings.py_modules,
+            ),
             ship_environment(session, settings.environment),
         )
 

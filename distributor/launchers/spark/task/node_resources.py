@@ -14,7 +14,6 @@ from distributor.core.addresses import host_name
 from distributor.core.gpus import missing_gpus
 from distributor.core.versions import software
 from distributor.errors import ExecutorNotReady
-from distributor.launchers.spark.task.shipped_files import spark_files_folder
 from distributor.launchers.spark.task.task_spec import TaskSpec
 from distributor.node.agent.memory import memory_warnings
 from distributor.node.agent.worker_env import visible_devices
@@ -24,6 +23,7 @@ from distributor.node.environment.resolve import PreparedEnvironment
 from distributor.node.process import zygote
 from distributor.node.process.spawner import Interpreter
 from distributor.node.process.supervisor import is_supported
+from distributor.spark.executor_modules import spark_files_folder
 from distributor.wire.messages import NodeWarning
 
 

@@ -18,10 +18,11 @@ from distributor.core.addresses import host_name
 from distributor.core.files import atomic_path, for_this_user
 from distributor.core.resources import format_bytes
 from distributor.errors import ExecutorNotReady
-from distributor.launchers.spark.task.shipped_files import program_on_this_node, spark_files_folder
+from distributor.launchers.spark.task.shipped_files import program_on_this_node
 from distributor.launchers.spark.task.task_spec import ProgramFile, TaskSpec
 from distributor.node.node import Node
 from distributor.serialization.program import in_file
+from distributor.spark.executor_modules import spark_files_folder
 from distributor.wire.messages import ProgramRelay, ProgramStored, ProgramWanted
 from distributor.wire.transfer import (
     ArrivingBlock,

@@ -20,7 +20,6 @@ from distributor.launchers.spark.task.node_resources import (
     warnings_about_memory,
 )
 from distributor.launchers.spark.task.program_file import program_file
-from distributor.launchers.spark.task.shipped_files import unpack_modules
 from distributor.launchers.spark.task.task_spec import TaskSpec
 from distributor.node.agent.network import routable_address, source_address
 from distributor.node.agent.node_warnings import node_warnings
@@ -31,6 +30,7 @@ from distributor.node.process import zygote
 from distributor.node.process.spawner import Interpreter
 from distributor.node.process.supervisor import is_supported
 from distributor.node.worker.libraries import SPARK_FILES
+from distributor.spark.executor_modules import unpack_modules
 
 
 @dataclass(frozen=True)

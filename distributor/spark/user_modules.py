@@ -37,6 +37,7 @@ from distributor.screen.one_time_warnings import warn_once
 from distributor.serialization.code_search import imports_in_source
 from distributor.serialization.program import Call, Module, Program, Script
 from distributor.spark.executor_files import send_file
+from distributor.spark.executor_modules import ARCHIVE
 from distributor.spark.session import Session
 
 MAX_PACKAGE_BYTES = 64 * 1024 * 1024
@@ -46,7 +47,6 @@ LARGE_FILE = 1024 * 1024
 SKIPPED = ("__pycache__", ".git", ".venv", "node_modules")
 NOT_SENT = ("distributor", "pyspark", "py4j", *sys.builtin_module_names)
 """Modules that executors have, or that are sent in another way."""
-ARCHIVE = "distributor-modules-"
 _LIBRARY = re.compile(r"\.(so|dylib|dll|pyd)(\.\d+)*$")
 
 Requested = Sequence[str | os.PathLike[str]]
@@ -167,9 +167,31 @@ def located_modules(program: Program, requested: Requested) -> tuple[Location, .
     )
 
 
-def ship_modules(session: Session, program: Program, requested: Requested = ()) -> str | None:
-    """Send the user's modules to every executor, once while they are unchanged."""
-    selection = select_modules(_folders_of_program(program), program.imports, requested)
+def ship_modules(
+    session: Session,
+    first: Sequence[str] = (),
+    imports: Collection[str] = (),
+    requested: Requested = (),
+) -> str | None:
+    """Send the user's modules to every executor, once while they are unchanged.
+
+    Parameters
+    ----------
+    session : Session
+        The session.
+    first : sequence of str
+        Folders that are searched before those of ``sys.path``.
+    imports : collection of str
+        What is imported, by full names, in addition to what this process has imported.
+    requested : sequence of str or path
+        What the user requested.
+
+    Returns
+    -------
+    str or None
+        The name of the archive; None if there are no such modules.
+    """
+    selection = select_modules(first, imports, requested)
     for warning in selection.warnings:
         warn_once(warning)
     if not selection.files:
@@ -233,7 +255,7 @@ def own_folders() -> Iterator[Path]:
 def _hint_about_module(name: str, program: Program, requested: Requested) -> str | None:
     if not all(part.isidentifier() for part in name.split(".")):
         return None
-    first = _folders_of_program(program)
+    first = folders_of_program(program)
     location = locate(name, () if "." in name else first)
     if location is None or not (files := _files_of(location, first)):
         return None
@@ -260,7 +282,7 @@ def _paths_in(error: FileNotFoundError) -> Iterator[str]:
 
 def _hint_about_file(path: str, program: Program) -> str | None:
     if sent := re.search(rf"/{ARCHIVE}[0-9a-f]+/([^/]+)(/.*)?$", path):
-        folders = [*_folders_of_program(program), *search_path()]
+        folders = [*folders_of_program(program), *search_path()]
         folders += [os.path.dirname(path) for found in imported() for path in found.paths]
         top, inner = sent[1], sent[2] or ""
         places = (os.path.join(folder, top) for folder in folders)
@@ -291,7 +313,7 @@ def _is_found(location: Location, path: Sequence[str]) -> bool:
     return spec.origin == location.file if location.file else set(location.paths) <= set(folders)
 
 
-def _folders_of_program(program: Program) -> list[str]:
+def folders_of_program(program: Program) -> list[str]:
     """Return the folder with a script's own modules, or with the module that is run."""
     if isinstance(program, Script):
         return [program.folder]
