@@ -276,6 +276,13 @@ def python_executable(context: Any, path: str) -> Iterator[None]:
             context.pythonExec = usual
 
 
+def serve_workers() -> None:
+    """Be the parent of an executor's Python workers, in a process that Spark has started as it."""
+    from pyspark import daemon
+
+    daemon.manager()
+
+
 def arrow_schema(schema: Any) -> Any:
     """Return the columns of a DataFrame as batches of ``mapInArrow`` have them."""
     from pyspark.sql.pandas.types import to_arrow_schema

@@ -383,7 +383,8 @@ class TorchModel(_Params, Model, MLReadable["TorchModel"], MLWritable):
 
     def parts(self) -> dict[str, Any]:
         """Return the arguments of the constructor that are no Params."""
-        return {"module": self.module, **self._meaning._asdict()}
+        predict, probability = self._meaning
+        return {"module": self.module, "predict": predict, "probability": probability}
 
     @classmethod
     def read(cls) -> StageReader[TorchModel]:

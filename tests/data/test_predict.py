@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import needs_java
+from conftest import facts_in, needs_java
+from support.canary import relies_on
 
 from distributor.data import (
     from_parquet,
@@ -525,3 +528,43 @@ def test_rows_of_a_stream(spark: Any, files: Path, values: np.ndarray[Any, Any])
     rows = spark.table("predicted").orderBy("id").collect()
     y = np.array([row.y for row in rows], np.float32)
     np.testing.assert_allclose(y, expected(values), rtol=1e-6)
+
+
+IMPORTED_ONCE = """
+import json, os, sys
+from pyspark.sql import SparkSession
+
+from distributor.data import predict
+
+os.environ["PYSPARK_PYTHON"] = sys.executable
+spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
+spark = spark.config("spark.python.daemon.module", "distributor.spark.daemon").getOrCreate()
+
+
+def torch_is_there(batches):
+    import os, sys
+    import pyarrow as pa
+
+    for batch in batches:
+        yield pa.record_batch({"found": ["torch" in sys.modules], "daemon": [os.getppid()]})
+
+
+def load():
+    return lambda ids: ids * 2
+
+
+rows = spark.range(10, numPartitions=1)
+first = rows.mapInArrow(torch_is_there, "found boolean, daemon long").first()
+doubled = predict(rows, load, columns="id", outputs="y int", keep=[]).collect()
+again = rows.mapInArrow(torch_is_there, "found boolean, daemon long").first()
+same = first.daemon == again.daemon
+print("FACTS " + json.dumps({"first": first.found, "same": same, "y": [y for y, in doubled]}))
+"""
+
+
+def test_workers_are_forked_from_a_process_that_has_imported_torch(
+    run_driver: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    with relies_on("pyspark", "pyspark.daemon.manager", "pyspark.serve_workers"):
+        facts = facts_in(run_driver(IMPORTED_ONCE))
+    assert facts == {"first": True, "same": True, "y": [2 * at for at in range(10)]}
