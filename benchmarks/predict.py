@@ -43,6 +43,8 @@ SECONDS = 2.0
 RATE = "rows/s"
 LOADS = f"loads of the model by an executor, {1 + LATER_RUNS} passes"
 MEMORY = f"weights of {TASKS} tasks (PSS)"
+AFTER_FIT = "after a fit on 2 ranks"
+FIRST = "first rows"
 MODELS = f"models in the memory of {TASKS} tasks"
 QUICKER = 20
 """How many times fewer rows the quick measurements have."""
@@ -276,6 +278,11 @@ WAYS = {
     )
 }
 FOR_MEMORY = ("ours", "ours_parquet", "pyspark")
+FIRST_WAYS = (
+    Peer("ours", "distributor", dataframe, DISTRIBUTION),
+    Peer("ours_daemon", "distributor, distributor.spark.daemon", dataframe, DISTRIBUTION),
+)
+"""With Spark's Python workers, and with those that share an imported torch."""
 
 
 class Case(NamedTuple):
@@ -287,6 +294,16 @@ class Case(NamedTuple):
     @property
     def title(self) -> str:
         return titled(self.work)
+
+
+class FirstCase(NamedTuple):
+    """A way to predict after a fit in the same session."""
+
+    peer: Peer
+
+    @property
+    def title(self) -> str:
+        return AFTER_FIT
 
 
 def titled(work: Work) -> str:
@@ -310,9 +327,16 @@ def measure(effort: Effort) -> list[Row]:
         tables = {(case.work.kind, case.work.rows): _data(folder, case) for case in rates + memory}
         apart(loaders.write_rows, DEADLINE, tables=[(*key, at) for key, at in tables.items()])
         found = measured(rates, effort.few_rounds, lambda case: _drive(drive, folder, case), _rates)
-        return found + measured(
+        found += measured(
             memory, effort.few_rounds, lambda case: _drive(drive_memory, folder, case), _memory
         )
+    first = [FirstCase(peer) for peer in FIRST_WAYS if any(each.family == "ours" for each in peers)]
+    return found + measured(
+        first,
+        effort.few_rounds,
+        lambda case: apart(drive_first, DEADLINE, peer=case.peer.name),
+        lambda case, driven: [row(case.peer, case.title, FIRST, gathered(driven, "seconds"))],
+    )
 
 
 def drive(peer: str, folder: str, kind: str, rows: int, hidden: list[int]) -> dict[str, Any]:
@@ -340,6 +364,32 @@ def drive_memory(peer: str, folder: str, kind: str, rows: int, hidden: list[int]
     weights = sum(each.numel() * 4 for each in load(work.width, hidden, os.devnull).parameters())
     grown = sizes[1] - sizes[0]
     return {"memory": grown, "models": grown / weights}
+
+
+def drive_first(peer: str) -> dict[str, Any]:
+    """Train a model in Spark ML, and predict a first row several times."""
+    import torch
+
+    from distributor.ml import TorchEstimator
+
+    daemon = {"spark.python.daemon.module": "distributor.spark.daemon"}
+    with session(f"local[{CORES}]", **(daemon if peer == "ours_daemon" else {})) as spark:
+        points = spark.range(0, 2000, 1, CORES)
+        points = points.selectExpr("array(rand(1), rand(2)) features", "id % 2 label").cache()
+        estimator = TorchEstimator(
+            module=torch.nn.Linear(2, 2),
+            loss=torch.nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD,
+            stepSize=0.1,
+            num_processes=CORES,
+        )
+        model, seconds = estimator.fit(points), []
+        for _ in range(LATER_RUNS):
+            began = time.perf_counter()
+            if model.transform(points).first() is None:
+                raise RuntimeError("there is no row")
+            seconds.append(time.perf_counter() - began)
+    return {"seconds": seconds}
 
 
 def _rate(outputs: Outputs, rows: int) -> float:

@@ -28,15 +28,18 @@ WARM_UPS = 2
 
 
 @contextmanager
-def session(place: str) -> Iterator[Any]:
-    """Create a Spark session and start its executors and their Python workers; none for `LOCAL`."""
+def session(place: str, **more: str) -> Iterator[Any]:
+    """Create a Spark session and start its executors and their Python workers; none for `LOCAL`.
+
+    `more` are properties.
+    """
     if place == LOCAL:
         yield None
         return
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.master(place).appName("benchmarks")
-    for key, value in _properties(place).items():
+    for key, value in {**_properties(place), **more}.items():
         builder = builder.config(key, value)
     spark = builder.getOrCreate()
     spark.sparkContext.setLogLevel("OFF")

@@ -241,6 +241,17 @@ LINES = (
         predict.titled(predict.HUGE_WORK),
         predict.MODELS,
     ),
+    *(
+        Line(
+            f"first predictions after a fit{how}",
+            "predict",
+            predict.AFTER_FIT,
+            predict.FIRST,
+            "",
+            ours,
+        )
+        for ours, how in (("ours", ""), ("ours_daemon", ", with `distributor.spark.daemon`"))
+    ),
     Line("memory of each of 8 ranks", "memory", memory.titled(memory.MORE_RANKS), memory.EACH),
     Line(
         "rendezvous of 1,000 simulated nodes",

@@ -91,7 +91,9 @@ def test_predictions_have_rates_loads_and_memory(tmp_path: Path) -> None:
     assert [row["what"] for row in ours] == [
         *(predict.RATE, predict.LOADS) * 3,
         *(predict.MEMORY, predict.MODELS),
+        predict.FIRST,
     ]
+    assert summary(measured.results).count("first predictions") == 2
     loads = [row["median"] for row in ours if row["what"] == predict.LOADS]
     assert all(1 <= count <= 1 + predict.LATER_RUNS for count in loads), loads
     assert summary(measured.results).count("predictions for") == 6
