@@ -30,6 +30,7 @@ from distributor.data import (
 )
 from distributor.data.outputs import to_arrow
 from distributor.errors import UnpicklableError
+from distributor.spark.session import Session
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [pytest.mark.spark, needs_java]
@@ -277,7 +278,7 @@ def test_a_killed_task_costs_no_row(
 
 @pytest.mark.parametrize("data", ["files"], indirect=True)
 def test_the_users_modules_are_sent(
-    data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Any, spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those that a function imports, and again when they have changed."""
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -295,6 +296,15 @@ def test_the_users_modules_are_sent(
 
         found = predict(data, load, columns="id", outputs="y double", keep=["id"]).collect()
         assert {row.id: row.y for row in found} == {at: factor * at + 0.5 for at in range(ROWS)}
+
+    def paths(batches: Any) -> Any:
+        for batch in batches:
+            yield pa.record_batch({"path": [sys.path] * len(batch)})
+
+    rows = spark.range(0, 8, 1, 8)
+    later = Session(spark).map_in_arrow(rows, paths, "path array<string>").collect()
+    assert len(later) == 8
+    assert not [row for row in later if "distributor-modules" in str(row)], "as ranks would get"
 
 
 def test_a_checkpoint_is_loaded(data: Any, tmp_path: Path) -> None:
@@ -568,3 +578,44 @@ def test_workers_are_forked_from_a_process_that_has_imported_torch(
     with relies_on("pyspark", "pyspark.daemon.manager", "pyspark.serve_workers"):
         facts = facts_in(run_driver(IMPORTED_ONCE))
     assert facts == {"first": True, "same": True, "y": [2 * at for at in range(10)]}
+
+
+LOSES_AN_EXECUTOR = """
+import contextlib, json, os, signal, sys
+from pathlib import Path
+
+import torch
+from pyspark.sql import SparkSession
+
+from distributor.data import predict
+
+died = Path(sys.argv[1])
+spark = SparkSession.builder.master("local-cluster[2,1,1024]")
+spark = spark.config("spark.ui.enabled", "false").getOrCreate()
+
+
+def load():
+    def double(ids):
+        if 500 in ids:
+            with contextlib.suppress(FileExistsError), died.open("x"):
+                daemon = Path(f"/proc/{os.getppid()}/stat").read_text()
+                os.kill(int(daemon.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        return 2 * ids
+
+    model = torch.nn.Linear(1, 1)  # what executors share
+    model.forward = double
+    return model
+
+
+rows = predict(spark.range(0, 1000, 1, 8), load, columns="id", outputs="y int").collect()
+facts = {row.id: row.y for row in rows} == {at: 2 * at for at in range(1000)}
+print("FACTS " + json.dumps({"rows": len(rows), "exact": facts, "killed": died.exists()}))
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_executor_costs_no_row(
+    run_driver: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    facts = facts_in(run_driver(LOSES_AN_EXECUTOR, str(tmp_path / "died")))
+    assert facts == {"rows": 1000, "exact": True, "killed": True}
