@@ -278,10 +278,19 @@ WAYS = {
     )
 }
 FOR_MEMORY = ("ours", "ours_parquet", "pyspark")
-FIRST_WAYS = (
-    Peer("ours", "distributor", dataframe, DISTRIBUTION),
-    Peer("ours_daemon", "distributor, distributor.spark.daemon", dataframe, DISTRIBUTION),
-)
+DAEMON = {"spark.python.daemon.module": "distributor.spark.daemon"}
+FIRST_WAYS = {
+    peer.name: peer
+    for peer in (
+        Peer("ours", "distributor", session, DISTRIBUTION),
+        Peer(
+            "ours_daemon",
+            "distributor, distributor.spark.daemon",
+            partial(session, **DAEMON),
+            DISTRIBUTION,
+        ),
+    )
+}
 """With Spark's Python workers, and with those that share an imported torch."""
 
 
@@ -313,9 +322,7 @@ def titled(work: Work) -> str:
 
 def measure(effort: Effort) -> list[Row]:
     """Measure predictions."""
-    peers = [
-        each for each in WAYS.values() if not effort.families or each.family in effort.families
-    ]
+    peers = _selected(WAYS, effort)
     fewer = QUICKER if effort.quick else 1
     rates = [
         Case(peer, work._replace(rows=_rows_of(peer, work) // fewer))
@@ -330,13 +337,17 @@ def measure(effort: Effort) -> list[Row]:
         found += measured(
             memory, effort.few_rounds, lambda case: _drive(drive_memory, folder, case), _memory
         )
-    first = [FirstCase(peer) for peer in FIRST_WAYS if any(each.family == "ours" for each in peers)]
+    first = [FirstCase(peer) for peer in _selected(FIRST_WAYS, effort)]
     return found + measured(
         first,
         effort.few_rounds,
         lambda case: apart(drive_first, DEADLINE, peer=case.peer.name),
         lambda case, driven: [row(case.peer, case.title, FIRST, gathered(driven, "seconds"))],
     )
+
+
+def _selected(ways: dict[str, Peer], effort: Effort) -> list[Peer]:
+    return [each for each in ways.values() if not effort.families or each.family in effort.families]
 
 
 def drive(peer: str, folder: str, kind: str, rows: int, hidden: list[int]) -> dict[str, Any]:
@@ -372,8 +383,8 @@ def drive_first(peer: str) -> dict[str, Any]:
 
     from distributor.ml import TorchEstimator
 
-    daemon = {"spark.python.daemon.module": "distributor.spark.daemon"}
-    with session(f"local[{CORES}]", **(daemon if peer == "ours_daemon" else {})) as spark:
+    with FIRST_WAYS[peer].open(f"local[{CORES}]") as opened:
+        spark: Any = opened
         points = spark.range(0, 2000, 1, CORES)
         points = points.selectExpr("array(rand(1), rand(2)) features", "id % 2 label").cache()
         estimator = TorchEstimator(

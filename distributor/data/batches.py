@@ -169,11 +169,14 @@ def _regrouped(windows: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
 def reordered(table: pa.Table, order: NDArray[np.int64]) -> pa.Table:
     """Return the rows of a table that have these numbers."""
     indices = pa.array(order)
-    columns = [_taken(_whole(column), indices) for column in table.columns]
+    columns = [_taken(whole(column), indices) for column in table.columns]
     return pa.Table.from_arrays(columns, schema=table.schema)
 
 
-def _whole(column: pa.ChunkedArray) -> pa.Array:
+def whole(column: pa.ChunkedArray) -> pa.Array:
+    """Return a column as one array, without a copy if it is one."""
+    if column.num_chunks == 1:
+        return column.chunk(0)
     combined = column.combine_chunks()
     if isinstance(combined, pa.ChunkedArray):  # an array would have too many bytes
         return combined.chunk(0) if combined.num_chunks == 1 else combined

@@ -129,16 +129,16 @@ def predict(
     rows, plan, result = _prepare(
         data,
         load,
-        checkpoint,
-        columns,
-        outputs,
-        keep,
-        batch_size,
-        collate_fn,
-        device,
-        dtypes,
-        fill,
-        ragged,
+        checkpoint=checkpoint,
+        columns=columns,
+        outputs=outputs,
+        keep=keep,
+        batch_size=batch_size,
+        collate_fn=collate_fn,
+        device=device,
+        dtypes=dtypes,
+        fill=fill,
+        ragged=ragged,
     )
     planned: DataFrame = rows.planned(plan, _PREDICT, result)
     return planned
@@ -187,7 +187,7 @@ def predict_to_parquet(
             raise FileExistsError(f"{shown(folder)} has files. Name a new folder, or remove them.")
     arguments = inspect.signature(predict).bind(data, load, **options)
     arguments.apply_defaults()
-    rows, plan, result = _prepare(**arguments.arguments)
+    rows, plan, result = _prepare(*arguments.args, **arguments.kwargs)
     temporary = f"{path}/_temporary"
     make_folder(filesystem, temporary)
     try:
@@ -251,6 +251,7 @@ def predict_batch_udf(
 def _prepare(
     data: Any,
     load: Any,
+    *,
     checkpoint: Any,
     columns: Any,
     outputs: Any,

@@ -24,6 +24,7 @@ from distributor.data.batches import (
     batches_of,
     converted_tables,
     prefetched,
+    whole,
 )
 from distributor.data.formats import tensor_format
 from distributor.data.outputs import named_outputs, to_arrow, type_of
@@ -309,13 +310,9 @@ def _predicted(prediction: Prediction, model: Model, batch: Batch, part: int) ->
             for name, kind in kinds.items():
                 columns[name].append(to_arrow(found[name], kind, num_rows, name))
         first += num_rows
-    kept = [_whole(batch.rows.column(name)) for name in prediction.keep]
+    kept = [whole(batch.rows.column(name)) for name in prediction.keep]
     predicted = [pa.concat_arrays(parts) for parts in columns.values()]
     return pa.RecordBatch.from_arrays([*kept, *predicted], [*prediction.keep, *kinds])
-
-
-def _whole(column: pa.ChunkedArray) -> pa.Array:
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
 
 
 @contextlib.contextmanager
