@@ -45,6 +45,7 @@ OF_CONNECT = (
     "environments",
     "failures",
     "dataframes",
+    "predictions",
     "hub_port",
     "more_ranks_than_slots",
     *WITHOUT_HUB,
@@ -89,6 +90,15 @@ def test_data_frames(connect: SessionProgram) -> None:
         assert set(shares[0]) | set(shares[1]) == set(range(101))
     assert facts["odd"] == [{"a.b": [0, 1], "A.B": [0, -1]}, {"a.b": [2, 3], "A.B": [-2, -3]}]
     assert "bad row" in facts["error"]
+
+
+@needs_connect
+def test_predictions(connect: SessionProgram) -> None:
+    facts = connect.facts("predictions")
+    for way in ("rows", "files", "udf"):
+        assert facts[way] == [[at, at + 1] for at in range(100)], way
+    assert facts["labels"] == 100
+    assert facts["loaded"] is True
 
 
 @needs_connect

@@ -221,17 +221,17 @@ class ParquetFile:
 
     def fragment(self, filesystem: Any, row_groups: list[int] | None = None) -> Any:
         """Return all of the file, or some row groups, for pyarrow to read."""
-        # pyarrow finds a file whose name is not in UTF-8 only by its bytes.
-        file = (
-            (self.path, filesystem)
-            if is_unicode(self.path)
-            else (filesystem.open_input_file(os.fsencode(self.path)),)
-        )
+        file = (self.path, filesystem) if is_unicode(self.path) else (self.opened(filesystem),)
         return pads.ParquetFileFormat().make_fragment(
             *file,
             partition_expression=self._expression(),
             row_groups=row_groups,
         )
+
+    def opened(self, filesystem: Any) -> Any:
+        """Open the file for pyarrow, which finds a name that is not in UTF-8 only by its bytes."""
+        name = self.path if is_unicode(self.path) else os.fsencode(self.path)
+        return filesystem.open_input_file(name)
 
     def _expression(self) -> Any:
         conditions = [
@@ -281,13 +281,40 @@ class ParquetSource:
                 use_threads=self.use_threads,
             )
         )
-        if len(table) != self.chunk_rows[chunk]:
-            raise RuntimeError(
-                f"{self.files[file].path} has changed since the run began: row group {row_group} "
-                f"had {self.chunk_rows[chunk]} rows, and has {len(table)} now."
-            )
+        self._check_rows(chunk, len(table))
         self._last = (chunk, table)
         return table
+
+    def read_parts(self, chunk: int, rows: int) -> Iterator[pa.Table]:
+        """Read a row group, so many rows at once, which needs no memory for all of it.
+
+        With a filter, which may need other columns, it is read at once.
+        """
+        if self.expression is not None:
+            yield self.read(chunk)
+            return
+        number, row_group = self.row_groups[chunk]
+        file = self.files[number]
+        with file.opened(self.filesystem) as stream:
+            reader = pq.ParquetFile(stream, pre_buffer=True)
+            self._check_rows(chunk, reader.metadata.row_group(row_group).num_rows)
+            names = [name for name in self.schema.names if name not in file.partition]
+            for batch in reader.iter_batches(rows, [row_group], names, self.use_threads):
+                columns = [
+                    pa.repeat(file.partition[name], len(batch))
+                    if name in file.partition
+                    else batch.column(name)
+                    for name in self.schema.names
+                ]
+                yield pa.Table.from_arrays(columns, schema=self.schema)
+
+    def _check_rows(self, chunk: int, rows: int) -> None:
+        number, row_group = self.row_groups[chunk]
+        if rows != self.chunk_rows[chunk]:
+            raise RuntimeError(
+                f"{self.files[number].path} has changed since the run began: row group "
+                f"{row_group} had {self.chunk_rows[chunk]} rows, and has {rows} now."
+            )
 
 
 @dataclass(frozen=True)
@@ -397,7 +424,9 @@ def _num_rows(fragment: Any, metadata: Any, query: Query) -> Iterator[tuple[int,
         return
     for group in fragment.split_by_row_group(filter=query.expression, schema=query.schema):
         scanner = group.scanner(columns=[], filter=query.expression, schema=query.schema)
-        yield group.row_groups[0].id, scanner.count_rows()
+        number = group.row_groups[0].id
+        # pyarrow counts the file's rows if the folder's name alone decides.
+        yield number, min(scanner.count_rows(), metadata.row_group(number).num_rows)
 
 
 def _size_and_nulls(

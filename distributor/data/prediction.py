@@ -32,7 +32,7 @@ from distributor.filesystems import list_files, make_folder, resolve
 from distributor.screen.messages import notify
 from distributor.serialization import code_pickle
 from distributor.serialization.code_search import imports_of
-from distributor.serialization.pickle_diagnostics import find_unpicklable
+from distributor.serialization.pickle_diagnostics import explain_parts
 from distributor.spark.package_shipping import portable_task
 from distributor.spark.session import Session
 from distributor.spark.user_modules import ship_modules
@@ -475,9 +475,4 @@ def _pickled(**functions: Any) -> bytes:
     try:
         return code_pickle.dumps([*functions.values()])
     except Exception as error:
-        for name, function in functions.items():
-            if culprit := find_unpicklable(name, function):
-                raise UnpicklableError(f"{name} cannot be sent to executors: {culprit}.") from error
-        raise UnpicklableError(
-            f"{' and '.join(functions)} cannot be sent to executors: {error}"
-        ) from error
+        raise UnpicklableError(explain_parts(functions, error)) from error

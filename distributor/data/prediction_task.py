@@ -6,10 +6,11 @@ import contextlib
 import gc
 import itertools
 import pickle
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, partial, wraps
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -111,7 +112,14 @@ class Prediction:
             return
         for batch in batches:
             for chunk in batch.column(0).to_pylist():
-                yield self.source.read(chunk)
+                yield from self.source.read_parts(chunk, self._part_rows(chunk))
+
+    def _part_rows(self, chunk: int) -> int:
+        """Return the rows of a row group that are read at once: the model's batches are full."""
+        assert self.source is not None, "there are row groups"
+        rows, size = self.source.chunk_rows[chunk], self.source.chunk_bytes[chunk]
+        fitting = int(rows * PART_BYTES / max(1, size))
+        return -(-max(1, fitting) // self.batch_size) * self.batch_size
 
 
 def _joined(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
@@ -151,6 +159,12 @@ class Model:
             load = partial(_load_from, checkpoint, load)
         self._device = torch.device(device)
         self._default = prediction.default
+        if self._device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(
+                f"The executor on {socket.gethostname()} sees no GPU, and device is {device!r}. "
+                "Start executors that have one (spark.executor.resource.gpu.amount), or leave "
+                "device out, so that the model is on the CPU there."
+            )
         self._model: Callable[[Any], Any] = load_once(prediction.key, load)
         if isinstance(self._model, torch.nn.Module):
             self._model = self._model.to(self._device).eval()
@@ -208,7 +222,13 @@ def load_function(argument: bytes, _: Iterator[Any], __: str) -> Iterator[Callab
     with modules_from(modules):
         [make_predict_fn] = pickle.loads(functions)
         found = load_once(key, make_predict_fn)
-    yield found
+
+    @wraps(found)  # PySpark looks at the parameters
+    def predict_fn(*columns: Any) -> Any:
+        with modules_from(modules):  # it may import one only when it is called
+            return found(*columns)
+
+    yield predict_fn
 
 
 def _predict(prediction: Prediction, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -34,9 +34,10 @@ from distributor.data.dataframes import from_spark, is_dataframe, vectors_of
 from distributor.data.prediction import predict
 from distributor.data.share import whole_number
 from distributor.errors import UnpicklableError
-from distributor.ml.persistence import StageReader, StageWriter, named_error
+from distributor.ml.persistence import StageReader, StageWriter
 from distributor.ml.prediction import Meaning, Predictor, meaning_for, single_number
 from distributor.ml.training import ModuleLoop, Training
+from distributor.serialization.pickle_diagnostics import explain_parts
 from distributor.settings.types import instance_of, must_be, optional
 from distributor.torch_distributor import TorchDistributor
 from distributor.train.worker_loop import loop_arguments
@@ -289,7 +290,7 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
             run: Callable[..., Any] = self._distributor().run
             trained = run(training, rows)
         except UnpicklableError as error:
-            raise named_error(functions, error) from error
+            raise UnpicklableError(explain_parts(functions, error)) from error
         model = TorchModel(trained, *meaning)
         private.copy_params(self, model)
         return model
@@ -414,7 +415,7 @@ class TorchModel(_Params, Model, MLReadable["TorchModel"], MLWritable):
                 dtypes=dtypes,
             )
         except UnpicklableError as error:
-            raise named_error(self.parts(), error) from error
+            raise UnpicklableError(explain_parts(self.parts(), error)) from error
 
 
 def _check_makers(predict: Any, probability: Any) -> None:

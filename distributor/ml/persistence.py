@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -14,18 +13,10 @@ from distributor._compat.pyspark import is_connect_session
 from distributor.errors import UnpicklableError
 from distributor.filesystems import native, resolve
 from distributor.serialization import code_pickle
-from distributor.serialization.pickle_diagnostics import find_unpicklable
+from distributor.serialization.pickle_diagnostics import explain_parts
 
 FILE = "torch.pt"
 T = TypeVar("T", bound="MLReadable[Any]")
-
-
-def named_error(parts: Mapping[str, Any], error: Exception) -> Exception:
-    """Return the error of parts that cannot be pickled; another error as it is."""
-    for name, value in parts.items():
-        if culprit := find_unpicklable(name, value):
-            return UnpicklableError(f"{name} cannot be pickled: {culprit}. {culprit.advice}")
-    return error
 
 
 class StageWriter(MLWriter):
@@ -41,7 +32,7 @@ class StageWriter(MLWriter):
         try:
             torch.save(parts, file, pickle_module=code_pickle)
         except Exception as error:
-            raise named_error(parts, error) from error
+            raise UnpicklableError(explain_parts(parts, error)) from error
         DefaultParamsWriter.saveMetadata(self.instance, path, _context(self.sparkSession))
         filesystem, target = _file_in(self.sparkSession, path)
         with filesystem.open_output_stream(target) as stream:

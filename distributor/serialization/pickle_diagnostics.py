@@ -56,6 +56,14 @@ def explain_call(
     return f"'{name}' cannot be sent to the ranks: {error}"
 
 
+def explain_parts(parts: Mapping[str, object], error: Exception) -> str:
+    """Return why objects cannot be pickled; the message has the name of the one."""
+    for name, part in parts.items():
+        if culprit := find_unpicklable(name, part):
+            return f"{name} cannot be pickled: {culprit}. {culprit.advice}"
+    return f"{', '.join(parts)} cannot be pickled: {error}"
+
+
 def find_unpicklable(path: str, obj: object) -> Culprit | None:
     """Return the innermost part of an object that cannot be pickled; None if there is none."""
     why = _refusal(obj)

@@ -52,14 +52,25 @@ def modules_from(archive: str | None) -> Iterator[None]:
     if archive is None:
         yield
         return
-    folder, any_folder = unpack_modules(archive), str(spark_files_folder() / ARCHIVE)
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        if file.startswith(any_folder) and not file.startswith(f"{folder}{os.sep}"):
-            del sys.modules[name]
+    folder = unpack_modules(archive)
+    _forget_others(folder)
     sys.path.insert(0, folder)
     try:
         yield
     finally:
         with contextlib.suppress(ValueError):  # what the user runs may have removed it
             sys.path.remove(folder)
+
+
+_used: set[str] = set()
+"""The folders of which modules may be imported in this process."""
+
+
+def _forget_others(folder: str) -> None:
+    if _used - {folder}:
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None) or ""
+            if any(file.startswith(f"{other}{os.sep}") for other in _used - {folder}):
+                del sys.modules[name]
+        _used.clear()
+    _used.add(folder)

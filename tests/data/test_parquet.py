@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import shutil
@@ -134,13 +135,29 @@ def test_a_delta_table_is_an_error(write: Write, tmp_path: Path) -> None:
 
 def test_folders_of_partitions_are_columns(write: Write, tmp_path: Path) -> None:
     for label in ("1", "2", "__HIVE_DEFAULT_PARTITION__"):
-        write(f"table/label={label}/part.parquet", x=[1, 2])
+        write(f"table/label={label}/part.parquet", row_group_size=1, x=[1, 2])
     source = open_parquet(tmp_path / "table", columns=["label", "x"])
     assert source.schema == pa.schema([("label", pa.int32()), ("x", pa.int64())])
     assert values(source, "label") == [1, 1, 2, 2, None, None]
     assert source.null_counts == {"label": 2, "x": 0}
     selected = pickle.loads(pickle.dumps(open_parquet(tmp_path, filters=[("label", "=", 2)])))
     assert table_of(selected).to_pydict() == {"x": [1, 2], "label": [2, 2]}
+
+
+def test_a_row_group_is_read_in_parts(write: Write, tmp_path: Path) -> None:
+    """As `predict` does, which needs no more memory for large row groups."""
+    rows = {"x": range(25), "a": [{"b": i} for i in range(25)], "a.b": [[i] for i in range(25)]}
+    write("table/label=7/part.parquet", row_group_size=20, **rows)
+    for columns in (None, ["label", "a"], ["a.b", "x"], ["label"]):
+        source = open_parquet(tmp_path / "table", columns=columns)
+        parts = [list(source.read_parts(chunk, 8)) for chunk in range(2)]
+        assert [[len(part) for part in each] for each in parts] == [[8, 8, 4], [5]]
+        assert pa.concat_tables(itertools.chain(*parts)) == table_of(source)
+    filtered = open_parquet(tmp_path / "table", columns=["x"], filters=[("label", "=", 7)])
+    assert [part["x"].to_pylist() for part in filtered.read_parts(1, 8)] == [[*range(20, 25)]]
+    write("table/label=7/part.parquet", row_group_size=9, **rows)
+    with pytest.raises(RuntimeError, match="row group 1 had 5 rows, and has 9 now"):
+        next(source.read_parts(1, 8))
 
 
 def test_columns_are_selected(write: Write) -> None:

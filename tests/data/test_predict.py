@@ -281,6 +281,8 @@ def test_the_users_modules_are_sent(
     data: Any, spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those that a function imports, and again when they have changed."""
+    from pyspark.sql.types import DoubleType
+
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # which could hide the change
     (tmp_path / "my_offsets.py").write_text("OFFSET = 0.5")
@@ -296,6 +298,19 @@ def test_the_users_modules_are_sent(
 
         found = predict(data, load, columns="id", outputs="y double", keep=["id"]).collect()
         assert {row.id: row.y for row in found} == {at: factor * at + 0.5 for at in range(ROWS)}
+
+    def make() -> Any:
+        def function(ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            from my_models import scaled
+
+            return np.asarray(scaled(ids), np.float64)
+
+        return function
+
+    score = predict_batch_udf(make, return_type=DoubleType(), batch_size=64)
+    assert spark.range(ROWS).select(score("id").alias("y")).where(f"y = {factor} * id").count() == (
+        ROWS
+    ), "a function may import when it is called"
 
     def paths(batches: Any) -> Any:
         for batch in batches:
@@ -423,6 +438,14 @@ def test_a_task_that_fails_names_the_rows(data: Any) -> None:
     assert re.search(r"Output 'y' has \d+ values for \d+ rows", str(caught.value))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="executors have a GPU")
+@pytest.mark.parametrize("data", ["files"], indirect=True)
+def test_an_executor_without_the_gpu_is_named(data: Any) -> None:
+    frame = predict(data, load_linear, columns="x", outputs="y array<float>", device="cuda")
+    with pytest.raises(Exception, match=r"The executor on .* sees no GPU, and device is 'cuda'"):
+        frame.collect()
+
+
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"columns": "z"}, ValueError, "columns has 'z', which is no column. The columns are id, x"),
     ({"keep": ["z"]}, ValueError, "keep has 'z', which is no column"),
@@ -456,7 +479,7 @@ def test_bad_input_is_an_error_before_the_job(
 
 def test_what_cannot_be_sent_is_named(data: Any) -> None:
     lock = threading.Lock()
-    with pytest.raises(UnpicklableError, match=r"load cannot be sent to executors: .*lock"):
+    with pytest.raises(UnpicklableError, match=r"load cannot be pickled: .*lock"):
         predict(data, lambda: lock, columns="x")
 
 

@@ -247,6 +247,50 @@ def dataframes(spark: Any, notes: Notes) -> dict[str, Any]:
     }
 
 
+def predictions(spark: Any, notes: Notes) -> dict[str, Any]:
+    """Predict rows of Spark and of files, and fit, save, load and use a model of Spark ML."""
+    import torch
+    from pyspark.sql.types import FloatType
+
+    from distributor.data import from_parquet, predict, predict_batch_udf
+    from distributor.ml import TorchEstimator, TorchModel
+
+    rows = spark.range(0, 100, 1, 2).selectExpr("id", "array(float(id), 1f) x", "id > 50 label")
+    files, stored = str(FOLDER / "files"), str(FOLDER / "model")
+    rows.write.parquet(files)
+
+    def load() -> Any:
+        return lambda x: x.sum(dim=1)
+
+    def make() -> Any:
+        return lambda x: x.sum(axis=1)
+
+    sums = predict_batch_udf(
+        make, return_type=FloatType(), batch_size=10, input_tensor_shapes=[[2]]
+    )
+    found = {
+        "rows": predict(rows, load, columns="x", keep=["id"]).collect(),
+        "files": predict(from_parquet(files), load, columns="x", keep=["id"]).collect(),
+        "udf": rows.select("id", sums("x")).collect(),
+    }
+    estimator = TorchEstimator(
+        module=torch.nn.Linear(2, 2),
+        loss=torch.nn.CrossEntropyLoss(),
+        optimizer=torch.optim.Adam,
+        featuresCol="x",
+        num_processes=2,
+        maxIter=1,
+    )
+    model = estimator.fit(rows)
+    model.save(stored)
+    labels = [each.transform(rows).collect() for each in (model, TorchModel.load(stored))]
+    return {
+        **{way: sorted(map(list, rows)) for way, rows in found.items()},
+        "labels": len(labels[0]),
+        "loaded": labels[0] == labels[1],
+    }
+
+
 def failures(spark: Any, notes: Notes) -> dict[str, Any]:
     found = failure_beside_one_that_waits(ranks())
     died = error_of(lambda: ranks().run(die_beside_one_that_waits))
