@@ -69,13 +69,13 @@ class Work(NamedTuple):
 
 ARRAYS_WORK = Work(ARRAY, 200_000, SMALL)
 SCALARS_WORK = Work(SCALARS, 2_000_000, SMALL)
-LARGE_WORK = Work(ARRAY, 20_000, LARGE)
+LARGE_WORK = Work(ARRAY, 80_000, LARGE)
 HUGE_WORK = Work(SCALARS, 1_600, HUGE)
 MORE_ROWS = {ARRAYS_WORK: 800_000, SCALARS_WORK: 8_000_000}
 OTHER_ROWS = {
     "ours_parquet": MORE_ROWS,
     "floor_torch": MORE_ROWS,
-    "ray": {ARRAYS_WORK: 50_000, SCALARS_WORK: 1_000_000},
+    "ray": {ARRAYS_WORK: 50_000, SCALARS_WORK: 1_000_000, LARGE_WORK: 20_000},
 }
 """For quick and for slow ways: a pass takes seconds, beside which a job's start counts little."""
 
