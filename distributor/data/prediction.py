@@ -475,4 +475,4 @@ def _pickled(**functions: Any) -> bytes:
     try:
         return code_pickle.dumps([*functions.values()])
     except Exception as error:
-        raise UnpicklableError(explain_parts(functions, error)) from error
+        raise UnpicklableError(explain_parts(functions) or str(error)) from error

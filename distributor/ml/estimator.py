@@ -290,7 +290,10 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
             run: Callable[..., Any] = self._distributor().run
             trained = run(training, rows)
         except UnpicklableError as error:
-            raise UnpicklableError(explain_parts(functions, error)) from error
+            # It may also be what rank 0 has returned.
+            if (message := explain_parts(functions)) is None:
+                raise
+            raise UnpicklableError(message) from error
         model = TorchModel(trained, *meaning)
         private.copy_params(self, model)
         return model
@@ -415,7 +418,7 @@ class TorchModel(_Params, Model, MLReadable["TorchModel"], MLWritable):
                 dtypes=dtypes,
             )
         except UnpicklableError as error:
-            raise UnpicklableError(explain_parts(self.parts(), error)) from error
+            raise UnpicklableError(explain_parts(self.parts()) or str(error)) from error
 
 
 def _check_makers(predict: Any, probability: Any) -> None:

@@ -32,7 +32,7 @@ class StageWriter(MLWriter):
         try:
             torch.save(parts, file, pickle_module=code_pickle)
         except Exception as error:
-            raise UnpicklableError(explain_parts(parts, error)) from error
+            raise UnpicklableError(explain_parts(parts) or str(error)) from error
         DefaultParamsWriter.saveMetadata(self.instance, path, _context(self.sparkSession))
         filesystem, target = _file_in(self.sparkSession, path)
         with filesystem.open_output_stream(target) as stream:

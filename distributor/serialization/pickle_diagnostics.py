@@ -56,12 +56,12 @@ def explain_call(
     return f"'{name}' cannot be sent to the ranks: {error}"
 
 
-def explain_parts(parts: Mapping[str, object], error: Exception) -> str:
-    """Return why objects cannot be pickled; the message has the name of the one."""
+def explain_parts(parts: Mapping[str, object]) -> str | None:
+    """Return which of these objects cannot be pickled, by its name, and why; None if all can."""
     for name, part in parts.items():
         if culprit := find_unpicklable(name, part):
             return f"{name} cannot be pickled: {culprit}. {culprit.advice}"
-    return f"{', '.join(parts)} cannot be pickled: {error}"
+    return None
 
 
 def find_unpicklable(path: str, obj: object) -> Culprit | None:

@@ -453,6 +453,14 @@ def test_what_cannot_be_pickled(numbers: Any, tmp_path: Path) -> None:
     with pytest.raises(UnpicklableError, match="the variable 'lock' used by predict is a lock"):
         model.transform(numbers)
 
+    def train() -> Any:
+        found = Net()
+        found.guard = threading.Lock()
+        return found
+
+    with pytest.raises(UnpicklableError, match=r"returned a value .*: value\.guard is a lock"):
+        TorchEstimator(train=train, featuresCol="x").fit(numbers)
+
 
 @pytest.mark.slow
 def test_runs_at_the_same_time_on_executors(points: Any) -> None:
