@@ -108,6 +108,11 @@ def converted(
     return converted_tables(tables, form, batch_size, drop_last)
 
 
+def rows_of_part(rows: int, size: int) -> int:
+    """Return how many rows have `PART_BYTES`, of rows with so many bytes; at least one."""
+    return max(1, int(rows * PART_BYTES / max(1, size)))
+
+
 def converted_tables(
     tables: Iterable[pa.Table], form: Format, batch_size: int | None, drop_last: bool = False
 ) -> Iterator[Converted]:
@@ -118,7 +123,7 @@ def converted_tables(
             table = table.slice(0, table.num_rows // size * size)
         at_once = size
         if form.cut is not None:
-            fitting = max(1, int(table.num_rows * PART_BYTES / max(1, table.nbytes)))
+            fitting = rows_of_part(table.num_rows, table.nbytes)
             at_once = min(form.max_rows or max(table.num_rows, 1), fitting)
         step = -(-at_once // size) * size
         for start in range(0, table.num_rows, step):

@@ -25,6 +25,7 @@ from distributor.data.batches import (
     batches_of,
     converted_tables,
     prefetched,
+    rows_of_part,
     whole,
 )
 from distributor.data.formats import tensor_format
@@ -117,9 +118,8 @@ class Prediction:
     def _part_rows(self, chunk: int) -> int:
         """Return the rows of a row group that are read at once: the model's batches are full."""
         assert self.source is not None, "there are row groups"
-        rows, size = self.source.chunk_rows[chunk], self.source.chunk_bytes[chunk]
-        fitting = int(rows * PART_BYTES / max(1, size))
-        return -(-max(1, fitting) // self.batch_size) * self.batch_size
+        fitting = rows_of_part(self.source.chunk_rows[chunk], self.source.chunk_bytes[chunk])
+        return -(-fitting // self.batch_size) * self.batch_size
 
 
 def _joined(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:

@@ -12,9 +12,6 @@ from urllib.parse import unquote
 
 from distributor.core.files import atomic_path
 
-ARCHIVE = "distributor-modules-"
-"""The beginning of the archives' names."""
-
 
 def spark_files_folder() -> Path:
     """Return the folder of Spark's files, which Spark names relative to its working folder."""
@@ -67,10 +64,9 @@ _used: set[str] = set()
 
 
 def _forget_others(folder: str) -> None:
-    if _used - {folder}:
+    for other in _used - {folder}:
         for name, module in list(sys.modules.items()):
-            file = getattr(module, "__file__", None) or ""
-            if any(file.startswith(f"{other}{os.sep}") for other in _used - {folder}):
+            if (getattr(module, "__file__", None) or "").startswith(f"{other}{os.sep}"):
                 del sys.modules[name]
-        _used.clear()
+        _used.remove(other)
     _used.add(folder)

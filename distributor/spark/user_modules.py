@@ -37,7 +37,6 @@ from distributor.screen.one_time_warnings import warn_once
 from distributor.serialization.code_search import imports_in_source
 from distributor.serialization.program import Call, Module, Program, Script
 from distributor.spark.executor_files import send_file
-from distributor.spark.executor_modules import ARCHIVE
 from distributor.spark.session import Session
 
 MAX_PACKAGE_BYTES = 64 * 1024 * 1024
@@ -47,6 +46,7 @@ LARGE_FILE = 1024 * 1024
 SKIPPED = ("__pycache__", ".git", ".venv", "node_modules")
 NOT_SENT = ("distributor", "pyspark", "py4j", *sys.builtin_module_names)
 """Modules that executors have, or that are sent in another way."""
+ARCHIVE = "distributor-modules-"
 _LIBRARY = re.compile(r"\.(so|dylib|dll|pyd)(\.\d+)*$")
 
 Requested = Sequence[str | os.PathLike[str]]
