@@ -253,6 +253,8 @@ class PreparedRun:
                 self._announce_checkpoint()
                 return run_attempts(self.run, self.launcher)
         except BaseException as error:
+            if self.recorder:
+                self.recorder.end(error)  # unless it has: the run may have failed before it began
             if interrupt := _interrupt_behind(error, handled):
                 ended = f"the run of {self.run.label.name} has ended, and no rank is left"
                 interrupt.args = interrupt.args or (ended,)
@@ -336,6 +338,8 @@ def prepare_run(
     if settings.storage_path is not None:
         program = replace(program, begins_with=CHECK_STORAGE)
     run_id = new_run_id()
+    env = {**_checkpoint_variables(settings, run_id), **forwarded_env(settings), **settings.env}
+    checkpoints = CheckpointSettings.from_env(env)
     facts = {"num_processes": num_processes, "use_gpu": settings.use_gpu, **launcher.describe()}
     tracking: TrackedRun | Untracked = Untracked(NAMED_SERVER, NOT_TRACKED)
     if settings.is_tracked:
@@ -345,13 +349,7 @@ def prepare_run(
             launcher.shares_disk,
             lambda: _mentions_mlflow(program, train_object, args, kwargs),
         )
-    env = {
-        **rank_environment(tracking, settings.mlflow_ranks),
-        **_checkpoint_variables(settings, run_id),
-        **forwarded_env(settings),
-        **settings.env,
-    }
-    checkpoints = CheckpointSettings.from_env(env)
+    env = {**rank_environment(tracking, settings.mlflow_ranks), **env}
     label = RunLabel(printable(program.name))
     recorder = (
         Recorder(tracking, settings.mlflow_ranks, Redaction(env), label)

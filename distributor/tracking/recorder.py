@@ -56,37 +56,57 @@ class Recorder(Listener):
         self._client = client_that_prints_no_link(run.uri)
         self._queue = MetricsQueue(self._send)
         self._output: defaultdict[int, bytearray] = defaultdict(bytearray)
+        self._has_ended = False
 
     def __enter__(self) -> None:
         notify(self._label.message(f"MLflow run: {self._run.link}"))
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        run_id = self._run.run_id
         if lost := self._queue.close():
             values = f"{counted(lost, 'value')} of metrics"
-            warn(f"{values} did not reach the MLflow run {run_id}.")
-        status = _status(error)
+            warn(f"{values} did not reach the MLflow run {self._run.run_id}.")
+        self.end(error)
+
+    def end(self, error: BaseException | None) -> None:
+        """End the MLflow run, and record the error then: a slow store may not do both in time."""
+        if self._has_ended:
+            return
+        self._has_ended, status = True, _status(error)
+        run_id = self._run.run_id
+        is_reached = not self._run.created_for_job or self._call(
+            f"be ended as {status}", lambda: self._client.set_terminated(run_id, status)
+        )
+        if error is not None and is_reached:
+            self._call("record the error", lambda: self._record_error(error))
+
+    def _call(self, what: str, call: Callable[[], object]) -> bool:
+        """Call the server; warn and return False if that fails."""
         try:
-            call_with_deadline(lambda: self._end(status, error))
+            call_with_deadline(call)
         except Exception as problem:
-            warn(f"The MLflow run {run_id} could not be ended as {status}: {first_line(problem)}")
+            warn(f"The MLflow run {self._run.run_id} could not {what}: {first_line(problem)}")
+            return False
+        return True
+
+    def _set_tags(self, **tags: object) -> None:
+        for name, value in tags.items():
+            self._client.set_tag(self._run.run_id, f"distributor.{name}", value)
 
     def begins(self, attempt: int, ranks: int) -> None:
         """Record the number of a further attempt; the run is created with that of the first."""
-        if not attempt:
-            return
+        if attempt:
+            tags = {"attempt": attempt, "num_processes": ranks}
+            self._call(f"record attempt {attempt}", lambda: self._set_tags(**tags))
 
-        def set_tags() -> None:
-            for name, value in {"attempt": attempt, "num_processes": ranks}.items():
-                self._client.set_tag(self._run.run_id, f"distributor.{name}", value)
+    def failed(self, attempt: int, error: Exception) -> None:
+        """Record the error of an attempt, with the rank that caused it and its traceback."""
+        causes = list(map(str, getattr(error, "rank_failures", {}).values()))[:1]
+        text = "\n".join([_summary_of(error), *causes])
+        tag = {f"error_of_attempt_{attempt}": self._tag_of(text)}
+        self._call(f"record the error of attempt {attempt}", lambda: self._set_tags(**tag))
 
-        try:
-            call_with_deadline(set_tags)
-        except Exception as problem:
-            warn(
-                f"Attempt {attempt} could not be recorded in the MLflow run {self._run.run_id}: "
-                f"{first_line(problem)}"
-            )
+    def _tag_of(self, text: str) -> str:
+        return printable(self._redaction.of_text(text))[:MAX_TAG]
 
     def printed(self, rank: int, stream: Stream, data: bytes) -> None:
         """Keep the end of what a rank prints, for a run that fails."""
@@ -117,14 +137,9 @@ class Recorder(Listener):
     def _send(self, metrics: list[Any]) -> None:
         self._client.log_batch(self._run.run_id, metrics=metrics, synchronous=True)
 
-    def _end(self, status: str, error: BaseException | None) -> None:
-        run_id = self._run.run_id
-        if error is not None:
-            summary = printable(self._redaction.of_text(f"{type(error).__name__}: {error}"))
-            self._client.set_tag(run_id, "distributor.error", summary[:MAX_TAG])
-            self._log_error_and_output(error)
-        if self._run.created_for_job:
-            self._client.set_terminated(run_id, status)
+    def _record_error(self, error: BaseException) -> None:
+        self._set_tags(error=self._tag_of(_summary_of(error)))
+        self._log_error_and_output(error)
 
     def _log_error_and_output(self, error: BaseException) -> None:
         """Log the error, and what the ranks printed before it, as artifacts."""
@@ -205,6 +220,10 @@ class MetricsQueue:
                 self._pending.extendleft(reversed(batch))
         else:
             self._lost += len(batch)
+
+
+def _summary_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _status(error: BaseException | None) -> str:

@@ -16,7 +16,9 @@ from support.tracking_server import PRELOAD, metrics_of, mlflow, needs_mlflow, r
 from support.waiting import comes_true
 
 from distributor import TorchDistributor, distributed
+from distributor.control.graceful_shutdown import GracefulShutdown
 from distributor.core.redaction import MASK
+from distributor.tracking import run as tracking_run
 
 pytestmark = needs_mlflow
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -57,6 +59,23 @@ def test_a_further_attempt_logs_to_the_same_run(distribute: Distribute, experime
     assert run.data.tags["distributor.attempt"] == "1"
     history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "attempt")
     assert [metric.value for metric in history] == [0.0, 1.0]
+
+
+def test_each_failed_attempt_has_a_tag_with_its_cause(experiment: str) -> None:
+    def fail_once() -> None:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise KeyError(f"wrong token {os.environ['MY_TOKEN']}")
+
+    env = {"MY_TOKEN": "s3cr3t"}
+    TorchDistributor(2, use_gpu=False, max_failures=1, env=env, preload=PRELOAD).run(fail_once)
+
+    [run] = runs_of(experiment)
+    assert run.info.status == "FINISHED"
+    tag = run.data.tags["distributor.error_of_attempt_0"]
+    assert tag.startswith(f"KeyError: 'wrong token {MASK}'\nrank ")
+    assert "in fail_once" in tag
+    assert "s3cr3t" not in tag
+    assert "distributor.error" not in run.data.tags
 
 
 @cluster_is_slow
@@ -181,6 +200,47 @@ def test_the_run_of_a_failed_job_has_the_output_of_its_ranks(
     assert f"ValueError: wrong token {MASK}" in recorded["error"]
     assert run.data.tags["distributor.error"] == f"ValueError: wrong token {MASK}"
     assert "s3cr3t" not in "".join(recorded.values())
+
+
+def test_a_run_ends_although_its_store_is_slow(
+    experiment: str, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
+) -> None:
+    def is_slow(*_: object) -> None:
+        threading.Event().wait(30)
+
+    monkeypatch.setattr(tracking_run, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(mlflow.MlflowClient, "log_artifacts", is_slow)
+    with pytest.raises(KeyError):
+        TorchDistributor(1, use_gpu=False, preload=PRELOAD).run({}.__getitem__, "missing")
+    [run] = runs_of(experiment)
+    assert run.info.status == "FAILED"
+    assert run.data.tags["distributor.error"] == "KeyError: 'missing'"
+    assert "could not record the error: no answer within 1 s" in "\n".join(warned())
+
+
+def test_a_run_that_is_interrupted_before_it_begins_is_killed(
+    experiment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GracefulShutdown, "__enter__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        TorchDistributor(1, use_gpu=False, preload=PRELOAD).run(train, 1)
+    [run] = runs_of(experiment)
+    assert run.info.status == "KILLED"
+
+
+def test_settings_that_fail_create_no_run(
+    experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    ranks = TorchDistributor(1, use_gpu=False, storage_path="relative", preload=PRELOAD)
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(FileNotFoundError):
+        ranks.run(train, 1)
+    assert runs_of(experiment) == []
 
 
 def test_the_run_of_a_cancelled_job_is_killed(experiment: str, tmp_path: Path) -> None:
