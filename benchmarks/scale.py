@@ -169,8 +169,9 @@ def _processes() -> Iterator[list[subprocess.Popen[str]]]:
 def _follow_run(crowd: _Crowd) -> float:
     """Follow the run as the driver does, with a hub and a controller; return the start time."""
     from distributor.control.controller import Controller
-    from distributor.control.run import Attempt, Handle, NodesEnded, Run
-    from distributor.control.sink import DriverSink, Listeners
+    from distributor.control.listeners import Listeners
+    from distributor.control.run import Attempt, Handle, Launcher, NodesEnded, Run
+    from distributor.control.sink import DriverSink
     from distributor.programs.programs import program_of
     from distributor.run.settings import Settings
     from distributor.run.spec import RunSpec
@@ -187,7 +188,7 @@ def _follow_run(crowd: _Crowd) -> float:
     deadline = time.monotonic() + DEADLINE
     with (
         Hub("127.0.0.1", secret.encode()) as hub,
-        DriverSink(attempt, Listeners(())) as sink,
+        DriverSink(attempt, Listeners((), Launcher().thread)) as sink,
     ):
         handle = Handle(links=hub, num_nodes=crowd.nodes, ranks_per_node=1, training="training")
         began = crowd.start(hub.port, secret)

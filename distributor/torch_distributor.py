@@ -340,4 +340,4 @@ class TorchDistributor(PlannedSettings):
         prepared = prepare_run(self, keep_all, train_object, args, kwargs)
         run, thread = prepared.run, prepared.launcher.thread
         name = run.spec.program.name
-        return start_run(lambda: pick(prepared.start()), run.cancellation, thread, name)
+        return start_run(lambda: pick(prepared.start()), run.cancellation, run.failed, thread, name)

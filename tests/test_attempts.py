@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,14 @@ from support.waiting import until
 from distributor import TorchDistributor, UnpicklableError, WorkerDied, train
 from distributor._compat.pyspark import jobs_with_tag
 from distributor.control import attempts
+from distributor.control.run import Attempt, Run
+from distributor.launchers.local import LocalLauncher
 from distributor.policies import retry_policy
+from distributor.prepared_run import prepare_run
+from distributor.programs.programs import program_of
+from distributor.run.settings import Settings
+from distributor.run.spec import RunSpec
+from distributor.serialization.outcome import Origin, death
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
@@ -48,6 +57,77 @@ def test_a_run_is_attempted_until_it_succeeds(
     assert begun(tmp_path) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
     shown = capsys.readouterr().err
     assert "Failed: attempt 1 on 2 ranks: WorkerDied: rank 1 " in shown
+
+
+def raise_below() -> None:
+    raise ValueError("bad row 17")
+
+
+def fail_once_below() -> str:
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+        raise_below()
+    return "ok"
+
+
+def test_a_failed_attempt_that_is_followed_shows_its_cause(
+    distribute: Distribute, capsys: pytest.CaptureFixture[str]
+) -> None:
+    future = distribute(2, max_failures=1).submit(fail_once_below)
+    assert future.result() == "ok"
+
+    shown = capsys.readouterr().err
+    assert re.search(r"rank 1 \(local rank \d\) on \S+, attempt 0:\nTraceback ", shown)
+    assert "in raise_below" in shown
+    [attempt] = future.attempts
+    assert attempt.number == 0
+    assert attempt.error.args == ("bad row 17",)
+    assert "in raise_below" in attempt.error.rank_failures[1].text  # type: ignore[attr-defined]
+
+
+class FullAfterAFailure(LocalLauncher):
+    """Finds no room for a second attempt."""
+
+    def capacity(self, run: Run, silent: Collection[str]) -> int:
+        if run.failed.count:
+            raise RuntimeError("no room")
+        return super().capacity(run, silent)
+
+
+def test_an_error_between_attempts_has_the_earlier_ones(tmp_path: Path) -> None:
+    ranks = TorchDistributor(1, use_gpu=False, max_failures=3, log_dir=tmp_path / "logs")
+    prepared = prepare_run(ranks, False, fail, (tmp_path, lambda attempt: KeyError("a bug")), {})
+    with pytest.raises(RuntimeError, match="no room") as caught:
+        replace(prepared, launcher=FullAfterAFailure(None)).start()
+    [attempt] = caught.value.attempts  # type: ignore[attr-defined]
+    assert attempt.error.args == ("a bug",)
+    notes = "\n".join(caught.value.__notes__)
+    assert "Earlier attempts:\n  attempt 0 on 1 rank: KeyError: 'a bug'" in notes
+    assert str(tmp_path / "logs") in notes
+
+
+def attempt_of(number: int, **settings: Any) -> Attempt:
+    """Return an attempt that a rank has ended, after a notice for its host."""
+    spec = RunSpec(
+        program=program_of(print, (), {}),
+        num_processes=1,
+        min_processes=1,
+        settings=Settings(**settings),
+    )
+    origin = Origin(rank=0, local_rank=0, host="host0")
+    return Attempt(
+        run=Run(spec=spec),
+        number=number,
+        num_ranks=1,
+        failures=[death(origin, signum=signal.SIGKILL)],
+        preempted={"host0": [0]},
+    )
+
+
+def test_resizes_and_preemptions_have_limits_of_their_own() -> None:
+    assert attempt_of(5, max_failures=1).may_be_followed, "after five resizes"
+    assert not attempt_of(0, max_failures=0).may_be_followed
+    assert attempt_of(0, max_failures=0, max_preemption_failures=1).may_be_followed
+    assert not attempt_of(0, max_failures=9, max_preemption_failures=0).may_be_followed
 
 
 def test_failures_are_counted_exactly(distribute: Distribute, tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import atexit
 import linecache
 import multiprocessing.process
 import re
+import sys
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +45,12 @@ def add_source_lines(filename: str, lines: Sequence[str]) -> None:
 def split_stacks(dump: str) -> list[str]:
     """Split what `faulthandler` writes into one text for each thread, without the threads' ids."""
     return [stack for stack in _THREAD.sub(r"\1", dump).strip().split("\n\n") if stack]
+
+
+def stack_of(thread: threading.Thread) -> str:
+    """Return where a thread is: its latest calls, as in a traceback."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return f"here:\n{''.join(traceback.format_stack(frame, limit=8)).rstrip()}"
 
 
 def before_thread_pools_end(function: Callable[[], object]) -> None:

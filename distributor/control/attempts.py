@@ -9,15 +9,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from distributor.control.controller import Controller
+from distributor.control.listeners import Listeners
 from distributor.control.run import Attempt, Launcher, Relaunch, Resized, Run
-from distributor.control.sink import DriverSink, Listeners
+from distributor.control.sink import DriverSink
 from distributor.control.stack_requests import register_run
 from distributor.core.text import counted, duration, listed
 from distributor.errors import DistributorError
 from distributor.policies.retry_policy import (
     LONG_ATTEMPT,
     FailedAttempt,
-    FailedAttempts,
     is_preemption,
     pause_before_next,
     reason_to_stop,
@@ -35,42 +35,48 @@ from distributor.serialization.outcome import (
 
 def run_attempts(run: Run, launcher: Launcher) -> list[Any]:
     """Run attempts until one succeeds, and return its ranks' values."""
-    listeners = Listeners(run.listeners)
     spec, data = run.spec, run.datasets
     opened: AbstractContextManager[None] = nullcontext()
     if data is not None:
         opened = data.opened(spec.run_id, run.call_site, spec.settings.pool, run.cancellation)
     began = time.monotonic()
-    with opened, launcher.opened(run) as launcher:
-        failed = FailedAttempts()
-        silent: tuple[str, ...] = ()
-        numbers = itertools.count()
-        while True:
-            began_attempt = time.monotonic()
-            count = launcher.capacity(run, silent)
-            if data is not None:
-                data.check(count)
-            attempt = Attempt(run=run, number=next(numbers), num_ranks=count)
-            try:
-                values = _run_attempt(attempt, launcher, listeners)
-            except Resized as resized:
-                run.notify(str(resized))
-                run.graceful_shutdown.end_attempt()
-                continue
-            except Exception as error:
-                _note_failure(failed, attempt, error, time.monotonic() - began_attempt)
-                run.graceful_shutdown.end_attempt()
-                listeners.attempt_failed(attempt.number, error)
-                if reason := _reason_to_stop(run, failed):
-                    _explain_end(run, failed, reason)
-                    raise
-                silent = attempt.silent
-            else:
-                seconds = duration(time.monotonic() - began)
-                message = f"Finished {launcher.training(count)} in {seconds}"
-                run.notify(message, spec.settings.spelling.logger)
-                return values
-            _announce_next(run, failed)
+    listeners = Listeners(run.listeners, launcher.thread)
+    with opened, listeners, launcher.opened(run) as launcher:
+        try:
+            attempt, values = _first_success(run, launcher, listeners)
+        except Exception as error:
+            _explain_end(run, error)
+            raise
+        seconds = duration(time.monotonic() - began)
+        message = f"Finished {launcher.training(attempt.num_ranks)} in {seconds}"
+        run.notify(message, spec.settings.spelling.logger)
+        return values
+
+
+def _first_success(run: Run, launcher: Launcher, listeners: Listeners) -> tuple[Attempt, list[Any]]:
+    """Run attempts until one succeeds; return it, and its ranks' values."""
+    silent: tuple[str, ...] = ()
+    for number in itertools.count():
+        began = time.monotonic()
+        count = launcher.capacity(run, silent)
+        if run.datasets is not None:
+            run.datasets.check(count)
+        attempt = Attempt(run=run, number=number, num_ranks=count)
+        try:
+            return attempt, _run_attempt(attempt, launcher, listeners)
+        except Resized as resized:
+            run.notify(str(resized))
+            run.graceful_shutdown.end_attempt()
+            continue
+        except Exception as error:
+            _note_failure(attempt, error, time.monotonic() - began)
+            run.graceful_shutdown.end_attempt()
+            listeners.attempt_failed(number, error)
+            if _reason_to_stop(run):
+                raise
+            silent = attempt.silent
+        _announce_next(run)
+    raise AssertionError("there are always further numbers")
 
 
 def _run_attempt(attempt: Attempt, launcher: Launcher, listeners: Listeners) -> list[Any]:
@@ -98,41 +104,40 @@ def _follow(attempt: Attempt, launcher: Launcher, sink: DriverSink) -> list[Outc
         return Controller(attempt, handle, sink, deadline).follow()
 
 
-def _note_failure(
-    failed: FailedAttempts, attempt: Attempt, error: Exception, seconds: float
-) -> None:
+def _note_failure(attempt: Attempt, error: Exception, seconds: float) -> None:
     is_preempted = is_preemption(error, attempt.cause, attempt.preempted, attempt.silent)
     preempted = attempt.preempted if is_preempted else {}
-    failed.add(
+    attempt.run.failed.add(
         FailedAttempt(attempt.number, attempt.num_ranks, error, preempted),
         attempt.cause,
         is_quick=seconds < LONG_ATTEMPT and not attempt.progress.checkpoints,
     )
 
 
-def _reason_to_stop(run: Run, failed: FailedAttempts) -> str | None:
+def _reason_to_stop(run: Run) -> str | None:
     if run.graceful_shutdown.sigterm_received:
         return "this process received SIGTERM"
     settings = run.spec.settings
-    return reason_to_stop(failed, settings.max_failures, settings.max_preemption_failures)
+    return reason_to_stop(run.failed, settings.max_failures, settings.max_preemption_failures)
 
 
-def _explain_end(run: Run, failed: FailedAttempts, reason: str) -> None:
+def _explain_end(run: Run, error: Exception) -> None:
     """Add the attempts to the error that is raised. The user's own exception may be frozen."""
-    last = failed.last
-    error = last.error
-    if last.preempted:
-        vars(error)["preempted"] = last.preempted
-    if failed.count > 1:
+    failed = run.failed
+    if not failed.count:
+        return
+    earlier, text = failed.kept, "Earlier attempts:"
+    if failed.last.error is error:  # none if the error was raised before the next attempt
+        earlier = failed.kept[:-1]
+        text = f"This was attempt {failed.last.number}, the last: {_reason_to_stop(run)}. {text}"
+        if failed.last.preempted:
+            vars(error)["preempted"] = failed.last.preempted
+    if earlier:
         vars(error)["attempts"] = tuple(failed.kept)
-        first, *latest = [f"\n  {attempt}" for attempt in failed.kept[:-1]]
+        first, *latest = [f"\n  {attempt}" for attempt in earlier]
         left_out = failed.count - len(failed.kept)
         gap = [f"\n  ... {counted(left_out, 'attempt')} left out ..."] if left_out else []
-        add_note(
-            error,
-            f"This was attempt {last.number}, the last: {reason}. Earlier attempts:"
-            f"{''.join([first, *gap, *latest])}",
-        )
+        add_note(error, "".join([text, first, *gap, *latest]))
     if run.spec.logs is not None:
         add_note(error, f"The output of all ranks is in {run.spec.logs}.")
     if run.graceful_shutdown.sigterm_received:
@@ -140,11 +145,13 @@ def _explain_end(run: Run, failed: FailedAttempts, reason: str) -> None:
         notify("".join(traceback.format_exception(error)))
 
 
-def _announce_next(run: Run, failed: FailedAttempts) -> None:
+def _announce_next(run: Run) -> None:
     """Show why there is another attempt, and pause before it."""
+    failed = run.failed
     seconds = pause_before_next(failed.num_quick, run.spec.run_id)
     in_seconds = f" in {seconds:.1f} s" if seconds else ""
-    run.notify(f"Failed: {failed.last}. Starting the next attempt{in_seconds}.")
+    cause = f"\n{failed.cause}" if failed.cause else ""
+    run.notify(f"Failed: {failed.last}. Starting the next attempt{in_seconds}.{cause}")
     if failed.num_same:
         warn(
             f"Attempt {failed.last.number} failed at the same step in the same way as "

@@ -17,6 +17,7 @@ from distributor.core.cell_errors import ends_at_caller
 from distributor.core.html import table_of
 from distributor.core.text import counted
 from distributor.errors import RunCancelled
+from distributor.policies.retry_policy import FailedAttempt, FailedAttempts
 from distributor.screen.messages import notify
 from distributor.screen.screen import kind
 
@@ -28,6 +29,7 @@ CANCEL_TIMEOUT = 60.0
 def start_run(
     run: Callable[[], T],
     cancellation: Cancellation,
+    failed: FailedAttempts,
     thread: Callable[[Callable[[], object]], threading.Thread],
     name: str,
 ) -> RunFuture[T]:
@@ -36,7 +38,7 @@ def start_run(
     The exit of the interpreter waits for the run, except for that of a notebook's kernel, which is
     shut down to end what runs in it.
     """
-    future = RunFuture(run, cancellation, name)
+    future = RunFuture(run, cancellation, failed, name)
     if kind("stdout") != "notebook":
         _wait_at_exit()
         _open_runs.add(future)
@@ -58,6 +60,8 @@ class RunFuture(concurrent.futures.Future[T]):
         Runs the job and returns its value.
     cancellation : Cancellation
         Requests to cancel the run.
+    failed : FailedAttempts
+        The attempts of the run that have failed.
     name : str
         What runs, for messages.
 
@@ -67,10 +71,17 @@ class RunFuture(concurrent.futures.Future[T]):
     >>> future.result(timeout=3600)  # doctest: +SKIP
     """
 
-    def __init__(self, run: Callable[[], T], cancellation: Cancellation, name: str) -> None:
+    def __init__(
+        self,
+        run: Callable[[], T],
+        cancellation: Cancellation,
+        failed: FailedAttempts,
+        name: str,
+    ) -> None:
         super().__init__()
         self._run = run
         self._cancellation = cancellation
+        self._failed = failed
         self._name = name
         self._ended = threading.Event()
 
@@ -87,6 +98,14 @@ class RunFuture(concurrent.futures.Future[T]):
             return "cancelled"
         error = super().exception()
         return "finished" if error is None else f"failed with {type(error).__name__}"
+
+    @property
+    def attempts(self) -> tuple[FailedAttempt, ...]:
+        """The attempts that have failed so far: the first and the latest nine, with their errors.
+
+        An error's ``rank_failures`` maps each failed rank to its host and traceback.
+        """
+        return tuple(self._failed.kept)
 
     def cancel(self) -> bool:
         """Cancel the run, and wait until all of its ranks have ended (at most 60 s).

@@ -18,6 +18,7 @@ from distributor.core.text import counted
 from distributor.errors import DistributorError, RunTimeout, StartTimeout
 from distributor.link.node_link import Links
 from distributor.node.agent.share import NodeShare
+from distributor.policies.retry_policy import FailedAttempts, is_preemption, limit_reached
 from distributor.policies.stalls import activity_interval
 from distributor.run.settings import Settings
 from distributor.run.spec import RunSpec
@@ -25,7 +26,7 @@ from distributor.screen.labels import RunLabel
 from distributor.screen.messages import LOGGER, notify
 from distributor.screen.run_block import RunBlock
 from distributor.screen.run_progress import RunProgress
-from distributor.serialization.outcome import Failure, Value
+from distributor.serialization.outcome import Failure, Value, cause_first
 from distributor.settings.listener import Listener
 from distributor.spark.call_site import CallSite
 from distributor.wire.messages import Output
@@ -68,6 +69,8 @@ class Run:
         Requests to end the run.
     graceful_shutdown : GracefulShutdown
         The state of this process's own shutdown.
+    failed : FailedAttempts
+        The attempts that have failed so far.
     """
 
     spec: RunSpec
@@ -78,6 +81,7 @@ class Run:
     call_site: CallSite = field(default_factory=lambda: CallSite.of_caller("run"))
     cancellation: Cancellation = field(default_factory=Cancellation)
     graceful_shutdown: GracefulShutdown = field(default_factory=GracefulShutdown)
+    failed: FailedAttempts = field(default_factory=FailedAttempts)
 
     def notify(self, message: str, logger: str = LOGGER) -> None:
         """Show a message about this run."""
@@ -153,9 +157,17 @@ class Attempt:
 
     @property
     def may_be_followed(self) -> bool:
-        """Whether there may be another attempt if this one fails."""
-        limit = self.settings.max_failures
-        return not self.run.graceful_shutdown.sigterm_received and not 0 <= limit <= self.number
+        """Whether there may be another attempt, now that ranks of this one have failed."""
+        failed, settings = self.run.failed, self.settings
+        cause = next(iter(cause_first(self.failures).values()), None)
+        is_preempted = is_preemption(None, cause, self.preempted, self.silent)
+        return not self.run.graceful_shutdown.sigterm_received and not limit_reached(
+            failed.count + 1,
+            failed.num_preempted + is_preempted,
+            settings.max_failures,
+            settings.max_preemption_failures,
+            is_preempted=is_preempted,
+        )
 
 
 def share_of(attempt: Attempt, num_nodes: int, ranks_per_node: int, secret: bytes) -> NodeShare:

@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 
+from distributor.control.listeners import Listeners
 from distributor.control.run import Attempt
-from distributor.errors import RunCancelled
 from distributor.node.agent.log_files import LogFiles
 from distributor.rank.messages import Progress, Reader, Reported
 from distributor.run.settings import Settings
 from distributor.screen.console import Console
-from distributor.settings.listener import Listener
 from distributor.wire.messages import Source, Stream
-
-
-class Listeners:
-    """A run's listeners. If one of them raises, none is called again, and the run ends."""
-
-    def __init__(self, listeners: Sequence[Listener]) -> None:
-        self._listeners = listeners
-
-    def call(self, method: Callable[[Listener], object]) -> None:
-        """Call each listener."""
-        listeners, self._listeners = self._listeners, ()
-        for listener in listeners:
-            method(listener)
-        self._listeners = listeners
-
-    def attempt_failed(self, attempt: int, error: Exception) -> None:
-        """Call each listener for an attempt that failed. A cancelled attempt has not failed."""
-        if not isinstance(error, RunCancelled):
-            self.call(lambda listener: listener.failed(attempt, error))
 
 
 class DriverSink:
@@ -87,7 +66,7 @@ class DriverSink:
             self._console.write(rank, stream, data)
         if self._files:
             self._files.write(rank, stream, data)
-        self._listeners.call(lambda listener: listener.printed(rank, stream, data))
+        self._listeners.pass_on(lambda each: each.printed(rank, stream, data), len(data))
 
     def _add_record(self, rank: int, source: Source, record: Progress | Reported) -> None:
         if isinstance(record, Reported):
@@ -99,14 +78,18 @@ class DriverSink:
         elif source == "progress":
             if rank == 0:
                 self._attempt.progress.update(record)
-            self._listeners.call(lambda listener: listener.progressed(rank, record))
+            self._listeners.pass_on(lambda listener: listener.progressed(rank, record))
         else:
-            self._listeners.call(lambda listener: listener.used(record))
+            self._listeners.pass_on(lambda listener: listener.used(record))
 
     def tick(self) -> None:
-        """Update what is shown, and write what has waited. Called again and again."""
+        """Update what is shown, and write what has waited. Called again and again.
+
+        If a listener has raised an exception, this raises it.
+        """
         self._console.tick()
         self._attempt.run.block.tick()
+        self._listeners.check()
 
 
 def _is_shown(settings: Settings, rank: int) -> bool:

@@ -115,7 +115,7 @@ def pause_before_next(num_quick: int, run_id: str) -> float:
 
 
 def is_preemption(
-    error: Exception,
+    error: Exception | None,
     cause: Failure | None,
     preempted: Mapping[str, list[int]],
     silent: tuple[str, ...],
@@ -135,10 +135,31 @@ def reason_to_stop(
     is_retried = isinstance(last, (NodeLost, RunStalled)) or failed.cause is not None
     if not is_retried or isinstance(last, NOT_RETRIED):
         return "another attempt would not help"
-    name, limit, count = "max_failures", max_failures, failed.count
+    return limit_reached(
+        failed.count,
+        failed.num_preempted,
+        max_failures,
+        max_preemption_failures,
+        is_preempted=bool(failed.last.preempted),
+    )
+
+
+def limit_reached(
+    count: int,
+    num_preempted: int,
+    max_failures: int,
+    max_preemption_failures: int | None,
+    *,
+    is_preempted: bool,
+) -> str | None:
+    """Return which limit so many failures exceed; None if another attempt may follow.
+
+    `num_preempted` of them, and the last one if `is_preempted`, were of preempted attempts.
+    """
+    name, limit = "max_failures", max_failures
     if max_preemption_failures is not None:
-        count -= failed.num_preempted
-        if failed.last.preempted:
+        count -= num_preempted
+        if is_preempted:
             name, limit = "max_preemption_failures", max_preemption_failures
-            count = failed.num_preempted
+            count = num_preempted
     return f"{name} is {limit}" if 0 <= limit < count else None

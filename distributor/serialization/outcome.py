@@ -110,13 +110,16 @@ class Failure:
     step: int | None = None  # steps that the program had made, if it raised
     kind: str = "failed"  # may appear in logs, unlike a message, which may contain a secret
 
+    def __str__(self) -> str:
+        return f"{self.origin}:\n{self.text.rstrip()}"
+
     def exception(self) -> BaseException:
         """Rebuild the rank's exception, with its remote traceback as the cause."""
         error = pickling.load_exception(self.pickled) if self.pickled else None
         if error is None:
             error = RemoteError(f"{self.origin}: {self.summary}\n\n{self.text}")
         if not isinstance(error, WorkerDied):  # its message is complete
-            cause = RemoteTraceback(f"{self.origin}:\n{self.text.rstrip()}")
+            cause = RemoteTraceback(str(self))
             BaseException.__setattr__(error, "__cause__", cause)  # the user's class may be frozen
         return error
 

@@ -9,10 +9,14 @@ from distributor.wire.messages import Stream
 class Listener:
     """Follows a run on the driver: subclass it, and override the methods of interest.
 
-    All methods are called on one thread and must return quickly, because the run waits for them.
-    By default each does nothing. If a method raises, the run ends with that exception, and no
-    method is called after it. The ranks' events of one attempt come between its `begins` and the
-    next one, or the end of the run.
+    All methods are called in the order of events on a thread of the run's own, so an MLflow run
+    that is active on the thread of the caller is not active in them. By default each does nothing.
+    If a method raises, the run ends with that exception, and no method is called after it. The
+    ranks' events of one attempt come between its `begins` and the next one, or the end of the run.
+
+    A run never waits for a method while its ranks are at work. If methods are too slow, `printed`,
+    `progressed` and `used` are not called for each event; a warning says so. At its end a run waits
+    for the calls that are left, at most 60 s for each one.
 
     See Also
     --------

@@ -810,9 +810,9 @@ class TrainRunContext:
 class UserCallback:
     """A base class for callbacks on the driver; its methods do nothing.
 
-    The methods are called one at a time, on the thread that waits for the run, while the ranks
-    continue. They receive their arguments by keyword. If one raises an exception, the run ends
-    with a `ControllerError`.
+    The methods are called one at a time, on a thread of the run's own, while the ranks continue:
+    an MLflow run that is active on the caller's thread is not active in them. They receive their
+    arguments by keyword. If one raises an exception, the run ends with a `ControllerError`.
 
     Follows ``ray.train.UserCallback``:
     https://docs.ray.io/en/latest/train/api/doc/ray.train.UserCallback.html

@@ -27,6 +27,16 @@ def printed_by(program: str) -> str:
     return done.stdout
 
 
+def test_the_calls_of_another_thread_can_be_read() -> None:
+    with relies_on("Python", "sys._current_frames", "cpython.stack_of"):
+        done = threading.Event()
+        thread = threading.Thread(target=lambda: done.wait(60))
+        thread.start()
+        assert "done.wait(60)" in cpython.stack_of(thread)
+        done.set()
+        thread.join()
+
+
 def test_finalizers_can_be_disabled() -> None:
     with relies_on("Python", "weakref.finalize._registry", "cpython.disable_exit_finalizers"):
         printed = printed_by(

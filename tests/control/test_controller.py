@@ -15,8 +15,9 @@ from support.waiting import until
 from distributor import TorchDistributor
 from distributor.control import controller, polling, rendezvous
 from distributor.control.controller import Controller
-from distributor.control.run import Attempt, Handle, NodesEnded, NodeStarts, Resized, Run
-from distributor.control.sink import DriverSink, Listeners
+from distributor.control.listeners import Listeners
+from distributor.control.run import Attempt, Handle, Launcher, NodesEnded, NodeStarts, Resized, Run
+from distributor.control.sink import DriverSink
 from distributor.control.stack_requests import ANSWER_TIMEOUT
 from distributor.errors import (
     DistributorError,
@@ -132,7 +133,7 @@ class FollowedRun:
             self._thread.join(SOON)
 
     def _follow(self) -> None:
-        with DriverSink(self._attempt, Listeners(())) as sink:
+        with DriverSink(self._attempt, Listeners((), Launcher().thread)) as sink:
             followed = Controller(
                 self._attempt,
                 self._handle,

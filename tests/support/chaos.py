@@ -85,6 +85,17 @@ for line in _channel.makefile():
         send(error=type(error).__name__, message=str(error)[:4000])
 time.sleep(1000)
 """
+STUCK = """
+import threading
+from distributor import Listener
+from distributor.control import listeners
+
+listeners.PATIENCE = 2.0
+
+class Stuck(Listener):
+    def begins(self, attempt, ranks):
+        threading.Event().wait()
+"""
 OURS = "TorchDistributor(2, local_mode={local}, use_gpu=False, {settings})"
 PYSPARKS = (
     "__import__('pyspark.ml.torch.distributor', fromlist=['x'])"
@@ -152,6 +163,7 @@ CAUSES = {
     "an agent is stopped": ("NodeLost", "no sign of life"),
     "an executor is killed": ("NodeLost", "ExecutorLostFailure"),
     "a host is cut off": ("NodeLost", "no sign of life"),
+    "a listener never returns": ("KeyError", "on purpose"),
 }
 """The errors that a driver should report; for other faults, any error."""
 DRIVERS_END = ("the driver is killed", "the driver's JVM is killed", "a host is cut off")
@@ -164,6 +176,7 @@ FAULTS = {
         "a rank is killed",
         "a rank's parent is killed",
         "the driver is killed",
+        "a listener never returns",
     ),
     "cluster": (
         "a rank raises",
@@ -176,9 +189,11 @@ FAULTS = {
         "the driver is killed",
         "the driver's JVM is killed",
         "a host is cut off",
+        "a listener never returns",
     ),
 }
 NEEDS_A_LINK = ("a host is cut off",)
+NOT_OF_PYSPARK = ("a listener never returns",)
 SETTINGS = {"warm": "warm=True", "fresh": "warm=False", "ordinary": "barrier=False"}
 STARTS = (*SETTINGS, "pyspark")
 ACTIVITIES = ("waits", "computes", "reduces", "holds the GIL", "ignores SIGTERM")
@@ -224,13 +239,16 @@ class Series:
         return result
 
     def _start_driver(self) -> Driver:
-        launcher, start, _ = self._case
-        local = launcher == "local"
+        launcher, start, fault = self._case
+        local, is_stuck = launcher == "local", fault == "a listener never returns"
         template = PYSPARKS if start == "pyspark" else OURS
-        made = template.format(local=local, settings=SETTINGS.get(start))
+        settings = f"{SETTINGS.get(start)}{', listeners=Stuck()' * is_stuck}"
+        made = template.format(local=local, settings=settings)
         conf = {"spark.master": "local[2]"} if local else {}
         return self._cluster.driver(
-            SOURCE.format(distributor=made), with_spark=not local or start == "pyspark", **conf
+            STUCK * is_stuck + SOURCE.format(distributor=made),
+            with_spark=not local or start == "pyspark",
+            **conf,
         )
 
     def _await_ranks(self, driver: Driver, folder: Path) -> list[Note]:
@@ -247,8 +265,8 @@ class Series:
     def _strike(self, driver: Driver, folder: Path, ranks: list[int]) -> float:
         fault = self._case.fault
         at = time.time()
-        if fault in ("a rank raises", "a rank exits"):
-            (folder / "fault.part").write_text(fault.split()[-1])
+        if fault in ("a rank raises", "a rank exits", "a listener never returns"):
+            (folder / "fault.part").write_text("exits" if fault == "a rank exits" else "raises")
             (folder / "fault.part").rename(folder / "fault")
         elif fault == "a host is cut off":
             _machine_of(self._cluster, ranks[1]).cut()
@@ -395,6 +413,8 @@ def main() -> int:
             for fault in FAULTS[launcher]:
                 case = Case(launcher, start, fault)
                 if wanted.faults and fault not in wanted.faults:
+                    continue
+                if start == "pyspark" and fault in NOT_OF_PYSPARK:
                     continue
                 if fault in NEEDS_A_LINK and (why_not_apart() or not apart):
                     continue

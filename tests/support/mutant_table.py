@@ -221,7 +221,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "preempted attempts do not count as failures",
         "distributor/policies/retry_policy.py",
-        "        count -= failed.num_preempted\n",
+        "        count -= num_preempted\n",
         "",
         ("train/test_preemption.py::test_preempted_attempts_are_not_counted_in_max_failures",),
     ),

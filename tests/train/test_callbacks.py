@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 
-from distributor import Listener, TorchDistributor, train
+from distributor import Listener, RunTimeout, TorchDistributor, train
+from distributor.control import listeners
+from distributor.control.run import Launcher
 from distributor.rank.messages import Progress, Reported
 from distributor.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, UserCallback
 from distributor.train.torch import TorchTrainer
@@ -170,6 +174,104 @@ def test_listeners_receive_the_events_of_a_run_without_a_trainer(tmp_path: Path)
     ]
     printed = b"".join(call[3] for call in listener.calls if call[:3] == ("printed", 0, "stdout"))
     assert printed == b"hello\n"
+
+
+class Stuck(Listener):
+    """Never returns from its first call, in terms of a test."""
+
+    def __init__(self) -> None:
+        self.resume = threading.Event()
+
+    def begins(self, attempt: int, ranks: int) -> None:
+        self.resume.wait(120)
+
+
+def sleep() -> None:
+    threading.Event().wait()
+
+
+def test_a_listener_that_never_returns_does_not_stop_a_deadline(
+    monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr(listeners, "PATIENCE", 1.0)
+    stuck = Stuck()
+    with pytest.raises(RunTimeout):
+        TorchDistributor(1, use_gpu=False, listeners=stuck, timeout=1).run(sleep)
+    [warning] = [each for each in warned() if "has not returned for 1 s" in each]
+    assert "leaves out 1 further call" in warning, "that of `failed`"
+    assert "self.resume.wait(120)" in warning, "where it is"
+    stuck.resume.set()
+
+
+def test_a_run_with_a_listener_that_never_returns_can_be_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listeners, "SHORT_PATIENCE", 0.5)
+    stuck = Stuck()
+    future = TorchDistributor(1, use_gpu=False, listeners=stuck, timeout=120).submit(sleep)
+    assert future.cancel()
+    stuck.resume.set()
+
+
+class Late(RecordingListener):
+    """Its first call returns at a request, and each further one after some time."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__()
+        self.resume = threading.Event()
+        self.seconds = seconds
+
+    def progressed(self, rank: int, progress: Progress) -> None:
+        super().progressed(rank, progress)
+        assert self.resume.wait(60)
+        threading.Event().wait(self.seconds)
+
+
+def pass_on_progress_and_report(to: listeners.Listeners, count: int) -> None:
+    for step in range(count):
+        to.pass_on(lambda each, step=step: each.progressed(0, Progress(step)))
+    to.call(lambda each: each.reported(Reported([{"loss": 1.0}])))
+
+
+def test_what_is_dropped_for_a_slow_listener_is_telemetry(
+    monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr(listeners, "MAX_WAITING", 10 * listeners.OVERHEAD)
+    late = Late()
+    with listeners.Listeners([late], Launcher().thread) as to:
+        pass_on_progress_and_report(to, 100)
+        late.resume.set()
+    *progressed, reported = late.calls
+    assert progressed == [("progressed", 0, step, None) for step in range(11)], "in order"
+    assert reported == ("reported", [{"loss": 1.0}], None)
+    assert [each for each in warned() if "slower than the ranks" in each] == warned() != []
+
+
+def test_the_end_of_a_run_waits_for_reports_longer_than_for_telemetry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listeners, "SOON", 0.0)
+    monkeypatch.setattr(listeners, "PATIENCE", 0.5)
+    late = Late(seconds=0.1)
+    late.resume.set()
+    with listeners.Listeners([late], Launcher().thread) as to:
+        pass_on_progress_and_report(to, 100)
+    assert len(late.calls) < 50
+    assert late.calls[-1] == ("reported", [{"loss": 1.0}], None)
+
+
+class RaisingAtReport(Listener):
+    def reported(self, report: Reported) -> None:
+        raise SystemExit("enough")
+
+
+def test_an_exception_of_a_listener_at_the_end_of_a_run_is_raised() -> None:
+    raising = RaisingAtReport()
+    with (
+        pytest.raises(SystemExit, match="enough"),
+        listeners.Listeners([raising], Launcher().thread) as to,
+    ):
+        pass_on_progress_and_report(to, 1)
 
 
 def test_one_listener_or_callback_needs_no_list() -> None:
