@@ -123,6 +123,13 @@ def choose_store(rendezvous: ModuleType, choose: Callable[[str, int], str]) -> N
 _kept_stores: list[Any] = []
 
 
+def has_had_group() -> bool:
+    """Return whether this process has a process group, or had one and opened its store."""
+    import torch.distributed as dist
+
+    return bool(_kept_stores) or (dist.is_available() and dist.is_initialized())
+
+
 def separate_initializations(distributed_c10d: ModuleType) -> None:
     """Have each initialization of the default process group use keys of its own in its store."""
     # Torch uses the same keys each time. A rank that initializes its group again at once reads what

@@ -31,6 +31,11 @@ from distributor.serialization.outcome import (
     cause_first,
     raise_first,
 )
+from distributor.serialization.program import Call
+
+LINES_OF_ONE_MODEL = """
+    torch.distributed.init_process_group()
+    model = torch.nn.parallel.DistributedDataParallel(model)"""
 
 
 def run_attempts(run: Run, launcher: Launcher) -> list[Any]:
@@ -50,6 +55,7 @@ def run_attempts(run: Run, launcher: Launcher) -> list[Any]:
         seconds = duration(time.monotonic() - began)
         message = f"Finished {launcher.training(attempt.num_ranks)} in {seconds}"
         run.notify(message, spec.settings.spelling.logger)
+        _warn_about_separate_models(attempt)
         return values
 
 
@@ -159,6 +165,20 @@ def _announce_next(run: Run) -> None:
         )
     if seconds:
         run.cancellation.pause(seconds)
+
+
+def _warn_about_separate_models(attempt: Attempt) -> None:
+    """Warn if ranks have trained models of their own, of which the value of one is returned."""
+    trained = attempt.trained
+    if attempt.spec.keep_all or len(trained) < 2 or any(trained.values()):
+        return
+    is_call = isinstance(attempt.spec.program, Call)
+    returned = ", and the value of rank 0 is returned (run_all returns all)" if is_call else ""
+    warn(
+        f"An optimizer made steps in {listed('rank', sorted(trained))}, but none of them has had a "
+        f"process group: each has trained a model of its own{returned}. To train one model on all "
+        f"ranks, add these lines:{LINES_OF_ONE_MODEL}"
+    )
 
 
 def _values_of(attempt: Attempt, outcomes: list[Outcome]) -> list[Any]:

@@ -111,6 +111,8 @@ class Attempt:
         The hosts that stopped answering.
     progress : RunProgress
         Its progress.
+    trained : dict of int to bool
+        The ranks in which an optimizer has made steps, and whether they have had a process group.
     stack_requests : StackRequests
         Requests for the stacks of its ranks.
     is_announced : bool
@@ -125,6 +127,7 @@ class Attempt:
     preempted: dict[str, list[int]] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
     progress: RunProgress = field(init=False)
+    trained: dict[int, bool] = field(default_factory=dict)
     stack_requests: StackRequests = field(default_factory=StackRequests)
     is_announced: bool = False
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from distributor.control.listeners import Listeners
 from distributor.control.run import Attempt
 from distributor.node.agent.log_files import LogFiles
-from distributor.rank.messages import Progress, Reader, Reported
+from distributor.rank.messages import Reader, Record, Reported, Trained
 from distributor.run.settings import Settings
 from distributor.screen.console import Console
 from distributor.wire.messages import Source, Stream
@@ -68,8 +68,10 @@ class DriverSink:
             self._files.write(rank, stream, data)
         self._listeners.pass_on(lambda each: each.printed(rank, stream, data), len(data))
 
-    def _add_record(self, rank: int, source: Source, record: Progress | Reported) -> None:
-        if isinstance(record, Reported):
+    def _add_record(self, rank: int, source: Source, record: Record) -> None:
+        if isinstance(record, Trained):
+            self._attempt.trained[rank] = record.has_had_group
+        elif isinstance(record, Reported):
             self._attempt.progress.checkpoints += record.checkpoint is not None
             self._attempt.run.block.note_report(record)
             self._listeners.call(lambda listener: listener.reported(record))

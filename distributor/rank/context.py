@@ -12,8 +12,7 @@ from distributor.rank.messages import (
     IGNORES_SIGTERM,
     SIGTERM_RECEIVED,
     SUBSCRIBED,
-    Progress,
-    Reported,
+    Record,
 )
 
 
@@ -89,7 +88,7 @@ class WorkerContext:
     def is_rank(self) -> bool:
         return self._progress_file is not None
 
-    def send(self, update: Progress | Reported) -> None:
+    def send(self, update: Record) -> None:
         """Send progress or a report to the driver, at the cost of one small write."""
         if self._progress_file is not None:
             os.write(self._progress_file, update.to_line())

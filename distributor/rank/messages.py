@@ -70,21 +70,42 @@ class Reported:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a rank reports at its end if an optimizer has made steps in it.
+
+    Parameters
+    ----------
+    has_had_group : bool
+        Whether the rank has ever been in a process group.
+    """
+
+    has_had_group: bool
+
+    def to_line(self) -> bytes:
+        return json.dumps(self.has_had_group).encode() + b"\n"
+
+
+Record = Progress | Reported | Trained
+
+
 class Reader:
     """Assembles reports from a stream of bytes."""
 
     def __init__(self) -> None:
         self._rest = b""
 
-    def take(self, data: bytes) -> list[Progress | Reported]:
+    def take(self, data: bytes) -> list[Record]:
         """Return the reports that these bytes complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         return list(filter(None, map(_read, lines)))
 
 
-def _read(line: bytes) -> Progress | Reported | None:
+def _read(line: bytes) -> Record | None:
     try:
         message = json.loads(line)
+        if isinstance(message, bool):
+            return Trained(message)
         if isinstance(message, dict):
             return Reported(**message)
         done, total, metrics, at = message

@@ -19,6 +19,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from conftest import cluster_is_slow
 from support.ranks import (
     MIB,
     Distribute,
@@ -351,6 +352,66 @@ def test_a_value_that_is_not_returned_need_not_be_picklable(distribute: Distribu
         return "fine" if my_rank() == 0 else threading.Lock()
 
     assert distribute(2).run(locks) == "fine"
+
+
+def train_model(how: str) -> int:
+    import torch
+    import torch.distributed as dist
+
+    if how == "in one rank" and my_rank():
+        return my_rank()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(1, 1)).sum().backward()
+    for step in range(3):
+        if how == "in a group" and step == 1:
+            dist.init_process_group("gloo")
+        optimizer.step()
+    if how == "in a group":
+        dist.destroy_process_group()
+    return my_rank()
+
+
+SCRIPT_THAT_TRAINS = """
+import torch
+weight = torch.ones(1, requires_grad=True)
+weight.sum().backward()
+torch.optim.SGD([weight], 0.1).step()
+"""
+
+
+@cluster_is_slow
+@pytest.mark.parametrize("way", ["run", "submit", "script"])
+def test_ranks_that_train_models_of_their_own_cost_one_warning(
+    distribute: Distribute, tmp_path: Path, way: str, warned: Callable[[], list[str]]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT_THAT_TRAINS)
+    {
+        "run": lambda: distribute(2).run(train_model, "alone"),
+        "submit": lambda: distribute(2).submit(train_model, "alone").result(),
+        "script": lambda: distribute(2, warm=False).run(str(script)),
+    }[way]()
+    [warning] = warned()
+    assert "in ranks 0, 1, but none of them has had a process group" in warning
+    assert ("the value of rank 0 is returned" in warning) is (way != "script")
+    assert "\n    torch.distributed.init_process_group()\n    model = torch.nn" in warning
+
+
+@pytest.mark.parametrize("how", ["in a group", "in one rank"])
+def test_ranks_that_train_one_model_cost_no_warning(
+    how: str, warned: Callable[[], list[str]]
+) -> None:
+    assert TorchDistributor(2, use_gpu=False, timeout=120).run(train_model, how) == 0
+    assert warned() == []
+
+
+def test_models_whose_values_are_all_returned_cost_no_warning(
+    warned: Callable[[], list[str]],
+) -> None:
+    ranks = TorchDistributor(2, use_gpu=False, timeout=120)
+    assert ranks.run_all(train_model, "alone") == [0, 1]
+    assert warned() == []
 
 
 def test_a_value_from_a_module_that_the_driver_lacks_names_the_module(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from types import ModuleType
 
 from distributor._compat import huggingface, lightning, pyspark, torch
 from distributor.node.process.fork_reset import set_thread_counts
+from distributor.rank.context import WorkerContext
 from distributor.rank.import_hooks import after_import, at_next_import
+from distributor.rank.messages import Trained
 
 SPARK_FILES = "DISTRIBUTOR_SPARK_FILES"
 """The variable of a rank on an executor that has the folder of ``SparkContext.addFile``'s files."""
@@ -26,6 +29,25 @@ def adapt_libraries(uses_gpus: bool) -> None:
     if folder := os.environ.get(SPARK_FILES):
         for name in pyspark.MODULES_OF_SPARK_FILES:
             after_import(name, partial(pyspark.find_spark_files, folder=folder))
+
+
+def report_training(context: WorkerContext) -> None:
+    """Have this rank report at its end whether an optimizer has made steps in it."""
+    had_group: list[bool] = []
+
+    def note_step(*_: object) -> None:
+        if not had_group:
+            had_group.append(torch.has_had_group())
+
+    def report() -> None:
+        if had_group:
+            context.send(Trained(had_group[0] or torch.has_had_group()))
+
+    def watch(optimizer: ModuleType) -> None:
+        optimizer.register_optimizer_step_post_hook(note_step)
+
+    after_import("torch.optim.optimizer", watch)
+    context.add_final_step(report)
 
 
 def _keep_groups() -> None:
