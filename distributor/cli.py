@@ -15,20 +15,24 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from distributor.control.stack_requests import stacks
 from distributor.core.checkpoint_config import DEFAULT_STORAGE_PATH
+from distributor.core.module_search import is_runnable
 from distributor.core.resources import format_bytes
 from distributor.core.spelling import Spelling, suggestion
 from distributor.core.text import printable
 from distributor.diagnosis.settings import Wanted
 from distributor.errors import WorkerDied
 from distributor.node.worker.stacks import append_stacks
+from distributor.prepared_run import prepare_run
 from distributor.programs.programs import module_of, program_of
 from distributor.run.settings import Settings, check_shown_ranks
 from distributor.run_file import Part, read_run_file
 from distributor.screen.screen import SCREEN
+from distributor.serialization.program import Module
 from distributor.settings.fields import help_of, setting_fields
 from distributor.settings.types import check_num_processes, read_pair
 from distributor.spark.application import application, check_application
@@ -39,6 +43,16 @@ _SPELLING = Spelling(
     "distributor run", "--nproc", "leave out --cluster", "pass --cpu", has_options=True
 )
 BAD_INPUT, FAILED, TIMED_OUT, INTERRUPTED = 2, 1, 124, 130
+_TORCHRUN = {
+    "--standalone": "is the default here",
+    "--nproc-per-node": "is --nproc here, the number of all ranks",
+    "--max-restarts": "is --max-failures here",
+    "--master-port": "is --rank-ports here",
+    r"--(nnodes|node-rank|rdzv-\w+|(master|local)-addr|monitor-interval|run-path|role)": (
+        "is not needed"
+    ),
+}
+"""Patterns of torchrun's options, and what becomes of them."""
 
 
 class _Distributor(TorchDistributor):
@@ -65,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = make_parser()
     tokens = parser.ordered(sys.argv[1:] if argv is None else argv)
+    if not tokens:
+        parser.print_help(sys.stderr)
+        return BAD_INPUT
     options = parser.parse_args(tokens)
     try:
         if options.command == "run":
@@ -83,7 +100,7 @@ def _run(options: argparse.Namespace) -> None:
     for name in ("env", "executor_resources") & settings.keys():
         settings[name] = dict(settings[name])
     args = options.args[1:] if options.args[:1] == ["--"] else options.args
-    program: Any = module_of(options.script) if options.module else options.script
+    program = _program(options, args, has_environment=bool(settings.get("environment")))
     program_of(program, (), {})
     if options.dry_run:
         _Settings(**_fields_of(Settings, settings))
@@ -92,7 +109,32 @@ def _run(options: argparse.Namespace) -> None:
     with _cluster(options, settings) if "local_mode" in settings else _local(options):
         if hasattr(signal, "SIGQUIT"):
             signal.signal(signal.SIGQUIT, _show_stacks)
-        _Distributor(**settings).run(program, *args)
+        try:
+            prepared = prepare_run(_Distributor(**settings), False, program, tuple(args), {})
+        except (RuntimeError, OSError) as error:
+            raise ValueError(str(error)) from error  # nothing was launched
+        prepared.start()
+
+
+def _program(options: argparse.Namespace, args: Sequence[str], *, has_environment: bool) -> Any:
+    name = str(options.script)
+    if options.module:
+        # Only the ranks may have what their environment contains.
+        return Module(name, os.getcwd()) if has_environment else module_of(name)
+    if not os.path.exists(name) and (commands := entry_points(group="console_scripts", name=name)):
+        raise FileNotFoundError(f"{name} is a command; {_instead_of_command(*commands, args=args)}")
+    return name
+
+
+def _instead_of_command(command: EntryPoint, *_: EntryPoint, args: Sequence[str]) -> str:
+    if command.name in ("torchrun", "accelerate", "deepspeed"):
+        return "it starts ranks, as distributor run does: pass the script itself."
+    package = command.module.partition(".")[0]
+    # Commands such as trl start a launcher of their own for the script of a subcommand.
+    for module in (*(f"{package}.scripts.{arg}" for arg in args[:1]), command.module, package):
+        if is_runnable(module):
+            return f"its module is {module}: pass -m {module}, and its arguments after it."
+    return f"pass the path of its script: {shutil.which(command.name) or command.name}."
 
 
 def _with_file(
@@ -298,6 +340,7 @@ class _Parser(argparse.ArgumentParser):
         command, *rest = argv or [""]
         if command != "run":
             return list(argv)
+        self.run._check_options(rest)
         own = self.run._num_leading(rest)
         script, after = rest[own : own + 1], rest[own + 1 :]
         end = after.index("--") if "--" in after else len(after)
@@ -311,6 +354,43 @@ class _Parser(argparse.ArgumentParser):
                 f"the arguments of {script[0]} after --, and options before it."
             )
         return [command, *rest[:own], *between, *script, *of_script]
+
+    def _check_options(self, argv: Sequence[str]) -> None:
+        """Answer unknown options before the script with what to write instead."""
+        unknown, script = self._unknown(argv)
+        answers = [
+            f"{option} {answer}"
+            for option in unknown
+            for pattern, answer in _TORCHRUN.items()
+            if re.fullmatch(pattern, option.replace("_", "-"))
+        ]
+        if answers:
+            self.error(f"torchrun's {', '.join(answers)}.")
+        if unknown and script:
+            hint = suggestion(unknown[0], self.options, otherwise="")
+            self.error(
+                f"unrecognized argument: {unknown[0]}. {hint and f'{hint} If not: '}{unknown[0]} "
+                f"is an option of {script}: put it after the script."
+            )
+
+    def _unknown(self, argv: Sequence[str]) -> tuple[list[str], str]:
+        """Return the unknown options before the script, and the script, "" if there is none.
+
+        Whether an unknown option is followed by a value is unknown too.
+        """
+        unknown: list[str] = []
+        index = 0
+        while index < len(argv) and argv[index] not in ("--", "-h", "--help"):
+            token = argv[index]
+            option, equals, _ = token.partition("=")
+            if not token.startswith("-"):
+                is_module = index > 0 and argv[index - 1] in ("-m", "--module")
+                if not unknown or is_module or token.endswith(".py") or os.path.isfile(token):
+                    return unknown, token
+            elif option not in self.options:
+                unknown.append(option)
+            index += 2 if self.options.get(option) and not equals else 1
+        return unknown, ""
 
     def without_file(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
         """Split a command line of ``run`` at the script, and leave out ``-f`` and its options."""

@@ -16,12 +16,14 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from support.packages import wheel
 
 from distributor import TorchDistributor, __version__
 from distributor.cli import GROUPS, main, make_parser
@@ -126,6 +128,21 @@ def test_the_exit_code_is_that_of_the_script(
     assert "/launch/" not in done.stderr, "the launcher's own frames are not shown"
 
 
+def install(site: Path) -> None:
+    """Install packages with console scripts."""
+    files = {
+        "toolbox/__main__.py": "",
+        "toolbox/scripts/x.py": 'if __name__ == "__main__": pass',
+        "bare_tools.py": "def main(): pass",
+        "tools-1.0.dist-info/entry_points.txt": "[console_scripts]\n"
+        "toolbox = toolbox.cli:main\ntoolbox-cli = bare_tools:main\n",
+    }
+    for name, text in files.items():
+        path = site / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -161,14 +178,29 @@ def test_the_exit_code_is_that_of_the_script(
         (["--num-workers=2", "train.py"], "--num-workers. Did you mean '--nproc'?"),
         (["--gpus", "2", "train.py"], "--gpus. Did you mean '--nproc'?"),
         (["--remote", "train.py"], "--remote. Did you mean '--cluster'?"),
-        (["--epochs", "2", "train.py"], "--epochs. It takes --barrier, --cluster, "),
+        (["--epochs", "2", "train.py"], "--epochs is an option of train.py: put it after the sc"),
+        (["--epochs", "2", "-m", "a.b"], "--epochs is an option of a.b: put it after the script"),
+        (["--model=x", "train.py"], "'--module'. If not: --model is an option of train.py: put it"),
+        (["--epochs"], "--epochs. It takes --barrier, --cluster, "),
+        (
+            ["--standalone", "--nnodes", "2", "--nproc_per_node=2", "--rdzv-id", "1", "train.py"],
+            "torchrun's --standalone is the default here, --nnodes is not needed, "
+            "--nproc_per_node is --nproc here, .* ranks, --rdzv-id is not needed",
+        ),
+        (["--log-dir", "/proc/no", "train.py"], "--log-dir is '/proc/no', which cannot be created"),
+        (["--", "toolbox", "x"], "toolbox is a command; its module is toolbox.scripts.x: pass -m"),
+        (["toolbox"], "toolbox is a command; its module is toolbox: pass -m toolbox, and"),
+        (["toolbox-cli"], "toolbox-cli is a command; pass the path of its script: toolbox-cli"),
+        (["torchrun", "x.py"], "torchrun is a command; .* pass the script itself"),
         ([], "required: script, or -f"),
     ],
 )
 def test_bad_input_is_2_and_launches_nothing(
-    here: Cli, script: Any, options: list[str], message: str
+    here: Cli, script: Any, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
 ) -> None:
     script("print('launched')")
+    install(Path("site"))
+    monkeypatch.syspath_prepend("site")
     done = here("run", "--cpu", *options)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.search(message, done.stderr), done.stderr
@@ -288,6 +320,17 @@ def test_a_module_of_an_editable_installation_runs(cli: Cli, tmp_path: Path) -> 
     assert (done.returncode, done.stdout) == (0, "[0] __main__ edited\n"), done.stderr
 
 
+def test_a_module_may_be_one_that_only_the_ranks_have(here: Cli, tmp_path: Path) -> None:
+    name = "gadget_of_ranks"
+    with zipfile.ZipFile(wheel(tmp_path / "wheels", "1.0", name), "a") as packed:
+        packed.writestr(f"{name}_train.py", "import sys; print(__name__, sys.argv[1:])")
+    env = {"DISTRIBUTOR_CACHE": str(tmp_path / "cache"), "PIP_NO_INDEX": "1"}
+    env["PIP_FIND_LINKS"] = str(tmp_path / "wheels")
+    options = ["--requirement", f"{name}==1.0", "-m", f"{name}_train", "--", "-x"]
+    done = here("run", "--cpu", *options, env={**env})
+    assert (done.returncode, done.stdout) == (0, "[0] __main__ ['-x']\n"), done.stderr
+
+
 def test_a_package_without_a_main_module_is_bad_input(here: Cli, module: str) -> None:
     done = here("run", "--cpu", "-m", "package")
     assert done.returncode == 2
@@ -355,10 +398,17 @@ def test_a_syntax_error_of_the_script_is_shown_without_frames_of_the_package(
     assert last == "SyntaxError: invalid syntax"
 
 
-def test_no_command_is_bad_input(cli: Cli) -> None:
+def test_no_command_shows_the_help(cli: Cli) -> None:
     done = cli()
-    assert done.returncode == 2
-    assert "COMMAND" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == cli("--help").stdout
+    assert "run a script or module on several ranks" in done.stderr
+
+
+def test_ranks_without_gpus_are_bad_input(here: Cli, script: Any) -> None:
+    done = here("run", script("print('launched')"), env={"CUDA_VISIBLE_DEVICES": ""})
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "For CPUs pass --cpu." in done.stderr
 
 
 def test_timeout_is_124(here: Cli, script: Any) -> None:

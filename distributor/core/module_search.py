@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import FileFinder, ModuleSpec, PathFinder
 from importlib.util import spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -55,6 +56,16 @@ def find_spec(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None
             return None
         path = list(spec.submodule_search_locations or ())
     return spec
+
+
+def is_runnable(name: str) -> bool:
+    """Return whether ``python -m`` finds a module, and the module has a main part."""
+    spec = find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        return find_spec(f"{name}.__main__") is not None
+    if spec is None or not spec.has_location or not spec.origin:
+        return False
+    return b"if __name__ ==" in Path(spec.origin).read_bytes()
 
 
 def _find_in_package(name: str, path: Sequence[str] | None) -> ModuleSpec | None:

@@ -126,7 +126,7 @@ def check_names(function: str, given: Iterable[str], known: Collection[str]) -> 
             raise TypeError(unknown_argument(function, name, known))
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
     """Return a question for the known name that is most like an unknown one, or all known names."""
     names = sorted(known)
     plain = {each: _plain(each) for each in names}
@@ -138,6 +138,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
         nearest = nearest or [each for each in names if plain[each].startswith(_plain(name))]
     if nearest:
         return f"Did you mean {nearest[0]!r}?"
+    if otherwise is not None:
+        return otherwise
     return f"It takes {', '.join(names)}." if names else ""
 
 
