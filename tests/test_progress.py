@@ -64,6 +64,24 @@ def test_other_values_than_numbers_are_refused() -> None:
         runtime.progress(1, 2, loss="low")
     with pytest.raises(TypeError, match="progress takes numbers, but done is None"):
         runtime.progress(None)
+    with pytest.raises(TypeError, match=r"done is tensor\(\[1, 2\]\)\.$"):
+        runtime.progress(torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("given", "loop"),
+    [
+        (range(40), "range: for step in range(40): ...; progress(step + 1, 40)"),
+        (range(1, 5), "range: for step, item in enumerate(...): ...; progress(step + 1, 4)"),
+        (["a", "b"], "list: for step, item in enumerate(...): ...; progress(step + 1, 2)"),
+    ],
+)
+def test_what_tqdm_takes_is_answered_with_the_loop(given: Any, loop: str) -> None:
+    kind, _, loop = loop.partition(": ")
+    with pytest.raises(TypeError) as caught:
+        runtime.progress(given)
+    found = f"progress takes numbers, but done is of type {kind}. Call it in a loop: {loop}"
+    assert str(caught.value) == found
 
 
 def test_the_reader_joins_parts_of_lines_and_skips_invalid_ones() -> None:

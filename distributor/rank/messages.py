@@ -129,4 +129,14 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"progress takes numbers, but {name} is {value!r}.") from None
+        found = f"progress takes numbers, but {name} is "
+        if not hasattr(value, "__len__") or isinstance(value, str) or hasattr(value, "dtype"):
+            raise TypeError(f"{found}{value!r}.") from None
+        size = len(value)  # of what tqdm would take
+        each = f"step in range({size})"
+        if value != range(size):
+            each = "step, item in enumerate(...)"
+        loop = f"for {each}: ...; progress(step + 1, {size})"
+        raise TypeError(
+            f"{found}of type {type(value).__name__}. Call it in a loop: {loop}"
+        ) from None
