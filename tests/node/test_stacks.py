@@ -70,5 +70,18 @@ Thread (most recent call first):
     assert shown in append_stacks("Stalled.", {0: stack}).splitlines()[3]
 
 
+def test_only_one_header_has_the_order_of_the_calls() -> None:
+    two_threads = SENT + "\n" + SENT.replace("Thread", "Current thread")
+    text = append_stacks("Stalled.", {0: SENT, 1: two_threads, 2: f"Last collectives:\n{SENT}"})
+    assert text.count("most recent call first") == 1
+    stacks = text.partition("most recent call first:\n")[2]
+    frame = SENT.splitlines()[1]
+    assert stacks.split("\n") == [
+        *("rank 0:", frame),
+        *("rank 1:", "Thread:", frame, "", "Current thread:", frame),
+        *("rank 2:", "Last collectives:", "Thread:", frame),
+    ]
+
+
 def test_without_stacks_the_text_is_unchanged() -> None:
     assert append_stacks("Stalled.", {}) == "Stalled."

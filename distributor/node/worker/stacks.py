@@ -168,7 +168,7 @@ def append_stacks(text: str, stacks: Mapping[int, str]) -> str:
     """Append the stacks of ranks to a text, after a line for each place at which ranks are."""
     if not stacks:
         return text
-    shown = {rank: _without_launcher(stack) for rank, stack in stacks.items()}
+    shown = {rank: _shown(stack) for rank, stack in stacks.items()}
     parts = "".join(f"{ranks}:\n{stack}\n" for stack, ranks in _grouped(shown).items())
     places = _grouped({rank: _place(stack) for rank, stack in stacks.items()})
     summary = "".join(f"\n  {ranks}: {place}" for place, ranks in places.items() if place)
@@ -197,10 +197,16 @@ def _grouped(text_by_rank: Mapping[int, str]) -> dict[str, str]:
     return {text: listed("rank", ranks) for text, ranks in ranks_with.items()}
 
 
-def _without_launcher(stack: str) -> str:
-    """Omit the oldest frames if they are this package's, unless there are no others."""
+def _shown(stack: str) -> str:
+    """Omit the oldest frames if they are this package's, unless there are no others.
+
+    The header above all stacks has the order of the calls, and names the ranks' only threads.
+    """
     shorter = _LAUNCHERS.sub("", stack)
-    return shorter.rstrip("\n") if _FRAME.search(_THREAD.split(shorter)[-1]) else stack
+    if _FRAME.search(_THREAD.split(shorter)[-1]):
+        stack = shorter.rstrip("\n")
+    only = _THREAD.match(stack) if len(_THREAD.findall(stack)) == 1 else None
+    return stack[only.end() + 1 :] if only else stack.replace(" (most recent call first):", ":")
 
 
 def _place(stack: str) -> str:
