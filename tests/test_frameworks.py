@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,8 +18,14 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset
 
-from distributor import DeepspeedTorchDistributor, TorchDistributor, distributed
+from distributor import (
+    DeepspeedTorchDistributor,
+    TorchDistributor,
+    UnpicklableError,
+    distributed,
+)
 from distributor.cli import main
+from distributor.serialization.pickling import dump_value
 from distributor.train import Result, RunConfig, ScalingConfig
 from distributor.train.torch import TorchTrainer
 
@@ -423,7 +430,7 @@ def test_what_was_prepared_for_the_driver_alone_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     prepared = accelerate.Accelerator(cpu=True).prepare(DataLoader([1, 2]), optimizer, scheduler)
-    made = [accelerate.state.AcceleratorState(), *prepared]
+    made = [accelerate.Accelerator(cpu=True), accelerate.state.AcceleratorState(), *prepared]
     if find_spec("transformers") is not None:
         from transformers import Trainer
 
@@ -439,6 +446,9 @@ def test_what_was_prepared_for_the_driver_alone_is_refused() -> None:
         name = type(each).__name__
         with pytest.raises(TypeError, match=f"Make the {name} inside the function"):
             distributor.run(print, each)
+        if name in ("Accelerator", "Trainer"):
+            with pytest.raises(UnpicklableError, match=r"it belongs to the ranks; return "):
+                dump_value([each], io.BytesIO(), "rank 0")
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ This is cloudpickle, with these differences:
   depend on where a function was defined; tracebacks then show neither the file nor the line.
 - A class that the loading process has already, as the driver has those of its own main module,
   stays as it is there. cloudpickle finds it too, but replaces its attributes by copies.
+- A class that changes, or whose globals change, is another class where it is loaded. cloudpickle
+  identifies it by the object alone, so that a process that is used again would keep the first one.
 - A class inside another one keeps its qualified name, by which it is pickled.
 - The bodies of classes inside a function find the globals that they name, as its code does.
 - What the functools module makes of functions is pickled by value where the function is.
@@ -17,12 +19,14 @@ from __future__ import annotations
 import dataclasses
 import dis
 import functools
+import hashlib
 import inspect
 import io
 import pickle
 import sys
 import types
 import typing
+import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -30,7 +34,12 @@ from typing import Any
 
 import cloudpickle
 
-from distributor._compat.cloudpickle import known_class, with_functions, with_globals
+from distributor._compat.cloudpickle import (
+    known_class,
+    with_functions,
+    with_globals,
+    with_version,
+)
 from distributor.core.module_search import MAIN_MODULES
 
 _NAME_LOOKUPS = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
@@ -49,11 +58,46 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if reduced is NotImplemented:
             return _reduce_main_global(obj) if kind.__module__ in MAIN_MODULES else reduced
         if issubclass(kind, type):
-            return with_functions(reduced, _make_class, _set_attributes, obj.__qualname__)
+            reduced = with_functions(reduced, _make_class, _set_attributes, obj.__qualname__)
+            return with_version(reduced, lambda: self._version(obj))
         if obj.__code__ is _DISPATCHER:
             return _reduce_single_dispatch(obj)
         names = set(_names_in_class_bodies(obj.__code__)) & obj.__globals__.keys()
         return with_globals(reduced, {name: obj.__globals__[name] for name in sorted(names)})
+
+    def _version(self, kind: type) -> str:
+        """Return a digest of a class and of all that its functions use."""
+        digest = _Digest()
+        try:
+            _VersionPickler(digest, buffer_callback=digest.add).dump(kind)
+        except Exception:  # what cannot be compared is always new
+            return uuid.uuid4().hex
+        return digest.value()
+
+
+class _VersionPickler(Pickler):
+    """A pickler for a digest of a class, in which other classes need no version."""
+
+    def _version(self, kind: type) -> str:
+        return ""
+
+
+class _Digest(io.BytesIO):
+    """A file that keeps only a digest of what is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        return memoryview(data).nbytes
+
+    def add(self, buffer: pickle.PickleBuffer) -> None:
+        self._hash.update(buffer.raw())
+
+    def value(self) -> str:
+        return self._hash.hexdigest()
 
 
 def dumps(obj: object) -> bytes:

@@ -8,7 +8,7 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,17 +127,36 @@ def _parts(part: Any) -> list[Any]:
         return []
     if isinstance(part, functools.partial):
         return [part.func, *part.args, *part.keywords.values()]
-    if isinstance(part, Mapping):
-        return list(part.values()) if len(part) < MAX_PARTS else []
-    if isinstance(part, (list, tuple)):
-        return list(part) if len(part) < MAX_PARTS else []
+    if isinstance(part, COLLECTIONS):
+        return [value for _, value in plain_items(part)] if len(part) < MAX_PARTS else []
     if isinstance(part, type):
         return list(vars(part).values()) if _is_user_file(_file_of(part)) else []
+    if isinstance(part, _DESCRIPTORS):
+        inner = (getattr(part, name, None) for name in ("__func__", "__self__", "fget"))
+        return [each for each in inner if each is not None]
     file = _file_of(type(part))
     if _is_user_file(file) or file.startswith(str(PACKAGE)):
         return [type(part), *getattr(part, "__dict__", {}).values()]
-    inner = (getattr(part, name, None) for name in ("__func__", "__self__", "fget"))
-    return [each for each in inner if each is not None]
+    return []
+
+
+COLLECTIONS = (dict, list, tuple, set, frozenset)
+_DESCRIPTORS = (
+    types.MethodType,
+    types.BuiltinMethodType,
+    classmethod,
+    staticmethod,
+    property,
+)
+
+
+def plain_items(collection: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the items of one of `COLLECTIONS`, as it stores them, with their keys.
+
+    Other collections may compute their items, as may a subclass that is asked for them.
+    """
+    kind: Any = next(kind for kind in COLLECTIONS if isinstance(collection, kind))
+    return iter(kind.items(collection) if kind is dict else enumerate(kind.__iter__(collection)))
 
 
 def captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

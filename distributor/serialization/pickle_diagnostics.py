@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
-
 from distributor.serialization import oob_pickle
-from distributor.serialization.code_search import captured
+from distributor.serialization.code_search import COLLECTIONS, captured, plain_items
 
 _MAX_DEPTH = 6
 _ADVICE = "Create it inside the function, or pass what it is made from as an argument."
@@ -29,6 +27,14 @@ def name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
+class RefusedError(TypeError):
+    """Raised by a pickler for an object of which it needs no other reason."""
+
+    def __init__(self, obj: object, why: str) -> None:
+        super().__init__(why)
+        self.obj = obj
+
+
 @dataclass(frozen=True)
 class Culprit:
     """The innermost part of an object that cannot be pickled."""
@@ -38,8 +44,14 @@ class Culprit:
     error: str
     advice: str
 
+    @classmethod
+    def of(cls, path: str, obj: object, error: Exception) -> Culprit:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return cls(path, type(obj).__name__, why, _ADVICE)
+
     def __str__(self) -> str:
-        return f"{self.path} is a {self.type_name} ({self.error})"
+        article = "an" if self.type_name.startswith(tuple("AEIO")) else "a"
+        return f"{self.path} is {article} {self.type_name} ({self.error})"
 
 
 def explain_call(
@@ -64,39 +76,46 @@ def explain_parts(parts: Mapping[str, object]) -> str | None:
     return None
 
 
-def find_unpicklable(path: str, obj: object) -> Culprit | None:
+def find_unpicklable(
+    path: str, obj: object, pickler: Callable[[io.BytesIO], Any] = oob_pickle.Pickler
+) -> Culprit | None:
     """Return the innermost part of an object that cannot be pickled; None if there is none."""
-    why = _refusal(obj)
-    if why is None:
+
+    def refusal(part: object) -> Exception | None:
+        try:
+            pickler(_Counter()).dump(part)
+        except Exception as error:
+            return error
         return None
-    return _innermost(path, obj, why, {}) or Culprit(path, type(obj).__name__, why, _ADVICE)
+
+    if (error := refusal(obj)) is None:
+        return None
+    return _innermost(path, obj, error, refusal, {}) or Culprit.of(path, obj, error)
 
 
 def _innermost(
-    path: str, obj: object, why: str, seen: dict[int, object], depth: int = 0
+    path: str,
+    obj: object,
+    error: Exception,
+    refusal: Callable[[object], Exception | None],
+    seen: dict[int, object],
+    depth: int = 0,
 ) -> Culprit | None:
     """Search an object that cannot be pickled; None if only a cycle through `seen` prevents it."""
     if type(obj).__module__.split(".")[0] in ("pyspark", "py4j"):  # its parts mean nothing to users
         return Culprit(path, type(obj).__name__, "which only the driver has", _SPARK_ADVICE)
+    if isinstance(error, RefusedError) and error.obj is obj:
+        return Culprit.of(path, obj, error)
     seen[id(obj)] = obj
     has_cycle = False
     for part_path, part in _parts(path, obj) if depth < _MAX_DEPTH else ():
         if id(part) in seen:
             has_cycle = True
-        elif part_why := _refusal(part):
-            if found := _innermost(part_path, part, part_why, seen, depth + 1):
+        elif part_error := refusal(part):
+            if found := _innermost(part_path, part, part_error, refusal, seen, depth + 1):
                 return found
             has_cycle = True
-    return None if has_cycle else Culprit(path, type(obj).__name__, why, _ADVICE)
-
-
-def _refusal(obj: object) -> str | None:
-    """Return in one line why an object cannot be pickled; None if it can be."""
-    try:
-        cloudpickle.dumps(obj, protocol=oob_pickle.PROTOCOL)
-    except Exception as error:
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
-    return None
+    return None if has_cycle else Culprit.of(path, obj, error)
 
 
 def heaviest(
@@ -158,9 +177,7 @@ def _parts(path: str, obj: object) -> Iterator[tuple[str, object]]:
         yield path, obj.func
         yield from _parts(f"{path}'s arguments", obj.args)
         yield from _parts(f"{path}'s arguments", obj.keywords)
-    elif isinstance(obj, Mapping):
-        yield from ((f"{path}[{key!r}]", value) for key, value in obj.items())
-    elif isinstance(obj, (list, tuple, set, frozenset)):
-        yield from ((f"{path}[{i}]", value) for i, value in enumerate(obj))
+    elif isinstance(obj, COLLECTIONS):
+        yield from ((f"{path}[{key!r}]", value) for key, value in plain_items(obj))
     else:
         yield from ((f"{path}.{key}", value) for key, value in getattr(obj, "__dict__", {}).items())

@@ -25,7 +25,11 @@ from distributor.errors import UnpicklableError
 from distributor.serialization import code_pickle, oob_pickle
 from distributor.serialization.code_pickle import attribute
 from distributor.serialization.code_search import imports_in_code
-from distributor.serialization.pickle_diagnostics import explain_call, find_unpicklable
+from distributor.serialization.pickle_diagnostics import (
+    RefusedError,
+    explain_call,
+    find_unpicklable,
+)
 
 MAX_EXCEPTION = 16 * 1024 * 1024  # bytes of a pickled exception, beyond which only its text travels
 
@@ -90,11 +94,11 @@ def dump_call(
         cloudpickle.register_pickle_by_value(main)
     call = function, args, dict(kwargs)
     try:
-        try:
+        pickler = None
+        with suppress(Exception):  # a class that cannot be pickled, though its objects can
             likely = _parts_of_main(function, *args, *kwargs.values())
             pickler = _CallPickler.dump_parts(likely, call)
-        except Exception:  # a class that cannot be pickled, though its objects can
-            pickler = _CallPickler.dump_parts((), call)
+        pickler = pickler or _CallPickler.dump_parts((), call)
         if pickler.late:
             pickler = _CallPickler.dump_parts(pickler.names.values(), call)
     except Exception as error:
@@ -103,12 +107,14 @@ def dump_call(
 
 
 def dump_value(value: object, file: BinaryIO, what: str) -> None:
+    pickler = _ValuePickler(file)
     try:
-        oob_pickle.pack(value, file)
+        pickler.dump(value)
+        oob_pickle.write_buffers(file, pickler.buffers)
     except (MemoryError, OSError):
         raise
     except Exception as error:
-        culprit = find_unpicklable("value", value)
+        culprit = find_unpicklable("value", value, _ValuePickler)
         where = f"{culprit}" if culprit else f"{type(value).__name__}: {error}"
         raise UnpicklableError(f"{what} returned a value that cannot be pickled: {where}") from None
 
@@ -186,6 +192,53 @@ class _RankPickler(oob_pickle.Pickler):
 def _reducer_of(kind: type) -> Callable[[Any], tuple[Any, ...]] | None:
     names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
     return next((_REDUCERS[name] for name in names if name in _REDUCERS), None)
+
+
+class _ValuePickler(oob_pickle.Pickler):
+    """Pickles a value for the driver, and refuses what is of no use without the other ranks."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if advice := _advice_for(type(obj)):  # type: ignore[arg-type]  # it is hashable
+            raise RefusedError(obj, advice)
+        return super().reducer_override(obj)
+
+
+@functools.lru_cache(maxsize=1024)
+def _advice_for(kind: type) -> str | None:
+    """Return what to return instead of an object that ranks share; modules differ by version."""
+    names = (f"{base.__module__.partition('.')[0]}.{base.__qualname__}" for base in kind.__mro__)
+    return next((_ADVICE[name] for name in names if name in _ADVICE), None)
+
+
+_WHOLE_STATE = (
+    "a rank has only its part; the whole model's state is, called by all ranks: "
+    "return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+    "cpu_offload=True)), from torch.distributed.checkpoint.state_dict"
+)
+_ADVICE = {
+    **dict.fromkeys(
+        (
+            "torch.DTensor",
+            "torch.FSDPModule",
+            "torch.FullyShardedDataParallel",
+            "torch.ShardedTensor",
+        ),
+        _WHOLE_STATE,
+    ),
+    "torch.DistributedDataParallel": "it needs the process group; return model.module, or its "
+    "state: return model.module.state_dict()",
+    "deepspeed.DeepSpeedEngine": "it needs the process group; return engine.module.state_dict(), "
+    "or with ZeRO 3 save the model by engine.save_16bit_model(folder)",
+    "accelerate.Accelerator": "it belongs to the ranks; return accelerator.unwrap_model(model), or "
+    "its state: return accelerator.get_state_dict(model)",
+    "transformers.Trainer": "it belongs to the ranks; return trainer.model, or its state: return "
+    "trainer.model.state_dict()",
+    **dict.fromkeys(
+        ("lightning.Trainer", "pytorch_lightning.Trainer"),
+        "it belongs to the ranks; return trainer.model, or its state: return "
+        "trainer.model.state_dict()",
+    ),
+}
 
 
 def _reduce_data_module(module: Any) -> tuple[Any, ...]:

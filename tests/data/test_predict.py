@@ -219,6 +219,27 @@ def test_an_executor_loads_a_model_once(data: Any, tmp_path: Path) -> None:
     assert len({row.process for row in rows}) > len(executors)
 
 
+def test_a_class_that_changes_is_used_as_it_is_now(spark: Any) -> None:
+    from pyspark.sql.types import LongType
+
+    class Net(torch.nn.Module):
+        bias = 0
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return batch + self.bias
+
+    def make() -> Any:
+        return lambda x: Net()(torch.from_numpy(x)).numpy()
+
+    rows = spark.range(2).coalesce(1)
+    for bias in (0, 100, 0):
+        Net.bias = bias
+        frame = predict(rows, Net, columns="id", keep=[], outputs="y long")
+        score = predict_batch_udf(make, return_type=LongType(), batch_size=2)
+        assert {row.y for row in frame.collect()} == {bias, bias + 1}
+        assert {row.y for row in rows.select(score("id").alias("y")).collect()} == {bias, bias + 1}
+
+
 @pytest.mark.parametrize("data", ["rows"], indirect=True)
 def test_a_model_that_cannot_be_pickled(data: Any) -> None:
     def load() -> Any:

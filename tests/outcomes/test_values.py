@@ -14,6 +14,7 @@ import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from support.waiting import runs
 from distributor import (
     DistributorError,
     TorchDistributor,
+    UnpicklableError,
 )
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -42,6 +44,21 @@ on_cluster = pytest.mark.spark(shared=True)
 class Metrics:
     loss: float
     history: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    loss: float = 0.5
+
+
+class Slotted:
+    __slots__ = ("__part", "__weakref__")
+
+    def __init__(self, part: int) -> None:
+        self.__part = part
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slotted) and self.__part == other.__part
 
 
 class Phase(enum.Enum):
@@ -186,6 +203,8 @@ VALUES: dict[str, tuple[Callable[[], Any], Same]] = {
     "odd_tensors": (make_odd_tensors, same_tensors),
     "module": (make_module, same_outputs),
     "own_instance": (lambda: Metrics(0.5, [1.0, 0.5]), equal),
+    "own_frozen_instance": (lambda: Frozen(0.25), equal),
+    "own_slots": (lambda: Slotted(3), equal),
     "own_class": (lambda: Metrics, same_object),
     "own_enum": (lambda: Phase.STEADY, same_object),
     "namedtuple": (lambda: Point(1, y=[2]), equal),
@@ -412,6 +431,50 @@ def test_models_whose_values_are_all_returned_cost_no_warning(
     ranks = TorchDistributor(2, use_gpu=False, timeout=120)
     assert ranks.run_all(train_model, "alone") == [0, 1]
     assert warned() == []
+
+
+def sharded_state() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model)
+    return {"model": model.state_dict()}
+
+
+def wrapped_model() -> Any:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return [torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))]
+
+
+@pytest.mark.parametrize(
+    ("make", "named", "line"),
+    [
+        (
+            sharded_state,
+            "value['model']['weight'] is a DTensor",
+            "return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+            "cpu_offload=True))",
+        ),
+        (wrapped_model, "value[0] is a DistributedDataParallel", "return model.module,"),
+    ],
+)
+def test_a_value_that_needs_the_other_ranks_is_refused(
+    make: Callable[[], Any], named: str, line: str
+) -> None:
+    if make is sharded_state and not hasattr(
+        import_module("torch.distributed.fsdp"), "fully_shard"
+    ):
+        pytest.skip("this torch has no fully_shard there")
+    with pytest.raises(UnpicklableError) as error:
+        TorchDistributor(2, use_gpu=False).run(make)
+    assert named in str(error.value)
+    assert line in str(error.value)
 
 
 def test_a_value_from_a_module_that_the_driver_lacks_names_the_module(

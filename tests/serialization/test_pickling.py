@@ -6,16 +6,20 @@ import functools
 import inspect
 import io
 import linecache
+import multiprocessing
 import pickle
 import sys
 import threading
 import types
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
 
 from distributor.errors import UnpicklableError
 from distributor.serialization import code_pickle
+from distributor.serialization.code_search import call_mentions
 from distributor.serialization.oob_pickle import anonymous_file, unpack
 from distributor.serialization.pickle_diagnostics import find_unpicklable, heaviest, name_of
 from distributor.serialization.pickling import (
@@ -174,6 +178,94 @@ def test_an_unpicklable_argument_is_reported_with_its_cause() -> None:
         dump_call(add, (1, {"guard": LOCK}), {})
     assert isinstance(error.value, TypeError), "as with plain pickle"
     assert isinstance(error.value.__cause__, TypeError)
+    assert error.value.__cause__.__context__ is None, "one error, though it was tried twice"
+
+
+class Lazy(dict[str, Any]):
+    """A dict of settings that are computed when they are used."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise AssertionError(f"{key} was computed")
+
+    values = items = __iter__ = __getitem__  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:
+        return dict, ([(key, dict.get(self, key)) for key in dict.keys(self)],)
+
+
+class LazyMapping(Mapping[str, Any]):
+    """A mapping whose values are computed when they are used."""
+
+    def __init__(self) -> None:
+        self.lock = LOCK
+
+    def __getitem__(self, key: str) -> Any:
+        raise AssertionError(f"{key} was computed")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["lazy"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_values_of_an_argument_are_not_computed() -> None:
+    _, (loaded,), _ = dump_call(add, (Lazy(rate=0.1),), {}).load()
+    assert loaded == {"rate": 0.1}
+    assert not call_mentions("mlflow", add, Lazy(rate=0.1), LazyMapping())
+    with pytest.raises(UnpicklableError, match=r"argument 0\.lock is a lock"):
+        dump_call(add, (LazyMapping(),), {})
+    with pytest.raises(UnpicklableError, match=r"argument 1 is a lock"):
+        dump_call(add, (Lazy(rate=0.1), LOCK), {})
+
+
+CELLS = """
+import sys
+SCALE = 1.0
+class Other:
+    kept = sys.__dict__.setdefault("kept", [])
+class Net:
+    bias = 0.0
+    def forward(self, x): return x * SCALE + self.bias + helper()
+def helper(): return 0.0
+def program():
+    Other.kept.append((Net, Other))
+    return Net().forward(1.0), id(Net), id(Other)
+"""
+
+
+class Run:
+    """An object that runs a function where it is loaded, and loads as its value."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+
+    def __reduce__(self) -> Any:
+        return self.function, ()
+
+
+def test_a_process_that_is_used_again_gets_a_class_as_it_is_now() -> None:
+    cells: dict[str, Any] = {"__name__": "__main__"}
+    exec(CELLS, cells)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+
+        def run() -> Any:
+            return pool.submit(pickle.loads, code_pickle.dumps(Run(cells["program"]))).result()
+
+        value, *first = run()
+        assert (value, *first) == run() == (1.0, *first), "what has not changed is the same class"
+        cells["SCALE"] = 5.0
+        value, changed, other = run()
+        assert value == 5.0
+        assert changed != first[0]
+        assert other == first[1], "which does not use what has changed"
+        cells["Net"].bias = 100.0
+        assert run()[0] == 105.0
+        exec("def helper(): return 1.0", cells)
+        assert run()[0] == 106.0
+        cells["SCALE"], cells["Net"].bias = 1.0, 0.0
+        exec("def helper(): return 0.0", cells)
+        assert run()[0] == 1.0
 
 
 @pytest.mark.parametrize(
