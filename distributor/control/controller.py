@@ -194,7 +194,8 @@ class Controller:
         """Act on a message of a node; the node is `HERE` for those of this process."""
         if not isinstance(message, UNRECORDED):
             self.history.append(Record(self._clock(), node, message))
-        HANDLERS[type(message)](self, node, message)
+        if handler := messages.handler_of(message, HANDLERS):
+            handler(self, node, message)
 
     def _receive(self, seconds: float) -> bool:
         event = self._links.get(seconds)

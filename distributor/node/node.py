@@ -35,6 +35,7 @@ from distributor.policies.failure_grace import DRIVER_FIRST_SECONDS
 from distributor.serialization.outcome import Failure, Outcome, Value
 from distributor.wire.messages import (
     Failed,
+    Heartbeat,
     Idle,
     NodeDone,
     NodeUp,
@@ -55,6 +56,7 @@ from distributor.wire.messages import (
     Stacks,
     Stop,
     Subscribed,
+    handler_of,
 )
 
 REACH_SECONDS = 10.0
@@ -319,7 +321,7 @@ class Node:
 
     def receive(self, message: object) -> None:
         """Act on a message of the driver."""
-        if handler := _HANDLERS.get(type(message)):
+        if handler := handler_of(message, _HANDLERS):
             handler(self, message)
 
     def lose_link(self) -> None:
@@ -392,6 +394,7 @@ _HANDLERS: dict[type, Callable[[Node, Any], None]] = {
     StackRequest: Node._on_stack_request,
     Preempted: Node._on_preempted,
     Release: Node._on_release,
+    Heartbeat: lambda node, message: None,
 }
 
 

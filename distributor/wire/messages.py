@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pickle import PickleBuffer
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from distributor.serialization.outcome import Failure, Value
 
+H = TypeVar("H")
+_log = logging.getLogger(__name__)
 Stream = Literal["stdout", "stderr"]
 # What ranks print and report, and the node's system metrics, which its first rank reports.
 Source = Stream | Literal["progress", "usage"]
@@ -239,3 +242,11 @@ class Dismissal:
     """
 
     again: bool = False
+
+
+def handler_of(message: object, handlers: Mapping[type, H]) -> H | None:
+    """Return the handler of a message; a message without one is logged, and ignored."""
+    handler = handlers.get(type(message))
+    if handler is None:
+        _log.warning("a message of unknown type %s is ignored", type(message).__name__)
+    return handler

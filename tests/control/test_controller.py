@@ -28,6 +28,8 @@ from distributor.errors import (
 )
 from distributor.launchers.spark import task_starts
 from distributor.launchers.spark.task_starts import TaskStarts
+from distributor.node.agent.share import NodeShare
+from distributor.node.node import Node
 from distributor.policies.deadlines import UNLINKED_SECONDS
 from distributor.policies.failure_grace import LATE_START_SECONDS
 from distributor.programs.programs import program_of
@@ -40,10 +42,12 @@ from distributor.wire.messages import (
     Failed,
     Heartbeat,
     Idle,
+    NodeDone,
     NodeUp,
     Preempted,
     Preparing,
     RanksStarted,
+    Release,
     Rendezvous,
     RendezvousThroughSpark,
     StackRequest,
@@ -55,6 +59,7 @@ SECRET = b"a secret of the run"
 SOON = 10.0
 SHORT = 0.2
 NODES = 3
+UNKNOWN = Origin(rank=0, local_rank=0, host="host0")
 
 
 class FakeNode:
@@ -252,6 +257,26 @@ def test_a_failure_stops_the_run_without_waiting_for_nodes_without_a_link(
     assert run.end() == [failure_of(0)]
     (warning,) = warned()
     assert "Nodes 1, 2 did not reach this process" in warning
+
+
+def test_a_message_of_unknown_type_is_logged_and_ignored_on_both_sides(
+    run: FollowedRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = nodes_with_rendezvous(run)
+    nodes[0].send(UNKNOWN)
+    for node in nodes:
+        node.send(RanksStarted())
+        node.send(NodeDone())
+    for node in nodes:
+        assert node.receive() == Release()
+        node.close()
+    assert run.end() == []
+    assert "a message of unknown type Origin is ignored" in caplog.text
+
+    caplog.clear()
+    share = NodeShare(run_id="run", host="host0", ranks_per_node=1, secret=SECRET)
+    Node(share).receive(UNKNOWN)
+    assert "a message of unknown type Origin is ignored" in caplog.text
 
 
 def test_a_late_node_is_asked_to_rendezvous_through_spark(
