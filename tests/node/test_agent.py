@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import pytest
 from support.waiting import until
 
+from distributor import runtime
+from distributor.node.agent import log_relay
 from distributor.node.agent.agent import Agent
 from distributor.node.agent.listener import AgentListener
 from distributor.node.agent.share import NodeShare
@@ -19,7 +24,7 @@ from distributor.node.process import zygote
 from distributor.node.process.spawner import Process, Spawner, StartLimit
 from distributor.programs.programs import program_of
 from distributor.serialization.outcome import Failure
-from distributor.serialization.program import in_file
+from distributor.serialization.program import Program, in_file
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -69,27 +74,66 @@ def wait_or_exit(marker: Path) -> None:
     os._exit(3)
 
 
-def test_a_rank_that_dies_while_another_failure_is_handled_is_reported_too(tmp_path: Path) -> None:
-    """No process runs any longer then, and the agent has yet to look at one of them."""
-    recorder = Recorder(tmp_path / "marker")
-
+@contextlib.contextmanager
+def agent_of(
+    listener: AgentListener, program: Program, ranks: int, processes: list[Process]
+) -> Iterator[Agent]:
+    """Create an agent of warm ranks, whose processes are recorded."""
     with socket.create_server(("127.0.0.1", 0)) as store_socket:
         node = NodeShare(
             run_id="of-a-test",
             host="here",
             address="127.0.0.1",
-            ranks_per_node=2,
+            ranks_per_node=ranks,
             master_addr="127.0.0.1",
             master_port=store_socket.getsockname()[1],
             secret=bytes(32),
         )
-        with (
-            in_file(program_of(wait_or_exit, (tmp_path / "marker",), {})) as program,
-            zygote.open_spawner(None, StartLimit()) as spawner,
-        ):
-            recording: Any = RecordingSpawner(spawner, recorder.processes)
-            with Agent(node, program, recording, recorder, store_socket=store_socket) as agent:
-                outcomes = agent.run()
+        with in_file(program) as file, zygote.open_spawner(None, StartLimit()) as spawner:
+            recording: Any = RecordingSpawner(spawner, processes)
+            with Agent(node, file, recording, listener, store_socket=store_socket) as agent:
+                yield agent
+
+
+def test_a_rank_that_dies_while_another_failure_is_handled_is_reported_too(tmp_path: Path) -> None:
+    """No process runs any longer then, and the agent has yet to look at one of them."""
+    recorder = Recorder(tmp_path / "marker")
+
+    program = program_of(wait_or_exit, (tmp_path / "marker",), {})
+    with agent_of(recorder, program, 2, recorder.processes) as agent:
+        outcomes = agent.run()
 
     assert recorder.failed_ranks == [1, 0]
     assert [each.origin.rank for each in outcomes if isinstance(each, Failure)] == [1, 0]
+
+
+class Full(AgentListener):
+    """Has room for the first output, and then for nothing."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[int, object, bytes]] = []
+
+    def write(self, rank: int, source: object, data: bytes) -> None:
+        self.written.append((rank, source, data))
+
+    def has_room(self) -> bool:
+        return not self.written
+
+
+def print_and_report() -> None:
+    os.write(1, b"x" * log_relay.CHUNK + b"y" * 100)
+    runtime.progress(1)
+
+
+def test_output_without_room_is_replaced_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_relay, "DRAIN_SECONDS", 0.5)
+    full = Full()
+    with agent_of(full, program_of(print_and_report, (), {}), 1, []) as agent:
+        agent.release()  # as soon as the rank has a value
+        agent.run()
+
+    first, *markers = full.written
+    assert first == (0, "stdout", b"x" * log_relay.CHUNK)
+    assert [source for _, source, _ in markers] == ["stdout", "stderr"]
+    assert b"... 100 bytes of stdout are left out here" in markers[0][2]
+    assert b"bytes of progress are left out here" in markers[1][2]

@@ -19,7 +19,11 @@ CHUNK = 256 * 1024
 MANY_LINES = 250
 """Lines in one chunk from which on a rank has to print in batches."""
 DRAIN_SECONDS = 5.0
-"""Seconds to wait for room in the sink, after which the rest of the ranks' output is dropped."""
+"""Seconds to wait for room in the sink, after which the rest of the ranks' output is left out."""
+GAP_MARKER = (
+    "\n... {} bytes of {} are left out here, because the driver received nothing for {:g} s. They "
+    "are nowhere else, log_dir included: write to a file what must not be lost ...\n"
+)
 FULL_PAUSE = 0.01
 """Seconds between two looks whether a full sink has room."""
 
@@ -74,7 +78,7 @@ class LogRelay:
         return more
 
     def drain(self) -> None:
-        """Pass on all output that is left."""
+        """Pass on all output that is left, or how much there is if the sink makes no room."""
         deadline, relayed = time.monotonic() + DRAIN_SECONDS, self._num_bytes
         while self._has_unread() and time.monotonic() < deadline:
             self.relay(last=True)
@@ -82,6 +86,15 @@ class LogRelay:
                 deadline, relayed = time.monotonic() + DRAIN_SECONDS, self._num_bytes
             else:
                 time.sleep(FULL_PAUSE)
+        self._mark_unread()
+
+    def _mark_unread(self) -> None:
+        for worker, source, file in self._files():
+            if left := os.fstat(file.fileno()).st_size - worker.relayed[source]:
+                worker.relayed[source] += left
+                stream = source if source in STANDARD_STREAMS else "stderr"
+                marker = GAP_MARKER.format(left, source, DRAIN_SECONDS)
+                self._sink.write(worker.origin.rank, stream, marker.encode())
 
     def report_system_metrics(self) -> None:
         """Report the node's utilization, if the next sample is due."""
