@@ -12,6 +12,8 @@ VENV35 := .venv-spark35
 NEWEST := .venv-torch-newest
 # The demo needs little: if .venv is not there, an environment without the tools of the tests.
 DEMO := $(if $(wildcard $(VENV)/.installed),$(VENV),.venv-demo)
+# So do the checks.
+LINT := $(if $(wildcard $(VENV)/.installed),$(VENV),.venv-lint)
 SPARK35 := conf/constraints-spark35.txt
 
 # A machine without a GPU gets the CPU's torch. Evaluated when pip runs, not when make reads this.
@@ -84,13 +86,15 @@ notebooks: venv ## Run the notebooks, on a cluster if they need one, and save th
 docs: $(VENV)/.docs ## Build the documentation into docs/_build/html; warnings are errors
 	$(VENV)/bin/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
-lint: venv ## Check style, format, types, vocabulary and spelling
+lint: $(LINT)/.installed ## Check style, format, types, vocabulary and spelling
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy tests/support/typed_program.py
 	$(VENV)/bin/python tests/support/vocabulary.py
 	$(VENV)/bin/codespell
+
+lint: VENV := $(LINT)
 
 clean: ## Remove files that builds, tests and runs leave behind, except the environments
 	rm -rf docs/_build docs/tutorials/notebooks build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
@@ -105,6 +109,11 @@ $(VENV)/.installed: setup.cfg setup.py conf/constraints-cpu.txt
 .venv-demo/.installed: setup.cfg setup.py conf/constraints-cpu.txt
 	$(PYTHON) -m venv .venv-demo
 	.venv-demo/bin/python -m pip install -q --no-compile $(TORCH) -e '.[spark]' scikit-learn
+	touch $@
+
+.venv-lint/.installed: setup.cfg setup.py conf/constraints-cpu.txt
+	$(PYTHON) -m venv .venv-lint
+	.venv-lint/bin/python -m pip install -q --no-compile $(TORCH) -e '.[lint]'
 	touch $@
 
 # Without the options of `make test`, which names this file.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,26 @@ def test_the_hooks_are_the_checks_of_make_lint() -> None:
         for line in recipe.splitlines()[1:]
     ]
     assert [hook["entry"].replace(" --force-exclude", "") for hook in hooks] == checks
+
+
+@pytest.mark.parametrize(
+    ("made", "used", "installed"),
+    [((), ".venv-lint", ["-e .[lint]"]), ((".venv/.installed",), ".venv", [])],
+)
+def test_the_checks_need_no_environment_with_all_frameworks(
+    tmp_path: Path, made: tuple[str, ...], used: str, installed: list[str]
+) -> None:
+    for name in ("Makefile", "setup.cfg", "setup.py", "conf/constraints-cpu.txt", *made):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes((ROOT / name).read_bytes() if name not in made else b"")
+    commands = subprocess.run(
+        ["make", "-n", "lint"], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
+    assert re.findall(r"-e '?.\[\w+\]", commands.replace("'", "")) == installed
+    assert f"\n{used}/bin/mypy\n" in commands
+    assert {"mypy", "lightning"} <= requirements("lint").keys()
+    assert not {"ray", "deepspeed", "mlflow"} & requirements("lint").keys()
 
 
 def test_contributing_names_targets_and_files_that_exist() -> None:
