@@ -354,6 +354,7 @@ def test_the_image_copies_files_that_exist() -> None:
     assert all((ROOT / path).is_file() for path in copied)
 
 
+# No heartbeat falls into the start or the end of Spark, which then warns that it failed.
 USES_THE_FILES = """
 import json, sys
 from pathlib import Path
@@ -363,6 +364,7 @@ spark = (
     SparkSession.builder.master("local[2]")
     .config("spark.ui.enabled", "false")
     .config("spark.ui.showConsoleProgress", "false")
+    .config("spark.executor.heartbeatInterval", "100s")
     .getOrCreate()
 )
 from distributor import TorchDistributor
