@@ -97,6 +97,26 @@ def test_contributing_names_targets_and_files_that_exist() -> None:
     assert [path for path in paths if not any((root / path).exists() for root in roots)] == []
 
 
+def test_the_layout_has_every_folder_of_the_package() -> None:
+    layout = (ROOT / "ARCHITECTURE.md").read_text().partition("\n## Layout\n")[2].split("```")[1]
+    folders = {path.parent.name for path in (ROOT / "distributor").glob("*/__init__.py")}
+    assert len(folders) > 10
+    assert folders - set(re.findall(r"(\w+)/", layout)) == set()
+
+
+def test_the_recipe_for_a_setting_names_all_its_files() -> None:
+    recipe = CONTRIBUTING.read_text().partition("\n## How to add a setting\n")[2]
+    recipe = recipe.partition("\n## ")[0]
+    files = [*(ROOT / "distributor").rglob("*.py"), ROOT / "tests/test_cli.py"]
+    names = {
+        str(path.relative_to(ROOT))
+        for path in files
+        if re.search(r"\bnuma_binding\b", path.read_text())  # it reaches a rank
+    }
+    assert {"distributor/run/settings.py", "distributor/cli.py"} < names
+    assert [name for name in sorted(names) if f"`{name}`" not in recipe] == []
+
+
 def test_the_changelog_has_the_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     assert re.search(rf"^## \[Unreleased\]\n(?s:.*){re.escape(__version__)}", text, re.MULTILINE)
