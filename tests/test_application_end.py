@@ -64,6 +64,10 @@ PROGRAM = """
         spark.sparkContext._jsc.sc().stop()  # as Spark does when the cluster manager ends it
 
 
+    def stop_here():
+        spark.stop()
+
+
     def kill():
         os.kill(spark.sparkContext._gateway.proc.pid, signal.SIGKILL)
 
@@ -74,7 +78,7 @@ PROGRAM = """
     facts = {"first": outcome()}
     facts["running"] = end_once_it_runs(end)
     facts["after"] = outcome()
-    if end is stop:  # PySpark starts no second JVM
+    if end is not kill:  # PySpark starts no second JVM
         spark.stop()
         spark = session()
         facts["again"] = outcome()
@@ -105,6 +109,19 @@ def test_the_end_of_the_application_is_the_error(
         assert any(text.search(ending["message"]) for text in texts), ending
         assert {"stop": "spark.stop()", "kill": "a new process"}[end] in ending["message"]
     assert facts["after"]["seconds"] < 5
+
+
+@needs_java
+@pytest.mark.slow
+@pytest.mark.spark
+def test_a_session_that_this_process_has_stopped_is_named(run_driver: Any) -> None:
+    facts = facts_in(run_driver(PROGRAM, "stop_here", "2"))
+
+    assert facts["running"]["error"] == "ApplicationEnded"
+    assert "stop it (spark.stop()) if it is not, and make a new one" in facts["running"]["message"]
+    assert facts["after"]["error"] == "RuntimeError"
+    assert "there is none: its session has been stopped. Make one" in facts["after"]["message"]
+    assert facts["again"] == {"value": "done"}
 
 
 WAITING = """

@@ -16,7 +16,7 @@ NOTICE_SECONDS = 2.0
 """Seconds in which Spark notices that the cluster manager has ended an application."""
 POLL_SECONDS = 0.2
 YARN_ENDED = ("FINISHED", "FAILED", "KILLED")
-NEXT = "Its session can run nothing more: stop it (spark.stop()), and make a new one."
+NEXT = "Its session can run nothing more: stop it (spark.stop()) if it is not, and make a new one."
 RESTART = "With Spark Connect, restart the server first."
 JVM_ENDED = (
     "The Spark application has ended: the JVM of this process no longer answers, and PySpark "

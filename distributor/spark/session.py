@@ -37,6 +37,9 @@ class Session:
         Properties of executors that a run requests for itself. They take precedence.
     """
 
+    _was_active = False
+    """Whether this process has had an active session."""
+
     def __init__(self, spark: Any, requested: Mapping[str, str] | None = None) -> None:
         self.spark = spark
         self.requested = requested or {}
@@ -53,6 +56,7 @@ class Session:
             spark = SparkSession.active()
         except Exception:  # 3.5 and 4 raise different types for "no session"
             return None
+        Session._was_active = True
         return cls(spark)
 
     @classmethod
@@ -63,10 +67,12 @@ class Session:
         if session is None and private.jvm_has_ended():
             raise ApplicationEnded(JVM_ENDED)
         if session is None:
+            stopped = ": its session has been stopped" if cls._was_active else ""
             raise RuntimeError(
                 Message(
-                    "Distributed mode runs on the active Spark session, and there is none. Make "
-                    "one first (SparkSession.builder.getOrCreate()), or {run_here}."
+                    "Distributed mode runs on the active Spark session, and there is "
+                    f"none{stopped}. "
+                    "Make one first (SparkSession.builder.getOrCreate()), or {run_here}."
                 )
             )
         check_not_ended(session.spark)
