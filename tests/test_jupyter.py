@@ -275,7 +275,27 @@ def divide(divisor):
     assert [frame.partition("[")[0] for frame in frames(cell)] == ["Cell In"]
     [shown] = [each for each in cell.error if each.startswith("----> ")]
     assert shown.endswith(line)
+    if "ZeroDivisionError" in message:
+        assert re.search(r"^  Cell In\[\d+\], line 6, in divide$", "\n".join(cell.error), re.M)
+    assert not [each for each in cell.error if "ipykernel" in each]
     assert cell.lines("stderr") == []
+
+
+def test_stacks_name_the_cell(notebook: Notebook) -> None:
+    cell = notebook.run(
+        """
+def hang():
+    import threading
+    threading.Event().wait()
+
+TorchDistributor(1, use_gpu=False, timeout=1).run(hang)
+        """,
+        may_fail=True,
+    )
+    text = "\n".join(cell.error)
+    assert re.search(r"rank 0: in wait, called by hang \(Cell In\[\d+\]:3\)$", text, re.M), text
+    assert re.search(r"^  Cell In\[\d+\], line 3 in hang$", text, re.M)
+    assert "ipykernel" not in text
 
 
 def test_a_run_that_takes_a_while_makes_few_outputs(notebook: Notebook) -> None:

@@ -1,9 +1,10 @@
-"""Errors below a notebook's cell: their tracebacks end at the user's line."""
+"""Errors below a notebook's cell: their tracebacks end at the user's line, and name cells."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
 LIBRARIES = tuple({str(Path(prefix).resolve()) + "/" for prefix in (sys.prefix, sys.base_prefix)})
+_FILE = re.compile(r'\bFile "([^"\n]+)"(?=, line \d)')
 BUGS = (AssertionError, AttributeError, IndexError, KeyError, NameError, RecursionError)
 """Errors that this package does not raise itself; with its frames, they can be reported."""
 
@@ -40,6 +42,22 @@ def ends_at_caller(function: Callable[P, R]) -> Callable[P, R]:
             raise
 
     return call
+
+
+def cell_name(file: str) -> str:
+    """Return the name of a cell of this kernel, such as "Cell In[3]"; "" for other files."""
+    if "IPython" not in sys.modules:
+        return ""
+    from IPython import get_ipython
+
+    # Before version 8, compilers had no such method.
+    named = getattr(getattr(get_ipython(), "compile", None), "format_code_name", None)
+    return " ".join((named and named(file)) or ())
+
+
+def with_cell_names(text: str) -> str:
+    """Name the cells in a traceback as IPython does, instead of their files."""
+    return _FILE.sub(lambda file: cell_name(file[1]) or file[0], text)
 
 
 def _rendered(error: BaseException) -> list[str]:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from distributor._compat.torch import LOST_CONNECTION
+from distributor.core.cell_errors import with_cell_names
 from distributor.core.resources import (
     container_memory,
     describe_free_space,
@@ -109,6 +110,10 @@ class Failure:
     collateral: bool = False  # whether it looks like a consequence of another rank's failure
     step: int | None = None  # steps that the program had made, if it raised
     kind: str = "failed"  # may appear in logs, unlike a message, which may contain a secret
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Only the driver knows the cells of its notebook.
+        vars(self).update(state, text=with_cell_names(state["text"]))
 
     def __str__(self) -> str:
         return f"{self.origin}:\n{self.text.rstrip()}"

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Protocol
 
 from distributor._compat.cpython import split_stacks
 from distributor._compat.torch import recorded_collectives
+from distributor.core.cell_errors import cell_name, with_cell_names
 from distributor.core.linux import is_in_signal_mask
 from distributor.core.text import listed
 from distributor.node.worker import control_channel
@@ -206,7 +207,8 @@ def _shown(stack: str) -> str:
     if _FRAME.search(_THREAD.split(shorter)[-1]):
         stack = shorter.rstrip("\n")
     only = _THREAD.match(stack) if len(_THREAD.findall(stack)) == 1 else None
-    return stack[only.end() + 1 :] if only else stack.replace(" (most recent call first):", ":")
+    stack = stack[only.end() + 1 :] if only else stack.replace(" (most recent call first):", ":")
+    return with_cell_names(stack)
 
 
 def _place(stack: str) -> str:
@@ -218,7 +220,7 @@ def _place(stack: str) -> str:
     called = ""
     for file, line, function in _FRAME.findall(main_thread):
         if _SENT in file or not _library().search(file):
-            place = f"{function} ({PurePath(file).name}:{line})"
+            place = f"{function} ({cell_name(file) or PurePath(file).name}:{line})"
             return f"in {called}, called by {place}" if called else f"in {place}"
         if not _INTERNAL.search(function):
             called = function
