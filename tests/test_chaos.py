@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chaos import ACTIVITIES, FAULTS, Case, bed, hurt, side_by_side
+from support.chaos import ACTIVITIES, FAULTS, ORDINARY, Case, bed, hurt, side_by_side
 from support.cluster import Cluster
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has supervisors")
@@ -55,8 +55,9 @@ def test_a_faulty_run_reports_its_cause_and_leaves_nothing(
 
 @pytest.mark.slow
 @pytest.mark.spark
-@pytest.mark.parametrize("fault", ON_A_CLUSTER)
+@pytest.mark.parametrize("fault", [*ON_A_CLUSTER, ORDINARY])
 def test_a_faulty_run_on_a_cluster_does_so_too(cluster: Cluster, fault: str) -> None:
-    results = hurt(cluster, Case("cluster", "warm", fault), ["ignores SIGTERM", "reduces"], times=2)
+    case = Case("cluster", "ordinary" if fault == ORDINARY else "warm", fault)
+    results = hurt(cluster, case, ["ignores SIGTERM", "reduces"], times=2)
 
     assert all(result.spotless for result in results), results

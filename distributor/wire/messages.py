@@ -236,12 +236,7 @@ class AssignmentEnded:
 
 @dataclass(frozen=True)
 class Dismissal:
-    """Driver to tasks of a gang: give your slots back.
-
-    A task that is to be started `again`, on another executor, fails.
-    """
-
-    again: bool = False
+    """Driver to tasks of a gang: give your slots back."""
 
 
 def handler_of(message: object, handlers: Mapping[type, H]) -> H | None:

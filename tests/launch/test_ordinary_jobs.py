@@ -103,6 +103,38 @@ def test_attempts_share_a_job_that_does_not_fail(spark: Any, tmp_path: Path, how
     assert sum(stage.numFailedTasks for stage in stages) == (how == "loses its node")
 
 
+def kill_this_rank_in_attempts_below(number: int) -> int:
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt < number:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return attempt
+
+
+@pytest.mark.spark
+def test_departures_of_a_task_are_no_failures_of_it(
+    spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather, tags = Gang.gather, set()
+
+    def leave_and_gather(gang: Gang, *args: Any, **kwargs: Any) -> Any:
+        tags.add(gang._run_id)
+        if not gang.is_new:
+            gang.leave({gang.members[-1].executor_id})
+        return gather(gang, *args, **kwargs)
+
+    monkeypatch.setattr(Gang, "gather", leave_and_gather)
+    failures = 1 + int(spark.conf.get("spark.task.maxFailures", "4"))
+    distributor = ranks(2, max_failures=failures)
+    assert distributor.run_all(kill_this_rank_in_attempts_below, failures) == [failures] * 2
+
+    tracker = spark.sparkContext.statusTracker()
+    jobs = [tracker.getJobInfo(job) for job in jobs_with_tag(spark.sparkContext, *tags)]
+    assert len(jobs) == 1 + failures
+    assert {job.status for job in jobs} == {"SUCCEEDED"}
+    stages = [tracker.getStageInfo(stage) for job in jobs for stage in job.stageIds]
+    assert sum(stage.numFailedTasks for stage in stages) == 0
+
+
 @pytest.mark.spark
 @pytest.mark.parametrize(
     ("how", "error"),
@@ -168,6 +200,7 @@ class Job:
 
     def __init__(self, on_end: Any) -> None:
         self.on_end = on_end
+        self.failure = "ExecutorLostFailure (executor 1 exited caused by one of the running tasks)"
         self.is_cancelled = False
 
     def __enter__(self) -> Job:
@@ -180,7 +213,7 @@ class Job:
         self.on_end(RuntimeError("cancelled"))
 
     def failure_of(self, task: int) -> str:
-        return "ExecutorLostFailure (executor 1 exited caused by one of the running tasks)"
+        return self.failure
 
 
 class Tasks:
@@ -188,6 +221,7 @@ class Tasks:
 
     def __init__(self, hub: Hub) -> None:
         self.jobs: list[Job] = []
+        self.sizes: list[int] = []
         self.received: dict[int, list[Any]] = {}
         self.posted: list[Any] = []
         self._port = hub.port
@@ -195,6 +229,7 @@ class Tasks:
         self.gang = Gang(hub, self._submit, "a run")
 
     def _submit(self, number: int, size: int, rows: Any, on_end: Any) -> Any:
+        self.sizes.append(size)
         self.jobs.append(Job(on_end))
         return self.jobs[-1]
 
@@ -233,7 +268,7 @@ def tasks() -> Iterator[Tasks]:
     with Hub("127.0.0.1", SECRET) as hub:
         tasks = Tasks(hub)
         with tasks.gang as gang:
-            gang._require_job(2, None)
+            gang._require_jobs(2, None)
             yield tasks
 
 
@@ -271,21 +306,30 @@ def test_a_node_ends_once_and_its_task_can_work_again(tasks: Tasks) -> None:
     )
 
 
-def test_a_task_on_an_executor_that_ends_is_started_again_elsewhere(tasks: Tasks) -> None:
+def test_tasks_that_leave_are_replaced_by_a_further_job(tasks: Tasks) -> None:
     tasks.come(10, 0, "host:1")
     tasks.come(12, 1, "host:2")
     assert tasks.gather() == [10, 12]
     tasks.gang.leave(["2"])
-    assert tasks.await_message(12, Dismissal).again
-    tasks.come(13, 1, "host:3")
+    tasks.await_message(12, Dismissal)
+    tasks.gang._require_jobs(2, None)
+    assert tasks.sizes == [2, 1]
+    tasks.come(13, 0, "host:3")
     assert tasks.gather() == [10, 13]
+    tasks.jobs[0].failure = ""  # the task lives, or has ended: Spark does not start it again
+    tasks.go(10)
+    tasks.await_members(13)
+    until(lambda: tasks.gang._require_jobs(2, None) or len(tasks.jobs) == 3, "a third job", SOON)
+    tasks.jobs[1].on_end([])  # its task has lost its link
+    tasks.gang._require_jobs(2, None)
+    assert tasks.sizes == [2, 1, 1, 1]
 
 
 def test_tasks_of_an_earlier_job_are_dismissed(tasks: Tasks) -> None:
     tasks.come(10, 0)
     tasks.await_members(10)
     tasks.gang.dismiss()
-    assert not tasks.await_message(10, Dismissal).again
+    tasks.await_message(10, Dismissal)
     assert not tasks.jobs[0].is_cancelled, "its last task starts in the slot that is free, and ends"
     tasks.come(11, 1)
     tasks.await_message(11, Dismissal)
@@ -313,7 +357,7 @@ def test_tasks_that_are_cancelled_are_replaced(tasks: Tasks, works: bool) -> Non
     tasks.gang.cancel()
     assert tasks.jobs[0].is_cancelled
     assert [type(ended) for ended in tasks.posted] == [NodesEnded] * works
-    tasks.gang._require_job(2, None)
+    tasks.gang._require_jobs(2, None)
     tasks.come(13, 0)
     tasks.come(14, 1)
     assert tasks.gather() == [13, 14]

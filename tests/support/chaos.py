@@ -96,6 +96,18 @@ class Stuck(Listener):
     def begins(self, attempt, ranks):
         threading.Event().wait()
 """
+LEAVING = """
+from distributor.launchers.spark.gang.gang import Gang
+
+gather = Gang.gather
+
+def leave_and_gather(gang, *args, **kwargs):
+    if not gang.is_new:
+        gang.leave({gang.members[-1].executor_id})
+    return gather(gang, *args, **kwargs)
+
+Gang.gather = leave_and_gather
+"""
 OURS = "TorchDistributor(2, local_mode={local}, use_gpu=False, {settings})"
 PYSPARKS = (
     "__import__('pyspark.ml.torch.distributor', fromlist=['x'])"
@@ -164,6 +176,7 @@ CAUSES = {
     "an executor is killed": ("NodeLost", "ExecutorLostFailure"),
     "a host is cut off": ("NodeLost", "no sign of life"),
     "a listener never returns": ("KeyError", "on purpose"),
+    "a task leaves before each attempt": ("KeyError", "on purpose"),
 }
 """The errors that a driver should report; for other faults, any error."""
 DRIVERS_END = ("the driver is killed", "the driver's JVM is killed", "a host is cut off")
@@ -192,8 +205,15 @@ FAULTS = {
         "a listener never returns",
     ),
 }
+ORDINARY = "a task leaves before each attempt"
+"""A fault of tasks of an ordinary job alone; Spark ends a job whose task has failed four times."""
+FAULTS["cluster"] += (ORDINARY,)
+DRIVERS = {
+    "a listener never returns": (STUCK, "listeners=Stuck()"),
+    ORDINARY: (LEAVING, "max_failures=6"),
+}
+"""What the driver of a fault runs before, and its settings."""
 NEEDS_A_LINK = ("a host is cut off",)
-NOT_OF_PYSPARK = ("a listener never returns",)
 SETTINGS = {"warm": "warm=True", "fresh": "warm=False", "ordinary": "barrier=False"}
 STARTS = (*SETTINGS, "pyspark")
 ACTIVITIES = ("waits", "computes", "reduces", "holds the GIL", "ignores SIGTERM")
@@ -240,13 +260,13 @@ class Series:
 
     def _start_driver(self) -> Driver:
         launcher, start, fault = self._case
-        local, is_stuck = launcher == "local", fault == "a listener never returns"
+        local = launcher == "local"
+        before, setting = DRIVERS.get(fault, ("", ""))
         template = PYSPARKS if start == "pyspark" else OURS
-        settings = f"{SETTINGS.get(start)}{', listeners=Stuck()' * is_stuck}"
-        made = template.format(local=local, settings=settings)
+        made = template.format(local=local, settings=f"{SETTINGS.get(start)}, {setting}")
         conf = {"spark.master": "local[2]"} if local else {}
         return self._cluster.driver(
-            STUCK * is_stuck + SOURCE.format(distributor=made),
+            before + SOURCE.format(distributor=made),
             with_spark=not local or start == "pyspark",
             **conf,
         )
@@ -265,7 +285,7 @@ class Series:
     def _strike(self, driver: Driver, folder: Path, ranks: list[int]) -> float:
         fault = self._case.fault
         at = time.time()
-        if fault in ("a rank raises", "a rank exits", "a listener never returns"):
+        if fault in ("a rank raises", "a rank exits", *DRIVERS):
             (folder / "fault.part").write_text("exits" if fault == "a rank exits" else "raises")
             (folder / "fault.part").rename(folder / "fault")
         elif fault == "a host is cut off":
@@ -414,7 +434,9 @@ def main() -> int:
                 case = Case(launcher, start, fault)
                 if wanted.faults and fault not in wanted.faults:
                     continue
-                if start == "pyspark" and fault in NOT_OF_PYSPARK:
+                if start == "pyspark" and fault in DRIVERS:
+                    continue
+                if fault == ORDINARY and start != "ordinary":
                     continue
                 if fault in NEEDS_A_LINK and (why_not_apart() or not apart):
                     continue

@@ -674,8 +674,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a copy of a task that Spark starts does nothing",
         "distributor/launchers/spark/gang/gang.py",
-        "first.setdefault(member.partition, member)",
-        "first[member.partition] = member",
+        "first.setdefault((member.job, member.partition), member)",
+        "first[member.job, member.partition] = member",
         (
             "launch/test_ordinary_jobs.py::test_a_second_task_for_a_partition_waits_until_the_first_has_gone",
         ),

@@ -1,4 +1,4 @@
-"""The tasks of one ordinary job that hold slots for a run, as the driver knows them."""
+"""The tasks of ordinary jobs that hold slots for a run, as the driver knows them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from distributor.control.cancellation import Cancellation
@@ -21,7 +21,7 @@ from distributor.node.agent.worker_env import node_order
 from distributor.policies.gathering import Gathering
 from distributor.screen.messages import notify
 from distributor.spark.error_translation import explain
-from distributor.spark.spark_job import SparkJob
+from distributor.spark.spark_job import END_SECONDS, SparkJob
 from distributor.wire.hub import LOST, Hub
 from distributor.wire.messages import Assignment, AssignmentEnded, Dismissal, MemberUp
 
@@ -43,6 +43,8 @@ class Member:
     ----------
     number : int
         The number of its link.
+    job : int
+        Which of the gang's jobs it belongs to.
     partition : int
         Which of the job's partitions it computes. Spark may run several tasks for one.
     executor : str
@@ -52,6 +54,7 @@ class Member:
     """
 
     number: int
+    job: int
     partition: int
     executor: str
     since: float
@@ -72,13 +75,43 @@ class _Work:
     serial: int
     node: int
     post: Callable[[object], object]
+    job: int
+
+
+@dataclass
+class _Job:
+    """A job of the gang.
+
+    Parameters
+    ----------
+    job : SparkJob
+        The job.
+    size : int
+        The number of its tasks.
+    gone : set of int
+        The partitions whose task has ended, and which Spark does not compute again.
+    lost : dict of int to (int, float)
+        For each partition whose task has lost its link: the task, and when.
+    """
+
+    job: SparkJob
+    size: int
+    gone: set[int] = field(default_factory=set)
+    lost: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> int:
+        """How many of its tasks hold a slot, or will."""
+        return self.size - len(self.gone)
 
 
 class Gang:
-    """The tasks of one ordinary job that hold slots for a run.
+    """The tasks of ordinary jobs that hold slots for a run.
 
-    Spark starts a task again if it was lost. A second task for a partition, such as a speculative
-    one, waits until the first has ended.
+    Spark starts a task again if its process was lost. A task that leaves an executor, or loses its
+    link, ends normally, because its failure would count for ``spark.task.maxFailures``: a further
+    job replaces it. A second task for a partition, such as a speculative one, waits until the first
+    has ended.
 
     Parameters
     ----------
@@ -104,8 +137,8 @@ class Gang:
         self._members: dict[int, Member] = {}
         self._work: dict[int, _Work] = {}
         self._num_assignments = 0
-        self._job: SparkJob | None = None
-        self._job_number = -1
+        self._jobs: dict[int, _Job] = {}
+        self._num_jobs = 0
         self._size = 0
         self._ending: BaseException | None = None
         self._closed = False
@@ -125,12 +158,12 @@ class Gang:
 
     @property
     def members(self) -> list[Member]:
-        """The first task of each partition, in the order of the partitions."""
+        """The first task of each partition, in the order of jobs and partitions."""
         with self._changed:
-            first: dict[int, Member] = {}
+            first: dict[tuple[int, int], Member] = {}
             for member in self._members.values():
-                first.setdefault(member.partition, member)
-        return [first[partition] for partition in sorted(first)]
+                first.setdefault((member.job, member.partition), member)
+        return [first[place] for place in sorted(first)]
 
     @property
     def num_steady(self) -> int:
@@ -182,7 +215,7 @@ class Gang:
 
         while True:
             cancellation.check()
-            self._require_job(most, rows)
+            self._require_jobs(most, rows)
             members, now = self.members, time.monotonic()
             if len(members) > held:
                 came_at = now
@@ -222,20 +255,22 @@ class Gang:
         order = node_order([member.host for member in members])
         with self._changed:
             for place, member in enumerate(members):
-                self._work[member.number] = _Work(serial, order.index(place), post)
+                self._work[member.number] = _Work(serial, order.index(place), post, member.job)
             gone = [member.number for member in members if member.number not in self._members]
         self._hub.broadcast(Assignment(serial, pickle.dumps(spec, 5), executors, places))
         for number in gone:
             self._end_lost(number)
 
     def leave(self, executors: Collection[str]) -> None:
-        """Have Spark start the tasks on these executors, which it is about to end, elsewhere."""
+        """End the tasks on these executors, which Spark is about to end; others replace them."""
         with self._changed:
             leaving = [each for each in self._members.values() if each.executor_id in executors]
             for member in leaving:
                 del self._members[member.number]
+                if job := self._jobs.get(member.job):
+                    job.gone.add(member.partition)
         for member in leaving:
-            self._hub.send(member.number, Dismissal(again=True))
+            self._hub.send(member.number, Dismissal())
 
     def await_end(self, seconds: float) -> bool:
         """Wait until no member works any more; return whether that is so."""
@@ -244,32 +279,30 @@ class Gang:
 
     def cancel(self) -> None:
         """End the tasks, whatever they do; a next attempt has others."""
-        job = self._job
-        if job is not None:
+        jobs = [each.job for each in self._jobs.values()]
+        for job in jobs:
             job.cancel()
             job.end()
-            with self._changed:
-                self._ending = None  # is no error
+        with self._changed:
+            self._ending = None  # is no error
 
     def dismiss(self) -> None:
         """Have all tasks give their slots back."""
         with self._changed:
-            job, self._job = self._job, None
-            missing = self._size - len({member.partition for member in self._members.values()})
+            jobs, self._jobs = [*self._jobs.values()], {}
+            missing = sum(each.expected for each in jobs) - len(self.members)
             # Spark starts the missing tasks in the slots of the others, and they end, too. If it
             # started one of a job that is cancelled just then, its count of tasks that wait would
             # be wrong from then on, and it would ask for too few executors. Tasks on a host that
             # cannot be reached do not end by themselves.
-            if missing > len(self._members) and job is not None:
-                job.cancel()
+            if missing > len(self._members):
+                for each in jobs:
+                    each.job.cancel()
             self._members.clear()
-        if job is None:
-            return
-        self._hub.broadcast(Dismissal())
-        if missing:
-            job.end(START_SECONDS)
-        else:
-            job.end()
+        if jobs:
+            self._hub.broadcast(Dismissal())
+        for each in jobs:
+            each.job.end(START_SECONDS if missing else END_SECONDS)
 
     # On the thread that receives
 
@@ -289,13 +322,15 @@ class Gang:
 
     def _add(self, number: int, message: MemberUp) -> None:
         with self._changed:
-            is_current = message.job == self._job_number and self._job is not None
-            if is_current:
+            job = self._jobs.get(message.job)
+            is_wanted = job is not None and message.partition not in job.gone
+            if job is not None and is_wanted:
+                job.lost.pop(message.partition, None)
                 self._members[number] = Member(
-                    number, message.partition, message.executor, time.monotonic()
+                    number, message.job, message.partition, message.executor, time.monotonic()
                 )
                 self._changed.notify_all()
-        if not is_current:
+        if not is_wanted:
             self._hub.send(number, Dismissal())
 
     def _end_work(
@@ -311,48 +346,76 @@ class Gang:
 
     def _lose(self, number: int) -> None:
         with self._changed:
-            self._members.pop(number, None)
+            member = self._members.pop(number, None)
+            if member and (job := self._jobs.get(member.job)):
+                job.lost[member.partition] = number, time.monotonic()
             self._changed.notify_all()
         self._end_lost(number)
 
     def _end_lost(self, number: int) -> None:
+        with self._changed:
+            work = self._work.get(number)
+            job = self._jobs.get(work.job) if work else None
         loss = NodeLost("A task of Spark has lost its link to this process.")
-        explain_loss = functools.partial(_explain_loss, self._job, number)
+        explain_loss = functools.partial(_explain_loss, job.job if job else None, number)
         self._end_work(number, lambda node: NodeEnded(node, loss, explain_loss))
 
-    # The job
+    # The jobs
 
-    def _require_job(self, size: int, rows: Any) -> None:
-        """Submit a job, unless there is one; raise what has ended the last one."""
+    def _require_jobs(self, size: int, rows: Any) -> None:
+        """Submit a job for the tasks that are missing; raise what has ended the last one."""
+        self._give_up_lost()
         with self._changed:
+            self._size = size
             if self._ending is not None:
                 error, self._ending = self._ending, None
-                raise explain(error, self._size)
-            if self._job is not None:
-                return
-            self._job_number += 1
-            self._size = size
-            number = self._job_number
-        job = self._submit(number, size, rows, lambda ending: self._note_end(number, ending))
+                raise explain(error, size)
+            missing = size - sum(each.expected for each in self._jobs.values())
+        if missing <= 0:
+            return
+        if rows is not None and self._jobs:  # of which each task has its part
+            self.dismiss()
+            missing = size
+        number, self._num_jobs = self._num_jobs, self._num_jobs + 1
+        job = self._submit(number, missing, rows, lambda ending: self._note_end(number, ending))
         with self._changed:
-            self._job = job
+            self._jobs[number] = _Job(job, missing)
         job.__enter__()
+
+    def _give_up_lost(self) -> None:
+        """Note the lost tasks that Spark does not start again, or not yet: of hosts cut off."""
+        before = time.monotonic() - REASON_SECONDS
+        with self._changed:
+            overdue = [
+                (each, partition, number)
+                for each in self._jobs.values()
+                for partition, (number, since) in each.lost.items()
+                if since < before
+            ]
+        for each, partition, number in overdue:
+            has_failed = each.job.failure_of(number)
+            with self._changed:
+                if each.lost.pop(partition, None) and not has_failed:
+                    each.gone.add(partition)
 
     def _note_end(self, number: int, ending: Any) -> None:
         """Note, on the job's thread, that it has ended."""
-        error = ending if isinstance(ending, BaseException) else None
-        error = error or RuntimeError("The tasks of this run have ended by themselves.")
         with self._changed:
-            if number != self._job_number or self._job is None:
+            if self._jobs.pop(number, None) is None:
                 return
-            posts = {work.serial: work.post for work in self._work.values()}
-            self._job, self._ending = None, None if posts else error
-            self._work.clear()
-            self._members.clear()
+            for member in [each for each in self._members.values() if each.job == number]:
+                del self._members[member.number]
             self._changed.notify_all()
+            if not isinstance(ending, BaseException):  # all of its tasks have left
+                return
+            working = {task: work for task, work in self._work.items() if work.job == number}
+            for task in working:
+                del self._work[task]
+            posts = {work.serial: work.post for work in working.values()}
+            self._ending = None if posts else ending
         explain_end = functools.partial(_explain_end, self._size)
         for post in posts.values():
-            post(NodesEnded(error=error, explain=explain_end))
+            post(NodesEnded(error=ending, explain=explain_end))
 
 
 def _explain_end(size: int, error: BaseException, first_lost: str) -> Exception:

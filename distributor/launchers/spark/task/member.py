@@ -56,14 +56,11 @@ class MemberSpec:
     job: int
 
 
-class StartAgain(Exception):
-    """Ends a task so that Spark starts it again, on another executor if this one is leaving."""
-
-
 def run(pickled: bytes, batches: Iterator[Any], replaced: str = "") -> Iterator[pa.RecordBatch]:
     """Hold a slot, and be a node of each attempt that the driver assigns to this task.
 
-    A failure of the ranks is not one of this task, which Spark would run again.
+    A failure of the ranks is not one of this task, which Spark would run again. Nor does the task
+    fail if it loses its link: that would count for ``spark.task.maxFailures``.
     """
     from pyspark import TaskContext
 
@@ -79,7 +76,7 @@ def run(pickled: bytes, batches: Iterator[Any], replaced: str = "") -> Iterator[
 
 
 class _Assignments:
-    """The link to the driver: iterates over assignments until the task is dismissed."""
+    """The link to the driver: iterates over assignments until it is lost, or a dismissal comes."""
 
     def __init__(self, spec: MemberSpec, context: Any) -> None:
         self.number = context.taskAttemptId() % MAX_NUMBERS
@@ -114,10 +111,6 @@ class _Assignments:
         while isinstance(message := self._received.get(), Assignment):
             if self.number in message.places:
                 yield message
-        if message is None:
-            raise StartAgain(f"The task on {host_name()} has lost its link to the driver.")
-        if message.again:
-            raise StartAgain(f"The executor on {host_name()} is about to end.")
 
     def report(self, ended: AssignmentEnded) -> None:
         self._link.send(ended)
