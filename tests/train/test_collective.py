@@ -36,6 +36,15 @@ def test_every_rank_receives_the_object_of_rank_0() -> None:
     assert run(receive) == [[{0: {1, 2}}] * 3 + [None]] * 2
 
 
+def test_an_object_of_many_megabytes_is_received() -> None:
+    def receive() -> list[int]:
+        """Return the sizes: that of a message to torch's store is limited to 8 MiB."""
+        data = "x" * 20_000_000 if get_context().get_world_rank() == 0 else None
+        return [len(collective.broadcast_from_rank_zero(data)) for _ in range(2)]
+
+    assert run(receive) == [[20_000_000] * 2] * 2
+
+
 def test_no_rank_passes_a_barrier_before_all_have_come(tmp_path: Path) -> None:
     def wait() -> list[str]:
         rank = get_context().get_world_rank()

@@ -15,8 +15,9 @@ import pytest
 from support.reports import TouchWhenPrinted, save
 from support.waiting import until
 
-from distributor import DistributorError, TorchDistributor, WorkerDied, train
+from distributor import DistributorError, Listener, TorchDistributor, WorkerDied, train
 from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.rank.messages import Reported
 from distributor.train import Checkpoint, CheckpointUploadMode
 from distributor.train.runtime import store_channel
 from distributor.train.storage.checkpoint_store import Storage
@@ -152,6 +153,24 @@ def test_metrics_can_be_tensors_with_one_element_and_arrays(tmp_path: Path) -> N
         "confusion": [[1.0, 0.0], [0.0, 1.0]],
         "count": 3,
     }
+
+
+def test_a_large_metric_is_reported_and_one_that_is_too_large_is_named(tmp_path: Path) -> None:
+    def report() -> None:
+        train.report({"loss": 0.5, "log": "x" * 10_000_000})
+        train.report({"loss": 0.5, "log": "x" * 70_000_000})
+
+    received: list[int] = []
+
+    class Sizes(Listener):
+        def reported(self, report: Reported) -> None:
+            received.append(len(report.metrics[0]["log"]))
+
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, listeners=[Sizes()])
+    expected = r"The metric 'log' has 70 MB, but the metrics of a report may have 64 MB in all"
+    with pytest.raises(ValueError, match=expected):
+        ranks.run(report)
+    assert received == [10_000_000]
 
 
 def test_report_outside_a_run_is_an_error() -> None:

@@ -20,6 +20,8 @@ UPLOAD_TIMEOUT_SECONDS = 6 * 3600.0
 """Seconds that a rank waits for the uploads of other ranks, all of which have begun."""
 READ_SECONDS = 10.0
 """Seconds for a decision of rank 0 to reach the other ranks."""
+PART_BYTES = 4 * 1024**2
+"""Bytes of a value for one key; torch's store ends a connection that sends 8 MiB at once."""
 LATE_WARNING_SECONDS = 60.0
 """Seconds after which rank 0 prints which ranks it is waiting for."""
 
@@ -66,8 +68,13 @@ class StoreChannel:
         if missing := self._missing(keys, start + timeout):
             raise DistributorError(f"{self._waits_for(missing, timeout)}. {EQUALLY_OFTEN}")
         with self._uses_store():
-            values = [bytes(self._store.get(key)) for key in keys.values()]
-        return [json.loads(value) for value in values]
+            return [json.loads(self._read(key)) for key in keys.values()]
+
+    def _read(self, key: str) -> bytes:
+        data = bytes(self._store.get(key))
+        if not data.startswith(_PARTS):
+            return data
+        return b"".join(self._store.get(each) for each in _parts(key, int(data[len(_PARTS) :])))
 
     def _waits_for(self, missing: list[int], seconds: float) -> str:
         return f"After {seconds:g} s, rank {self.rank} still waits for {listed('rank', missing)}"
@@ -82,8 +89,13 @@ class StoreChannel:
             return [rank for rank, key in keys.items() if not self._store.check([key])]
 
     def _set(self, key: str, value: Any) -> None:
+        data = json.dumps(value).encode()
+        parts = _parts(key, -(-len(data) // PART_BYTES)) if len(data) > PART_BYTES else []
         with self._uses_store():
-            self._store.set(key, json.dumps(value))
+            for number, part in enumerate(parts):
+                self._store.set(part, data[number * PART_BYTES : (number + 1) * PART_BYTES])
+            self._store.set(key, b"%s%d" % (_PARTS, len(parts)) if parts else data)
+        (self._own_keys if key in self._own_keys else self._round_keys).extend(parts)
 
     @contextlib.contextmanager
     def _uses_store(self) -> Iterator[None]:
@@ -192,3 +204,10 @@ class StoreChannel:
 
     def barrier(self, key: str) -> None:
         self.agree(key, None, lambda values: None)
+
+
+_PARTS = b"parts "  # no JSON begins so
+
+
+def _parts(key: str, count: int) -> list[str]:
+    return [f"{key}/part {number}" for number in range(count)]

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from distributor.core.resources import format_bytes
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import CHECKPOINT_LOG, RUN_LOG
 
@@ -21,6 +22,8 @@ SEGMENTS = ".reports"
 """The folder of the segments in the run's folder."""
 SEGMENT_BYTES = 256 * 1024
 """Bytes of a log from which on all reports but the last become a segment."""
+MAX_METRICS = 64 * 1000**2
+"""Bytes of the metrics of one report, which pass through the store of rank 0."""
 AFTER = "after"
 """The key of the first line of a log that has a segment before it."""
 
@@ -39,7 +42,15 @@ class Report:
 
 def json_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of metrics: tensors with one element become numbers, NumPy's arrays lists."""
-    copy: dict[str, Any] = json.loads(json.dumps(dict(metrics), default=_plain))
+    text = json.dumps(dict(metrics), default=_plain)
+    copy: dict[str, Any] = json.loads(text)
+    if len(text) > MAX_METRICS:
+        sizes = {name: len(json.dumps(value)) for name, value in copy.items()}
+        name = max(sizes, key=sizes.__getitem__)
+        raise ValueError(
+            f"The metric {name!r} has {format_bytes(sizes[name])}, but the metrics of a report may "
+            f"have {format_bytes(MAX_METRICS)} in all. Save it in a file of the checkpoint."
+        )
     return copy
 
 
