@@ -6,6 +6,7 @@ A ``context`` is a ``pyspark.SparkContext``, which Spark Connect does not have.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import threading
 import time
@@ -287,14 +288,17 @@ def arrow_schema(schema: Any) -> Any:
     """Return the columns of a DataFrame as batches of ``mapInArrow`` have them."""
     from pyspark.sql.pandas.types import to_arrow_schema
 
-    return to_arrow_schema(schema)
+    # Versions without this parameter use UTC.
+    is_needed = "timezone" in inspect.signature(to_arrow_schema).parameters
+    timezone: dict[str, Any] = {"timezone": "UTC"} if is_needed else {}
+    return to_arrow_schema(schema, **timezone)
 
 
 def spark_schema(schema: Any) -> Any:
     """Return the columns of a DataFrame that has those of an Arrow schema."""
     from pyspark.sql.pandas.types import from_arrow_schema
 
-    return from_arrow_schema(schema)
+    return from_arrow_schema(schema, prefer_timestamp_ntz=True)
 
 
 def parse_type(text: str) -> Any:

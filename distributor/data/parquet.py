@@ -6,8 +6,9 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
+from itertools import islice
 from operator import and_
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from distributor.core.paths import shown
 from distributor.core.text import counted, is_unicode
 from distributor.data.epochs import Layout
 from distributor.data.parquet_files import PathLike, find_files, partitions_of
+from distributor.data.parquet_types import common_type, leaves, with_instants
 from distributor.data.shard import DatasetShard
 from distributor.data.source import Equal, check_sharing
 
@@ -29,9 +31,12 @@ if TYPE_CHECKING:
 
 THREADS = 16  # files whose footers are read at the same time
 SPARK_SCHEMA = b"org.apache.spark.sql.parquet.row.metadata"
+NULLABLE = ("nullable", "containsNull", "valueContainsNull")  # keys of types in it
 VECTOR = "linalg.VectorUDT"  # how the names of Spark's vector types end
 # Bytes in memory of a value of Parquet's types of fixed size.
 WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+# Nanoseconds, pyarrow's default for INT96, do not reach the dates that Spark has.
+INT96: Mapping[str, Any] = {"coerce_int96_timestamp_unit": "us"}
 
 
 def from_parquet(
@@ -60,8 +65,9 @@ def from_parquet(
         with ``_`` or ``.``. Subfolders such as ``label=3``, as Spark writes them with
         ``partitionBy``, become columns.
     columns : sequence of str, optional
-        The columns to read, by default all. The columns that are read must have the same types in
-        all files.
+        The columns to read, by default all. The columns that are read must be in all files. Their
+        types may differ if one of them has all values, such as ``string`` and its dictionaries,
+        decimals, times of other units, or a column of nulls.
     filters : pyarrow expression, or list, optional
         Which rows to read, as in `pyarrow.parquet.read_table`: an expression, a list of conditions
         such as ``[("label", "<", 5)]`` that must all hold, or a list of such lists, of which one
@@ -140,29 +146,33 @@ def open_parquet(
         for folder, paths in found.folders.items()
         for each in zip(paths, partitions_of(folder, paths), strict=True)
     ]
-    schema = schema_of(found.filesystem, files[0])
-    names = _check_columns(columns, schema)
-    query = Query(schema, None if columns is None else names, _expression(filters, schema))
+    first = schema_of(found.filesystem, files[0])
+    names = _check_columns(columns, first)
+    selected = None if columns is None else names
     with ThreadPoolExecutor(THREADS) as threads:
-        row_groups = [
-            (number, group)
-            for number, groups in enumerate(
-                threads.map(partial(read_footer, found.filesystem, query), files)
-            )
-            for group in groups
-        ]
+        read = partial(read_footer, found.filesystem, selected, filters is not None)
+        footers = list(threads.map(read, files))
+        schema = _common_schema(first, files, footers, selected)
+        expression = _expression(filters, schema)
+        if expression is not None:
+            footers = list(threads.map(partial(_filtered, schema, expression), files, footers))
+    row_groups = [
+        (number, group) for number, footer in enumerate(footers) for group in footer.row_groups
+    ]
+    types = spark_types_of(first, schema)
     return ParquetSource(
         name=_name(path),
         schema=pa.schema([schema.field(name) for name in names]),
-        vectors=vectors_of(schema) & set(names),
+        vectors=frozenset(name for name in names if _is_vector(types.get(name))),
+        spark_types=types,
         chunk_rows=np.array([group.rows for _, group in row_groups], np.int64),
         chunk_bytes=np.array([group.bytes for _, group in row_groups], np.int64),
         null_counts=_null_counts(names, [group for _, group in row_groups]),
         filesystem=found.filesystem,
         files=files,
         row_groups=[(number, group.number) for number, group in row_groups],
-        file_schema=schema.remove_metadata(),
-        expression=query.expression,
+        file_schema=schema,
+        expression=expression,
     )
 
 
@@ -222,7 +232,7 @@ class ParquetFile:
     def fragment(self, filesystem: Any, row_groups: list[int] | None = None) -> Any:
         """Return all of the file, or some row groups, for pyarrow to read."""
         file = (self.path, filesystem) if is_unicode(self.path) else (self.opened(filesystem),)
-        return pads.ParquetFileFormat().make_fragment(
+        return pads.ParquetFileFormat(**INT96).make_fragment(
             *file,
             partition_expression=self._expression(),
             row_groups=row_groups,
@@ -248,6 +258,7 @@ class ParquetSource:
     name: str
     schema: pa.Schema
     vectors: frozenset[str]
+    spark_types: Mapping[str, Any]  # of columns, as Spark wrote them to the files in JSON
     chunk_rows: NDArray[np.int64]
     chunk_bytes: NDArray[np.int64]
     null_counts: Mapping[str, int] | None
@@ -282,6 +293,7 @@ class ParquetSource:
             )
         )
         self._check_rows(chunk, len(table))
+        table = self._converted(table.columns)
         self._last = (chunk, table)
         return table
 
@@ -296,7 +308,7 @@ class ParquetSource:
         number, row_group = self.row_groups[chunk]
         file = self.files[number]
         with file.opened(self.filesystem) as stream:
-            reader = pq.ParquetFile(stream, pre_buffer=True)
+            reader = pq.ParquetFile(stream, pre_buffer=True, **INT96)
             self._check_rows(chunk, reader.metadata.row_group(row_group).num_rows)
             names = [name for name in self.schema.names if name not in file.partition]
             for batch in reader.iter_batches(rows, [row_group], names, self.use_threads):
@@ -306,7 +318,15 @@ class ParquetSource:
                     else batch.column(name)
                     for name in self.schema.names
                 ]
-                yield pa.Table.from_arrays(columns, schema=self.schema)
+                yield self._converted(columns)
+
+    def _converted(self, columns: Sequence[pa.Array | pa.ChunkedArray]) -> pa.Table:
+        """Return columns of a file in the types of `schema`."""
+        converted = [
+            _cast(column, self.file_schema.field(field.name).type, field.type)
+            for column, field in zip(columns, self.schema, strict=True)
+        ]
+        return pa.Table.from_arrays(converted, schema=self.schema)
 
     def _check_rows(self, chunk: int, rows: int) -> None:
         number, row_group = self.row_groups[chunk]
@@ -328,12 +348,12 @@ class RowGroup:
 
 
 @dataclass(frozen=True)
-class Query:
-    """What is read of files."""
+class Footer:
+    """What the end of a file says of it."""
 
-    schema: pa.Schema  # of the first file, which the others must have too
-    names: Sequence[str] | None  # of the columns that are read; None for all
-    expression: Any  # which rows are read; None for all
+    schema: pa.Schema  # with the columns of its folders
+    row_groups: list[RowGroup]
+    fragment: Any  # the file, if the rows that a filter selects are still to be counted
 
 
 def schema_of(filesystem: Any, file: ParquetFile) -> pa.Schema:
@@ -342,40 +362,59 @@ def schema_of(filesystem: Any, file: ParquetFile) -> pa.Schema:
     return _with_partition(schema, file)
 
 
-def read_footer(filesystem: Any, query: Query, file: ParquetFile) -> list[RowGroup]:
-    """Return the row groups of a file; with a filter, those with rows that it may select."""
+def read_footer(
+    filesystem: Any, names: Sequence[str] | None, is_filtered: bool, file: ParquetFile
+) -> Footer:
+    """Read the footer of a file, of which these columns are read; None for all."""
     fragment = file.fragment(filesystem)
     schema, metadata = _footer(file.path, fragment)
-    _check_schema(file.path, _with_partition(schema, file), query)
-    leaves = [field.name for field in schema for _ in range(_num_leaves(field.type))]
-    names = set(query.schema.names if query.names is None else query.names)
+    columns = [field.name for field in schema for _ in leaves(field.type)]
+    schema = _with_partition(schema, file)
+    read = set(names or schema.names)
     row_groups = []
-    for number, rows in _num_rows(fragment, metadata, query):
-        size, nulls = _size_and_nulls(metadata.row_group(number), leaves, names)
-        if query.expression is not None:  # which may select none of them
-            size = size * rows // max(metadata.row_group(number).num_rows, 1)
-            nulls = {name: None if count else count for name, count in nulls.items()}
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        size, nulls = _size_and_nulls(group, columns, read)
+        rows = group.num_rows
         nulls |= {name: 0 if value.is_valid else rows for name, value in file.partition.items()}
         row_groups.append(RowGroup(number, rows, size, nulls))
-    return row_groups
+    return Footer(schema, row_groups, fragment if is_filtered else None)
 
 
-def vectors_of(schema: pa.Schema) -> frozenset[str]:
-    """Return the columns of a file that Spark wrote from vectors."""
-    text = (schema.metadata or {}).get(SPARK_SCHEMA)
-    fields = json.loads(text)["fields"] if text else []
-    return frozenset(
-        field["name"]
+def spark_types_of(first: pa.Schema, schema: pa.Schema) -> dict[str, Any]:
+    """Return the types of columns that Spark wrote to the first file, if all files have them."""
+    text = (first.metadata or {}).get(SPARK_SCHEMA)
+    # Spark reads all of them so that they may be null.
+    fields = json.loads(text, object_hook=_nullable)["fields"] if text else []
+    return {
+        field["name"]: field
         for field in fields
-        if isinstance(field["type"], dict) and str(field["type"].get("class")).endswith(VECTOR)
-    )
+        if field["name"] in first.names
+        and schema.field(field["name"]) == first.field(field["name"])
+    }
+
+
+def _nullable(part: dict[str, Any]) -> dict[str, Any]:
+    return part | {key: True for key in part if key in NULLABLE}
+
+
+def _is_vector(field: Any) -> bool:
+    """Return whether Spark wrote a column from vectors."""
+    kind = field["type"] if field else None
+    return isinstance(kind, dict) and str(kind.get("class")).endswith(VECTOR)
 
 
 def _footer(path: str, fragment: Any) -> tuple[pa.Schema, Any]:
     try:
-        return fragment.physical_schema, fragment.metadata
+        schema, metadata = fragment.physical_schema, fragment.metadata
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path} cannot be read as a Parquet file: {error}") from error
+    stored = (metadata.schema.column(at).physical_type for at in range(metadata.num_columns))
+    fields = [
+        field.with_type(with_instants(field.type, [*islice(stored, len(leaves(field.type)))]))
+        for field in schema
+    ]
+    return pa.schema(fields, schema.metadata), metadata
 
 
 def _with_partition(schema: pa.Schema, file: ParquetFile) -> pa.Schema:
@@ -385,58 +424,73 @@ def _with_partition(schema: pa.Schema, file: ParquetFile) -> pa.Schema:
     return schema
 
 
-def _check_schema(path: str, schema: pa.Schema, query: Query) -> None:
-    expected = query.schema
-    names = query.names or [*expected.names, *(set(schema.names) - set(expected.names))]
-    for name in names:
-        here, there = (
-            found.field(name).type if name in found.names else None for found in (schema, expected)
-        )
-        if here != there:
-            raise ValueError(
-                f"The files have different columns: {name!r} is {here or 'missing'} in {path}, and "
-                f"{there or 'missing'} in the first file. Select columns that are the same in all "
-                "files by columns=[...]."
-            )
-    if query.expression is not None:
-        try:
-            schema.empty_table().filter(query.expression)
-        except pa.ArrowException as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"The filters cannot be applied to {path}: {reason}.") from error
+def _common_schema(
+    first: pa.Schema,
+    files: Sequence[ParquetFile],
+    footers: Sequence[Footer],
+    names: Sequence[str] | None,
+) -> pa.Schema:
+    """Return the columns of the first file, with types that have the values of all files."""
+    kinds = {field.name: field.type for field in first}
+    for file, schema in zip(files, (footer.schema for footer in footers), strict=True):
+        if schema.equals(first):
+            continue
+        for name in names or [*first.names, *(set(schema.names) - set(first.names))]:
+            here = schema.field(name).type if name in schema.names else None
+            there = kinds.get(name)
+            common = common_type(here, there) if here and there else None
+            if common is None:
+                raise ValueError(
+                    f"The files have different columns: {name!r} is {here or 'missing'} in "
+                    f"{file.path}, and {there or 'missing'} in the first file. Select columns that "
+                    "are the same in all files by columns=[...]."
+                )
+            kinds[name] = common
+    return pa.schema([field.with_type(kinds[field.name]) for field in first])
 
 
-def _num_leaves(type: pa.DataType) -> int:
-    if isinstance(type, pa.BaseExtensionType):
-        return _num_leaves(type.storage_type)
-    if pa.types.is_struct(type):
-        return sum(_num_leaves(field.type) for field in type)
-    if pa.types.is_map(type):
-        return _num_leaves(type.key_type) + _num_leaves(type.item_type)
-    return _num_leaves(type.value_type) if hasattr(type, "value_type") else 1
-
-
-def _num_rows(fragment: Any, metadata: Any, query: Query) -> Iterator[tuple[int, int]]:
-    """Return numbers of row groups and of the rows that are read of them."""
-    if query.expression is None:
-        for number in range(metadata.num_row_groups):
-            yield number, metadata.row_group(number).num_rows
-        return
-    for group in fragment.split_by_row_group(filter=query.expression, schema=query.schema):
-        scanner = group.scanner(columns=[], filter=query.expression, schema=query.schema)
-        number = group.row_groups[0].id
+def _filtered(schema: pa.Schema, expression: Any, file: ParquetFile, footer: Footer) -> Footer:
+    """Return the row groups with rows that a filter may select, and how many these are."""
+    here = [schema.field(name) for name in schema.names if name in footer.schema.names]
+    try:
+        pa.schema(here).empty_table().filter(expression)
+    except pa.ArrowException as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"The filters cannot be applied to {file.path}: {reason}.") from error
+    row_groups = []
+    for part in footer.fragment.split_by_row_group(filter=expression, schema=schema):
+        group = footer.row_groups[part.row_groups[0].id]
+        scanner = part.scanner(columns=[], filter=expression, schema=schema)
         # pyarrow counts the file's rows if the folder's name alone decides.
-        yield number, min(scanner.count_rows(), metadata.row_group(number).num_rows)
+        rows = min(scanner.count_rows(), group.rows)
+        nulls = {
+            name: rows if count == group.rows else None if count else count
+            for name, count in group.nulls.items()
+        }
+        size = group.bytes * rows // max(group.rows, 1)
+        row_groups.append(replace(group, rows=rows, bytes=size, nulls=nulls))
+    return Footer(schema, row_groups, None)
+
+
+def _cast(column: Any, common: pa.DataType, wanted: pa.DataType) -> Any:
+    """Convert a column of a file to the type of all files, and this to another one."""
+    if column.type != common:
+        column = column.cast(common)
+    if column.type == wanted:
+        return column
+    if pa.types.is_timestamp(common) and common.tz is None and wanted.tz is not None:
+        return pc.assume_timezone(column, wanted.tz, ambiguous="earliest", nonexistent="latest")
+    return column.cast(wanted, safe=False)  # nanoseconds are truncated
 
 
 def _size_and_nulls(
-    metadata: Any, leaves: list[str], names: Collection[str]
+    row_group: Any, columns: list[str], names: Collection[str]
 ) -> tuple[int, dict[str, int | None]]:
     size = 0
     nulls: dict[str, int | None] = {}
-    for index, name in enumerate(leaves):
+    for index, name in enumerate(columns):
         if name in names:
-            column = metadata.column(index)
+            column = row_group.column(index)
             width = WIDTHS.get(column.physical_type, 0)
             size += max(column.num_values * width, column.total_uncompressed_size)
             count, before = _null_count(column, name), nulls.get(name, 0)

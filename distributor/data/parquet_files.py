@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import NamedTuple, NoReturn
 from urllib.parse import unquote
 
@@ -20,6 +22,13 @@ PathLike = str | os.PathLike[str]
 HIDDEN = ("_", ".")  # files and folders whose names begin so contain no data, as in Spark
 NULL = "__HIVE_DEFAULT_PARTITION__"  # a partition's name for a null, in Spark
 DELTA_LOG = "_delta_log"
+# The types of values in folders' names, and how these look: what Spark reads, in its order.
+FOLDER_TYPES = {
+    r"-?\d+": (pa.int32(), pa.int64()),
+    r"-?(\d{1,9}|\d+\.\d*|\.\d+)(E-?\d+)?|NaN|-?Infinity": (pa.float64(),),
+    r"\d{4}-\d\d-\d\d": (pa.date32(),),
+    r"\d{4}-\d\d-\d\d( \d\d:\d\d:\d\d(\.\d)?)?": (pa.timestamp("us"),),
+}
 
 
 class DataFiles(NamedTuple):
@@ -42,18 +51,25 @@ def find_files(path: PathLike | Sequence[PathLike]) -> DataFiles:
     if any(other != filesystem for other, _ in others):
         names = ", ".join(map(shown, paths))
         raise ValueError(f"The paths must be of one file system, but are {names}.")
-    folders: dict[str, dict[str, None]] = {}
+    folders: dict[str, list[str]] = {}
+    reals: dict[str, str] = {}  # by which path each file is read, whatever links lead to it
     for written, (_, inside) in zip(paths, resolved, strict=True):
         found = [
             file for match in _matches(filesystem, inside) for file in _files(filesystem, match)
         ]
         if not found:
             raise FileNotFoundError(f"No data files were found at {shown(written)!r}.")
-        known = {file for files in folders.values() for file in files}
         for folder, file in found:
-            if file not in known:
-                folders.setdefault(folder, {})[file] = None
-    return DataFiles(filesystem, {folder: list(files) for folder, files in folders.items()})
+            real = os.path.realpath(file) if _is_local(filesystem) else file
+            if real not in reals:
+                folders.setdefault(folder, []).append(file)
+            known = reals.setdefault(real, file)
+            if _named_values(known) != _named_values(file):
+                raise ValueError(
+                    f"{shown(known)} and {shown(file)} are one file, because of a link, but their "
+                    "folders' names have other values. Remove the link."
+                )
+    return DataFiles(filesystem, folders)
 
 
 def partitions_of(folder: str, paths: Sequence[str]) -> list[dict[str, pa.Scalar]]:
@@ -81,12 +97,19 @@ def _folder_values(folder: str, path: str) -> dict[str, str | None]:
     }
 
 
+def _named_values(path: str) -> list[str]:
+    return [part for part in os.path.dirname(path).split("/") if "=" in part]
+
+
 def _type_of(texts: Sequence[str | None]) -> pa.DataType:
-    """Return the type of a column whose values are in names of folders."""
-    for type in (pa.int32(), pa.int64()):
-        with contextlib.suppress(pa.ArrowInvalid):
-            pa.array(texts, pa.string()).cast(type)
-            return type
+    """Return the type of a column whose values are in names of folders, which is Spark's."""
+    known = [text for text in texts if text is not None]
+    for pattern, types in FOLDER_TYPES.items():
+        if known and all(re.fullmatch(pattern, text, re.ASCII) for text in known):
+            for type in types:
+                with contextlib.suppress(pa.ArrowInvalid):
+                    pa.array(known).cast(type)
+                    return type
     return pa.string()
 
 
@@ -128,12 +151,22 @@ def _entries(filesystem: pafs.FileSystem, folder: str, recursive: bool) -> list[
     found = []
     # pyarrow cannot list names that are not in UTF-8.
     for parent, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
+        folders[:] = [name for name in folders if not _leads_back(parent, name)]
         found += [_Entry(os.path.join(parent, name), False) for name in folders]
         paths = (os.path.join(parent, name) for name in files)
         found += [_Entry(path, True) for path in paths if os.path.isfile(path)]
         if not recursive:
             break
     return found
+
+
+def _leads_back(parent: str, name: str) -> bool:
+    """Return whether a folder is a link to one of the folders that lead to it."""
+    link = os.path.join(parent, name)
+    if not os.path.islink(link):
+        return False
+    above = accumulate(parent.split("/"), "{}/{}".format)
+    return any(os.path.samefile(link, folder or "/") for folder in above)
 
 
 def _raise(error: OSError) -> NoReturn:

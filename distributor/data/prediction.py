@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -23,6 +24,7 @@ from distributor.core.paths import shown
 from distributor.data.dataframes import is_dataframe, numbered, vectors_of
 from distributor.data.outputs import unsupported
 from distributor.data.parquet import ParquetShard
+from distributor.data.parquet_types import leaves, spark_type
 from distributor.data.prediction_task import Prediction, Target
 from distributor.data.shard import Dtypes, Ragged
 from distributor.data.share import whole_number
@@ -267,15 +269,14 @@ def _prepare(
     require_spark()
     rows = _FileRows(data) if isinstance(data, ParquetShard) else _SparkRows(data)
     batch_size = whole_number("batch_size", batch_size, 1)
-    schema = rows.schema()
-    inputs = schema.names if columns is None else columns
-    _check_names("columns", [inputs] if isinstance(inputs, str) else inputs, schema.names)
+    inputs = rows.columns if columns is None else columns
+    _check_names("columns", [inputs] if isinstance(inputs, str) else inputs, rows.columns)
     if not inputs:
         raise ValueError("columns is empty: name at least one column for the model.")
     if isinstance(keep, str):
         raise TypeError(f"keep must be a list of names, but is the string {keep!r}.")
-    kept = list(schema.names if keep is None else keep)
-    _check_names("keep", kept, schema.names)
+    kept = list(rows.columns if keep is None else keep)
+    _check_names("keep", kept, rows.columns)
     _check_callable("load", load)
     if collate_fn is not None:
         _check_callable("collate_fn", collate_fn)
@@ -288,6 +289,8 @@ def _prepare(
     if device is not None:
         torch.device(device)
     needed = {inputs} if isinstance(inputs, str) else set(inputs)
+    names = [name for name in rows.columns if name in needed or name in kept]
+    schema = rows.schema(names)
     options = TensorOptions(dtypes, fill, ragged, rows.vectors() & needed)
     check_columns(_arrow_schema(schema, needed), options, None, rows.name)
     named = None if outputs is None else _parse_outputs(outputs)
@@ -295,7 +298,7 @@ def _prepare(
         key=uuid.uuid4().hex,
         functions=_pickled(load=load, collate_fn=collate_fn, checkpoint=checkpoint),
         modules=_modules(rows.session, load, collate_fn),
-        names=[name for name in schema.names if name in needed or name in kept],
+        names=names,
         columns=inputs if isinstance(inputs, str) else list(inputs),
         keep=kept,
         default=named.names[0] if named and len(named) == 1 else DEFAULT_OUTPUT,
@@ -333,8 +336,9 @@ class _SparkRows:
             )
         self._frame = frame
         self.session = Session(frame.sparkSession)
+        self.columns: list[str] = frame.columns
 
-    def schema(self) -> Any:
+    def schema(self, _: Sequence[str]) -> Any:
         return self._frame.schema
 
     def vectors(self) -> frozenset[str]:
@@ -373,9 +377,41 @@ class _FileRows:
         self._groups = shard.row_groups
         self.session = Session.require_active()
         self.name = self._groups.name
+        self.columns: list[str] = self._groups.schema.names
 
-    def schema(self) -> Any:
-        return private.spark_schema(self._groups.schema)
+    def schema(self, names: Sequence[str]) -> Any:
+        """Return columns with the types that ``spark.read.parquet`` reads them as."""
+        from pyspark.sql.types import StructType
+
+        return StructType([self._column(name) for name in names])
+
+    def _column(self, name: str) -> Any:
+        from pyspark.sql.types import StructField
+
+        kind = self._kind(name)
+        try:
+            if (stored := self._groups.spark_types.get(name)) is not None:
+                found = StructField.fromJson(copy.deepcopy(stored))  # it changes its argument
+                column = StructField(name, found.dataType)
+            else:
+                [column] = private.spark_schema(pa.schema([(name, spark_type(kind))]))
+            [field] = private.arrow_schema([column])
+            pa.nulls(0, kind).cast(field.type)
+            if len(leaves(kind)) != len(leaves(field.type)):  # a variant that has columns
+                raise TypeError(f"It is stored otherwise than {field.type}.")
+        except Exception as error:
+            raise TypeError(
+                f"Column {name!r} of {self.name} has the type {kind}, which Spark does not have "
+                "for rows of Parquet files. Leave it out: name the others in columns and keep."
+            ) from error
+        return column
+
+    def _kind(self, name: str) -> pa.DataType:
+        """Return the type of a column; times in folders' names are those of the session's zone."""
+        kind = self._groups.schema.field(name).type
+        if name in self._groups.files[0].partition and pa.types.is_timestamp(kind):
+            return pa.timestamp("us", self.session.spark.conf.get("spark.sql.session.timeZone"))
+        return kind
 
     def vectors(self) -> frozenset[str]:
         return self._groups.vectors
@@ -392,7 +428,11 @@ class _FileRows:
     def _mapped(
         self, groups: tuple[int, int], parts: int | None, plan: Prediction, task: str, schema: Any
     ) -> Any:
-        fields = [self._groups.schema.field(name) for name in plan.names]
+        fields = []
+        for field in private.arrow_schema(self.schema(plan.names)):
+            zone = getattr(self._kind(field.name), "tz", None)
+            kind = pa.timestamp("us", zone) if zone else field.type
+            fields.append((field.name, kind))
         # A model may write into its input, but not into a column of the result.
         own = frozenset(name for name in plan.names if name not in plan.keep)
         plan = replace(

@@ -324,10 +324,12 @@ def test_a_connect_session_is_recognized(spark: Any) -> None:
 
 def test_schemas_of_arrow_and_of_spark() -> None:
     import pyarrow as pa
-    from pyspark.sql.types import FloatType, LongType, StructField, StructType
+    from pyspark.sql.types import LongType, StructType, TimestampNTZType, TimestampType
 
-    spark_schema = StructType([StructField("id", LongType()), StructField("x", FloatType())])
-    arrow_schema = pa.schema([("id", pa.int64()), ("x", pa.float32())])
+    spark_schema = StructType().add("id", LongType())
+    spark_schema = spark_schema.add("t", TimestampType()).add("local", TimestampNTZType())
+    fields = [("id", pa.int64()), ("t", pa.timestamp("us", "UTC")), ("local", pa.timestamp("us"))]
+    arrow_schema = pa.schema(fields)
     with relies_on("pyspark", "pandas.types.to_arrow_schema", "pyspark.arrow_schema"):
         assert private.arrow_schema(spark_schema).equals(arrow_schema)
     with relies_on("pyspark", "pandas.types.from_arrow_schema", "pyspark.spark_schema"):

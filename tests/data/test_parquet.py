@@ -6,10 +6,14 @@ import itertools
 import os
 import pickle
 import shutil
+from collections import Counter
 from collections.abc import Callable
+from datetime import date, datetime, timezone
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -144,6 +148,81 @@ def test_folders_of_partitions_are_columns(write: Write, tmp_path: Path) -> None
     assert table_of(selected).to_pydict() == {"x": [1, 2], "label": [2, 2]}
 
 
+@pytest.mark.parametrize(
+    ("texts", "kind", "expected"),
+    [
+        (["1", "007", "-3"], pa.int32(), [1, 7, -3]),
+        (["1", str(2**40)], pa.int64(), [1, 2**40]),
+        (["0.25", "1", "1.0E-5"], pa.float64(), [0.25, 1.0, 1e-5]),
+        (["2024-01-31"], pa.date32(), [date(2024, 1, 31)]),
+        (
+            ["2024-01-31 10:00:00", "1500-01-01 00:00:00.5", "2024-01-31"],
+            pa.timestamp("us"),
+            [
+                datetime(2024, 1, 31, 10),
+                datetime(1500, 1, 1, 0, 0, 0, 500_000),
+                datetime(2024, 1, 31),
+            ],
+        ),
+        (["0x10", "1"], pa.string(), ["0x10", "1"]),
+        (["true", "false"], pa.string(), ["true", "false"]),
+        (["0.5", "9007199254740993"], pa.string(), ["0.5", "9007199254740993"]),
+        (["12345678901234567890"], pa.string(), ["12345678901234567890"]),
+        (["2024-13-01"], pa.string(), ["2024-13-01"]),
+        (["2024-01-01", "1"], pa.string(), ["2024-01-01", "1"]),
+        ([], pa.string(), []),
+    ],
+)
+def test_values_of_folders_have_sparks_types(
+    write: Write, tmp_path: Path, texts: list[str], kind: pa.DataType, expected: list[Any]
+) -> None:
+    for text in [*texts, "__HIVE_DEFAULT_PARTITION__"]:
+        write(f"k={quote(text)}/part.parquet", x=[1])
+    source = open_parquet(tmp_path)
+    assert source.schema.field("k").type == kind
+    found = values(source, "k")
+    assert Counter(found) == Counter([*expected, None])
+    for value in expected:
+        assert values(open_parquet(tmp_path, filters=pc.field("k") == value), "k") == [value]
+
+
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [
+        ("loop", "."),
+        ("parent", ".."),
+        ("a/up", ".."),
+        ("a/self", "."),
+        ("a/deep/far", "../../.."),
+        ("b", "a"),  # beside it
+        ("z/across", "../a"),
+        ("a/1-again.parquet", "1.parquet"),
+        ("a/nowhere", "nowhere"),
+    ],
+)
+def test_links_do_not_repeat_rows(write: Write, tmp_path: Path, link: str, target: str) -> None:
+    write("rows/a/1.parquet", x=[1])
+    write("rows/a/deep/2.parquet", x=[2])
+    write("rows/z/3.parquet", x=[3])
+    (tmp_path / "rows" / link).symlink_to(target)
+    for path in ("rows", "rows/*", "rows/**/*.parquet", "rows/a/.."):
+        assert sorted(values(open_parquet(tmp_path / path))) == [1, 2, 3]
+    (tmp_path / "linked").symlink_to("rows")
+    assert sorted(values(open_parquet(tmp_path / "linked"))) == [1, 2, 3]
+    assert sorted(values(open_parquet([tmp_path / "linked", tmp_path / "rows"]))) == [1, 2, 3]
+
+
+def test_links_that_lead_to_each_other(write: Write, tmp_path: Path) -> None:
+    for name, other in ("ab", "ba"):
+        write(f"{name}/{name}.parquet", x=[name])
+        (tmp_path / name / "link").symlink_to(f"../{other}")
+    assert sorted(values(open_parquet(tmp_path))) == ["a", "b"]
+    write("label=1/part.parquet", x=["c"])
+    (tmp_path / "label=2").symlink_to("label=1")
+    with pytest.raises(ValueError, match=r"label=1.* and .*label=2.* are one file, because of a l"):
+        open_parquet(tmp_path)
+
+
 def test_a_row_group_is_read_in_parts(write: Write, tmp_path: Path) -> None:
     """As `predict` does, which needs no more memory for large row groups."""
     rows = {"x": range(25), "a": [{"b": i} for i in range(25)], "a.b": [[i] for i in range(25)]}
@@ -216,6 +295,88 @@ def test_files_with_other_columns_are_errors(write: Write, tmp_path: Path) -> No
     path.write_text("PAR1, but not Parquet")
     with pytest.raises(ValueError, match=f"{path} cannot be read as a Parquet file"):
         from_parquet(tmp_path)
+
+
+TEXTS = pa.dictionary(pa.int32(), pa.string())
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "common"),
+    [
+        (pa.array(["x"]), pa.array(["y"], TEXTS), pa.string()),
+        (pa.array(["x"], TEXTS), pa.array(["y"], TEXTS), TEXTS),
+        (pa.array(["x"]), pa.array(["y"], pa.large_string()), pa.large_string()),
+        (pa.array(["x"]), pa.nulls(1), pa.string()),
+        (pa.array([["x"]], pa.list_(TEXTS)), pa.array([["y"]]), pa.list_(pa.string())),
+        (pa.array([[1]]), pa.array([[2]], pa.list_(pa.int64(), 1)), pa.list_(pa.int64())),
+        (pa.array([{"a": [1]}]), pa.array([{"a": None}]), pa.struct([("a", pa.list_(pa.int64()))])),
+        (pa.array([1], pa.int32()), pa.array([2], pa.int64()), pa.int64()),
+        (pa.array([b"ab"], pa.binary(2)), pa.array([b"c"]), pa.binary()),
+        (
+            pa.array([Decimal("1.5")], pa.decimal128(10, 2)),
+            pa.array([Decimal("2.5")], pa.decimal128(12, 2)),
+            pa.decimal128(12, 2),
+        ),
+        (
+            pa.array([1], pa.timestamp("us")),
+            pa.array([1], pa.timestamp("ms")),
+            pa.timestamp("us"),
+        ),
+        (
+            pa.array([1], pa.timestamp("us", "UTC")),
+            pa.array([1], pa.timestamp("us", "Europe/Berlin")),
+            pa.timestamp("us", "UTC"),
+        ),
+        (pa.array([1]), pa.array(["x"]), None),
+        (pa.array([1]), pa.array([1.5]), None),
+        (pa.array([[1]]), pa.array([[1.5]]), None),
+        (pa.array(["x"]), pa.array([b"x"]), None),
+        (pa.array([1], pa.timestamp("us")), pa.array([1], pa.timestamp("us", "UTC")), None),
+        (pa.array([{"a": 1}]), pa.array([{"a": 1, "b": 2}]), None),
+    ],
+    ids=lambda value: str(getattr(value, "type", value)),
+)
+@pytest.mark.parametrize("order", [1, -1])
+def test_files_may_keep_the_same_values_differently(
+    write: Write, tmp_path: Path, one: Any, other: Any, common: Any, order: int
+) -> None:
+    arrays = [one, other][::order]
+    for number, array in enumerate(arrays):
+        write(f"{number}.parquet", x=array)
+    if common is None:
+        with pytest.raises(ValueError, match=r"different columns: 'x' is .* in the first file"):
+            open_parquet(tmp_path)
+        return
+    source = open_parquet(tmp_path)
+    assert source.schema.field("x").type == common
+    expected = [value for array in arrays for value in array.cast(common).to_pylist()]
+    assert values(source) == expected
+    parts = [part for chunk in range(2) for part in source.read_parts(chunk, 8)]
+    assert pa.concat_tables(parts)["x"].to_pylist() == expected
+    if pa.types.is_nested(common):
+        return
+    for value in filter(None, expected):
+        found = values(open_parquet(tmp_path, filters=pc.field("x") == value))
+        assert found == [each for each in expected if each == value]
+
+
+def test_int96_is_an_instant_in_microseconds(tmp_path: Path) -> None:
+    """Spark writes it by default. In nanoseconds, it has the years 1678 to 2262 only."""
+    instants = [datetime(year, 1, 1, 12, tzinfo=timezone.utc) for year in (1500, 9999)]
+    x = pa.array(instants, pa.timestamp("us", "UTC"))
+    table = pa.table({"x": x, "l": pa.array([[each] for each in instants]), "text": ["a", "b"]})
+    pq.write_table(table, tmp_path / "1.parquet", use_deprecated_int96_timestamps=True)
+    pq.write_table(table, tmp_path / "2.parquet")  # as TIMESTAMP(MICROS)
+    source = open_parquet(tmp_path)
+    assert source.schema.field("x").type == x.type
+    assert values(source) == instants * 2
+    assert values(source, "l") == [[each] for each in instants] * 2
+    parts = [part for chunk in range(2) for part in source.read_parts(chunk, 8)]
+    assert pa.concat_tables(parts)["l"].to_pylist() == [[each] for each in instants] * 2
+    late = open_parquet(tmp_path, filters=pc.field("x") > instants[0], columns=["x"])
+    assert values(late) == instants[1:] * 2
+    [batch] = from_parquet(tmp_path / "1.parquet", columns=["x"]).iter_torch_batches(batch_size=2)
+    assert batch["x"].tolist() == x.cast(pa.int64()).to_pylist()
 
 
 def test_null_counts_are_those_of_the_statistics(write: Write, tmp_path: Path) -> None:

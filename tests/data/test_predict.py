@@ -9,8 +9,11 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import cloudpickle
 import numpy as np
@@ -422,6 +425,107 @@ def test_vectors_texts_and_nulls(spark: Any) -> None:
     assert {type(row["v.w"]).__name__ for row in found} == {"DenseVector", "SparseVector"}
     with pytest.raises(Exception, match=r"ValueError for rows 0 to 0 of partition .*has 1 null"):
         predict(frame, load, **settings).collect()
+
+
+TEXTS = pa.dictionary(pa.int32(), pa.string())
+COLUMNS = {  # of a Parquet file
+    "uint8": pa.array([200, None], pa.uint8()),
+    "uint16": pa.array([60_000, None], pa.uint16()),
+    "uint32": pa.array([2**32 - 1, None], pa.uint32()),
+    "uint64": pa.array([2**64 - 1, None], pa.uint64()),
+    "date64": pa.array([datetime(1500, 1, 2), None], pa.date64()),
+    "milliseconds": pa.array([1, None], pa.timestamp("ms")),
+    "instant in milliseconds": pa.array([1, None], pa.timestamp("ms", "Europe/Berlin")),
+    "duration": pa.array([5, None], pa.duration("ms")),
+    "boolean": pa.array([True, None]),
+    "bytes": pa.array([b"ab", None]),
+    "fixed-size bytes": pa.array([b"ab", None], pa.binary(2)),
+    "large string": pa.array(["x", None], pa.large_string()),
+    "dictionary": pa.array(["x", None], TEXTS),
+    "list of dictionaries": pa.array([["x"], None], pa.list_(TEXTS)),
+    "large list": pa.array([[1], None], pa.large_list(pa.uint8())),
+    "fixed-size list": pa.array([[1.5, 2.5], [3.5, 4.5]], pa.list_(pa.float32(), 2)),
+    "nested list": pa.array([[[1], []], None]),
+    "map": pa.array([[("a", 1)], None], pa.map_(pa.string(), pa.uint8())),
+    "structs": pa.array([[{"a": 1, "b": [datetime(2024, 1, 1)]}], None]),
+    "decimal": pa.array([Decimal("1.5"), None], pa.decimal256(38, 2)),
+    "nulls": pa.nulls(2),
+    "list of nulls": pa.array([[None], None]),
+}
+FOLDERS = {  # values in their names, which become columns
+    "int": ["1", "007"],
+    "long": ["1", str(2**40)],
+    "double": ["0.5", "1"],
+    "long and double": ["0.5", str(2**40)],
+    "text": ["x", "a b"],
+    "boolean": ["true", "false"],
+    "hexadecimal": ["0x10", "0x11"],
+    "date": ["2024-01-01", "1500-01-01"],
+    "no date": ["2024-02-30", "2024-01-01"],
+    "instant": ["2024-01-01 10:00:00", "2024-07-01 10:00:00"],
+    "null": ["1", "__HIVE_DEFAULT_PARTITION__"],
+}
+SPARKS = (  # SQL of columns that Spark writes
+    "timestamp'1500-01-01 10:00:00' t",
+    "timestamp_ntz'9999-01-01 10:00:00' ntz",
+    "array(timestamp'9999-01-01 10:00:00') ts",
+    "named_struct('t', timestamp'1500-01-01 10:00:00', 'd', date'1500-01-01') s",
+    "interval '1 02:03:04' day to second i",
+    "cast(1.5 as decimal(38, 10)) d",
+    "cast(id as tinyint) tiny",
+    "map('a', array(1, null)) m",
+    "cast('a' as binary) b",
+)
+
+
+def test_files_have_the_types_that_spark_reads(spark: Any, tmp_path: Path) -> None:
+    from pyspark.ml.linalg import Vectors
+
+    folder = tmp_path / "written by pyarrow"
+    for at in range(2):
+        names = [f"f{n}={quote(texts[at])}" for n, texts in enumerate(FOLDERS.values())]
+        table = pa.table({"v": [at, 2 + at], **COLUMNS})
+        (folder / "/".join(names)).mkdir(parents=True)
+        pq.write_table(table, folder / "/".join(names) / "part.parquet")
+    int96 = tmp_path / "INT96 written by pyarrow"
+    int96.mkdir()
+    t = pa.array([datetime(1500, 1, 1), datetime(9999, 1, 1)])
+    table = pa.table({"v": [0, 1], "t": t, "l": pa.array([[each] for each in t])})
+    pq.write_table(table, int96 / "part.parquet", use_deprecated_int96_timestamps=True)
+    paths = [folder, int96]
+    timezone, kind = "spark.sql.session.timeZone", "spark.sql.parquet.outputTimestampType"
+    spark.conf.set(timezone, "America/New_York")
+    try:
+        for each in ("INT96", "TIMESTAMP_MILLIS"):
+            spark.conf.set(kind, each)
+            spark.range(2).selectExpr("id v", *SPARKS).write.parquet(str(tmp_path / each))
+            paths.append(tmp_path / each)
+        vectors = [(0, Vectors.dense(1.0, 2.0)), (1, Vectors.sparse(3, {1: 2.0}))]
+        spark.createDataFrame(vectors, ["v", "f"]).write.parquet(str(tmp_path / "vectors"))
+        for path in (*paths, tmp_path / "vectors"):
+            expected = spark.read.parquet(str(path))
+            found = predict(from_parquet(path), lambda: lambda v: v, columns="v", outputs="p long")
+            assert found.drop("p").dtypes == expected.dtypes
+            rows = [sorted(frame.collect(), key=lambda row: row.v) for frame in (found, expected)]
+            assert [row[:-1] for row in rows[0]] == [tuple(row) for row in rows[1]]
+    finally:
+        spark.conf.unset(timezone)
+        spark.conf.unset(kind)
+
+
+@pytest.mark.parametrize("kind", [pa.float16(), pa.time32("s"), pa.decimal256(50, 2)], ids=str)
+def test_a_type_that_spark_does_not_have(spark: Any, tmp_path: Path, kind: pa.DataType) -> None:
+    """It hinders nothing unless it is asked for, and then it is named."""
+    path = tmp_path / "part.parquet"
+    pq.write_table(pa.table({"v": [1], "c": pa.nulls(1, kind)}), path)
+    settings: dict[str, Any] = {"outputs": "p long"}
+    found = predict(from_parquet(path), lambda: lambda v: v, columns="v", keep=["v"], **settings)
+    assert [tuple(row) for row in found.collect()] == [(1, 1)]
+    for asked in ({"columns": "v"}, {"columns": "v", "keep": ["c"]}, {"columns": "c", "keep": []}):
+        with pytest.raises(
+            TypeError, match=r"Column 'c' of .*part\.parquet has the type .*Leave it"
+        ):
+            predict(from_parquet(path), lambda: lambda v: v, **asked, **settings)
 
 
 def test_a_models_batches_are_full(data: Any, spark: Any) -> None:
