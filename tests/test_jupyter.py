@@ -362,14 +362,20 @@ def test_a_cluster_from_a_cell(notebook: Notebook, tmp_path: Path) -> None:
 from pyspark.sql import SparkSession
 spark = (
     SparkSession.builder.master("local[2]")
-    .config("spark.ui.enabled", "false").config("spark.ui.showConsoleProgress", "false")
+    .config("spark.ui.enabled", "false").config("spark.ui.showConsoleProgress", "true")
     .getOrCreate()
 )
+slow = spark.range(0, 8_000_000, 1, 4).selectExpr("sha2(string(id), 512) AS hash")
+slow = slow.where("hash LIKE '0000%'")
 on_cluster = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120)
     """)
     cell = notebook.run("""
 found = on_cluster.run(train, 4)
 isinstance(found, Trained), found.rank, found.score
+    """)
+    with_rows = notebook.run("""
+import time
+on_cluster.run(lambda rows: (time.sleep(1), print("has rows")), slow)
     """)
     failed = notebook.run('on_cluster.run(train, "text", 1)', may_fail=True)
     raised = notebook.run("on_cluster.run(operator.truediv, 1, 0)", may_fail=True)
@@ -384,4 +390,6 @@ isinstance(found, Trained), found.rank, found.score
     assert any(line.startswith("ZeroDivisionError: ") for line in raised.error)
     assert stopped.error == ["KeyboardInterrupt: the run of hang has ended, and no rank is left"]
     assert after.value == "2"
-    assert [each.lines("stderr") for each in (cell, failed, raised, stopped, after)] == [[]] * 5
+    assert sorted(with_rows.lines("stdout")) == ["[0] has rows", "[1] has rows"]
+    cells = (cell, with_rows, failed, raised, stopped, after)
+    assert [each.lines("stderr") for each in cells] == [[]] * 6, "no progress bar of Spark either"

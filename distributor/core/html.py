@@ -9,6 +9,11 @@ from collections.abc import Iterable, Mapping
 from distributor.core.text import printable
 
 _URL = re.compile(r"https?://[^\s<>\"']+")
+# Of JupyterLab's themes, readable on both; the second color is for other front ends.
+RED = "var(--jp-error-color1, #c62828)"
+GREEN = "var(--jp-success-color0, #2e7d32)"
+BLUE = "var(--jp-brand-color1, #1565c0)"
+GRAY = "var(--jp-content-font-color2, currentColor)"
 _LEFT = 'style="text-align: left"'
 
 

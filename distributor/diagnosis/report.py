@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from distributor.core.html import GRAY, GREEN, RED
 from distributor.core.spelling import Spelling
 from distributor.core.text import counted
 
@@ -166,11 +167,12 @@ def hosts_text(hosts: Iterable[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
+# JupyterLab's color of warnings cannot be read on white.
 _COLORS = {
-    Status.OK: "#1a7f37",
-    Status.WARNING: "#9a6700",
-    Status.FAILURE: "#cf222e",
-    Status.NOT_CHECKED: "#6e7781",
+    Status.OK: GREEN,
+    Status.WARNING: "var(--jp-content-font-color1, #9a6700)",
+    Status.FAILURE: RED,
+    Status.NOT_CHECKED: GRAY,
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Protocol
 
-from distributor.core.html import escaped, linked, table
+from distributor.core.html import BLUE, GRAY, GREEN, RED, escaped, linked, table
 from distributor.core.text import counted, duration, first_line, plain
 from distributor.errors import RunCancelled
 from distributor.rank.messages import Reported
@@ -23,7 +23,7 @@ MAX_ROWS = 16
 """The largest number of ranks that have a row each; of more, those that failed have one."""
 MAX_LINE = 120
 """Characters of a rank's last line."""
-COLORS = {"failed": "#c62828", "finished": "#2e7d32", "running": "#1565c0"}
+COLORS = {"failed": RED, "finished": GREEN, "running": BLUE}
 """Of the states; others are gray."""
 
 
@@ -154,7 +154,7 @@ class RunBlock:
         return "\n".join([f"{self._name()}: {self._state}", *(f"{k}: {v}" for k, v in facts)])
 
     def _page(self) -> str:
-        color = COLORS.get(self._state, "gray")
+        color = COLORS.get(self._state, GRAY)
         state = f'<span style="color: {color}">{self._state}</span>'
         if not self._is_over:
             state += f", {duration(int(self._clock() - self._began))}"

@@ -45,7 +45,7 @@ def quiet(session: Any) -> Iterator[None]:
     context = session.spark.sparkContext
     with ExitStack() as stack:
         stack.enter_context(_log_levels(context))
-        stack.enter_context(_no_progress_bar(context))
+        stack.enter_context(no_progress_bar(session))
         yield
 
 
@@ -80,11 +80,11 @@ def _release(context: Any) -> None:
 
 
 @contextmanager
-def _no_progress_bar(context: Any) -> Iterator[None]:
+def no_progress_bar(session: Any) -> Iterator[None]:
     """Hide Spark's progress bar again and again: it cannot be switched off while Spark runs."""
     bar = None
     with suppress(Exception):  # another version of Spark may draw it in another way
-        bar = progress_bar(context)
+        bar = None if session.is_connect else progress_bar(session.spark.sparkContext)
     if bar is None:
         yield
         return

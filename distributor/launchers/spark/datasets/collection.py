@@ -21,6 +21,7 @@ from distributor.launchers.spark.datasets.data_jobs import DataJobs
 from distributor.launchers.spark.datasets.distribution import distributed
 from distributor.screen.messages import notify, warn
 from distributor.spark.call_site import CallSite
+from distributor.spark.log_quieting import no_progress_bar
 from distributor.spark.session import Session
 
 
@@ -60,7 +61,7 @@ class Datasets:
         """Compute the DataFrames. Spark keeps their rows for the duration of the context."""
         session = Session(self._given[0].frame.sparkSession)
         self._jobs = DataJobs(session, run_id, call_site, pool, cancellation)
-        with chunked(self._given, self._jobs) as self._datasets:
+        with no_progress_bar(session), chunked(self._given, self._jobs) as self._datasets:
             try:
                 yield
             finally:
