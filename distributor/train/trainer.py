@@ -85,7 +85,7 @@ class TorchTrainer:
     ----------
     train_loop_per_worker : callable
         The function that each rank runs, inside a process group. It takes `train_loop_config`, or
-        nothing. One that takes it or nothing is called with it if it is not empty.
+        nothing. As in Ray Train, one whose parameters all have defaults is called with nothing.
     train_loop_config : mapping of str to object, optional
         The argument of the function, by default an empty dict. Any object that can be pickled is
         passed as it is, for example an ``argparse.Namespace``.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributor.programs.programs import check_runs
 from distributor.rank.devices import device
+from distributor.screen.one_time_warnings import warn_once
 from distributor.serialization.pickle_diagnostics import name_of
 from distributor.settings.types import must_be
 from distributor.train.config import InvalidArgument, TorchConfig
@@ -59,9 +60,9 @@ def loop_arguments(
     name: str = "train_loop_per_worker",
     config_name: str = "train_loop_config",
 ) -> list[Any]:
-    """Return the configuration or nothing: what a training function takes, which is checked.
+    """Return the configuration, or nothing if each parameter has a default, as in Ray Train.
 
-    One that takes the configuration or nothing is called with one that is not empty.
+    Whether the training function can be called like that is checked.
     """
     must_be("a function", callable, InvalidArgument)(name, function)
     check_runs(function)
@@ -69,13 +70,19 @@ def loop_arguments(
         signature = inspect.signature(function)
     except ValueError:  # a built-in function without a signature
         return [config] if config else []
-    for args in ([config], []) if config else ([], [config]):
-        with suppress(TypeError):
-            signature.bind(*args)
-            return args
+    args = [config] if any(map(_is_required, signature.parameters.values())) else []
+    with suppress(TypeError):
+        signature.bind(*args)
+        return args
     raise InvalidArgument(
         f"{name} must take {config_name} or no argument, but is {name_of(function)}{signature}."
     )
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    # For Ray, *args is a parameter without a default, and keyword-only ones do not count.
+    optional = (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and parameter.kind not in optional
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,12 @@ class WorkerLoop:
     resume_from: Checkpoint | None
 
     def __post_init__(self) -> None:
-        self._args()
+        args = self._args()
+        if self.config and not args:
+            warn_once(
+                f"train_loop_config is not passed to {name_of(self.func)}, which has no parameter "
+                "without a default. Write config as its first parameter, without a default."
+            )
 
     @property
     def __name__(self) -> str:

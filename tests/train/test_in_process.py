@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import pytest
 from support.training import here
 
 from distributor import TorchDistributor, train
+from distributor.screen.one_time_warnings import warn_once
 from distributor.train import Checkpoint, RunConfig, ScalingConfig, collective
 from distributor.train.torch import TorchTrainer, get_devices, prepare_data_loader, prepare_model
 
@@ -82,13 +84,27 @@ def test_its_exceptions_are_raised_as_they_are() -> None:
         train.get_checkpoint()
 
 
-def test_a_function_that_takes_a_configuration_or_nothing() -> None:
-    def loop(config: Any = None) -> Any:
-        return config
-
-    assert fit(loop).return_value is None
-    assert fit(loop, train_loop_config={"a": 1}).return_value == {"a": 1}
-    assert fit(lambda config: config).return_value == {}
+@pytest.mark.parametrize(
+    ("loop", "with_configuration", "without"),
+    [
+        (lambda config: config, {"a": 1}, {}),
+        (lambda config, epochs=3: (config, epochs), ({"a": 1}, 3), ({}, 3)),
+        (lambda *args: args, ({"a": 1},), ({},)),
+        (functools.partial(lambda config, lr: (config, lr), lr=2), ({"a": 1}, 2), ({}, 2)),
+        (lambda epochs=3: epochs, 3, 3),
+        (lambda epochs=3, **others: (epochs, others), (3, {}), (3, {})),
+        (lambda: 3, 3, 3),
+    ],
+)
+def test_what_a_training_function_is_called_with(
+    loop: Any, with_configuration: Any, without: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    assert fit(loop).return_value == without
+    assert "is not passed" not in caplog.text
+    assert fit(loop, train_loop_config={"a": 1}).return_value == with_configuration
+    warned = "train_loop_config is not passed to <lambda>, which has no parameter without a default"
+    assert (warned in caplog.text) == (with_configuration == without)
 
 
 def test_a_configuration_of_any_class_is_passed_as_it_is(tmp_path: Path) -> None:
