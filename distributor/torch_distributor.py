@@ -338,6 +338,5 @@ class TorchDistributor(PlannedSettings):
         kwargs: dict[str, Any],
     ) -> RunFuture[Any]:
         prepared = prepare_run(self, keep_all, train_object, args, kwargs)
-        run, thread = prepared.run, prepared.launcher.thread
-        name = run.spec.program.name
-        return start_run(lambda: pick(prepared.start()), run.cancellation, run.failed, thread, name)
+        call, run = (lambda: pick(prepared.start())), prepared.run
+        return start_run(call, run, prepared.launcher.thread)

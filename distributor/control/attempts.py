@@ -31,7 +31,6 @@ from distributor.serialization.outcome import (
     cause_first,
     raise_first,
 )
-from distributor.serialization.program import Call
 
 LINES_OF_ONE_MODEL = """
     torch.distributed.init_process_group()
@@ -172,12 +171,10 @@ def _warn_about_separate_models(attempt: Attempt) -> None:
     trained = attempt.trained
     if attempt.spec.keep_all or len(trained) < 2 or any(trained.values()):
         return
-    is_call = isinstance(attempt.spec.program, Call)
-    returned = ", and the value of rank 0 is returned (run_all returns all)" if is_call else ""
     warn(
         f"An optimizer made steps in {listed('rank', sorted(trained))}, but none of them has had a "
-        f"process group: each has trained a model of its own{returned}. To train one model on all "
-        f"ranks, add these lines:{LINES_OF_ONE_MODEL}"
+        "process group: each has trained a model of its own, and the value of rank 0 is returned "
+        f"(run_all returns all). To train one model on all ranks, add:{LINES_OF_ONE_MODEL}"
     )
 
 

@@ -191,10 +191,13 @@ class Controller:
         return self._result(self._ending)
 
     def handle(self, node: int, message: Any) -> None:
-        """Act on a message of a node; the node is `HERE` for those of this process."""
+        """Act on a message of a node; the node is `HERE` for those of this process.
+
+        One of an unknown type is noted and ignored, as a node does.
+        """
         if not isinstance(message, UNRECORDED):
             self.history.append(Record(self._clock(), node, message))
-        if handler := messages.handler_of(message, HANDLERS):
+        if handler := HANDLERS.get(type(message)):
             handler(self, node, message)
 
     def _receive(self, seconds: float) -> bool:

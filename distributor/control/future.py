@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from distributor._compat.cpython import before_thread_pools_end
-from distributor.control.cancellation import Cancellation
+from distributor.control.run import Run
 from distributor.core.cell_errors import ends_at_caller
 from distributor.core.html import table_of
 from distributor.core.text import counted
 from distributor.errors import RunCancelled
-from distributor.policies.retry_policy import FailedAttempt, FailedAttempts
+from distributor.policies.retry_policy import FailedAttempt
 from distributor.screen.messages import notify
 from distributor.screen.screen import kind
 
@@ -27,18 +27,14 @@ CANCEL_TIMEOUT = 60.0
 
 
 def start_run(
-    run: Callable[[], T],
-    cancellation: Cancellation,
-    failed: FailedAttempts,
-    thread: Callable[[Callable[[], object]], threading.Thread],
-    name: str,
+    call: Callable[[], T], run: Run, thread: Callable[[Callable[[], object]], threading.Thread]
 ) -> RunFuture[T]:
-    """Start a run in the background, on a thread that `thread` creates.
+    """Start a run in the background: `call` it, on a thread that `thread` creates.
 
     The exit of the interpreter waits for the run, except for that of a notebook's kernel, which is
     shut down to end what runs in it.
     """
-    future = RunFuture(run, cancellation, failed, name)
+    future = RunFuture(call, run)
     if kind("stdout") != "notebook":
         _wait_at_exit()
         _open_runs.add(future)
@@ -56,14 +52,10 @@ class RunFuture(concurrent.futures.Future[T]):
 
     Parameters
     ----------
-    run : callable
+    call : callable
         Runs the job and returns its value.
-    cancellation : Cancellation
-        Requests to cancel the run.
-    failed : FailedAttempts
-        The attempts of the run that have failed.
-    name : str
-        What runs, for messages.
+    run : Run
+        The job's run.
 
     Examples
     --------
@@ -71,18 +63,11 @@ class RunFuture(concurrent.futures.Future[T]):
     >>> future.result(timeout=3600)  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        run: Callable[[], T],
-        cancellation: Cancellation,
-        failed: FailedAttempts,
-        name: str,
-    ) -> None:
+    def __init__(self, call: Callable[[], T], run: Run) -> None:
         super().__init__()
+        self._call = call
         self._run = run
-        self._cancellation = cancellation
-        self._failed = failed
-        self._name = name
+        self._name = run.spec.program.name
         self._ended = threading.Event()
 
     def __repr__(self) -> str:
@@ -105,7 +90,7 @@ class RunFuture(concurrent.futures.Future[T]):
 
         An error's ``rank_failures`` maps each failed rank to its host and traceback.
         """
-        return tuple(self._failed.kept)
+        return tuple(self._run.failed.kept)
 
     def cancel(self) -> bool:
         """Cancel the run, and wait until all of its ranks have ended (at most 60 s).
@@ -116,7 +101,7 @@ class RunFuture(concurrent.futures.Future[T]):
             Whether the run was cancelled; False if it had already ended.
         """
         if not self.done():
-            self._cancellation.request()
+            self._run.cancellation.request()
             self._ended.wait(CANCEL_TIMEOUT)
         return self.cancelled()
 
@@ -187,7 +172,7 @@ class RunFuture(concurrent.futures.Future[T]):
     def _follow(self) -> None:
         """Run, and record the result. Called once, on a thread of its own."""
         try:
-            value = self._run()
+            value = self._call()
         except RunCancelled:
             super().cancel()
             self.set_running_or_notify_cancel()
@@ -223,7 +208,7 @@ def _await_open_runs() -> None:
             concurrent.futures.wait(active)
     except KeyboardInterrupt:
         for future in active:
-            future._cancellation.request()  # all of them, before the wait for the first
+            future._run.cancellation.request()  # all of them, before the wait for the first
         for future in active:
             future.cancel()
         raise

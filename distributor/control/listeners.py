@@ -59,24 +59,22 @@ class Listeners:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        is_over = kind is None or (issubclass(kind, Exception) and kind is not RunCancelled)
         if self._thread:
+            is_cut_short = kind and issubclass(kind, (RunCancelled, KeyboardInterrupt))
             self._calls.put(None)
-            self._wait(self._thread, PATIENCE if is_over else SHORT_PATIENCE)
+            self._wait(self._thread, SHORT_PATIENCE if is_cut_short else PATIENCE)
         self.check()
 
     def call(self, method: Method, num_bytes: int = 0) -> None:
-        """Have each listener called, after all earlier calls."""
-        if self._listeners:
+        """Have each listener called, after all earlier calls.
+
+        Telemetry, which has a number of bytes, is dropped while too much of it waits.
+        """
+        if num_bytes and self._bytes_put - self._bytes_taken > MAX_WAITING:
+            self._drop()
+        elif self._listeners:
             self._bytes_put += num_bytes
             self._calls.put((method, num_bytes))
-
-    def pass_on(self, method: Method, num_bytes: int = 0) -> None:
-        """Have each listener called with telemetry, unless too much of it waits."""
-        if self._bytes_put - self._bytes_taken > MAX_WAITING:
-            self._drop()
-        else:
-            self.call(method, OVERHEAD + num_bytes)
 
     def attempt_failed(self, attempt: int, error: Exception) -> None:
         """Have each listener called for a failed attempt. A cancelled attempt has not failed."""

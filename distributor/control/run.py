@@ -161,16 +161,13 @@ class Attempt:
     @property
     def may_be_followed(self) -> bool:
         """Whether there may be another attempt, now that ranks of this one have failed."""
-        failed, settings = self.run.failed, self.settings
         cause = next(iter(cause_first(self.failures).values()), None)
         is_preempted = is_preemption(None, cause, self.preempted, self.silent)
-        return not self.run.graceful_shutdown.sigterm_received and not limit_reached(
-            failed.count + 1,
-            failed.num_preempted + is_preempted,
-            settings.max_failures,
-            settings.max_preemption_failures,
-            is_preempted=is_preempted,
-        )
+        limits = self.settings.max_failures, self.settings.max_preemption_failures
+        failed = self.run.failed
+        counts = failed.count + 1, failed.num_preempted + is_preempted, is_preempted
+        is_last = limit_reached(*counts, *limits) is not None
+        return not (is_last or self.run.graceful_shutdown.sigterm_received)
 
 
 def share_of(attempt: Attempt, num_nodes: int, ranks_per_node: int, secret: bytes) -> NodeShare:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from distributor.control.listeners import Listeners
+from distributor.control.listeners import OVERHEAD, Listeners
 from distributor.control.run import Attempt
 from distributor.node.agent.log_files import LogFiles
 from distributor.rank.messages import Reader, Record, Reported, Trained
@@ -66,7 +66,8 @@ class DriverSink:
             self._console.write(rank, stream, data)
         if self._files:
             self._files.write(rank, stream, data)
-        self._listeners.pass_on(lambda each: each.printed(rank, stream, data), len(data))
+        size = len(data) + OVERHEAD
+        self._listeners.call(lambda listener: listener.printed(rank, stream, data), size)
 
     def _add_record(self, rank: int, source: Source, record: Record) -> None:
         if isinstance(record, Trained):
@@ -80,9 +81,9 @@ class DriverSink:
         elif source == "progress":
             if rank == 0:
                 self._attempt.progress.update(record)
-            self._listeners.pass_on(lambda listener: listener.progressed(rank, record))
+            self._listeners.call(lambda each: each.progressed(rank, record), OVERHEAD)
         else:
-            self._listeners.pass_on(lambda listener: listener.used(record))
+            self._listeners.call(lambda listener: listener.used(record), OVERHEAD)
 
     def tick(self) -> None:
         """Update what is shown, and write what has waited. Called again and again.

@@ -35,7 +35,6 @@ from distributor.policies.failure_grace import DRIVER_FIRST_SECONDS
 from distributor.serialization.outcome import Failure, Outcome, Value
 from distributor.wire.messages import (
     Failed,
-    Heartbeat,
     Idle,
     NodeDone,
     NodeUp,
@@ -56,7 +55,6 @@ from distributor.wire.messages import (
     Stacks,
     Stop,
     Subscribed,
-    handler_of,
 )
 
 REACH_SECONDS = 10.0
@@ -320,8 +318,8 @@ class Node:
     # What the link reports, on any thread
 
     def receive(self, message: object) -> None:
-        """Act on a message of the driver."""
-        if handler := handler_of(message, _HANDLERS):
+        """Act on a message of the driver; one of an unknown type is ignored."""
+        if handler := _HANDLERS.get(type(message)):
             handler(self, message)
 
     def lose_link(self) -> None:
@@ -394,7 +392,6 @@ _HANDLERS: dict[type, Callable[[Node, Any], None]] = {
     StackRequest: Node._on_stack_request,
     Preempted: Node._on_preempted,
     Release: Node._on_release,
-    Heartbeat: lambda node, message: None,
 }
 
 

@@ -135,31 +135,21 @@ def reason_to_stop(
     is_retried = isinstance(last, (NodeLost, RunStalled)) or failed.cause is not None
     if not is_retried or isinstance(last, NOT_RETRIED):
         return "another attempt would not help"
-    return limit_reached(
-        failed.count,
-        failed.num_preempted,
-        max_failures,
-        max_preemption_failures,
-        is_preempted=bool(failed.last.preempted),
-    )
+    is_preempted = bool(failed.last.preempted)
+    limits = max_failures, max_preemption_failures
+    return limit_reached(failed.count, failed.num_preempted, is_preempted, *limits)
 
 
 def limit_reached(
-    count: int,
-    num_preempted: int,
-    max_failures: int,
-    max_preemption_failures: int | None,
-    *,
-    is_preempted: bool,
+    count: int, num_preempted: int, is_preempted: bool, most: int, most_preempted: int | None
 ) -> str | None:
     """Return which limit so many failures exceed; None if another attempt may follow.
 
     `num_preempted` of them, and the last one if `is_preempted`, were of preempted attempts.
     """
-    name, limit = "max_failures", max_failures
-    if max_preemption_failures is not None:
+    name, limit = "max_failures", most
+    if most_preempted is not None:
         count -= num_preempted
         if is_preempted:
-            name, limit = "max_preemption_failures", max_preemption_failures
-            count = num_preempted
+            name, limit, count = "max_preemption_failures", most_preempted, num_preempted
     return f"{name} is {limit}" if 0 <= limit < count else None

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pickle import PickleBuffer
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 from distributor.serialization.outcome import Failure, Value
 
-H = TypeVar("H")
-_log = logging.getLogger(__name__)
 Stream = Literal["stdout", "stderr"]
 # What ranks print and report, and the node's system metrics, which its first rank reports.
 Source = Stream | Literal["progress", "usage"]
@@ -237,11 +234,3 @@ class AssignmentEnded:
 @dataclass(frozen=True)
 class Dismissal:
     """Driver to tasks of a gang: give your slots back."""
-
-
-def handler_of(message: object, handlers: Mapping[type, H]) -> H | None:
-    """Return the handler of a message; a message without one is logged, and ignored."""
-    handler = handlers.get(type(message))
-    if handler is None:
-        _log.warning("a message of unknown type %s is ignored", type(message).__name__)
-    return handler

@@ -229,7 +229,7 @@ class Late(RecordingListener):
 
 def pass_on_progress_and_report(to: listeners.Listeners, count: int) -> None:
     for step in range(count):
-        to.pass_on(lambda each, step=step: each.progressed(0, Progress(step)))
+        to.call(lambda each, step=step: each.progressed(0, Progress(step)), listeners.OVERHEAD)
     to.call(lambda each: each.reported(Reported([{"loss": 1.0}])))
 
 

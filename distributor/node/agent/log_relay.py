@@ -20,10 +20,10 @@ MANY_LINES = 250
 """Lines in one chunk from which on a rank has to print in batches."""
 DRAIN_SECONDS = 5.0
 """Seconds to wait for room in the sink, after which the rest of the ranks' output is left out."""
-GAP_MARKER = (
-    "\n... {} bytes of {} are left out here, because the driver received nothing for {:g} s. They "
-    "are nowhere else, log_dir included: write to a file what must not be lost ...\n"
-)
+GAP_MARKER = """
+... {} bytes of {} are left out here and in log_dir, because the driver received nothing for {:g} s:
+... write to a file what must not be lost
+"""
 FULL_PAUSE = 0.01
 """Seconds between two looks whether a full sink has room."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from types import ModuleType
 
 from distributor._compat import huggingface, lightning, pyspark, torch
 from distributor.node.process.fork_reset import set_thread_counts
@@ -18,20 +17,21 @@ LOGS = ("TORCH_LOGS", "TORCH_LOGS_FORMAT", "TORCH_LOGS_OUT")
 DEBUG_LEVEL = "TORCH_DISTRIBUTED_DEBUG"
 
 
-def adapt_libraries(uses_gpus: bool) -> None:
+def adapt_libraries(uses_gpus: bool, context: WorkerContext) -> None:
     # Accelerate, Transformers and Lightning train one model on all ranks by default, even on CPUs,
     # of which they would use one.
     after_import("accelerate.state", huggingface.see_all_ranks)
     for name in lightning.CONNECTORS:
         after_import(name, partial(lightning.see_all_ranks, uses_gpus=uses_gpus))
     _keep_groups()
+    _report_training(context)
     # `SparkFiles` finds files as in Spark's own functions.
     if folder := os.environ.get(SPARK_FILES):
         for name in pyspark.MODULES_OF_SPARK_FILES:
             after_import(name, partial(pyspark.find_spark_files, folder=folder))
 
 
-def report_training(context: WorkerContext) -> None:
+def _report_training(context: WorkerContext) -> None:
     """Have this rank report at its end whether an optimizer has made steps in it."""
     had_group: list[bool] = []
 
@@ -43,10 +43,9 @@ def report_training(context: WorkerContext) -> None:
         if had_group:
             context.send(Trained(had_group[0] or torch.has_had_group()))
 
-    def watch(optimizer: ModuleType) -> None:
-        optimizer.register_optimizer_step_post_hook(note_step)
-
-    after_import("torch.optim.optimizer", watch)
+    after_import(
+        "torch.optim.optimizer", lambda each: each.register_optimizer_step_post_hook(note_step)
+    )
     context.add_final_step(report)
 
 

@@ -31,11 +31,7 @@ from distributor.node.process.process_title import set_run_title
 from distributor.node.process.scratch import create_scratch
 from distributor.node.process.spawner import WorkerSpec
 from distributor.node.worker.control_channel import ControlChannel
-from distributor.node.worker.libraries import (
-    adapt_libraries,
-    read_variables_at_import,
-    report_training,
-)
+from distributor.node.worker.libraries import adapt_libraries, read_variables_at_import
 from distributor.node.worker.main_module import create_main_module
 from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
 from distributor.node.worker.numa import bind_to_numa_node
@@ -96,8 +92,7 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     control.send(STARTED)
     allow_own_rendezvous(*context.rendezvous, worker_spec.run_id)
     install_mlflow_hooks()
-    adapt_libraries(worker_spec.uses_gpus)
-    report_training(context)
+    adapt_libraries(worker_spec.uses_gpus, context)
     try:
         succeeded = _run_and_record(worker_spec, context)
     except SystemExit as leaving:
