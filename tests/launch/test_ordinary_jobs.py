@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -61,6 +62,32 @@ def test_ranks_are_numbered_by_executor_and_return_values(spark: Any) -> None:
         (found[0]["executor"], 2),
         (found[3]["executor"], 2),
     ]
+
+
+def save(folder: str) -> str:
+    Path(f"{folder}.pt").write_bytes(bytes(3000))
+    Path(folder).mkdir(exist_ok=True)
+    return os.getcwd()
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("barrier", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_files_that_go_with_an_executor_are_named(
+    spark: Any, capsys: pytest.CaptureFixture[str], barrier: bool
+) -> None:
+    two_ranks = ranks(2, barrier=barrier)
+    name = f"saved_{barrier}"
+    folder = two_ranks.run(save, name)
+    error = capsys.readouterr().err
+    assert re.search(
+        rf"^\[0\] distributor: {name} \(.*\), {name}.pt \(3 kB\) in {folder} on .* will be "
+        "removed with this executor",
+        error,
+        re.MULTILINE,
+    ), error
+    assert error.count("will be removed") == 1, "of one rank"
+    two_ranks.run(os.getcwd)
+    assert "will be removed" not in capsys.readouterr().err
 
 
 def node_of_rank() -> psutil.Process:

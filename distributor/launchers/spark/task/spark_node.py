@@ -6,11 +6,13 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from distributor._compat.pyspark import sent_hadoop_configuration
 from distributor._compat.spark_executor import executor_of
 from distributor.core.addresses import use_host_name
+from distributor.core.resources import format_bytes
 from distributor.core.versions import check_interpreter
 from distributor.launchers.spark.task.dataset_file import dataset_file
 from distributor.launchers.spark.task.node_resources import (
@@ -25,12 +27,17 @@ from distributor.node.agent.network import routable_address, source_address
 from distributor.node.agent.node_warnings import node_warnings
 from distributor.node.agent.share import NodeShare
 from distributor.node.agent.worker_env import node_order
+from distributor.node.environment.cache import tree_size
 from distributor.node.node import Node, Provisions, zygote_spec
 from distributor.node.process import zygote
 from distributor.node.process.spawner import Interpreter
 from distributor.node.process.supervisor import is_supported
 from distributor.node.worker.libraries import SPARK_FILES
 from distributor.spark.executor_modules import unpack_modules
+
+MAX_SHOWN = 3
+"""The largest number of files that ranks have left and that are named."""
+_NOT_OF_RANKS = (".", "__", "distributor-", "stdout", "stderr", "tmp", "artifacts")
 
 
 @dataclass(frozen=True)
@@ -164,7 +171,38 @@ def provisions(
         prepare_environment(spec) as prepared,
         dataset_file(spec, batches) as data,
         program_file(spec, node) as program,
+        _left_files_named(node),
     ):
         about_memory = warnings_about_memory(spec, placement.tasks_of_executor)
         warnings = (*node_warnings(replaced), *about_memory)
         yield Provisions(prepared.interpreter, prepared.software, program, data, warnings)
+
+
+@contextlib.contextmanager
+def _left_files_named(node: Node) -> Iterator[None]:
+    """Name what the ranks beside rank 0 leave in the executor's folder, which ends with it."""
+    before = _times_here()
+    yield
+    if node.share.node_rank != 0 or executor_of(zygote_owner()) is None:
+        return  # with a local master, the folder is the driver's
+    left = [Path(name) for name, time in _times_here().items() if before.get(name) != time]
+    if left:
+        sizes = {path: tree_size(path) if path.is_dir() else path.stat().st_size for path in left}
+        shown = [f"{path} ({format_bytes(size)})" for path, size in sorted(sizes.items())]
+        more = f" and {len(shown) - MAX_SHOWN} more" if len(shown) > MAX_SHOWN else ""
+        text = (
+            f"distributor: {', '.join(shown[:MAX_SHOWN])}{more} in {Path.cwd()} on "
+            f"{node.share.host} will be removed with this executor. Write to storage that outlives "
+            "it, or return the value.\n"
+        )
+        node.write(0, "stderr", text.encode(errors="backslashreplace"))
+
+
+def _times_here() -> dict[str, int]:
+    """Return when the entries of this folder were changed, except for Spark's own."""
+    found = {}
+    for entry in os.scandir():
+        if not entry.name.startswith(_NOT_OF_RANKS):
+            with contextlib.suppress(OSError):  # it is gone
+                found[entry.name] = entry.stat().st_mtime_ns
+    return found
