@@ -21,6 +21,8 @@ TASK_ERROR_LOGGERS = (
     "org.apache.spark.executor.Executor",
     "org.apache.spark.scheduler.TaskSetManager",
 )
+TASK_ERRORS = "Exception in task|Lost task|Task"
+"""How these begin, before the task and its stage."""
 
 # The logger of the driver's JVM that writes what a standalone master reports of executors.
 APPLICATION_LOGGER = "org.apache.spark.deploy.client.StandaloneAppClient$ClientEndpoint"
@@ -222,6 +224,12 @@ def jobs_with_tag(context: Any, tag: str) -> list[int]:
     return list(java_context(context).statusTracker().getJobIdsForTag(tag))
 
 
+def stages_with_tag(context: Any, tag: str) -> set[int]:
+    """Return the ids of the stages of the jobs that have a tag."""
+    infos = map(context.statusTracker().getJobInfo, jobs_with_tag(context, tag))
+    return {stage for info in infos if info for stage in info.stageIds}
+
+
 def task_failure(context: Any, stages: Iterable[int], task: int) -> str:
     """Return the error of a failed task of these stages, by its id; empty if there is none."""
     store = java_context(context).statusStore()
@@ -376,31 +384,34 @@ def progress_bar(context: Any) -> ProgressBar | None:
     return None if bar.isEmpty() else ProgressBar(bar.get())
 
 
-def switch_loggers_off(context: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Switch loggers of the driver's JVM off; return the levels to pass to `restore_loggers`."""
-    log4j = context._jvm.org.apache.logging.log4j
-    configured = log4j.LogManager.getContext(False).getConfiguration().getLoggers()
-    own = {name: configured.get(name) for name in names}
-    levels = {n: None if found is None else found.getExplicitLevel() for n, found in own.items()}
-    for name in names:
-        log4j.core.config.Configurator.setLevel(name, log4j.Level.OFF)
-    return levels
+def drop_messages(context: Any, names: Sequence[str], pattern: str) -> None:
+    """Have loggers of the driver's JVM drop the messages that match a pattern, and no others.
 
-
-def restore_loggers(context: Any, levels: dict[str, Any]) -> None:
-    """Give loggers their levels back, unless somebody has set another level meanwhile."""
+    The pattern replaces an earlier one; an empty one leaves the loggers as they were before.
+    """
     log4j = context._jvm.org.apache.logging.log4j
     logging_context = log4j.LogManager.getContext(False)
-    while levels:
-        name, level = levels.popitem()
-        own = logging_context.getConfiguration().getLoggers().get(name)
-        if own is None or not log4j.Level.OFF.equals(own.getExplicitLevel()):
-            continue
-        if level is None:
-            logging_context.getConfiguration().removeLogger(name)
-            logging_context.updateLoggers()
-        else:
-            log4j.core.config.Configurator.setLevel(name, level)
+    results = getattr(log4j.core, "Filter$Result")
+    while _filtered:
+        logger, earlier = _filtered.pop()
+        logger.removeFilter(earlier)
+    # A logger without a configuration of its own has that of a parent. With one, Spark would show
+    # its messages whichever level the user's shell shows.
+    configuration = logging_context.getConfiguration()
+    for logger in {
+        each.getName(): each for each in map(configuration.getLoggerConfig, names)
+    }.values():
+        if pattern:
+            dropping = log4j.core.filter.RegexFilter.createFilter(
+                pattern, None, False, results.DENY, results.NEUTRAL
+            )
+            logger.addFilter(dropping)
+            _filtered.append((logger, dropping))
+    logging_context.updateLoggers()
+
+
+_filtered: list[tuple[Any, Any]] = []
+"""Configurations of loggers, each with a filter that was added to it."""
 
 
 class RecordedLog:

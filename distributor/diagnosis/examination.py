@@ -333,12 +333,13 @@ def run_job(session: Session, plan: ClusterPlan, spec: ExaminationSpec) -> list[
         frame = task_frame(session, rows, TASK, spec, "executor binary", profile, barrier=barrier)
     except Exception as error:  # of the JVM, a Connect server or a full disk
         raise explain(error, plan.num_tasks) from error
+    tag = f"distributor-doctor-{uuid.uuid4().hex}"
     with (
-        quiet(session),
+        quiet(session, tag),
         SparkJob(
             session,
             frame,
-            f"distributor-doctor-{uuid.uuid4().hex}",
+            tag,
             endings.put,
             description="distributor doctor",
             call_site=CallSite.of_caller("doctor"),

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from distributor._compat.cpython import future_warning_ignored
@@ -18,65 +18,53 @@ from distributor._compat.pyspark import (
     INTERRUPTED,
     PANDAS_WARNING,
     TASK_ERROR_LOGGERS,
+    TASK_ERRORS,
+    drop_messages,
     progress_bar,
-    restore_loggers,
-    switch_loggers_off,
+    stages_with_tag,
 )
 
 FAILED_TASKS_SECONDS = 3.0
 """Seconds after a failure until the last task of the run has ended."""
 BAR_SECONDS = 0.2
 """Seconds between two removals of Spark's progress bar: each job that ends lets it return."""
+FIRST_STAGE_SECONDS = 0.02
+"""Seconds between two questions for the stages of a job that has just been submitted."""
 HIDDEN_SECONDS = 30.0
 """Seconds that Spark's progress bar stays away if this process is too busy to remove it again."""
 
 _lock = threading.Lock()
-_runs = 0
-_levels: dict[str, Any] = {}
-"""The loggers' levels before the first of the runs; None for a logger without its own level."""
+_stages: dict[str, set[int]] = {}
+"""The stages of the runs whose errors Spark does not log, by the tags of their jobs."""
 
 
 @contextmanager
-def quiet(session: Any) -> Iterator[None]:
-    """Silence Spark's log and progress bar within this context."""
+def quiet(session: Any, tag: str) -> Iterator[None]:
+    """Silence what Spark logs of the jobs with a tag, and its progress bar, within this context."""
     if session.is_connect:
         yield
         return
-    context = session.spark.sparkContext
-    with ExitStack() as stack:
-        stack.enter_context(_log_levels(context))
-        stack.enter_context(no_progress_bar(session))
+    with no_progress_bar(session), _no_task_errors(session.spark.sparkContext, tag):
         yield
 
 
 @contextmanager
-def _log_levels(context: Any) -> Iterator[None]:
-    """Switch the loggers off. Several runs may do so at once, and the last restores them."""
-    global _runs
-    with _lock:
-        _runs += 1
-        if _runs == 1:
-            with suppress(Exception):  # another logging system than Log4j 2
-                _levels.update(switch_loggers_off(context, TASK_ERROR_LOGGERS))
+def _no_task_errors(context: Any, tag: str) -> Iterator[None]:
+    def look() -> None:
+        _note(context, tag, stages_with_tag(context, tag))
+
+    seconds = 0.0
     try:
-        yield
+        with _repeated(look, lambda: BAR_SECONDS if _stages.get(tag) else FIRST_STAGE_SECONDS):
+            yield
     except BaseException:
         # Spark then kills the other tasks, and logs each when it has ended.
-        later = threading.Timer(FAILED_TASKS_SECONDS, _release, [context])
-        later.daemon = True
-        later.start()
+        seconds = FAILED_TASKS_SECONDS
         raise
-    else:
-        _release(context)
-
-
-def _release(context: Any) -> None:
-    global _runs
-    with _lock:
-        _runs -= 1
-        if _runs == 0:
-            with suppress(Exception):  # the JVM may have ended
-                restore_loggers(context, _levels)
+    finally:
+        later = threading.Timer(seconds, _note, [context, tag, set()])
+        later.daemon = True
+        later.start() if seconds else later.run()
 
 
 @contextmanager
@@ -88,23 +76,46 @@ def no_progress_bar(session: Any) -> Iterator[None]:
     if bar is None:
         yield
         return
+    bar.hide(HIDDEN_SECONDS)
+    try:
+        with _repeated(lambda: bar.hide(HIDDEN_SECONDS), lambda: BAR_SECONDS):
+            yield
+    finally:
+        with suppress(Exception):
+            bar.show()
+
+
+@contextmanager
+def _repeated(action: Callable[[], object], pause: Callable[[], float]) -> Iterator[None]:
+    """Call a function again and again, on a thread, after a pause of so many seconds."""
     ended = threading.Event()
 
-    def hide() -> None:
-        with suppress(Exception):  # Spark may have stopped
-            while not ended.wait(BAR_SECONDS):
-                bar.hide(HIDDEN_SECONDS)
+    def repeat() -> None:
+        with suppress(Exception):  # Spark may have stopped, or has another logging system
+            while not ended.wait(pause()):
+                action()
 
-    bar.hide(HIDDEN_SECONDS)
-    thread = threading.Thread(target=hide, name="spark-progress-bar", daemon=True)
+    thread = threading.Thread(target=repeat, name="spark-log", daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
-        with suppress(Exception):
-            bar.show()
+
+
+def _note(context: Any, tag: str, stages: set[int]) -> None:
+    """Have Spark drop the errors of the tasks of these stages, and of those of other runs."""
+    with _lock:
+        if stages == _stages.get(tag, set()):
+            return
+        _stages[tag] = stages
+        if not stages:
+            del _stages[tag]
+        numbers = "|".join(map(str, sorted(set().union(*_stages.values()))))
+        pattern = rf"(?s)({TASK_ERRORS}) .*?in stage ({numbers})\..*" if numbers else ""
+        with suppress(Exception):  # the JVM may have ended
+            drop_messages(context, TASK_ERROR_LOGGERS, pattern)
 
 
 @contextmanager

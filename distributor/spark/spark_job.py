@@ -156,9 +156,7 @@ class SparkJob:
             return 0  # as above
 
     def _stages_in(self, context: Any) -> set[int]:
-        jobs = private.jobs_with_tag(context, self._tag)
-        infos = map(context.statusTracker().getJobInfo, jobs)
-        return {stage for info in infos if info for stage in info.stageIds}
+        return private.stages_with_tag(context, self._tag)
 
     @property
     def _reports_progress(self) -> bool:

@@ -228,18 +228,20 @@ def test_a_job_keeps_its_call_site(spark: Any, context: Any) -> None:
         assert set(names) == {"train.py:42"}
 
 
-def test_loggers_are_switched_off_and_restored(context: Any) -> None:
-    def level(name: str) -> str:
-        return str(log4j.LogManager.getLogger(name).getLevel())
-
-    name, without = "distributor.canary", "distributor.canary.without.a.level"
-    with relies_on("pyspark", "the JVM's Log4j 2", "pyspark.switch_loggers_off"):
+def test_messages_are_dropped(context: Any) -> None:
+    name, without = private.APPLICATION_LOGGER, "distributor.canary.without.a.level"
+    with relies_on("pyspark", "the JVM's Log4j 2", "pyspark.drop_messages"):
         log4j = context._jvm.org.apache.logging.log4j
-        log4j.core.config.Configurator.setLevel(name, log4j.Level.WARN)
-        levels = private.switch_loggers_off(context, [name, without])
-        assert [level(name), level(without)] == ["OFF", "OFF"]
-        private.restore_loggers(context, levels)
-        assert [level(name), level(without)] == ["WARN", "WARN"]
+        recorded = private.RecordedLog(context, name)
+        try:
+            for pattern in ("(?s).*stage (3|4)\\..*", "(?s).*stage (4)\\..*", ""):
+                private.drop_messages(context, [name, without], pattern)
+                for stage in (3, 4, 34):
+                    log4j.LogManager.getLogger(name).info(f"Lost task 0.0 in stage {stage}.0\nby")
+        finally:
+            recorded.close()
+        found = [line.split()[-1] for line in recorded.text.splitlines()[::2]]
+        assert found == ["34.0", "3.0", "34.0", "3.0", "4.0", "34.0"]
     with relies_on("pyspark", "the classes that log errors", "pyspark.TASK_ERROR_LOGGERS"):
         for logger in private.TASK_ERROR_LOGGERS:
             context._jvm.java.lang.Class.forName(logger)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,15 +17,16 @@ from distributor.core.versions import release
 from distributor.spark import application
 
 A_FAILURE = """
-import json, sys, time, warnings
+import json, os, sys, tempfile, time, warnings
 from pyspark.sql import SparkSession
 
 spark = (
-    SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    SparkSession.builder.master("local[3]").config("spark.ui.enabled", "false").getOrCreate()
 )
 # PySpark's warning about pandas belongs to the user's own import.
 from distributor import TorchDistributor
 
+folder = tempfile.mkdtemp()
 NAMES = ["org.apache.spark.executor.Executor", "org.apache.spark.scheduler.TaskSetManager"]
 
 def loggers():
@@ -34,10 +36,15 @@ def loggers():
 
 def fail():
     time.sleep(1.5)  # until Spark shows its progress bar
+    while os.path.exists(folder):
+        time.sleep(0.1)
     raise KeyError("lost")
 
 def users_function(batches):
     raise ValueError("of the user's own job")
+
+def users_other_function(batches):
+    raise ValueError("in a job beside the run")
 
 def show_warnings():
     warnings.simplefilter("always")
@@ -47,9 +54,15 @@ show_warnings()
 configurator = spark._jvm.org.apache.logging.log4j.core.config.Configurator
 configurator.setLevel(NAMES[1], spark._jvm.org.apache.logging.log4j.Level.ERROR)
 before = loggers()
+other = spark.range(1).mapInArrow(users_other_function, "id long")
 print("BEGIN", file=sys.stderr, flush=True)
 try:
-    TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).run(fail)
+    run = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).submit(fail)
+    try:
+        other.collect()
+    except Exception:
+        os.rmdir(folder)
+    run.result()
 except KeyError as error:
     print(error.__cause__, file=sys.stderr)
 print("END", file=sys.stderr, flush=True)
@@ -85,7 +98,10 @@ def test_a_failure_is_shown_once_and_the_session_left_as_it_was(
     of_run, _, users = done.stderr.partition("BEGIN\n")[2].partition("END\n")
 
     assert of_run.count('raise KeyError("lost")') == 1
-    for noise in ("Lost task", "Exception in task", "distributor-report", "[Stage", "Warning"):
+    of_job = "ValueError: in a job beside the run"
+    assert of_job in of_run
+    assert len(set(re.findall(r"task \S+ in stage (\d+)", of_run))) == 1, "that of the other job"
+    for noise in ("distributor-report", "[Stage", "Warning"):
         assert noise not in of_run
     assert all(line == line.lstrip("\r") for line in of_run.split("\n"))
     assert facts["restored"]

@@ -59,7 +59,10 @@ class BarrierLauncher(SparkLauncher):
             def end(ending: list[Any] | BaseException) -> None:
                 hub.post(_ended(ending, plan.num_tasks, opened.secret))
 
-            with quiet(session), self.job(run, frame, attempt.num_ranks, end) as job:
+            with (
+                quiet(session, run.spec.run_id),
+                self.job(run, frame, attempt.num_ranks, end) as job,
+            ):
                 tasks = TaskStarts(
                     plan.num_tasks,
                     job.has_begun,

@@ -66,7 +66,7 @@ class GangLauncher(SparkLauncher):
                 )
                 return self.job(run, frame, size * self.plan.ranks_per_task, on_end)
 
-            with quiet(self.session), Gang(hub, submit, run.spec.run_id) as gang:
+            with quiet(self.session, run.spec.run_id), Gang(hub, submit, run.spec.run_id) as gang:
                 yield OpenedGangLauncher(
                     self.session, self.plan, gang, Shipped.of(self.session, run.spec)
                 )
