@@ -16,16 +16,10 @@ _WIDER = {
     pa.large_string(): pa.string(),
     pa.large_binary(): pa.binary(),
     pa.date64(): pa.date32(),
-} | {
-    getattr(pa, f"{name}_view")(): getattr(pa, name)()
-    for name in ("string", "binary")
-    if hasattr(pa, f"{name}_view")  # since pyarrow 16
 }
 
 
-def rebuilt(
-    kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType] = lambda leaf: leaf
-) -> pa.DataType:
+def rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
     """Return a type with other leaves. Its fields may be null, and its arrays have any length."""
     if isinstance(kind, pa.BaseExtensionType) and kind.extension_name != "arrow.uuid":
         return rebuilt(kind.storage_type, change)
@@ -38,10 +32,7 @@ def rebuilt(
     value = rebuilt(kind.value_type, change)
     if pa.types.is_dictionary(kind):
         return value
-    is_list = any(
-        getattr(pa.types, f"is_{name}")(kind) for name in ("list", "large_list", "fixed_size_list")
-    )
-    return pa.list_(value) if is_list else kind  # pyarrow cannot convert views of lists
+    return kind if "_view<" in str(kind) else pa.list_(value)  # pyarrow loses what a view has
 
 
 def leaves(kind: pa.DataType) -> list[pa.DataType]:
@@ -88,22 +79,24 @@ def spark_type(kind: pa.DataType) -> pa.DataType:
 def _mergeable(leaf: pa.DataType) -> pa.DataType:
     if pa.types.is_timestamp(leaf) and leaf.tz is not None:
         return pa.timestamp(leaf.unit, "UTC")
-    return _WIDER[leaf] if str(leaf).endswith("_view") else leaf
+    return _without_view(leaf)
 
 
 def _is_alike(kind: pa.DataType, found: pa.DataType) -> bool:
     """Return whether integers do not become floats, nor texts bytes."""
-    if pa.types.is_null(kind):
-        return True
     pairs = list(zip(leaves(kind), leaves(found), strict=False))
-    return len(leaves(kind)) == len(leaves(found)) and all(
-        pa.types.is_null(one)
-        or (
-            pa.types.is_floating(one) == pa.types.is_floating(other)
-            and ("string" in str(one)) == ("string" in str(other))
-        )
-        for one, other in pairs
+    return pa.types.is_null(kind) or (
+        len(leaves(kind)) == len(leaves(found))
+        and all(pa.types.is_null(one) or _marks(one) == _marks(other) for one, other in pairs)
     )
+
+
+def _marks(leaf: pa.DataType) -> tuple[bool, bool]:
+    return pa.types.is_floating(leaf), "string" in str(leaf)
+
+
+def _without_view(leaf: pa.DataType) -> pa.DataType:
+    return getattr(pa, str(leaf).removesuffix("_view"))() if str(leaf).endswith("_view") else leaf
 
 
 def _of_spark(leaf: pa.DataType) -> pa.DataType:
@@ -115,4 +108,4 @@ def _of_spark(leaf: pa.DataType) -> pa.DataType:
         return pa.int64()
     if pa.types.is_decimal(leaf) and leaf.precision <= 38:
         return pa.decimal128(leaf.precision, leaf.scale)
-    return _WIDER.get(leaf, leaf)
+    return _WIDER.get(leaf, _without_view(leaf))
