@@ -35,9 +35,9 @@ from distributor.node.process.supervisor import is_supported
 from distributor.node.worker.libraries import SPARK_FILES
 from distributor.spark.executor_modules import unpack_modules
 
-MAX_SHOWN = 3
+MAX_SHOWN = 9
 """The largest number of files that ranks have left and that are named."""
-_NOT_OF_RANKS = (".", "__", "distributor-", "stdout", "stderr", "tmp", "artifacts")
+_NOT_OF_RANKS = (".", "__", "distributor-", "stdout", "stderr", "tmp", "artifacts", "fetchFileTemp")
 
 
 @dataclass(frozen=True)
@@ -181,28 +181,31 @@ def provisions(
 @contextlib.contextmanager
 def _left_files_named(node: Node) -> Iterator[None]:
     """Name what the ranks beside rank 0 leave in the executor's folder, which ends with it."""
-    before = _times_here()
+    before = _entries_here()
     yield
     if node.share.node_rank != 0 or executor_of(zygote_owner()) is None:
         return  # with a local master, the folder is the driver's
-    left = [Path(name) for name, time in _times_here().items() if before.get(name) != time]
-    if left:
-        sizes = {path: tree_size(path) if path.is_dir() else path.stat().st_size for path in left}
-        shown = [f"{path} ({format_bytes(size)})" for path, size in sorted(sizes.items())]
-        more = f" and {len(shown) - MAX_SHOWN} more" if len(shown) > MAX_SHOWN else ""
-        text = (
-            f"distributor: {', '.join(shown[:MAX_SHOWN])}{more} in {Path.cwd()} on "
-            f"{node.share.host} will be removed with this executor. Write to storage that outlives "
-            "it, or return the value.\n"
+    with contextlib.suppress(OSError):  # the folder is gone already
+        left = sorted(_entries_here() - before)[:MAX_SHOWN]
+        shown = ", ".join(
+            f"{name} ({format_bytes(tree_size(Path(name)) if is_dir else size)})"
+            for name, is_dir, size, _ in left
         )
-        node.write(0, "stderr", text.encode(errors="backslashreplace"))
+        if shown:
+            text = (
+                f"distributor: {shown} in {Path.cwd()} on {node.share.host} will be "
+                "removed with this executor. Write to storage that outlives it, or return the "
+                "value.\n"
+            )
+            node.write(0, "stderr", text.encode(errors="backslashreplace"))
 
 
-def _times_here() -> dict[str, int]:
-    """Return when the entries of this folder were changed, except for Spark's own."""
-    found = {}
+def _entries_here() -> set[tuple[str, bool, int, int]]:
+    """Return what is in this folder, its sizes and times, except for Spark's own."""
+    found = set()
     for entry in os.scandir():
         if not entry.name.startswith(_NOT_OF_RANKS):
             with contextlib.suppress(OSError):  # it is gone
-                found[entry.name] = entry.stat().st_mtime_ns
+                status = entry.stat()
+                found.add((entry.name, entry.is_dir(), status.st_size, status.st_mtime_ns))
     return found
