@@ -182,9 +182,18 @@ def test_a_pair_takes_the_slots_that_there_are(spark: Any) -> None:
 
 
 @pytest.mark.spark
-def test_more_ranks_than_there_can_be_slots_are_refused(spark: Any) -> None:
-    with pytest.raises(DistributorError, match=r"5 tasks are wanted at once, .* more than 4"):
-        ranks(5).run(reduce)
+@pytest.mark.parametrize("barrier", [True, False])
+def test_more_ranks_than_there_can_be_slots_are_refused(
+    spark: Any, tmp_path: Path, barrier: bool
+) -> None:
+    def note(batches: Any) -> Any:
+        (tmp_path / "computed").touch()
+        yield from batches
+
+    rows = spark.range(2).mapInArrow(note, "id long")
+    with pytest.raises(DistributorError, match=r"5 .*tasks are wanted at once, .* more than 4"):
+        ranks(5, barrier=barrier).run(sum_of_rows, rows, tmp_path)
+    assert not (tmp_path / "computed").exists(), "slots are checked before DataFrames are computed"
 
 
 @pytest.mark.spark

@@ -119,6 +119,7 @@ class SparkLauncher(Launcher):
 
     @contextlib.contextmanager
     def opened(self, run: Run) -> Iterator[Launcher]:
+        Slots(self.session, self.plan).check_limit(self.min_tasks(run))
         with no_log_of_interrupts():
             yield self
 

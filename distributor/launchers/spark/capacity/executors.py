@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from distributor._compat import pyspark as private
+from distributor.screen.one_time_warnings import warn_once
+from distributor.spark.application_end import end_of
 from distributor.spark.executor_resources import EXECUTOR_GPUS
 from distributor.spark.session import Session
 from distributor.spark.sizes import size_in_bytes
@@ -70,8 +72,13 @@ class Executors:
                 for each in on_hosts
                 if not private.is_executor_active(context, each)
             }
-        except Exception:
-            return {}  # the JVM has ended; the end of the job shows why
+        except Exception as error:
+            if end_of(self.session.spark) is None:  # otherwise the end of the job shows why
+                warn_once(
+                    "Spark does not answer which executors it is about to end, so that ranks are "
+                    f"not notified of it ({type(error).__name__})."
+                )
+            return {}
 
     def slots(self, profile: Any = None) -> int | None:
         """Return how many tasks the registered executors can run at once; None through Connect."""
