@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import re
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +17,15 @@ from distributor.errors import ApplicationEnded, NodeLost
 NOTICE_SECONDS = 2.0
 """Seconds in which Spark notices that the cluster manager has ended an application."""
 POLL_SECONDS = 0.2
+ANSWER_SECONDS = 30.0
+"""Seconds for a Connect server to answer. PySpark would try a dead one for ten minutes."""
 YARN_ENDED = ("FINISHED", "FAILED", "KILLED")
 NEXT = "Its session can run nothing more: stop it (spark.stop()) if it is not, and make a new one."
 RESTART = "With Spark Connect, restart the server first."
+NO_ANSWER = (
+    f"The Spark Connect server has not answered for {ANSWER_SECONDS:g} s. Check that it runs and "
+    "can be reached; if its session is lost, make a new one."
+)
 JVM_ENDED = (
     "The Spark application has ended: the JVM of this process no longer answers, and PySpark "
     "starts no other one. Start a new process: in a notebook, restart the kernel."
@@ -46,6 +54,8 @@ def end_explained(spark: Any, *, is_last: bool = False) -> Iterator[None]:
             if not (is_last and _may_be_the_end(error, spark)) or time.monotonic() > deadline:
                 raise
             time.sleep(POLL_SECONDS)
+        if end is NO_ANSWER:
+            raise  # a server that is only slow does not hide the error
         raise ApplicationEnded(end) from None
 
 
@@ -90,8 +100,18 @@ def _yarn_end(context: Any) -> str:
 
 def _end_of_server(spark: Any) -> str | None:
     """Return that the Connect server does not serve a session any more; None if it does."""
+    answer: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            spark.conf.get("spark.app.id")
+            answer.put(None)
+        except Exception as error:
+            reason = f"The Spark Connect server no longer serves this session: {error}."
+            answer.put(f"{reason} {NEXT} {RESTART}")
+
+    threading.Thread(target=ask, name="spark-connect-check", daemon=True).start()
     try:
-        spark.conf.get("spark.app.id")
-    except Exception as error:
-        return f"The Spark Connect server no longer serves this session: {error}. {NEXT} {RESTART}"
-    return None
+        return answer.get(timeout=ANSWER_SECONDS)
+    except queue.Empty:
+        return NO_ANSWER

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,21 @@ from distributor.core.resources import format_bytes
 from distributor.screen.messages import notify
 from distributor.spark.session import Session
 
+WAIT_SECONDS = 600.0
+"""Seconds to wait for another run of this session that sends the same file."""
+
+
+@dataclass
+class _File:
+    """A file of a session: whether it was sent, and the lock of the run that sends it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    sent: bool = False
+
+
 _lock = threading.Lock()
-_SENT: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""The names of the files that were sent, by session."""
+_FILES: weakref.WeakKeyDictionary[Any, defaultdict[str, _File]] = weakref.WeakKeyDictionary()
+"""The files, by session and name."""
 
 
 def send_file(session: Session, name: str, write: Callable[[Path], object]) -> None:
@@ -55,9 +69,17 @@ def _folder_for(session: Session, name: str) -> Iterator[Path | None]:
     """Return a folder from which Spark can send a file; None if the file was sent before."""
     import tempfile
 
-    with _lock:  # if several runs begin at the same time, one sends the file and the others wait
-        sent = _SENT.setdefault(session.spark, set())
-        if name in sent:
+    with _lock:
+        file = _FILES.setdefault(session.spark, defaultdict(_File))[name]
+    # If several runs begin at the same time, one sends the file and the others wait.
+    if not file.lock.acquire(timeout=WAIT_SECONDS):
+        raise TimeoutError(
+            f"Another run of this session has been sending the file {name} to the executors for "
+            f"more than {WAIT_SECONDS:g} s. Start this run once it has been sent, or make a new "
+            "Spark session if it hangs."
+        )
+    try:
+        if file.sent:
             yield None
         elif session.is_connect:
             with tempfile.TemporaryDirectory() as folder:
@@ -65,4 +87,6 @@ def _folder_for(session: Session, name: str) -> Iterator[Path | None]:
         else:
             # Spark serves files from their place, and removes this folder when it stops.
             yield Path(private.temporary_folder(session.spark.sparkContext))
-        sent.add(name)
+        file.sent = True
+    finally:
+        file.lock.release()
