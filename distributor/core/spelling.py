@@ -107,11 +107,20 @@ class _Names(dict[str, object]):
 _SYNONYMS = (
     {
         *("num_processes", "num_workers", "num_accelerators", "nproc", "nproc_per_node"),
-        *("gpus", "num_gpus", "numGpus", "world_size"),
+        *("gpus", "num_gpus", "numGpus", "world_size", "num_proc"),
     },
     {"local_mode", "localMode", "remote", "cluster"},
     {"use_gpu", "useGpu"},
     {"gpu_type", "accelerator_type"},
+    {"module", "model", "net", "torchObj"},
+    {"maxIter", "epochs", "num_epochs", "max_epochs", "iters"},
+    {"stepSize", "lr", "learning_rate"},
+    {"batchSize", "batch_size", "miniBatch"},
+    {"featuresCol", "feature_cols", "features_col", "features", "inputCol"},
+    {"labelCol", "label_cols", "label_col", "label"},
+    {"predictionCol", "prediction_col", "outputCol", "output_cols"},
+    {"storage_path", "store"},
+    {"train", "train_minibatch_fn", "train_loop_per_worker"},
 )
 
 

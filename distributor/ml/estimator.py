@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -30,6 +31,7 @@ from pyspark.sql.types import (
 )
 
 from distributor._compat import pyspark_ml as private
+from distributor.core.spelling import check_names
 from distributor.data.dataframes import from_spark, is_dataframe, vectors_of
 from distributor.data.prediction import predict
 from distributor.data.share import whole_number
@@ -52,6 +54,12 @@ _check_optimizer = must_be(
 _check_module = must_be(
     "a torch.nn.Module, or a function that returns one",
     lambda value: isinstance(value, torch.nn.Module) or callable(value),
+    TypeError,
+)
+_check_flag = must_be("True or False", instance_of(bool), TypeError)
+_check_column = must_be(
+    "the name of one column (pyspark.ml.feature.VectorAssembler joins several)",
+    instance_of(str),
     TypeError,
 )
 _check_trained = must_be("a torch.nn.Module", instance_of(torch.nn.Module), TypeError)
@@ -148,6 +156,8 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
     optimizer : callable, optional
         Returns the optimizer of the module's parameters, such as ``torch.optim.Adam``. `module`
         needs it.
+    find_unused_parameters : bool, default False
+        As for DistributedDataParallel: pass True if a step does not use all parameters of `module`.
     train : callable, optional
         The training function instead of `module`. It takes `config`, or nothing.
     predict : callable, optional
@@ -207,6 +217,7 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
         module: torch.nn.Module | Callable[[], torch.nn.Module] | None = None,
         loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        find_unused_parameters: bool = False,
         train: Callable[..., torch.nn.Module | None] | None = None,
         predict: Callable[[Any], torch.Tensor] | None = None,
         probability: Callable[[Any], torch.Tensor] | None = None,
@@ -224,6 +235,8 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
         use_gpu: bool = False,
         **settings: Any,
     ) -> None:
+        _check_settings(settings)
+        _check_column("featuresCol", featuresCol)
         super().__init__()
         params = {
             "featuresCol": featuresCol,
@@ -246,6 +259,10 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
             "probability": probability,
         }
         _check_functions(**self._functions)
+        _check_flag("find_unused_parameters", find_unused_parameters)
+        if train is not None and find_unused_parameters:
+            raise ValueError("find_unused_parameters belongs to module, but train is the argument.")
+        self._finds_unused = find_unused_parameters
         self._settings: dict[str, Any] = {
             "num_processes": num_processes,
             "local_mode": local_mode,
@@ -256,7 +273,8 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
 
     def parts(self) -> dict[str, Any]:
         """Return the arguments of the constructor that are no Params."""
-        return {**self._functions, **self._settings}
+        unused = {"find_unused_parameters": self._finds_unused}
+        return {**self._functions, **unused, **self._settings}
 
     @classmethod
     def read(cls) -> StageReader[TorchEstimator]:
@@ -283,7 +301,13 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
             rows = from_spark(dataset.select(*(f"`{name}`" for name in names)))
             has_storage = self._settings.get("storage_path") is not None
             train = ModuleLoop(
-                functions["module"], loss, functions["optimizer"], dtypes, has_storage
+                functions["module"],
+                loss,
+                functions["optimizer"],
+                dtypes,
+                has_storage,
+                has_predict=functions["predict"] is not None,
+                find_unused_parameters=self._finds_unused,
             )
         training = Training(train, self._loop_config())
         try:
@@ -444,4 +468,31 @@ def _check_functions(module: Any, loss: Any, optimizer: Any, train: Any, **maker
     if isinstance(loss, type):
         raise TypeError(f"loss is the class {loss.__name__}: pass an instance, {loss.__name__}().")
     _check_function("loss", loss)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            "optimizer is an object that has parameters of this process. Pass a function of the "
+            f"parameters: optimizer=lambda parameters: {_construction(optimizer)}."
+        )
     _check_optimizer("optimizer", optimizer)
+
+
+def _construction(optimizer: torch.optim.Optimizer) -> str:
+    """Return the call that makes such an optimizer, with the arguments that are no defaults."""
+    kind = type(optimizer)
+    known = inspect.signature(kind).parameters
+    values = "".join(
+        f", {name}={value!r}"
+        for name, value in optimizer.defaults.items()
+        if name in known and value != known[name].default
+    )
+    origin = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
+    return f"{origin}.{kind.__qualname__}(parameters{values})"
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    known = {
+        name: None
+        for kind in (TorchEstimator, TorchDistributor)
+        for name in inspect.signature(kind).parameters
+    }
+    check_names("TorchEstimator()", settings, known.keys() - {"settings"})

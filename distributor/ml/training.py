@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ class ModuleLoop:
     optimizer: Callable[..., torch.optim.Optimizer]
     dtypes: Mapping[str, torch.dtype]
     has_storage: bool
+    has_predict: bool
+    find_unused_parameters: bool
 
     def __call__(self, config: Mapping[str, Any]) -> torch.nn.Module:
         features, label, seed = config["featuresCol"], config["labelCol"], config["seed"]
@@ -71,7 +74,8 @@ class ModuleLoop:
                 "module must return a torch.nn.Module, but has returned an object of type "
                 f"{type(module).__name__}."
             )
-        model = prepare_model(module).train()
+        options = {"find_unused_parameters": self.find_unused_parameters}
+        model = prepare_model(module, parallel_strategy_kwargs=options).train()
         rate = {} if config["stepSize"] is None else {"lr": config["stepSize"]}
         optimizer = self.optimizer(model.parameters(), **rate)
         first = self._resume(module, optimizer)
@@ -115,10 +119,15 @@ class ModuleLoop:
         if not isinstance(output, torch.Tensor):
             return labels.float()
         if output.numel() != labels.numel():
+            # Losses of torch would broadcast such labels; a function of the user's knows better.
+            if self.has_predict and inspect.isfunction(self.loss):
+                return labels
             raise ValueError(
                 f"The module has returned a tensor of shape {tuple(output.shape)} for "
-                f"{len(labels)} labels of column {name!r}. Losses of several numbers for each row "
-                "need train=..., or are those of classes: CrossEntropyLoss and NLLLoss."
+                f"{len(labels)} labels of column {name!r}. For classes, pass "
+                "loss=torch.nn.CrossEntropyLoss(). With a loss function of your own, which gets "
+                "the labels as they are, pass also what the prediction is: "
+                "predict=lambda output: output.argmax(dim=1)."
             )
         return labels.to(output.dtype).view_as(output)
 

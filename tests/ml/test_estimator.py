@@ -376,7 +376,21 @@ def test_stages_are_saved_with_their_params_and_functions(points: Any, tmp_path:
         ({"config": {"net": Net}}, TypeError, "config"),
         ({"config": 3}, TypeError, "config must be a dict of values"),
         ({"name": "mine"}, ValueError, "name is no setting here"),
-        ({"num_proceses": 2}, TypeError, "num_processes"),
+        ({"num_proceses": 2}, TypeError, r"TorchEstimator\(\) got .* 'num_processes'"),
+        ({"num_proc": 2}, TypeError, r"TorchEstimator\(\) got .* 'num_processes'"),
+        ({"model": Net()}, TypeError, "mean 'module'"),
+        ({"epochs": 2}, TypeError, "mean 'maxIter'"),
+        ({"feature_cols": ["a"]}, TypeError, "mean 'featuresCol'"),
+        ({"label_cols": ["a"]}, TypeError, "mean 'labelCol'"),
+        ({"batch_size": 8}, TypeError, "mean 'batchSize'"),
+        ({"lr": 0.1}, TypeError, "mean 'stepSize'"),
+        ({"featuresCol": ["a", "b"]}, TypeError, "featuresCol must be .*VectorAssembler"),
+        ({"find_unused_parameters": 3}, TypeError, "find_unused_parameters must be True or"),
+        (
+            {"optimizer": torch.optim.SGD(Net().parameters(), lr=0.1, momentum=0.5)},
+            TypeError,
+            r"lambda parameters: torch.optim.SGD\(parameters, lr=0.1, momentum=0.5\)",
+        ),
         ({"num_processes": 0}, ValueError, "num_processes"),
         (
             {"module": None, "train": lambda a, b: None, "loss": None, "optimizer": None},
@@ -429,11 +443,39 @@ def test_rows_that_cannot_be_used(numbers: Any) -> None:
         TorchModel(Net()).transform(numbers)
 
 
+def loss_of_classes(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    assert label.shape == output.shape[:1]
+    return cross_entropy(output, label.long())
+
+
+class PartlyUsed(Net):
+    """Leaves the parameters of one layer unused."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.unused = torch.nn.Linear(2, 2)
+
+
+def test_a_loss_function_of_classes_and_unused_parameters(numbers: Any) -> None:
+    estimator = classifier(
+        module=PartlyUsed,
+        loss=loss_of_classes,
+        predict=lambda output: output.argmax(dim=1),
+        find_unused_parameters=True,
+        num_processes=2,
+        featuresCol="x",
+        labelCol="kind",
+    )
+    assert accuracy(estimator.fit(numbers).transform(numbers)) > 0.9
+
+
 def test_labels_and_outputs_that_do_not_match(numbers: Any) -> None:
     with pytest.raises(ValueError, match="Column 'label' has labels that are no indices"):
         classifier(featuresCol="x").fit(numbers)
     with pytest.raises(ValueError, match=r"shape \(32, 2\) for 32 labels of column 'label'"):
         regressor(module=partial(Net, 2), featuresCol="x").fit(numbers)
+    with pytest.raises(ValueError, match=r"predict=lambda output: output.argmax"):
+        classifier(loss=loss_of_classes, featuresCol="x", labelCol="kind").fit(numbers)
     with pytest.raises(TypeError, match=r"module must return a torch.nn.Module.* type int"):
         regressor(module=lambda: 3, featuresCol="x").fit(numbers)
     model = TorchModel(Net(2), featuresCol="x")
