@@ -15,7 +15,9 @@ from support.machines import machines_on_loopback
 from support.waiting import until
 
 from distributor import TorchDistributor
+from distributor._compat import pyspark as private
 from distributor.errors import StartTimeout
+from distributor.launchers.spark.capacity.executors import Executors
 from distributor.launchers.spark.task.result_rows import ROW_SCHEMA
 from distributor.spark.call_site import CallSite
 from distributor.spark.error_translation import explain
@@ -160,6 +162,18 @@ def test_slots_that_other_jobs_of_the_application_hold_are_named(
     shown = capsys.readouterr().err
     assert "Waiting: Spark has started none of the 2 tasks" in shown
     assert "Started" not in shown
+
+
+def test_notices_that_spark_cannot_give_are_missed_once_and_not_silently(
+    spark: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(context: Any) -> list[str]:
+        raise AttributeError("getExecutorIds")
+
+    monkeypatch.setattr(private, "executor_ids", fail)
+    executors = Executors(Session(spark))
+    assert [executors.leaving(None) for _ in range(3)] == [{}] * 3
+    assert caplog.text.count("is about to end, so that ranks are not notified of it (Attr") == 1
 
 
 def test_a_jobs_own_tasks_are_not_among_those_of_others(spark: Any, tmp_path: Path) -> None:
