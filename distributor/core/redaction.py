@@ -55,5 +55,10 @@ def _secrets_in(env: Mapping[str, str]) -> Iterator[str]:
 
 def _overlap(data: bytes, secret: bytes) -> int:
     """Return the length of the longest suffix of `data` that is a proper prefix of `secret`."""
-    longest = min(len(data), len(secret) - 1)
+    at = max(0, len(data) - len(secret) + 1)
+    while (at := data.find(secret[:LEAST], at)) >= 0:  # comparing all suffixes takes seconds
+        if memoryview(data)[at:] == memoryview(secret)[: len(data) - at]:
+            return len(data) - at
+        at += 1
+    longest = min(len(data), LEAST - 1)
     return next((n for n in range(longest, 0, -1) if data.endswith(secret[:n])), 0)

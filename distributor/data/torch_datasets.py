@@ -21,7 +21,7 @@ from distributor.data.formats import items
 from distributor.data.share import PassOptions, Share, whole_number
 from distributor.data.source import CachedSource, RankShare, is_rank_share
 from distributor.data.tensors import TensorOptions
-from distributor.rank.import_hooks import after_import
+from distributor.rank.import_hooks import adapt
 
 CACHE_BYTES = 256 * 1024 * 1024  # bytes of chunks that a dataset keeps for the next rows
 MAX_WORKERS = 1024  # workers of a data loader that have an epoch of their own
@@ -149,6 +149,6 @@ class ShardIterable(IterableDataset[Any], RankShare):
 def _keep_shares_whole() -> None:
     """Change what would share a share out again, so that most of its rows would not be read."""
     change = functools.partial(private_torch.keep_shares_whole, is_share=is_rank_share)
-    after_import("torch.utils.data.distributed", change)
+    adapt("torch.utils.data.distributed", change)
     change = functools.partial(huggingface.keep_shares_whole, is_share=is_rank_share)
-    after_import("accelerate.accelerator", change)
+    adapt("accelerate.accelerator", change)

@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+
+def adapt(name: str, change: Callable[[ModuleType], object]) -> None:
+    """Change a module once it is imported, or now if it already is.
+
+    A change that fails does not fail the import, and is reported once: another version of the
+    package may have other private names.
+    """
+    after_import(name, functools.partial(_try, change))
+
+
+def _try(change: Callable[[ModuleType], object], module: ModuleType) -> None:
+    try:
+        change(module)
+    except Exception as error:
+        if os.environ.get("RANK", "0") == "0":
+            what = getattr(change, "func", change).__name__
+            print(
+                f"distributor: {module.__name__} could not be adapted ({what}: "
+                f"{type(error).__name__}: {error}). This version of it may be newer than those "
+                "that this version of distributor knows.",
+                file=sys.stderr,
+            )
 
 
 def after_import(name: str, change: Callable[[ModuleType], object]) -> None:
@@ -56,12 +81,12 @@ class _Hook(MetaPathFinder, Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Only now: a program may look for the spec without importing the module.
-        sys.meta_path.remove(self)
         module.__loader__ = self._loader  # which also finds the module's data files
         if module.__spec__:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
+        # Only now: a program may look for the spec alone, and try an import that failed again.
+        sys.meta_path.remove(self)
         for change in self.changes:
             change(module)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,3 +78,12 @@ def test_the_result_is_independent_of_chunk_boundaries(
 
     assert shown(env, parts) == shown(env, [stream])
     assert not any(secret.encode() in shown(env, parts) for secret in secrets)
+
+
+def test_the_cost_of_a_long_secret_is_not_quadratic() -> None:
+    """To compare all beginnings of such a secret would take many minutes."""
+    secret = "".join(random.Random(1).choices("abcdefgh", k=1_000_000))
+    redaction = Redaction({"A_TOKEN": secret})
+    data = secret[:-1].encode()
+    assert redaction.of_stream(data, last=False) == (b"", 0)
+    assert redaction.of_stream(data[1:], last=False)[1] > len(data) - 100

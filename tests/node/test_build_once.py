@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,3 +168,22 @@ def test_an_unpacked_environment_equals_the_packed_one(tmp_path: Path, suffix: s
     found = find_python_library(archive)
     assert found is not None
     assert (found["version"], found["above"]) == ("{}.{}".format(*sys.version_info), None)
+
+
+@pytest.mark.parametrize("name", ["link/passwd", "../passwd.link"])
+def test_a_zip_does_not_write_outside_of_its_folder(tmp_path: Path, name: str) -> None:
+    archive, outside = tmp_path / "environment.zip", tmp_path / "outside"
+    outside.mkdir()
+    with zipfile.ZipFile(archive, "w") as file:
+        for path, target in {"bin/link": "../lib", "link": str(outside)}.items():
+            link = zipfile.ZipInfo(path)
+            link.external_attr = (stat.S_IFLNK | 0o777) << 16
+            file.writestr(link, target)
+        below = zipfile.ZipInfo(name)
+        below.external_attr = (stat.S_IFLNK | 0o777) << 16 if name.endswith("link") else 0
+        file.writestr(below, "of the archive")
+    (tmp_path / "unpacked").mkdir()
+    with pytest.raises(zipfile.BadZipFile, match="would be written outside of the folder"):
+        unpack(archive, tmp_path / "unpacked")
+    assert list(outside.iterdir()) == []
+    assert not (tmp_path / "passwd.link").is_symlink()

@@ -55,6 +55,8 @@ def unpack(archive: Path, folder: Path) -> None:
 
 def _extract(packed: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Path) -> None:
     mode = member.external_attr >> 16
+    if not (folder / member.filename).parent.resolve().is_relative_to(folder.resolve()):
+        raise zipfile.BadZipFile(f"{member.filename} would be written outside of the folder")
     if stat.S_ISLNK(mode):
         (folder / member.filename).parent.mkdir(parents=True, exist_ok=True)
         os.symlink(packed.read(member), os.fsencode(folder / member.filename))

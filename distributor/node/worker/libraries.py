@@ -8,7 +8,7 @@ from functools import partial
 from distributor._compat import huggingface, lightning, pyspark, torch
 from distributor.node.process.fork_reset import set_thread_counts
 from distributor.rank.context import WorkerContext
-from distributor.rank.import_hooks import after_import, at_next_import
+from distributor.rank.import_hooks import adapt, at_next_import
 from distributor.rank.messages import Trained
 
 SPARK_FILES = "DISTRIBUTOR_SPARK_FILES"
@@ -20,15 +20,15 @@ DEBUG_LEVEL = "TORCH_DISTRIBUTED_DEBUG"
 def adapt_libraries(uses_gpus: bool, context: WorkerContext) -> None:
     # Accelerate, Transformers and Lightning train one model on all ranks by default, even on CPUs,
     # of which they would use one.
-    after_import("accelerate.state", huggingface.see_all_ranks)
+    adapt("accelerate.state", huggingface.see_all_ranks)
     for name in lightning.CONNECTORS:
-        after_import(name, partial(lightning.see_all_ranks, uses_gpus=uses_gpus))
+        adapt(name, partial(lightning.see_all_ranks, uses_gpus=uses_gpus))
     _keep_groups()
     _report_training(context)
     # `SparkFiles` finds files as in Spark's own functions.
     if folder := os.environ.get(SPARK_FILES):
         for name in pyspark.MODULES_OF_SPARK_FILES:
-            after_import(name, partial(pyspark.find_spark_files, folder=folder))
+            adapt(name, partial(pyspark.find_spark_files, folder=folder))
 
 
 def _report_training(context: WorkerContext) -> None:
@@ -43,9 +43,7 @@ def _report_training(context: WorkerContext) -> None:
         if had_group:
             context.send(Trained(had_group[0] or torch.has_had_group()))
 
-    after_import(
-        "torch.optim.optimizer", lambda each: each.register_optimizer_step_post_hook(note_step)
-    )
+    adapt("torch.optim.optimizer", lambda each: each.register_optimizer_step_post_hook(note_step))
     context.add_final_step(report)
 
 
@@ -60,12 +58,12 @@ def _keep_groups() -> None:
     # depends on the order of imports: the default arguments in `torch.distributed.nn.functional`
     # own the default group if that module (which `torch._dynamo` imports) is first imported after
     # `init_process_group`. So every DDP model keeps its group's Python object until it is freed.
-    after_import("torch.nn.parallel.distributed", torch.keep_groups_of_models)
+    adapt("torch.nn.parallel.distributed", torch.keep_groups_of_models)
     # Before version 2.8 (https://github.com/pytorch/pytorch/pull/154976), torch does not release
     # the lock in `destroy_process_group()` either. With torch 2.4, three of four runs of torchrun
     # in which three ranks destroy their group right after `all_gather_object` did not end. There,
     # destroyed groups exist until this process ends.
-    after_import("torch.distributed.distributed_c10d", torch.keep_destroyed_groups)
+    adapt("torch.distributed.distributed_c10d", torch.keep_destroyed_groups)
 
 
 def read_variables_at_import() -> None:

@@ -40,7 +40,7 @@ from distributor.core.mlflow_env import (
     USE_NOT_DETECTED,
 )
 from distributor.core.text import counted
-from distributor.rank.import_hooks import after_import
+from distributor.rank.import_hooks import adapt
 
 # The registries of stores that are replaced, by the groups in which plugins extend them.
 STORE_GROUPS = ("mlflow.tracking_store", "mlflow.model_registry_store")
@@ -67,7 +67,7 @@ def install_mlflow_hooks() -> None:
         "mlflow.tracking.registry": hooks.change_stores,
     }
     for name, change in changes.items():
-        after_import(name, change)
+        adapt(name, change)
 
 
 class _Hooks:

@@ -17,7 +17,7 @@ from typing import Any
 
 from distributor._compat import torch as private
 from distributor.core.addresses import is_loopback, joined, resolve
-from distributor.rank.import_hooks import after_import
+from distributor.rank.import_hooks import adapt
 from distributor.serialization import code_pickle
 
 USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -27,10 +27,10 @@ RUN_ID = "TORCHELASTIC_RUN_ID"
 def allow_own_rendezvous(host: str, port: int, run_id: str) -> None:
     """Have this process serve a store itself if its program chooses another port."""
     choose = partial(_choose_store, host, port, run_id)
-    after_import("torch.distributed.rendezvous", partial(private.choose_store, choose=choose))
-    after_import("torch.distributed.distributed_c10d", private.separate_initializations)
+    adapt("torch.distributed.rendezvous", partial(private.choose_store, choose=choose))
+    adapt("torch.distributed.distributed_c10d", private.separate_initializations)
     wrap = partial(_SpawnedFunction, host, port, run_id)
-    after_import("torch.multiprocessing.spawn", partial(private.wrap_spawned, wrap=wrap))
+    adapt("torch.multiprocessing.spawn", partial(private.wrap_spawned, wrap=wrap))
 
 
 def _choose_store(host: str, port: int, run_id: str, wanted_host: str, wanted_port: int) -> str:
