@@ -316,25 +316,6 @@ def parse_type(text: str) -> Any:
     return _parse_datatype_string(text)
 
 
-def scanned_parquet(frame: Any) -> str | None:
-    """Return the path of the Parquet files whose rows are all that a classic DataFrame has."""
-    try:
-        plan = frame._jdf.queryExecution().analyzed()
-        while plan.nodeName() == "Project" and all(
-            plan.projectList().apply(at).nodeName() == "AttributeReference"
-            for at in range(plan.projectList().size())
-        ):
-            plan = plan.child()
-        files = plan.relation()
-        kinds = [part.getClass().getSimpleName() for part in (files.fileFormat(), files.location())]
-        # Table formats such as Delta have Parquet files too, of which some are of the past.
-        if kinds == ["ParquetFileFormat", "InMemoryFileIndex"]:
-            return str(files.location().rootPaths().head().toString())
-    except Exception:  # Connect's, or Py4J's for other rows
-        pass
-    return None
-
-
 def keep_call_site(frame: Any) -> None:
     """Have a classic DataFrame's ``collect`` leave the job's call site as it is."""
     # PySpark would name the line of this package that calls `collect`. A version that works

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import itertools
 import os
@@ -31,7 +30,6 @@ from distributor.data.share import whole_number
 from distributor.data.tensors import TensorOptions, check_columns
 from distributor.errors import UnpicklableError
 from distributor.filesystems import list_files, make_folder, resolve
-from distributor.screen.messages import notify
 from distributor.serialization import code_pickle
 from distributor.serialization.code_search import imports_of
 from distributor.serialization.pickle_diagnostics import explain_parts
@@ -353,21 +351,11 @@ class _SparkRows:
         return _described(_mapped(self.session, self._rows(plan).limit(2), plan, *_DESCRIBE))
 
     def planned(self, plan: Prediction, task: str, schema: StructType | str) -> Any:
-        if path := private.scanned_parquet(self._frame):
-            _suggest_files(path)
         return _mapped(self.session, self._rows(plan), plan, task, schema)
 
     def _rows(self, plan: Prediction) -> Any:
         columns = self._frame.columns
         return numbered(self._frame).select(*(f"c{columns.index(name)}" for name in plan.names))
-
-
-@functools.cache  # once for each path
-def _suggest_files(path: str) -> None:
-    notify(
-        f"The rows to predict are those of the Parquet files {path}, which the tasks read faster "
-        f"themselves: predict(from_parquet({path.removeprefix('file:')!r}), …)."
-    )
 
 
 class _FileRows:

@@ -346,17 +346,6 @@ def test_types_are_parsed(spark: Any) -> None:
         assert private.parse_type("bigint") == LongType()
 
 
-def test_a_scan_of_parquet_files_is_known(spark: Any, tmp_path: Path) -> None:
-    path = str(tmp_path / "rows")
-    spark.range(10).selectExpr("id", "id * 2 as x").write.parquet(path)
-    rows = spark.read.parquet(path)
-    with relies_on("pyspark", "the plan of a DataFrame", "pyspark.scanned_parquet"):
-        assert private.scanned_parquet(rows) == f"file:{path}"
-        assert private.scanned_parquet(rows.select("x")) == f"file:{path}"
-    others = rows.where("x > 3"), rows.withColumn("y", rows.x + 1), spark.range(3), rows.limit(2)
-    assert [private.scanned_parquet(other) for other in others] == [None] * 4
-
-
 def test_stages_of_spark_ml_have_params(spark: Any) -> None:
     from pyspark.ml.param import TypeConverters
     from pyspark.ml.param.shared import HasMaxIter
