@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,6 +59,23 @@ def cell_name(file: str) -> str:
 def with_cell_names(text: str) -> str:
     """Name the cells in a traceback as IPython does, instead of their files."""
     return _FILE.sub(lambda file: cell_name(file[1]) or file[0], text)
+
+
+def format_users_part(error: BaseException) -> str:
+    """Format a traceback from the first frame on that is neither this package's nor a library's.
+
+    If there is none, return the frames below those of this package; "" if there are none either.
+    """
+    first = below = None
+    trace = error.__traceback__
+    while trace is not None and first is None:
+        file = trace.tb_frame.f_code.co_filename
+        below = None if file.startswith(PACKAGE) else below or trace
+        if not file.startswith((PACKAGE, *LIBRARIES, "<frozen")):
+            first = trace
+        trace = trace.tb_next
+    shown = first or below
+    return "".join(traceback.format_exception(type(error), error, shown)) if shown else ""
 
 
 def _rendered(error: BaseException) -> list[str]:

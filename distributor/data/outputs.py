@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 ELEMENTS = (
     pa.bool_(),
@@ -18,6 +21,7 @@ ELEMENTS = (
     pa.float32(),
     pa.float64(),
     pa.string(),
+    pa.binary(),
 )
 # Types that Spark does not have, and those with all of their values.
 _WIDER = {pa.uint8(): pa.int16(), pa.float16(): pa.float32()}
@@ -42,12 +46,22 @@ def type_of(value: Any, name: str) -> pa.DataType:
     """Return the type of the column for an output that has a value for each row."""
     if isinstance(value, Mapping):
         return pa.struct([(key, type_of(each, f"{name}.{key}")) for key, each in value.items()])
-    found = _elements(value, name).type
-    found = _WIDER.get(found, found)
-    if found not in ELEMENTS:
-        raise TypeError(f"Output {name!r} has the type {found}, for which there is no column.")
-    for _ in _shape(value)[1:]:
-        found = pa.list_(found)
+    numbers = _numbers(value)
+    if numbers is None:
+        found = _listed_column(value, name).type
+    else:
+        found = pa.array(numbers[:0].reshape(-1) if numbers.ndim else [numbers.item()]).type
+        found = _WIDER.get(found, found)
+        for _ in numbers.shape[1:]:
+            found = pa.list_(found)
+    kind = unsupported(found)
+    if kind == pa.null():
+        raise TypeError(
+            f"Output {name!r} has no value in the first rows but None and empty lists. Name its "
+            "type, such as outputs='words array<string>'."
+        )
+    if kind is not None:
+        raise TypeError(f"Output {name!r} has the type {kind}, for which there is no column.")
     return found
 
 
@@ -56,8 +70,9 @@ def to_arrow(value: Any, kind: pa.DataType, rows: int, name: str) -> pa.Array:
 
     Parameters
     ----------
-    value : tensor, array of numpy, list of str, or dict of these
-        A value for each row along the first dimension.
+    value : tensor, array of numpy, list, or dict of these
+        A value for each row along the first dimension. Lists may contain lists, of any lengths, and
+        None for nulls.
     kind : pyarrow.DataType
         The column's type: an element, lists of them, one inside the other, a Spark ML vector, or a
         struct of these for a dict.
@@ -100,6 +115,9 @@ def _plain(value: Any, kind: pa.DataType, rows: int, name: str) -> pa.Array:
             f"Output {name!r} has {found} for {rows} rows. A model must return one for each row, "
             "along the first dimension."
         )
+    numbers = _numbers(value)
+    if numbers is None:
+        return _cast(_listed_column(value, name), kind, name)
     depth = _depth(kind)
     if depth == 0 and shape[1:] == (1,):
         shape = shape[:1]
@@ -108,14 +126,11 @@ def _plain(value: Any, kind: pa.DataType, rows: int, name: str) -> pa.Array:
             f"Output {name!r} has the shape {shape}, and its column has {depth} dimensions for "
             f"each row: {kind}."
         )
-    values = _elements(value, name)
     element = kind
     while pa.types.is_list(element):
         element = element.value_type
-    try:
-        column = values.cast(element)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"Output {name!r} does not fit {element}: {error}") from None
+    # A copy: a model may return the same memory for each batch.
+    column = _cast(pa.array(np.array(numbers, order="C").reshape(-1)), element, name)
     # The innermost lists come first.
     for size in reversed(shape[1:]):
         ends = np.arange(len(column) // size + 1 if size else rows + 1, dtype=np.int32) * size
@@ -131,17 +146,41 @@ def _shape(value: Any) -> tuple[int, ...]:
     return (len(value),) if isinstance(value, (list, tuple)) else tuple(np.shape(value))
 
 
-def _elements(value: Any, name: str) -> pa.Array:
-    """Return all elements of an output, one after the other."""
+def _cast(column: pa.Array, kind: pa.DataType, name: str) -> pa.Array:
+    try:
+        return column.cast(kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise ValueError(f"Output {name!r} does not fit {kind}: {error}") from None
+
+
+def _numbers(value: Any) -> NDArray[Any] | None:
+    """Return a tensor or array of numbers as an array; None for anything else."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        # A copy: a model may return the same memory for each batch.
-        return pa.array(np.array(value, order="C").reshape(-1))
-    if isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value):
-        return pa.array(value, pa.string())
-    raise TypeError(
-        f"Output {name!r} is of the type {type(value).__name__}. A model must return a tensor, an "
-        "array of numbers or a list of strings, or a dict of these by the names of columns."
-    )
+    is_plain = isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)
+    return value if is_plain and value.dtype.kind in "biuf" else None
+
+
+def _listed_column(value: Any, name: str) -> pa.Array:
+    listed = _listed(value)
+    if not isinstance(listed, list):
+        raise TypeError(
+            f"Output {name!r} is of the type {type(value).__name__}. A model must return a tensor, "
+            "an array of numbers or texts, or a list with a value for each row, or a dict of these "
+            "by the names of columns."
+        )
+    try:
+        return pa.array(listed)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        raise TypeError(f"Output {name!r} has values of no common type: {error}") from None
+
+
+def _listed(value: Any) -> Any:
+    """Return lists in place of tuples, tensors and arrays."""
+    if isinstance(value, torch.Tensor):
+        value = _numbers(value)
+    # Of times in nanoseconds, numpy makes integers.
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufOUS":
+        value = value.tolist()
+    return [_listed(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -18,6 +18,7 @@ import pyarrow as pa
 import torch
 
 from distributor._compat import pyspark as private
+from distributor.core.cell_errors import ends_at_caller
 from distributor.core.extras import require_spark
 from distributor.core.paths import shown
 from distributor.data.dataframes import is_dataframe, numbered, vectors_of
@@ -45,6 +46,7 @@ DEFAULT_OUTPUT = "prediction"
 PARTITION_BYTES = 128 * 1024 * 1024  # of Parquet files' rows in a task, as Spark's for files
 
 
+@ends_at_caller
 def predict(
     data: DataFrame | ParquetShard,
     load: Callable[..., Callable[[Any], Any]],
@@ -79,8 +81,9 @@ def predict(
         Returns the model: a module, which is moved to the device and set to evaluation, or a
         callable. It is called on the executors. The model gets tensors without gradients, and
         returns a tensor with a value for each row along its first dimension, or a dict of tensors
-        by the names of columns. It may also return arrays of numpy and lists of strings. Modules of
-        the user, such as those beside the notebook, are sent to the executors.
+        by the names of columns. It may also return arrays of numpy and lists, in which
+        None is a null. Modules of the user, such as those beside the notebook, are sent to the
+        executors.
     checkpoint : Checkpoint or Result, optional
         What `load` loads: it is called with the path of a local folder with the checkpoint's files.
         Of a Result it is the latest checkpoint.
@@ -89,9 +92,9 @@ def predict(
         of several. Strings are lists. By default, a dict of all columns.
     outputs : str or pyspark.sql.types.StructType, optional
         The names and types of the model's outputs, such as ``"label int, scores array<float>"``; or
-        a type alone, for the output ``prediction``. The types are boolean, numbers, string, arrays
-        and structs of these, and ``VectorUDT()`` in a StructType. A dict in a dict is a struct. By
-        default a job finds the types, by the model's outputs for two rows.
+        a type alone, for the output ``prediction``. The types are boolean, numbers, string, binary,
+        arrays and structs of these, and ``VectorUDT()`` in a StructType. A dict in a dict is a
+        struct. By default a job finds the types, by the model's outputs for two rows.
     keep : sequence of str, optional
         The columns that the result has before the outputs; by default all. Fewer are faster.
     batch_size : int, default 1024
@@ -202,6 +205,7 @@ def predict_to_parquet(
     return sum(file.rows for file in written)
 
 
+@ends_at_caller
 def predict_batch_udf(
     make_predict_fn: Callable[[], Callable[..., Any]], **options: Any
 ) -> Callable[..., Any]:
@@ -470,7 +474,8 @@ def _parse_outputs(outputs: Any) -> StructType:
         if (kind := unsupported(field.type)) is not None:
             raise ValueError(
                 f"outputs has {field.name!r} of the type {kind}, which a model cannot return. The "
-                "types are numbers, boolean, string, arrays and structs of these, and vectors."
+                "types are numbers, boolean, string, binary, arrays and structs of these, and "
+                "vectors."
             )
         if found.names.count(field.name) > 1:
             raise ValueError(f"outputs has {field.name!r} twice. Rename one of the two.")
@@ -491,6 +496,11 @@ def _check_callable(name: str, function: object) -> None:
     if not callable(function):
         hint = " Pass a function that returns the model." if name == "load" else ""
         raise TypeError(f"{name} must be a function, but is {type(function).__name__}.{hint}")
+    if isinstance(function, torch.nn.Module) and name != "collate_fn":
+        raise TypeError(
+            f"{name} must be a function that returns the model, but is itself a module, "
+            f"{type(function).__name__}. Write a function around it: lambda: model."
+        )
 
 
 def _modules(session: Session, *functions: Any) -> str | None:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, wraps
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from distributor.core.cell_errors import format_users_part
 from distributor.data.batches import (
     PART_BYTES,
     Converted,
@@ -36,6 +37,7 @@ from distributor.data.tensors import TensorOptions
 from distributor.rank.devices import move
 from distributor.spark.executor_modules import modules_from
 
+T = TypeVar("T")
 MAX_WAIT_SECONDS = 0.1  # for more rows of a batch
 MAX_MODELS = 2  # that a Python worker keeps; those used last
 _MODELS: dict[tuple[str, str], Model] = {}
@@ -166,8 +168,16 @@ class Model:
                 "device out, so that the model is on the CPU there."
             )
         self._model: Callable[[Any], Any] = load_once(prediction.key, load)
+        if not callable(self._model):
+            name = (
+                "None" if self._model is None else f"a value of type {type(self._model).__name__}"
+            )
+            raise TypeError(
+                f"load has returned {name}, which is no model. It must "
+                "return a module, or a function of the batch."
+            )
         if isinstance(self._model, torch.nn.Module):
-            self._model = self._model.to(self._device).eval()
+            self._model = _in_evaluation(self._model.to(self._device))
 
     def outputs(self, batch: Any) -> dict[str, Any]:
         """Return what the model makes of a batch, by the names of columns."""
@@ -179,11 +189,49 @@ class Model:
             return named_outputs(self._model(batch), self._default)
 
 
+def _in_evaluation(model: torch.nn.Module) -> torch.nn.Module:
+    try:
+        return model.eval()
+    except NotImplementedError as error:  # of torch.export
+        raise TypeError(
+            f"load has returned an exported module, which eval() does not support ({error}). "
+            "Export the model in evaluation mode, and return a function that calls the module: "
+            "lambda batch: module(batch)."
+        ) from error
+
+
 def _load_from(checkpoint: Any, load: Callable[[str], Any]) -> Any:
     with checkpoint.as_directory() as folder:
         return load(folder)
 
 
+class _RowsFailed(RuntimeError):
+    """Names the rows for which its cause was raised."""
+
+
+def _explained(error: Exception) -> RuntimeError:
+    """Return an error whose message has the traceback of the user's functions.
+
+    PySpark shows the frames of the error that a task raises, but not those of its cause.
+    """
+    summary, cause = f"{type(error).__name__}: {error}", error
+    if isinstance(error, _RowsFailed) and isinstance(error.__cause__, Exception):
+        summary, cause = str(error), error.__cause__
+    return RuntimeError(f"{summary}\n\n{format_users_part(cause)}".rstrip())
+
+
+def _explains_errors(task: Callable[..., Iterator[T]]) -> Callable[..., Iterator[T]]:
+    @wraps(task)
+    def generate(*args: Any) -> Iterator[T]:
+        try:
+            yield from task(*args)
+        except Exception as error:
+            raise _explained(error) from None
+
+    return generate
+
+
+@_explains_errors
 def predict_rows(
     argument: bytes, batches: Iterator[pa.RecordBatch], _: str
 ) -> Iterator[pa.RecordBatch]:
@@ -216,6 +264,7 @@ def write_rows(
     yield pa.RecordBatch.from_arrays([pa.array([name]), pa.array([rows])], ["name", "rows"])
 
 
+@_explains_errors
 def load_function(argument: bytes, _: Iterator[Any], __: str) -> Iterator[Callable[..., Any]]:
     """Yield the function of `predict_batch_udf`, which the executor has loaded once."""
     key, functions, modules = pickle.loads(argument)
@@ -225,8 +274,11 @@ def load_function(argument: bytes, _: Iterator[Any], __: str) -> Iterator[Callab
 
     @wraps(found)  # PySpark looks at the parameters
     def predict_fn(*columns: Any) -> Any:
-        with modules_from(modules):  # it may import one only when it is called
-            return found(*columns)
+        try:
+            with modules_from(modules):  # it may import one only when it is called
+                return found(*columns)
+        except Exception as error:
+            raise _explained(error) from None
 
     yield predict_fn
 
@@ -239,6 +291,7 @@ def _predict(prediction: Prediction, batches: Iterator[pa.RecordBatch]) -> Itera
             yield _predicted(prediction, model, batch, part)
 
 
+@_explains_errors
 def describe_outputs(
     argument: bytes, batches: Iterator[pa.RecordBatch], _: str
 ) -> Iterator[pa.RecordBatch]:
@@ -341,4 +394,4 @@ def _errors_name_rows(part: int, first: int, num_rows: int) -> Iterator[None]:
         yield
     except Exception as error:
         where = f"rows {first:,} to {first + num_rows - 1:,} of partition {part}"
-        raise RuntimeError(f"{type(error).__name__} for {where}: {error}") from error
+        raise _RowsFailed(f"{type(error).__name__} for {where}: {error}") from error

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -30,8 +31,9 @@ from distributor.data import (
     predict_batch_udf,
     predict_to_parquet,
     prediction,
+    prediction_task,
 )
-from distributor.data.outputs import to_arrow
+from distributor.data.outputs import to_arrow, type_of
 from distributor.errors import UnpicklableError
 from distributor.spark.session import Session
 
@@ -347,8 +349,6 @@ def test_the_users_modules_are_sent(
 
 
 def test_a_checkpoint_is_loaded(data: Any, tmp_path: Path) -> None:
-    from types import SimpleNamespace
-
     from distributor.train import Checkpoint
 
     torch.save(torch.full((WIDTH,), 3.0), tmp_path / "weight.pt")
@@ -394,6 +394,91 @@ def test_columns_do_not_use_the_models_memory() -> None:
     column = to_arrow(output, pa.list_(pa.float32()), 3, "y")
     output.zero_()
     assert column.to_pylist() == [[0, 3], [1, 4], [2, 5]]
+
+
+LISTS: list[tuple[Any, pa.DataType, list[Any]]] = [  # outputs, their types, and the rows
+    (["a", None], pa.string(), ["a", None]),
+    ([["a", "b"], ["c"]], pa.list_(pa.string()), [["a", "b"], ["c"]]),
+    ([("a", None), None], pa.list_(pa.string()), [["a", None], None]),
+    ([[["a"], []], []], pa.list_(pa.list_(pa.string())), [[["a"], []], []]),
+    (np.array([["a", "b"]] * 2), pa.list_(pa.string()), [["a", "b"]] * 2),
+    (np.array([["a", None]] * 2, object), pa.list_(pa.string()), [["a", None]] * 2),
+    (np.array([1, None], object), pa.int64(), [1, None]),
+    (np.ma.masked_array([1, 2], [False, True]), pa.int64(), [1, None]),
+    ([np.int32(1), None], pa.int64(), [1, None]),
+    ([torch.tensor(1.5), torch.tensor(2)], pa.float64(), [1.5, 2.0]),
+    ([torch.arange(2), torch.arange(0)], pa.list_(pa.int64()), [[0, 1], []]),
+    (np.array([[b"a"], [b"b"]]), pa.list_(pa.binary()), [[b"a"], [b"b"]]),
+    (torch.tensor([True, False]), pa.bool_(), [True, False]),
+    (torch.ones(2, 1, dtype=torch.bfloat16), pa.list_(pa.float32()), [[1.0], [1.0]]),
+    (np.ones((2, 0), np.uint8), pa.list_(pa.int16()), [[], []]),
+]
+
+
+@pytest.mark.parametrize(("output", "kind", "rows"), LISTS, ids=lambda value: str(value)[:40])
+def test_lists_and_nulls_are_outputs(output: Any, kind: pa.DataType, rows: list[Any]) -> None:
+    assert type_of(output, "y") == kind
+    assert to_arrow(output, kind, 2, "y").to_pylist() == rows
+    if pa.types.is_integer(kind):
+        assert to_arrow(output, pa.float32(), 2, "y").to_pylist() == rows
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (None, "Output 'y' is of the type NoneType. A model must return"),
+        ("ab", "Output 'y' is of the type str. A model must return"),
+        ((each for each in "ab"), "Output 'y' is of the type generator. A model must return"),
+        ([1, "a"], "Output 'y' has values of no common type"),
+        ([object()] * 2, "Output 'y' has values of no common type"),
+        ([[], [None]], "Output 'y' has no value in the first rows but None and empty lists"),
+        ([None] * 2, "Output 'y' has no value in the first rows but None and empty lists"),
+        (np.array(["2024-01-01"] * 2, "M8[ns]"), "Output 'y' is of the type ndarray"),
+        ([datetime(2024, 1, 1)] * 2, "Output 'y' has the type timestamp[us], for which there is"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_an_output_without_a_type(output: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        type_of(output, "y")
+
+
+@pytest.mark.parametrize(
+    ("output", "kind", "message"),
+    [
+        (["a"], pa.string(), "Output 'y' has 1 values for 2 rows"),
+        (["a", "b"], pa.list_(pa.string()), "Output 'y' does not fit list<"),
+        ([["a"], ["b"]], pa.string(), "Output 'y' does not fit string"),
+        ([1, 1.5], pa.int64(), "Output 'y' does not fit int64"),
+    ],
+    ids=str,
+)
+def test_lists_that_do_not_fit(output: Any, kind: pa.DataType, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        to_arrow(output, kind, 2, "y")
+
+
+def exported() -> Any:
+    program: Any = torch.export.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),))
+    return program.module()
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (lambda: None, "load has returned None, which is no model. It must return a module"),
+        (dict, "load has returned a value of type dict, which is no model"),
+        (exported, "load has returned an exported module, which eval() does not support"),
+    ],
+)
+def test_what_load_returns_is_no_model(
+    load: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prediction_task, "load_once", lambda _, load: load())
+    functions = cloudpickle.dumps([load, None, None])
+    plan: Any = SimpleNamespace(functions=functions, default="y", key="key")
+    with pytest.raises(TypeError, match=re.escape(message)):
+        prediction_task.Model(plan, "cpu", torch.get_num_threads())
 
 
 def test_an_output_that_is_no_struct() -> None:
@@ -563,6 +648,38 @@ def test_a_task_that_fails_names_the_rows(data: Any) -> None:
     assert re.search(r"Output 'y' has \d+ values for \d+ rows", str(caught.value))
 
 
+def tokenize(rows: Any) -> Any:
+    return rows["no such column"]  # the line of the user
+
+
+def model_of(function: Any) -> Any:
+    return lambda: function
+
+
+@pytest.mark.parametrize("outputs", [None, "float"])
+@pytest.mark.parametrize(
+    ("load", "collate_fn"),
+    [
+        (model_of(lambda batch: tokenize(batch)), None),
+        (lambda: tokenize({}), None),
+        (model_of(torch.abs), lambda batch: tokenize(batch)),
+    ],
+    ids=["model", "load", "collate_fn"],
+)
+def test_an_error_shows_the_users_lines(
+    spark: Any, load: Any, collate_fn: Any, outputs: str | None
+) -> None:
+    rows = spark.range(2).coalesce(1)
+    with pytest.raises(Exception, match=r"KeyError.*: 'no such column'") as caught:
+        predict(rows, load, columns=["id"], outputs=outputs, collate_fn=collate_fn).collect()
+    shown = str(caught.value)
+    assert 'return rows["no such column"]  # the line of the user' in shown
+    _, _, below = shown.partition("KeyError")
+    assert "/distributor/" not in below.replace("/tests/", "")
+    assert shown.count("/distributor/data/") <= 1
+    assert "java" not in shown
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="executors have a GPU")
 @pytest.mark.parametrize("data", ["files"], indirect=True)
 def test_an_executor_without_the_gpu_is_named(data: Any) -> None:
@@ -585,6 +702,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"keep": "id"}, TypeError, "keep must be a list of names, but is the string 'id'"),
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, but is 0"),
     ({"load": 3}, TypeError, "load must be a function, but is int"),
+    ({"load": torch.nn.ReLU()}, TypeError, "load must be a function that returns the model, but"),
     ({"collate_fn": 3}, TypeError, "collate_fn must be a function, but is int"),
     ({"device": "no"}, RuntimeError, "no"),
     ({"checkpoint": "/a"}, TypeError, "checkpoint must be a Checkpoint, or a Result that has one"),
