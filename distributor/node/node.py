@@ -90,7 +90,7 @@ class Answer(Generic[T]):
 
     def wait(self, timeout: float) -> T | None:
         try:
-            return self._answers.get(timeout=min(timeout, threading.TIMEOUT_MAX))
+            return self._answers.get(timeout=min(max(timeout, 0), threading.TIMEOUT_MAX))
         except queue.Empty:
             raise StartTimeout(self._otherwise) from None
 
@@ -271,7 +271,7 @@ class Node:
             raise NodeStopped
 
     def _wait_for(self, answer: Answer[T]) -> T | None:
-        found = answer.wait(self.share.start_timeout)
+        found = answer.wait(self._start_deadline - time.monotonic())
         self.check_not_ended()
         return found
 

@@ -17,7 +17,7 @@ _shown: set[tuple[str, str]] = set()
 _AT_IMPORT = state_of(own_spec())
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1000)
 def warn_once(message: str) -> None:
     """Show a warning that holds for this run and the next ones, once."""
     warn(message)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import tempfile
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from distributor.core.node_settings import NodeSettings
 from distributor.core.resources import local_folder
@@ -56,12 +57,18 @@ class RankStarter:
 
     def start(self, local_rank: int) -> WorkerHandle:
         """Start the node's rank number `local_rank`."""
+        with contextlib.ExitStack() as opened:
+            worker = self._start(local_rank, opened.enter_context)
+            opened.pop_all()  # the worker closes them
+        return worker
+
+    def _start(self, local_rank: int, opened: Callable[[Any], Any]) -> WorkerHandle:
         origin = self._node.origin(local_rank)
-        ours, theirs = socket.socketpair()
+        ours, theirs = map(opened, socket.socketpair())
         ours.sendall(self._node.secret)
-        outcome, answers, progress = anonymous_file(), anonymous_file(), anonymous_file()
+        outcome, answers, progress = (opened(anonymous_file()) for _ in range(3))
         folder = local_folder()
-        stdout, stderr = tempfile.TemporaryFile(dir=folder), tempfile.TemporaryFile(dir=folder)
+        stdout, stderr = (opened(tempfile.TemporaryFile(dir=folder)) for _ in range(2))
         is_first = origin.rank == 0
         scratch = new_scratch_path()
         worker_spec = WorkerSpec(

@@ -20,6 +20,8 @@ from distributor.core.addresses import host_name
 from distributor.core.redaction import Redaction
 from distributor.errors import ExecutorNotReady, StartTimeout
 
+OPTIONS_SECONDS = 60.0
+"""Seconds for pip to list its options."""
 TAIL_LINES = 12  # of the installer's output, in an error: the last ones contain the reason
 # Variables by which uv finds packages.
 UV_SOURCES = (
@@ -137,9 +139,17 @@ def _pip(python: Path) -> Installer:
 def _pip_options(python: Path, variables: Mapping[str, str]) -> set[str]:
     """Return the names of pip's options that are set, in its files or by variables."""
     command = [str(python), "-I", "-m", "pip", "config", "list"]
-    listed = subprocess.run(
-        command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    ).stdout
+    try:
+        listed = subprocess.run(
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=OPTIONS_SECONDS,
+        ).stdout
+    except subprocess.TimeoutExpired:  # of a file system that hangs, say; pip then reports it
+        return set()
     return set(re.findall(r"^[^\s=]*\.([\w-]+)=", listed, re.MULTILINE))
 
 

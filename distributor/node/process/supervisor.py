@@ -320,6 +320,7 @@ def start_supervisor(interpreter: Interpreter, limit: StartLimit) -> SupervisedS
             "start the ranks, is not ready."
         ) from None
     if not isinstance(reply, Ready):
+        ours.close()
         raise DistributorError(
             f"{interpreter.executable} could not be started as the supervisor of ranks."
         )
