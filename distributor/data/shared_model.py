@@ -11,7 +11,9 @@ import contextlib
 import fcntl
 import os
 import pickle
+import socket
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +27,9 @@ from distributor.serialization import code_pickle
 
 T = TypeVar("T")
 MAX_FILES = 4  # of an executor: those used last
+POLL_SECONDS = 0.05
+LOADING_SECONDS = 3600.0
+"""Seconds to wait for another Python worker of the executor that loads the same model."""
 
 
 def load_once(key: str, load: Callable[[], T]) -> T:
@@ -38,7 +43,7 @@ def load_once(key: str, load: Callable[[], T]) -> T:
         return load()
     path = folder / key
     if not path.exists():
-        with _locked(folder / "lock"):
+        with _locked(folder / f"{key}.lock"):
             if not path.exists():
                 value = load()
                 if not _saved(value, path):
@@ -112,13 +117,27 @@ def _mapped(path: Path) -> Any:
 
 
 def _remove_oldest(folder: Path) -> None:
-    files = [path for path in folder.iterdir() if path.name != "lock"]
-    for path in sorted(files, key=lambda path: path.stat().st_mtime)[:-MAX_FILES]:
-        path.unlink()  # workers that have mapped it keep it
+    # Those with a suffix are locks, and files that other workers write now.
+    files = [path for path in folder.iterdir() if not path.suffix]
+    with contextlib.suppress(FileNotFoundError):  # another worker removes them too
+        for path in sorted(files, key=lambda path: path.stat().st_mtime)[:-MAX_FILES]:
+            path.unlink()  # workers that have mapped it keep it
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    deadline = time.monotonic() + LOADING_SECONDS
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released when the process ends, however it ends
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                # It is released when the process ends, however it ends.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"Another Python worker of this executor on {socket.gethostname()} has been "
+                    f"loading the model for more than {LOADING_SECONDS:g} s. If load hangs there, "
+                    "the executor's stderr, or a stack of that process, shows where."
+                )
+            time.sleep(POLL_SECONDS)
         yield

@@ -32,6 +32,7 @@ from distributor.data import (
     predict_to_parquet,
     prediction,
     prediction_task,
+    shared_model,
 )
 from distributor.data.outputs import to_arrow, type_of
 from distributor.errors import UnpicklableError
@@ -456,6 +457,31 @@ def test_an_output_without_a_type(output: Any, message: str) -> None:
 def test_lists_that_do_not_fit(output: Any, kind: pa.DataType, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         to_arrow(output, kind, 2, "y")
+
+
+def test_a_model_waits_only_for_the_worker_that_loads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_model, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(shared_model, "LOADING_SECONDS", 0.2)
+    loading, loaded = threading.Event(), threading.Event()
+
+    def load() -> Any:
+        loading.set()
+        assert loaded.wait(60)
+        return torch.ones(1)
+
+    first = threading.Thread(target=shared_model.load_once, args=("first", load))
+    first.start()
+    try:
+        assert loading.wait(60)
+        assert shared_model.load_once("second", lambda: torch.zeros(1)).item() == 0
+        with pytest.raises(TimeoutError, match=r"loading the model for more than 0\.2 s"):
+            shared_model.load_once("first", load)
+    finally:
+        loaded.set()
+        first.join(60)
+    assert shared_model.load_once("first", torch.empty).item() == 1
 
 
 def exported() -> Any:
