@@ -340,8 +340,18 @@ class _SparkRows:
         self.session = Session(frame.sparkSession)
         self.columns: list[str] = frame.columns
 
-    def schema(self, _: Sequence[str]) -> Any:
-        return self._frame.schema
+    def schema(self, names: Sequence[str]) -> Any:
+        schema = self._frame.schema
+        for name in names:
+            try:
+                _arrow_schema(schema, {name})
+            except Exception as error:  # of another type in each version
+                raise TypeError(
+                    f"Column {name!r} of the DataFrame has the type "
+                    f"{schema[name].dataType.simpleString()}, which Spark does not convert to "
+                    "Arrow data. Cast it, or leave it out: name the others in columns and keep."
+                ) from error
+        return schema
 
     def vectors(self) -> frozenset[str]:
         return vectors_of(self._frame)

@@ -639,6 +639,37 @@ def test_a_type_that_spark_does_not_have(spark: Any, tmp_path: Path, kind: pa.Da
             predict(from_parquet(path), lambda: lambda v: v, **asked, **settings)
 
 
+@pytest.mark.parametrize("asked", [{"columns": "t", "keep": []}, {"columns": "id"}], ids=str)
+@pytest.mark.parametrize("sql", ["interval '1' year", "array(make_interval(1))"])
+def test_a_type_that_spark_does_not_convert(spark: Any, sql: str, asked: dict[str, Any]) -> None:
+    """It is refused if it is an input or kept, and hinders nothing otherwise."""
+    frame = spark.range(1).selectExpr("id", f"{sql} t")
+    settings: dict[str, Any] = {"outputs": "p long"}
+    with pytest.raises(TypeError, match=r"Column 't' of the DataFrame has the type .* Cast it, or"):
+        predict(frame, lambda: lambda ids: ids, **asked, **settings)
+    found = predict(frame, lambda: lambda ids: ids, columns="id", keep=["id"], **settings)
+    assert found.dtypes == [("id", "bigint"), ("p", "bigint")]
+
+
+@pytest.mark.parametrize(
+    ("sql", "kind", "expected"),
+    [
+        ("timestamp'1970-01-01 00:00:01Z'", "long", 10**6),
+        ("timestamp_ntz'1970-01-01 00:00:01'", "long", 10**6),
+        ("array(timestamp'1970-01-01 00:00:01Z')", "array<long>", [10**6]),
+        ("date'1970-01-03'", "int", 2),
+        ("interval '1' day", "long", 86_400 * 10**6),
+        ("cast('a' as binary)", "binary", b"a"),
+        ("array('a', 'b')", "array<string>", ["a", "b"]),
+    ],
+)
+def test_columns_of_each_type_are_inputs(spark: Any, sql: str, kind: str, expected: Any) -> None:
+    frame = spark.range(1).selectExpr(f"{sql} t")
+    outputs = f"p {kind}"
+    [row] = predict(frame, lambda: lambda t: t, columns="t", keep=[], outputs=outputs).collect()
+    assert row.p == expected
+
+
 def test_a_models_batches_are_full(data: Any, spark: Any) -> None:
     """They do not end where a row group or a batch of Spark ends."""
 
