@@ -34,6 +34,7 @@ from distributor.filesystems import list_files, make_folder, resolve
 from distributor.serialization import code_pickle
 from distributor.serialization.code_search import imports_of
 from distributor.serialization.pickle_diagnostics import explain_parts
+from distributor.spark.application_end import check_not_ended
 from distributor.spark.package_shipping import portable_task
 from distributor.spark.session import Session
 from distributor.spark.user_modules import ship_modules
@@ -338,6 +339,7 @@ class _SparkRows:
             )
         self._frame = frame
         self.session = Session(frame.sparkSession)
+        check_not_ended(self.session.spark)
         self.columns: list[str] = frame.columns
 
     def schema(self, names: Sequence[str]) -> Any:

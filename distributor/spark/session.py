@@ -41,6 +41,7 @@ class Session:
     """Whether this process has had an active session."""
 
     def __init__(self, spark: Any, requested: Mapping[str, str] | None = None) -> None:
+        Session._was_active = True
         self.spark = spark
         self.requested = requested or {}
         self.is_connect = private.is_connect_session(spark)
@@ -56,7 +57,6 @@ class Session:
             spark = SparkSession.active()
         except Exception:  # 3.5 and 4 raise different types for "no session"
             return None
-        Session._was_active = True
         return cls(spark)
 
     @classmethod

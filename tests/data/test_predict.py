@@ -867,7 +867,7 @@ IMPORTED_ONCE = """
 import json, os, sys
 from pyspark.sql import SparkSession
 
-from distributor.data import predict
+from distributor.data import predict, predict_batch_udf
 
 os.environ["PYSPARK_PYTHON"] = sys.executable
 spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
@@ -891,7 +891,18 @@ first = rows.mapInArrow(torch_is_there, "found boolean, daemon long").first()
 doubled = predict(rows, load, columns="id", outputs="y int", keep=[]).collect()
 again = rows.mapInArrow(torch_is_there, "found boolean, daemon long").first()
 same = first.daemon == again.daemon
-print("FACTS " + json.dumps({"first": first.found, "same": same, "y": [y for y, in doubled]}))
+spark.stop()
+ended = []
+for use in (
+    lambda: predict(rows, load, columns="id", outputs="y int"),
+    lambda: predict_batch_udf(load, return_type="int", batch_size=2),
+):
+    try:
+        use()
+    except Exception as error:
+        ended.append(f"{type(error).__name__}: {error}")
+facts = {"first": first.found, "same": same, "y": [y for y, in doubled], "ended": ended}
+print("FACTS " + json.dumps(facts))
 """
 
 
@@ -900,6 +911,9 @@ def test_workers_are_forked_from_a_process_that_has_imported_torch(
 ) -> None:
     with relies_on("pyspark", "pyspark.daemon.manager", "pyspark.serve_workers"):
         facts = facts_in(run_driver(IMPORTED_ONCE))
+    of_frame, of_function = facts.pop("ended")
+    assert re.match("ApplicationEnded: The Spark application has ended.* make a new one", of_frame)
+    assert "there is none: its session has been stopped. Make one" in of_function
     assert facts == {"first": True, "same": True, "y": [2 * at for at in range(10)]}
 
 
