@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import signal
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from distributor.core.addresses import joined
+from distributor.errors import DistributorError
 from distributor.rank.messages import (
     IGNORES_SIGTERM,
     SIGTERM_RECEIVED,
@@ -134,3 +137,27 @@ def connect_store(prefix: str, **options: Any) -> Any:
 
 
 _connecting = threading.Lock()
+TAG_BYTES = 32
+
+
+def sealed(key: str, data: bytes) -> bytes:
+    """Return a value for a key of the store with a tag that only this run's ranks can make."""
+    return _tag(key, data) + data
+
+
+def unsealed(key: str, found: bytes) -> bytes:
+    """Return a sealed value: anybody who reaches the store can write to it."""
+    tag, data = found[:TAG_BYTES], found[TAG_BYTES:]
+    if not hmac.compare_digest(tag, _tag(key, data)):
+        raise DistributorError(
+            f"The value of {key!r} is not what a rank has sent: another program writes to the "
+            f"rendezvous store at {joined(*worker_context().rendezvous)}. Use a network that only "
+            "the cluster can reach."
+        )
+    return data
+
+
+def _tag(key: str, data: bytes) -> bytes:
+    mac = hmac.new(worker_context().secret, key.encode() + b"\n", "sha256")
+    mac.update(data)
+    return mac.digest()

@@ -15,7 +15,7 @@ from distributor.core.addresses import host_name
 from distributor.core.text import listed
 from distributor.errors import ExecutorNotReady, StartTimeout
 from distributor.node.agent.worker_env import RANK_VARIABLES
-from distributor.rank.context import connect_store
+from distributor.rank.context import connect_store, sealed, unsealed
 from distributor.ray.node import POLL_SECONDS, RayNode, why_no_ray
 from distributor.serialization.pickle_diagnostics import name_of
 
@@ -34,7 +34,7 @@ class Peers:
 
     def set(self, name: str, value: object) -> None:
         """Share a value with all nodes."""
-        self._store.set(name, json.dumps(value))
+        self._store.set(name, sealed(name, json.dumps(value).encode()))
 
     def has(self, name: str) -> bool:
         """Return whether a value is there."""
@@ -49,7 +49,7 @@ class Peers:
             self._store.wait([name], timedelta(seconds=seconds))
         except dist.DistStoreError:
             raise StartTimeout(f"Not all Ray nodes started within start_timeout: {what}.") from None
-        return json.loads(self._store.get(name))
+        return json.loads(unsealed(name, bytes(self._store.get(name))))
 
 
 @dataclass(frozen=True)

