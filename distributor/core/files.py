@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+LOCK_POLL_SECONDS = 0.05
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
@@ -87,3 +91,18 @@ def is_private_folder(path: Path) -> bool:
 def for_this_user(path: str, flags: int) -> int:
     """Open a file that only this user can read, if it is created: an ``opener`` for `open`."""
     return os.open(path, flags, 0o600)
+
+
+def lock_exclusively(descriptor: int, seconds: float, late: str) -> None:
+    """Wait for an exclusive lock on a file, which is released when the process ends, however.
+
+    After so many seconds, raise TimeoutError with the text `late`.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(late)
+        time.sleep(LOCK_POLL_SECONDS)

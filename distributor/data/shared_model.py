@@ -8,12 +8,10 @@ end, and nothing to free: Spark removes the folder with the executor.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import pickle
 import socket
 import sys
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,13 +19,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from distributor.core.files import atomic_path, private_folder
+from distributor.core.files import atomic_path, lock_exclusively, private_folder
 from distributor.core.resources import spark_local_dirs
 from distributor.serialization import code_pickle
 
 T = TypeVar("T")
 MAX_FILES = 4  # of an executor: those used last
-POLL_SECONDS = 0.05
 LOADING_SECONDS = 3600.0
 """Seconds to wait for another Python worker of the executor that loads the same model."""
 
@@ -126,18 +123,12 @@ def _remove_oldest(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    deadline = time.monotonic() + LOADING_SECONDS
     with path.open("w") as file:
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                # It is released when the process ends, however it ends.
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"Another Python worker of this executor on {socket.gethostname()} has been "
-                    f"loading the model for more than {LOADING_SECONDS:g} s. If load hangs there, "
-                    "the executor's stderr, or a stack of that process, shows where."
-                )
-            time.sleep(POLL_SECONDS)
+        lock_exclusively(
+            file.fileno(),
+            LOADING_SECONDS,
+            f"Another Python worker of this executor on {socket.gethostname()} has been "
+            f"loading the model for more than {LOADING_SECONDS:g} s. If load hangs there, "
+            "the executor's stderr, or a stack of that process, shows where.",
+        )
         yield

@@ -38,6 +38,7 @@ def release_finished(workers: Sequence[WorkerHandle], run_is_done: bool) -> None
 def limit_lingering(workers: Sequence[WorkerHandle], sink: Sink) -> None:
     """Report workers that have done their work and do not end; after a while, kill them."""
     now = time.monotonic()
+    late: dict[int, WorkerHandle] = {}
     for worker in workers:
         if worker.running and now > worker.released_at + LINGERING_KILL_SECONDS:
             worker.process.kill()
@@ -47,14 +48,16 @@ def limit_lingering(workers: Sequence[WorkerHandle], sink: Sink) -> None:
             and now > worker.released_at + LINGERING_WARNING_SECONDS
         ):
             worker.has_lingering_warning = True
-            rank = worker.origin.rank
-            warning = (
-                f"distributor: {worker.origin} has done its work, but its process is still "
-                "running, because of a non-daemon thread, an exit handler or a finalizer. It is "
-                f"killed {LINGERING_KILL_SECONDS:.0f} s after the end of its work."
-            )
-            text = append_stacks(warning, dump_stacks({rank: worker}))
-            sink.write(rank, "stderr", f"{text}\n".encode())
+            late[worker.origin.rank] = worker
+    stacks = dump_stacks(late) if late else {}  # of all at once: each may take seconds
+    for rank, worker in late.items():
+        warning = (
+            f"distributor: {worker.origin} has done its work, but its process is still "
+            "running, because of a non-daemon thread, an exit handler or a finalizer. It is "
+            f"killed {LINGERING_KILL_SECONDS:.0f} s after the end of its work."
+        )
+        text = append_stacks(warning, {rank: stacks[rank]} if rank in stacks else {})
+        sink.write(rank, "stderr", f"{text}\n".encode())
 
 
 def terminate(workers: Sequence[WorkerHandle], wait: Callable[[], bool]) -> None:
