@@ -45,7 +45,7 @@ def run_attempts(run: Run, launcher: Launcher) -> list[Any]:
         opened = data.opened(spec.run_id, run.call_site, spec.settings.pool, run.cancellation)
     began = time.monotonic()
     listeners = Listeners(run.listeners, launcher.thread)
-    with launcher.opened(run) as launcher, opened, listeners:
+    with listeners, launcher.opened(run) as launcher, opened:
         try:
             attempt, values = _first_success(run, launcher, listeners)
         except Exception as error:
