@@ -437,7 +437,7 @@ def test_lists_and_nulls_are_outputs(output: Any, kind: pa.DataType, rows: list[
         (np.array(["2024-01-01"] * 2, "M8[ns]"), "Output 'y' is of the type ndarray"),
         ([datetime(2024, 1, 1)] * 2, "Output 'y' has the type timestamp[us], for which there is"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_an_output_without_a_type(output: Any, message: str) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
