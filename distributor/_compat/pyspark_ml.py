@@ -34,4 +34,7 @@ def qualified(context: Any, path: str) -> str:
     """Return a path with the file system that Spark takes it to be in."""
     java_path = context._jvm.org.apache.hadoop.fs.Path(path)
     filesystem = java_path.getFileSystem(context._jsc.hadoopConfiguration())
-    return str(filesystem.makeQualified(java_path).toString())
+    address = filesystem.makeQualified(java_path)
+    if address.toUri().getScheme() == "file":  # a path may contain what an address escapes
+        return str(address.toUri().toASCIIString())
+    return str(address.toString())

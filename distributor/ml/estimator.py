@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pyspark.ml import Estimator, Model
@@ -67,6 +67,9 @@ _check_frame = must_be("a Spark DataFrame", is_dataframe, TypeError)
 _check_config = must_be("a dict of values for JSON", instance_of(Mapping), TypeError)
 
 
+P = TypeVar("P", bound="_Params")
+
+
 def _config(value: Any) -> dict[str, Any]:
     _check_config("config", value)
     json.dumps(value)  # as the metadata has it; raises TypeError
@@ -85,6 +88,31 @@ class _Params(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasMaxIter, HasSeed
     probabilityCol = private.param(
         "probabilityCol", "column name for the probabilities of classes.", TypeConverters.toString
     )
+
+    def _with(self: P, **values: Any) -> P:
+        private.set_params(self, {}, values)
+        return self
+
+    def setFeaturesCol(self: P, value: str) -> P:
+        return self._with(featuresCol=value)
+
+    def setPredictionCol(self: P, value: str) -> P:
+        return self._with(predictionCol=value)
+
+    def setProbabilityCol(self: P, value: str) -> P:
+        return self._with(probabilityCol=value)
+
+    def setBatchSize(self: P, value: int) -> P:
+        return self._with(batchSize=value)
+
+    def getProbabilityCol(self) -> str:
+        return str(self.getOrDefault("probabilityCol"))
+
+    def getBatchSize(self) -> int:
+        return int(self.getOrDefault("batchSize"))
+
+    def getConfig(self) -> dict[str, Any]:
+        return dict(self.getOrDefault("config"))
 
     def write(self) -> StageWriter:
         """Return what saves this stage: ``write().overwrite().save(path)``."""
@@ -270,6 +298,21 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
             **settings,
         }
         self._distributor()
+
+    def setLabelCol(self, value: str) -> TorchEstimator:
+        return self._with(labelCol=value)
+
+    def setMaxIter(self, value: int) -> TorchEstimator:
+        return self._with(maxIter=value)
+
+    def setStepSize(self, value: float) -> TorchEstimator:
+        return self._with(stepSize=value)
+
+    def setSeed(self, value: int) -> TorchEstimator:
+        return self._with(seed=value)
+
+    def setConfig(self, value: Mapping[str, Any]) -> TorchEstimator:
+        return self._with(config=value)
 
     def parts(self) -> dict[str, Any]:
         """Return the arguments of the constructor that are no Params."""

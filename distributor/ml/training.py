@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,16 @@ if TYPE_CHECKING:
 
 FILE = "module.pt"
 """The file of a checkpoint: the states of the module and of the optimizer, and the epoch."""
+
+
+ADVICE = {
+    r"Drop their rows, or say what replaces them, as in fill=.*": (
+        "Drop their rows (df.dropna), or replace them (df.fillna)."
+    ),
+    r"Pass ragged=.*": "Make them as long in the DataFrame, or pass a function that reads the rows "
+    "as it likes: train=...",
+}
+"""What an estimator's user can do, by the advice of the loader that it has no argument for."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +91,17 @@ class ModuleLoop:
         rate = {} if config["stepSize"] is None else {"lr": config["stepSize"]}
         optimizer = self.optimizer(model.parameters(), **rate)
         first = self._resume(module, optimizer)
-        batches = get_dataset_shard().iter_torch_batches(
-            batch_size=config["batchSize"],
-            dtypes=self.dtypes,
-            shuffle=True,
-            seed=seed,
-        )
+        with _advice_for_estimators():
+            batches = get_dataset_shard().iter_torch_batches(
+                batch_size=config["batchSize"],
+                dtypes=self.dtypes,
+                shuffle=True,
+                seed=seed,
+            )
         for epoch in range(first, config["maxIter"]):
             # Of dropout: another on each rank, and the same after a failure.
             torch.manual_seed(seed + epoch * runtime.get_world_size() + runtime.get_global_rank())
-            for batch in batches:
+            for batch in _whole_batches(batches, label, config["batchSize"]):
                 output = model(batch[features])
                 loss = self.loss(output, self._target(batch[label], output, label))
                 optimizer.zero_grad()
@@ -130,6 +143,34 @@ class ModuleLoop:
                 "predict=lambda output: output.argmax(dim=1)."
             )
         return labels.to(output.dtype).view_as(output)
+
+
+@contextlib.contextmanager
+def _advice_for_estimators() -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        text = str(error)
+        for advice, own in ADVICE.items():
+            text = re.sub(advice, own, text)
+        raise type(error)(text) from None
+
+
+def _whole_batches(batches: Iterable[Any], label: str, batch_size: int) -> Iterator[Any]:
+    """Join a last batch of one row, of which BatchNorm can compute no variance, to the one before.
+
+    All ranks have as many rows.
+    """
+    waiting = None
+    with _advice_for_estimators():
+        for batch in batches:
+            if waiting is not None and len(batch[label]) == 1 < batch_size:
+                batch = {name: torch.cat([waiting[name], batch[name]]) for name in batch}
+            elif waiting is not None:
+                yield waiting
+            waiting = batch
+    if waiting is not None:
+        yield waiting
 
 
 def _save(

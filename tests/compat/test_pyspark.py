@@ -366,5 +366,5 @@ def test_stages_of_spark_ml_have_params(spark: Any) -> None:
 
 def test_paths_are_in_sparks_file_system(context: Any) -> None:
     with relies_on("pyspark", "SparkContext._jvm and _jsc", "pyspark_ml.qualified"):
-        assert pyspark_ml.qualified(context, "/a/b c") == "file:/a/b c"
-        assert pyspark_ml.qualified(context, "file:///a") == "file:/a"
+        assert pyspark_ml.qualified(context, "/a/b c%20d") == "file:///a/b%20c%2520d"
+        assert pyspark_ml.qualified(context, "file:///a") == "file:///a"

@@ -254,6 +254,15 @@ def test_a_training_function_without_a_module(numbers: Any, train: Any, error: s
 def test_params(numbers: Any) -> None:
     estimator = regressor(featuresCol="x", maxIter=1)
     assert estimator.getFeaturesCol() == "x"
+    for name in ("batchSize", "config", "featuresCol", "labelCol", "maxIter", "predictionCol"):
+        suffix = name[0].upper() + name[1:]
+        value = getattr(estimator, f"get{suffix}")()
+        assert getattr(estimator, f"set{suffix}")(value) is estimator
+    changed = regressor().setStepSize(0.5).setSeed(3).setProbabilityCol("p").setBatchSize(7)
+    assert (changed.getStepSize(), changed.getSeed(), changed.getBatchSize()) == (0.5, 3, 7)
+    assert changed.getProbabilityCol() == "p"
+    with pytest.raises(ValueError, match="batchSize"):
+        changed.setBatchSize(0)
     assert {each.name for each in estimator.params} == {
         *("batchSize", "config", "featuresCol", "labelCol", "maxIter", "predictionCol"),
         *("probabilityCol", "seed", "stepSize"),
@@ -344,15 +353,16 @@ def test_stages_are_saved_with_their_params_and_functions(points: Any, tmp_path:
     estimator = classifier(labelCol="kind", maxIter=2, config={"a": [1]}, timeout=100)
     model = TorchModel(Net(2), lambda output: output.amax(dim=1), batchSize=7)
     for stage in (estimator, model):
-        path = str(tmp_path / type(stage).__name__)
+        path = str(tmp_path / f"{type(stage).__name__} a%20b+ü")
         stage.save(path)
+        assert Path(path, "torch.pt").exists()
         with pytest.raises(Exception, match=r"already exists|ALREADY_EXISTS"):
             stage.save(path)
         loaded = type(stage).load(path)
         assert loaded.uid == stage.uid
         assert loaded.extractParamMap() == stage.extractParamMap()
         assert str(loaded.parts()["module"]) == str(stage.parts()["module"])
-    again = TorchEstimator.load(str(tmp_path / "TorchEstimator"))
+    again = TorchEstimator.load(str(tmp_path / "TorchEstimator a%20b+ü"))
     assert again.parts()["timeout"] == 100
     frames = (each.fit(points).transform(points) for each in (estimator, again))
     one, other = map(predictions_of, frames)
@@ -441,6 +451,32 @@ def test_rows_that_cannot_be_used(numbers: Any) -> None:
         model.transform(numbers)
     with pytest.raises(ValueError, match="featuresCol is 'features', which is no column"):
         TorchModel(Net()).transform(numbers)
+
+
+class Normalized(Net):
+    """Normalizes the features of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.nn.Sequential(self.hidden, torch.nn.BatchNorm1d(16))  # type: ignore[assignment]
+
+
+def test_a_last_batch_of_one_row_is_joined_to_the_one_before(numbers: Any) -> None:
+    estimator = regressor(module=Normalized, featuresCol="x", maxIter=1, batchSize=8)
+    trained = estimator.fit(numbers.limit(17)).module
+    assert trained.hidden[1].num_batches_tracked == 2  # type: ignore[index,operator,union-attr]
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        ("if(id = 3, null, x)", r"has 1 null.* Drop their rows \(df\.dropna\), or replace them"),
+        ("if(id = 3, array(1D), x)", r"Make them as long in the DataFrame, or pass a function"),
+    ],
+)
+def test_advice_is_for_an_estimator(numbers: Any, x: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        regressor(featuresCol="x").fit(numbers.selectExpr("id", "label", f"{x} x"))
 
 
 def loss_of_classes(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
