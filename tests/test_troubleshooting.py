@@ -36,7 +36,7 @@ from distributor.wire.spark_error_payload import TaskFailed
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ERRORS = error_classes()
-HANDLED_INSIDE = {"NodeStopped", "Relaunch", "Resized"}
+HANDLED_INSIDE = {"NodeStopped", "RefusedError", "Relaunch", "Resized"}
 NEVER_RAISED = {"TrainingFailedError"}
 """It is only a base class."""
 
