@@ -6,6 +6,8 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import needs_java, needs_late_threads
@@ -103,7 +105,13 @@ class SlowRun(RunFuture[None]):
 def test_runs_may_end_while_a_script_looks_for_those_that_are_active(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one, other = (SlowRun(lambda: None, Cancellation(), name) for name in ("one", "other"))
+    runs: list[Any] = [
+        SimpleNamespace(
+            spec=SimpleNamespace(program=SimpleNamespace(name=name)), cancellation=Cancellation()
+        )
+        for name in ("one", "other")
+    ]
+    one, other = (SlowRun(lambda: None, run) for run in runs)
     one.other, other.other = other, one
     monkeypatch.setattr(future, "_open_runs", {one, other})
     future._await_open_runs()

@@ -60,7 +60,8 @@ try:
     run = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).submit(fail)
     try:
         other.collect()
-    except Exception:
+    except Exception as error:
+        other_error = str(error)
         os.rmdir(folder)
     run.result()
 except KeyError as error:
@@ -80,6 +81,7 @@ except Exception:
 facts = {
     "restored": restored,
     "before": before,
+    "other error": other_error,
     "own warnings": [str(each.message) for each in caught],
 }
 print("FACTS " + json.dumps(facts))
@@ -99,7 +101,8 @@ def test_a_failure_is_shown_once_and_the_session_left_as_it_was(
 
     assert of_run.count('raise KeyError("lost")') == 1
     of_job = "ValueError: in a job beside the run"
-    assert of_job in of_run
+    assert of_job in facts["other error"], facts["other error"]
+    assert of_job in of_run, of_run
     assert len(set(re.findall(r"task \S+ in stage (\d+)", of_run))) == 1, "that of the other job"
     for noise in ("distributor-report", "[Stage", "Warning"):
         assert noise not in of_run

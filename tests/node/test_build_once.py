@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import stat
@@ -26,7 +25,6 @@ from distributor.node.environment.cache import (
     cache_folder,
     cache_folders,
 )
-from distributor.train.storage import shared_download as shared_download_module
 from distributor.train.storage.shared_download import shared_download
 
 
@@ -189,18 +187,3 @@ def test_a_zip_does_not_write_outside_of_its_folder(tmp_path: Path, name: str) -
         unpack(archive, tmp_path / "unpacked")
     assert list(outside.iterdir()) == []
     assert not (tmp_path / "passwd.link").is_symlink()
-
-
-def test_a_download_of_another_process_is_not_waited_for_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(shared_download_module, "DOWNLOAD_SECONDS", 0.2)
-
-    def download(folder: Path) -> None:
-        with pytest.raises(TimeoutError, match=r"for more than 0\.2 s"):
-            stack.enter_context(shared_download("checkpoint", Path.touch))
-        folder.mkdir()
-
-    with contextlib.ExitStack() as stack, shared_download("checkpoint", download) as copy:
-        assert copy.is_dir()

@@ -15,8 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from distributor.core.addresses import host_name
-from distributor.core.files import atomic_path, lock_exclusively, private_folder
+from distributor.core.files import atomic_path, private_folder
 from distributor.node.environment.cache import (
     CacheEntry,
     is_current_lock,
@@ -25,8 +24,6 @@ from distributor.node.environment.cache import (
     try_lock_exclusively,
 )
 
-DOWNLOAD_SECONDS = 6 * 3600.0
-"""Seconds to wait for another process that makes a copy."""
 Download = Callable[[Path], object]
 """Copies the remote folder into a folder of this machine, which it makes."""
 
@@ -49,13 +46,6 @@ def shared_download(name: str, download: Download) -> Iterator[Path]:
             if copy.acquire(download):
                 yield copy.folder
                 return
-
-
-def _late() -> str:
-    return (
-        f"Another process on {host_name()} has been downloading this checkpoint for more than "
-        f"{DOWNLOAD_SECONDS:g} s. If it hangs, end it, or look at the storage."
-    )
 
 
 def leftover_copies() -> list[CacheEntry]:
@@ -138,7 +128,7 @@ class _LocalCopy:
             return False
         if not self.folder.exists():
             with open_lock(self._download_lock_file) as lock:
-                lock_exclusively(lock, DOWNLOAD_SECONDS, _late())  # waits for one that makes it
+                fcntl.flock(lock, fcntl.LOCK_EX)  # waits for a process that makes it
                 if not self.folder.exists():
                     with atomic_path(self.folder, self._partial) as partial:
                         download(partial)
