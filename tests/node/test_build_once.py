@@ -170,15 +170,17 @@ def test_an_unpacked_environment_equals_the_packed_one(tmp_path: Path, suffix: s
     assert (found["version"], found["above"]) == ("{}.{}".format(*sys.version_info), None)
 
 
-@pytest.mark.parametrize("name", ["link/passwd", "../passwd.link"])
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("name", ["link/passwd", "../passwd.link", "to_a_file"])
 def test_a_zip_does_not_write_outside_of_its_folder(tmp_path: Path, name: str) -> None:
     archive, outside = tmp_path / "environment.zip", tmp_path / "outside"
     outside.mkdir()
     with zipfile.ZipFile(archive, "w") as file:
-        for path, target in {"bin/link": "../lib", "link": str(outside)}.items():
+        links = {"bin/link": "../lib", "link": outside, "to_a_file": outside / "new"}
+        for path, target in links.items():
             link = zipfile.ZipInfo(path)
             link.external_attr = (stat.S_IFLNK | 0o777) << 16
-            file.writestr(link, target)
+            file.writestr(link, str(target))
         below = zipfile.ZipInfo(name)
         below.external_attr = (stat.S_IFLNK | 0o777) << 16 if name.endswith("link") else 0
         file.writestr(below, "of the archive")

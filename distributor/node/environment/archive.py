@@ -55,12 +55,15 @@ def unpack(archive: Path, folder: Path) -> None:
 
 def _extract(packed: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Path) -> None:
     mode = member.external_attr >> 16
-    if not (folder / member.filename).parent.resolve().is_relative_to(folder.resolve()):
+    path = folder / member.filename
+    # A file is written through a link of its name; a link is not.
+    written = path.parent if stat.S_ISLNK(mode) else path
+    if not written.resolve().is_relative_to(folder.resolve()):
         raise zipfile.BadZipFile(f"{member.filename} would be written outside of the folder")
     if stat.S_ISLNK(mode):
-        (folder / member.filename).parent.mkdir(parents=True, exist_ok=True)
-        os.symlink(packed.read(member), os.fsencode(folder / member.filename))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.symlink(packed.read(member), os.fsencode(path))
         return
-    path = packed.extract(member, folder)
+    extracted = packed.extract(member, folder)
     if mode:
-        os.chmod(path, stat.S_IMODE(mode))
+        os.chmod(extracted, stat.S_IMODE(mode))
