@@ -379,15 +379,13 @@ def drop_messages(context: Any, names: Sequence[str], pattern: str) -> None:
     # A logger without a configuration of its own has that of a parent. With one, Spark would show
     # its messages whichever level the user's shell shows.
     configuration = logging_context.getConfiguration()
-    for logger in {
-        each.getName(): each for each in map(configuration.getLoggerConfig, names)
-    }.values():
-        if pattern:
-            dropping = log4j.core.filter.RegexFilter.createFilter(
-                pattern, None, False, results.DENY, results.NEUTRAL
-            )
-            logger.addFilter(dropping)
-            _filtered.append((logger, dropping))
+    used = {each.getName(): each for each in map(configuration.getLoggerConfig, names)}
+    for logger in used.values() if pattern else ():
+        dropping = log4j.core.filter.RegexFilter.createFilter(
+            pattern, None, False, results.DENY, results.NEUTRAL
+        )
+        logger.addFilter(dropping)
+        _filtered.append((logger, dropping))
     logging_context.updateLoggers()
 
 

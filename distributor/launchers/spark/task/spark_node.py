@@ -181,10 +181,11 @@ def provisions(
 @contextlib.contextmanager
 def _left_files_named(node: Node) -> Iterator[None]:
     """Name what the ranks beside rank 0 leave in the executor's folder, which ends with it."""
+    if node.share.node_rank != 0 or executor_of(zygote_owner()) is None:
+        yield  # with a local master, the folder is the driver's
+        return
     before = _entries_here()
     yield
-    if node.share.node_rank != 0 or executor_of(zygote_owner()) is None:
-        return  # with a local master, the folder is the driver's
     with contextlib.suppress(OSError):  # the folder is gone already
         left = sorted(_entries_here() - before)[:MAX_SHOWN]
         shown = ", ".join(
