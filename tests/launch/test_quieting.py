@@ -95,7 +95,7 @@ def test_a_failure_is_shown_once_and_the_session_left_as_it_was(
 ) -> None:
     import pandas
 
-    done = run_driver(A_FAILURE)
+    done = run_driver(A_FAILURE, env={"PYSPARK_PYTHON": sys.executable})
     facts = facts_in(done)
     of_run, _, users = done.stderr.partition("BEGIN\n")[2].partition("END\n")
 
