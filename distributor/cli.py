@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import os
 import re
-import shlex
 import shutil
 import signal
 import sys
@@ -30,7 +29,6 @@ from distributor.node.worker.stacks import append_stacks
 from distributor.prepared_run import prepare_run
 from distributor.programs.programs import module_of, program_of
 from distributor.run.settings import Settings, check_shown_ranks
-from distributor.run_file import Part, read_run_file
 from distributor.screen.screen import SCREEN
 from distributor.serialization.program import Module
 from distributor.settings.fields import help_of, setting_fields
@@ -84,8 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     options = parser.parse_args(tokens)
     try:
-        if options.command == "run":
-            options = _with_file(parser.run, options, tokens[1:])
         return _COMMANDS[options.command](options) or 0
     except KeyboardInterrupt:
         ended = ": the run has ended, and no rank is left" if options.command == "run" else ""
@@ -102,10 +98,6 @@ def _run(options: argparse.Namespace) -> None:
     args = options.args[1:] if options.args[:1] == ["--"] else options.args
     program = _program(options, args, has_environment=bool(settings.get("environment")))
     program_of(program, (), {})
-    if options.dry_run:
-        _Settings(**_fields_of(Settings, settings))
-        print(options.dry_run)
-        return
     with _cluster(options, settings) if "local_mode" in settings else _local(options):
         if hasattr(signal, "SIGQUIT"):
             signal.signal(signal.SIGQUIT, _show_stacks)
@@ -135,35 +127,6 @@ def _instead_of_command(command: EntryPoint, *_: EntryPoint, args: Sequence[str]
         if is_runnable(module):
             return f"its module is {module}: pass -m {module}, and its arguments after it."
     return f"pass the path of its script: {shutil.which(command.name) or command.name}."
-
-
-def _with_file(
-    parser: _Parser, options: argparse.Namespace, tokens: Sequence[str]
-) -> argparse.Namespace:
-    """Return the options with those of the file of ``-f``, which the command line's own replace."""
-    own, rest = parser.without_file(tokens)
-    variables: dict[str, str] = {}
-    if options.file is not None:
-        file = read_run_file(options.file, options.override, parser.options)
-        for part in file.options:
-            parser.check(part)
-        if options.script is not None and file.program:
-            raise ValueError(f"{options.file} says what to run, and so does {options.script!r}.")
-        own = [*(token for part in file.options for token in part.tokens), *own]
-        rest = rest or list(file.program)
-        variables = file.environ
-    elif options.override:
-        raise ValueError("--override replaces a field of a file, but -f is missing.")
-    if not rest:
-        parser.error("the following arguments are required: script, or -f with a file that has it")
-    found: argparse.Namespace = parser.parse_args([*own, *rest]) if options.file else options
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
-    shown = [*(f"{name}={shlex.quote(value)}" for name, value in variables.items())]
-    found.dry_run = options.dry_run and " ".join(
-        [*shown, shlex.join(["distributor", "run", *own, *rest])]
-    )
-    return found
 
 
 def _local(options: argparse.Namespace) -> AbstractContextManager[object]:
@@ -366,12 +329,13 @@ class _Parser(argparse.ArgumentParser):
         ]
         if answers:
             self.error(f"torchrun's {', '.join(answers)}.")
-        if unknown and script:
-            hint = suggestion(unknown[0], self.options, otherwise="")
-            self.error(
-                f"unrecognized argument: {unknown[0]}. {hint and f'{hint} If not: '}{unknown[0]} "
-                f"is an option of {script}: put it after the script."
-            )
+        if unknown:
+            option = unknown[0]
+            hint = suggestion(option, self.options, otherwise="" if script else None)
+            if script:
+                of_script = f"{option} is an option of {script}: put it after the script."
+                hint = f"{hint} If not: {of_script}" if hint else of_script
+            self.error(f"unrecognized argument: {option}. {hint}")
 
     def _unknown(self, argv: Sequence[str]) -> tuple[list[str], str]:
         """Return the unknown options before the script, and the script, "" if there is none.
@@ -391,36 +355,6 @@ class _Parser(argparse.ArgumentParser):
                 unknown.append(option)
             index += 2 if self.options.get(option) and not equals else 1
         return unknown, ""
-
-    def without_file(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Split a command line of ``run`` at the script, and leave out ``-f`` and its options."""
-        count = self._num_leading(argv)
-        kept: list[str] = []
-        leading = iter(argv[:count])
-        for token in leading:
-            option, equals, _ = token.partition("=")
-            if option in ("-f", "--file", "--override"):
-                if not equals:
-                    next(leading, None)
-            elif option != "--dry-run":
-                kept.append(token)
-        return kept, list(argv[count:])
-
-    def check(self, part: Part) -> None:
-        """Check the tokens of a field; the error names its place."""
-        self.exit_on_error = False
-        try:
-            parsed, _ = self.parse_known_args([*part.tokens, "script"])
-            for field in setting_fields(TorchDistributor):
-                value = vars(parsed).get(field.name)
-                if value is not None and not isinstance(value, list) and field.name != "log_dir":
-                    field.metadata["type"].check(part.name, value)
-        except argparse.ArgumentError as error:
-            raise part.item.error(f"{part.name}: {error.message}.") from None
-        except (TypeError, ValueError) as error:
-            raise part.item.error(str(error)) from None
-        finally:
-            self.exit_on_error = True
 
     def _num_leading(self, argv: Sequence[str], *, only_known: bool = False) -> int:
         """Return how many arguments there are before the first that is no option, nor its value."""
@@ -548,31 +482,7 @@ def _add_run(commands: Any) -> _Parser:
             help="run a module, as python -m does, instead of a script",
         )
     )
-    run.note(
-        program.add_argument(
-            "-f",
-            "--file",
-            metavar="FILE",
-            default=None,
-            help="a YAML file with options and the script, in place of a command line",
-        ),
-        program.add_argument(
-            "--override",
-            metavar="KEY=VALUE",
-            action="append",
-            default=[],
-            help="with -f: a field in place of the file's; may be repeated",
-        ),
-        program.add_argument(
-            "--dry-run",
-            action="store_true",
-            default=False,
-            help="check the options, print the command line and start nothing",
-        ),
-    )
-    program.add_argument(
-        "script", nargs="?", default=None, help="the Python script, or with -m the module's name"
-    )
+    program.add_argument("script", help="the Python script, or with -m the module's name")
     args = program.add_argument(
         "args", nargs=argparse.REMAINDER, help="arguments of the script or module, after --"
     )

@@ -192,7 +192,7 @@ def install(site: Path) -> None:
         (["toolbox"], "toolbox is a command; its module is toolbox: pass -m toolbox, and"),
         (["toolbox-cli"], "toolbox-cli is a command; pass the path of its script: toolbox-cli"),
         (["torchrun", "x.py"], "torchrun is a command; .* pass the script itself"),
-        ([], "required: script, or -f"),
+        ([], "required: script$"),
     ],
 )
 def test_bad_input_is_2_and_launches_nothing(

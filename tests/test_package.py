@@ -54,7 +54,7 @@ LAYERS = [
     {"decorated_function"},
     {"deepspeed_distributor", "serverless", "train"},
     {"ml", "ray"},
-    {"serverless_gpu", "air", "cleaning", "diagnosis", "run_file"},
+    {"serverless_gpu", "air", "cleaning", "diagnosis"},
     {"", "cli", "demo"},
     {"__main__"},
 ]
