@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measure, print tables, write results and plots."""
+"""``python -m benchmarks``: measure, print tables, write results."""
 
 from __future__ import annotations
 
@@ -13,15 +13,9 @@ from benchmarks import (
     data,
     distribution,
     launch,
-    memory,
-    output,
-    plots,
     predict,
-    progress,
     recovery,
     scale,
-    training,
-    transport,
     values,
 )
 from benchmarks.measure import adopt_orphans, end_descendants
@@ -37,15 +31,10 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "values": values.measure,
     "arguments": values.measure_arguments,
     "distribution": distribution.measure,
-    "output": output.measure,
-    "progress": progress.measure,
     "checkpoint": checkpoint.measure,
     "recovery": recovery.measure,
-    "training": training.measure,
     "data": data.measure,
     "predict": predict.measure,
-    "transport": transport.measure,
-    "memory": memory.measure,
     "scale": scale.measure,
 }
 
@@ -71,7 +60,6 @@ def _measure(name: str, effort: Effort, out: Path) -> None:
     rows = with_ratios(BENCHMARKS[name](effort))
     print(table(rows), flush=True)
     save(out, name, rows, quick=effort.quick)
-    plots.draw(out, name)
 
 
 def _arguments() -> argparse.Namespace:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 MEGABYTE = 10**6
 PIECE = 64 * MEGABYTE
 """Maximum bytes of one tensor, like a layer of a model."""
-LINE = "line"
-"""Start of each printed line."""
 
 
 def rendezvous() -> int:
@@ -72,69 +70,6 @@ def total(tensors: dict[str, Tensor]) -> float:
     return sum(float(tensor.sum()) for tensor in tensors.values())
 
 
-def print_lines(count: int) -> tuple[float, float]:
-    """Print short lines as fast as possible; return the start time and the duration."""
-    began, clock = time.perf_counter(), time.time()
-    for number in range(count):
-        print(LINE, number)
-    return clock, time.perf_counter() - began
-
-
-def loop(seconds: float, lines_per_second: int) -> float:
-    """Compute while printing at a steady rate; return the steps per second."""
-    import torch
-
-    torch.set_num_threads(1)
-    matrix = torch.rand(192, 192)
-    began = now = time.perf_counter()
-    steps = lines = 0
-    while now - began < seconds:
-        matrix = torch.tanh(matrix @ matrix)
-        steps += 1
-        now = time.perf_counter()
-        while lines < (now - began) * lines_per_second:
-            print(LINE, lines)
-            lines += 1
-    return steps / (now - began)
-
-
-def logging_loop(steps: int, way: str) -> float:
-    """Compute, and log a metric at each step in the given way; return the steps per second."""
-    import torch
-
-    torch.set_num_threads(1)
-    matrix = torch.rand(192, 192)
-    log = _logging(way)
-    began = time.perf_counter()
-    for step in range(steps):
-        for _ in range(20):
-            matrix = torch.tanh(matrix @ matrix)
-        log(step, float(matrix[0, 0]))
-    return steps / (time.perf_counter() - began)
-
-
-def train(steps: int, warm_up: int) -> float:
-    """Train a small model with DDP; return the steps per second after the warm-up."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    step = _training()
-    for _ in range(warm_up):
-        step()
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(steps):
-        step()
-    seconds = time.perf_counter() - began
-    # In the interpreter's finalization, gloo's threads would abort the process if they still had
-    # tensors to release.
-    time.sleep(0.1)
-    dist.destroy_process_group()
-    return steps / seconds
-
-
 def save_in_turns(size: int, turns: int, storage: str) -> list[dict[str, float]]:
     """Save tensors of `size` bytes on all ranks, in several ways in turn.
 
@@ -163,32 +98,6 @@ def save_in_turns(size: int, turns: int, storage: str) -> list[dict[str, float]]
         seconds_by_way.append({name: _saved(WAYS_TO_SAVE[name], state, storage) for name in order})
     dist.destroy_process_group()
     return seconds_by_way[1:]
-
-
-def weigh(driver: int) -> dict[str, Any]:
-    """Do one training step and measure the memory of this run's live processes.
-
-    Parameters
-    ----------
-    driver : int
-        The process whose descendants are the run; it is not counted.
-
-    Returns
-    -------
-    dict
-        The proportional set size, in bytes, of each rank and of all the run's processes.
-    """
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    _training()()
-    dist.barrier()
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, _pss(os.getpid()))
-    run = _pss_of_descendants(driver) if dist.get_rank() == 0 else 0
-    dist.barrier()
-    dist.destroy_process_group()
-    return {"ranks": ranks, "run": run}
 
 
 def _saved(way: Callable[[Any, str], float], state: Any, storage: str) -> float:
@@ -243,50 +152,3 @@ WAYS_TO_SAVE: dict[str, Callable[[Any, str], float]] = {
     "kept": lambda state, folder: _save(state, folder) + _report(folder, take=False),
     "blocked": _report_in_the_background,
 }
-
-
-def _logging(way: str) -> Callable[[int, float], object]:
-    if way == "ours":
-        from distributor import runtime
-
-        return lambda step, loss: runtime.progress(step, loss=loss)
-    if way:
-        import mlflow
-
-        at_once = way == "mlflow"
-        return lambda step, loss: mlflow.log_metric("loss", loss, step=step, synchronous=at_once)
-    return lambda step, loss: None
-
-
-def _training() -> Any:
-    import torch
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
-    torch.manual_seed(0)
-    model = DistributedDataParallel(
-        nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    inputs, labels = torch.rand(64, 256), torch.randint(10, (64,))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss: Any = nn.functional.cross_entropy(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-
-    return step
-
-
-def _pss(pid: int) -> int:
-    from benchmarks.packages import library
-
-    return int(library("psutil").Process(pid).memory_full_info().pss)
-
-
-def _pss_of_descendants(pid: int) -> int:
-    from benchmarks.packages import library
-
-    family = library("psutil").Process(pid).children(recursive=True)
-    return sum(_pss(process.pid) for process in family)

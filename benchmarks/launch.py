@@ -19,9 +19,6 @@ ON_ONE_MACHINE = (
     "ours_cold",
     "pyspark",
     "torchrun",
-    "spawn",
-    "torchrunx",
-    "accelerate",
     "ray",
     "floor_processes",
     "floor_forks",
@@ -29,7 +26,7 @@ ON_ONE_MACHINE = (
 THROUGH_SPARK = ("ours", "ours_ordinary", "ours_cold", "pyspark", "floor_stage")
 RANKS = 2
 OTHER_RANKS = (1, 4, 8)
-ON_OTHER_RANKS = ("ours", "pyspark", "torchrun", "spawn", "floor_processes", "floor_forks")
+ON_OTHER_RANKS = ("ours", "pyspark", "torchrun", "floor_processes", "floor_forks")
 DEADLINE = 300.0
 FIRST, LATER = "first run", "later runs"
 AT_LEAST = 2

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.floors import CALL, free_port, rendezvous_variables, target
+from benchmarks.floors import CALL, target
 from benchmarks.packages import library
 from benchmarks.programs.call import ARGUMENTS, VALUE
 from benchmarks.spark import IN_DRIVER, LOCAL, session
@@ -78,13 +78,11 @@ def pyspark(place: str, ranks: int) -> Iterator[Run]:
 
 
 @contextmanager
-def torchrun(place: str, ranks: int, log_dir: str | None = None) -> Iterator[Run]:
+def torchrun(place: str, ranks: int) -> Iterator[Run]:
     """Run torchrun's command, with files for arguments and value."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(ranks)]
-        if log_dir is not None:
-            command += ["--log-dir", log_dir, "--redirects", "3"]
 
         def run(function: Run, *args: Any) -> Any:
             import torch
@@ -95,64 +93,6 @@ def torchrun(place: str, ranks: int, log_dir: str | None = None) -> Iterator[Run
             return torch.load(Path(folder, VALUE), weights_only=False)
 
         yield run
-
-
-@contextmanager
-def spawn(place: str, ranks: int) -> Iterator[Run]:
-    """Spawn by ``torch.multiprocessing``; rank 0's value comes through a queue."""
-    processes = library("torch.multiprocessing")
-    context = processes.get_context("spawn")
-
-    def run(function: Run, *args: Any) -> Any:
-        values, taken = context.SimpleQueue(), context.Event()
-        started = processes.spawn(
-            _spawned,
-            (ranks, free_port(), values, taken, function, args),
-            nprocs=ranks,
-            join=False,
-        )
-        while values.empty():
-            started.join(0.002)
-        value = values.get()
-        taken.set()
-        while not started.join():
-            pass
-        return value
-
-    yield run
-
-
-def _spawned(
-    rank: int, ranks: int, port: int, values: Any, taken: Any, function: Run, args: tuple[Any, ...]
-) -> None:
-    os.environ.update(rendezvous_variables(rank, ranks, port))
-    value = function(*args)
-    if rank == 0:
-        values.put(value)
-        taken.wait()  # a tensor's shared memory ends with its process
-
-
-@contextmanager
-def torchrunx(place: str, ranks: int) -> Iterator[Run]:
-    """Launch by torchrunx, which starts an agent and workers."""
-    package = library("torchrunx")
-
-    def run(function: Run, *args: Any) -> Any:
-        launcher = package.Launcher(hostnames=["localhost"], workers_per_host=ranks, backend=None)
-        return launcher.run(function, *args).rank(0)
-
-    yield run
-
-
-@contextmanager
-def accelerate(place: str, ranks: int) -> Iterator[Run]:
-    """Fork by Accelerate's ``notebook_launcher``, which returns nothing."""
-    package = library("accelerate")
-
-    def run(function: Run, *args: Any) -> None:
-        package.notebook_launcher(function, args, num_processes=ranks, use_port=str(free_port()))
-
-    yield run
 
 
 @contextmanager

@@ -71,27 +71,6 @@ PEERS = {
         ),
         Peer("torchrun", "torchrun", launchers.torchrun, "torch"),
         Peer(
-            "spawn",
-            "torch.multiprocessing.spawn",
-            launchers.spawn,
-            "torch",
-            note="the driver's own import of torch is not counted",
-        ),
-        Peer(
-            "torchrunx",
-            "torchrunx",
-            launchers.torchrunx,
-            "torchrunx",
-            note="the driver's own import of torch is not counted",
-        ),
-        Peer(
-            "accelerate",
-            "accelerate.notebook_launcher",
-            launchers.accelerate,
-            "accelerate",
-            note="forks a driver that has torch; its imports are not counted",
-        ),
-        Peer(
             "ray",
             "Ray Train",
             launchers.ray,

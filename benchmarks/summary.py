@@ -10,14 +10,9 @@ from benchmarks import (
     data,
     launch,
     loaders,
-    memory,
-    output,
     predict,
-    progress,
     recovery,
     scale,
-    training,
-    transport,
     values,
 )
 from benchmarks.spark import EMBEDDED, LOCAL
@@ -70,13 +65,11 @@ class Line(NamedTuple):
 _HERE = launch.titled(LOCAL, launch.RANKS)
 _ON_CLUSTER = launch.titled(EMBEDDED, launch.RANKS)
 _STANDALONE = launch.titled("spark://", launch.RANKS)
-_MANY_LINES = output.titled(output.LINES, kept=False)
-_TRAINED = training.titled(training.STEPS)
 _SCALARS = data.titled(loaders.SCALARS)
 GIGABYTE = 1000
 
 LINES = (
-    Line("first run, 2 ranks", "launch", _HERE, launch.FIRST, "floor_processes", in_readme=True),
+    Line("first run, 2 ranks", "launch", _HERE, launch.FIRST, "floor_processes"),
     Line(
         "first run, 2 s after `warm_up()`",
         "launch",
@@ -88,14 +81,7 @@ LINES = (
     Line("later runs, `warm=False`", "launch", _HERE, launch.LATER, "floor_processes", "ours_cold"),
     Line("first run on local-cluster", "launch_spark", _ON_CLUSTER, launch.FIRST),
     Line("later runs on local-cluster", "launch_spark", _ON_CLUSTER, launch.LATER, "floor_stage"),
-    Line(
-        "later runs on standalone",
-        "launch_spark",
-        _STANDALONE,
-        launch.LATER,
-        "floor_stage",
-        in_readme=True,
-    ),
+    Line("later runs on standalone", "launch_spark", _STANDALONE, launch.LATER, "floor_stage"),
     *(
         Line(f"{what} on {where}", "launch_managers", launch.titled(place, launch.RANKS), what)
         for place, where in (("yarn", "YARN"), ("k8s://", "Kubernetes"))
@@ -107,7 +93,6 @@ LINES = (
         values.titled(LOCAL, GIGABYTE),
         values.VALUE_ALONE,
         "floor_copy",
-        in_readme=True,
     ),
     Line(
         "a value of 1 GB on local-cluster",
@@ -127,14 +112,6 @@ LINES = (
         "arguments",
         values.titled(EMBEDDED, values.ARGUMENTS[-1]),
         values.AGAIN,
-    ),
-    Line("a million lines, until read", "output", _MANY_LINES, output.READ),
-    Line("training speed left when printing 1,000 lines/s", "output", output.LOOP, output.LEFT),
-    Line(
-        "training speed left when reporting progress at each step",
-        "progress",
-        progress.titled(progress.STEPS),
-        progress.LEFT,
     ),
     Line(
         "a checkpoint of 1 GB, saved and in storage",
@@ -181,7 +158,6 @@ LINES = (
         f"{recovery.TWO_HOSTS}, {recovery.HOST}",
         recovery.REPORTED,
     ),
-    Line("training, 2 ranks", "training", _TRAINED, training.SPEED),
     Line(
         "rows of 16 floats from a DataFrame",
         "data",
@@ -252,7 +228,6 @@ LINES = (
         )
         for ours, how in (("ours", ""), ("ours_daemon", ", with `distributor.spark.daemon`"))
     ),
-    Line("memory of each of 8 ranks", "memory", memory.titled(memory.MORE_RANKS), memory.EACH),
     Line(
         "rendezvous of 1,000 simulated nodes",
         "scale",
@@ -276,18 +251,6 @@ def highlights(results: dict[str, Any]) -> str:
 def _table(lines: Sequence[Line], results: dict[str, Any]) -> str:
     figures = [(line, _figures(line, results)) for line in lines]
     return markdown(HEAD, [(line.title, *figures) for line, figures in figures if figures[0]])
-
-
-def transport_table(results: dict[str, Any]) -> str:
-    """Lay the ways for rows to reach the nodes out as a table in Markdown."""
-    rows = results["transport"]["rows"]
-    figures = {(row["title"], row["what"]): figure(row) for row in rows}
-    columns = (transport.FIRST, transport.AGAIN)
-    ways = [
-        (peer.title, *(figures[peer.title, what] for what in columns))
-        for peer in transport.WAYS.values()
-    ]
-    return markdown((transport.titled(transport.ROWS), *columns), ways)
 
 
 def _figures(line: Line, results: dict[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ from benchmarks.report import Row, gathered, row
 from benchmarks.spark import EMBEDDED, LOCAL
 from benchmarks.turns import Effort, measured
 
-HERE = ("ours", "pyspark", "torchrun", "spawn", "torchrunx", "floor_copy")
+HERE = ("ours", "pyspark", "torchrun", "floor_copy")
 THROUGH_SPARK = ("ours", "pyspark", "floor_copy")
 FOR_ARGUMENTS = ("ours", "pyspark", "floor_sockets")
 VALUES = (1, 100, 1000, 2000)

@@ -16,7 +16,7 @@ import torch
 from benchmarks import predict
 from benchmarks.report import load
 from benchmarks.scale_tables import descriptor_table, distribution_table, growth_table
-from benchmarks.summary import highlights, summary, transport_table
+from benchmarks.summary import highlights, summary
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -107,10 +107,6 @@ def test_a_model_of_the_predictions_is_always_the_same(tmp_path: Path) -> None:
     assert marks.read_text() == f"{os.getpid()}\n" * 2
 
 
-def test_the_comparison_of_ways_for_rows_is_that_of_the_results() -> None:
-    assert transport_table(load(RESULTS)) in (ROOT / "ARCHITECTURE.md").read_text()
-
-
 def test_the_page_about_scale_has_the_figures_of_the_results_and_no_others() -> None:
     text = (ROOT / "benchmarks" / "SCALE.md").read_text()
     for make in growth_table, descriptor_table, distribution_table:
@@ -124,9 +120,9 @@ def test_the_page_about_performance_shows_the_summary_of_the_results() -> None:
     assert summary(load(RESULTS)) in (ROOT / "docs/explanation/performance.md").read_text()
 
 
-def test_the_readme_shows_six_lines_of_the_results() -> None:
+def test_the_readme_shows_three_lines_of_the_results() -> None:
     table = highlights(load(RESULTS))
-    assert table.count("\n") == 1 + 6
+    assert table.count("\n") == 1 + 3
     assert table in (ROOT / "README.md").read_text()
 
 

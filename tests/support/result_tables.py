@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.report import load
 from benchmarks.scale_tables import descriptor_table, distribution_table, growth_table
-from benchmarks.summary import highlights, summary, transport_table
+from benchmarks.summary import highlights, summary
 from support.pages import PAGES, ROOT, fill_section
 
 
@@ -26,7 +26,6 @@ class ResultTable(NamedTuple):
 TABLES = (
     ResultTable(ROOT / "README.md", "highlights", highlights),
     ResultTable(PAGES / "explanation" / "performance.md", "summary", summary),
-    ResultTable(ROOT / "ARCHITECTURE.md", "transport", transport_table),
     ResultTable(ROOT / "benchmarks" / "SCALE.md", "growth", growth_table),
     ResultTable(ROOT / "benchmarks" / "SCALE.md", "descriptors", descriptor_table),
     ResultTable(ROOT / "benchmarks" / "SCALE.md", "distribution", distribution_table),
