@@ -11,7 +11,6 @@ from pathlib import Path
 from benchmarks import (
     checkpoint,
     data,
-    distribution,
     launch,
     predict,
     recovery,
@@ -30,7 +29,6 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "launch_managers": launch.measure_managers,
     "values": values.measure,
     "arguments": values.measure_arguments,
-    "distribution": distribution.measure,
     "checkpoint": checkpoint.measure,
     "recovery": recovery.measure,
     "data": data.measure,

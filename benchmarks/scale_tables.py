@@ -38,14 +38,6 @@ def descriptor_table(results: dict[str, Any]) -> str:
     return markdown(("", *cases), [(what, *_ours(figures, cases, what)) for what in measured])
 
 
-def distribution_table(results: dict[str, Any]) -> str:
-    """Lay out how long a large program takes to reach many simulated nodes."""
-    rows = results["distribution"]["rows"]
-    return markdown(
-        ("", "median"), [(f"{row['case']}: {row['what']}", figure(row)) for row in rows]
-    )
-
-
 def _figures(results: dict[str, Any]) -> dict[tuple[str, str, str], str]:
     """Return the figures by peer, case and what was measured."""
     rows = results["scale"]["rows"]

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import predict
 from benchmarks.report import load
-from benchmarks.scale_tables import descriptor_table, distribution_table, growth_table
+from benchmarks.scale_tables import descriptor_table, growth_table
 from benchmarks.summary import highlights, summary
 
 ROOT = Path(__file__).parent.parent
@@ -109,7 +109,7 @@ def test_a_model_of_the_predictions_is_always_the_same(tmp_path: Path) -> None:
 
 def test_the_page_about_scale_has_the_figures_of_the_results_and_no_others() -> None:
     text = (ROOT / "benchmarks" / "SCALE.md").read_text()
-    for make in growth_table, descriptor_table, distribution_table:
+    for make in growth_table, descriptor_table:
         table = make(load(RESULTS))
         assert table in text
         text = text.replace(table, "")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -24,10 +22,6 @@ from support.waiting import until
 from distributor import DistributorError, NodeLost, TorchDistributor, ValueTooLarge, train
 from distributor.control import outcomes
 from distributor.control.cancellation import Cancellation
-from distributor.launchers.spark.task import program_file as program_file_module
-from distributor.launchers.spark.task.program_file import program_file
-from distributor.launchers.spark.task.task_spec import ProgramFile
-from distributor.node.agent.share import NodeShare
 from distributor.train.storage.files import read_share
 from distributor.train.storage.manifest import StoredFile
 from distributor.train.torch import TorchTrainer
@@ -36,7 +30,7 @@ from distributor.wire.spark_error_payload import TaskFailed
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ERRORS = error_classes()
-HANDLED_INSIDE = {"NodeStopped", "RefusedError", "Relaunch", "Resized"}
+HANDLED_INSIDE = {"NodeStopped", "RefusedError", "Resized"}
 NEVER_RAISED = {"TrainingFailedError"}
 """It is only a base class."""
 
@@ -127,20 +121,6 @@ def ranks_that_report_differently(folder: Path) -> None:
 def wrong_variable() -> None:
     environment = {"DISTRIBUTOR_CACHE_GB": "many"}
     ranks(environment=["einops"], env=environment).run(os.getpid)
-
-
-def no_link(folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = closed.getsockname()
-    share = NodeShare(run_id="run", ranks_per_node=1, secret=b"", address="127.0.0.1")
-    node: Any = SimpleNamespace(find_program=lambda wanted: None, share=share)
-    spec: Any = SimpleNamespace(
-        program=ProgramFile("program", 1), hub=address, secret=b"s" * 32, share=share
-    )
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(program_file_module, "spark_files_folder", lambda: folder)
-        with program_file(spec, node):
-            pass
 
 
 def trainer(function: Callable[..., Any], folder: Path | str, **config: Any) -> TorchTrainer:
@@ -250,7 +230,6 @@ HERE: dict[str, list[Callable[..., None]]] = {
     "RunCancelled": [run_cancelled],
     "OtherRankFailed": [other_rank_failed],
     "ExecutorNotReady": [wrong_variable],
-    "ProgramNotReceived": [no_link],
     "WorkerGroupError": [worker_group_error],
     "NCCLHangError": [nccl_hang_error],
     "ControllerError": [controller_error],

@@ -10,7 +10,7 @@ from typing import Any
 
 from distributor.control.controller import Controller
 from distributor.control.listeners import Listeners
-from distributor.control.run import Attempt, Launcher, Relaunch, Resized, Run
+from distributor.control.run import Attempt, Launcher, Resized, Run
 from distributor.control.sink import DriverSink
 from distributor.control.stack_requests import register_run
 from distributor.core.text import counted, duration, listed
@@ -88,11 +88,7 @@ def _run_attempt(attempt: Attempt, launcher: Launcher, listeners: Listeners) -> 
     listeners.call(lambda listener: listener.begins(attempt.number, attempt.num_ranks))
     with DriverSink(attempt, listeners) as sink:
         with register_run(attempt.spec.run_id, attempt.stack_requests):
-            try:
-                outcomes = _follow(attempt, launcher, sink)
-            except Relaunch as reason:
-                notify(str(reason))
-                outcomes = _follow(attempt, launcher, sink)
+            outcomes = _follow(attempt, launcher, sink)
         # Outside register_run, because a generator's context cannot pass on a frozen exception.
         try:
             return _values_of(attempt, outcomes)

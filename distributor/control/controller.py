@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from distributor.control.nodes import Nodes
 from distributor.control.outcomes import Outcomes
-from distributor.control.program_distribution import ProgramDistribution
 from distributor.control.rendezvous import RendezvousDecision, Way
 from distributor.control.run import Attempt, Handle, NodeEnded, NodesEnded, Resized
 from distributor.control.sink import DriverSink
@@ -142,7 +141,6 @@ class Controller:
         self._stalls = StallWatch(settings.stall_warning, settings.stall_timeout)
         self._outcomes = Outcomes(handle.num_nodes * handle.ranks_per_node)
         self._grace_period = FailureGracePeriod(handle.num_nodes)
-        self._programs = ProgramDistribution(self._links.send)
         self._stacks: dict[int, dict[int, str]] = {}
         self._ending: NodesEnded | None = None
         self._ended: set[int] = set()
@@ -491,15 +489,6 @@ class Controller:
     def _on_preparing(self, node: int, message: messages.Preparing) -> None:
         self._nodes.preparing[node] = message.host
 
-    def _on_program_wanted(self, node: int, message: messages.ProgramWanted) -> None:
-        self._programs.want(node, message.folder)
-
-    def _on_program_relay(self, node: int, message: messages.ProgramRelay) -> None:
-        self._programs.relay(message.host, message.port)
-
-    def _on_program_stored(self, node: int, message: messages.ProgramStored) -> None:
-        self._programs.stored(node, message.folder)
-
     def _on_node_up(self, node: int, message: messages.NodeUp) -> None:
         self._nodes.come_up(node, message, self._clock())
         if self._rendezvous.way in (Way.MIXED, Way.UNLINKED):
@@ -578,9 +567,6 @@ HANDLERS: dict[type, Callable[[Controller, int, Any], None]] = {
     NodeEnded: Controller._on_node_ended,
     messages.Heartbeat: Controller._on_wake,
     messages.Preparing: Controller._on_preparing,
-    messages.ProgramWanted: Controller._on_program_wanted,
-    messages.ProgramRelay: Controller._on_program_relay,
-    messages.ProgramStored: Controller._on_program_stored,
     messages.NodeUp: Controller._on_node_up,
     messages.Rendezvous: Controller._on_rendezvous,
     messages.RanksStarted: Controller._on_ranks_started,

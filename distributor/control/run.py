@@ -198,10 +198,6 @@ def share_of(attempt: Attempt, num_nodes: int, ranks_per_node: int, secret: byte
     )
 
 
-class Relaunch(DistributorError):
-    """The same attempt can be launched in another way, which its launcher has chosen by now."""
-
-
 class Resized(DistributorError):
     """An attempt has ended after a checkpoint, so that the next one has more ranks."""
 
@@ -240,11 +236,6 @@ class Launcher:
             The attempt.
         deadline : float
             When, by ``time.monotonic``, its ranks must have started.
-
-        Raises
-        ------
-        Relaunch
-            At the end of the context, if the attempt is to be launched once more.
         """
         raise NotImplementedError
 

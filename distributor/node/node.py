@@ -42,10 +42,6 @@ from distributor.wire.messages import (
     Output,
     Preempted,
     Preparing,
-    ProgramRelay,
-    ProgramSource,
-    ProgramStored,
-    ProgramWanted,
     RanksStarted,
     Release,
     Rendezvous,
@@ -175,9 +171,6 @@ class Node:
         self._rendezvous: Answer[Rendezvous | RendezvousThroughSpark] = Answer(
             "The other nodes did not come up within start_timeout."
         )
-        self._program: Answer[ProgramSource | ProgramStored] = Answer(
-            "Neither the driver nor another node could send the program within start_timeout."
-        )
         self.took_detour = False
         self.fails_if_stopped = True
         """Whether the node's task fails if the driver stops it."""
@@ -216,15 +209,6 @@ class Node:
 
     def report_preparing(self) -> None:
         self.link.send(Preparing(self.share.host))
-
-    def find_program(self, wanted: ProgramWanted) -> ProgramSource | ProgramStored | None:
-        """Return where to receive the program from; None if there is no link to the driver."""
-        self.link.send(wanted)
-        return self._wait_for(self._program)
-
-    def send(self, message: ProgramRelay | ProgramStored) -> None:
-        """Report to the driver how far the transfer of the program is."""
-        self.link.send(message)
 
     def join(self, provisions: Provisions, own: Rendezvous | None) -> Rendezvous:
         """Report on this node; return where rank 0's store listens, as soon as that is known.
@@ -380,14 +364,11 @@ class Node:
 
     def _stop_waiting(self) -> None:
         self._rendezvous.set(None)
-        self._program.set(None)
 
 
 _HANDLERS: dict[type, Callable[[Node, Any], None]] = {
     Rendezvous: lambda node, message: node._rendezvous.set(message),
     RendezvousThroughSpark: lambda node, message: node._rendezvous.set(message),
-    ProgramSource: lambda node, message: node._program.set(message),
-    ProgramStored: lambda node, message: node._program.set(message),
     Stop: Node._on_stop,
     StackRequest: Node._on_stack_request,
     Preempted: Node._on_preempted,

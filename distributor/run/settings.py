@@ -165,8 +165,7 @@ class Settings:
             "DISTRIBUTOR_RANK_PORTS", "spark.distributor.rank.ports", None, "any free port"
         ),
         types.PORTS,
-        """Ports for rank 0's rendezvous store, such as ``"29500-29599"``. Each run takes one, and
-        another on each executor that passes on large arguments to others.""",
+        """Ports for rank 0's rendezvous store, such as ``"29500-29599"``. Each run takes one.""",
     )
     warm: bool = setting(
         AdminDefault("DISTRIBUTOR_WARM", "spark.distributor.warm", True, "True"),

@@ -16,7 +16,6 @@ from distributor.errors import (
     ValueTooLarge,
 )
 from distributor.spark.application_end import NEXT, RESTART
-from distributor.wire.transfer import ProgramNotReceived
 
 SET_PYTHON = (
     "Set PYSPARK_PYTHON (spark.pyspark.python for spark-submit and distributor run) to a Python "
@@ -64,10 +63,6 @@ Meaning = Callable[["re.Match[str]", str], DistributorError]
 
 def _not_ready(found: re.Match[str], where: str) -> DistributorError:
     return ExecutorNotReady(found.group(1).strip())
-
-
-def _not_received(found: re.Match[str], where: str) -> DistributorError:
-    return ProgramNotReceived(found.group(1).strip())
 
 
 def _too_large(found: re.Match[str], where: str) -> DistributorError:
@@ -152,7 +147,6 @@ def _python_error(found: re.Match[str], where: str) -> DistributorError:
 
 
 _MEANINGS: list[tuple[str, Meaning]] = [
-    (r"ProgramNotReceived: ([^\n]*)", _not_received),
     (r"ExecutorNotReady: ([^\n]*(?:\n {4}[^\n]*)*)", _not_ready),  # indented lines belong to it
     (r"ValueTooLarge: (.*?)(?:\n|$)", _too_large),
     (spark_texts.CONTEXT_STOPPED, _ended),

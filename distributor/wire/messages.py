@@ -51,35 +51,6 @@ class RendezvousThroughSpark:
 
 
 @dataclass(frozen=True)
-class ProgramWanted:
-    """Node to driver: this folder (with its host) lacks the run's program, which is large."""
-
-    folder: str
-
-
-@dataclass(frozen=True)
-class ProgramSource:
-    """Driver to node: receive the program at this address; None for the driver's own."""
-
-    address: tuple[str, int] | None
-
-
-@dataclass(frozen=True)
-class ProgramRelay:
-    """Node to driver: other nodes can receive the program at this address."""
-
-    host: str
-    port: int
-
-
-@dataclass(frozen=True)
-class ProgramStored:
-    """Node to driver, and back to the other nodes of the folder: it has the program now."""
-
-    folder: str
-
-
-@dataclass(frozen=True)
 class Heartbeat:
     """From the hub to every node, and back: the sender is alive."""
 

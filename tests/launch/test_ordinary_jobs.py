@@ -43,21 +43,22 @@ def ranks(number: int | tuple[int, int] = 4, **settings: Any) -> TorchDistributo
     return TorchDistributor(number, local_mode=False, use_gpu=False, **settings)
 
 
-def reduce() -> dict[str, Any]:
+def reduce(large: bytes = b"") -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    total = torch.tensor(dist.get_rank() + 1)
+    total = torch.tensor(dist.get_rank() + 1 + len(large))
     dist.all_reduce(total)
     return {"total": int(total), "rank": dist.get_rank(), "executor": os.getcwd()}
 
 
 @pytest.mark.spark
 def test_ranks_are_numbered_by_executor_and_return_values(spark: Any) -> None:
-    found = ranks().run_all(reduce)
+    large = bytes(2**20)
+    found = ranks().run_all(reduce, large)
     assert [each["rank"] for each in found] == [0, 1, 2, 3]
-    assert {each["total"] for each in found} == {10}
+    assert {each["total"] for each in found} == {10 + 4 * len(large)}
     assert Counter(each["executor"] for each in found).most_common() == [
         (found[0]["executor"], 2),
         (found[3]["executor"], 2),

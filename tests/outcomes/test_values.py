@@ -307,6 +307,11 @@ def test_large_arguments_are_sent_once_and_are_each_ranks_own(
 
     last = 2.0 * MIB - 1
     distributor = distribute(2)
+
+    def sent() -> set[str]:
+        return set(request.getfixturevalue("spark").sparkContext.listFiles)
+
+    before = set() if distributor.local_mode else sent()
     for sign in (1, 1, -1):
         found = distributor.run_all(program, {"weights": weights, "small": 1}, sign=sign)
         assert found == [sign * last, sign * 2 * last]
@@ -317,8 +322,7 @@ def test_large_arguments_are_sent_once_and_are_each_ranks_own(
         return
     named = "'program' takes 8.39 MB to the ranks, 8.39 MB of it in argument 0['weights']."
     assert shown.count(named) == 3
-    spark = request.getfixturevalue("spark")
-    assert not [name for name in spark.sparkContext.listFiles if "program" in name]
+    assert sum("program" in name for name in sent() - before) == 2
 
 
 def test_tensors_whose_dtype_has_no_storage_class_are_arguments_and_values(
@@ -347,8 +351,9 @@ def test_tensors_whose_dtype_has_no_storage_class_are_arguments_and_values(
 
 
 @pytest.mark.spark
-def test_executors_keep_the_large_arguments_that_were_used_last(spark: Any) -> None:
+def test_the_large_arguments_that_were_used_last_are_kept(spark: Any) -> None:
     import torch
+    from pyspark import SparkFiles
 
     distributor = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120)
 
@@ -364,6 +369,11 @@ def test_executors_keep_the_large_arguments_that_were_used_last(spark: Any) -> N
         kept = run(number)
     assert {folder: len(files) for folder, files in kept.items()} == dict.fromkeys(first, 4)
     assert not set(first[min(first)]) & set(kept[min(first)]), "the oldest are gone"
+
+    names = {name for name, _ in kept[min(first)]}
+    for folder in (SparkFiles.getRootDirectory(), spark.sparkContext._temp_dir):
+        on_driver = Path(folder).glob("distributor-program-*")
+        assert {path.name for path in on_driver if path.stat().st_size} == names
 
 
 def test_a_value_that_is_not_returned_need_not_be_picklable(distribute: Distribute) -> None:

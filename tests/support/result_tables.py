@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.report import load
-from benchmarks.scale_tables import descriptor_table, distribution_table, growth_table
+from benchmarks.scale_tables import descriptor_table, growth_table
 from benchmarks.summary import highlights, summary
 from support.pages import PAGES, ROOT, fill_section
 
@@ -28,7 +28,6 @@ TABLES = (
     ResultTable(PAGES / "explanation" / "performance.md", "summary", summary),
     ResultTable(ROOT / "benchmarks" / "SCALE.md", "growth", growth_table),
     ResultTable(ROOT / "benchmarks" / "SCALE.md", "descriptors", descriptor_table),
-    ResultTable(ROOT / "benchmarks" / "SCALE.md", "distribution", distribution_table),
 )
 
 

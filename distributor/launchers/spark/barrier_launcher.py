@@ -15,6 +15,7 @@ from distributor.launchers.spark.decommissioning import DecommissioningWatch
 from distributor.launchers.spark.launcher import Shipped, SparkLauncher, rows_of_tasks
 from distributor.launchers.spark.task.result_rows import ROW_SCHEMA, late_output_in, values_in
 from distributor.launchers.spark.task_starts import TaskStarts
+from distributor.spark.application_end import end_explained
 from distributor.spark.error_translation import explain
 from distributor.spark.log_quieting import quiet
 from distributor.spark.package_shipping import task_frame
@@ -37,7 +38,11 @@ class BarrierLauncher(SparkLauncher):
     @contextlib.contextmanager
     def start(self, attempt: Attempt, deadline: float) -> Iterator[Handle]:
         """Submit the barrier job of an attempt."""
-        with self.errors_explained(attempt), self._started(attempt, deadline) as handle:
+        is_last = not attempt.may_be_followed
+        with (
+            end_explained(self.session.spark, is_last=is_last),
+            self._started(attempt, deadline) as handle,
+        ):
             yield handle
 
     @contextlib.contextmanager

@@ -1,18 +1,22 @@
-"""Sends programs that are too large for a task: over the runs' own connections, or by Spark."""
+"""Sends programs that are too large for a task to the executors, as files of Spark's."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import itertools
+import os
 import shutil
+import threading
 import weakref
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from distributor._compat import pyspark as private
 from distributor.core.resources import format_bytes
 from distributor.errors import DistributorError
-from distributor.launchers.spark.task.program_file import PREFIX
 from distributor.launchers.spark.task.task_spec import ProgramFile
 from distributor.screen.messages import notify
 from distributor.serialization import oob_pickle
@@ -20,70 +24,94 @@ from distributor.serialization.pickle_diagnostics import heaviest
 from distributor.serialization.program import Call, Program
 from distributor.spark.executor_files import send_file
 from distributor.spark.session import Session
-from distributor.wire.hub import Hub
-from distributor.wire.transfer import BlockServer, MemoryBlock, block_secret, digest
 
 LARGE_PROGRAM = 512 * 1024
 """Bytes above which a program is sent as a file, once, and not with the task, each time.
 
 PySpark writes a task of a megabyte or more to disk, and with it the ranks' variables.
 """
-ENCRYPTION = (
-    "spark.network.crypto.enabled",
-    "spark.authenticate.enableSaslEncryption",
-    "spark.ssl.enabled",
-    "spark.ssl.rpc.enabled",
-)
-"""Properties with which Spark encrypts what it sends, which the runs' own connections do not."""
-
-_unlinked: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The sessions some of whose executors cannot reach this process."""
+PREFIX = "distributor-program-"
+KEPT = 4
+"""How many large programs a session keeps that no run uses: those that were used last."""
 
 
-@contextlib.contextmanager
-def program_for_nodes(
-    session: Session, program: Program, hub: Hub, bind_address: str
-) -> Iterator[Program | ProgramFile]:
-    """Return what a task needs to have the program; a large one is sent as long as this is open."""
+@dataclass
+class _Files:
+    """The names of a session's files: those that are kept, by digest, and those that are not.
+
+    Those that were used last come last.
+    """
+
+    kept: dict[str, str] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+
+
+_lock = threading.Lock()
+_numbers = itertools.count()
+_FILES: weakref.WeakKeyDictionary[Any, _Files] = weakref.WeakKeyDictionary()
+_used: weakref.WeakSet[ProgramFile] = weakref.WeakSet()
+"""The files of runs: what describes one to the tasks of a run lives as long as the run."""
+
+
+def send_program(session: Session, program: Program) -> Program | ProgramFile:
+    """Return what a task needs to have the program.
+
+    A large one is sent by Spark, once while it is kept: tasks that are submitted after this have
+    its file.
+    """
     if program.size <= LARGE_PROGRAM:
-        yield program
-        return
+        return program
     _describe(program)
-    content = _Content.of(program)
-    if uses_spark(session) or _is_encrypted(session):
-        _send_through_spark(session, program, content)
-        yield content.file
-        return
-    secret, block = block_secret(hub.secret), MemoryBlock(content.pieces)
-    with BlockServer(bind_address, secret, block, port=hub.port):
-        yield content.file
+    pieces = _pieces(program)
+
+    def write(path: Path) -> None:
+        _check_room(program.name, path.parent, sum(memoryview(piece).nbytes for piece in pieces))
+        with path.open("wb") as file:
+            file.writelines(pieces)
+
+    sent = _file(session, pieces)
+    send_file(session, sent.name, write)
+    return sent
 
 
-def use_spark(session: Session) -> None:
-    """Have Spark send the large programs of this session's runs from now on."""
-    _unlinked.add(session.spark)
+def _pieces(program: Program) -> list[Any]:
+    """Return the content of a program's file; large arrays and tensors are not copied."""
+    pickled = io.BytesIO()
+    pickler = oob_pickle.Pickler(pickled)
+    pickler.dump(program)
+    payload = pickled.getbuffer()
+    return [payload, *oob_pickle.pieces(payload.nbytes, pickler.buffers)]
 
 
-def uses_spark(session: Session) -> bool:
-    """Return whether `use_spark` was called for this session."""
-    return session.spark in _unlinked
+def _file(session: Session, pieces: list[Any]) -> ProgramFile:
+    """Return the file of some content, and empty those that are no longer kept."""
+    content = hashlib.sha256()
+    for piece in pieces:
+        content.update(piece)
+    digest = content.hexdigest()
+    with _lock:
+        files = _FILES.setdefault(session.spark, _Files())
+        # A program that was dropped is sent again under another name.
+        name = files.kept.pop(digest, None) or f"{PREFIX}{digest[:16]}-{next(_numbers)}"
+        files.kept[digest] = name
+        used = {file.name for file in _used}
+        for old in [each for each in files.kept if files.kept[each] not in used][:-KEPT]:
+            files.dropped.append(files.kept.pop(old))
+            _empty(session, files.dropped[-1])
+        sent = ProgramFile(name, tuple(files.dropped))
+        _used.add(sent)
+    return sent
 
 
-class _Content(NamedTuple):
-    """The content of a program's file, and how nodes name it."""
+def _empty(session: Session, name: str) -> None:
+    """Empty a file on the driver, which Spark never removes, and sends to each new executor."""
+    from pyspark import SparkFiles
 
-    file: ProgramFile
-    pieces: list[Any]
-
-    @classmethod
-    def of(cls, program: Program) -> _Content:
-        pickled = io.BytesIO()
-        pickler = oob_pickle.Pickler(pickled)
-        pickler.dump(program)
-        end = pickled.getbuffer().nbytes
-        pieces = [pickled.getbuffer(), *oob_pickle.pieces(end, pickler.buffers)]
-        size = sum(memoryview(piece).nbytes for piece in pieces)
-        return cls(ProgramFile(PREFIX + digest(MemoryBlock(pieces), size), size), pieces)
+    if not session.is_connect:
+        sent_from = private.temporary_folder(session.spark.sparkContext)
+        for folder in (sent_from, SparkFiles.getRootDirectory()):
+            with contextlib.suppress(OSError):
+                os.truncate(os.path.join(folder, name), 0)
 
 
 def _describe(program: Program) -> None:
@@ -94,20 +122,6 @@ def _describe(program: Program) -> None:
             f"'{program.name}' takes {format_bytes(program.size)} to the ranks, "
             f"{format_bytes(weight)} of it in {path}. It is sent to each executor once."
         )
-
-
-def _is_encrypted(session: Session) -> bool:
-    return any((session.conf(key) or "false").lower() == "true" for key in ENCRYPTION)
-
-
-def _send_through_spark(session: Session, program: Program, content: _Content) -> None:
-    def write(path: Path) -> None:
-        _check_room(program.name, path.parent, content.file.size)
-        with path.open("wb") as file:
-            for piece in content.pieces:
-                file.write(piece)
-
-    send_file(session, content.file.name, write)
 
 
 def _check_room(name: str, folder: Path, size: int) -> None:

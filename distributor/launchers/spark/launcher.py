@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from distributor.control.run import Attempt, Launcher, Relaunch, Run, share_of
+from distributor.control.run import Attempt, Launcher, Run, share_of
 from distributor.core.text import counted
 from distributor.launchers.spark.capacity.container_memory import container_shortage
 from distributor.launchers.spark.capacity.executors import Executors
 from distributor.launchers.spark.capacity.slots import Slots
 from distributor.launchers.spark.datasets.collection import Datasets
 from distributor.launchers.spark.hub_address import HubAddress, choose_hub_address, open_hub
-from distributor.launchers.spark.large_programs import program_for_nodes, use_spark, uses_spark
+from distributor.launchers.spark.large_programs import send_program
 from distributor.launchers.spark.task.task_spec import ProgramFile, TaskSpec
 from distributor.programs.environments import ship_environment
 from distributor.run.settings import Settings, gpu_type_of
@@ -33,12 +33,15 @@ from distributor.spark.spark_job import SparkJob
 from distributor.spark.user_modules import folders_of_program, hint, ship_modules
 from distributor.wire.hub import Hub
 from distributor.wire.sealing import rank_secret
-from distributor.wire.transfer import ProgramNotReceived
 
 
 class Shipped(NamedTuple):
-    """What Spark copies to each executor that runs a task: archives, by their names there."""
+    """What Spark copies to each executor that runs a task: files, by their names there.
 
+    A small program is none of them.
+    """
+
+    program: Program | ProgramFile
     modules: str | None
     environment: str | tuple[str, ...] | None
 
@@ -47,6 +50,7 @@ class Shipped(NamedTuple):
         """Send what a run needs; tasks that are submitted after this have it."""
         settings = spec.settings
         return cls(
+            send_program(session, spec.program),
             ship_modules(
                 session,
                 folders_of_program(spec.program),
@@ -66,15 +70,12 @@ class Opened(NamedTuple):
         The driver's end of the nodes' links.
     address : HubAddress
         Where it listens.
-    program : Program or ProgramFile
-        What the ranks run, or the file that contains it.
     secret : bytes
         The attempt's secret.
     """
 
     hub: Hub
     address: HubAddress
-    program: Program | ProgramFile
     secret: bytes
 
 
@@ -150,31 +151,12 @@ class SparkLauncher(Launcher):
         return self.plan.with_tasks(attempt.num_ranks // self.plan.ranks_per_task)
 
     @contextlib.contextmanager
-    def errors_explained(self, attempt: Attempt) -> Iterator[None]:
-        """Translate what ends an attempt because of the application, or of a large program."""
-        through_spark = uses_spark(self.session)
-        with end_explained(self.session.spark, is_last=not attempt.may_be_followed):
-            try:
-                yield
-            except ProgramNotReceived as error:
-                use_spark(self.session)
-                if through_spark:
-                    raise
-                raise Relaunch(
-                    f"{error} Spark sends them to the executors of this session from now on."
-                ) from None
-
-    @contextlib.contextmanager
     def hub_opened(self, attempt: Attempt) -> Iterator[Opened]:
-        """Open the hub of an attempt, and send its program if it is large."""
+        """Open the hub of an attempt."""
         settings, secret = attempt.settings, secrets.token_bytes(32)
         address = choose_hub_address(self.session, settings.hub_address, settings.hub_port)
-        program = attempt.spec.program
-        with (
-            open_hub(address, secret) as hub,
-            program_for_nodes(self.session, program, hub, address.bound) as sent,
-        ):
-            yield Opened(hub, address, sent, secret)
+        with open_hub(address, secret) as hub:
+            yield Opened(hub, address, secret)
 
     def task_spec(
         self, attempt: Attempt, plan: ClusterPlan, opened: Opened, shipped: Shipped
@@ -190,7 +172,7 @@ class SparkLauncher(Launcher):
         secret = opened.secret
         return TaskSpec(
             share=share_of(attempt, plan.num_tasks, plan.ranks_per_task, rank_secret(secret)),
-            program=opened.program,
+            program=shipped.program,
             use_gpu=plan.use_gpu,
             driver_gpus=plan.driver_gpus,
             gpu_type=gpu_type_of(settings),

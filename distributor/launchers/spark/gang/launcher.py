@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from distributor.control.run import Attempt, Handle, Launcher, Relaunch, Run
+from distributor.control.run import Attempt, Handle, Launcher, Run
 from distributor.launchers.spark.capacity.executors import Executors
 from distributor.launchers.spark.capacity.slot_shortage import ExecutorSize, why_no_more
 from distributor.launchers.spark.capacity.slots import Slots
@@ -112,12 +112,12 @@ class OpenedGangLauncher(SparkLauncher):
     @contextlib.contextmanager
     def start(self, attempt: Attempt, deadline: float) -> Iterator[Handle]:
         """Have tasks be the nodes of an attempt."""
-        try:
-            with self.errors_explained(attempt), self._started(attempt, deadline) as handle:
-                yield handle
-        except Relaunch:
-            self.gang.dismiss()  # tasks that start later have what Spark sends
-            raise
+        is_last = not attempt.may_be_followed
+        with (
+            end_explained(self.session.spark, is_last=is_last),
+            self._started(attempt, deadline) as handle,
+        ):
+            yield handle
 
     @contextlib.contextmanager
     def _started(self, attempt: Attempt, deadline: float) -> Iterator[Handle]:

@@ -1,13 +1,26 @@
-"""The paths of a run's program on this node."""
+"""The program of a run on this node, with this node's paths."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 from distributor.core.files import write_atomically
-from distributor.serialization.program import Module, Program, Script
+from distributor.launchers.spark.task.task_spec import ProgramFile
+from distributor.serialization.program import Module, Program, Script, in_file
+from distributor.spark.executor_modules import spark_files_folder
+
+
+def program_file(program: Program | ProgramFile) -> BinaryIO:
+    """Return a file with the program, and remove those of programs that no run needs any more."""
+    if not isinstance(program, ProgramFile):
+        return in_file(program_on_this_node(program))
+    folder = spark_files_folder()
+    for name in program.dropped:
+        (folder / name).unlink(missing_ok=True)
+    return (folder / program.name).open("rb")
 
 
 def program_on_this_node(program: Program) -> Program:

@@ -21,7 +21,7 @@ from distributor.launchers.spark.task.node_resources import (
     prepare_environment,
     warnings_about_memory,
 )
-from distributor.launchers.spark.task.program_file import program_file
+from distributor.launchers.spark.task.shipped_files import program_file
 from distributor.launchers.spark.task.task_spec import TaskSpec
 from distributor.node.agent.network import routable_address, source_address
 from distributor.node.agent.node_warnings import node_warnings
@@ -170,7 +170,7 @@ def provisions(
     with (
         prepare_environment(spec) as prepared,
         dataset_file(spec, batches) as data,
-        program_file(spec, node) as program,
+        program_file(spec.program) as program,
         _left_files_named(node),
     ):
         about_memory = warnings_about_memory(spec, placement.tasks_of_executor)

@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from distributor.data.chunk_file import DatasetSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ProgramFile:
-    """A program that is too large for the task, and is kept in a file on each node.
+    """A program that is too large for the task, and is in a file that Spark has sent.
 
     Parameters
     ----------
     name : str
-        The file's name among Spark's files; the same for the same program.
-    size : int
-        Its size in bytes.
+        The file's name among Spark's files.
+    dropped : tuple of str
+        The names of such files that no run needs any more.
     """
 
     name: str
-    size: int
+    dropped: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
