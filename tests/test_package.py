@@ -48,7 +48,7 @@ LAYERS = [
     {"run"},
     {"control"},
     {"launchers"},
-    {"runtime", "tracking"},
+    {"runtime", "tracking", "unsupported"},
     {"prepared_run"},
     {"torch_distributor"},
     {"decorated_function"},

@@ -239,10 +239,5 @@ def keep_shares_whole(distributed: ModuleType, is_share: Callable[[object], bool
     distributed.DistributedSampler.__init__ = initialize_whole
 
 
-def forget_workers(loader: Any) -> None:
-    """End the workers that a data loader keeps for its next pass, which starts others."""
-    loader._iterator = None
-
-
 def _release(group: object) -> None:
     """Release a group: `weakref.finalize` has referred to it until now."""

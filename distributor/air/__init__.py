@@ -3,5 +3,8 @@
 from distributor.air import runtime
 from distributor.air.launcher import distributed
 from distributor.air.ray import ray_init, ray_launch
+from distributor.unsupported import refuse_modules
 
 __all__ = ["distributed", "ray_init", "ray_launch", "runtime"]
+
+refuse_modules()

@@ -52,12 +52,12 @@ from distributor.train.storage.checkpoint import (
     ReportedCheckpoint,
     ReportedCheckpointStatus,
 )
-from distributor.train.unsupported import refuse_modules
 from distributor.train.validation import (
     ValidationConfig,
     ValidationFn,
     ValidationTaskConfig,
 )
+from distributor.unsupported import refuse_modules
 
 __all__ = [
     "TRAIN_DATASET_KEY",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import socket
 import subprocess
@@ -135,16 +134,6 @@ def test_a_ddp_model_refers_to_what_frees_its_group() -> None:
             assert model.process_group is not None
     finally:
         dist.destroy_process_group()
-
-
-def test_a_data_loader_starts_other_workers() -> None:
-    loader = torch.utils.data.DataLoader([0, 1], num_workers=1, persistent_workers=True)
-    first = next(iter(loader)), {child.pid for child in multiprocessing.active_children()}
-    with relies_on("torch", "DataLoader._iterator", "torch.forget_workers"):
-        private.forget_workers(loader)
-        second = next(iter(loader)), {child.pid for child in multiprocessing.active_children()}
-        assert first[0] == second[0]
-        assert first[1].isdisjoint(second[1])
 
 
 def test_process_groups_are_found() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,6 +38,16 @@ def test_an_import_says_what_to_use_instead(module: str, name: str) -> None:
             exec(statement)
         assert any(word in str(refused.value) for word in ("distributor.", ".spark.", "synapse"))
     assert f"distributor.train.{module}" not in sys.modules
+
+
+@pytest.mark.parametrize("package", ["air", "serverless_gpu"])
+def test_the_files_of_a_folder_are_refused_in_a_process_of_their_own(package: str) -> None:
+    code = f"import distributor.{package}.data"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    says = f"NotImplementedError: distributor.{package}.data: files of a folder are not divided"
+    assert says in done.stderr
+    assert "from_parquet" in done.stderr
+    assert "prepare_data_loader" in done.stderr
 
 
 def test_other_modules_are_missing_as_usual() -> None:

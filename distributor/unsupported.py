@@ -1,4 +1,4 @@
-"""Modules of ``ray.train`` without a counterpart here: importing one says what to use instead."""
+"""Modules of other packages without a counterpart here: importing one says what to use instead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+_FILES = (
+    "files of a folder are not divided among ranks. Pass rows as an argument of the function: a "
+    "DataFrame, or distributor.data.from_parquet(path). For other files, use torch's Dataset and "
+    "DataLoader with distributor.train.torch.prepare_data_loader."
+)
 INSTEAD = {
+    "distributor.air.data": _FILES,
+    "distributor.serverless_gpu.data": _FILES,
     "distributor.train.backend": (
         "backends of Ray Train are not supported. TorchTrainer provides torch's process group; "
         "TorchDistributor starts processes without one, for any other framework."
@@ -52,7 +59,7 @@ INSTEAD = {
 
 
 class _Refusing(MetaPathFinder, Loader):
-    """Finds the modules under the names that a program has imported from Ray, and refuses them."""
+    """Finds the modules under the names that a program has imported, and refuses them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -63,6 +70,10 @@ class _Refusing(MetaPathFinder, Loader):
         raise NotImplementedError(f"{module.__name__}: {INSTEAD[module.__name__]}")
 
 
+_FINDER = _Refusing()
+
+
 def refuse_modules() -> None:
     """Let imports of these modules raise NotImplementedError."""
-    sys.meta_path.append(_Refusing())
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.append(_FINDER)
