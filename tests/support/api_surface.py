@@ -12,7 +12,7 @@ from __future__ import annotations
 import configparser
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -226,38 +226,42 @@ def _is_refused(api: Api, name: str) -> bool:
 
 
 def document() -> str:
-    """Return the tables of all APIs as Markdown."""
-    lines = [HEAD]
+    """Return what becomes of the names of all APIs as Markdown."""
     listed = read_list()
+    lines = [HEAD]
     for api in APIS:
-        theirs, ours = surfaces(api)
-        entries = listed.get(api.title, {})
-        lines += ["", f"## `{api.title}`: `{api.ours}`", ""]
-        if api.version:
-            lines += [f"Compared with {api.distribution} {api.version}.", ""]
-        lines += ["| name | here | remark |", "| --- | --- | --- |"]
-        names = {key for key in theirs | ours | entries if not set(key) & set(".(")}
-        for name in sorted(names, key=lambda name: (name not in theirs, name.lower())):
-            own = entries.get(name, Entry("same", ""))
-            lines.append(f"| `{name}` | {own.kind} | {own.sentence} |")
-            parts = [key for key in entries if key.startswith((f"{name}.", f"{name}("))]
-            lines += [
-                f"| &emsp;`{key.removeprefix(name)}` | {entries[key].kind} | "
-                f"{entries[key].sentence} |"
-                for key in sorted(parts)
-            ]
+        if section := list(_section(listed.get(api.title, {}))):
+            lines += ["", f"## `{api.title}`: `{api.ours}`", *section]
     return "\n".join(lines) + "\n"
 
 
-HEAD = """\
+def _section(entries: dict[str, Entry]) -> Iterator[str]:
+    """Yield the lines of an API: the names that are added, and a row for each remark."""
+    if added := [key for key, entry in entries.items() if entry.kind == "added"]:
+        yield from ["", f"Added: {_listed(sorted(added, key=str.lower))}"]
+    rows: dict[Entry, list[str]] = {}
+    for key, entry in sorted(entries.items(), key=lambda item: item[0].lower()):
+        if entry.kind not in ("added", "same"):
+            rows.setdefault(entry, []).append(key)
+    if rows:
+        yield from ["", "| name | here |", "| --- | --- |"]
+    for entry, keys in rows.items():
+        yield f"| {_listed(keys)} | {entry.kind}: {entry.sentence} |"
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(f"`{key}`" for key in keys)
+
+
+_COMPARED = ", ".join(f"{name} {version}" for name, version in (SPARK, RAY, AIR))
+HEAD = f"""\
 # API compatibility
 
-What becomes of every public name of the APIs that this package follows. `tests/test_api_surface.py`
-compares names, signatures and members with the installed packages, and fails if a difference is not
-in `tests/support/api_surface.ini`, from which `PYTHONPATH=tests python -m support.api_surface`
-generates these tables.
+What becomes of the public names of the APIs that this package follows: {_COMPARED},
+and serverless_gpu. A name, signature or member that is not listed here is the same, as
+`tests/test_api_surface.py` checks with the installed packages.
 
-""" + "\n".join(f"- *{kind}*: {text}" for kind, text in KINDS.items())
+""" + "\n".join(f"- *{kind}*: {text}" for kind, text in KINDS.items() if kind != "same")
 
 
 def why_not_compared(api: Api) -> str:
@@ -279,13 +283,8 @@ def main() -> None:
     """Write the document, or print what the test needs as JSON."""
     if sys.argv[1:] == ["--check"]:
         listed = read_list()
-        checked = {
-            api.title: check(api, listed.get(api.title, {}))
-            for api in APIS
-            if not why_not_compared(api)
-        }
-        is_complete = len(checked) == len(APIS)
-        print(json.dumps({"checked": checked, "document": document() if is_complete else ""}))
+        compared = [api for api in APIS if not why_not_compared(api)]
+        print(json.dumps({api.title: check(api, listed.get(api.title, {})) for api in compared}))
     else:
         DOCUMENT.write_text(document())
 
