@@ -92,8 +92,7 @@ def fill_section(text: str, name: str, table: str) -> str:
 def texts_of_error(name: str) -> list[re.Pattern[str]]:
     """Return the texts that Troubleshooting has for an error, with ``…`` for anything."""
     page = (PAGES / "troubleshooting.md").read_text()
-    section = re.search(rf"^### `{name}`\n\n(.*?)(?=^#|\Z)", page, re.MULTILINE | re.DOTALL)
-    assert section, f"{name} is not documented"
-    paragraph = re.match(r"\*\*Text:\*\* (.*?)\n\n", section[1], re.DOTALL)
-    texts = re.findall(r"`([^`]+)`", paragraph[1]) if paragraph else []
+    row = re.search(rf"^\| `{name}` \| (.*?) \| ", page, re.MULTILINE)
+    assert row, f"{name} is not documented"
+    texts = re.findall(r"`([^`]+)`", row[1])
     return [re.compile(re.escape(text).replace("…", ".*"), re.DOTALL) for text in texts]
