@@ -42,16 +42,17 @@ def defaults_table() -> str:
 
 
 def options_table(command: str) -> str:
-    """Return the options of a command as Markdown."""
+    """Return the options of a command that do not have the names of settings, as Markdown."""
     [commands] = [
         action.choices
         for action in make_parser()._actions
         if isinstance(action, argparse._SubParsersAction)
     ]
+    settings = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Settings)}
     rows = [
         f"| {_flags(option)} | {_text((option.help or '').replace('%%', '%'))} |"
         for option in commands[command]._actions
-        if option.option_strings
+        if option.option_strings and option.option_strings[0] not in settings
     ]
     return "\n".join(["| option | description |", "| --- | --- |", *rows])
 
