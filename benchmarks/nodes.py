@@ -24,7 +24,7 @@ from distributor.wire.messages import (
     RanksStarted,
     Release,
     Rendezvous,
-    RendezvousThroughSpark,
+    Unlink,
 )
 
 LOOPBACK = "127.0.0.1"
@@ -89,17 +89,19 @@ async def _node(orders: Orders, number: int) -> NodeRecord:
     _send(link, NodeUp(f"host{number}", {}))
     if number == 0:
         _send(link, Rendezvous(LOOPBACK, 1))
-    answer = await _receive(link, Rendezvous, RendezvousThroughSpark)
-    record.through_spark = isinstance(answer, RendezvousThroughSpark)
+    answer = await _receive(link, Rendezvous, Unlink)
     record.rendezvoused = time.monotonic()
+    if isinstance(answer, Unlink):
+        record.through_spark = True
+        link.writer.close()
+        return record
     _send(link, RanksStarted())
     for start in range(0, orders.lines, LINES_PER_FRAME):
         text = b"".join(b"node %d, line %d\n" % (number, start + i) for i in range(LINES_PER_FRAME))
         _send(link, Output(number, "stdout", text))
     _send(link, NodeDone())
-    if not record.through_spark:
-        await _receive(link, Release)
-        record.released = time.monotonic()
+    await _receive(link, Release)
+    record.released = time.monotonic()
     link.writer.close()
     return record
 

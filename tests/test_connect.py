@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -224,7 +225,7 @@ sys.addaudithook(look)
 
 
 @pytest.mark.slow
-def test_a_node_without_a_link_joins_the_rendezvous_through_spark(tmp_path: Path) -> None:
+def test_a_run_with_one_node_that_has_no_link_goes_on_through_spark(tmp_path: Path) -> None:
     begins = ALL_LINKS_BUT_ONE_FAIL.format(taken=str(tmp_path / "taken"))
     with session_program("classic", tmp_path, "one_link", python_begins=begins) as program:
         facts = program.facts("one_link")
@@ -232,9 +233,8 @@ def test_a_node_without_a_link_joins_the_rendezvous_through_spark(tmp_path: Path
     assert facts["values"] == [[0, 2, 41], [1, 2, 41]]
     assert facts["large"] == [True, True]
     (warning,) = facts["warned"]
-    shown = [f"[{rank}] training on {rank}" in printed for rank in range(2)]
-    assert sorted(shown) == [False, True]
-    assert f"Node {shown.index(False)} did not reach" in warning
+    assert re.search("Node [01] did not reach", warning)
+    assert "] training on" not in printed
 
 
 CLIENT = """

@@ -52,9 +52,9 @@ class RunState(enum.Enum):
     STARTING = "starting"
     """The nodes agree on a rendezvous and start their ranks."""
     UNLINKED = "unlinked"
-    """No node has a link to the driver, which knows only what the launcher reports."""
+    """The nodes work without links to the driver, which knows only what the launcher reports."""
     RUNNING = "running"
-    """The ranks of all nodes that can report it have started."""
+    """The ranks of all nodes have started."""
     STOPPING = "stopping"
     """A rank failed, and the nodes stop the others."""
     COLLECTING_STACKS = "collecting stacks"
@@ -72,12 +72,10 @@ class RunEvent(enum.Enum):
 
     ALL_NODES_UP = "all nodes up"
     """All nodes have a link and have reported, so they agree on a rendezvous through the hub."""
-    SOME_NODES_UNLINKED = "some nodes unlinked"
-    """Some nodes did not report in time, or lost their link."""
-    ALL_NODES_UNLINKED = "all nodes unlinked"
-    """No node has a link, although the launcher has started them, or does not say so."""
+    NODES_UNLINKED = "nodes unlinked"
+    """Some nodes have no link, although the launcher has started them, or does not say so."""
     RANKS_STARTED = "ranks started"
-    """Every node with a link has reported that its ranks run."""
+    """Every node has reported that its ranks run."""
     FAILURE_SETTLED = "failure settled"
     """A rank failed, and the other ranks have had the time to report failures of their own."""
     DEADLINE_PASSED = "deadline passed"
@@ -147,7 +145,6 @@ class Controller:
         self._start_shown = False
         self._checkpoints = 0
         self._resizable_at = clock() + settings._resize_interval
-        self._warned_of: set[int] = set()
         self.history: list[Record] = []
 
     @property
@@ -393,8 +390,7 @@ class Controller:
 
     def _warn_about_links(self) -> None:
         """Warn about the nodes that have no link to this process, if there are any."""
-        if unlinked := self._nodes.unreported:
-            self._warned_of.update(unlinked)
+        if unlinked := self._nodes.unlinked:
             warn(self._handle.describe_unlinked(listed("Node", unlinked)))
 
     # Actions of the table
@@ -405,26 +401,20 @@ class Controller:
         check_alike(self._nodes.software | {"the driver": pickling_software()})
         self._links.broadcast(self._rendezvous.address)
 
-    def _rendezvous_without_links(self) -> None:
-        """Ask the nodes with a link to exchange the address without it."""
-        warn_about_nodes(self._nodes.warnings)
-        self._grace_period.expect(len(self._nodes.linked))
-        self._links.broadcast(messages.RendezvousThroughSpark())
-
     def _follow_unlinked(self) -> None:
-        """Warn the user. Bound the attempt by `timeout` and a minute more."""
-        self._grace_period.expect(0)
+        """Warn the user. Have all nodes go on without links, at most a minute beyond `timeout`."""
         prepares = bool(self._attempt.settings.environment)
         self._deadlines.start_unlinked_run(self._clock(), prepares=prepares)
         self._warn_about_links()
-        if self._handle.starts.have_started:
+        self._nodes = Nodes(self._nodes.count, self._handle.ranks_per_node)
+        self._links.broadcast(messages.Unlink())
+        starts = self._handle.starts
+        if starts.have_started or starts.reports_unlinked:  # those that wait have started
             self._show_start()
 
     def _start_clock(self) -> None:
         """Start the clock of `timeout`."""
         self._deadlines.start_run(self._clock())
-        if self._rendezvous.way is not Way.HUB:  # no node is merely slow: all have synchronized
-            self._warn_about_links()
 
     def _start_late_clock(self) -> None:
         """Start the clock of `timeout`: ranks that do not stop end by it."""
@@ -433,9 +423,7 @@ class Controller:
     def _stop_nodes(self) -> None:
         """Ask the nodes to stop their ranks."""
         self._nodes.stop()
-        all_linked = (
-            self._rendezvous.way is Way.HUB and len(self._nodes.linked) == self._nodes.count
-        )
+        all_linked = len(self._nodes.linked) == self._nodes.count
         # A task of Spark that fails costs its Python worker, and the next one imports everything
         # anew. So tasks succeed, unless their error may have the cause.
         succeeds = all_linked and self._outcomes.has_cause and self._attempt.may_be_followed
@@ -490,13 +478,10 @@ class Controller:
         self._nodes.preparing[node] = message.host
 
     def _on_node_up(self, node: int, message: messages.NodeUp) -> None:
-        self._nodes.come_up(node, message, self._clock())
-        if self._rendezvous.way in (Way.MIXED, Way.UNLINKED):
-            if node in self._warned_of:
-                notify(f"Node {node} was late, and has reached this process: its output is shown.")
-            warn_about_nodes({message.host: message.warnings})
-            self._grace_period.expect(len(self._nodes.linked))
-            self._links.send(node, messages.RendezvousThroughSpark())
+        if self._rendezvous.way is Way.UNLINKED:  # it is late
+            self._links.send(node, messages.Unlink())
+        else:
+            self._nodes.come_up(node, message, self._clock())
 
     def _on_rendezvous(self, node: int, message: messages.Rendezvous) -> None:
         self._rendezvous.address = message
@@ -505,8 +490,7 @@ class Controller:
         self._grace_period.note_start(node, self._clock())
         self._nodes.started.add(node)
         self._attempt.progress.start(self._nodes.ranks_of(node), self._nodes.hosts[node])
-        is_last = len(self._nodes.started) >= len(self._nodes.linked)
-        if is_last and not self._rendezvous.late_nodes:
+        if not self._rendezvous.late_nodes:
             self._fire(RunEvent.RANKS_STARTED)
             self._show_start()
 
@@ -586,8 +570,7 @@ UNRECORDED = (messages.Output, messages.ValuePart, messages.WholeValue, messages
 
 EVENTS = {
     Way.HUB: RunEvent.ALL_NODES_UP,
-    Way.MIXED: RunEvent.SOME_NODES_UNLINKED,
-    Way.UNLINKED: RunEvent.ALL_NODES_UNLINKED,
+    Way.UNLINKED: RunEvent.NODES_UNLINKED,
 }
 
 _BEFORE_ITS_END = (
@@ -601,26 +584,15 @@ _WITH_RANKS = _BEFORE_ITS_END[1:]
 
 TRANSITIONS: Table[RunState] = {
     (RunState.WAITING, RunEvent.ALL_NODES_UP): (RunState.STARTING, Controller._send_rendezvous),
-    (RunState.WAITING, RunEvent.SOME_NODES_UNLINKED): (
-        RunState.STARTING,
-        Controller._rendezvous_without_links,
-    ),
-    (RunState.WAITING, RunEvent.ALL_NODES_UNLINKED): (
-        RunState.UNLINKED,
-        Controller._follow_unlinked,
-    ),
-    **{
-        (state, RunEvent.RANKS_STARTED): (RunState.RUNNING, Controller._start_clock)
-        for state in (RunState.STARTING, RunState.UNLINKED)
-    },
+    (RunState.WAITING, RunEvent.NODES_UNLINKED): (RunState.UNLINKED, Controller._follow_unlinked),
+    (RunState.STARTING, RunEvent.RANKS_STARTED): (RunState.RUNNING, Controller._start_clock),
     (RunState.STOPPING, RunEvent.RANKS_STARTED): (
         RunState.STOPPING,
         Controller._start_late_clock,
     ),
     **{
         (state, RunEvent.FAILURE_SETTLED): (RunState.STOPPING, Controller._stop_nodes)
-        for state in _WITH_RANKS
-        if state is not RunState.STOPPING
+        for state in (RunState.STARTING, RunState.RUNNING)
     },
     **{
         (state, RunEvent.DEADLINE_PASSED): (

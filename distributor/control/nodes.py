@@ -98,6 +98,11 @@ class Nodes:
         """The nodes that have never been up, as far as the driver knows."""
         return sorted(set(range(self.count)) - self.hosts.keys())
 
+    @property
+    def unlinked(self) -> list[int]:
+        """The nodes that have no link now."""
+        return sorted(set(range(self.count)) - self.linked)
+
     def describe(self, nodes: set[int]) -> str:
         """Return the ranks and hosts of nodes that have been up."""
         return ", ".join(f"{self._describe(node)} on {self.hosts[node]}" for node in sorted(nodes))

@@ -11,17 +11,11 @@ from distributor.core.text import listed
 from distributor.errors import StartTimeout
 from distributor.wire.messages import Rendezvous
 
-NODE_UP_SECONDS = 10.0
-"""Seconds from the first node that is up to the last, before the others count as unlinked.
-
-This and `LINK_SECONDS` hold for a Spark that does not report barriers, as through Connect. It is
-longer than a node tries to connect. A node that is only slow delays the others by no more than a
-second.
-"""
 LINK_SECONDS = 60.0
 """Seconds from the start of all tasks after which nodes that have not reported have no link.
 
-Their Python has to start, and then each tries to connect for a few seconds.
+Their Python has to start, and then each tries to connect for a few seconds. This holds for a Spark
+that does not report barriers, as through Connect; also from the first node that is up to the last.
 """
 
 
@@ -29,9 +23,8 @@ class Way(enum.Enum):
     """How nodes agree on a rendezvous."""
 
     HUB = enum.auto()
-    MIXED = enum.auto()
-    """Some nodes have no link, so all exchange the address without their links."""
     UNLINKED = enum.auto()
+    """Some nodes have no link, so all go on without one."""
 
 
 class RendezvousDecision:
@@ -67,20 +60,19 @@ class RendezvousDecision:
     @property
     def late_nodes(self) -> set[int]:
         """The nodes that can report that their ranks have started, and have not."""
-        nodes = self._nodes
-        expected = range(nodes.count) if self.way in (None, Way.HUB) else nodes.linked
-        return set(expected) - nodes.started
+        expected = () if self.way is Way.UNLINKED else range(self._nodes.count)
+        return set(expected) - self._nodes.started
 
     def _decide(self, starts: NodeStarts, now: float) -> Way | None:
         self._remind()
         nodes = self._nodes
-        if self.address and nodes.all_up:
+        if self.address and len(nodes.linked) == nodes.count:
             return Way.HUB
         starts.poll()
         if not nodes.preparing and not nodes.hosts:
             return self._await_starts(starts, now)
         if not nodes.preparing and self._is_node_missing(starts, now):
-            return Way.MIXED if nodes.linked else Way.UNLINKED
+            return Way.UNLINKED
         if now > self._deadline:
             raise StartTimeout(f"After start_timeout, {self._missing()}.")
         return None
@@ -91,12 +83,14 @@ class RendezvousDecision:
         return f"nothing was received from {listed('task', self._nodes.unreported)}"
 
     def _is_node_missing(self, starts: NodeStarts, now: float) -> bool:
-        """Return whether a node has lost its link, has none, or (for want of facts) is late."""
-        if len(self._nodes.linked) < len(self._nodes.hosts):
-            return True
+        """Return whether a node has no link, or lost it, or (for want of facts) is late.
+
+        If Spark reports which nodes have none, all others must be up: none is waited for in vain.
+        """
         if starts.reports_unlinked:
-            return starts.any_unlinked
-        return now > self._nodes.first_up_at + NODE_UP_SECONDS
+            others = self._nodes.count - len(self._nodes.linked)
+            return starts.all_unlinked or 0 < others <= starts.num_unlinked
+        return now > self._nodes.first_up_at + LINK_SECONDS
 
     def _await_starts(self, starts: NodeStarts, now: float) -> Way | None:
         """Find out from the launcher whether nodes that have not reported run at all."""

@@ -287,9 +287,9 @@ class NodeStarts:
         return True
 
     @property
-    def any_unlinked(self) -> bool:
-        """Whether a node has failed to connect."""
-        return False
+    def num_unlinked(self) -> int:
+        """How many nodes have failed to connect, as long as they wait for the others."""
+        return 0
 
     @property
     def all_unlinked(self) -> bool:
@@ -342,7 +342,7 @@ class Handle:
     further_ranks : callable
         Returns how many ranks more an attempt that begins now would have.
     describe_unlinked : callable
-        Returns a warning about nodes, named as in its argument, that have no link.
+        Returns a warning about a run without links, as the nodes in its argument have none.
     """
 
     links: Links

@@ -45,12 +45,12 @@ from distributor.wire.messages import (
     RanksStarted,
     Release,
     Rendezvous,
-    RendezvousThroughSpark,
     Source,
     StackRequest,
     Stacks,
     Stop,
     Subscribed,
+    Unlink,
 )
 
 REACH_SECONDS = 10.0
@@ -94,16 +94,12 @@ class Answer(Generic[T]):
 class Detour(Protocol):
     """What a launcher does for a node without a link."""
 
-    deadline_slack: float
-    """Seconds past a deadline in which the driver may enforce it before the node does."""
-
     def exchange(
         self,
         own: Rendezvous | None,
         software: Software,
         warnings: Sequence[NodeWarning],
-        *,
-        has_link: bool,
+        deadline: float,
     ) -> Rendezvous:
         """Exchange the address of rank 0's store with all nodes.
 
@@ -115,8 +111,8 @@ class Detour(Protocol):
             This node's versions.
         warnings : sequence of NodeWarning
             What the user should know about this node.
-        has_link : bool
-            Whether this node has a link, by which the driver has asked for this.
+        deadline : float
+            When, by ``time.monotonic``, all nodes must have called this.
         """
 
     def write(self, rank: int, source: Source, data: bytes) -> None:
@@ -168,7 +164,7 @@ class Node:
         self.lifecycle = NodeLifecycle(self)
         self.link: NodeLink = NoLink()
         self._detour = detour
-        self._rendezvous: Answer[Rendezvous | RendezvousThroughSpark] = Answer(
+        self._rendezvous: Answer[Rendezvous] = Answer(
             "The other nodes did not come up within start_timeout."
         )
         self.took_detour = False
@@ -201,9 +197,7 @@ class Node:
     @property
     def deadline_slack(self) -> float:
         """Seconds past a deadline in which the driver may enforce it before the node does."""
-        if not self.link.lost:
-            return DEADLINE_SLACK
-        return self._detour.deadline_slack if self._detour else 0.0
+        return 0.0 if self.link.lost else DEADLINE_SLACK
 
     # Before the ranks
 
@@ -227,13 +221,14 @@ class Node:
         if own:
             self.link.send(own)
         answer = self._wait_for(self._rendezvous)
-        if isinstance(answer, Rendezvous):
+        if answer is not None:
             return answer
         if self._detour is None:
             raise NodeStopped
         self.took_detour = True
-        has_link = answer is not None
-        return self._detour.exchange(own, software, warnings, has_link=has_link)
+        self.link.close()
+        self.link = NoLink()
+        return self._detour.exchange(own, software, warnings, self._start_deadline)
 
     def attach(self, agent: Agent) -> None:
         """Forward the driver's requests to this agent from now on, and those that came earlier."""
@@ -368,7 +363,7 @@ class Node:
 
 _HANDLERS: dict[type, Callable[[Node, Any], None]] = {
     Rendezvous: lambda node, message: node._rendezvous.set(message),
-    RendezvousThroughSpark: lambda node, message: node._rendezvous.set(message),
+    Unlink: lambda node, message: node._rendezvous.set(None),
     Stop: Node._on_stop,
     StackRequest: Node._on_stack_request,
     Preempted: Node._on_preempted,

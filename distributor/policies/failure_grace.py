@@ -31,10 +31,6 @@ class FailureGracePeriod:
         self._started: set[int] = set()
         self._due_at: float | None = None
 
-    def expect(self, count: int) -> None:
-        """Correct the number of participants: only so many can report their start."""
-        self._expected = count
-
     def note_start(self, number: int, now: float) -> None:
         self._started.add(number)
         if self._due_at is not None:

@@ -46,8 +46,8 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
-class RendezvousThroughSpark:
-    """Driver to nodes: a node cannot reach the hub, so exchange the rendezvous by ``allGather``."""
+class Unlink:
+    """Driver to nodes: a node cannot reach the hub, so all go on as if they had no link."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from distributor.control.stack_requests import ANSWER_TIMEOUT
 from distributor.errors import (
     DistributorError,
     ExecutorNotReady,
+    NodeLost,
     RunStalled,
     RunTimeout,
     StartTimeout,
@@ -31,7 +32,6 @@ from distributor.launchers.spark.task_starts import TaskStarts
 from distributor.node.agent.share import NodeShare
 from distributor.node.node import Node
 from distributor.policies.deadlines import UNLINKED_SECONDS
-from distributor.policies.failure_grace import LATE_START_SECONDS
 from distributor.programs.programs import program_of
 from distributor.run.settings import Settings
 from distributor.run.spec import RunSpec
@@ -49,10 +49,10 @@ from distributor.wire.messages import (
     RanksStarted,
     Release,
     Rendezvous,
-    RendezvousThroughSpark,
     StackRequest,
     Stacks,
     Stop,
+    Unlink,
 )
 
 SECRET = b"a secret of the run"
@@ -187,7 +187,6 @@ class Start(Protocol):
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.setattr(rendezvous, "NODE_UP_SECONDS", SHORT)
     monkeypatch.setattr(rendezvous, "LINK_SECONDS", SHORT)
     monkeypatch.setattr(task_starts, "POLL_SECONDS", 0.0)
     with contextlib.ExitStack() as stack:
@@ -242,23 +241,6 @@ def failure_of(rank: int) -> Failure:
     return Failure(origin=origin, summary="KeyError: 'x'", text="", pickled=None)
 
 
-def test_a_failure_stops_the_run_without_waiting_for_nodes_without_a_link(
-    run: FollowedRun, warned: Callable[[], list[str]]
-) -> None:
-    node = FakeNode(run.hub, 0)
-    node.send(Rendezvous("127.0.0.1", 1))
-    assert node.receive() == RendezvousThroughSpark()
-    node.send(RanksStarted())
-    failed = time.monotonic()
-    node.send(Failed(failure_of(0)))
-    assert isinstance(node.receive(), Stop)
-    assert time.monotonic() - failed < LATE_START_SECONDS
-    node.close()
-    assert run.end() == [failure_of(0)]
-    (warning,) = warned()
-    assert "Nodes 1, 2 did not reach this process" in warning
-
-
 def test_a_message_of_unknown_type_is_ignored_on_both_sides(run: FollowedRun) -> None:
     nodes = nodes_with_rendezvous(run)
     nodes[0].send(UNKNOWN)
@@ -275,18 +257,21 @@ def test_a_message_of_unknown_type_is_ignored_on_both_sides(run: FollowedRun) ->
     node.check_not_ended()
 
 
-def test_a_late_node_is_asked_to_rendezvous_through_spark(
+def test_all_nodes_go_on_without_links_if_one_has_none_in_time(
     run: FollowedRun, warned: Callable[[], list[str]]
 ) -> None:
-    first, second = FakeNode(run.hub, 0), FakeNode(run.hub, 1)
-    assert first.receive() == second.receive() == RendezvousThroughSpark()
-    late = FakeNode(run.hub, 2)
-    assert late.receive() == RendezvousThroughSpark()
-    for node in (first, second, late):
-        node.send(RanksStarted())
+    """Without facts, as through Connect, a late node is taken for one without a link."""
+    nodes = [FakeNode(run.hub, number) for number in range(NODES - 1)]
+    nodes[0].send(Rendezvous("127.0.0.1", 1))
+    for node in nodes:
+        assert node.receive() == Unlink()
         node.close()
+    late = FakeNode(run.hub, NODES - 1)
+    assert late.receive() == Unlink()
+    late.close()
     assert run.end() == []
-    assert warned() == [], "all of them have a link"
+    (warning,) = warned()
+    assert "Node 2 did not reach this process" in warning
 
 
 def test_the_rendezvous_waits_for_nodes_that_prepare_their_environment(
@@ -359,17 +344,41 @@ def test_nodes_that_start_late_are_waited_for(
 
 
 def test_a_node_that_waits_in_a_barrier_has_failed_to_connect(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start, warned: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "NODE_UP_SECONDS", 60.0)
-    arrivals = [(0, 0)]
+    monkeypatch.setattr(rendezvous, "LINK_SECONDS", 60.0)
+    arrivals = [(1, 0)]
     run = start(tasks=spark_reports(True, lambda: arrivals[-1]), seconds=60)
-    nodes = [FakeNode(run.hub, number) for number in (0, 1)]
-    arrivals.append((1, 0))
+    first = FakeNode(run.hub, 0)
+    with pytest.raises(queue.Empty):
+        first.received.get(timeout=3 * SHORT)  # the third node may not come
+    nodes = [first, FakeNode(run.hub, 1)]
     for node in nodes:
-        assert node.receive() == RendezvousThroughSpark()
+        assert node.receive() == Unlink()
         node.close()
     assert run.end() == []
+    (warning,) = warned()
+    assert "Node 2 did not reach this process" in warning
+
+
+def test_a_link_that_is_lost_before_the_rendezvous_ends_all_links(
+    start: Start, warned: Callable[[], list[str]]
+) -> None:
+    arrivals = [(0, 0)]
+    run = start(tasks=spark_reports(True, lambda: arrivals[-1]), seconds=60)
+    nodes = [FakeNode(run.hub, number) for number in range(NODES)]
+    nodes[1].close()
+    with pytest.raises(queue.Empty):
+        nodes[0].received.get(timeout=3 * SHORT)  # it has not come to a barrier
+    arrivals.append((1, 0))
+    for node in (nodes[0], nodes[2]):
+        assert node.receive() == Unlink()
+        node.close()
+    lost = RuntimeError("an executor was lost")
+    run.hub.post(NodesEnded(error=lost, explain=lambda error, first: NodeLost(f"lost: {first}")))
+    assert str(run.error()) == "lost: ", "no node has lost a link that it was to keep"
+    (warning,) = warned()
+    assert "Node 1 did not reach this process" in warning
 
 
 def test_tasks_that_passed_a_barrier_without_a_link_have_none(
@@ -398,19 +407,6 @@ def test_tasks_from_which_nothing_is_received_end_the_run_at_the_deadline(
     assert "nothing was received from the 3 tasks of this run, which Spark has" in str(error)
     assert "Python is still starting there" in str(error)
     assert warned() == []
-
-
-def test_the_warning_about_a_late_node_is_withdrawn(
-    start: Start, warned: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without facts, as through Connect, a late node is taken for one without a link."""
-    run = start(tasks=spark_reports(True), seconds=60)
-    until(lambda: bool(warned()), "the driver warns", SOON)
-    late = FakeNode(run.hub, 1)
-    assert late.receive() == RendezvousThroughSpark()
-    assert "Node 1 was late, and has reached this process" in capsys.readouterr().err
-    late.close()
-    assert run.end() == []
 
 
 def test_tasks_that_spark_does_not_start_end_the_run_at_the_deadline(
@@ -577,26 +573,6 @@ def test_a_node_that_is_preempted_is_known_to_all_nodes(run: FollowedRun) -> Non
         assert node.receive() == Preempted(("host1",))
         node.close()
     assert run.end() == []
-
-
-def test_a_timeout_has_the_stacks_of_nodes_with_and_without_a_link(
-    start: Start,
-) -> None:
-    run = start(settings={"timeout": SHORT}, seconds=60)
-    node = FakeNode(run.hub, 0)
-    assert node.receive() == RendezvousThroughSpark()
-    node.send(RanksStarted())
-    assert node.receive() == StackRequest()
-    node.send(Stacks({0: "in step"}))
-    others = RunTimeout("The run was stopped at its timeout.", stacks={1: "in wait"})
-    run.hub.post(NodesEnded(error=RuntimeError("the job was aborted"), timed_out=others))
-    node.close()
-
-    error = run.error()
-
-    assert isinstance(error, RunTimeout)
-    assert error.stacks == {0: "in step", 1: "in wait"}
-    assert f"timeout of {SHORT:g} s" in str(error)
 
 
 def test_a_run_without_nodes_has_no_stacks(run: FollowedRun) -> None:

@@ -113,7 +113,7 @@ def test_nodes_that_cannot_reach_the_hub_do_their_work(
     assert 'raise Broken("no", 3)' in report["remote"]
     assert report["hosts"] == cut_off[:1]
     assert shown.count("did not reach this process") == 1
-    assert [f"hello of {host}" in shown for host in both] == [host not in cut_off for host in both]
+    assert "hello of" not in shown, "the run goes on without links"
     printed = [file.read_text() for file in logs.glob("*/attempt_0/rank*.stdout")]
     assert sorted(filter(None, printed)) == [f"hello of {host}\n" for host in sorted(both)]
 
@@ -154,8 +154,7 @@ def test_a_timeout_holds_if_the_drivers_port_is_blocked(
     assert shown.count("did not reach this process") == 1, "at the start, not at the end"
     assert report["error"] == "RunTimeout", report
     assert "in wait_in_vain" in report["message"]
-    both = report["ranks"] == [0, 1]
-    assert both if count == 1 else len(report["ranks"]) > 0
+    assert report["ranks"]
     assert_gone(int(rank.name) for rank in ranks.iterdir())
 
 

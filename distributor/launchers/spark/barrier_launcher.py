@@ -108,7 +108,7 @@ def _ended(ending: list[Any] | BaseException, num_tasks: int, secret: bytes) -> 
 def _describe_unlinked(port: int, nodes: str, *, has_log_dir: bool) -> str:
     log = "log_dir there" if has_log_dir else "the logs of the executors"
     return (
-        f"{nodes} did not reach this process at port {port}: their output is in {log} and not "
+        f"{nodes} did not reach this process at port {port}: the ranks' output is in {log} and not "
         "shown here, and values are sent through Spark. Open this port to the executors, or set "
         "hub_address to an address that they can reach."
     )

@@ -93,9 +93,9 @@ class TaskStarts(NodeStarts):
         return self._arrivals is not None
 
     @property
-    def any_unlinked(self) -> bool:
-        """Whether a task has come to a barrier."""
-        return self._arrivals is not None and any(self._arrivals)
+    def num_unlinked(self) -> int:
+        """How many tasks wait in a barrier."""
+        return self._arrivals[0] if self._arrivals else 0
 
     @property
     def all_unlinked(self) -> bool:

@@ -7,10 +7,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import asdict
 from typing import Any
 
 from distributor.core.versions import Software, check_alike
+from distributor.errors import StartTimeout
 from distributor.launchers.spark.task.result_rows import UnsentReports
 from distributor.launchers.spark.task.spark_node import Placement
 from distributor.launchers.spark.task.task_spec import TaskSpec
@@ -23,12 +26,6 @@ CANCELLATION_SECONDS = 5.0
 A worker that is ended while it waits in ``allGather`` takes its whole executor along (exit code 50,
 seen in PySpark 4.3), with everything else that runs there. If the driver has ended the run, its hub
 cannot be reached, so a node that finds no hub first waits to see whether Spark ends its task.
-"""
-DRIVER_FIRST_SECONDS = 4.0
-"""Seconds past a deadline that a node without a link leaves to the driver, if others have a link.
-
-The driver asks the other nodes for the stacks of their ranks. That is no longer possible once this
-node's task has failed, because Spark then ends all tasks.
 """
 
 
@@ -49,7 +46,6 @@ class SparkDetour:
     """
 
     def __init__(self, spec: TaskSpec, context: Any) -> None:
-        self.deadline_slack = 0.0
         self.unsent_reports = UnsentReports()
         self._context = context
         share = spec.share
@@ -69,25 +65,34 @@ class SparkDetour:
         own: Rendezvous | None,
         software: Software,
         warnings: Sequence[NodeWarning],
-        *,
-        has_link: bool,
+        deadline: float,
     ) -> Rendezvous:
         """Exchange addresses and versions by ``allGather``, which takes Spark about a second."""
-        if not has_link:
-            for warning in warnings:
-                print(f"distributor: {warning.text} {warning.detail}", file=sys.stderr)
-            time.sleep(CANCELLATION_SECONDS)
-        report = {
-            "store": asdict(own) if own else None,
-            "software": dict(software),
-            "linked": has_link,
-        }
-        reports = [json.loads(text) for text in self._context.allGather(json.dumps(report))]
+        for warning in warnings:
+            print(f"distributor: {warning.text} {warning.detail}", file=sys.stderr)
+        time.sleep(CANCELLATION_SECONDS)
+        report = {"store": asdict(own) if own else None, "software": dict(software)}
+        gathered = self._all_gather(json.dumps(report), deadline - time.monotonic())
+        reports = [json.loads(text) for text in gathered]
         by_host = zip(Placement.in_stage(self._context).hosts, reports, strict=True)
         check_alike({host: each["software"] for host, each in by_host})
-        if any(each["linked"] for each in reports):
-            self.deadline_slack = DRIVER_FIRST_SECONDS
         return next(Rendezvous(**each["store"]) for each in reports if each["store"])
+
+    def _all_gather(self, text: str, seconds: float) -> list[str]:
+        """Exchange texts with all nodes, whose Python may hang: Spark itself waits for ever."""
+        gathered: Future[list[str]] = Future()
+
+        def gather() -> None:
+            try:
+                gathered.set_result(self._context.allGather(text))
+            except Exception as error:
+                gathered.set_exception(error)
+
+        threading.Thread(target=gather, daemon=True).start()
+        try:
+            return gathered.result(max(seconds, 0.0))
+        except FutureTimeout:
+            raise StartTimeout("The other nodes did not come up within start_timeout.") from None
 
     def begin_last_barrier(self, then: Callable[[], object]) -> None:
         def wait() -> None:
