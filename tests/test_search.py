@@ -24,7 +24,7 @@ SCRIPT = ROOT / "tests" / "support" / "search.js"
         ("DataFrame", "how-to/dataframes"),
         ("checkpoint", "how-to/checkpoints"),
         ("MLflow", "how-to/mlflow"),
-        ("WorkerDied", "troubleshooting"),
+        ("WorkerDied", "reference/api/errors"),
         ("Watchdog caught collective operation timeout", "troubleshooting"),
     ],
 )
