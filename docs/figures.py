@@ -1,4 +1,4 @@
-"""Makes the figures of the documentation: what a notebook, the doctor, Spark's UI and MLflow show.
+"""Makes the figures of the documentation: what a notebook, Spark's UI and MLflow show.
 
 Run as ``PYTHONPATH=tests python docs/figures.py``. A kernel runs the cells below on this machine,
 with a tracking server and a local Spark; the browser is that of ``screenshots.py``.
@@ -65,9 +65,6 @@ def divide(rank_that_fails):
 
 two_ranks.run(divide, 1)
 """
-DOCTOR = """
-distributor.doctor(num_processes=2, local_mode=False)
-"""
 STYLE = """
 body { font-family: system-ui, sans-serif; font-size: 14px; margin: 16px; background: white }
 .highlight { background: #f5f5f5; border: 1px solid #e0e0e0; padding: 4px 12px; margin-bottom: 8px }
@@ -116,7 +113,6 @@ def main() -> None:
             figure("notebook", 600, RUN)
             figure("notebook-failure", 680, FAILURE)
             take(f"http://127.0.0.1:{UI_PORT}/jobs/", FIGURES / "spark-ui.png", 1100, 560)
-            figure("doctor", 760, DOCTOR)
         run = MlflowClient(uri).search_runs(["0"], order_by=["attributes.start_time"])[0].info
         address = f"{uri}/#/experiments/{run.experiment_id}/runs/{run.run_id}/model-metrics"
         take_with("loss", address, FIGURES / "mlflow.png", 1280, 640)

@@ -28,10 +28,10 @@ def doctor(
     hub_port: int = NOT_GIVEN,
     rank_ports: str | None = NOT_GIVEN,
 ) -> Report:
-    """Look for what would keep a run from working: versions, settings, network, memory, storage.
+    """Look for what would keep a run from working: versions, GPUs, network, memory, storage.
 
-    It takes some seconds. On a cluster it runs one Spark job, which examines all executors and the
-    network between them, and a run whose ranks reduce a tensor. Nothing is left behind.
+    It takes some seconds, and starts a run that trains nothing: its ranks examine their machines
+    and the network between them, and reduce a tensor. Nothing is left behind.
 
     Parameters
     ----------

@@ -1,41 +1,23 @@
 """Examines this machine alone, or a cluster whose Spark application may have to be started.
 
-On a cluster, one Spark job examines all executors and the network between them.
+An examination is a run that trains nothing: what keeps it from starting is what it reports.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import pickle
-import queue
 import secrets
-import socket
-import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from distributor.control.cancellation import Cancellation
-from distributor.control.polling import poll_until
-from distributor.core.addresses import port_range
-from distributor.core.resources import format_bytes, spark_local_dirs
-from distributor.core.spelling import Spelling
+from distributor.core.addresses import host_name
+from distributor.core.spelling import Message
 from distributor.core.text import counted
-from distributor.diagnosis.configuration import configuration_checks, make_plan
-from distributor.diagnosis.exchange import Exchange
-from distributor.diagnosis.executor import ExaminationSpec, ExaminedExecutor
-from distributor.diagnosis.machine import (
-    Machine,
-    Needs,
-    checks_of,
-    differences,
-    examine,
-)
-from distributor.diagnosis.network import HUB_FIX, TOKEN_SIZE, ProbeServer, network_checks
-from distributor.diagnosis.peers import ARRIVAL_SECONDS
+from distributor.diagnosis.machine import examine, machine_checks, version_check
+from distributor.diagnosis.ranks import ExaminedRank, RankSpec, examine_rank
 from distributor.diagnosis.report import (
     EXECUTORS,
     HERE,
@@ -44,56 +26,51 @@ from distributor.diagnosis.report import (
     Status,
     failure,
     hosts_text,
+    listed,
     merged,
     not_checked,
     ok,
     warning,
 )
-from distributor.diagnosis.services import SERVICES, check_tracking, shared_marker, tracking_uri
 from distributor.diagnosis.settings import Wanted
-from distributor.errors import DistributorError
+from distributor.diagnosis.storage import shared_marker
+from distributor.launchers.spark.capacity.container_memory import container_shortage
+from distributor.launchers.spark.capacity.ended_executors import ended_executors
 from distributor.launchers.spark.capacity.executors import Executors
-from distributor.launchers.spark.capacity.slot_shortage import why_few_slots, why_no_more
+from distributor.launchers.spark.capacity.slot_shortage import why_few_slots
 from distributor.launchers.spark.capacity.slots import Slots
-from distributor.launchers.spark.hub_address import choose_hub_address
+from distributor.launchers.spark.hub_address import choose_hub_address, open_hub
+from distributor.node.agent.memory import memory_warnings
 from distributor.screen.messages import shown_from
-from distributor.spark.call_site import CallSite
-from distributor.spark.error_translation import explain, more_slots
-from distributor.spark.java import min_java
-from distributor.spark.log_quieting import quiet
-from distributor.spark.package_shipping import task_frame
-from distributor.spark.plan import ClusterPlan
+from distributor.spark.error_translation import more_slots
+from distributor.spark.executor_resources import EXECUTOR_GPUS, TASK_GPUS
+from distributor.spark.java import how_to_install, java_here, min_java, problem_of
+from distributor.spark.plan import ClusterPlan, assigns_gpus, plan_cluster
 from distributor.spark.session import Session
-from distributor.spark.spark_job import SparkJob
 from distributor.torch_distributor import TorchDistributor
 
+RUN, TO_DRIVER, BETWEEN = "run", "network to the driver", "network between executors"
+ON_EXECUTORS = ("versions", TO_DRIVER, BETWEEN)
+"""Checks that the ranks of a cluster make."""
 LOCAL_RANKS = 2
-"""Ranks of the all-reduce on this machine if the user names no number."""
+"""Ranks on this machine if the user names no number."""
+RUN_SECONDS = 60.0
+"""Seconds for the ranks to start, and then for them to end."""
+MAX_TEXT = 2000
+"""Characters of an error that are shown."""
 START_FIX = (
     "Correct what the message names. The master and Spark's configuration decide how Spark starts."
 )
-ON_EXECUTORS = ("executors", "versions", "network to the driver", "network between executors")
-"""Checks that need a job of Spark."""
-MAX_TEXT = 2000
-"""Characters of an error of Spark that are shown."""
-TASK = "distributor.diagnosis.executor:run"
-"""The function that each task runs."""
-SLOT_SECONDS = 15.0
-"""Seconds for executors to register."""
-STEADY_SECONDS = 1.5
-"""Seconds without a further slot after which no other executor is expected."""
-START_SECONDS, JOB_SECONDS = 20.0, 60.0
-"""Seconds for the job's tasks to start, and then for all of them to end."""
-FIRST_SECONDS, ORDINARY_JOB_SECONDS = 60.0, 100.0
-"""The same for an ordinary job, for which Spark may have to ask for executors."""
-ALL_REDUCE = "all-reduce"
-REDUCED_BYTES = 16 * 2**20
-"""Bytes that the ranks reduce."""
-REDUCTIONS = 3
-RUN_SECONDS = 60.0
-"""Seconds for its ranks to start, and then for them to end."""
-SLOW = {"gloo": 10e6, "nccl": 500e6}
-"""Bytes per second of bus bandwidth below which an all-reduce is slow."""
+HUB_FIX = Message(
+    "Allow connections from the executors to the driver's port, and set {hub_port} "
+    "(spark.distributor.hub.port) to a port that is open, or {hub_address} to an address of the "
+    "driver that the executors reach."
+)
+RANKS_FIX = Message(
+    "Allow TCP connections between the hosts of the executors, in both directions: {rank_ports} "
+    "(spark.distributor.rank.ports) limits the port of rank 0's store, and "
+    "net.ipv4.ip_local_port_range of the hosts limits the ports of gloo and NCCL."
+)
 _HINTS = {
     "gloo": "GLOO_SOCKET_IFNAME chooses gloo's network interface",
     "nccl": "NCCL_DEBUG=INFO shows NCCL's choices, and NCCL_SOCKET_IFNAME its interface",
@@ -103,16 +80,15 @@ _HINTS = {
 def examine_here(wanted: Wanted) -> Report:
     """Examine this machine, for ranks in local mode."""
     ranks = wanted.ranks or LOCAL_RANKS
-    machine = _this_machine(ranks)
-    checks = checks_of(machine, Needs(gpus=wanted.gpus, min_java=min_java()))
-    checks.append(check_tracking(tracking_uri()))
-    with shared_marker(wanted.storage_path) as (_, storage_checks):
-        checks += storage_checks
-    if _prevents_runs(checks):
-        checks.append(not_checked(ALL_REDUCE, "an earlier check failed"))
+    checks = [_java(is_needed=False), *machine_checks(examine(host_name()), wanted.gpus)]
+    checks += _memory(ranks)
+    if _has_failure(checks):
+        checks.append(not_checked(RUN, "an earlier check failed"))
     else:
-        settings = {"local_mode": True, "use_gpu": wanted.gpus > 0}
-        checks.append(check_all_reduce(ranks, HERE, wanted.spelling, **settings))
+        spec = RankSpec(_backend(wanted))
+        checks += _run(ranks, spec, wanted, HERE, local_mode=True)[1]
+    with shared_marker(wanted.storage_path) as (_, check):
+        checks.append(check)
     return _report(checks, wanted)
 
 
@@ -120,15 +96,13 @@ def examine_cluster(
     wanted: Wanted, application: Callable[[], AbstractContextManager[Any]]
 ) -> Report:
     """Examine the driver's machine and a cluster."""
-    machine = _this_machine(0)
-    needs = Needs(has_ranks=False, java=Session.active() is None, min_java=min_java())
-    checks = checks_of(machine, needs)
-    checks.append(check_tracking(tracking_uri()))
-    if needs.java and _has_failure(check for check in checks if check.name == "Java"):
+    starts_spark = Session.active() is None
+    checks = [_java(is_needed=starts_spark)]
+    if starts_spark and _has_failure(checks):
         return _report([*checks, *unexamined("Spark cannot start without Java")], wanted)
     try:
         with application() as spark:
-            checks += cluster_checks(Session(spark), wanted, machine)
+            checks += cluster_checks(Session(spark), wanted)
     except ValueError:
         raise
     except Exception as error:  # of the JVM, or of a master that does not answer
@@ -137,242 +111,122 @@ def examine_cluster(
     return _report(checks, wanted)
 
 
+def cluster_checks(session: Session, wanted: Wanted) -> list[Check]:
+    """Return the checks of a cluster."""
+    plan, checks = _plan(session, wanted)
+    if plan is None:
+        return checks + unexamined("a run with this configuration would be refused")
+    if shortage := container_shortage(session.conf, plan.num_tasks, plan.ranks_per_task, warm=True):
+        fix = "Raise spark.executor.memoryOverhead."
+        checks.append(warning("executor memory", shortage, fix, EXECUTORS))
+    slots, check = _slots(session, plan, is_number_wanted=wanted.ranks is not None)
+    checks.append(check)
+    if slots == 0:
+        return checks + unexamined("no executor has a slot")
+    address = choose_hub_address(session, wanted.hub_address, wanted.hub_port)
+    try:
+        hub = open_hub(address, secrets.token_bytes(32), is_required=not plan.barrier)
+    except OSError as error:
+        checks.append(failure(TO_DRIVER, str(error), HUB_FIX))
+        names = (RUN, "versions", BETWEEN)
+        why = "the driver cannot listen for the ranks"
+        return checks + [not_checked(name, why, EXECUTORS) for name in names]
+    with hub, shared_marker(wanted.storage_path) as (marker, storage):
+        spec = RankSpec(
+            _backend(wanted),
+            (address.advertised, hub.port),
+            wanted.storage_path if storage.status is Status.OK else None,
+            marker,
+        )
+        ranks = slots * plan.ranks_per_task
+        examined, found = _run(ranks, spec, wanted, EXECUTORS, local_mode=False)
+    checks += [storage, *found]
+    if not examined:
+        why = "the run did not start"
+        return checks + [not_checked(name, why, EXECUTORS) for name in ON_EXECUTORS]
+    return checks + _checks_of_ranks(examined, use_gpu=plan.use_gpu)
+
+
+def unexamined(why: str) -> list[Check]:
+    """Return the checks that need a run as not made."""
+    return [not_checked(name, why, EXECUTORS) for name in (RUN, *ON_EXECUTORS)]
+
+
 def _report(checks: Iterable[Check], wanted: Wanted) -> Report:
     return Report(tuple(check.spelled(wanted.spelling) for check in checks))
-
-
-def _this_machine(ranks: int) -> Machine:
-    folders = [os.getcwd(), *spark_local_dirs()]
-    return examine(socket.gethostname(), folders, ranks, in_executor=False)
 
 
 def _has_failure(checks: Iterable[Check]) -> bool:
     return any(check.status is Status.FAILURE for check in checks)
 
 
-def _prevents_runs(checks: Iterable[Check]) -> bool:
-    """Return whether a check failed without which ranks cannot reduce a tensor."""
-    return _has_failure(check for check in checks if check.name not in SERVICES)
+def _backend(wanted: Wanted) -> str:
+    return "nccl" if wanted.gpus else "gloo"
 
 
-def cluster_checks(session: Session, wanted: Wanted, driver: Machine) -> list[Check]:
-    """Return the checks of a cluster."""
-    checks = configuration_checks(session)
-    ranks, use_gpu = wanted.ranks or 1, wanted.gpus > 0
-    plan, gpu_checks = make_plan(session, ranks, wanted.spelling, use_gpu=use_gpu)
-    checks += gpu_checks
-    if plan is None:
-        return checks + unexamined("a run with this configuration would be refused")
-    slots, check = await_slots(session, plan)
-    checks.append(check)
-    if slots == 0:
-        return checks + unexamined("no executor has a slot")
-    examined, found = _examine(session, plan.with_tasks(slots), wanted, driver)
-    checks += found
-    if _prevents_runs(checks):
-        return [*checks, not_checked(ALL_REDUCE, "an earlier check failed", EXECUTORS)]
-    ranks = wanted.ranks or min(max(2, len(examined)), slots)
-    where = hosts_text(each.machine.host for each in examined)
-    settings = {"local_mode": False, "use_gpu": plan.use_gpu, **wanted.run_settings}
-    return [*checks, check_all_reduce(ranks, where, wanted.spelling, **settings)]
+def _java(*, is_needed: bool) -> Check:
+    least, (path, version) = min_java(), java_here()
+    if not (problem := problem_of(path, version, least)):
+        return ok("Java", version)
+    if is_needed:
+        return failure("Java", problem, how_to_install(least))
+    fix = f"{how_to_install(least)} Only runs on a cluster need it."
+    return warning("Java", problem, fix)
 
 
-def unexamined(why: str) -> list[Check]:
-    """Return the checks that need executors as not made."""
-    return [not_checked(name, why, EXECUTORS) for name in (*ON_EXECUTORS, ALL_REDUCE)]
+def _memory(ranks: int) -> list[Check]:
+    fix = "Raise the limit, or start fewer ranks on this host."
+    needed = memory_warnings(ranks, 1, warm=True, is_warm=lambda: False)
+    texts = [" ".join(filter(None, (each.text, each.detail))) for each in needed]
+    checks = [failure("memory", text[:1].upper() + text[1:], fix) for text in texts]
+    return checks or [ok("memory", "enough for Python and torch in the ranks")]
 
 
-def _examine(
-    session: Session, plan: ClusterPlan, wanted: Wanted, driver: Machine
-) -> tuple[list[ExaminedExecutor], list[Check]]:
-    """Examine all executors, and return what was found; no executors if their job failed."""
-    token = secrets.token_bytes(TOKEN_SIZE)
-    with (
-        shared_marker(wanted.storage_path) as (marker, storage_checks),
-        driver_server(session, wanted, token, plan.num_tasks) as (address, checks),
-    ):
-        if address is None and not plan.barrier:
-            why = "the tasks of the job that examines them would not find each other"
-            names = [name for name in ON_EXECUTORS if name not in {each.name for each in checks}]
-            return [], [*checks, *(not_checked(name, why, EXECUTORS) for name in names)]
-        spec = ExaminationSpec(
-            barrier=plan.barrier,
-            driver=address,
-            token=token,
-            ports=port_range("rank_ports", wanted.rank_ports),
-            ranks_per_task=plan.ranks_per_task,
-            storage=None if _has_failure(storage_checks) else wanted.storage_path,
-            marker=marker,
-            tracking_uri=tracking_uri(),
+def _plan(session: Session, wanted: Wanted) -> tuple[ClusterPlan | None, list[Check]]:
+    """Plan a run, and return the checks of its GPUs."""
+    use_gpu, where = wanted.gpus > 0, "Spark's configuration"
+    try:
+        with wanted.spelling.renames():
+            plan = plan_cluster(session, wanted.ranks or 1, use_gpu, None)
+    except (RuntimeError, ValueError) as error:
+        fix = (
+            f"Set {EXECUTOR_GPUS}, {TASK_GPUS} and a discovery script when the session is made "
+            "(conf/spark-defaults-gpu.conf)."
         )
-        checks += storage_checks
-        try:
-            examined = run_job(session, plan, spec)
-        except DistributorError as error:
-            fix = "The message says what to change; the executors' logs have more."
-            checks.append(failure("executors", str(error)[:MAX_TEXT], fix, EXECUTORS))
-            why = "the executors could not be examined"
-            return [], checks + [not_checked(name, why, EXECUTORS) for name in ON_EXECUTORS[1:]]
-    checks.append(_number_of_executors(session, plan, examined))
-    # Tasks that do not reach the driver do not know that others share their executor.
-    examined = [*{each.executor: each for each in examined}.values()]
-    return examined, checks + _checks_of_executors(examined, plan, driver)
+        return None, [failure("GPUs", str(error), fix, where)]
+    if use_gpu and not (plan.profile_gpus or session.is_local_master or assigns_gpus(session)):
+        fix = "Set it when the session is made (conf/spark-defaults-gpu.conf)."
+        return None, [failure("GPUs", f"{TASK_GPUS} was set after Spark's start.", fix, where)]
+    found = f"{plan.ranks_per_task} for each of {plan.num_tasks} tasks"
+    return plan, [ok("GPUs", found, where)] if use_gpu else []
 
 
-def _number_of_executors(
-    session: Session, plan: ClusterPlan, examined: list[ExaminedExecutor]
-) -> Check:
-    """Return whether all tasks took part, and on how many executors."""
-    hosts = hosts_text(each.machine.host for each in examined)
-    executors = {each.executor for each in examined}
-    found = f"{counted(len(executors), 'executor')} on {hosts}"
-    started = sum(each.tasks for each in examined)
-    if started >= plan.num_tasks:
-        return ok("executors", found, EXECUTORS)
-    return failure(
-        "executors",
-        f"Spark started {started} of {counted(plan.num_tasks, 'task')} within "
-        f"{ARRIVAL_SECONDS:g} s: {found}. {why_no_more(session)}".rstrip(),
-        more_slots(session.master),
-        EXECUTORS,
-    )
+def _slots(session: Session, plan: ClusterPlan, *, is_number_wanted: bool) -> tuple[int, Check]:
+    """Wait for executors, and return how many tasks the run may have, and a check.
 
-
-def _checks_of_executors(
-    examined: list[ExaminedExecutor], plan: ClusterPlan, driver: Machine
-) -> list[Check]:
-    checks = []
-    for each in examined:
-        gpus = each.tasks * plan.ranks_per_task if plan.use_gpu else 0
-        checks += checks_of(each.machine, Needs(gpus=gpus, in_executor=True), each.machine.host)
-        checks += each.checks
-    return [
-        *merged(checks),
-        *differences([each.machine for each in examined], driver),
-        *network_checks(
-            [path for each in examined for path in each.paths],
-            {each.machine.host: each.unreachable for each in examined if each.unreachable},
-            len(examined),
-        ),
-    ]
-
-
-def await_slots(session: Session, plan: ClusterPlan) -> tuple[int, Check]:
-    """Wait for executors, and return how many slots there are for tasks of the plan, and a check.
-
-    Through Connect nobody knows them. With dynamic allocation Spark asks for executors once there
-    are tasks, so the slots are those that it may have.
+    Through Connect nobody knows the slots. With dynamic allocation Spark asks for executors once
+    there are tasks. If the user wants no number of ranks, there is a task for each executor.
     """
-    name, executors, places = "slots", Executors(session), Slots(session, plan)
-    profile, most = places.profile, places.limit
+    slots, wanted = Slots(session, plan), plan.num_tasks
     if session.is_connect:
         why = "through Spark Connect nobody knows the slots"
-        return plan.num_tasks, not_checked(name, why, EXECUTORS)
+        return wanted, not_checked("slots", why, EXECUTORS)
+    fix = more_slots(session.master)
     if not plan.barrier:
-        slots = max(plan.num_tasks, executors.slots(profile) or 0)
-        if most is not None and most < plan.num_tasks:
-            text = places.limit_text(plan.num_tasks, most)
-            return most, failure(name, text, more_slots(session.master), EXECUTORS)
-        found = f"Spark asks for executors for {counted(slots, 'task')}"
-        return slots, ok(name, found, EXECUTORS)
-    enough = plan.num_tasks if most is None else min(plan.num_tasks, most)
-    steady = _Steady()
-
-    def too_few() -> int | None:
-        slots = executors.slots(profile) or 0
-        complete = slots >= most if most is not None else False
-        return None if complete or (slots >= enough and steady.is_steady(slots)) else slots
-
-    poll_until(too_few, time.monotonic() + SLOT_SECONDS, Cancellation())
-    slots = executors.slots(profile) or 0
-    if slots < plan.num_tasks:
-        return slots, failure(
-            name, why_few_slots(session, plan, slots), more_slots(session.master), EXECUTORS
-        )
-    found = f"{counted(slots, 'slot')} for {counted(plan.num_tasks, 'task')}"
-    return slots, ok(name, found, EXECUTORS)
-
-
-class _Steady:
-    """Notices that a number has not changed for `STEADY_SECONDS`."""
-
-    def __init__(self) -> None:
-        self._number = -1
-        self._since = 0.0
-
-    def is_steady(self, number: int) -> bool:
-        now = time.monotonic()
-        if number != self._number:
-            self._number, self._since = number, now
-        return now - self._since > STEADY_SECONDS
-
-
-@contextlib.contextmanager
-def driver_server(
-    session: Session, wanted: Wanted, token: bytes, tasks: int
-) -> Iterator[tuple[tuple[str, int] | None, list[Check]]]:
-    """Listen where the hub of a run would listen, also for tasks that exchange texts."""
-    address = choose_hub_address(session, wanted.hub_address, wanted.hub_port)
-    try:
-        ports = range(address.port, address.port + 1)
-        server = ProbeServer(address.bound, token, ports, Exchange(tasks))
-    except OSError as error:
-        found = f"The driver cannot listen at {address.bound}, port {address.port}: {error}."
-        yield None, [failure("network to the driver", found, HUB_FIX)]
-        return
-    with server:
-        yield (address.advertised, server.address[1]), []
-
-
-def run_job(session: Session, plan: ClusterPlan, spec: ExaminationSpec) -> list[ExaminedExecutor]:
-    """Run the job on all slots of a plan, and return what it found on each executor."""
-    endings: queue.Queue[Any] = queue.Queue()
-    try:
-        rows = session.spark.range(0, plan.num_tasks, 1, plan.num_tasks)
-        profile, barrier = Slots(session, plan).profile, plan.barrier
-        frame = task_frame(session, rows, TASK, spec, "executor binary", profile, barrier=barrier)
-    except Exception as error:  # of the JVM, a Connect server or a full disk
-        raise explain(error, plan.num_tasks) from error
-    tag = f"distributor-doctor-{uuid.uuid4().hex}"
-    with (
-        quiet(session, tag),
-        SparkJob(
-            session,
-            frame,
-            tag,
-            endings.put,
-            description="distributor doctor",
-            call_site=CallSite.of_caller("doctor"),
-        ) as job,
-    ):
-        ending = _await_end(job, endings, Slots(session, plan))
-    if isinstance(ending, BaseException):
-        raise explain(ending, plan.num_tasks) from ending
-    return [pickle.loads(bytes(row[0])) for row in ending]
-
-
-def _await_end(job: SparkJob, endings: queue.Queue[Any], slots: Slots) -> Any:
-    """Wait for the rows or the exception of the job; cancel it if it takes too long."""
-    barrier = slots.plan.barrier
-    start = START_SECONDS if barrier else FIRST_SECONDS
-    seconds = JOB_SECONDS if barrier else ORDINARY_JOB_SECONDS
-    try:
-        return endings.get(timeout=start)
-    except queue.Empty:
-        if job.has_begun() is False:
-            why = slots.why_not_started(job.other_running_tasks())
-            job.cancel()
-            tasks = counted(slots.plan.num_tasks, slots.noun)
-            raise DistributorError(
-                f"Spark started none of {tasks} within {start:g} s. {why}"
-            ) from None
-    try:
-        return endings.get(timeout=seconds)
-    except queue.Empty:
-        job.cancel()
-        raise DistributorError(
-            f"The executors did not finish their checks within {start + seconds:g} s."
-        ) from None
+        most = slots.limit
+        if most is not None and most < wanted:
+            return most, failure("slots", slots.limit_text(wanted, most), fix, EXECUTORS)
+        found = f"Spark asks for executors for {counted(wanted, 'task')}"
+        return wanted, ok("slots", found, EXECUTORS)
+    with ended_executors(session) as describe_ended:
+        most = wanted if is_number_wanted else sys.maxsize
+        free = slots.await_at_most(most, Cancellation())
+        if free < wanted:
+            found = why_few_slots(session, plan, free, describe_ended())
+            return free, failure("slots", found, fix, EXECUTORS)
+    if not is_number_wanted:
+        wanted = min(free, max(LOCAL_RANKS, Executors(session).count()))
+    return wanted, ok("slots", f"enough for {counted(wanted, 'task')}", EXECUTORS)
 
 
 class _Untracked(TorchDistributor):
@@ -381,23 +235,17 @@ class _Untracked(TorchDistributor):
     is_tracked = False
 
 
-def check_all_reduce(
-    ranks: int,
-    where: str,
-    spelling: Spelling,
-    *,
-    local_mode: bool,
-    use_gpu: bool,
-    **settings: Any,
-) -> Check:
-    """Run ranks that reduce a tensor, and return the bus bandwidth as a check."""
-    backend = "nccl" if use_gpu else "gloo"
+def _run(
+    ranks: int, spec: RankSpec, wanted: Wanted, where: str, *, local_mode: bool
+) -> tuple[Sequence[ExaminedRank], list[Check]]:
+    """Run ranks, and return what each has found, if they started, with the check of the run."""
+    settings: Mapping[str, Any] = {} if local_mode else wanted.run_settings
     try:
-        with shown_from(logging.ERROR), spelling.renames():
-            seconds = _Untracked(
+        with shown_from(logging.ERROR), wanted.spelling.renames():
+            examined = _Untracked(
                 ranks,
                 local_mode=local_mode,
-                use_gpu=use_gpu,
+                use_gpu=wanted.gpus > 0,
                 start_timeout=RUN_SECONDS,
                 timeout=RUN_SECONDS,
                 show_output="none",
@@ -405,43 +253,65 @@ def check_all_reduce(
                 warm=False,  # which leaves no warm process behind
                 max_failures=0,
                 **settings,
-            ).run(all_reduce, backend, REDUCED_BYTES // 4, REDUCTIONS)
+            ).run_all(examine_rank, spec)
     except Exception as error:
-        text = str(error).strip()
-        fix = f"The error of the run says more; {_HINTS[backend]}."
-        return failure(ALL_REDUCE, f"{backend}: {type(error).__name__}: {text[:1000]}", fix, where)
-    bandwidth = 2 * (ranks - 1) / ranks * REDUCED_BYTES / seconds
-    found = (
-        f"{backend}, {counted(ranks, 'rank')}, {format_bytes(REDUCED_BYTES)}: bus bandwidth "
-        f"{format_bytes(bandwidth)}/s"
+        text = f"{type(error).__name__}: {str(error).strip()[:MAX_TEXT]}"
+        fix = "The message says what to change; the logs of the executors have more."
+        return [], [failure(RUN, text, fix, where)]
+    if not local_mode:
+        where = hosts_text(each.machine.host for each in examined)
+    errors = [each.collective for each in examined if each.collective]
+    if errors:
+        return examined, [
+            failure(
+                RUN, f"{spec.backend}: {errors[0][:MAX_TEXT]}", f"{_HINTS[spec.backend]}.", where
+            )
+        ]
+    if any(each.to_hosts for each in examined):
+        return examined, [not_checked(RUN, "some executors cannot reach others", where)]
+    found = f"{counted(ranks, 'rank')} started, and reduced a tensor over {spec.backend}"
+    return examined, [ok(RUN, found, where)]
+
+
+def _checks_of_ranks(examined: Sequence[ExaminedRank], *, use_gpu: bool) -> list[Check]:
+    hosts = [each.machine.host for each in examined]
+    machines = {each.machine.host: each.machine for each in examined}
+    checks = [
+        check
+        for host, machine in machines.items()
+        for check in machine_checks(machine, hosts.count(host) if use_gpu else 0, host)
+    ]
+    checks += [each.storage for each in examined if each.storage]
+    return [
+        *merged(checks),
+        version_check([*machines.values()], examine(host_name())),
+        _to_driver(examined),
+        _between(examined),
+    ]
+
+
+def _to_driver(examined: Sequence[ExaminedRank]) -> Check:
+    errors = {each.machine.host: each.to_driver for each in examined if each.to_driver}
+    if errors:
+        found = listed(f"{host} to the driver at {error}" for host, error in errors.items())
+        return failure(TO_DRIVER, f"No connection from {found}.", HUB_FIX, hosts_text(errors))
+    where = hosts_text(each.machine.host for each in examined)
+    return ok(TO_DRIVER, "all ranks connect to it", where)
+
+
+def _between(examined: Sequence[ExaminedRank]) -> Check:
+    hosts = {each.machine.host for each in examined}
+    errors = {
+        (each.machine.host, other): error
+        for each in examined
+        for other, error in each.to_hosts.items()
+    }
+    if errors:
+        found = listed(f"{host} to {other} at {error}" for (host, other), error in errors.items())
+        where = hosts_text(host for host, _ in errors)
+        return failure(BETWEEN, f"No connection from {found}.", RANKS_FIX, where)
+    if len(hosts) == 1:
+        return not_checked(BETWEEN, "all ranks are on one host", hosts_text(hosts))
+    return ok(
+        BETWEEN, f"each of {counted(len(hosts), 'host')} reaches the others", hosts_text(hosts)
     )
-    if ranks > 1 and bandwidth < SLOW[backend]:
-        return warning(
-            ALL_REDUCE, f"Slow: {found}.", f"Check the network; {_HINTS[backend]}.", where
-        )
-    return ok(ALL_REDUCE, found, where)
-
-
-def all_reduce(backend: str, numbers: int, times: int) -> float:
-    """Return the seconds of the fastest of some all-reduces. Runs on the ranks."""
-    import os
-    import time
-
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group(backend)
-    on_gpu = backend == "nccl"
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    tensor = torch.ones(numbers, device="cuda" if on_gpu else "cpu")
-    found = []
-    for _ in range(times + 1):  # the first one also connects
-        dist.barrier()
-        begun = time.monotonic()
-        dist.all_reduce(tensor)
-        tensor[0].item()  # waits for the GPU
-        found.append(time.monotonic() - begun)
-        tensor.fill_(1)
-    dist.destroy_process_group()
-    return min(found[1:])

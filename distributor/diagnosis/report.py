@@ -18,7 +18,7 @@ HERE = "this machine"
 EXECUTORS = "executors"
 """Where checks of the cluster were made that are about no single host."""
 MAX_HOSTS = 3
-"""Hosts that a row names; the others are counted."""
+"""Hosts and findings that a row names; the others are counted."""
 
 
 class Status(str, enum.Enum):
@@ -154,7 +154,12 @@ def merged(checks: Iterable[Check]) -> list[Check]:
 
 
 def _all_found(checks: Sequence[Check]) -> str:
-    found = list(dict.fromkeys(check.found for check in checks))
+    return listed(dict.fromkeys(check.found for check in checks))
+
+
+def listed(texts: Iterable[str]) -> str:
+    """Return the first texts as one; the others are counted."""
+    found = list(texts)
     more = f"; and {len(found) - MAX_HOSTS} more" if len(found) > MAX_HOSTS else ""
     return "; ".join(found[:MAX_HOSTS]) + more
 

@@ -10,8 +10,6 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-from distributor.core.linux import parent_pid
-
 ANSWER_SECONDS = 20.0
 """Seconds for ``java -version``."""
 
@@ -21,18 +19,6 @@ def java_here() -> tuple[str, str]:
     home = os.environ.get("JAVA_HOME")
     path = f"{home}/bin/java" if home else shutil.which("java")
     return (path, java_version(path)) if path else ("", "")
-
-
-def java_above() -> tuple[str, str]:
-    """Return the path and the version of the Java that has started this process, empty if none."""
-    pid = os.getppid()
-    with contextlib.suppress(OSError):  # the process of another user, or not Linux
-        while pid:
-            path = os.readlink(f"/proc/{pid}/exe")
-            if os.path.basename(path) == "java":
-                return path, java_version(path)
-            pid = parent_pid(pid)
-    return "", ""
 
 
 def java_version(path: str) -> str:

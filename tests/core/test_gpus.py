@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from distributor.core import gpus
-from distributor.diagnosis.machine import Needs, checks_of, examine
+from distributor.diagnosis.machine import examine, machine_checks
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +28,5 @@ def test_a_type_of_gpu_needs_the_package() -> None:
 
 def test_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distributor.core.gpus.find_spec", lambda name: None)
-    machine = examine("localhost", [], 0, in_executor=False)
-    found = {check.name: check for check in checks_of(machine, Needs(gpus=2))}
+    found = {check.name: check for check in machine_checks(examine("localhost"), 2)}
     assert found["GPUs"].fix == "Install nvidia-ml-py, without which no GPU is found."

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from distributor.core.spelling import Spelling
-from distributor.diagnosis.network import HUB_FIX
+from distributor.diagnosis.examination import HUB_FIX
 from distributor.diagnosis.report import (
     Report,
     Status,
@@ -25,24 +25,24 @@ from distributor.spark.java import java_major
 REPORT = Report(
     (
         ok("Java", "17.0.15"),
-        warning("clock", "a <b> offset", "Synchronize the clocks.", "10.0.0.3"),
+        warning("disk", "a <b> folder", "Free space there.", "10.0.0.3"),
         failure("torch", "There is no torch.", "Install torch.", "10.0.0.4"),
-        not_checked("all-reduce", "an earlier check failed"),
+        not_checked("run", "an earlier check failed"),
     )
 )
 
 
 def test_failures_and_warnings_are_found() -> None:
     assert [check.name for check in REPORT.failures] == ["torch"]
-    assert [check.name for check in REPORT.warnings] == ["clock"]
+    assert [check.name for check in REPORT.warnings] == ["disk"]
 
 
 def test_text_has_a_row_for_each_check_and_its_fix() -> None:
     rows = [line.split() for line in str(REPORT).splitlines()]
 
     assert rows[0] == ["ok", "Java", "this", "machine", "17.0.15"]
-    assert rows[1][:3] == ["warning", "clock", "10.0.0.3"]
-    assert rows[2] == ["fix:", "Synchronize", "the", "clocks."]
+    assert rows[1][:3] == ["warning", "disk", "10.0.0.3"]
+    assert rows[2] == ["fix:", "Free", "space", "there."]
     assert rows[3][:2] == ["failure", "torch"]
     assert str(REPORT).splitlines()[-1] == "1 failure, 1 warning, 1 ok, 1 not checked"
 
@@ -75,7 +75,7 @@ def test_html_is_a_table_with_escaped_texts() -> None:
 
     assert text.startswith("<table>")
     assert text.count("<tr>") == 5, "a head and four checks"
-    assert "a &lt;b&gt; offset" in text
+    assert "a &lt;b&gt; folder" in text
     assert "<b>Install torch.</b>" in text
 
 
@@ -87,14 +87,14 @@ def test_fixes_name_settings_as_their_api_does() -> None:
 
 def test_hosts_that_are_alike_share_a_row() -> None:
     checks = [ok("torch", "2.9", "one"), ok("torch", "2.9", "two"), ok("disk", "3 GB", "one")]
-    checks += [ok("disk", "4 GB", "two"), failure("clock", "late", "fix", "two")]
+    checks += [ok("disk", "4 GB", "two"), failure("storage", "missing", "fix", "two")]
 
     rows = [(row.name, row.found, row.where) for row in merged(checks)]
 
     assert rows == [
         ("torch", "2.9", "one, two"),
         ("disk", "3 GB; 4 GB", "one, two"),
-        ("clock", "late", "two"),
+        ("storage", "missing", "two"),
     ]
 
 

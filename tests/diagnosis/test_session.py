@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ports import free_port
 
 import distributor
 from distributor.diagnosis.report import Check, Report
 
 pytestmark = pytest.mark.spark
-ON_EXECUTORS = {"executors", "versions", "network to the driver", "network between executors"}
+ON_EXECUTORS = {"run", "versions", "network to the driver", "network between executors"}
+
+ON_ONE_HOST = ON_EXECUTORS - {"network between executors"}
 
 
 def by_name(checks: tuple[Check, ...]) -> dict[str, Check]:
@@ -30,9 +30,8 @@ def test_a_sound_cluster_has_no_failure(spark: Any, tmp_path: Path) -> None:
     report = distributor.doctor(2, local_mode=False, storage_path=tmp_path)
 
     assert not report.failures, report
-    assert ON_EXECUTORS | {"slots", "clock", "storage", "all-reduce"} < names(report, "ok")
-    assert "2 executors" in by_name(report.checks)["executors"].found
-    assert "2 ranks" in by_name(report.checks)["all-reduce"].found
+    assert ON_ONE_HOST | {"slots", "storage"} < names(report, "ok")
+    assert "2 ranks started" in by_name(report.checks)["run"].found
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
     assert spark.range(3).count() == 3, "the session still works"
 
@@ -45,8 +44,15 @@ def test_too_few_slots(spark: Any) -> None:
     assert "9 barrier tasks are wanted at once" in check.found
     assert "have room for 4" in check.found
     assert "spark.executor.instances" in check.fix
-    assert names(report, "ok") >= ON_EXECUTORS, "the executors that are there are examined"
-    assert "all-reduce" in names(report, "not checked")
+    assert names(report, "ok") >= ON_ONE_HOST, "the executors that are there are examined"
+    assert "4 ranks started" in by_name(report.checks)["run"].found
+
+
+def test_a_rank_for_each_executor_by_default(spark: Any) -> None:
+    report = distributor.doctor(local_mode=False)
+
+    assert not report.failures, report
+    assert "2 ranks started" in by_name(report.checks)["run"].found
 
 
 def test_gpus_that_the_session_does_not_have(spark: Any) -> None:
@@ -55,7 +61,7 @@ def test_gpus_that_the_session_does_not_have(spark: Any) -> None:
     assert list(by_name(report.failures)) == ["GPUs"], report
     assert "spark.task.resource.gpu.amount" in by_name(report.failures)["GPUs"].found
     assert "conf/spark-defaults-gpu.conf" in by_name(report.failures)["GPUs"].fix
-    assert names(report, "not checked") >= ON_EXECUTORS | {"all-reduce"}
+    assert names(report, "not checked") >= ON_EXECUTORS
 
 
 @pytest.fixture
@@ -68,21 +74,9 @@ def encrypted(spark: Any) -> Iterator[Any]:
 def test_encryption_that_is_required(encrypted: Any) -> None:
     report = distributor.doctor(2, local_mode=False)
 
-    assert list(by_name(report.failures)) == ["encryption"], report
-    assert "spark.ssl.enabled is true" in by_name(report.failures)["encryption"].found
-    assert "pytorch.spark.distributor.ignoreSsl" in by_name(report.failures)["encryption"].fix
-
-
-def test_mlflows_server_is_down_for_all(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    uri = f"http://127.0.0.1:{free_port()}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
-
-    report = distributor.doctor(2, local_mode=False)
-
-    assert {check.name for check in report.failures} == {"MLflow"}, report
-    assert len(report.failures) == 2, "on the driver, and on the executors"
-    assert all(f"{uri} does not answer" in check.found for check in report.failures)
+    assert list(by_name(report.failures)) == ["run"], report
+    assert "TLS encryption enabled" in by_name(report.failures)["run"].found
+    assert "pytorch.spark.distributor.ignoreSsl" in by_name(report.failures)["run"].found
 
 
 def test_a_hub_port_that_is_taken(spark: Any) -> None:
@@ -91,5 +85,6 @@ def test_a_hub_port_that_is_taken(spark: Any) -> None:
         report = distributor.doctor(2, local_mode=False, hub_port=port)
 
     check = by_name(report.failures)["network to the driver"]
-    assert f"port {port}" in check.found
+    assert f":{port}: " in check.found
     assert "hub_port" in check.fix
+    assert "run" in names(report, "not checked")

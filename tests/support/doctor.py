@@ -20,8 +20,6 @@ def examine(**settings):
 """
 """Defines the examination in a driver program."""
 ONCE = "\nexamine()\n"
-OF_THE_MACHINE = {"network speed", "all-reduce", "pandas"}
-"""Checks that measure a speed, and may warn while other tests use this machine, or of packages."""
 
 
 class Found(NamedTuple):
@@ -33,12 +31,6 @@ class Found(NamedTuple):
     def having(self, status: str) -> dict[str, dict[str, str]]:
         """Return the checks of a status, by name."""
         return {check["name"]: check for check in self.checks if check["status"] == status}
-
-    @property
-    def warnings(self) -> dict[str, dict[str, str]]:
-        """The warnings, by name, less those that this machine's load and packages may cause."""
-        found = self.having("warning")
-        return {name: check for name, check in found.items() if name not in OF_THE_MACHINE}
 
     @property
     def text(self) -> str:

@@ -87,25 +87,22 @@ class Machine:
         """Undo `lose`."""
         _ip("-n", self.namespace, "neigh", "del", other.address, "dev", "eth0")
 
-    def set_mtu(self, size: int) -> None:
-        """Set the largest packet that this machine sends (bytes)."""
-        _ip("-n", self.namespace, "link", "set", "eth0", "mtu", str(size))
-
-    def drop_large(self, other: Machine) -> None:
-        """Drop packets of more than a kilobyte that this machine sends to one other machine."""
+    def lose_ports(self, other: Machine, *, except_from: int) -> None:
+        """Drop packets to one other machine, except those of 256 ports."""
         name = self.namespace
         _ip("-n", name, "link", "add", "nowhere", "type", "veth", "peer", "name", "unused")
         _ip("-n", name, "link", "set", "nowhere", "up")  # its peer is down, so it drops everything
-        to_nowhere = ["action", "mirred", "egress", "redirect", "dev", "nowhere"]
         _tc(name, "qdisc", "add", "dev", "eth0", "clsact")
-        for bit in range(10, 16):  # of the packet's length
-            size = ["match", "u16", hex(1 << bit), hex(1 << bit), "at", "2"]
-            match = ["u32", *size, "match", "ip", "dst", f"{other.address}/32"]
-            on_egress = ["dev", "eth0", "egress", "protocol", "ip"]
-            _tc(name, "filter", "add", *on_egress, *match, *to_nowhere)
+        on_egress = ["dev", "eth0", "egress", "protocol", "ip"]
+        to_other = ["u32", "match", "ip", "dst", f"{other.address}/32"]
+        for end in ("sport", "dport"):
+            ports = ["match", "ip", end, str(except_from), "0xff00"]
+            _tc(name, "filter", "add", *on_egress, "prio", "1", *to_other, *ports, "classid", "1:1")
+        to_nowhere = ["action", "mirred", "egress", "redirect", "dev", "nowhere"]
+        _tc(name, "filter", "add", *on_egress, "prio", "2", *to_other, *to_nowhere)
 
-    def drop_nothing(self) -> None:
-        """Undo `drop_large`."""
+    def reach_ports(self) -> None:
+        """Undo `lose_ports`."""
         _tc(self.namespace, "qdisc", "del", "dev", "eth0", "clsact")
         _ip("-n", self.namespace, "link", "del", "nowhere")
 

@@ -705,13 +705,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("launch/test_lost_executors.py::test_an_executor_that_was_taken_back",),
     ),
     Mutant(
-        "a property of Kubernetes that ends all executors is noticed",
-        "distributor/diagnosis/configuration.py",
-        '(session.conf(USE_POD_ADDRESS) or "true")',
-        '(session.conf(USE_POD_ADDRESS) or "false")',
-        ("diagnosis/test_configuration.py::test_a_property_of_a_cluster_manager",),
-    ),
-    Mutant(
         "file systems of fsspec are written to as bytes",
         "distributor/filesystems.py",
         "self._file.write(bytes(data))",

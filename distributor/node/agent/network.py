@@ -71,25 +71,6 @@ def interface_of(address: str) -> str | None:
     return _ipv4_interfaces().get(address)
 
 
-def mtu_of(interface: str) -> int | None:
-    """Return the largest packet that an interface sends (bytes); None if it is unknown.
-
-    It is unknown on systems other than Linux.
-    """
-    if sys.platform != "linux":
-        return None
-    import fcntl
-
-    siocgifmtu = 0x8921
-    request = struct.pack("16si12x", interface.encode()[:15], 0)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            answer = fcntl.ioctl(any_socket, siocgifmtu, request)
-        except OSError:
-            return None
-    return int(struct.unpack("16si12x", answer)[1])
-
-
 def _ipv4_interfaces() -> dict[str, str]:
     """Map each IPv4 address of this machine to its interface."""
     import array
