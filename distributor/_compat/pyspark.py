@@ -86,93 +86,18 @@ def jvm_has_ended() -> bool:
     return False
 
 
-NODE_EXPIRY = "yarn.nm.liveness-monitor.expiry-interval-ms"
-
-
-class Yarn:
-    """YARN's resource manager, asked through the driver's JVM; methods raise if it is silent."""
-
-    def __init__(self, context: Any) -> None:
-        self._yarn = context._jvm.org.apache.hadoop.yarn
-        self._gateway = context._gateway
-        hadoop = java_context(context).hadoopConfiguration()
-        self._conf = self._yarn.conf.YarnConfiguration(hadoop)
-        self._client = self._yarn.client.api.YarnClient.createYarnClient()
-
-    def __enter__(self) -> Yarn:
-        self._client.init(self._conf)
-        self._client.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._client.stop()
-
-    def ending(self, application_id: str) -> tuple[str, str]:
-        """Return the state of an application, and why it is in it."""
-        report = self._report(application_id)
+def yarn_ending(context: Any, application_id: str) -> tuple[str, str]:
+    """Return the state of an application, and why it is in it; raise if YARN does not answer."""
+    yarn = context._jvm.org.apache.hadoop.yarn
+    client = yarn.client.api.YarnClient.createYarnClient()
+    client.init(yarn.conf.YarnConfiguration(java_context(context).hadoopConfiguration()))
+    client.start()
+    try:
+        parsed = yarn.api.records.ApplicationId.fromString(application_id)
+        report = client.getApplicationReport(parsed)
         return str(report.getYarnApplicationState().toString()), str(report.getDiagnostics())
-
-    def usage(self, application_id: str) -> tuple[str, int]:
-        """Return the queue of an application, and how many containers it has, its master's too."""
-        report = self._report(application_id)
-        used = report.getApplicationResourceUsageReport().getNumUsedContainers()
-        return str(report.getQueue()), int(used)
-
-    def _report(self, application_id: str) -> Any:
-        parsed = self._yarn.api.records.ApplicationId.fromString(application_id)
-        return self._client.getApplicationReport(parsed)
-
-    def queue_shares(self, queue: str) -> tuple[float, float]:
-        """Return how much of a queue's capacity is in use, and how much may be, as shares."""
-        info = self._client.getQueueInfo(queue)
-        return float(info.getCurrentCapacity()), float(info.getMaximumCapacity())
-
-    def nodes(self) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
-        """Return the capacity of each running node, and what is in use: cores, MiB and GPUs."""
-        states = self._gateway.new_array(self._yarn.api.records.NodeState, 1)
-        states[0] = self._yarn.api.records.NodeState.RUNNING
-        reports = self._client.getNodeReports(states)
-        return [(_amounts(each.getCapability()), _amounts(each.getUsed())) for each in reports]
-
-    def min_allocation(self) -> int:
-        """Return the memory of which containers get a multiple (MiB), as this machine knows it."""
-        return int(self._conf.getInt("yarn.scheduler.minimum-allocation-mb", 1024))
-
-    def expiry_seconds(self) -> float:
-        """Return after how long a node without a sign of life is lost, as this machine knows it."""
-        return int(self._conf.getLong(NODE_EXPIRY, 600_000)) / 1000
-
-
-def _amounts(resource: Any) -> tuple[int, int, int]:
-    """Return the cores, the memory (MiB) and the GPUs of a resource of YARN."""
-    if resource is None:
-        return 0, 0, 0
-    gpus = {each.getName(): each.getValue() for each in resource.getResources()}
-    amounts = resource.getVirtualCores(), resource.getMemorySize(), gpus.get("yarn.io/gpu", 0)
-    return int(amounts[0]), int(amounts[1]), int(amounts[2])
-
-
-def waiting_pods(context: Any, namespace: str, application_id: str) -> list[str]:
-    """Return why each of an application's executor pods waits, as Kubernetes reports it."""
-    client = java_context(context).schedulerBackend().kubernetesClient()
-    pods = client.pods().inNamespace(namespace)
-    pods = pods.withLabel("spark-app-selector", application_id).withLabel("spark-role", "executor")
-    reasons = (_why_it_waits(pod.getStatus()) for pod in pods.list().getItems())
-    return [reason for reason in reasons if reason]
-
-
-def _why_it_waits(status: Any) -> str:
-    for container in status.getContainerStatuses():
-        if (waiting := container.getState().getWaiting()) is not None:
-            return _reason_of(waiting)
-    for condition in status.getConditions():
-        if condition.getType() == "PodScheduled" and condition.getStatus() == "False":
-            return _reason_of(condition)
-    return ""
-
-
-def _reason_of(state: Any) -> str:
-    return ": ".join(filter(None, [state.getReason(), state.getMessage()]))
+    finally:
+        client.stop()
 
 
 def max_concurrent_tasks(context: Any, profile: Any = None) -> int:
@@ -214,9 +139,10 @@ def executor_host(context: Any, executor: str) -> str:
     return address.rpartition(":")[0]
 
 
-def is_executor_active(context: Any, executor: str) -> bool:
-    """Return whether an executor takes tasks: it is neither lost nor about to be removed."""
-    return bool(java_context(context).schedulerBackend().isExecutorActive(executor))
+def inactive_executors(context: Any, executors: Iterable[str]) -> list[str]:
+    """Return which executors take no tasks: they are lost, or about to be removed."""
+    backend = java_context(context).schedulerBackend()
+    return [executor for executor in executors if not backend.isExecutorActive(executor)]
 
 
 def jobs_with_tag(context: Any, tag: str) -> list[int]:

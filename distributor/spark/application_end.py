@@ -86,8 +86,7 @@ def end_of(spark: Any, *, asks_manager: bool = False) -> str | None:
 def _yarn_end(context: Any) -> str:
     """Return what YARN reports of an application that has ended; empty while it has not."""
     try:
-        with private.Yarn(context) as yarn:
-            state, diagnostics = yarn.ending(context.applicationId)
+        state, diagnostics = private.yarn_ending(context, context.applicationId)
     except Exception:
         return ""  # the resource manager does not answer
     if state not in YARN_ENDED:

@@ -27,7 +27,7 @@ def container_shortage(
     """Return why the executors' containers are too small for a run, and what to set."""
     if not (conf("spark.master") or "").startswith(("yarn", "k8s://")):
         return None
-    overhead, source = memory_overhead(conf)
+    overhead, source = _overhead(conf)
     room = overhead + size_in_bytes(conf(PYSPARK) or "0", "m")
     # However Spark places the tasks, at least one executor has this many.
     tasks_here = math.ceil(tasks / int(conf(EXECUTORS) or 2))
@@ -46,7 +46,7 @@ def container_shortage(
     )
 
 
-def memory_overhead(conf: Callable[[str], str | None]) -> tuple[int, str]:
+def _overhead(conf: Callable[[str], str | None]) -> tuple[int, str]:
     """Return the overhead of executors on YARN and Kubernetes (bytes), and what sets it."""
     if value := conf(OVERHEAD):
         return size_in_bytes(value, "m"), f"{OVERHEAD}={value}"

@@ -11,7 +11,6 @@ from typing import Any
 from distributor._compat import pyspark as private
 from distributor._compat.spark_texts import EXECUTOR_ADDED, EXECUTOR_ENDED
 from distributor.core.text import counted
-from distributor.launchers.spark.capacity.standalone_master import MASTER
 from distributor.spark.session import Session
 
 _lock = threading.Lock()
@@ -27,7 +26,7 @@ def ended_executors(session: Session) -> Iterator[Callable[[], str]]:
     learns of it from the master alone. Other cluster managers, and Connect, report nothing.
     """
     log = None
-    if session.master.startswith((MASTER, "local-cluster")) and not session.is_connect:
+    if session.master.startswith(("spark://", "local-cluster")) and not session.is_connect:
         log = _opened(session.spark.sparkContext)
     if log is None:
         yield str

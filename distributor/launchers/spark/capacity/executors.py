@@ -46,7 +46,7 @@ class Executors:
             return 0
         context = self.session.spark.sparkContext
         ids = private.executor_ids(context)
-        return sum(private.is_executor_active(context, executor) for executor in ids)
+        return len(ids) - len(private.inactive_executors(context, ids))
 
     def hosts(self) -> set[str]:
         """Return the hosts of the executors, without the driver's; none through Connect."""
@@ -67,11 +67,8 @@ class Executors:
                 if not host_of.get(executor):
                     host_of[executor] = private.executor_host(context, executor)
             on_hosts = [each for each in ids if hosts is None or host_of[each] in hosts]
-            return {
-                each: host_of[each]
-                for each in on_hosts
-                if not private.is_executor_active(context, each)
-            }
+            inactive = private.inactive_executors(context, on_hosts)
+            return {each: host_of[each] for each in inactive}
         except Exception as error:
             if end_of(self.session.spark) is None:  # otherwise the end of the job shows why
                 warn_once(

@@ -15,7 +15,6 @@ from distributor.launchers.spark.capacity.executors import MAX_EXECUTORS, Execut
 from distributor.launchers.spark.capacity.slot_shortage import (
     why_few_slots,
     why_no_more,
-    why_none_fits,
     why_not_started,
 )
 from distributor.spark.application_end import check_not_ended
@@ -79,11 +78,6 @@ class Slots:
             f"{wanted} {self.noun}s are wanted at once, and the executors of {self.session.master} "
             f"never have room for more than {most}.{found}"
         )
-
-    def check_machines(self) -> None:
-        """Check that a machine of the cluster can have an executor, if its manager reports them."""
-        if why := why_none_fits(self.session):
-            raise DistributorError(why)
 
     def await_all(self, deadline: float, cancellation: Cancellation, reminder: Reminder) -> None:
         """Wait for slots for all tasks: a job that is submitted without them sleeps for 15 s."""

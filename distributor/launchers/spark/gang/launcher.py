@@ -11,7 +11,7 @@ from typing import Any
 
 from distributor.control.run import Attempt, Handle, Launcher, Run
 from distributor.launchers.spark.capacity.executors import Executors
-from distributor.launchers.spark.capacity.slot_shortage import ExecutorSize, why_no_more
+from distributor.launchers.spark.capacity.slot_shortage import executor_size, why_no_more
 from distributor.launchers.spark.capacity.slots import Slots
 from distributor.launchers.spark.decommissioning import DecommissioningWatch
 from distributor.launchers.spark.gang.gang import FURTHER_SECONDS, Gang, Member
@@ -45,8 +45,7 @@ class GangLauncher(SparkLauncher):
         slots = Slots(self.session, self.plan)
         slots.check_limit(self.min_tasks(run))
         if self.session.requested:
-            slots.check_machines()
-            notify(f"Spark starts executors for this run: {ExecutorSize.of(self.session)} each.")
+            notify(f"Spark starts executors for this run: {executor_size(self.session)} each.")
         settings, secret = run.spec.settings, secrets.token_bytes(32)
         address = choose_hub_address(self.session, settings.hub_address, settings.hub_port)
         with no_log_of_interrupts(), open_hub(address, secret, is_required=True) as hub:
