@@ -12,7 +12,8 @@ VENV35 := .venv-spark35
 NEWEST := .venv-torch-newest
 # The demo needs little: if .venv is not there, an environment without the tools of the tests.
 DEMO := $(if $(wildcard $(VENV)/.installed),$(VENV),.venv-demo)
-# So do the checks.
+# So do the everyday tests, and the checks.
+TESTS := $(if $(wildcard $(VENV)/.installed),$(VENV),.venv-test)
 LINT := $(if $(wildcard $(VENV)/.installed),$(VENV),.venv-lint)
 SPARK35 := conf/constraints-spark35.txt
 
@@ -27,7 +28,7 @@ help: ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | \
 		while IFS='|' read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
 
-venv: $(VENV)/.installed ## Create .venv, with the package and everything that its tests need
+venv: $(VENV)/.installed ## Create .venv, with the package and everything that all of its tests need
 
 venv-spark35: $(VENV35)/.installed ## Make .venv-spark35, with PySpark 3.5 and all that the tests need
 
@@ -36,22 +37,24 @@ demo: $(DEMO)/.installed ## Train on real digits, on this machine
 
 # These options make Spark start faster. An archive that a JVM cannot use is ignored, without a word.
 JAVA_OPTIONS := -XX:+UseSerialGC -XX:TieredStopAtLevel=1
-CLASSES := $(VENV)/spark-classes.jsa
+CLASSES = $(VENV)/spark-classes.jsa
 test test-all test-spark35 test-torch-newest test-yarn test-kubernetes mutants bench chaos notebooks: export JDK_JAVA_OPTIONS := $(JAVA_OPTIONS)
-test test-all: export JDK_JAVA_OPTIONS := $(JAVA_OPTIONS) -Xlog:cds=off -Xlog:cds+dynamic=off \
+test test-all: export JDK_JAVA_OPTIONS = $(JAVA_OPTIONS) -Xlog:cds=off -Xlog:cds+dynamic=off \
 	-XX:SharedArchiveFile=$(abspath $(CLASSES))
 
 # Tests start hundreds of processes, which would each compile all sources; and users cache bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-test: venv $(CLASSES) ## Run the tests, less the slow ones
-	$(VENV)/bin/$(PYTEST) -m "not slow" $(ARGS)
+test: $(TESTS)/spark-classes.jsa ## Run the everyday tests: each promise once
+	$(VENV)/bin/$(PYTEST) -m "not slow and not repository" $(ARGS)
 
-test-all: venv $(CLASSES) ## Run all the tests
+test: VENV := $(TESTS)
+
+test-all: $(CLASSES) ## Run all the tests, also those of frameworks, whole systems, and the repository
 	$(VENV)/bin/$(PYTEST) $(ARGS)
 
 test-spark35: venv-spark35 ## Run the tests, less the slow ones, on PySpark 3.5
-	$(VENV35)/bin/$(PYTEST) -m "not slow" $(ARGS)
+	$(VENV35)/bin/$(PYTEST) -m "not slow and not repository" $(ARGS)
 
 test-torch-newest: $(NEWEST)/.installed ## Run what depends on torch, on the newest one: on Linux a CUDA build of gigabytes
 	$(NEWEST)/bin/$(PYTEST) -m "not slow and not spark" $(or $(ARGS),tests/compat tests/outcomes tests/node tests/rank tests/train)
@@ -86,12 +89,13 @@ notebooks: venv ## Run the notebooks, on a cluster if they need one, and save th
 docs: $(VENV)/.docs ## Build the documentation into docs/_build/html; warnings are errors
 	$(VENV)/bin/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
-lint: $(LINT)/.installed ## Check style, format, types, vocabulary and spelling
+lint: $(LINT)/.installed ## Check style, format, types, vocabulary, totals and spelling
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy tests/support/typed_program.py
 	$(VENV)/bin/python tests/support/vocabulary.py
+	$(VENV)/bin/python tests/support/budget.py
 	$(VENV)/bin/codespell
 
 lint: VENV := $(LINT)
@@ -116,9 +120,14 @@ $(VENV)/.installed: setup.cfg setup.py conf/constraints-cpu.txt
 	.venv-lint/bin/python -m pip install -q --no-compile $(TORCH) -e '.[lint]'
 	touch $@
 
+.venv-test/.installed: setup.cfg setup.py conf/constraints-cpu.txt
+	$(PYTHON) -m venv .venv-test
+	.venv-test/bin/python -m pip install -q $(TORCH) -e '.[test]'
+	touch $@
+
 # Without the options of `make test`, which names this file.
-$(CLASSES): $(VENV)/.installed
-	JDK_JAVA_OPTIONS="$(JAVA_OPTIONS)" PYTHONPATH=tests $(VENV)/bin/python -m support.spark_classes $@
+%/spark-classes.jsa: %/.installed
+	JDK_JAVA_OPTIONS="$(JAVA_OPTIONS)" PYTHONPATH=tests $*/bin/python -m support.spark_classes $@
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install -q $(TORCH) -e '.[docs]'

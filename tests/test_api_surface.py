@@ -24,6 +24,8 @@ from support.api_surface import (
     why_not_compared,
 )
 
+pytestmark = pytest.mark.repository
+
 THEIRS = """
 import enum
 

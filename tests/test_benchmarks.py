@@ -18,6 +18,8 @@ from benchmarks.report import load
 from benchmarks.scale_tables import descriptor_table, growth_table
 from benchmarks.summary import highlights, summary
 
+pytestmark = pytest.mark.repository
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DEADLINE = 600

@@ -12,6 +12,8 @@ from support.settings_table import COMMAND_NAMES, COMMANDS, options_table
 
 import distributor
 
+pytestmark = pytest.mark.repository
+
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 PYTHON_FENCE = re.compile(r"^\s*(?:`{3,}|~{3,}|:{3,})\s*\{?(?:py|ipy|code).*", re.MULTILINE)

@@ -11,6 +11,8 @@ from support.pages import PAGES
 
 import distributor
 
+pytestmark = pytest.mark.repository
+
 FUNCTIONS = {"notify", "warn", "warn_once", "_warn_once"}
 PAGE = PAGES / "reference" / "messages.md"
 

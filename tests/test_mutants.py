@@ -10,6 +10,8 @@ import pytest
 from support.mutant_table import MUTANTS, Mutant
 from support.mutants import ROOT, mutated, outcome_of
 
+pytestmark = pytest.mark.repository
+
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.promise)
 def test_a_mutant_fits_the_code_and_names_tests(mutant: Mutant) -> None:

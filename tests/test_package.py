@@ -30,6 +30,8 @@ from distributor import (
 from distributor.decorated_function import DistributedFunction
 from distributor.ray import RayFunction, ray_launch
 
+pytestmark = pytest.mark.repository
+
 PACKAGE = Path(distributor.__file__).resolve().parent
 HEAVY = ("torch", "pyspark", "py4j", "mlflow", "ray", "pandas", "numpy", "pyarrow")
 

@@ -19,6 +19,8 @@ from unittest import mock
 import pytest
 from support.pages import ROOT, differing, pages, python_blocks
 
+pytestmark = pytest.mark.repository
+
 ELSEWHERE = {
     "docs/how-to/connect.md": "tests/test_connect.py",
     "docs/how-to/deepspeed.md": "tests/test_deepspeed.py",

@@ -15,7 +15,10 @@ from distributor.version import __version__
 ROOT = Path(__file__).parents[1]
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 
-pytestmark = pytest.mark.skipif(not CONTRIBUTING.exists(), reason="not in a checkout")
+pytestmark = [
+    pytest.mark.repository,
+    pytest.mark.skipif(not CONTRIBUTING.exists(), reason="not in a checkout"),
+]
 
 
 def jobs_of_ci() -> list[dict[str, str]]:

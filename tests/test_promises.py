@@ -13,6 +13,8 @@ from typing import NamedTuple
 import pytest
 from support.pages import pages
 
+pytestmark = pytest.mark.repository
+
 ROOT = Path(__file__).parents[1]
 GUARANTEES = ROOT / "docs" / "explanation" / "guarantees.md"
 COMMAND = re.compile(r"`make (test|test-all|chaos)(?: ARGS=(\"[^\"]*\"|\S+))?`")

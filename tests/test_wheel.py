@@ -24,7 +24,10 @@ requirements: Any = pytest.importorskip("packaging.requirements")
 SPARK = "pip install 'torch-spark-distributor[spark]'"
 TRAIN = "pip install 'torch-spark-distributor[train]'"
 
-pytestmark = pytest.mark.skipif(not (ROOT / "setup.cfg").exists(), reason="not in a checkout")
+pytestmark = [
+    pytest.mark.repository,
+    pytest.mark.skipif(not (ROOT / "setup.cfg").exists(), reason="not in a checkout"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from distributor._compat import huggingface as private
 
+pytestmark = pytest.mark.repository
+
 if find_spec("accelerate") is None:
     pytest.skip("Accelerate is not installed", allow_module_level=True)
 

@@ -8,9 +8,12 @@ from types import FunctionType
 from typing import Any
 
 import cloudpickle
+import pytest
 from support.canary import relies_on
 
 from distributor._compat import cloudpickle as private
+
+pytestmark = pytest.mark.repository
 
 
 def test_functions_get_another_namespace() -> None:

@@ -17,6 +17,8 @@ from support.canary import relies_on
 
 from distributor._compat import cpython
 
+pytestmark = pytest.mark.repository
+
 
 def printed_by(program: str) -> str:
     """Run a program in an interpreter of its own, and return what it prints."""

@@ -12,6 +12,8 @@ from support.canary import relies_on
 
 from distributor._compat import lightning as private
 
+pytestmark = pytest.mark.repository
+
 if find_spec("lightning") is None:
     pytest.skip("Lightning is not installed", allow_module_level=True)
 

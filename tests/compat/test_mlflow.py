@@ -16,7 +16,11 @@ from support.tracking_server import mlflow, needs_mlflow
 
 from distributor._compat import mlflow as compat
 
-pytestmark = [needs_mlflow, pytest.mark.xdist_group("mlflow")]  # whose process has imported it
+pytestmark = [
+    pytest.mark.repository,
+    needs_mlflow,
+    pytest.mark.xdist_group("mlflow"),  # whose process has imported it
+]
 
 
 def lost(name: str, dependent: str) -> str:

@@ -23,7 +23,7 @@ from distributor._compat import pyspark as private
 from distributor._compat import pyspark_ml
 from distributor._compat.spark_executor import executor_of
 
-pytestmark = [pytest.mark.spark, needs_java]
+pytestmark = [pytest.mark.repository, pytest.mark.spark, needs_java]
 
 EXECUTORS, CORES = 2, 2
 """Of the cluster that the fixture ``spark`` starts."""

@@ -13,7 +13,10 @@ from support.canary import relies_on
 
 from distributor._compat import ray as private
 
-pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+pytestmark = [
+    pytest.mark.repository,
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
+]
 
 
 def output_of(*arguments: str, folder: Path) -> str:

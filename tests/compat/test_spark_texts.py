@@ -14,7 +14,7 @@ from support.canary import relies_on
 from distributor._compat import spark_texts
 from distributor._compat.pyspark import python_executable
 
-pytestmark = [pytest.mark.spark, needs_java]
+pytestmark = [pytest.mark.repository, pytest.mark.spark, needs_java]
 
 
 def found_in(text: str, pattern: str) -> str:

@@ -23,6 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from distributor._compat import torch as private  # noqa: E402
 
+pytestmark = pytest.mark.repository
+
 
 def test_typed_storages_are_taken_apart_and_made_again() -> None:
     tensor = torch.arange(4, dtype=torch.int32)

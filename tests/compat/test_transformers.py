@@ -9,6 +9,8 @@ from support.canary import relies_on
 
 from distributor._compat import huggingface as private
 
+pytestmark = pytest.mark.repository
+
 
 def test_arguments_are_made_anew_without_their_view_of_the_processes(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")  # here: each process collects all tests

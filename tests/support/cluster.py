@@ -132,11 +132,13 @@ class Cluster:
         return marked(self.mark)
 
     def listens(self, port: int) -> bool:
-        """Return True if a process of this cluster or its drivers listens on a port.
+        """Return True if a Python process of this cluster or its drivers listens on a port.
 
-        Other programs may listen on the same port of another address, or after the process.
+        Other programs may listen on the same port of another address, or after the process; so may
+        Spark's JVMs, in their own network namespaces.
         """
-        return any(listens(process.pid, port) for process in self.processes())
+        pythons = (process for process in self.processes() if "java" not in process.name())
+        return any(listens(process.pid, port) for process in pythons)
 
     def find(self, role: str, machine: Machine | None = None) -> list[psutil.Process]:
         """Return the processes with a role, on one machine or on all."""
