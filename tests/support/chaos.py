@@ -404,9 +404,13 @@ def side_by_side(lines: Iterable[str]) -> str:
 
 def _cell(runs: str, processes: str, *found: str) -> str:
     *others, wrong, median, worst = found
-    left = f"{processes} + {sum(map(int, others))} left"
-    report = f"reported after {median}, {worst} at most" if median != "-" else "nothing reported"
-    return f"{runs} runs: {left}, {wrong} wrong, {report}"
+    things = sum(map(int, others))
+    parts = [f"{runs}:", f"{median}, {worst} at most" if median != "-" else "no report"]
+    if int(processes) or things:
+        parts.append(f"{processes} + {things} left")
+    if int(wrong):
+        parts.append(f"{wrong} wrong")
+    return " ".join(parts[:2]) + "".join(f", {part}" for part in parts[2:])
 
 
 def main() -> int:
