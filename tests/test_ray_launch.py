@@ -322,18 +322,6 @@ def test_the_names_of_the_other_packages() -> None:
     assert isinstance(ray_launch(stay), serverless_gpu.ray.RayFunction)
 
 
-@pytest.mark.parametrize(
-    ("statement", "says"),
-    [
-        ("from distributor.serverless_gpu.ray import RayMetricsMonitor", "recorded in the job's"),
-        ("from distributor.serverless_gpu import RayMetricsMonitor", "recorded in the job's"),
-    ],
-)
-def test_names_that_are_not_supported_say_what_to_use(statement: str, says: str) -> None:
-    with pytest.raises(NotImplementedError, match=says):
-        exec(statement, {})
-
-
 def test_a_name_that_never_existed_is_missing() -> None:
     with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
         exec("from distributor.air import no_such_name", {})

@@ -139,14 +139,6 @@ def worker_group_error(folder: Path) -> None:
     trainer(lambda: {}["x"], folder).fit()
 
 
-def nccl_hang_error(folder: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TRAIN_ENABLE_NCCL_HANG_DETECTOR", "1")
-        patch.setenv("RAY_TRAIN_NCCL_RAS_ACTION", "fail")
-        patch.setenv("RAY_TRAIN_NCCL_RAS_CONFIRM_DURATION_S", "1")
-        trainer(lambda: threading.Event().wait(), folder).fit()
-
-
 def controller_error(folder: Path) -> None:
     late = trainer(os.getpid, folder)
     late.run_config.settings |= {"start_timeout": 0.001, "warm": False}
@@ -231,7 +223,6 @@ HERE: dict[str, list[Callable[..., None]]] = {
     "OtherRankFailed": [other_rank_failed],
     "ExecutorNotReady": [wrong_variable],
     "WorkerGroupError": [worker_group_error],
-    "NCCLHangError": [nccl_hang_error],
     "ControllerError": [controller_error],
     "PreemptionError": [preemption_error],
     "InvalidArgument": [invalid_argument],

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -488,31 +488,11 @@ shuffle, seed
         form = make(tensors, transform)
         return ShardIterable(self._share, options, form)
 
-    def iter_tf_batches(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotImplementedError."""
-        _refuse("iter_tf_batches", 'iter_batches(batch_format="numpy") and tf.convert_to_tensor')
-
-    def to_tf(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotImplementedError."""
-        _refuse("to_tf", 'tf.data.Dataset.from_generator with iter_batches(batch_format="numpy")')
-
-    def iter_jax_batches(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotImplementedError."""
-        _refuse("iter_jax_batches", 'iter_batches(batch_format="numpy") and jax.numpy.asarray')
-
-    def to_torch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotImplementedError: Ray has deprecated it."""
-        _refuse("to_torch", "iter_torch_batches, iterable or dataset")
-
     def _tensor_options(self, dtypes: Dtypes, fill: Any, ragged: Ragged) -> TensorOptions:
         source = self._share.source
         options = TensorOptions(dtypes, fill, ragged, source.vectors)
         check_columns(source.schema, options, source.null_counts, source.name)
         return options
-
-
-def _refuse(name: str, alternative: str) -> NoReturn:
-    raise NotImplementedError(f"DatasetShard has no {name}. Use {alternative} instead.")
 
 
 def _on_device(begin: Callable[[], Iterator[Any]], target: torch.device) -> Iterator[Any]:

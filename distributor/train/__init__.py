@@ -36,7 +36,6 @@ from distributor.train.context import (
 from distributor.train.datasets import TRAIN_DATASET_KEY, DataConfig, get_dataset_shard
 from distributor.train.errors import (
     ControllerError,
-    NCCLHangError,
     PreemptionError,
     PreemptionInfo,
     TrainingFailedError,
@@ -70,7 +69,6 @@ __all__ = [
     "DataConfig",
     "FailureConfig",
     "LoggingConfig",
-    "NCCLHangError",
     "PreemptionError",
     "PreemptionInfo",
     "ReportedCheckpoint",

@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar, Literal
@@ -303,20 +302,6 @@ class BackendConfig:
     >>> isinstance(TorchConfig(), BackendConfig)
     True
     """
-
-    @property
-    def backend_cls(self) -> Any:
-        """Not supported: raises NotImplementedError."""
-        raise NotImplementedError(
-            "Backends of Ray Train are not supported: the ranks of TorchTrainer always have the "
-            "process group of its TorchConfig, and code that prepares them belongs in "
-            "train_loop_per_worker."
-        )
-
-    @property
-    def train_func_context(self) -> Callable[[], AbstractContextManager[object]]:
-        """What the training function runs in: nothing."""
-        return nullcontext
 
     @property
     def framework(self) -> str | None:

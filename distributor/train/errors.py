@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distributor.errors import DistributorError, NodeLost, RunStalled
+from distributor.errors import DistributorError, NodeLost
 from distributor.serialization.outcome import Failure, add_note
 
 
@@ -52,20 +52,6 @@ class WorkerGroupError(TrainingFailedError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._error_message, self.worker_failures)
-
-
-class NCCLHangError(WorkerGroupError):
-    """The ranks hang, and Ray Train's variables ask for an end of such runs.
-
-    Follows ``ray.train.NCCLHangError`` of Ray 2.60. Raised with
-    ``RAY_TRAIN_ENABLE_NCCL_HANG_DETECTOR=1`` and ``RAY_TRAIN_NCCL_RAS_ACTION=fail``, for ranks on
-    CPUs too. The cause is a `RunStalled`, which has the ranks' stacks.
-
-    Examples
-    --------
-    >>> issubclass(NCCLHangError, TrainingFailedError)
-    True
-    """
 
 
 class ControllerError(TrainingFailedError):
@@ -158,14 +144,12 @@ class PreemptionError(TrainingFailedError):
         return type(self), (self.preemption_info, self.drain_timed_out)
 
 
-def training_error(error: Exception, as_nccl_hang: bool = False) -> TrainingFailedError:
+def training_error(error: Exception) -> TrainingFailedError:
     """Return Ray Train's error for one that `TorchDistributor.run` has raised."""
     failures: Mapping[int, Failure] = getattr(error, "rank_failures", {})
     preempted: Mapping[str, list[int]] = getattr(error, "preempted", {})
     found: TrainingFailedError
-    if isinstance(error, RunStalled) and as_nccl_hang:
-        found = NCCLHangError(str(error), {})
-    elif preempted:
+    if preempted:
         found = PreemptionError(PreemptionInfo(None, preempted))
     elif failures:
         cause, *others = failures

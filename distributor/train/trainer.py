@@ -37,7 +37,6 @@ from distributor.train.config import (
 )
 from distributor.train.datasets import DataConfig
 from distributor.train.errors import training_error
-from distributor.train.hang_detector import ends_runs, stall_settings
 from distributor.train.result import Result
 from distributor.train.storage.checkpoint import Checkpoint
 from distributor.train.storage.checkpoint_store import Storage, latest_checkpoint, latest_positions
@@ -231,7 +230,6 @@ class TorchTrainer:
             if self.running_in_local_mode:
                 return self._fit_in_process(loop)
             distributor, storage, validations = self._prepare()
-            as_nccl_hang = ends_runs()
             notify(_describe_place(self.scaling_config, distributor.local_mode))
             with validations:
                 try:
@@ -239,7 +237,7 @@ class TorchTrainer:
                 except RunCancelled:
                     raise
                 except Exception as error:
-                    raise training_error(error, as_nccl_hang) from error
+                    raise training_error(error) from error
             return Result.from_storage(storage, value)
 
     def _checked_loop(self) -> WorkerLoop:
@@ -306,7 +304,7 @@ class TorchTrainer:
         self, local_mode: bool, settings: CheckpointSettings, listener: Listener
     ) -> TorchDistributor:
         run, scaling = self.run_config, self.scaling_config
-        given = {**stall_settings(), **run.all_settings()}
+        given = run.all_settings()
         if misplaced := _SET_ELSEWHERE & given.keys():
             raise ValueError(
                 f"RunConfig.settings has {sorted(misplaced)}, which other parameters of "

@@ -219,9 +219,6 @@ def test_bad_arguments_of_other_passes() -> None:
         share.dataset(transform=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch_size must be at least 1"):
         share.iterable(batch_size=0)
-    for name in ("to_tf", "iter_tf_batches", "iter_jax_batches", "to_torch"):
-        with pytest.raises(NotImplementedError, match=f"has no {name}. Use .*iter"):
-            getattr(share, name)()
 
 
 def test_a_type_without_a_tensor_is_an_error_of_the_call() -> None:

@@ -59,7 +59,7 @@ RAY_TRAIN = """
 get_checkpoint get_context get_dataset_shard report BackendConfig Checkpoint CheckpointConfig
 DataConfig FailureConfig Result RunConfig ScalingConfig SyncConfig TrainContext
 TrainingFailedError TRAIN_DATASET_KEY CheckpointUploadMode CheckpointConsistencyMode ControllerError
-NCCLHangError LoggingConfig PreemptionError PreemptionInfo ReportedCheckpoint
+LoggingConfig PreemptionError PreemptionInfo ReportedCheckpoint
 ReportedCheckpointStatus UserCallback WorkerGroupError
 get_all_reported_checkpoints get_preemption_info
 """
@@ -93,16 +93,7 @@ def test_a_checkpoint_with_a_model(tmp_path: Path) -> None:
     assert torch.equal(whole.get_model().weight, model.weight)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="model is ignored"):
         whole.get_model(model)
-    assert checkpoint.get_preprocessor() is None  # type: ignore[func-returns-value]
-    with pytest.raises(NotImplementedError, match="Preprocessors of Ray Data"):
-        checkpoint.set_preprocessor(1)
     with pytest.warns(DeprecationWarning, match=DEPRECATED):
         other = TorchCheckpoint(tmp_path)
     with pytest.raises(RuntimeError, match=r"has no model\.pt"):
         other.get_model()
-
-
-def test_backends_are_refused() -> None:
-    assert train.BackendConfig().to_dict() == {}
-    with pytest.raises(NotImplementedError, match="Backends of Ray Train are not supported"):
-        _ = train.BackendConfig().backend_cls

@@ -6,17 +6,12 @@ import os
 import tempfile
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from distributor.train.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     import torch
-
-_NO_PREPROCESSOR = (
-    "Preprocessors of Ray Data are not supported: save what your code needs in the checkpoint's "
-    "folder."
-)
 
 
 class TorchCheckpoint(Checkpoint):
@@ -52,51 +47,41 @@ class TorchCheckpoint(Checkpoint):
         super().__init__(path, filesystem)
 
     @classmethod
-    def from_state_dict(
-        cls, state_dict: Mapping[str, Any], *, preprocessor: None = None
-    ) -> TorchCheckpoint:
+    def from_state_dict(cls, state_dict: Mapping[str, Any]) -> TorchCheckpoint:
         """Save a state dict in a new temporary folder.
 
         Parameters
         ----------
         state_dict : mapping of str to object
             The state dict. A prefix ``module.``, which DistributedDataParallel adds, is removed.
-        preprocessor : None
-            Not supported.
 
         Returns
         -------
         TorchCheckpoint
             The checkpoint.
         """
-        return cls._save(
-            {k.removeprefix("module."): v for k, v in state_dict.items()}, preprocessor
-        )
+        return cls._save({k.removeprefix("module."): v for k, v in state_dict.items()})
 
     @classmethod
-    def from_model(cls, model: torch.nn.Module, *, preprocessor: None = None) -> TorchCheckpoint:
+    def from_model(cls, model: torch.nn.Module) -> TorchCheckpoint:
         """Pickle a model into a new temporary folder.
 
         Parameters
         ----------
         model : torch.nn.Module
             The model.
-        preprocessor : None
-            Not supported.
 
         Returns
         -------
         TorchCheckpoint
             The checkpoint.
         """
-        return cls._save(model, preprocessor)
+        return cls._save(model)
 
     @classmethod
-    def _save(cls, content: object, preprocessor: object) -> TorchCheckpoint:
+    def _save(cls, content: object) -> TorchCheckpoint:
         import torch
 
-        if preprocessor is not None:
-            raise NotImplementedError(_NO_PREPROCESSOR)
         folder = tempfile.mkdtemp(prefix="checkpoint-")
         torch.save(content, os.path.join(folder, cls.MODEL_FILENAME))
         return cls(folder)
@@ -141,10 +126,3 @@ class TorchCheckpoint(Checkpoint):
             raise ValueError("The checkpoint has a state dict: pass the model to load it into.")
         model.load_state_dict(saved)
         return model
-
-    def get_preprocessor(self) -> None:
-        """Return None: a checkpoint has no preprocessor."""
-
-    def set_preprocessor(self, preprocessor: object) -> NoReturn:
-        """Raise NotImplementedError: preprocessors belong to Ray Data."""
-        raise NotImplementedError(_NO_PREPROCESSOR)
