@@ -55,9 +55,14 @@ ROLES: dict[str, Role] = {
 
 
 def listens(pid: int, port: int) -> bool:
-    """Return True if a process, which may be in another network namespace, listens on a port."""
+    """Return True if a process, which may be in another network namespace, listens on a port.
+
+    Spark's JVMs do not count: theirs may have the same number on another machine.
+    """
     process = Path(f"/proc/{pid}")
     with contextlib.suppress(OSError):  # it has ended
+        if (process / "comm").read_text().strip() == "java":
+            return False
         sockets = {_target(descriptor) for descriptor in (process / "fd").iterdir()}
         tables = [(process / "net" / name).read_text() for name in ("tcp", "tcp6")]
         rows = [line.split() for table in tables for line in table.splitlines()]
@@ -132,13 +137,11 @@ class Cluster:
         return marked(self.mark)
 
     def listens(self, port: int) -> bool:
-        """Return True if a Python process of this cluster or its drivers listens on a port.
+        """Return True if a process of this cluster or its drivers listens on a port.
 
-        Other programs may listen on the same port of another address, or after the process; so may
-        Spark's JVMs, in their own network namespaces.
+        Other programs may listen on the same port of another address, or after the process.
         """
-        pythons = (process for process in self.processes() if "java" not in process.name())
-        return any(listens(process.pid, port) for process in pythons)
+        return any(listens(process.pid, port) for process in self.processes())
 
     def find(self, role: str, machine: Machine | None = None) -> list[psutil.Process]:
         """Return the processes with a role, on one machine or on all."""

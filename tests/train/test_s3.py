@@ -38,6 +38,7 @@ KEYS = {
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """Start a server, and return its host and port."""
+    pytest.importorskip("moto")
     from moto.server import ThreadedMotoServer  # not in each process that collects the tests
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
