@@ -89,7 +89,7 @@ def print_now_and_then(seconds: float) -> str:
 def test_a_busy_run_is_not_warned_of(
     work: Callable[[float], str], warned: Callable[[], list[str]]
 ) -> None:
-    # Of twice the time: on a busy machine, the quarters of a second have too few ticks of the CPU.
+    # Of twice the time: on a busy machine, samples of half a second have too few ticks of the CPU.
     runner = TorchDistributor(2, use_gpu=False, stall_warning=2 * WARNING, stall_timeout=TIMEOUT)
     assert runner.run(only_on_rank_1, work, BUSY_SECONDS) == "done"
     assert warned() == []
