@@ -10,7 +10,7 @@ from distributor.core.extras import require_arrow
 if TYPE_CHECKING:
     from distributor.data.dataframes import SparkDataset, from_spark
     from distributor.data.parquet import from_parquet
-    from distributor.data.prediction import predict, predict_batch_udf, predict_to_parquet
+    from distributor.data.prediction import predict, predict_batch_udf
     from distributor.data.shard import DatasetShard
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "from_spark",
     "predict",
     "predict_batch_udf",
-    "predict_to_parquet",
 ]
 
 # The module of each public name. It is imported on first use, because it may need torch.
@@ -31,7 +30,6 @@ _MODULES = {
     "from_spark": "distributor.data.dataframes",
     "predict": "distributor.data.prediction",
     "predict_batch_udf": "distributor.data.prediction",
-    "predict_to_parquet": "distributor.data.prediction",
 }
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import inspect
 import itertools
-import os
 import pickle
 import uuid
 from collections.abc import Callable, Sequence
@@ -20,17 +17,15 @@ import torch
 from distributor._compat import pyspark as private
 from distributor.core.cell_errors import ends_at_caller
 from distributor.core.extras import require_spark
-from distributor.core.paths import shown
 from distributor.data.dataframes import is_dataframe, numbered, vectors_of
 from distributor.data.outputs import unsupported
 from distributor.data.parquet import ParquetShard
 from distributor.data.parquet_types import leaves, spark_type
-from distributor.data.prediction_task import Prediction, Target
+from distributor.data.prediction_task import Prediction
 from distributor.data.shard import Dtypes, Ragged
 from distributor.data.share import whole_number
 from distributor.data.tensors import TensorOptions, check_columns
 from distributor.errors import UnpicklableError
-from distributor.filesystems import list_files, make_folder, resolve
 from distributor.serialization import code_pickle
 from distributor.serialization.code_search import imports_of
 from distributor.serialization.pickle_diagnostics import explain_parts
@@ -144,66 +139,8 @@ def predict(
         fill=fill,
         ragged=ragged,
     )
-    planned: DataFrame = rows.planned(plan, _PREDICT, result)
+    planned: DataFrame = rows.planned(plan, result)
     return planned
-
-
-def predict_to_parquet(
-    folder: str | os.PathLike[str],
-    data: DataFrame | ParquetShard,
-    load: Callable[..., Callable[[Any], Any]],
-    **options: Any,
-) -> int:
-    """Write a model's outputs for each row to Parquet files, and return the number of rows.
-
-    The tasks write the files themselves, so that no row goes through Spark's conversion from Arrow
-    data, which takes long for many values. The files are complete once the file ``_SUCCESS`` is
-    there; what failed tasks have written is removed.
-
-    Parameters
-    ----------
-    folder : str or path
-        A new or empty folder, or an address such as ``"s3://bucket/folder"``, which the driver and
-        the executors must have access to.
-    data, load, **options
-        As for `predict`.
-
-    Returns
-    -------
-    int
-        The number of rows.
-
-    Raises
-    ------
-    FileExistsError
-        If the folder has files.
-    TypeError, ValueError, UnpicklableError
-        As by `predict`.
-
-    Examples
-    --------
-    >>> predict_to_parquet("/shared/scores", df, load, columns="x", keep=["id"])  # doctest: +SKIP
-    1000
-    """
-    filesystem, path = resolve(folder)
-    with contextlib.suppress(FileNotFoundError):
-        if list_files(filesystem, path):
-            raise FileExistsError(f"{shown(folder)} has files. Name a new folder, or remove them.")
-    arguments = inspect.signature(predict).bind(data, load, **options)
-    arguments.apply_defaults()
-    rows, plan, result = _prepare(*arguments.args, **arguments.kwargs)
-    temporary = f"{path}/_temporary"
-    make_folder(filesystem, temporary)
-    try:
-        target = Target(filesystem, temporary, result.json())
-        written = rows.planned(replace(plan, target=target), *_WRITE).collect()
-        for file in written:
-            filesystem.move(f"{temporary}/{file.name}", f"{path}/{file.name}")
-        with filesystem.open_output_stream(f"{path}/_SUCCESS"):
-            pass
-    finally:
-        filesystem.delete_dir(temporary)
-    return sum(file.rows for file in written)
 
 
 @ends_at_caller
@@ -366,8 +303,8 @@ class _SparkRows:
             )
         return _described(_mapped(self.session, self._rows(plan).limit(2), plan, *_DESCRIBE))
 
-    def planned(self, plan: Prediction, task: str, schema: StructType | str) -> Any:
-        return _mapped(self.session, self._rows(plan), plan, task, schema)
+    def planned(self, plan: Prediction, schema: StructType) -> Any:
+        return _mapped(self.session, self._rows(plan), plan, _PREDICT, schema)
 
     def _rows(self, plan: Prediction) -> Any:
         columns = self._frame.columns
@@ -424,10 +361,10 @@ class _FileRows:
         first = int(np.flatnonzero(self._groups.chunk_rows)[0])
         return _described(self._mapped((first, first + 1), 1, plan, *_DESCRIBE))
 
-    def planned(self, plan: Prediction, task: str, schema: StructType | str) -> Any:
+    def planned(self, plan: Prediction, schema: StructType) -> Any:
         groups = len(self._groups.chunk_rows)
         parts = self.session.num_partitions(self._groups.chunk_bytes.sum(), PARTITION_BYTES)
-        return self._mapped((0, groups), parts and min(parts, groups), plan, task, schema)
+        return self._mapped((0, groups), parts and min(parts, groups), plan, _PREDICT, schema)
 
     def _mapped(
         self, groups: tuple[int, int], parts: int | None, plan: Prediction, task: str, schema: Any
@@ -452,7 +389,6 @@ class _FileRows:
 _PREDICT = "distributor.data.prediction_task:predict_rows"
 _DESCRIBE = "distributor.data.prediction_task:describe_outputs", "schema binary"
 _LOAD = "distributor.data.prediction_task:load_function"
-_WRITE = "distributor.data.prediction_task:write_rows", "name string, rows bigint"
 
 
 def _mapped(session: Session, frame: Any, plan: Prediction, task: str, schema: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import pickle
 import socket
 import time
@@ -15,7 +14,6 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from distributor.core.cell_errors import format_users_part
@@ -31,7 +29,7 @@ from distributor.data.batches import (
 )
 from distributor.data.formats import tensor_format
 from distributor.data.outputs import named_outputs, to_arrow, type_of
-from distributor.data.parquet import SPARK_SCHEMA, ParquetSource
+from distributor.data.parquet import ParquetSource
 from distributor.data.shared_model import load_once
 from distributor.data.tensors import TensorOptions
 from distributor.rank.devices import move
@@ -41,14 +39,6 @@ T = TypeVar("T")
 MAX_WAIT_SECONDS = 0.1  # for more rows of a batch
 MAX_MODELS = 2  # that a Python worker keeps; those used last
 _MODELS: dict[tuple[str, str], Model] = {}
-
-
-class Target(NamedTuple):
-    """The folder that tasks write Parquet files to."""
-
-    filesystem: Any
-    folder: str
-    schema: str  # the columns of the result, as Spark writes them to files in JSON
 
 
 @dataclass(frozen=True)
@@ -81,8 +71,6 @@ class Prediction:
         How columns become tensors.
     source : ParquetSource or None
         Row groups, which tasks read themselves; None for rows of Spark.
-    target : Target or None
-        Files, which tasks write themselves; None for rows of Spark.
     """
 
     key: str
@@ -97,7 +85,6 @@ class Prediction:
     device: str | None
     options: TensorOptions
     source: ParquetSource | None = None
-    target: Target | None = None
 
     @cached_property
     def format(self) -> Format:
@@ -236,32 +223,12 @@ def predict_rows(
     argument: bytes, batches: Iterator[pa.RecordBatch], _: str
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a partition with the model's outputs; a task of ``mapInArrow``."""
-    yield from _predict(pickle.loads(argument), batches)
-
-
-def write_rows(
-    argument: bytes, batches: Iterator[pa.RecordBatch], _: str
-) -> Iterator[pa.RecordBatch]:
-    """Write what `predict_rows` yields, and yield the file's name; a task of ``mapInArrow``."""
     prediction: Prediction = pickle.loads(argument)
-    assert prediction.target is not None, "the driver has set it"
-    filesystem, folder, schema = prediction.target
-    found = _predict(prediction, batches)
-    first = next(found, None)
-    if first is None:
-        return
-    # Of a partition, several attempts may write, of which Spark takes one.
-    name = f"part-{_context().partitionId():05}-{_context().taskAttemptId()}.parquet"
-    rows = 0
-    with pq.ParquetWriter(
-        f"{folder}/{name}",
-        first.schema.with_metadata({SPARK_SCHEMA: schema}),
-        filesystem=filesystem,
-    ) as file:
-        for batch in itertools.chain([first], found):
-            file.write_batch(batch)
-            rows += batch.num_rows
-    yield pa.RecordBatch.from_arrays([pa.array([name]), pa.array([rows])], ["name", "rows"])
+    with modules_from(prediction.modules):
+        part, model = _begin(prediction)
+        # While the model computes, a thread receives or reads what comes next, and converts it.
+        for batch in prefetched(_converted(prediction, batches, part), 1):
+            yield _predicted(prediction, model, batch, part)
 
 
 @_explains_errors
@@ -281,14 +248,6 @@ def load_function(argument: bytes, _: Iterator[Any], __: str) -> Iterator[Callab
             raise _explained(error) from None
 
     yield predict_fn
-
-
-def _predict(prediction: Prediction, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    with modules_from(prediction.modules):
-        part, model = _begin(prediction)
-        # While the model computes, a thread receives or reads what comes next, and converts it.
-        for batch in prefetched(_converted(prediction, batches, part), 1):
-            yield _predicted(prediction, model, batch, part)
 
 
 @_explains_errors

@@ -29,7 +29,6 @@ from distributor.data import (
     from_parquet,
     predict,
     predict_batch_udf,
-    predict_to_parquet,
     prediction,
     prediction_task,
     shared_model,
@@ -782,29 +781,6 @@ def test_what_cannot_be_sent_is_named(data: Any) -> None:
     lock = threading.Lock()
     with pytest.raises(UnpicklableError, match=r"load cannot be pickled: .*lock"):
         predict(data, lambda: lock, columns="x")
-
-
-def test_tasks_write_files(data: Any, spark: Any, tmp_path: Path) -> None:
-    from pyspark.ml.linalg import VectorUDT
-    from pyspark.sql.types import StructType
-
-    def fail() -> Any:
-        return lambda ids: ids.sort().values[: len(ids) - int(950 in ids)].float()
-
-    folder = tmp_path / "new" / "scores"
-    with pytest.raises(Exception, match="values for"):
-        predict_to_parquet(folder, data, fail, columns="id", outputs="float")
-    assert list(folder.iterdir()) == []
-    outputs = StructType().add("y", VectorUDT())
-    written = predict_to_parquet(folder, data, load_linear, columns="x", outputs=outputs)
-    assert written == ROWS
-    names = {path.name.split("-")[0] for path in folder.iterdir()}
-    assert names == {"part", "_SUCCESS"}
-    found = spark.read.parquet(str(folder)).collect()
-    expected = predict(data, load_linear, columns="x", outputs=outputs).collect()
-    assert sorted(found) == sorted(expected)
-    with pytest.raises(FileExistsError, match=r"scores has files\. Name a new folder"):
-        predict_to_parquet(folder, data, load_linear)
 
 
 def test_pysparks_function_loads_a_model_once(
