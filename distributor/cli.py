@@ -1,4 +1,4 @@
-"""The command line: ``distributor run``, ``doctor``, ``clean`` and ``demo``."""
+"""The command line: ``distributor run``, ``doctor`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from distributor.control.stack_requests import stacks
-from distributor.core.checkpoint_config import DEFAULT_STORAGE_PATH
 from distributor.core.module_search import is_runnable
-from distributor.core.resources import format_bytes
 from distributor.core.spelling import Spelling, suggestion
 from distributor.core.text import printable
 from distributor.diagnosis.settings import Wanted
@@ -182,34 +180,6 @@ def _doctor(options: argparse.Namespace) -> int:
     return FAILED if report.failures else 0
 
 
-def _clean(options: argparse.Namespace) -> None:
-    from distributor.cleaning import clean, describe, users_work
-
-    for line in clean(options.days, dry_run=options.dry_run):
-        print(printable(line))
-    for work in users_work(options.days):
-        print(printable(f"{work.title}:"))
-        for each in work.entries:
-            print(printable(f"  {describe(each)}"))
-        if options.dry_run:
-            print(f"  --{work.option} would remove {format_bytes(work.size)}")
-        elif vars(options)[work.option] or _confirms(f"  Remove {format_bytes(work.size)}?"):
-            work.remove()
-            print(f"  removed {format_bytes(work.size)}")
-        else:
-            print(f"  kept: --{work.option} removes them")
-
-
-def _confirms(question: str) -> bool:
-    """Ask on a terminal; elsewhere nobody confirms."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return False
-    try:
-        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:
-        return False
-
-
 def _demo(options: argparse.Namespace) -> None:
     from distributor.demo import demo
 
@@ -219,7 +189,6 @@ def _demo(options: argparse.Namespace) -> None:
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "run": _run,
     "doctor": _doctor,
-    "clean": _clean,
     "demo": _demo,
 }
 
@@ -419,37 +388,6 @@ def make_parser() -> _Parser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     parser.run = _add_run(commands)
     _add_doctor(commands)
-    clean = commands.add_parser(
-        "clean",
-        help="remove unused environments and other cached files from this machine",
-        description="Removes cached files that exceed the limits DISTRIBUTOR_CACHE_GB (20) and "
-        "DISTRIBUTOR_CACHE_DAYS (30), the least recently used first. Files in use are kept. "
-        "Results and MLflow's files of the same age are listed, and removed only after a question "
-        "on a terminal or with an option.",
-    )
-    clean.set_defaults(command="clean")
-    which = clean.add_mutually_exclusive_group()
-    which.add_argument(
-        "--all",
-        dest="days",
-        action="store_const",
-        const=0.0,
-        help="remove all files that are not in use",
-    )
-    which.add_argument(
-        "--older-than",
-        dest="days",
-        type=_days,
-        metavar="DAYS",
-        help="remove files unused for this many days",
-    )
-    for name, text in (
-        ("results", f"remove results of runs in {DEFAULT_STORAGE_PATH} too, without a question"),
-        ("mlflow", "remove MLflow's files in the working directory too, without a question"),
-    ):
-        clean.add_argument(f"--{name}", action="store_true", help=text)
-    clean.add_argument("--dry-run", action="store_true", help="only print what would be removed")
-
     demo = commands.add_parser(
         "demo", help="train on real images, on this machine and on an embedded Spark cluster"
     )
@@ -553,13 +491,3 @@ def _add_options(
         dashed = [flag.format(field.name.replace("_", "-")) for flag in flags]
         how = {"help": help_text, **arguments}
         yield one_of.add_argument(*dashed, dest=field.name, **how)
-
-
-def _days(text: str) -> float:
-    try:
-        days = float(text)
-    except ValueError:
-        days = -1.0
-    if not days >= 0:
-        raise argparse.ArgumentTypeError(f"expected a number of days, found {text!r}")
-    return days

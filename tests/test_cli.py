@@ -6,13 +6,10 @@ torch once; others have a process of their own.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import pty
 import re
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -521,7 +518,7 @@ def test_help_describes_every_flag(cli: Cli) -> None:
     assert sorted(listed) == sorted(FLAGS)
 
 
-@pytest.mark.parametrize("command", [["--help"], ["run", "--help"], ["clean", "--help"]])
+@pytest.mark.parametrize("command", [["--help"], ["run", "--help"], ["doctor", "--help"]])
 def test_it_works_without_docstrings_and_assertions(command: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-OO", "-m", "distributor", *command],
@@ -634,102 +631,3 @@ def test_demo(cli: Cli) -> None:
     assert len(lines) < 60
     assert [line for line in lines if re.search("warn|log4j|log level", line, re.IGNORECASE)] == []
     assert [line for line in lines if "\r" in line or "[Stage" in line] == []
-
-
-def leave_work(home: Path) -> None:
-    """Leave results and an MLflow store, as runs do that were started in the home folder."""
-    for name, file in (("mine", "reports.jsonl"), ("other", "checkpoint_000000/.manifest.json")):
-        path = home / "distributor_results" / name / file
-        path.parent.mkdir(parents=True)
-        path.write_text("{}")
-    (home / "distributor_results" / "empty").mkdir()
-    (home / "distributor_results" / "notes.txt").touch()
-    (home / "mlruns").mkdir()
-    with contextlib.closing(sqlite3.connect(home / "mlflow.db")) as database:
-        database.execute("create table tags (key text)")
-        database.execute("insert into tags values ('distributor.run_id')")
-        database.commit()
-
-
-def work_in(home: Path) -> set[str]:
-    found = (*home.glob("distributor_results/*"), *home.glob("ml*"))
-    return {str(path.relative_to(home)) for path in found}
-
-
-ALL_RESULTS = {f"distributor_results/{name}" for name in ("mine", "other", "empty")}
-KEPT = {"distributor_results/notes.txt"}
-MLFLOW = {"mlflow.db", "mlruns"}
-
-
-@pytest.mark.parametrize(
-    ("options", "left"),
-    [
-        (["--all"], ALL_RESULTS | KEPT | MLFLOW),
-        (["--results", "--mlflow"], ALL_RESULTS | KEPT | MLFLOW),
-        (["--all", "--results", "--mlflow", "--dry-run"], ALL_RESULTS | KEPT | MLFLOW),
-        (["--all", "--results"], KEPT | MLFLOW),
-        (["--all", "--mlflow"], ALL_RESULTS | KEPT),
-    ],
-)
-def test_clean_removes_a_users_work_only_if_an_option_says_so(
-    here: Cli,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: list[str],
-    left: set[str],
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    leave_work(tmp_path)
-    done = here("clean", *options, env={"HOME": str(tmp_path)})
-    assert (done.returncode, done.stderr) == (0, "")
-    assert work_in(tmp_path) == left
-    listed = [name for name in sorted(ALL_RESULTS | MLFLOW) if f"/{name} (" in done.stdout]
-    assert listed == (sorted(ALL_RESULTS | MLFLOW) if "--all" in options else []), "30 days"
-
-
-def test_clean_lists_no_mlflow_store_of_others(here: Cli, tmp_path: Path) -> None:
-    (tmp_path / "mlruns").mkdir()
-    (tmp_path / "mlflow.db").write_text("no database")
-    assert "mlruns" not in here("clean", "--all", "--mlflow", "--dry-run").stdout
-
-
-@pytest.mark.parametrize(("answer", "left"), [("y", KEPT), ("", KEPT | ALL_RESULTS)])
-def test_clean_asks_on_a_terminal(tmp_path: Path, answer: str, left: set[str]) -> None:
-    leave_work(tmp_path)
-    ours, theirs = pty.openpty()
-    os.write(ours, f"{answer}\nn\n".encode())
-    done = subprocess.run(
-        [sys.executable, "-m", "distributor", "clean", "--all"],
-        env={**os.environ, "HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        timeout=DEADLINE,
-        cwd=tmp_path,
-    )
-    shown = os.read(ours, 100_000).decode()
-    os.close(ours)
-    os.close(theirs)
-    assert done.returncode == 0, shown
-    assert shown.count("? [y/N]") == 2
-    assert f"Results in {tmp_path}/distributor_results:" in shown
-    assert "kept: --mlflow removes them" in shown
-    assert work_in(tmp_path) == left | MLFLOW
-
-
-def test_clean_lists_what_it_removes(
-    here: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    environment = tmp_path / "cache" / "requirements-0123456789abcdef"
-    environment.mkdir(parents=True)
-    (environment / "content").write_bytes(bytes(2**20))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    env: dict[str, str | None] = {"DISTRIBUTOR_CACHE": str(tmp_path / "cache")}
-
-    assert here("clean", "--older-than", "1", env=env).stdout.startswith("Freed 0 bytes")
-    assert f"would remove {environment}" in here("clean", "--all", "--dry-run", env=env).stdout
-    assert environment.exists()
-    assert "Freed 1.05 MB" in here("clean", "--all", env=env).stdout
-    assert not environment.exists()
-    bad = here("clean", "--older-than", "soon", env=env)
-    assert (bad.returncode, "found 'soon'" in bad.stderr) == (2, True)

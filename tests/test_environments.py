@@ -20,8 +20,9 @@ from support.packages import NAME, environment, packed, wheel
 from support.waiting import assert_gone, until
 
 import distributor
-from distributor import ExecutorNotReady, StartTimeout, TorchDistributor, cleaning
+from distributor import ExecutorNotReady, StartTimeout, TorchDistributor
 from distributor.launchers.local import cool_down
+from distributor.node.environment.cache import CacheLimits, trim
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
@@ -205,18 +206,18 @@ def test_an_environment_is_not_cleaned_while_ranks_use_it(
     wheel(tmp_path / "wheels", "1.0")
     env = on_nodes(cache, PIP_FIND_LINKS=tmp_path / "wheels")
 
-    def clean_all() -> list[str]:
-        command = [sys.executable, "-m", "distributor", "clean", "--all"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        return done.stdout.splitlines()
+    def trimmed() -> list[str]:
+        trim(cache, CacheLimits(days=0))
+        return [path.name for path in cache.iterdir() if path.is_dir()]
 
-    lines = distribute(1, environment=[f"{NAME}==1.0"], env=env).run(clean_all)
-    kept = [line for line in lines if line.startswith("kept, because it is in use")]
-    assert len(kept) >= 2, lines
-    left = [path for path in cache.iterdir() if path.is_dir()]
-    assert left
-    cleaned = list(cleaning.clean(0))
-    until(lambda: not any(path.exists() for path in left), "\n".join(cleaned))
+    kept = distribute(1, environment=[f"{NAME}==1.0"], env=env).run(trimmed)
+    assert len(kept) >= 2, kept
+
+    def is_empty() -> bool:
+        trim(cache, CacheLimits(days=0))
+        return not any((cache / name).exists() for name in kept)
+
+    until(is_empty, "the environments are not in use")
 
 
 def test_an_error_of_pip_contains_its_last_lines(distribute: Distribute, cache: Path) -> None:

@@ -56,7 +56,7 @@ LAYERS = [
     {"decorated_function"},
     {"deepspeed_distributor", "serverless", "train"},
     {"ml", "ray"},
-    {"serverless_gpu", "air", "cleaning", "diagnosis"},
+    {"serverless_gpu", "air", "diagnosis"},
     {"", "cli", "demo"},
     {"__main__"},
 ]

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import pytest
 from support.waiting import SOON, until
 
-from distributor.cleaning import clean
 from distributor.errors import ExecutorNotReady
 from distributor.node.environment.cache import (
     DAY_SECONDS,
@@ -97,12 +96,9 @@ def test_the_least_recently_used_goes_first(cache: Path) -> None:
 
 def test_an_environment_in_use_is_never_removed(cache: Path) -> None:
     with used(cache, 1) as folder:
-        assert next(clean(0)) == f"kept, because it is in use: {folder}"
         trim(cache, CacheLimits(days=0))
         assert (folder / "content").exists()
-    removed, freed = clean(0)
-    assert removed.startswith(f"removed {folder} (1")
-    assert freed.startswith("Freed 1")
+    trim(cache, CacheLimits(days=0))
     assert names(cache) == []
 
 
@@ -136,32 +132,6 @@ def test_a_killed_cleaner_leaves_no_partly_removed_environment(cache: Path) -> N
         assert (folder / "content").stat().st_size == MEGABYTE
         remove_leftovers(cache)
         assert names(cache) == [folder.name, f"{folder.name}.lock"]
-
-
-def test_a_dry_run_removes_nothing(cache: Path) -> None:
-    folder = create(cache, 1, days_ago=3)
-    would, freed = clean(2, dry_run=True)
-    assert would.startswith(f"would remove {folder} (")
-    assert freed.startswith("Would free 1")
-    assert list(clean(4, dry_run=True)) == [f"Would free 0 bytes (cache: {cache})"]
-    assert (folder / "content").exists()
-
-
-def test_values_and_copies_of_checkpoints_are_cleaned_too(cache: Path, tmp_path: Path) -> None:
-    value = tmp_path / "20240229-120000-0123abcd-value-of-rank-3"
-    value.write_bytes(bytes(100))
-    copies = tmp_path / f"distributor-checkpoints-{os.getuid()}"
-    (copies / "abc").mkdir(parents=True)
-    (copies / "abc.lock").touch()
-    log_dir = tmp_path / "logs"
-    log_dir.mkdir()
-
-    list(clean())
-    assert value.exists(), "it is recent"
-    assert not (copies / "abc").exists(), "its processes were killed"
-    list(clean(0))
-    assert not value.exists()
-    assert log_dir.exists()
 
 
 @pytest.mark.parametrize("number", ["many", "-1", "nan"])

@@ -19,7 +19,7 @@ SETTINGS = PAGES / "reference" / "settings.md"
 COMMANDS = PAGES / "reference" / "cli.md"
 ADMIN_DEFAULTS = {**admin_defaults(Settings), f'env["{CACHE_DIR.variable}"]': CACHE_DIR}
 """The defaults that administrators can set, by setting; that of the cache is a variable."""
-COMMAND_NAMES = ("run", "doctor", "clean")
+COMMAND_NAMES = ("run", "doctor")
 
 
 def settings_table() -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributor.core.addresses import host_name
-from distributor.core.files import is_private_folder, private_folder
+from distributor.core.files import private_folder
 from distributor.core.resources import IN_YARN
 from distributor.errors import ExecutorNotReady, StartTimeout
 
@@ -35,7 +35,6 @@ COMPLETE_MARKER = ".complete"
 LOCK_POLL_SECONDS = 0.1  # a blocking wait for a lock would have no deadline
 _ENTRY = re.compile(r"((?:environment|requirements|modules)-[0-9a-f]{16})(?:\.lock)?")
 _REMOVED = re.compile(r"(?:environment|requirements|modules)-[0-9a-f]{16}\.[0-9a-f]{8}\.removed")
-_VALUE = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}-value-of-rank-\d+")
 
 # Fills a folder; also gets the lock's descriptor, for processes that write into the folder.
 Build = Callable[[Path, int], object]
@@ -64,16 +63,6 @@ def cache_folder(variables: Mapping[str, str]) -> Path:
         f"{', '.join(refused)}. Name a writable folder in the "
         f"variable {CACHE_VARIABLE} (env=), or as spark.distributor.cacheDir in Spark's conf."
     )
-
-
-def cache_folders(variables: Mapping[str, str]) -> list[Path]:
-    """List the existing folders that `cache_folder` may have returned."""
-    shared = _shared_folder()
-    return [
-        folder
-        for folder in _candidates(variables)
-        if (is_private_folder(folder) if folder == shared else folder.is_dir())
-    ]
 
 
 def _candidates(variables: Mapping[str, str]) -> Iterator[Path]:
@@ -206,29 +195,14 @@ def _number(name: str, variables: Mapping[str, str]) -> float:
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A file or folder that may be removed, with the time of its last use and its bytes of disk."""
+    """A folder that may be removed, with the time of its last use and its bytes of disk."""
 
     path: Path
     used_at: float
     size: int
 
-    def in_use(self) -> bool:
-        return False
-
     def remove(self) -> bool:
         """Remove it; return False if it is in use."""
-        self.path.unlink(missing_ok=True)  # a process that has mapped it keeps the data
-        return True
-
-
-class _Environment(CacheEntry):
-    def in_use(self) -> bool:
-        if not lock_file_of(self.path).exists():
-            return False
-        with open_lock(lock_file_of(self.path)) as lock:
-            return not try_lock_exclusively(lock)
-
-    def remove(self) -> bool:
         file = lock_file_of(self.path)
         aside = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}.removed")
         had_lock = file.exists()
@@ -258,18 +232,7 @@ def _environment(folder: Path) -> CacheEntry:
         size = int((folder / COMPLETE_MARKER).read_text())
     except (OSError, ValueError):  # it is not complete
         size = tree_size(folder)
-    return _Environment(folder, next(times, 0.0), size)
-
-
-def saved_values() -> list[CacheEntry]:
-    """List the values saved for `distributor.load_value`, except for those in a ``log_dir``."""
-    folder = Path(tempfile.gettempdir())
-    found = (folder / name for name in os.listdir(folder) if _VALUE.fullmatch(name))
-    return [
-        CacheEntry(path, path.lstat().st_mtime, _disk_size(path))
-        for path in found
-        if path.lstat().st_uid == os.getuid()
-    ]
+    return CacheEntry(folder, next(times, 0.0), size)
 
 
 def select_excess(entries: Iterable[CacheEntry], limits: CacheLimits) -> Iterator[CacheEntry]:

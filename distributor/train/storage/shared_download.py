@@ -16,13 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from distributor.core.files import atomic_path, private_folder
-from distributor.node.environment.cache import (
-    CacheEntry,
-    is_current_lock,
-    open_lock,
-    tree_size,
-    try_lock_exclusively,
-)
+from distributor.node.environment.cache import is_current_lock, open_lock, try_lock_exclusively
 
 Download = Callable[[Path], object]
 """Copies the remote folder into a folder of this machine, which it makes."""
@@ -48,15 +42,6 @@ def shared_download(name: str, download: Download) -> Iterator[Path]:
                 return
 
 
-def leftover_copies() -> list[CacheEntry]:
-    """List the copies on this machine that are left because their processes were killed."""
-    root = _root_folder()
-    if root is None:
-        return []
-    entries = [_LeftoverCopy.from_lock(root, lock) for lock in sorted(root.glob("*.lock"))]
-    return [entry for entry in entries if not entry.in_use()]
-
-
 def _root_folder() -> Path | None:
     """Return the folder of this user's copies; None if it or locks in it cannot be had."""
     folder = Path(tempfile.gettempdir(), f"distributor-checkpoints-{os.getuid()}")
@@ -76,23 +61,6 @@ def _remove_unused(root: Path) -> None:
     for lock in root.glob("*.lock"):
         with _LocalCopy(root, lock.stem):
             pass  # its exit removes a copy that nobody uses
-
-
-class _LeftoverCopy(CacheEntry):
-    """A copy as a cache entry, which `distributor.cleaning` can remove."""
-
-    @classmethod
-    def from_lock(cls, root: Path, lock: Path) -> _LeftoverCopy:
-        return cls(root / lock.stem, lock.stat().st_mtime, tree_size(root / lock.stem))
-
-    def in_use(self) -> bool:
-        with open_lock(self.path.with_name(f"{self.path.name}.lock")) as lock:
-            return not try_lock_exclusively(lock)
-
-    def remove(self) -> bool:
-        with _LocalCopy(self.path.parent, self.path.name):
-            pass  # its exit removes a copy that nobody uses
-        return not self.path.exists()
 
 
 class _LocalCopy:
