@@ -12,13 +12,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyspark
 import pytest
 from conftest import facts_in
 from support.waiting import until
 
-from distributor import DistributorError, TorchDistributor, distributed
+from distributor import DistributorError, TorchDistributor
 from distributor.data import from_spark
 from distributor.data.dataframes import DatasetFinder
 from distributor.errors import UnpicklableError, WorkerDied
@@ -42,10 +40,8 @@ def ranks(request: pytest.FixtureRequest, spark: Any) -> Make:
     return make
 
 
-executors_are_slow = pytest.mark.parametrize(
-    "ranks", ["local", pytest.param("cluster", marks=pytest.mark.slow)], indirect=True
-)
-"""For tests whose run on executors is a variation."""
+here = pytest.mark.parametrize("ranks", ["local"], indirect=True)
+"""For tests whose run on executors is the same."""
 
 
 @pytest.fixture
@@ -83,19 +79,7 @@ def test_each_row_reaches_one_rank(ranks: Make, spark: Any) -> None:
     assert all(texts == list(map(str, found)) for found, texts, _ in shares)
 
 
-@executors_are_slow
-def test_a_partition_becomes_several_chunks(ranks: Make, spark: Any) -> None:
-    def read(shard: Any) -> Any:
-        rows = [batch["id"] for batch in shard.iter_batches(batch_size=None)]
-        return np.concatenate(rows), shard.stats()
-
-    shares, stats = zip(*ranks(2).run_all(read, spark.range(0, 400_000, 1, 2)), strict=True)
-    assert np.array_equal(np.concatenate(shares), np.arange(400_000))
-    if pyspark.__version__ >= "4":  # before, Spark does not limit the size of its own batches
-        assert "in all 4 chunks" in stats[0]
-
-
-@executors_are_slow
+@here
 def test_data_frames_in_lists_tuples_and_dicts(ranks: Make, spark: Any) -> None:
     first, second = spark.range(10), spark.range(100, 104)
 
@@ -112,7 +96,7 @@ def test_data_frames_in_lists_tuples_and_dicts(ranks: Make, spark: Any) -> None:
     assert one[3] == other[3] == [0, 1, 2]
 
 
-@executors_are_slow
+@here
 def test_shares_are_padded_or_cut(ranks: Make, spark: Any, capfd: Any) -> None:
     frame = spark.range(0, 7, 1, 3)
 
@@ -126,19 +110,6 @@ def test_shares_are_padded_or_cut(ranks: Make, spark: Any, capfd: Any) -> None:
     shown = capfd.readouterr().err
     assert re.search(r"shards\[0\]: 7 rows .* 4 for each of 2 ranks; 1 row repeated", shown)
     assert re.search(r"shards\[1\]: 7 rows .* 3 for each of 2 ranks; 1 row dropped", shown)
-
-
-def test_the_decorator_takes_data_frames(spark: Any) -> None:
-    @distributed(gpus=2, remote=False, use_gpu=False)
-    def read(shard: Any) -> list[int]:
-        return ids(shard)
-
-    assert sorted(chain(*read.distributed(spark.range(4)))) == [0, 1, 2, 3]
-
-
-def test_submitted_runs_take_data_frames(on_executors: Make, spark: Any) -> None:
-    future = on_executors(2).submit_all(lambda shard: ids(shard), spark.range(4))
-    assert sorted(chain(*future.result(120))) == [0, 1, 2, 3]
 
 
 def test_ranks_of_one_node_share_a_file(spark: Any) -> None:
@@ -176,7 +147,7 @@ IN_ONE_PROCESS = """
 import json
 import torch
 from pyspark.sql import SparkSession
-from distributor import TorchDistributor
+from distributor import DistributorError, TorchDistributor
 
 spark = SparkSession.builder.master("local[3]").config("spark.ui.enabled", "false").getOrCreate()
 
@@ -216,36 +187,67 @@ def test_a_master_that_has_its_executor_in_the_driver(
 # Failures
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (0, "The DataFrame df has no rows"),
-        (1, "The DataFrame df has 1 row, which are too few for 2 ranks"),
-    ],
-)
-def test_too_few_rows_are_an_error_before_the_start(
-    ranks: Make, spark: Any, tmp_path: Path, rows: int, message: str
-) -> None:
-    started = tmp_path / "started"
-    with pytest.raises(ValueError, match=message):
-        ranks(2).run(lambda df: started.touch(), df=spark.range(rows))
-    assert not started.exists()
-
-
-@executors_are_slow
-def test_an_error_in_the_users_transformation_is_sparks(ranks: Make, spark: Any) -> None:
-    frame = spark.range(4).selectExpr("raise_error(concat('bad row ', id)) AS x")
-    with pytest.raises(Exception, match="bad row") as caught:
-        ranks(2).run(lambda shard: None, frame)
-    assert not isinstance(caught.value, DistributorError)
-
-
-def test_rows_are_freed_after_a_failed_run(ranks: Make, spark: Any) -> None:
+def test_rows_are_freed_after_a_failed_run(on_executors: Make, spark: Any) -> None:
     def die(shard: Any) -> None:
         os.kill(os.getpid(), 9)
 
     with pytest.raises(WorkerDied):
-        ranks(2).run(die, spark.range(4))
+        on_executors(2).run(die, spark.range(4))
+
+
+class Holder:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def stream(spark: Any) -> Any:
+    return spark.readStream.format("rate").load()
+
+
+REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
+    (lambda spark: spark.range(0), ValueError, "The DataFrame df has no rows"),
+    (lambda spark: spark.range(1), ValueError, "df has 1 row, which are too few for 2 ranks"),
+    (
+        lambda spark: spark.range(3).selectExpr("id", "id AS x", "2 * id AS x"),
+        ValueError,
+        "df has several columns of the name 'x'",
+    ),
+    (
+        lambda spark: spark.range(3).selectExpr("id", "array(interval 1 month) AS x"),
+        TypeError,
+        "Column 'x' of the DataFrame df has the type .*interval",
+    ),
+    (stream, ValueError, "streaming DataFrame has no end"),
+    (lambda spark: spark.newSession().range(3), ValueError, "df belongs to another Spark session"),
+    (lambda spark: Holder(spark.range(3)), UnpicklableError, "in a list, tuple or dict among them"),
+    (lambda spark: from_spark(3), TypeError, "takes a Spark DataFrame, but got .*int"),
+    (
+        lambda spark: from_spark(spark.range(3), equal="cut"),  # type: ignore[arg-type]
+        ValueError,
+        "'pad', 'drop' or False.*'cut'",
+    ),
+    (
+        lambda spark: from_spark(spark.range(3), split=1),  # type: ignore[arg-type]
+        TypeError,
+        "split must be True or False",
+    ),
+]
+
+
+def test_what_is_refused_before_the_start(spark: Any, tmp_path: Path) -> None:
+    started, script = tmp_path / "started", tmp_path / "train.py"
+    ranks = TorchDistributor(2, use_gpu=False)
+    for make, kind, message in REFUSED:
+        with pytest.raises(kind, match=message):
+            ranks.run(lambda df: started.touch(), df=make(spark))
+    script.write_text("")
+    with pytest.raises(TypeError, match="argument 0 is a DataFrame"):
+        ranks.run(str(script), spark.range(3))
+    frame = spark.range(4).selectExpr("raise_error(concat('bad row ', id)) AS x")
+    with pytest.raises(Exception, match="bad row") as caught:
+        ranks.run(lambda df: started.touch(), frame)
+    assert not isinstance(caught.value, DistributorError), "it is Spark's"
+    assert not started.exists()
 
 
 def test_a_run_is_cancelled_while_spark_computes(on_executors: Make, spark: Any) -> None:
@@ -265,26 +267,10 @@ def test_a_run_is_cancelled_while_spark_computes(on_executors: Make, spark: Any)
     until(lambda: not tracker.getActiveStageIds(), "Spark's job has ended", 60)
 
 
-def test_a_data_frame_inside_an_object_names_the_way(spark: Any) -> None:
-    class Holder:
-        def __init__(self, frame: Any) -> None:
-            self.frame = frame
-
-    with pytest.raises(UnpicklableError, match="in a list, tuple or dict among them"):
-        TorchDistributor(2, use_gpu=False).run(lambda holder: None, Holder(spark.range(3)))
-
-
-def test_a_script_takes_no_data_frame(spark: Any, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("")
-    with pytest.raises(TypeError, match="argument 0 is a DataFrame"):
-        TorchDistributor(1, use_gpu=False).run(str(script), spark.range(3))
-
-
 ODD_NAMES = ["a", "a.b", "A", "*", "", "a`b", "`a`", "a'\"b", "a\nb", "a/b", "c1", "日本 c"]
 
 
-@executors_are_slow
+@here
 def test_columns_of_any_name(ranks: Make, spark: Any) -> None:
     values = [f"IF(id = 3, NULL, id + {at}) AS c" for at in range(len(ODD_NAMES))]
     frame = spark.range(0, 6, 1, 2).selectExpr(*values).toDF(*ODD_NAMES)
@@ -307,51 +293,11 @@ def test_columns_of_any_name(ranks: Make, spark: Any) -> None:
     assert fields == [("x.y", [0, 1]), ("X.Y", [1, 2])]
 
 
-def test_columns_of_one_name_are_refused(spark: Any) -> None:
-    frame = spark.range(3).selectExpr("id", "id AS x", "2 * id AS x")
-    with pytest.raises(ValueError, match="shard has several columns of the name 'x'"):
-        TorchDistributor(1, use_gpu=False).run(lambda shard: None, frame)
-
-
-of_pyspark_4 = pytest.mark.skipif(
-    pyspark.__version__ < "4", reason="PySpark 3.5 itself cannot describe calendar intervals"
-)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "interval 1 year",
-        pytest.param("make_interval(1, 2)", marks=of_pyspark_4),
-        "array(interval 1 month)",
-    ],
-)
-def test_types_that_arrow_does_not_have_are_refused(spark: Any, value: str) -> None:
-    frame = spark.range(3).selectExpr("id", f"{value} AS x")
-    with pytest.raises(
-        TypeError, match=r"Column 'x' of the DataFrame shard has the type .*interval"
-    ):
-        TorchDistributor(1, use_gpu=False).run(lambda shard: None, frame)
-
-
 def test_a_function_on_ray_takes_no_data_frame(spark: Any) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
     function = ray_launch(use_gpu=False)(lambda options: None)
     with pytest.raises(TypeError, match=r"options\['df'\] is a Spark DataFrame.*read_parquet"):
         function.distributed(options={"df": spark.range(3)})
-
-
-def test_a_streaming_data_frame_is_refused(spark: Any) -> None:
-    stream = spark.readStream.format("rate").load()
-    with pytest.raises(ValueError, match="streaming DataFrame has no end"):
-        TorchDistributor(1, use_gpu=False).run(lambda shard: None, stream)
-
-
-def test_a_data_frame_of_another_session_is_refused(spark: Any) -> None:
-    other = spark.newSession().range(3)
-    assert spark.range(1) is not None
-    with pytest.raises(ValueError, match="The DataFrame users belongs to another Spark session"):
-        TorchDistributor(1, use_gpu=False).run(lambda users: None, other)
 
 
 def names_of(function: Any, *args: Any, **kwargs: Any) -> list[str]:
@@ -370,23 +316,3 @@ def test_data_frames_are_named_by_the_parameters(spark: Any) -> None:
     assert names_of(partial(train, 0.1), from_spark(one)) == ["users"]
     assert names_of(print, one) == ["args[0]"]
     assert names_of("train.py", "--lr", one) == ["argument 1"]
-
-
-def test_a_shard_has_the_name_of_its_parameter(spark: Any) -> None:
-    shown = TorchDistributor(1, use_gpu=False).run(lambda users: repr(users), spark.range(3))
-    assert shown.startswith("DatasetShard(users: 3 of 3 rows")
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
-    [
-        (lambda df: from_spark(3), TypeError, "takes a Spark DataFrame, but got .*int"),
-        (lambda df: from_spark(df, equal="cut"), ValueError, "'pad', 'drop' or False.*'cut'"),
-        (lambda df: from_spark(df, split=1), TypeError, "split must be True or False"),
-    ],
-)
-def test_invalid_arguments_of_from_spark(
-    spark: Any, call: Callable[[Any], Any], kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind, match=message):
-        call(spark.range(3))

@@ -121,13 +121,3 @@ def test_each_row_is_read_once_before_and_after_a_kill(
 ) -> None:
     monkeypatch.setattr(chunked_dataset, "CHUNK_BYTES", 128)
     check(spark, **case)
-
-
-@pytest.mark.slow
-@settings(SETTINGS, max_examples=25)
-@given(**CASES)
-def test_each_row_is_read_once_in_many_cases(
-    spark: Any, monkeypatch: pytest.MonkeyPatch, **case: Any
-) -> None:
-    monkeypatch.setattr(chunked_dataset, "CHUNK_BYTES", 128)
-    check(spark, **case)

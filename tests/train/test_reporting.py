@@ -39,37 +39,7 @@ def test_all_ranks_files_are_one_checkpoint(distribute: Distribute, tmp_path: Pa
     assert files == {"0.txt": "2", "1.txt": "2"}
 
 
-def test_asynchronous_reports_are_complete_when_the_run_ends(tmp_path: Path) -> None:
-    def report() -> None:
-        for step in range(3):
-            train.report(
-                {"step": step},
-                checkpoint=save(tmp_path / str(step), "x"),
-                checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
-            )
-
-    TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", name="mine").run(report)
-
-    storage = Storage(tmp_path / "runs", "mine")
-    assert [manifest.metrics["step"] for _, manifest in storage.committed()] == [0, 1, 2]
-    assert not any((tmp_path / "0").iterdir()), "local folders are removed by default"
-
-
-def test_only_some_ranks_report_a_checkpoint(tmp_path: Path) -> None:
-    def report() -> list[str]:
-        first = train.get_context().get_world_rank() == 0
-        checkpoint = save(tmp_path, "whole") if first else None
-        train.report({"loss": 1.0})
-        train.report({"loss": 0.5}, checkpoint=checkpoint, checkpoint_dir_name="full_model")
-        return [reported.checkpoint.path for reported in train.get_all_reported_checkpoints()]
-
-    paths = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", name="a").run(report)
-
-    assert paths == [f"{tmp_path}/runs/a/full_model"]
-
-
-@pytest.mark.parametrize("mode", ["SYNC", "ASYNC"])
-@pytest.mark.parametrize("scheme", ["plain", "file"])
+@pytest.mark.parametrize(("scheme", "mode"), [("plain", "SYNC"), ("file", "ASYNC")])
 def test_ranks_that_save_into_one_folder_report_it_together(
     tmp_path: Path, scheme: str, mode: str
 ) -> None:
@@ -130,8 +100,7 @@ def test_a_file_that_a_late_rank_still_writes_is_complete(tmp_path: Path) -> Non
     assert [(stored / f"{rank}.txt").read_text() for rank in (0, 1)] == ["x\ny\n"] * 2
 
 
-@pytest.mark.parametrize("mode", ["SYNC", "NO_UPLOAD"])
-def test_a_checkpoint_that_was_saved_in_storage_is_not_moved(tmp_path: Path, mode: str) -> None:
+def test_a_checkpoint_that_was_saved_in_storage_is_not_moved(tmp_path: Path) -> None:
     """It is complete, although a rank is late."""
     warned = tmp_path / "warned"
 
@@ -143,7 +112,6 @@ def test_a_checkpoint_that_was_saved_in_storage_is_not_moved(tmp_path: Path, mod
             {},
             checkpoint=Checkpoint.from_directory(folder),
             checkpoint_dir_name="full_model",
-            checkpoint_upload_mode=CheckpointUploadMode(mode),
             delete_local_checkpoint_after_upload=True,
         )
 
@@ -160,28 +128,66 @@ def test_a_checkpoint_that_was_saved_in_storage_is_not_moved(tmp_path: Path, mod
         storage.describe("full_model")
 
 
-def test_a_stored_checkpoint_can_be_reported_again(tmp_path: Path) -> None:
-    """From its own folder, which is not deleted."""
+def test_kinds_of_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of some ranks, stored already, empty, placed, in another file system, and with metadata."""
 
-    def report() -> None:
-        train.report({"step": 0}, checkpoint=save(tmp_path, "x"))
+    def report() -> Any:
+        import fsspec
+
+        if (found := train.get_checkpoint()) is not None:
+            return found.get_metadata()
+        context = train.get_context()
+        rank, storage = context.get_world_rank(), context.get_storage()
+        train.report({"step": 0})
+        some, name = (save(tmp_path, "x"), "of some") if rank == 0 else (None, None)
+        train.report({}, some, checkpoint_dir_name=name)
+        for name in ("again", "and again"):
+            train.report(
+                {},
+                train.get_checkpoint(),
+                checkpoint_dir_name=name,
+                delete_local_checkpoint_after_upload=True,
+            )
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        train.report({}, Checkpoint(tmp_path / "empty"), checkpoint_dir_name="empty")
+        placed = Path(storage.build_checkpoint_path_from_name("placed"))
+        placed.mkdir(exist_ok=True)
+        (placed / f"{rank}.txt").write_text("x")
         train.report(
-            {"step": 1},
-            checkpoint=train.get_checkpoint(),
+            {},
+            Checkpoint(placed),
+            checkpoint_dir_name="other",
+            checkpoint_upload_mode="NO_UPLOAD",
+        )
+        local, elsewhere = tmp_path / f"local {rank}", fsspec.filesystem("memory")
+        local.mkdir()
+        elsewhere.pipe(f"{local}/{rank}", b"x")
+        train.report(
+            {},
+            Checkpoint(str(local), elsewhere),
+            checkpoint_dir_name="elsewhere",
             delete_local_checkpoint_after_upload=True,
         )
+        last = save(tmp_path / "last", "x")
+        last.set_metadata({"epoch": 1})
+        train.report({}, last, checkpoint_dir_name="last")
+        return [Path(each.checkpoint.path).name for each in train.get_all_reported_checkpoints()]
 
-    TorchDistributor(2, use_gpu=False, storage_path=tmp_path, name="mine").run(report)
-
-    storage = Storage(tmp_path, "mine")
-    found = storage.committed()
-    assert [manifest.metrics["step"] for _, manifest in found] == [0, 1]
-    assert [find_damage(storage, *each) for each in found] == [None] * 2
-    ours = [
-        {each for each in manifest.files if each.name.endswith(".txt")} for _, manifest in found
-    ]
-    assert len(ours[0]) == 2
-    assert ours[0] == ours[1]
+    ranks = TorchDistributor(
+        2, use_gpu=False, storage_path=tmp_path / "runs", name="mine", timeout=120
+    )
+    names = ["of some", "again", "and again", "empty", "placed", "elsewhere", "last"]
+    assert ranks.run(report) == names
+    assert "empty is empty: no rank saved a file." in capfd.readouterr().out
+    storage = Storage(tmp_path / "runs", "mine")
+    assert [name for name, _ in storage.committed()] == names
+    assert [find_damage(storage, *each) for each in storage.committed()] == [None] * len(names)
+    stored = [sorted(path.name for path in (tmp_path / "runs/mine" / n).glob("*")) for n in names]
+    assert stored[0] == stored[1] == stored[2]
+    assert {"0", "1"} <= set(stored[5])
+    assert (tmp_path / "local 0").exists(), "it is not what was uploaded"
+    storage.checkpoint("last").update_metadata({"accuracy": 0.9})
+    assert ranks.run(report) == {"epoch": 1, "accuracy": 0.9}
 
 
 def test_reports_do_not_accumulate_keys_in_the_store(tmp_path: Path) -> None:
@@ -196,74 +202,6 @@ def test_reports_do_not_accumulate_keys_in_the_store(tmp_path: Path) -> None:
     ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
     counts = ranks.run(report)
     assert max(counts[10:]) - min(counts[10:]) <= 6, counts
-
-
-def test_metadata_can_be_added_to_a_stored_checkpoint(tmp_path: Path) -> None:
-    def report() -> dict[str, Any] | None:
-        if (found := train.get_checkpoint()) is not None:
-            return found.get_metadata()
-        checkpoint = save(tmp_path / "local", "x")
-        checkpoint.set_metadata({"epoch": 1})
-        train.report({}, checkpoint=checkpoint)
-        return None
-
-    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="mine")
-    ranks.run(report)
-    storage = Storage(tmp_path, "mine")
-    storage.checkpoint("checkpoint_000000").update_metadata({"accuracy": 0.9})
-    assert ranks.run(report) == {"epoch": 1, "accuracy": 0.9}
-
-
-def test_only_local_folders_are_deleted_after_the_upload(tmp_path: Path) -> None:
-    local = tmp_path / "local"
-
-    def report() -> None:
-        import fsspec
-
-        local.mkdir()
-        (local / "mine").write_text("x")
-        elsewhere = fsspec.filesystem("memory")
-        elsewhere.pipe(f"{local}/theirs", b"x")
-        checkpoint = Checkpoint(str(local), elsewhere)
-        train.report({}, checkpoint, delete_local_checkpoint_after_upload=True)
-
-    TorchDistributor(1, use_gpu=False, storage_path=tmp_path / "runs", name="mine").run(report)
-    assert (local / "mine").exists()
-    assert (tmp_path / "runs/mine/checkpoint_000000/theirs").exists()
-
-
-def test_without_upload_the_name_is_that_of_the_folder(tmp_path: Path) -> None:
-    def report(saved: str, name: str | None) -> None:
-        train.report({})
-        folder = tmp_path / "mine" / saved
-        folder.mkdir(parents=True)
-        (folder / "x").write_text("x")
-        train.report(
-            {},
-            Checkpoint.from_directory(folder),
-            checkpoint_dir_name=name,
-            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
-        )
-
-    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="mine")
-    ranks.run(report, "a", None)
-    ranks.run(report, "b", "other")
-    assert [name for name, _ in Storage(tmp_path, "mine").committed()] == ["a", "b"]
-    with pytest.raises(ValueError, match=r"must already be a folder in .*/mine, but .*/mine/c/d"):
-        ranks.run(report, "c/d", None)
-
-
-def test_ranks_without_a_checkpoint_need_not_pass_its_name(tmp_path: Path) -> None:
-    def report() -> str:
-        mine = train.get_context().get_world_rank() == 1
-        checkpoint = save(tmp_path / "local", "x") if mine else None
-        train.report({}, checkpoint=checkpoint, checkpoint_dir_name="best" if mine else None)
-        found = train.get_checkpoint()
-        assert found
-        return found.path[-4:]
-
-    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs")
-    assert ranks.run_all(report) == ["best", "best"]
 
 
 def test_the_name_and_the_files_of_rank_0_are_kept(
@@ -291,19 +229,6 @@ def test_the_name_and_the_files_of_rank_0_are_kept(
     assert printed.count("Several ranks report a file model.pt with different content") == 1
     assert "same.txt" not in printed
     assert printed.count("checkpoint_dir_name is 'of 1' on rank 1, but the checkpoint's name") == 1
-
-
-def test_an_empty_checkpoint_is_reported_with_a_warning(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def report() -> None:
-        (tmp_path / "empty").mkdir(exist_ok=True)
-        train.report({"loss": 1.0}, Checkpoint.from_directory(tmp_path / "empty"))
-
-    TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", name="mine").run(report)
-    [(name, manifest)] = Storage(tmp_path / "runs", "mine").committed()
-    assert manifest.metrics == {"loss": 1.0}
-    assert f"{name} is empty: no rank saved a file." in capfd.readouterr().out
 
 
 def test_ranks_without_a_checkpoint_do_not_wait_for_an_upload_in_the_background(
@@ -358,28 +283,7 @@ def test_a_checkpoint_that_is_uploaded_when_the_program_has_failed(tmp_path: Pat
     assert len(Storage(tmp_path / "runs", "mine").committed()) == 1
 
 
-def test_all_reported_checkpoints_are_those_that_this_rank_has_reported(tmp_path: Path) -> None:
-    """A rank that is ahead waits for the other one."""
-
-    def report() -> list[list[int]]:
-        rank = train.get_context().get_world_rank()
-        seen = []
-        for step in range(4):
-            saved = save(tmp_path / str(step), "x") if rank == 0 and step % 2 else None
-            train.report({"step": step}, saved, checkpoint_upload_mode="ASYNC")
-            if rank == 1 and step in (1, 3):
-                found = train.get_all_reported_checkpoints()
-                seen.append([each.metrics["step"] for each in found])
-        return seen
-
-    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
-    first, last = ranks.run_all(report)[1]
-    assert first == [1]
-    assert last == [1, 3]
-
-
-@pytest.mark.parametrize("custom", [False, True])
-def test_the_storage_of_a_run_has_rays_names(tmp_path: Path, custom: bool) -> None:
+def test_the_storage_of_a_run_has_rays_names(tmp_path: Path) -> None:
     def report() -> dict[str, Any]:
         storage = train.get_context().get_storage()
         path = storage.build_checkpoint_path_from_name("epoch 3")
@@ -398,15 +302,14 @@ def test_the_storage_of_a_run_has_rays_names(tmp_path: Path, custom: bool) -> No
             "cwd": storage.local_working_directory,
         }
 
-    filesystem = pafs.LocalFileSystem() if custom else None
-    run = RunConfig("mine", tmp_path / "runs", filesystem, settings={"timeout": 120})
+    run = RunConfig("mine", tmp_path / "runs", pafs.LocalFileSystem(), settings={"timeout": 120})
     folder = f"{tmp_path}/runs"
     trainer = TorchTrainer(report, scaling_config=here(), run_config=run)
     assert trainer.fit().return_value == {
         "filesystems": ("local", "local"),
         "paths": (folder, f"{folder}/mine", f"{folder}/mine"),
         "name": "mine",
-        "custom": custom,
+        "custom": True,
         "read_only": False,
         "names": (f"{folder}/mine/epoch 3", "epoch 3"),
         "cwd": os.getcwd(),

@@ -22,7 +22,7 @@ from distributor.train import (
     ScalingConfig,
 )
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.manifest import CHECKPOINT_LOG, MANIFEST, Manifest
+from distributor.train.storage.manifest import CHECKPOINT_LOG
 from distributor.train.torch import TorchTrainer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -135,13 +135,6 @@ def test_the_next_run_resumes_from_the_reported_checkpoint(
     }
 
 
-@pytest.mark.slow
-def test_asynchronous_reports_are_committed_when_the_run_ends(runs: str, tmp_path: Path) -> None:
-    two_ranks(runs).run(count, tmp_path, 3, "ASYNC")
-    found = Storage(runs, "mine").committed()
-    assert [manifest.metrics["step"] for _, manifest in found] == [0, 1, 2]
-
-
 def test_a_trainer_keeps_num_to_keep_checkpoints(runs: str, tmp_path: Path) -> None:
     result = TorchTrainer(
         lambda: count(tmp_path, 4),
@@ -156,55 +149,6 @@ def test_a_trainer_keeps_num_to_keep_checkpoints(runs: str, tmp_path: Path) -> N
     assert [report.metrics["step"] for report in result.reports] == [0, 1, 2, 3]
     with pytest.raises(FileNotFoundError, match="There is no checkpoint at bucket/deep/runs/mine"):
         Storage(runs, "mine").checkpoint("checkpoint_000000").to_directory(tmp_path / "copy")
-
-
-def test_an_uncommitted_checkpoint_is_not_loaded(runs: str, tmp_path: Path) -> None:
-    storage = Storage(runs, "mine")
-    (tmp_path / "killed").mkdir()
-    (tmp_path / "killed" / "0.txt").write_text("5")
-    storage.upload(tmp_path / "killed", "checkpoint_000004")
-
-    assert two_ranks(runs).run(count, tmp_path, 1)["from"] is None
-    assert [name for name, _ in storage.committed()] == ["checkpoint_000005"]
-    assert storage.survey().unfinished == [], "it is removed once a checkpoint is committed"
-
-
-def test_a_damaged_checkpoint_is_skipped(
-    runs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    two_ranks(runs).run(count, tmp_path, 2)
-    storage = Storage(runs, "mine")
-    with storage.filesystem.open_output_stream(f"{storage.path}/checkpoint_000001/1.txt") as file:
-        file.write(b"9")
-
-    assert two_ranks(runs).run(count, tmp_path, 2)["start"] == 1
-    assert "checkpoint_000001/1.txt has been modified." in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_checkpoint_with_a_truncated_manifest_is_not_committed(runs: str, tmp_path: Path) -> None:
-    two_ranks(runs).run(count, tmp_path, 1)
-    storage = Storage(runs, "mine")
-    with storage.filesystem.open_output_stream(
-        f"{storage.path}/checkpoint_000000/{MANIFEST}"
-    ) as file:
-        file.write(b'{"index":')
-    assert storage.committed() == []
-
-
-def test_metadata_can_be_added_to_a_checkpoint_in_a_bucket(runs: str, tmp_path: Path) -> None:
-    storage = Storage(runs, "mine")
-    (tmp_path / "model.pt").write_text("weights")
-    files, _ = storage.upload(tmp_path, "best")
-    storage.commit("best", Manifest(index=0, world_size=1, files=tuple(files)))
-    checkpoint = Checkpoint(runs.replace("?", "/mine/best?"))
-
-    checkpoint.set_metadata({"epoch": 3})
-    checkpoint.update_metadata({"step": 7})
-
-    assert checkpoint == storage.checkpoint("best")
-    assert checkpoint.get_metadata() == {"epoch": 3, "step": 7}
-    assert (Path(checkpoint.to_directory()) / "model.pt").read_text() == "weights"
 
 
 def test_a_missing_bucket_is_an_error_that_names_it(runs: str) -> None:

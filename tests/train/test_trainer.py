@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import pyarrow.fs as pafs
 import pytest
 import torch
 import torch.distributed as dist
 from support import plain, training
-from support.training import BATCH, EPOCHS, SAMPLES, Fault, curve, here, samples, trainer
+from support.training import BATCH, EPOCHS, SAMPLES, here, samples, trainer
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from distributor import RunTimeout, TorchDistributor, train
@@ -55,15 +54,6 @@ def test_an_epoch_resumes_on_other_ranks(tmp_path: Path, workers: int) -> None:
     assert set(samples(resumed, 0)[:trained]) == set(order[:trained]), (
         "the order is the same for all world sizes"
     )
-
-
-@pytest.mark.spark
-def test_a_killed_training_resumes_on_the_cluster(spark: Any, tmp_path: Path) -> None:
-    fault = Fault("step", 6, rank=0, marker=str(tmp_path / "marker"))
-    killed = trainer(tmp_path, local_mode=False, failures=1, fault=fault).fit()
-
-    assert curve(killed) == curve(trainer(tmp_path, "undisturbed").fit())
-    assert [each.attempt for each in killed.reports] == 4 * [0] + 12 * [1]
 
 
 @pytest.mark.spark
@@ -146,23 +136,6 @@ def test_best_checkpoints_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (again.checkpoint, again.reports) == (result.checkpoint, result.reports)
     lines = Path(result.path or "", "reports.jsonl").read_text().splitlines()
     assert [json.loads(line)["metrics"]["accuracy"] for line in lines] == [0.5, 0.9, 0.7, 0.6, 0.1]
-
-
-def test_training_continues_if_the_report_log_cannot_be_written(tmp_path: Path) -> None:
-    def loop() -> None:
-        for step in range(2):
-            with tempfile.TemporaryDirectory() as folder:
-                Path(folder, "step").write_text(str(step))
-                train.report({"step": step}, checkpoint=Checkpoint.from_directory(folder))
-
-    files = plain.plain(pafs.LocalFileSystem())
-    run = RunConfig(storage_path=str(tmp_path), storage_filesystem=files, settings=TIMEOUT)
-    result = TorchTrainer(loop, scaling_config=here(), run_config=run).fit()
-
-    assert len(Path(result.path or "", "reports.jsonl").read_text().splitlines()) == 1, (
-        "only the first report"
-    )
-    assert [report.metrics for report in result.reports] == [{"step": 0}, {"step": 1}]
 
 
 def test_a_checkpoint_without_the_score_ranks_last(
@@ -284,7 +257,7 @@ def test_a_custom_sampler_is_kept_on_one_rank_and_replaced_on_several(
     def share() -> Any:
         data = TensorDataset(torch.arange(4))
         weighted = DataLoader(data, sampler=WeightedRandomSampler([1.0, 0, 0, 0], 4))
-        loader = prepare_data_loader(weighted)
+        loader = prepare_data_loader(prepare_data_loader(weighted))
         kept = prepare_data_loader(weighted, add_dist_sampler=False)
         sampler = loader.sampler
         return [int(x) for (x,) in loader], len(kept), getattr(sampler, "num_replicas", None)
@@ -296,16 +269,6 @@ def test_a_custom_sampler_is_kept_on_one_rank_and_replaced_on_several(
     assert (lengths, replicas) == ((4, 4), (2, 2))
     warning = "the WeightedRandomSampler of a data loader is replaced"
     assert capfd.readouterr().out.count(warning) == 1
-
-
-def test_a_loader_can_be_prepared_twice(capfd: pytest.CaptureFixture[str]) -> None:
-    def share() -> list[int]:
-        loader = DataLoader(TensorDataset(torch.arange(5)))
-        return [int(x) for (x,) in prepare_data_loader(prepare_data_loader(loader))]
-
-    ranks = TorchDistributor(2, use_gpu=False, timeout=120)
-    assert ranks.run_all(share) == [[0, 2, 4], [1, 3, 0]]
-    assert "is replaced" not in capfd.readouterr().out
 
 
 def test_tensors_in_batches_of_any_type_are_moved_to_the_device() -> None:
