@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 28_300,
-    "modules in distributor/": 300,
-    "lines in tests/": 50_100,
+    "lines of code in distributor/": 27_800,
+    "modules in distributor/": 295,
+    "lines in tests/": 49_100,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
