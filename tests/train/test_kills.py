@@ -146,7 +146,7 @@ def test_trainings_survive_kills_at_random_operations(tmp_path: Path, undisturbe
             kills += marker.exists()
         trainer(folder).fit()
         check_checkpoints(folder, undisturbed)
-    assert kills > 10, "few of the faults occurred"
+    assert kills >= 8, "few of the faults occurred"
 
 
 ON_CLUSTER = """
