@@ -24,6 +24,7 @@ from support.waiting import assert_gone, marked, until
 
 import distributor
 from distributor import RunTimeout, TorchDistributor, WorkerDied
+from distributor.control.graceful_shutdown import GracefulShutdown
 from distributor.node.agent import termination
 from distributor.node.process.signals import RESOURCE_TRACKER_SECONDS
 
@@ -355,3 +356,25 @@ def test_a_value_is_returned_if_its_rank_never_ends(
         assert f"rank {rank} (local rank {rank})" in shown
     assert "has done its work, but its process is still running" in shown
     assert "in never_end" in shown
+
+
+class InterruptedAtItsEnd:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_in_a_finalizer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    advance, handler = GracefulShutdown.advance, signal.getsignal(signal.SIGINT)
+
+    def interrupted_once(shutdown: GracefulShutdown) -> None:
+        if not ignored:
+            InterruptedAtItsEnd()
+        advance(shutdown)
+
+    monkeypatch.setattr(GracefulShutdown, "advance", interrupted_once)
+    with pytest.raises(KeyboardInterrupt, match="has ended, and no rank is left"):
+        TorchDistributor(RANKS, use_gpu=False, timeout=60).run(never_end)
+    assert len(ignored) == 1, "Python has only printed it"
+    assert signal.getsignal(signal.SIGINT) == handler

@@ -1,4 +1,4 @@
-"""A driver that receives SIGTERM: its ranks may report a checkpoint before the process ends."""
+"""Signals to a driver: on SIGTERM its ranks may report a checkpoint before the process ends."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ class GracefulShutdown:
     SIGTERM the ranks receive a preemption notice, if any rank has subscribed to notices. Once they
     have reported a checkpoint, or after `CHECKPOINT_TIMEOUT`, the run ends, and then this process
     ends by the same signal. A second SIGTERM ends the process at once.
+
+    A Ctrl-C on the main thread ends the run, also if Python has ignored its `KeyboardInterrupt`:
+    Py4J releases Java's objects in finalizers, whose exceptions are only printed.
     """
 
     def __init__(self) -> None:
@@ -37,6 +40,8 @@ class GracefulShutdown:
         self._is_subscribed = False
         self._state = _State.RUNNING
         self._deadline = 0.0
+        self._handle_sigint: Callable[..., object] | None = None
+        self._is_interrupted = False
 
     @property
     def is_subscribed(self) -> bool:
@@ -64,16 +69,24 @@ class GracefulShutdown:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._handle)
+        before = signal.getsignal(signal.SIGINT) if is_main else None
+        if callable(before):
+            self._handle_sigint = before
+            signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._handle_sigint and signal.getsignal(signal.SIGINT) == self._interrupt:
+            signal.signal(signal.SIGINT, self._handle_sigint)
         if self.sigterm_received:
             _terminate()
 
     def advance(self) -> None:
         """Take the next step if it is due. Called repeatedly by the thread that waits."""
+        if self._is_interrupted:
+            raise KeyboardInterrupt
         if self._state is _State.SIGTERM_RECEIVED:
             self._state = _State.RANKS_NOTIFIED
             self._deadline = time.monotonic() + CHECKPOINT_TIMEOUT
@@ -94,6 +107,14 @@ class GracefulShutdown:
     def _end_run(self, why: str) -> None:
         self._state = _State.ENDING
         raise RunCancelled(f"This process received SIGTERM; {why}.")
+
+    def _interrupt(self, *args: object) -> None:
+        assert self._handle_sigint is not None, "it was set before"
+        try:
+            self._handle_sigint(*args)  # PySpark's, in a session
+        except KeyboardInterrupt:
+            self._is_interrupted = True
+            raise
 
     def _handle(self, *_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
