@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.cluster import cluster_on
-from support.machines import machines_apart, machines_on_loopback, why_not_apart
+from support.machines import machines_apart, why_not_apart
 
 from distributor.node.node import REACH_SECONDS
 
@@ -62,53 +62,3 @@ def test_an_executor_that_cannot_reach_the_first_is_named(tmp_path: Path) -> Non
     ways = [(one.address, other.address), (other.address, one.address)]
     found = [f"on {here} cannot reach rank 0's at {there}" for here, there in ways]
     assert any(text in ending["message"] for text in found), ending
-
-
-SPECULATING = """
-import pathlib, uuid
-
-folder = pathlib.Path({folder!r})
-
-def begun(name):
-    return len(list(folder.glob(name + "-*")))
-
-def begin(name):
-    (folder / f"{{name}}-{{uuid.uuid4().hex}}").touch()
-
-def task(number):
-    begin(f"task{{number}}")
-    deadline = time.monotonic() + 60
-    while number == 1 and begun("task1") < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-def rank(seconds):
-    begin("rank")
-    time.sleep(seconds * int(os.environ["RANK"]))
-
-at = time.monotonic()
-spark.sparkContext.parallelize([0, 1], 2).foreach(task)
-seconds = 2 * (time.monotonic() - at)
-TorchDistributor(2, local_mode=False, use_gpu=False).run(rank, seconds)
-send(tasks=begun("task1"), ranks=begun("rank"))
-"""
-EAGERLY = {
-    "spark.speculation": "true",
-    "spark.speculation.interval": "50ms",
-    "spark.speculation.minTaskRuntime": "50ms",
-    "spark.speculation.multiplier": "1.01",
-    "spark.speculation.quantile": "0.1",
-}
-
-
-@pytest.mark.slow
-def test_speculation_starts_no_rank_twice(tmp_path: Path) -> None:
-    """Spark itself does not speculate in barrier stages, so nothing need be refused."""
-    source = SPECULATING.format(folder=str(tmp_path))
-    with (
-        machines_on_loopback(4) as machines,
-        cluster_on(machines, tmp_path, cores=2) as cluster,
-        cluster.driver(source, **EAGERLY) as driver,
-    ):
-        report = driver.receive("ranks")
-
-    assert (report["tasks"], report["ranks"]) == (2, 2)

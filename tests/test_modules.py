@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import facts_in, needs_java
 
-from distributor import TorchDistributor
 from distributor.core.module_search import Location, imported, is_installed
 from distributor.core.resources import format_bytes
 from distributor.serialization.pickling import dump_call
 from distributor.serialization.program import Script
 from distributor.spark import user_modules
-from distributor.spark.user_modules import ModuleFile, select_modules
+from distributor.spark.user_modules import select_modules
 
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -35,13 +31,11 @@ package.mkdir()
 (package / "__init__.py").write_text("from mine.answers import answer")
 (package / "answers.py").write_text("def answer(): return 'first'")
 (package / "words.txt").write_text("data beside it")
-latin_1 = os.fsdecode(b"caf\\xe9 100%25.txt")
-(package / latin_1).write_text("of another encoding")
 (here / "alone.py").write_text("value = 'alone'")
 
 builder = SparkSession.builder.master("local-cluster[1,2,1024]")
 spark = builder.config("spark.ui.enabled", "false").getOrCreate()
-ranks = TorchDistributor(2, local_mode=False, use_gpu=False, warm=sys.argv[1] == "warm")
+ranks = TorchDistributor(2, local_mode=False, use_gpu=False, warm=True)
 
 def look():
     import importlib.resources, alone, mine
@@ -51,7 +45,6 @@ def look():
         "answer": mine.answer(),
         "alone": alone.value,
         "data": importlib.resources.files("mine").joinpath("words.txt").read_text(),
-        "latin_1": (pathlib.Path(mine.__file__).parent / latin_1).read_text(),
         "child": printed.stdout.strip(),
         "here": pathlib.Path(mine.__file__).is_relative_to(here),
         "folder": str(pathlib.Path(mine.__file__).parents[1]),
@@ -62,13 +55,6 @@ facts = {"first": ranks.run_all(look), "by reference": ranks.run_all(mine.answer
 facts["again"] = ranks.run_all(look)
 (package / "answers.py").write_text("def answer(): return 'second'")
 facts["changed"] = ranks.run_all(look)
-
-(here / "train.py").write_text("import json, alone; print('SCRIPT', alone.value)")
-aside = here / "aside"
-aside.mkdir()
-(here / "train.py").rename(aside / "train.py")
-(aside / "alone.py").write_text("value = 'beside the script'")
-ranks.run(str(aside / "train.py"))
 
 (here / "plugin.py").write_text("import beside_the_plugin; value = beside_the_plugin.value")
 (here / "beside_the_plugin.py").write_text("value = 'of a plug-in'")
@@ -93,30 +79,20 @@ print("FACTS " + json.dumps(facts))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 @needs_java
-@pytest.mark.parametrize(
-    "start",
-    [
-        pytest.param("warm", marks=pytest.mark.slow),
-        pytest.param("fresh", marks=pytest.mark.slow),
-    ],
-)
-def test_a_changed_module_is_the_changed_one_on_executors(
-    run_driver: RunDriver, start: str
-) -> None:
-    done = run_driver(CHANGING, start)
+def test_a_changed_module_is_the_changed_one_on_executors(run_driver: RunDriver) -> None:
+    done = run_driver(CHANGING)
     facts = facts_in(done)
 
     first, again, changed = facts["first"], facts["again"], facts["changed"]
     expected = {"alone": "alone", "data": "data beside it", "here": False}
-    expected["latin_1"] = "of another encoding"
     for found, answer in ((first, "first"), (again, "first"), (changed, "second")):
         for rank in found:
             assert rank == {**rank, **expected, "answer": answer, "child": answer}
     assert facts["by reference"] == ["first"] * 2
     assert {r["folder"] for r in first} == {r["folder"] for r in again}, "unpacked once"
-    assert done.stdout.count("SCRIPT beside the script") == 2
 
     message, hint = facts["hint"]
     assert message == "No module named 'plugin'"
@@ -239,61 +215,9 @@ def test_requested_modules_are_sent_whole(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "message"),
-    [
-        ("named", TypeError, "py_modules lists modules by name .* but is 'named'"),
-        ([3], TypeError, r"but is \[3\]"),
-        (
-            ["no_such_module"],
-            FileNotFoundError,
-            "py_modules has 'no_such_module', which is neither",
-        ),
-    ],
-)
-def test_the_error_names_a_module_that_cannot_be_sent(
-    asked: Any, kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind, match=message):
-        TorchDistributor(1, use_gpu=False, warm=False, py_modules=asked)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_unreadable_modules_are_not_sent(folder: Path) -> None:
-    write(folder / "secret.py").chmod(0)
-
-    assert own_modules(imports=["secret"]) == {}
-
-
-def test_the_first_of_two_modules_with_one_path_is_sent(folder: Path, tmp_path: Path) -> None:
-    mine = write(tmp_path / "other" / "one.py")
-    write(folder / "one.py")
-
-    assert own_modules([tmp_path / "other"], ["one"]) == {"one.py": mine}
-
-
-def test_equal_modules_make_equal_archives(folder: Path, tmp_path: Path) -> None:
-    files = {n: ModuleFile.at(write(folder / n, n)) for n in ("one.py", "two.py")}
-    first, second = tmp_path / "first.zip", tmp_path / "second.zip"
-
-    user_modules._pack(files, first)
-    user_modules._pack(dict(reversed(files.items())), second)
-
-    assert first.read_bytes() == second.read_bytes()
-
-
-def test_installed_packages_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = [path for path in sys.path if is_installed(path)]
-    assert installed
-    monkeypatch.setattr(sys, "path", installed)
-
-    assert own_modules(imports=["torch", "cloudpickle"]) == {}
-
-
-@pytest.mark.parametrize(
     ("imports", "lacks", "reason"),
     [
         ((), "plugin", "nothing that runs on the ranks has an import statement for it"),
-        (("large",), "large.unused", "the package large takes 1 kB"),
         (("large",), "large.deep.late", "the package large takes 1 kB"),
     ],
 )
@@ -326,36 +250,6 @@ def test_a_namespace_package_is_sent_from_all_its_folders(
     monkeypatch.setattr(sys, "path", [str(one.parents[1]), str(installed), str(two.parents[1])])
 
     assert own_modules(imports=["shared"]) == {"shared/mine.py": one, "shared/more.py": two}
-
-
-def test_what_is_inside_a_namespace_without_a_folder_is_sent(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An editable installation may map packages of a namespace to any folders."""
-    inner = write(tmp_path / "repository" / "code" / "__init__.py")
-
-    class Editable:
-        @staticmethod
-        def find_spec(name: str, path: object = None, target: object = None) -> object:
-            if name == "outer":
-                return ModuleSpec(name, None, is_package=True)
-            return spec_from_file_location(name, inner) if name == "outer.inner" else None
-
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable])
-    write(folder / "one.py", "from outer.inner import value")
-    write(folder / "two.py", "from outer import inner")
-
-    for module in ("one", "two"):
-        sent = {f"{module}.py": folder / f"{module}.py", "outer/inner/__init__.py": inner}
-        assert own_modules(imports=[module]) == sent
-
-
-def test_spark_is_not_sent(folder: Path) -> None:
-    """It may be in a zip file on the path, as on YARN."""
-    write(folder / "pyspark" / "__init__.py")
-    write(folder / "one.py", "import pyspark")
-
-    assert list(own_modules(imports=["one"])) == ["one.py"]
 
 
 def test_only_the_imported_modules_of_a_large_package_are_sent(
