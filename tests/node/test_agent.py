@@ -19,7 +19,6 @@ from distributor import runtime
 from distributor.node.agent import log_relay
 from distributor.node.agent.agent import Agent
 from distributor.node.agent.listener import AgentListener
-from distributor.node.agent.rank_starter import RankStarter
 from distributor.node.agent.share import NodeShare
 from distributor.node.process import zygote
 from distributor.node.process.spawner import Process, Spawner, StartLimit
@@ -138,21 +137,3 @@ def test_output_without_room_is_replaced_by_its_size(monkeypatch: pytest.MonkeyP
     assert [source for _, source, _ in markers] == ["stdout", "stderr"]
     assert b"... 100 bytes of stdout are left out here" in markers[0][2]
     assert b"bytes of progress are left out here" in markers[1][2]
-
-
-class Refusing:
-    """Stands for a spawner whose process cannot be started."""
-
-    def start(self, *args: object) -> Process:
-        raise OSError("no further process")
-
-
-def test_a_rank_that_cannot_be_started_leaves_no_descriptor() -> None:
-    node = NodeShare(run_id="of-a-test", host="here", ranks_per_node=1, secret=bytes(32))
-    with in_file(program_of(print_and_report, (), {})) as file:
-        starter = RankStarter(node, file, Refusing(), None, None, lambda: None)  # type: ignore[arg-type]
-        before = os.listdir("/proc/self/fd")
-        with pytest.raises(OSError, match="no further process") as error:
-            starter.start(0)
-        assert os.listdir("/proc/self/fd") == before, "although the error is kept"
-        assert error.traceback

@@ -90,48 +90,17 @@ def test_a_killed_build_leaves_neither_a_partial_folder_nor_a_lock(tmp_path: Pat
     assert not (folder / "half").exists()
 
 
-def test_variables_choose_the_cache_folder(tmp_path: Path) -> None:
-    chosen, above = tmp_path / "chosen", tmp_path / "above"
-    variables = {"XDG_CACHE_HOME": str(above)}
-    assert cache_folder(variables) == above / "distributor"
-    assert cache_folder({**variables, "DISTRIBUTOR_CACHE": str(chosen)}) == chosen
-    assert chosen.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_temporary_folder_replaces_a_home_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = cache_folder({"XDG_CACHE_HOME": "/proc/none"})
-    assert folder == tmp_path / f"distributor-{os.getuid()}"
-    assert folder.stat().st_mode & 0o777 == 0o700
-    with pytest.raises(
-        ExecutorNotReady, match="no folder for environments: /proc/none/x cannot be"
-    ):
-        cache_folder({"DISTRIBUTOR_CACHE": "/proc/none/x"})
-
-
-def writable_by_all(folder: Path) -> None:
-    folder.mkdir()
-    folder.chmod(0o777)
-
-
-def of_another_user(folder: Path) -> None:
-    folder.mkdir()
-    os.chown(folder, 12345, 12345)
-
-
 @pytest.mark.parametrize(
     "prepare",
     [
         lambda folder: folder.symlink_to(folder.parent / "trap"),
-        writable_by_all,
-        lambda folder: folder.touch(),
+        lambda folder: (folder.mkdir(), folder.chmod(0o777)),
         pytest.param(
-            of_another_user, marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+            lambda folder: (folder.mkdir(), os.chown(folder, 12345, 12345)),
+            marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root"),
         ),
     ],
-    ids=["a link", "writable", "a file", "another user's"],
+    ids=["a link", "writable", "another user's"],
 )
 def test_a_folder_that_others_have_prepared_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Path], object]
@@ -149,13 +118,12 @@ def test_a_folder_that_others_have_prepared_is_not_used(
     assert list((tmp_path / "trap").iterdir()) == []
 
 
-@pytest.mark.parametrize("suffix", [".tar.gz", ".zip"])
-def test_an_unpacked_environment_equals_the_packed_one(tmp_path: Path, suffix: str) -> None:
+def test_an_unpacked_environment_equals_the_packed_one(tmp_path: Path) -> None:
     made = environment(tmp_path / "made", "1.0")
     program = made / "bin" / "program"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    archive = packed(made, tmp_path / f"environment{suffix}")
+    archive = packed(made, tmp_path / "environment.zip")
     unpack(archive, tmp_path / "unpacked")
 
     python = tmp_path / "unpacked" / "bin" / "python"
@@ -169,12 +137,12 @@ def test_an_unpacked_environment_equals_the_packed_one(tmp_path: Path, suffix: s
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-@pytest.mark.parametrize("name", ["link/passwd", "../passwd.link", "to_a_file"])
+@pytest.mark.parametrize("name", ["link/passwd", "../passwd.link"])
 def test_a_zip_does_not_write_outside_of_its_folder(tmp_path: Path, name: str) -> None:
     archive, outside = tmp_path / "environment.zip", tmp_path / "outside"
     outside.mkdir()
     with zipfile.ZipFile(archive, "w") as file:
-        links = {"bin/link": "../lib", "link": outside, "to_a_file": outside / "new"}
+        links = {"bin/link": "../lib", "link": outside}
         for path, target in links.items():
             link = zipfile.ZipInfo(path)
             link.external_attr = (stat.S_IFLNK | 0o777) << 16

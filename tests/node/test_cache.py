@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from support.waiting import SOON, until
 
-from distributor.errors import ExecutorNotReady
 from distributor.node.environment.cache import (
     DAY_SECONDS,
     CacheLimits,
     build_once,
-    cache_folder,
     cached_environments,
     remove_leftovers,
     trim,
@@ -67,15 +63,6 @@ def names(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir())
 
 
-def test_the_home_that_yarn_sets_for_all_users_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "of all"))
-    monkeypatch.setattr(pwd, "getpwuid", lambda _: SimpleNamespace(pw_dir=tmp_path / "own"))
-    assert cache_folder({"CONTAINER_ID": "1"}) == tmp_path / "own" / ".cache" / "distributor"
-    assert cache_folder({}) == tmp_path / "of all" / ".cache" / "distributor"
-
-
 def test_an_environment_not_used_for_long_is_removed(cache: Path) -> None:
     create(cache, 1, days_ago=31)
     kept = create(cache, 2, days_ago=29)
@@ -102,14 +89,6 @@ def test_an_environment_in_use_is_never_removed(cache: Path) -> None:
     assert names(cache) == []
 
 
-def test_a_removed_environment_is_built_again(cache: Path) -> None:
-    folder = create(cache, 1, days_ago=31)
-    trim(cache, CacheLimits.of({}))
-    assert not folder.exists()
-    with used(cache, 1):
-        assert (folder / "content").exists()
-
-
 CLEANING = """
 import shutil, signal, sys
 from pathlib import Path
@@ -132,9 +111,3 @@ def test_a_killed_cleaner_leaves_no_partly_removed_environment(cache: Path) -> N
         assert (folder / "content").stat().st_size == MEGABYTE
         remove_leftovers(cache)
         assert names(cache) == [folder.name, f"{folder.name}.lock"]
-
-
-@pytest.mark.parametrize("number", ["many", "-1", "nan"])
-def test_a_limit_that_is_not_a_number_is_an_error(number: str) -> None:
-    with pytest.raises(ExecutorNotReady, match=f"DISTRIBUTOR_CACHE_GB is '{number}'"):
-        CacheLimits.of({"DISTRIBUTOR_CACHE_GB": number})

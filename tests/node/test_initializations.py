@@ -57,11 +57,6 @@ def test_phases_at_the_address_of_the_run(distribute: Distribute) -> None:
     assert distribute(2).run_all(phases) == [[[3.0, 3.0]] * PHASES] * 2
 
 
-@pytest.mark.slow
-def test_phases_of_fresh_ranks(distribute: Distribute) -> None:
-    assert distribute(3, warm=False).run_all(phases) == [[[6.0, 6.0]] * PHASES] * 3
-
-
 def phases_elsewhere(port: int, store_port: int) -> list[list[float]]:
     import torch.distributed as dist
 
@@ -76,16 +71,6 @@ def test_phases_at_an_address_and_in_a_store_of_the_program() -> None:
     ranks = TorchDistributor(2, use_gpu=False, timeout=60)
     sums = ranks.run_all(phases_elsewhere, free_port(), free_port())
     assert sums == [[[3.0, 3.0]] * 2 * PHASES] * 2
-
-
-def some_then_all() -> list[float]:
-    sums = [phase(world_size=2, rank=my_rank())[0] for _ in range(2) if my_rank() < 2]
-    return [*sums, phase()[0], phase()[0]]
-
-
-def test_phases_of_some_ranks() -> None:
-    sums = TorchDistributor(3, use_gpu=False, timeout=60).run_all(some_then_all)
-    assert sums == [[3.0, 3.0, 6.0, 6.0]] * 2 + [[6.0, 6.0]]
 
 
 def one_more_than_others() -> tuple[list[float], str]:

@@ -64,13 +64,3 @@ def test_a_marker_shows_how_much_is_missing_once_there_is_room_again(
     assert content.startswith(b"before\n")
     assert content.endswith(f"{GAP_MARKER.format(missing)}after\n".encode())
     assert capfd.readouterr().err.count("cannot be written to") == 1
-
-
-def test_output_is_written_byte_for_byte(tmp_path: Path) -> None:
-    files = LogFiles(tmp_path, "run", 0)
-    files.write(0, "stdout", b"a\xff")
-    files.write(1, "stderr", b"b")
-    files.write(0, "stdout", b"\r\n")
-    files.close()
-    found = {file.name: file.read_bytes() for file in (tmp_path / "run" / "attempt_0").iterdir()}
-    assert found == {"rank0.stdout": b"a\xff\r\n", "rank1.stderr": b"b"}

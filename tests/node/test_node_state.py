@@ -59,26 +59,24 @@ def test_a_successful_node_passes_through_all_states() -> None:
         (NodeEvent.DRIVER_LOST, NodeState.LOST_DRIVER),
     ],
 )
-@pytest.mark.parametrize("num_events", range(len(STATES)))
 def test_the_driver_ends_a_node_until_its_ranks_have_ended(
-    num_events: int, event: NodeEvent, state: NodeState
+    event: NodeEvent, state: NodeState
 ) -> None:
-    lifecycle = after(num_events)
-    has_ended = num_events >= STATES.index(NodeState.DELIVERING)
+    for num_events, before in enumerate(STATES):
+        lifecycle = after(num_events)
+        has_ended = num_events >= STATES.index(NodeState.DELIVERING)
+        assert lifecycle.fire(event) == (not has_ended)
+        assert lifecycle.is_ended_by_driver == (not has_ended)
+        assert lifecycle.state is (before if has_ended else state)
 
-    assert lifecycle.fire(event) == (not has_ended)
 
-    assert lifecycle.is_ended_by_driver == (not has_ended)
-    assert lifecycle.state is (STATES[num_events] if has_ended else state)
-
-
-@pytest.mark.parametrize("num_events", range(len(STATES)))
-def test_an_exception_fails_a_node_that_is_not_done(num_events: int) -> None:
-    lifecycle = after(num_events)
-    with pytest.raises(ValueError, match="reason"), lifecycle:
-        raise ValueError("reason")
-    is_done = STATES[num_events] is NodeState.DONE
-    assert lifecycle.state is (NodeState.DONE if is_done else NodeState.FAILED)
+def test_an_exception_fails_a_node_that_is_not_done() -> None:
+    for num_events, before in enumerate(STATES):
+        lifecycle = after(num_events)
+        with pytest.raises(ValueError, match="reason"), lifecycle:
+            raise ValueError("reason")
+        is_done = before is NodeState.DONE
+        assert lifecycle.state is (NodeState.DONE if is_done else NodeState.FAILED)
 
 
 @pytest.mark.parametrize("event", [NodeEvent.RANK_FAILED, NodeEvent.STOP_RECEIVED])

@@ -46,32 +46,26 @@ def with_own_addresses(*ports: int) -> list[float]:
     return [*sums, sum_of_ranks()]
 
 
-@pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_rendezvous_at_an_address_that_the_program_sets(tmp_path: Path, warm: bool) -> None:
-    ranks = TorchDistributor(
-        2, use_gpu=False, warm=warm, timeout=DEADLINE, storage_path=str(tmp_path)
-    )
+def test_a_rendezvous_at_an_address_that_the_program_sets(tmp_path: Path) -> None:
+    ranks = TorchDistributor(2, use_gpu=False, timeout=DEADLINE, storage_path=str(tmp_path))
     assert ranks.run_all(with_own_addresses, free_port(), free_port()) == [[3.0] * 3] * 2
 
 
-def of_spawned(local_rank: int, size: int, port: int | None, folder: str) -> None:
-    if port is not None:
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(port)
+def of_spawned(local_rank: int, size: int, port: int, folder: str) -> None:
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(port)
     total = sum_of_ranks(rank=local_rank, world_size=size)
     Path(folder, str(local_rank)).write_text(str(total))
 
 
-def spawn(size: int, port: int | None, folder: str) -> None:
+def spawn(size: int, port: int, folder: str) -> None:
     import torch.multiprocessing as mp
 
     mp.spawn(of_spawned, args=(size, port, folder), nprocs=size)
 
 
-@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_rank_starts_processes_that_train(tmp_path: Path, own: bool) -> None:
+def test_a_rank_starts_processes_that_train(tmp_path: Path) -> None:
     """Their function is pickled by value, as that of a notebook is."""
-    port = free_port() if own else None
-    TorchDistributor(1, use_gpu=False, timeout=DEADLINE).run(spawn, 2, port, str(tmp_path))
+    TorchDistributor(1, use_gpu=False, timeout=DEADLINE).run(spawn, 2, free_port(), str(tmp_path))
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "3.0", "1": "3.0"}
 
 
@@ -108,24 +102,21 @@ def run_torchrun(*args: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["fork", "spawn"])
-def test_a_rank_starts_processes_with_torchs_launcher(tmp_path: Path, way: str) -> None:
+def test_a_rank_starts_processes_with_torchs_launcher(tmp_path: Path) -> None:
     program, out = tmp_path / "program.py", tmp_path / "out"
     program.write_text(WITH_AN_AGENT)
     out.mkdir()
-    TorchDistributor(1, use_gpu=False, timeout=120, env={"OUT": str(out)}).run(program, way)
+    TorchDistributor(1, use_gpu=False, timeout=120, env={"OUT": str(out)}).run(program, "spawn")
     assert {path.name: path.read_text() for path in out.iterdir()} == {"0": "3.0", "1": "3.0"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", ["--standalone", "--master-port"])
-def test_a_rank_starts_torchrun(tmp_path: Path, address: str) -> None:
+def test_a_rank_starts_torchrun(tmp_path: Path) -> None:
     program, out = tmp_path / "program.py", tmp_path / "out"
     program.write_text(WITH_AN_AGENT)
     out.mkdir()
-    where = address if address == "--standalone" else f"{address}={free_port()}"
     ranks = TorchDistributor(1, use_gpu=False, timeout=120, env={"OUT": str(out)})
-    ranks.run(run_torchrun, "--nproc-per-node=2", where, str(program))
+    ranks.run(run_torchrun, "--nproc-per-node=2", f"--master-port={free_port()}", str(program))
     assert {path.name: path.read_text() for path in out.iterdir()} == {"0": "3.0", "1": "3.0"}
 
 
@@ -133,8 +124,7 @@ ELSEWHERE = "192.0.2.7"
 """An address of no machine."""
 
 
-@pytest.mark.parametrize("wanted", ["localhost", "127.0.0.1", "::1"])
-@pytest.mark.parametrize("port", [12355, 29500])
+@pytest.mark.parametrize(("wanted", "port"), [("localhost", 12355), ("::1", 29500)])
 def test_loopback_is_refused_if_rank_0_is_on_another_machine(
     monkeypatch: pytest.MonkeyPatch, wanted: str, port: int
 ) -> None:
@@ -151,8 +141,6 @@ def test_loopback_is_refused_if_rank_0_is_on_another_machine(
         (("localhost", 29500), "127.0.0.1", True),
         (("localhost", 12355), "localhost", False),
         ((ELSEWHERE, 29500), ELSEWHERE, True),
-        ((ELSEWHERE, 12355), ELSEWHERE, False),
-        (("no such host", 29500), "no such host", True),
     ],
 )
 def test_the_port_decides_who_serves_the_store(
@@ -162,13 +150,6 @@ def test_the_port_decides_who_serves_the_store(
     monkeypatch.setenv(RUN_ID, "run")
     assert _choose_store("127.0.0.1", 29500, "run", *wanted) == host
     assert os.environ[USE_AGENT_STORE] == str(ours)
-
-
-def test_another_agent_serves_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(USE_AGENT_STORE, "True")
-    monkeypatch.setenv(RUN_ID, "another")
-    assert _choose_store(ELSEWHERE, 29500, "run", "localhost", 12355) == "localhost"
-    assert os.environ[USE_AGENT_STORE] == "True"
 
 
 ON_A_CLUSTER = """

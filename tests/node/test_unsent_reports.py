@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 from typing import Any
 
 import pytest
@@ -74,13 +73,4 @@ def test_a_full_disk_costs_reports_and_not_the_run(monkeypatch: pytest.MonkeyPat
     unsent.add(sent[2])
     first, third, message = carried_by(rows_of(unsent, MANY))
     assert (first, third) == (sent[0], sent[2])
-    assert b"1.05 MB of compressed reports" in message.data
-
-
-def test_only_what_is_written_needs_a_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
-    assert rows_of(UnsentReports(), MANY) == []
-    unsent, (sent,) = UnsentReports(), incompressible(1)
-    unsent.add(sent)
-    (message,) = carried_by(rows_of(unsent, MANY))
     assert b"1.05 MB of compressed reports" in message.data

@@ -41,23 +41,14 @@ def test_only_this_user_can_read_a_saved_value(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     logs = tmp_path / "logs"
     logs.mkdir(mode=0o775)
+    target = tmp_path / "of the user"
+    target.write_text("precious")
+    (tmp_path / NAME).symlink_to(target)
     path = logs / NAME[:24] / NAME if in_log_dir else tmp_path / NAME
     save(logs if in_log_dir else None, "first")
     save(logs if in_log_dir else None, "of the next attempt")
     assert load_value(path) == "of the next attempt"
+    assert target.read_text() == "precious", "a link is replaced and not followed"
     assert path.stat().st_mode & 0o777 == 0o600
     assert os.listdir(path.parent).count(NAME) == 1
     assert logs.stat().st_mode & 0o777 == 0o775, "it is the user's"
-
-
-def test_a_link_at_a_values_path_is_replaced_and_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    target = tmp_path / "of the user"
-    target.write_text("precious")
-    (tmp_path / NAME).symlink_to(target)
-    save(None, "value")
-    assert target.read_text() == "precious"
-    assert load_value(tmp_path / NAME) == "value"
-    assert not (tmp_path / NAME).is_symlink()

@@ -8,10 +8,9 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +20,8 @@ from distributor.core.versions import release
 from distributor.errors import ExecutorNotReady
 from distributor.node.agent import network
 from distributor.node.agent.network import (
-    interface_of,
     listen_for_ranks,
     routable_address,
-    source_address,
 )
 from distributor.node.agent.share import NodeShare
 from distributor.node.agent.worker_env import (
@@ -40,25 +37,14 @@ import json, os, pathlib, sys
 pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(dict(os.environ)))
 """
 
+# fmt: off
 TORCHRUN = {
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_MAX_RESTARTS",
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "OMP_NUM_THREADS",
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS",
 }
+# fmt: on
 """The variables that torch's documentation and ``LocalElasticAgent`` promise to every worker."""
 
 TORCHRUN_INTERNAL = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
@@ -92,78 +78,44 @@ NODE = NodeShare(
 )
 
 
-class Dumps(NamedTuple):
-    """The environment of each rank, and the environment that the launcher had."""
-
-    inherited: dict[str, str]
-    torchrun: list[dict[str, str]]
-    ours: list[dict[str, str]]
-
-
 def read_dumps(folder: Path) -> list[dict[str, str]]:
-    paths = sorted(folder.iterdir(), key=lambda path: int(path.name))
-    return [json.loads(path.read_text()) for path in paths]
+    return [json.loads((folder / rank).read_text()) for rank in "01"]
 
 
-@pytest.fixture(scope="module")
-def dumps(tmp_path_factory: pytest.TempPathFactory) -> Dumps:
+def test_ranks_have_torchruns_variables_five_more_and_the_inherited_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One script's environment on two ranks, under torchrun and under TorchDistributor."""
-    folder = tmp_path_factory.mktemp("dumps")
-    script = folder / "dump.py"
+    script = tmp_path / "dump.py"
     script.write_text(DUMP)
     for name in ("torchrun", "ours"):
-        (folder / name).mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in TORCHRUN | TORCHRUN_INTERNAL | OURS_ALONE:
-            patch.delenv(name, raising=False)
-        inherited = dict(os.environ)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        subprocess.run(
-            [*torchrun, "--nproc-per-node=2", str(script), str(folder / "torchrun")],
-            env=inherited,  # without variables that C code, such as readline's, has set
-            check=True,
-            timeout=120,
+        (tmp_path / name).mkdir()
+    for name in TORCHRUN | TORCHRUN_INTERNAL | OURS_ALONE:
+        monkeypatch.delenv(name, raising=False)
+    inherited = dict(os.environ)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    subprocess.run(
+        [*torchrun, "--nproc-per-node=2", str(script), str(tmp_path / "torchrun")],
+        env=inherited,  # without variables that C code, such as readline's, has set
+        check=True,
+        timeout=120,
+    )
+    distributor = TorchDistributor(2, local_mode=True, use_gpu=False, timeout=120)
+    distributor.run(str(script), str(tmp_path / "ours"))
+
+    all_of_torchrun, all_of_ours = read_dumps(tmp_path / "torchrun"), read_dumps(tmp_path / "ours")
+    for theirs, ours in zip(all_of_torchrun, all_of_ours, strict=True):
+        added, added_by_us = (
+            {name for name in rank if inherited.get(name) != rank[name]} for rank in (theirs, ours)
         )
-        distributor = TorchDistributor(2, local_mode=True, use_gpu=False, timeout=120)
-        distributor.run(str(script), str(folder / "ours"))
-    return Dumps(inherited, read_dumps(folder / "torchrun"), read_dumps(folder / "ours"))
-
-
-def added(ranks: list[dict[str, str]], inherited: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the variables that a launcher has added or changed, for each rank."""
-    return [
-        {name: value for name, value in rank.items() if inherited.get(name) != value}
-        for rank in ranks
-    ]
-
-
-def test_ranks_have_the_variables_of_torchrun_and_five_more(dumps: Dumps) -> None:
-    torchrun = added(dumps.torchrun, dumps.inherited)
-    ours = added(dumps.ours, dumps.inherited)
-    assert len(torchrun) == len(ours) == 2
-    for theirs, rank in zip(torchrun, ours, strict=True):
-        assert set(theirs) - TORCHRUN_INTERNAL == TORCHRUN
-        assert set(rank) - OURS_ALONE == TORCHRUN
-
-
-def test_variables_of_torchrun_have_the_same_values(dumps: Dumps) -> None:
-    for theirs, rank in zip(dumps.torchrun, dumps.ours, strict=True):
-        for name in sorted(TORCHRUN - DIFFERS_BY_RUN - DIFFERS_BY_TORCH):
-            assert rank[name] == theirs[name], name
-
-
-def test_inherited_variables_are_unchanged(dumps: Dumps) -> None:
-    for rank in dumps.ours:
-        assert dumps.inherited.keys() <= rank.keys()
-        assert {name: rank[name] for name in dumps.inherited} == dumps.inherited
-
-
-def test_all_ranks_have_the_same_run_and_rendezvous(dumps: Dumps) -> None:
-    for ranks in (dumps.torchrun, dumps.ours):
+        assert added - TORCHRUN_INTERNAL == TORCHRUN
+        assert added_by_us - OURS_ALONE == TORCHRUN
+        same = TORCHRUN - DIFFERS_BY_RUN - DIFFERS_BY_TORCH
+        assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
+        assert {name: ours.get(name) for name in inherited} == inherited
+    for ranks in (all_of_torchrun, all_of_ours):
         for name in DIFFERS_BY_RUN:
-            assert len({rank[name] for rank in ranks}) == 1, name
-            assert ranks[0][name]
-        assert int(ranks[0]["MASTER_PORT"]) > 0
+            assert ranks[0][name] == ranks[1][name]
 
 
 def test_ranks_of_a_later_node_are_numbered_after_those_of_earlier_nodes() -> None:
@@ -192,12 +144,6 @@ def test_ranks_of_a_later_node_are_numbered_after_those_of_earlier_nodes() -> No
     assert ranks[1] == {**expected, "RANK": "5", "ROLE_RANK": "5", "LOCAL_RANK": "1"}
 
 
-def test_the_only_rank_of_a_node_may_use_all_threads() -> None:
-    alone = replace(NODE, ranks_per_node=1)
-    assert "OMP_NUM_THREADS" not in rank_environment(alone, 0, {})
-    assert rank_environment(alone, 0, {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
-
-
 def test_ranks_without_gpus_are_ranks_for_accelerate_too() -> None:
     name, on_cpus = "ACCELERATE_USE_CPU", replace(NODE, gpus=())
     assert rank_environment(on_cpus, 0, {})[name] == "true"
@@ -212,35 +158,21 @@ def test_an_address_without_an_interface_sets_no_interface() -> None:
     assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & elsewhere.keys()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "OMP_NUM_THREADS",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        pytest.param("GLOO_SOCKET_IFNAME", marks=pytest.mark.skipif("sys.platform != 'linux'")),
-        pytest.param("NCCL_SOCKET_IFNAME", marks=pytest.mark.skipif("sys.platform != 'linux'")),
-    ],
-)
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"])
 def test_the_users_variable_overrides_the_inherited_one_and_that_overrides_the_default(
     name: str,
 ) -> None:
     users = replace(NODE, env={name: "user"})
     assert rank_environment(NODE, 0, {})[name] not in ("user", "machine")
     assert rank_environment(NODE, 0, {name: "machine"})[name] == "machine"
-    assert rank_environment(users, 0, {})[name] == "user"
     assert rank_environment(users, 0, {name: "machine"})[name] == "user"
 
 
-@pytest.mark.parametrize("name", sorted(RANK_VARIABLES))
-def test_variables_that_identify_a_rank_cannot_be_overridden(name: str) -> None:
-    stale = replace(NODE, env={name: "stale"})
+def test_variables_that_identify_a_rank_cannot_be_overridden() -> None:
+    stale = dict.fromkeys(RANK_VARIABLES, "stale")
     right = rank_environment(NODE, 1, {})
-    assert rank_environment(NODE, 1, {name: "stale"}) == right
-    assert rank_environment(stale, 1, {}) == right
-
-
-def test_other_inherited_variables_are_kept() -> None:
-    assert rank_environment(NODE, 0, {"HOME": "/home/me"})["HOME"] == "/home/me"
+    assert rank_environment(NODE, 1, stale) == right
+    assert rank_environment(replace(NODE, env=stale), 1, {}) == right
 
 
 @pytest.mark.parametrize(
@@ -270,22 +202,13 @@ def test_ranks_see_the_gpus_of_their_node(
 @pytest.mark.parametrize(
     ("addresses", "mask", "entries"),
     [
-        ([], None, ()),
-        (["0"], None, ("0",)),
+        ([], "4,5", ()),
         (["10", "2"], None, ("10", "2")),
-        (["0", "1"], "0,1", ("0", "1")),
-        (["0"], "4,5", ("4",)),
-        (["1"], "4,5", ("5",)),
         (["1", "0"], "4,5", ("5", "4")),
         (["1"], " 4 , 5 ,", ("5",)),
-        (["1"], "2,0", ("0",)),
-        (["0"], "1,2", ("1",)),
         (["1"], "1,2", ("2",)),  # not the entry 1, which is that of address 0
-        (["4"], "4,5", ("4",)),
         (["5", "4"], "4,5", ("5", "4")),
-        (["1"], "GPU-11,GPU-22", ("GPU-22",)),
         (["0"], "MIG-GPU-11/1/0", ("MIG-GPU-11/1/0",)),
-        ([], "4,5", ()),
     ],
 )
 def test_spark_addresses_are_positions_in_the_mask(
@@ -294,18 +217,11 @@ def test_spark_addresses_are_positions_in_the_mask(
     assert visible_devices(addresses, mask) == entries
 
 
-@pytest.mark.parametrize("mask", [None, "0,1", "GPU-uuid"])
-@pytest.mark.parametrize(
-    "address", ["01", "00", "abc", "GPU-uuid", "", "-1", " 1", "1.0", "\N{ARABIC-INDIC DIGIT ONE}"]
-)
+@pytest.mark.parametrize("mask", [None, "0,1"])
+@pytest.mark.parametrize("address", ["01", "GPU-uuid", "", "-1"])
 def test_an_address_that_is_not_a_plain_number_is_refused(address: str, mask: str | None) -> None:
-    addresses = ["0", address]
-    message = (
-        f"Found GPU addresses {addresses} which are not all in the correct format for CUDA_VIS"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        visible_devices(addresses, mask)
-    assert "requires integers with no zero padding" in str(raised.value)
+    with pytest.raises(ValueError, match="requires integers with no zero padding"):
+        visible_devices(["0", address], mask)
 
 
 @pytest.mark.parametrize(
@@ -314,10 +230,7 @@ def test_an_address_that_is_not_a_plain_number_is_refused(address: str, mask: st
         (["2"], "4,5"),
         (["4", "0"], "4,5"),  # ambiguous: an entry and a position
         (["0"], ""),
-        (["1"], "GPU-11"),
         (["0"], "-1"),
-        (["0"], "NoDevFiles"),
-        (["1"], "4,-1,5"),
         (["2"], "4,-1,5"),
     ],
 )
@@ -331,11 +244,8 @@ def test_an_address_outside_the_mask_is_refused(addresses: list[str], mask: str)
     ("mask", "gpus"),
     [
         ("", ()),
-        ("3", ("3",)),
         ("3, 5,", ("3", "5")),
         ("GPU-11,MIG-22", ("GPU-11", "MIG-22")),
-        ("-1", ()),
-        ("NoDevFiles", ()),
         ("3,-1,5", ("3",)),
     ],
 )
@@ -350,37 +260,13 @@ def test_without_spark_the_variable_lists_the_drivers_gpus(
 @pytest.mark.parametrize(
     ("hosts", "order"),
     [
-        ([], []),
-        (["a"], [0]),
-        (["a", "a"], [0, 1]),
-        (["a", "b"], [0, 1]),
         (["b", "a"], [0, 1]),
         (["a", "b", "a", "b"], [0, 2, 1, 3]),
-        (["b", "a", "c", "a", "b"], [0, 4, 1, 3, 2]),
         (["c", "b", "a", "a", "b", "c"], [0, 5, 1, 4, 2, 3]),
     ],
 )
 def test_nodes_of_one_host_are_adjacent(hosts: list[str], order: list[int]) -> None:
     assert node_order(hosts) == order
-
-
-def test_a_host_occurs_in_one_place_of_the_order() -> None:
-    hosts = [f"host-{(7 * partition) % 5}" for partition in range(40)]
-    order = node_order(hosts)
-    assert sorted(order) == list(range(40))
-    assert order[0] == 0
-    seen = [hosts[partition] for partition in order]
-    runs = [host for host, before in zip(seen, [None, *seen], strict=False) if host != before]
-    assert len(runs) == len(set(hosts))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are known on Linux only")
-def test_loopback_has_an_interface() -> None:
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("203.0.113.9") is None
-
-
-needs_ipv6 = pytest.mark.skipif(interface_of("::1") is None, reason="this machine has no IPv6")
 
 
 @pytest.fixture
@@ -391,10 +277,9 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> None:
         "named": ["10.1.2.3"],
         "localhost": ["::1", "127.0.0.1"],
         "both": ["fd00::3", "10.1.2.3"],
-        "six": ["fd00::3"],
         "here6": ["::1"],
     }
-    sources = {"there": "10.1.2.3", "yonder": "10.9.9.9", "[fd00::4]": "fd00::3"}
+    sources = {"there": "10.1.2.3", "[fd00::4]": "fd00::3"}
 
     def getaddrinfo(name: str, *rest: Any, **kind: Any) -> list[Any]:
         families = {True: socket.AF_INET6, False: socket.AF_INET}
@@ -409,40 +294,18 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "peers", "address"),
     [
-        ("here", [], "127.0.1.1"),
         ("here", ["here", "here"], "127.0.1.1"),
         ("here", ["here", "there"], "10.1.2.3"),
-        ("here", ["yonder", "here", "there"], "10.9.9.9"),
         ("localhost", ["localhost"], "127.0.0.1"),
-        ("localhost", ["localhost", "there"], "10.1.2.3"),
-        ("named", ["named"], "10.1.2.3"),
         ("named", ["named", "there"], "10.1.2.3"),
         ("both", ["both", "there"], "10.1.2.3"),
-        ("six", ["six", "there"], "fd00::3"),
-        ("here6", ["here6"], "::1"),
         ("here6", ["here6", "[fd00::4]"], "fd00::3"),
-        ("[fd00::3]", ["[fd00::3]", "[fd00::4]"], "fd00::3"),
     ],
 )
 def test_a_loopback_address_is_used_only_if_all_peers_are_on_this_machine(
     name: str, peers: list[str], address: str
 ) -> None:
     assert routable_address(name, peers) == address
-
-
-def test_the_real_loopback() -> None:
-    assert routable_address("localhost", ["localhost"]).startswith("127.")
-    assert source_address("127.0.0.1") == "127.0.0.1"
-
-
-@needs_ipv6
-def test_the_real_ipv6_loopback() -> None:
-    assert routable_address("[::1]", ["[::1]"]) == "::1"
-    assert source_address("[::1]") == "::1"
-    assert interface_of("::1") == "lo"
-    assert interface_of("fd00::77") is None
-    with listen_for_ranks("::1", None) as listener:
-        assert listener.getsockname()[0] == "::1"
 
 
 def test_rank_0_listens_on_the_first_free_port_of_the_range() -> None:
