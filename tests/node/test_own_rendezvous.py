@@ -9,8 +9,6 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from support.cluster import cluster_on
-from support.machines import machines_apart, why_not_apart
 from support.ports import free_port
 
 from distributor import TorchDistributor
@@ -150,32 +148,3 @@ def test_the_port_decides_who_serves_the_store(
     monkeypatch.setenv(RUN_ID, "run")
     assert _choose_store("127.0.0.1", 29500, "run", *wanted) == host
     assert os.environ[USE_AGENT_STORE] == str(ours)
-
-
-ON_A_CLUSTER = """
-import os
-
-def train():
-    import torch.distributed as dist
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "12355"
-    dist.init_process_group("gloo")
-
-try:
-    TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).run(train)
-except ValueError as error:
-    send(refused=str(error))
-spark.stop()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.spark
-@pytest.mark.skipif(bool(why_not_apart()), reason=why_not_apart())
-def test_loopback_on_two_machines_fails_at_once(tmp_path: Path) -> None:
-    with (
-        machines_apart(4) as machines,
-        cluster_on(machines, tmp_path) as cluster,
-        cluster.driver(ON_A_CLUSTER) as driver,
-    ):
-        refused = driver.receive("refused")["refused"]
-    assert refused.startswith("The program's rendezvous address is localhost:12355, but rank 0 is")
