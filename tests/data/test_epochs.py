@@ -6,7 +6,6 @@ from collections import Counter
 from itertools import chain
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,18 +113,9 @@ def test_a_shuffled_epoch_has_an_order_of_its_own() -> None:
     assert sorted(first) == sorted(second) == list(range(100))
 
 
-def test_a_buffer_shuffles_within_its_rows() -> None:
-    layout = layout_of([30, 30])
-    found = rows_of(layout, layout.plan(Epoch(0, Order(buffer_rows=20)), 0, 1))
-    assert [sorted(found[at : at + 20]) for at in (0, 20, 40)] == [
-        list(range(at, at + 20)) for at in (0, 20, 40)
-    ]
-    assert found != sorted(found)
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_dataset_that_is_not_split_is_read_whole(rank: int) -> None:
+def test_a_dataset_that_is_not_split_is_read_whole() -> None:
     layout = layout_of([3, 4], split=False)
-    assert rows_of(layout, layout.plan(Epoch(0, Order()), rank, 3)) == list(range(7))
     rest = Epoch(0, Order()).after(2, 5)
-    assert rows_of(layout, layout.plan(rest, rank, 3)) == [5, 6]
+    for rank in range(3):
+        assert rows_of(layout, layout.plan(Epoch(0, Order()), rank, 3)) == list(range(7))
+        assert rows_of(layout, layout.plan(rest, rank, 3)) == [5, 6]

@@ -26,10 +26,7 @@ needs_mounts = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 MEGABYTE = 2**20
 
 LOSING = """
-import contextlib
-import json
-import os
-import sys
+import contextlib, json, os, sys
 from pathlib import Path
 
 import psutil
@@ -37,28 +34,20 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql import SparkSession
 
-from distributor import train
+from distributor import TorchDistributor
 from distributor.data import from_spark
-from distributor.train.torch import TorchTrainer
 
 folder, driver = Path(sys.argv[1]), os.getpid()
-spark = (
-    SparkSession.builder.master("local-cluster[2,1,1024]")
-    .config("spark.ui.enabled", "false")
-    .getOrCreate()
-)
-
-
-def computed(name):
-    return len(list(folder.glob(f"{name} computed *")))
+builder = SparkSession.builder.master("local-cluster[2,1,1024]")
+spark = builder.config("spark.ui.enabled", "false").getOrCreate()
 
 
 def numbers(name, changes):
     def rows(batches):
         for batch in batches:
             part = TaskContext.get().partitionId()
-            first = 1000 if changes and list(folder.glob(f"{name} computed {part} *")) else 0
-            (folder / f"{name} computed {part} {os.getpid()}").touch()
+            first = 1000 if changes and list(folder.glob(f"{name} {part} *")) else 0
+            (folder / f"{name} {part} {os.getpid()}").touch()
             yield pa.record_batch([pa.array(n + first for n in batch["id"].to_pylist())], ["id"])
 
     return spark.range(0, 40, 1, 8).mapInArrow(rows, "id long")
@@ -70,43 +59,28 @@ def is_executor(process):
     return False
 
 
-def wait_for_both_executors():
-    spark.sparkContext.parallelize(range(2), 2).barrier().mapPartitions(list).collect()
-
-
-def loop(config):
+def read(shard):
     import threading
+    import torch  # without this line, the tests' processes do not find it
 
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         if os.environ["RANK"] == "0":
             next(filter(is_executor, psutil.Process(driver).children(recursive=True))).kill()
         threading.Event().wait()
-    batches = train.get_dataset_shard("train").iter_batches()
-    found = [number for batch in batches for number in batch["id"].tolist()]
-    (folder / f"{config['name']} {os.environ['RANK']}").write_text(json.dumps(found))
+    return [number for batch in shard.iter_batches() for number in batch["id"].tolist()]
 
 
 facts = {}
-for name, changes in (("same", False), ("changed", True)):
-    wait_for_both_executors()  # each then computes some of the rows
-    trainer = TorchTrainer(
-        loop,
-        train_loop_config={"name": name},
-        datasets={"train": from_spark(numbers(name, changes), equal=False)},
-        scaling_config=train.ScalingConfig(num_workers=2),
-        run_config=train.RunConfig(
-            storage_path=str(folder / "runs"),
-            name=name,
-            failure_config=train.FailureConfig(max_failures=1),
-        ),
-    )
+for name in ("same", "changed"):
+    # Both executors are there, and each computes some of the rows.
+    spark.sparkContext.parallelize(range(2), 2).barrier().mapPartitions(list).collect()
+    ranks = TorchDistributor(2, local_mode=False, use_gpu=False, max_failures=1)
     try:
-        trainer.fit()
-        facts[name] = [json.loads((folder / f"{name} {rank}").read_text()) for rank in (0, 1)]
+        rows = from_spark(numbers(name, name == "changed"), equal=False)
+        facts[name] = ranks.run_all(read, rows)
     except Exception as error:
         facts[name] = f"{type(error).__name__}: {error}"
-    facts[f"{name} computed"] = computed(name)
-facts["kept"] = len(spark.sparkContext._jsc.getPersistentRDDs())
+    facts[f"{name} computed"] = len(list(folder.glob(f"{name} *")))
 print("FACTS " + json.dumps(facts))
 """
 
@@ -121,73 +95,6 @@ def test_rows_of_a_lost_executor_are_computed_again_and_must_be_the_same(
     assert sorted(chain(*facts["same"])) == list(range(40))
     assert facts["same computed"] > 8
     assert "has other rows than when the run started" in facts["changed"]
-    assert facts["kept"] == 0
-
-
-FILLING = """
-import json
-import os
-import shutil
-import sys
-import time
-from pathlib import Path
-
-from pyspark.sql import SparkSession
-
-from distributor import TorchDistributor
-
-disk = sys.argv[1]
-spark = (
-    SparkSession.builder.master("local[1]")
-    .config("spark.ui.enabled", "false")
-    .config("spark.local.dir", disk)
-    .getOrCreate()
-)
-
-
-def rows(megabytes):
-    return spark.range(0, megabytes * 2**17, 1, 4).selectExpr("rand(7) AS x")
-
-
-def first_batch(shard):
-    import torch
-
-    [first] = next(iter(shard.iter_torch_batches(batch_size=1)))["x"]
-    assert isinstance(first, torch.Tensor)
-
-
-def error_of(megabytes):
-    try:
-        distributor = TorchDistributor(1, use_gpu=False, timeout=100)
-        distributor.run(first_batch, rows(megabytes))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-empty = shutil.disk_usage(disk).used
-errors = [error_of(megabytes) for megabytes in (24, 60, 4)]
-deadline = time.monotonic() + 30  # Spark removes files in the background
-while (left := shutil.disk_usage(disk).used - empty) > 2**21 and time.monotonic() < deadline:
-    time.sleep(0.1)
-files = [str(path) for path in Path(disk).rglob("*") if path.is_file()]
-print("FACTS " + json.dumps({"errors": errors, "left": left, "files": files}))
-"""
-
-
-@pytest.mark.slow
-@needs_mounts
-def test_a_full_disk_of_the_driver(
-    run_driver: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    with small_disk(tmp_path / "disk", 40) as disk:
-        facts = facts_in(run_driver(FILLING, str(disk)))
-    of_file, of_spark, none = facts["errors"]
-    assert "The rows of the DataFrames cannot be written to" in of_file
-    assert "spark.local.dir" in of_file
-    assert "a disk is full" in of_spark
-    assert "spark.local.dir" in of_spark
-    assert none is None, "a smaller DataFrame has room afterwards"
-    assert facts["left"] <= 2 * MEGABYTE, facts["files"]  # this package, for executors
 
 
 def messages(count: int) -> tuple[DatasetSpec, Iterator[pa.RecordBatch]]:

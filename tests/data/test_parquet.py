@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from datetime import date, datetime, timezone
@@ -95,46 +94,29 @@ def test_files_are_found_by_paths_folders_and_patterns(write: Write, tmp_path: P
         write(name, x=[name])
     (tmp_path / "a" / ".hidden").write_text("not Parquet")
     pattern = str(tmp_path / "[ab]" / "*.parquet")
-    assert values(open_parquet(tmp_path)) == [
-        "[c]",
-        "a/1.parquet",
-        "a/sub/3.parquet",
-        "b/2.parquet",
-    ]
-    assert values(open_parquet(pattern)) == ["a/1.parquet", "b/2.parquet"]
-    assert values(open_parquet(f"file://{tmp_path}/b")) == ["b/2.parquet"]
-    assert values(open_parquet(f"{tmp_path}/**/?.parquet")) == [
-        "a/1.parquet",
-        "a/sub/3.parquet",
-        "b/2.parquet",
-    ]
-    assert values(open_parquet(tmp_path / "[c]")) == ["[c]"]
-    both = open_parquet([tmp_path / "b", pattern])
-    assert values(both) == ["b/2.parquet", "a/1.parquet"]
-    assert both.name == f"{tmp_path / 'b'} and 1 other path"
+    for paths, expected in (
+        (tmp_path, ["[c]", "a/1.parquet", "a/sub/3.parquet", "b/2.parquet"]),
+        (pattern, ["a/1.parquet", "b/2.parquet"]),
+        (f"file://{tmp_path}/b", ["b/2.parquet"]),
+        (f"{tmp_path}/**/?.parquet", ["a/1.parquet", "a/sub/3.parquet", "b/2.parquet"]),
+        (tmp_path / "[c]", ["[c]"]),
+        ([tmp_path / "b", pattern], ["b/2.parquet", "a/1.parquet"]),
+    ):
+        assert values(open_parquet(paths)) == expected
 
 
-def test_a_path_without_files_is_an_error(write: Write, tmp_path: Path) -> None:
+def test_paths_that_cannot_be_read_are_errors(write: Write, tmp_path: Path) -> None:
     write("folder/_SUCCESS", x=[1])
     for path in (tmp_path / "folder", tmp_path / "absent", tmp_path / "*.parquet"):
         with pytest.raises(FileNotFoundError) as error:
             from_parquet(path)
         assert repr(str(path)) in str(error.value)
-    with pytest.raises(FileNotFoundError, match="list is empty"):
-        from_parquet([])
-
-
-def test_messages_do_not_show_credentials() -> None:
-    with pytest.raises(ValueError, match=r"but are s3://bucket\?region=x, /tmp") as error:
+    with pytest.raises(ValueError, match=r"but are s3://bucket\?region=x, /tmp"):  # no credentials
         from_parquet(["s3://key:secret@bucket?region=x", "/tmp"])
-    assert "secret" not in str(error.value)
-
-
-def test_a_delta_table_is_an_error(write: Write, tmp_path: Path) -> None:
-    write("part.parquet", x=[1])
-    (tmp_path / "_delta_log").mkdir()
+    write("delta/part.parquet", x=[1])
+    (tmp_path / "delta" / "_delta_log").mkdir()
     with pytest.raises(ValueError, match=r"Delta table.*Read it with Spark"):
-        from_parquet(tmp_path)
+        from_parquet(tmp_path / "delta")
 
 
 def test_folders_of_partitions_are_columns(write: Write, tmp_path: Path) -> None:
@@ -156,21 +138,13 @@ def test_folders_of_partitions_are_columns(write: Write, tmp_path: Path) -> None
         (["0.25", "1", "1.0E-5"], pa.float64(), [0.25, 1.0, 1e-5]),
         (["2024-01-31"], pa.date32(), [date(2024, 1, 31)]),
         (
-            ["2024-01-31 10:00:00", "1500-01-01 00:00:00.5", "2024-01-31"],
+            ["2024-01-31 10:00:00", "2024-01-31"],
             pa.timestamp("us"),
-            [
-                datetime(2024, 1, 31, 10),
-                datetime(1500, 1, 1, 0, 0, 0, 500_000),
-                datetime(2024, 1, 31),
-            ],
+            [datetime(2024, 1, 31, 10), datetime(2024, 1, 31)],
         ),
         (["0x10", "1"], pa.string(), ["0x10", "1"]),
-        (["true", "false"], pa.string(), ["true", "false"]),
         (["0.5", "9007199254740993"], pa.string(), ["0.5", "9007199254740993"]),
-        (["12345678901234567890"], pa.string(), ["12345678901234567890"]),
         (["2024-13-01"], pa.string(), ["2024-13-01"]),
-        (["2024-01-01", "1"], pa.string(), ["2024-01-01", "1"]),
-        ([], pa.string(), []),
     ],
 )
 def test_values_of_folders_have_sparks_types(
@@ -186,25 +160,20 @@ def test_values_of_folders_have_sparks_types(
         assert values(open_parquet(tmp_path, filters=pc.field("k") == value), "k") == [value]
 
 
-@pytest.mark.parametrize(
-    ("link", "target"),
-    [
-        ("loop", "."),
-        ("a/deep/far", "../../.."),
-        ("b", "a"),  # beside it
-        ("a/1-again.parquet", "1.parquet"),
-        ("a/nowhere", "nowhere"),
-    ],
-)
-def test_links_do_not_repeat_rows(write: Write, tmp_path: Path, link: str, target: str) -> None:
+def test_links_do_not_repeat_rows(write: Write, tmp_path: Path) -> None:
     write("rows/a/1.parquet", x=[1])
     write("rows/a/deep/2.parquet", x=[2])
     write("rows/z/3.parquet", x=[3])
-    (tmp_path / "rows" / link).symlink_to(target)
-    for path in ("rows", "rows/*", "rows/**/*.parquet", "rows/a/.."):
-        assert sorted(values(open_parquet(tmp_path / path))) == [1, 2, 3]
-    (tmp_path / "linked").symlink_to("rows")
-    assert sorted(values(open_parquet(tmp_path / "linked"))) == [1, 2, 3]
+    for link, target in (
+        ("rows/loop", "."),
+        ("rows/a/deep/far", "../../.."),
+        ("rows/a/1-again.parquet", "1.parquet"),
+        ("rows/a/nowhere", "nowhere"),
+        ("linked", "rows"),
+    ):
+        (tmp_path / link).symlink_to(target)
+        for path in ("rows", "rows/*", "rows/**/*.parquet", "rows/a/.."):
+            assert sorted(values(open_parquet(tmp_path / path))) == [1, 2, 3]
     assert sorted(values(open_parquet([tmp_path / "linked", tmp_path / "rows"]))) == [1, 2, 3]
     write("label=1/part.parquet", x=["c"])
     (tmp_path / "label=2").symlink_to("label=1")
@@ -228,40 +197,24 @@ def test_a_row_group_is_read_in_parts(write: Write, tmp_path: Path) -> None:
         next(source.read_parts(1, 8))
 
 
-def test_columns_are_selected(write: Write) -> None:
-    path = write("part.parquet", x=[1, 2], y=["a", "b"], z=[0.5, 1.5])
-    source = open_parquet(path, columns=["z", "x"])
-    assert source.schema.names == table_of(source).column_names == ["z", "x"]
-    with pytest.raises(ValueError, match=r"no column 'w'.*columns of the files are x, y, z"):
-        open_parquet(path, columns=["x", "w"])
-    with pytest.raises(ValueError, match="each once"):
-        open_parquet(path, columns=["x", "x"])
-    with pytest.raises(TypeError, match="columns must be a list"):
-        open_parquet(path, columns="xyz")
-
-
-def test_row_groups_that_filters_exclude_are_not_read(write: Write) -> None:
+def test_columns_and_rows_are_selected(write: Write) -> None:
     path = write("part.parquet", x=range(12), y=[i % 2 for i in range(12)], s=["s"] * 12)
+    source = open_parquet(path, columns=["s", "x"])
+    assert source.schema.names == table_of(source).column_names == ["s", "x"]
     source = open_parquet(path, columns=["x"], filters=[("x", ">=", 6), ("y", "==", 0)])
-    assert source.chunk_rows.tolist() == [1, 2]
+    assert source.chunk_rows.tolist() == [1, 2], "one row group is not read"
     assert values(source) == [6, 8, 10]
-    assert source.null_counts == {"x": 0}
-    for filters in (
-        [[("x", "<", 2)], [("x", ">", 10)]],
-        (pc.field("x") < 2) | (pc.field("x") == 11),
+    for filters, expected in (
+        ([[("x", "<", 2)], [("x", ">", 10)]], [0, 1, 11]),
+        ((pc.field("x") < 2) | (pc.field("x") == 11), [0, 1, 11]),
+        (pc.field("x") > 99, []),
     ):
-        assert values(open_parquet(path, filters=filters)) == [0, 1, 11]
-    assert values(open_parquet(path, filters=pc.field("x") > 99)) == []
-
-
-@pytest.mark.parametrize(
-    "filters",
-    [[("w", ">", 1)], pc.field("w") > 1, [("s", ">", 1)], [("x", ">")], "x > 1", [("x", "~", 1)]],
-)
-def test_filters_that_cannot_be_applied_are_errors(write: Write, filters: Any) -> None:
-    path = write("part.parquet", x=[1], s=["s"])
-    with pytest.raises(ValueError, match=r"filters=.* cannot be applied: .*columns.* are x, s"):
-        from_parquet(path, filters=filters)
+        assert values(open_parquet(path, filters=filters)) == expected
+    with pytest.raises(ValueError, match=r"no column 'w'.*columns of the files are x, y, s"):
+        open_parquet(path, columns=["x", "w"])
+    for bad in ([("w", ">", 1)], pc.field("w") > 1, [("s", ">", 1)], "x > 1"):
+        with pytest.raises(ValueError, match=r"filters=.* cannot be applied: .*columns.* are x, y"):
+            from_parquet(path, filters=bad)
 
 
 def test_files_with_other_columns_are_errors(write: Write, tmp_path: Path) -> None:
@@ -278,52 +231,33 @@ def test_files_with_other_columns_are_errors(write: Write, tmp_path: Path) -> No
             from_parquet(tmp_path)
         assert difference.format(path=path) in str(error.value)
     assert values(open_parquet(tmp_path, columns=["x"])) == [1, 1]
-    write(path.name, x=[1])
-    with pytest.raises(ValueError, match=rf"filters cannot be applied to {path}: .*\(y\)"):
-        from_parquet(tmp_path, columns=["x"], filters=pc.field("y") > 0)
     path.write_text("PAR1, but not Parquet")
     with pytest.raises(ValueError, match=f"{path} cannot be read as a Parquet file"):
         from_parquet(tmp_path)
 
 
 TEXTS = pa.dictionary(pa.int32(), pa.string())
+SAME = [  # values that files may keep differently, and the common type
+    (pa.array(["x"]), pa.array(["y"], TEXTS), pa.string()),
+    (pa.array(["x"]), pa.array(["y"], pa.large_string()), pa.large_string()),
+    (pa.array(["x"]), pa.nulls(1), pa.string()),
+    (pa.array([["x"]], pa.list_(TEXTS)), pa.array([["y"]]), pa.list_(pa.string())),
+    (pa.array([1], pa.int32()), pa.array([2], pa.int64()), pa.int64()),
+    (
+        pa.array([Decimal("1.5")], pa.decimal128(10, 2)),
+        pa.array([Decimal("2.5")], pa.decimal128(12, 2)),
+        pa.decimal128(12, 2),
+    ),
+    (pa.array([1], pa.timestamp("us")), pa.array([1], pa.timestamp("ms")), pa.timestamp("us")),
+    (pa.array([1]), pa.array(["x"]), None),
+    (pa.array([1]), pa.array([1.5]), None),
+    (pa.array([1], pa.timestamp("us")), pa.array([1], pa.timestamp("us", "UTC")), None),
+    (pa.array([{"a": 1}]), pa.array([{"a": 1, "b": 2}]), None),
+]
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "common"),
-    [
-        (pa.array(["x"]), pa.array(["y"], TEXTS), pa.string()),
-        (pa.array(["x"], TEXTS), pa.array(["y"], TEXTS), TEXTS),
-        (pa.array(["x"]), pa.array(["y"], pa.large_string()), pa.large_string()),
-        (pa.array(["x"]), pa.nulls(1), pa.string()),
-        (pa.array([["x"]], pa.list_(TEXTS)), pa.array([["y"]]), pa.list_(pa.string())),
-        (pa.array([[1]]), pa.array([[2]], pa.list_(pa.int64(), 1)), pa.list_(pa.int64())),
-        (pa.array([{"a": [1]}]), pa.array([{"a": None}]), pa.struct([("a", pa.list_(pa.int64()))])),
-        (pa.array([1], pa.int32()), pa.array([2], pa.int64()), pa.int64()),
-        (pa.array([b"ab"], pa.binary(2)), pa.array([b"c"]), pa.binary()),
-        (
-            pa.array([Decimal("1.5")], pa.decimal128(10, 2)),
-            pa.array([Decimal("2.5")], pa.decimal128(12, 2)),
-            pa.decimal128(12, 2),
-        ),
-        (
-            pa.array([1], pa.timestamp("us")),
-            pa.array([1], pa.timestamp("ms")),
-            pa.timestamp("us"),
-        ),
-        (
-            pa.array([1], pa.timestamp("us", "UTC")),
-            pa.array([1], pa.timestamp("us", "Europe/Berlin")),
-            pa.timestamp("us", "UTC"),
-        ),
-        (pa.array([1]), pa.array(["x"]), None),
-        (pa.array([1]), pa.array([1.5]), None),
-        (pa.array([[1]]), pa.array([[1.5]]), None),
-        (pa.array(["x"]), pa.array([b"x"]), None),
-        (pa.array([1], pa.timestamp("us")), pa.array([1], pa.timestamp("us", "UTC")), None),
-        (pa.array([{"a": 1}]), pa.array([{"a": 1, "b": 2}]), None),
-    ],
-    ids=lambda value: str(getattr(value, "type", value)),
+    ("one", "other", "common"), SAME, ids=lambda value: str(getattr(value, "type", value))
 )
 @pytest.mark.parametrize("order", [1, -1])
 def test_files_may_keep_the_same_values_differently(
@@ -342,9 +276,7 @@ def test_files_may_keep_the_same_values_differently(
     assert values(source) == expected
     parts = [part for chunk in range(2) for part in source.read_parts(chunk, 8)]
     assert pa.concat_tables(parts)["x"].to_pylist() == expected
-    if pa.types.is_nested(common):
-        return
-    for value in filter(None, expected):
+    for value in [] if pa.types.is_nested(common) else filter(None, expected):
         found = values(open_parquet(tmp_path, filters=pc.field("x") == value))
         assert found == [each for each in expected if each == value]
 
@@ -353,19 +285,14 @@ def test_int96_is_an_instant_in_microseconds(tmp_path: Path) -> None:
     """Spark writes it by default. In nanoseconds, it has the years 1678 to 2262 only."""
     instants = [datetime(year, 1, 1, 12, tzinfo=timezone.utc) for year in (1500, 9999)]
     x = pa.array(instants, pa.timestamp("us", "UTC"))
-    table = pa.table({"x": x, "l": pa.array([[each] for each in instants]), "text": ["a", "b"]})
+    table = pa.table({"x": x, "l": pa.array([[each] for each in instants])})
     pq.write_table(table, tmp_path / "1.parquet", use_deprecated_int96_timestamps=True)
     pq.write_table(table, tmp_path / "2.parquet")  # as TIMESTAMP(MICROS)
     source = open_parquet(tmp_path)
-    assert source.schema.field("x").type == x.type
     assert values(source) == instants * 2
     assert values(source, "l") == [[each] for each in instants] * 2
-    parts = [part for chunk in range(2) for part in source.read_parts(chunk, 8)]
-    assert pa.concat_tables(parts)["l"].to_pylist() == [[each] for each in instants] * 2
     late = open_parquet(tmp_path, filters=pc.field("x") > instants[0], columns=["x"])
     assert values(late) == instants[1:] * 2
-    [batch] = from_parquet(tmp_path / "1.parquet", columns=["x"]).iter_torch_batches(batch_size=2)
-    assert batch["x"].tolist() == x.cast(pa.int64()).to_pylist()
 
 
 def test_null_counts_are_those_of_the_statistics(write: Write, tmp_path: Path) -> None:
@@ -379,27 +306,20 @@ def test_null_counts_are_those_of_the_statistics(write: Write, tmp_path: Path) -
     assert open_parquet(tmp_path / "none").null_counts is None
 
 
-def test_one_row_group_is_kept(write: Write) -> None:
+def test_files_that_change_or_have_no_rows_are_errors(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write("part.parquet", x=range(8))
     source = open_parquet(path)
     first = source.read(0)
-    assert source.read(0) is first
-    assert pickle.loads(pickle.dumps(source)).read(0) == first
+    assert source.read(0) is first, "the row group read last is kept"
     write("part.parquet", x=range(7))
     with pytest.raises(RuntimeError, match=f"{path} has changed since"):
         source.read(1)
-
-
-def test_shares_need_rows(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write("part.parquet", x=[1, 2])
-    with pytest.raises(ValueError, match="equal must be 'pad', 'drop' or False, but is True"):
-        from_parquet(path, equal=True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"{path} has no rows that the filters select"):
-        from_parquet(path, filters=[("x", ">", 2)])
-    with pytest.raises(ValueError, match="has no rows"):
-        from_parquet(write("empty.parquet", x=pa.array([], pa.int64())))
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="2 rows, which is less than one for each of the 3 ranks"):
+        from_parquet(path, filters=[("x", ">", 7)])
+    monkeypatch.setenv("WORLD_SIZE", "9")
+    with pytest.raises(ValueError, match="7 rows, which is less than one for each of the 9 ranks"):
         from_parquet(path)
 
 
@@ -425,24 +345,3 @@ def test_a_shard_can_be_passed_to_the_ranks_or_made_there(
     assert [len(rows) for rows in passed] == [4, 4, 4]
     assert {x for rows in passed for x in rows} == set(range(11))
     assert list(whole) == [list(range(11))] * 3
-
-
-def test_names_that_are_not_valid_unicode(write: Write, tmp_path: Path) -> None:
-    latin_1 = os.fsdecode(b"caf\xe9")
-    folder = tmp_path / f"files {latin_1}"
-    (folder / latin_1).mkdir(parents=True)
-    written = write("part", x=range(6))
-    for name in (f"1 {latin_1}.parquet", f"{latin_1}/2.parquet", "3.parquet"):
-        shutil.copy(written, folder / name)
-    shard = from_parquet([folder / f"1 {latin_1}.parquet", f"{folder}/{latin_1[:-1]}*/*"])
-    assert sorted(row["x"] for row in pickle.loads(pickle.dumps(shard)).iter_rows()) == sorted(
-        [*range(6)] * 2
-    )
-    assert values(open_parquet(folder, filters=pc.field("x") >= 4)) == [4, 5] * 3
-
-    file = folder / f"y={latin_1}" / "4.parquet"
-    file.parent.mkdir()
-    shutil.copy(written, file)
-    with pytest.raises(ValueError, match="not valid Unicode, so it cannot be a column") as caught:
-        from_parquet(folder)
-    assert str(file) in str(caught.value)

@@ -95,26 +95,18 @@ TYPES: list[tuple[pa.DataType, list[Any], Any]] = [
     (pa.timestamp("s", "Europe/Paris"), [dt.datetime(1970, 1, 1, 1, tzinfo=PARIS)], tensor([0])),
     (pa.timestamp("ns"), [1_999, -1_000], tensor([1, -1])),
     (pa.time64("us"), [dt.time(0, 0, 1)], tensor([10**6])),
-    (pa.time32("ms"), [dt.time(0, 0, 1)], tensor([10**6])),
     (pa.duration("us"), [dt.timedelta(days=-1)], tensor([-DAY])),
     (pa.string(), ["a", "", "ü"], ["a", "", "ü"]),
-    (pa.large_string(), ["a", "b"], ["a", "b"]),
     (pa.binary(), [b"\0a", b""], [b"\0a", b""]),
-    (pa.large_binary(), [b"a", b"b"], [b"a", b"b"]),
     (pa.binary(2), [b"ab", b"cd"], [b"ab", b"cd"]),
     (pa.dictionary(pa.int32(), pa.string()), ["a", "b", "a"], ["a", "b", "a"]),
-    (pa.dictionary(pa.int8(), INT), [5, 6, 5], tensor([5, 6, 5])),
     (L(pa.float32()), [[1, 2], [3, 4], [5, 6]], tensor([[1.0, 2], [3, 4], [5, 6]])),
-    (pa.large_list(INT), [[1], [2]], tensor([[1], [2]])),
     (L(INT, 2), [[1, 2], [3, 4], [5, 6]], tensor([[1, 2], [3, 4], [5, 6]])),
     (L(pa.bool_()), [[True, False], [False, True]], tensor([[True, False], [False, True]])),
     (L(INT), [[], []], torch.empty(2, 0, dtype=torch.int64)),
     (L(L(pa.float32())), [[[1], [2]], [[3], [4]]], tensor([[[1.0], [2]], [[3], [4]]])),
-    (L(L(INT, 2), 1), [[[1, 2]], [[3, 4]]], tensor([[[1, 2]], [[3, 4]]])),
     (L(pa.date32()), [[JAN_3]], tensor([[2]]).int()),
     (L(pa.string()), [["a"], [], ["b", "c"]], [["a"], [], ["b", "c"]]),
-    (L(pa.binary(), 1), [[b"a"], [b"b"]], [[b"a"], [b"b"]]),
-    (L(L(pa.string())), [[["a"], []], []], [[["a"], []], []]),
     (
         pa.struct([("a", INT), ("b", pa.struct([("c", L(pa.float32())), ("d", pa.string())]))]),
         [{"a": 1, "b": {"c": [1, 2], "d": "x"}}, {"a": 2, "b": {"c": [3, 4], "d": "y"}}],
@@ -137,27 +129,13 @@ def test_each_type_becomes_what_the_table_says(
             assert same(found, expected), found
 
 
-@pytest.mark.parametrize(
-    "vectors",
-    [
-        [dense(1, 2, 0), dense(3, 4, 5)],
-        [sparse(3, {0: 1, 1: 2}), sparse(3, {}), sparse(3, {2: 7})],
-        [dense(1, 2, 0), sparse(3, {1: 5}), dense(0, 0, 9), sparse(3, {0: 1, 2: 2})],
-    ],
-    ids=["dense", "sparse", "mixed"],
-)
-def test_vectors_become_rows(vectors: list[dict[str, Any]]) -> None:
-    expected = []
-    for vector in vectors:
-        row = vector["values"]
-        if not vector["type"]:
-            row = [0.0] * vector["size"]
-            for index, value in zip(vector["indices"], vector["values"], strict=True):
-                row[index] = value
-        expected.append(row)
+def test_vectors_become_rows() -> None:
+    vectors = [dense(1, 2, 0), sparse(3, {1: 5}), dense(0, 0, 9), sparse(3, {}), sparse(3, {2: 2})]
+    expected = tensor([[1, 2, 0], [0, 5, 0], [0, 0, 9], [0, 0, 0], [0, 0, 2]]).double()
     options = TensorOptions(vectors=frozenset({"x", "of another dataset"}))
-    for table in variants(vectors, VECTOR):
-        assert same(to_tensors(table, options)["x"], torch.tensor(expected, dtype=torch.float64))
+    for rows in ([0, 2], [1, 3], range(5)):  # dense, sparse, mixed
+        for table in variants([vectors[row] for row in rows], VECTOR):
+            assert same(to_tensors(table, options)["x"], expected[list(rows)])
 
 
 def test_vectors_of_unequal_sizes_and_nulls() -> None:
@@ -174,36 +152,17 @@ def test_vectors_of_unequal_sizes_and_nulls() -> None:
         check_columns(pa.schema({"x": pa.int64()}), options, None, "")
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "shape"),
-    [
-        (pa.int16(), torch.int16, (0,)),
-        (pa.bool_(), torch.bool, (0,)),
+def test_an_empty_table_has_the_dtype_and_the_known_shape() -> None:
+    for kind, dtype, shape in (
         (pa.decimal128(5, 1), torch.float64, (0,)),
-        (pa.timestamp("us", "UTC"), torch.int64, (0,)),
         (pa.list_(pa.float32()), torch.float32, (0, 0)),
-        (pa.list_(pa.float32(), 7), torch.float32, (0, 7)),
         (pa.list_(pa.list_(pa.int8(), 3), 7), torch.int8, (0, 7, 3)),
         (VECTOR, torch.float64, (0, 0)),
-    ],
-    ids=str,
-)
-def test_an_empty_table_has_the_dtype_and_the_known_shape(
-    kind: pa.DataType, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    options = TensorOptions(vectors=frozenset("x" if kind == VECTOR else ""))
-    for chunks in ([], [pa.array([], kind)]):
-        found = to_tensors(pa.table({"x": pa.chunked_array(chunks, kind)}), options)["x"]
-        assert (found.dtype, tuple(found.shape)) == (dtype, shape)
-
-
-def test_an_empty_table_of_ragged_arrays() -> None:
-    for kind in (pa.list_(pa.float32()), pa.list_(pa.string())):
-        table = pa.table({"x": pa.array([], kind)})
-        assert to_tensors(table, TensorOptions(ragged="list")) == {"x": []}
-    found = to_tensors(pa.table({"x": pa.array([], pa.list_(pa.int8()))}), ragged("nested"))["x"]
-    assert found.is_nested
-    assert (found.dtype, len(found)) == (torch.int8, 0)
+    ):
+        options = TensorOptions(vectors=frozenset("x" if kind == VECTOR else ""))
+        for chunks in ([], [pa.array([], kind)]):
+            found = to_tensors(pa.table({"x": pa.chunked_array(chunks, kind)}), options)["x"]
+            assert (found.dtype, tuple(found.shape)) == (dtype, shape)
 
 
 def ragged(value: Any) -> TensorOptions:
@@ -216,11 +175,7 @@ def ragged(value: Any) -> TensorOptions:
         (pa.int64(), [1, 2, 3]),
         (pa.bool_(), [True, False]),
         (pa.decimal128(9, 2), [Decimal("1.5")]),
-        (pa.date32(), [1, 2]),
-        (pa.timestamp("us"), [1, 2]),
         (pa.list_(pa.float32()), [[1, 2], [3, 4]]),
-        (pa.list_(pa.float32(), 2), [[1, 2], [3, 4]]),
-        (VECTOR, [dense(1, 2), dense(3, 4)]),
         (VECTOR, [sparse(2, {1: 1}), dense(3, 4)]),
     ],
     ids=str,
@@ -233,44 +188,33 @@ def test_tensors_own_their_memory(kind: pa.DataType, values: list[Any], tmp_path
     source = pa.table({"x": pa.array(values, kind)})
     with pa.ipc.new_file(str(path), source.schema) as writer:
         writer.write_table(source)
-        writer.write_table(source)
-    before = path.read_bytes()
     with pa.memory_map(str(path)) as file:
         table = pa.ipc.open_file(file).read_all()
-        for part in (table, table.slice(0, 1)):
-            tensor = to_tensors(part, options)["x"]
-            copy = tensor.clone()
-            tensor.zero_()
-            assert same(to_tensors(part, options)["x"], copy)
-    assert path.read_bytes() == before
+        found = to_tensors(table, options)["x"]
+        copy = found.clone()
+        found.zero_()
+        assert same(to_tensors(table, options)["x"], copy)
 
 
 @pytest.mark.filterwarnings("error")
 def test_tensors_use_private_memory_that_can_be_written_to(tmp_path: Path) -> None:
     columns = {
-        "number": pa.array([1, 2, 3, 4]),
-        "time": pa.array([1, 2, 3, 4], pa.timestamp("us")),
         "array": pa.array([[1, 2], [3, 4], [5, 6], [7, 8]], pa.list_(pa.float32())),
-        "struct": pa.array([{"number": n} for n in range(4)]),
         "kept": pa.array([1, 2, 3, 4]),
         "null": pa.array([1, None, 3, 4]),
     }
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
     table = open_parquet(tmp_path / "rows.parquet").read(0)
-    private = frozenset(columns) - {"kept"} | {"struct.number"}
-    options = TensorOptions(private=private, fill=0)
+    options = TensorOptions(private=frozenset({"array", "null"}), fill=0)
     for part in (table, table.slice(1, 2)):
         copies = to_tensors(part, TensorOptions(fill=0))
         tensors = to_tensors(part, options)
         assert same(tensors, copies)
-        for name in ("number", "time", "array", "kept", "null"):
+        for name in columns:
             tensors[name].add_(1)
-        tensors["struct"]["number"].add_(1)
         again = to_tensors(part, options)
-        assert {name for name in columns if same(again[name], tensors[name])} == {
-            "number", "time", "array"
-        }  # fmt: skip
-        assert all(same(again[name], copies[name]) for name in ("struct", "kept", "null"))
+        assert same(again["array"], tensors["array"]), "it has the memory of the table"
+        assert all(same(again[name], copies[name]) for name in ("kept", "null"))
 
 
 @given(
@@ -290,33 +234,18 @@ def test_ragged_arrays_round_trip(rows: list[list[int | None] | None], cut: int)
 RAGGED = pa.table({"x": pa.array([[1, 2], [], [3]], pa.list_(pa.float32())), "y": [[1], [2], [3]]})
 
 
-def test_arrays_of_unequal_lengths_are_an_error_that_says_what_to_pass() -> None:
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"^Column 'x' has unequal lengths, from 0 to 2\. Pass ragged='nested' for a nested "
-            r"tensor, or ragged='list' for a list of tensors\.$"
-        ),
-    ):
-        to_tensors(RAGGED, TensorOptions())
-
-
 def test_ragged_is_by_column_or_for_all() -> None:
+    with pytest.raises(ValueError, match=r"'x' has unequal lengths, from 0 to 2.* ragged='nested'"):
+        to_tensors(RAGGED, TensorOptions())
     found = to_tensors(RAGGED, ragged({"x": "nested"}))
     assert found["x"].layout == torch.jagged
     assert [row.tolist() for row in found["x"].unbind()] == [[1, 2], [], [3]]
     assert same(found["y"], torch.tensor([[1], [2], [3]]))
     found = to_tensors(RAGGED, TensorOptions(torch.float64, ragged="list"))
     assert same(found["x"], [torch.tensor(row).double() for row in ([1, 2], [], [3])])
-    assert same(found["y"], [torch.tensor([row]).double() for row in (1, 2, 3)])
     # They are equal in some batches by chance, which does not change what they become.
     assert to_tensors(RAGGED.slice(1, 1), ragged("nested"))["x"].is_nested
     assert isinstance(to_tensors(RAGGED.slice(1, 1), ragged("list"))["x"], list)
-    assert [ragged(value).has_nested for value in ("list", "nested", {"x": "nested"})] == [
-        False,
-        True,
-        True,
-    ]
 
 
 def test_arrays_of_ragged_arrays() -> None:
@@ -328,17 +257,6 @@ def test_arrays_of_ragged_arrays() -> None:
         [torch.tensor(array, dtype=torch.int64) for array in row] for row in inner["x"].to_pylist()
     ]
     assert same(to_tensors(inner, ragged("list"))["x"], expected)
-    outer = pa.table({"x": [[[1, 2]], [], [[3, 4], [5, 6]]]})
-    rows = to_tensors(outer, ragged("nested"))["x"].unbind()
-    assert [row.tolist() for row in rows] == [[[1, 2]], [], [[3, 4], [5, 6]]]
-    vectors = pa.table({"x": pa.array([[[1, 2]], []], pa.list_(pa.list_(pa.int64(), 2)))})
-    assert same(
-        to_tensors(vectors, ragged("list"))["x"],
-        [
-            torch.tensor([[1, 2]]),
-            torch.empty(0, 2, dtype=torch.int64),
-        ],
-    )
 
 
 ADDRESS = pa.struct([("zip", pa.int64()), ("city", pa.string())])
@@ -347,20 +265,14 @@ NULLS: list[tuple[pa.DataType, list[Any], str, Any, Any]] = [
     (INT, [1, None, 3, None], "'x' has 2 nulls", 7, tensor([1, 7, 3, 7])),
     (pa.bool_(), [None, True], "'x' has 1 null", False, tensor([False, True])),
     (DECIMAL, [None, Decimal(2)], "'x' has 1 null", Decimal("0.5"), tensor([0.5, 2]).double()),
-    (pa.date32(), [None, JAN_3], "'x' has 1 null", dt.date(1970, 1, 2), tensor([1, 2]).int()),
     (INSTANT, [None], "'x' has 1 null", utc(1970, 1, 2), tensor([DAY])),
-    (pa.uint64(), [None, 5], "'x' has 1 null", 2**40, tensor([2**40, 5])),
     (pa.string(), ["a", None], "'x' has 1 null", "b", ["a", "b"]),
-    (pa.binary(), [b"a", None], "'x' has 1 null", b"b", [b"a", b"b"]),
     (pa.dictionary(pa.int8(), pa.string()), ["a", None], "'x' has 1 null", "b", ["a", "b"]),
     (L(INT), [[1, None], [None, 4]], f"{INSIDE} has 2 nulls", 9, tensor([[1, 9], [9, 4]])),
     (L(INT), [None, [1, 2], None], "'x' has 2 nulls", 9, tensor([[9, 9], [1, 2], [9, 9]])),
     (L(INT, 2), [None, [1, None]], "'x' has 1 null.", 9, tensor([[9, 9], [1, 9]])),
-    (L(INT, 2), [None, None], "'x' has 2 nulls", 9, tensor([[9, 9], [9, 9]])),
-    (L(L(INT)), [[[1, 2], None]], f"{INSIDE} has 1 null", 9, tensor([[[1, 2], [9, 9]]])),
     (L(pa.string()), [["a", None], []], f"{INSIDE} has 1 null", "b", [["a", "b"], []]),
 ]
-ADVICE = {str: "''", bytes: "b''", bool: "False"}
 
 
 @pytest.mark.parametrize(
@@ -371,9 +283,8 @@ def test_nulls_are_an_error_or_filled(
     kind: pa.DataType, values: list[Any], found: str, fill: Any, expected: Any
 ) -> None:
     for table in variants(values, kind):
-        with pytest.raises(ValueError, match=re.escape(f"Column {found}")) as error:
+        with pytest.raises(ValueError, match=re.escape(f"Column {found}")):
             to_tensors(table, TensorOptions())
-        assert f"fill={{'x': {ADVICE.get(type(fill), 0)}}}." in str(error.value)
         options = TensorOptions(fill={"x": fill})
         check_columns(table.schema, options, {"x": table["x"].null_count}, "train")
         assert same(to_tensors(table, options)["x"], expected)
@@ -384,8 +295,6 @@ def test_nulls_in_structs_are_those_of_their_fields() -> None:
     for table in variants(values, ADDRESS):
         with pytest.raises(ValueError, match=r"'x\.zip' has 2 nulls.* fill={'x\.zip': 0}\."):
             to_tensors(table, TensorOptions())
-        with pytest.raises(ValueError, match=r"'x\.city' has 1 null\."):
-            to_tensors(table, TensorOptions(fill={"x.zip": 1}))
         found = to_tensors(table, TensorOptions(fill={"x.zip": 1, "x.city": ""}))["x"]
         assert same(found, {"zip": torch.tensor([1, 1, 3]), "city": ["", "a", "b"]})
 
@@ -405,47 +314,21 @@ def test_null_arrays_of_unknown_length_cannot_be_filled() -> None:
         to_tensors(table, TensorOptions(fill=0))
 
 
-def test_one_number_fills_all_columns_of_numbers() -> None:
-    table = pa.table({"a": [1, None], "b": [None, 0.5], "c": pa.array([[1, None]] * 2)})
-    found = to_tensors(table, TensorOptions(fill=-1))
-    assert [column.tolist() for column in found.values()] == [[1, -1], [-1, 0.5], [[1, -1]] * 2]
-    others = pa.table({"flag": pa.array([None], pa.bool_()), "name": pa.array([None], pa.string())})
-    for name in others.column_names:
-        with pytest.raises(ValueError, match=f"'{name}' has 1 null"):
-            to_tensors(others.select([name]), TensorOptions(fill=-1))
-
-
-def test_integers_that_become_floats_can_be_filled_with_nan() -> None:
-    found = to_tensors(pa.table({"x": [1, None]}), TensorOptions(torch.float32, {"x": NAN}))["x"]
-    assert found.dtype == torch.float32
-    assert found[0] == 1
-    assert found[1].isnan()
-
-
-@pytest.mark.parametrize(
-    ("kind", "fill"),
-    [
+def test_a_fill_that_does_not_fit_is_an_error() -> None:
+    for kind, fill in (
         (pa.int64(), 1.5),
         (pa.int64(), NAN),
-        (pa.int64(), "a"),
-        (pa.int64(), None),
         (pa.int8(), 1000),
         (pa.uint8(), -1),
-        (pa.float32(), "a"),
         (pa.bool_(), 0),
         (pa.string(), 0),
-        (pa.binary(), 0),
-        (pa.date32(), "1970-01-01"),
         (pa.list_(pa.int64()), [0]),
-        (VECTOR, "a"),
-    ],
-    ids=str,
-)
-def test_a_fill_that_does_not_fit_is_an_error(kind: pa.DataType, fill: Any) -> None:
-    options = TensorOptions(fill={"x": fill}, vectors=frozenset("x" if kind == VECTOR else ""))
-    message = rf"Column 'x' of train .*has the type .*, which fill={re.escape(repr(fill))} does not"
-    with pytest.raises(ValueError, match=message):
-        check_columns(pa.schema({"x": kind}), options, None, "train")
+    ):
+        message = rf"Column 'x' of train .*has the type .*, which fill={re.escape(repr(fill))} does"
+        with pytest.raises(ValueError, match=message):
+            check_columns(pa.schema({"x": kind}), TensorOptions(fill={"x": fill}), None, "train")
+    found = to_tensors(pa.table({"x": [1, None]}), TensorOptions(torch.float32, {"x": NAN}))["x"]
+    assert found[1].isnan(), "integers that become floats can be filled with it"
 
 
 def test_dtypes_are_for_all_tensors_or_by_column() -> None:
@@ -473,9 +356,7 @@ COLUMNS = "but the columns of train are 'a', 's', 'l', 'c.zip', 'c.city'"
     ("options", "message"),
     [
         (TensorOptions(fill={"b": 0, "a": 0}), f"fill names 'b', {COLUMNS}"),
-        (TensorOptions({"zip": torch.int8}), f"dtypes names 'zip', {COLUMNS}"),
         (ragged({"m": "list"}), f"ragged names 'm', {COLUMNS}"),
-        (TensorOptions(fill={"c": 0}), "fill names 'c', but .* 'c.zip'"),
         (TensorOptions({"s": torch.int8}), "'s' of train has the type string, .* without a dtype"),
         (ragged({"a": "list"}), "'a' of train has the type int64, to which ragged does not apply"),
     ],
@@ -483,66 +364,31 @@ COLUMNS = "but the columns of train are 'a', 's', 'l', 'c.zip', 'c.city'"
 def test_options_name_columns_that_exist(options: TensorOptions, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_columns(SCHEMA, options, None, "train")
-    with pytest.raises(ValueError, match=message.replace(" of train", "")):
-        to_tensors(SCHEMA.empty_table(), options)
 
 
-def test_options_have_the_right_types() -> None:
-    for dtypes in ("float32", {"a": np.float32}):
-        with pytest.raises(TypeError, match=r"dtypes must be a torch\.dtype.*float32"):
-            TensorOptions(dtypes)  # type: ignore[arg-type]
-    for value in ("lists", {"a": None}):
-        with pytest.raises(ValueError, match="ragged must be 'error', 'nested' or 'list'"):
-            ragged(value)
-    with pytest.raises(TypeError, match=r"fill must be a number.*but is ''"):
-        TensorOptions(fill="")
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pa.map_(pa.string(), pa.int64()),
-        pa.null(),
-        pa.month_day_nano_interval(),
-        pa.dense_union([pa.field("a", pa.int64())]),
-        pa.list_(pa.map_(pa.string(), pa.int64())),
-        pa.list_(pa.struct([("a", pa.int64())])),
-        pa.struct([("f", pa.null())]),
-    ],
-    ids=str,
-)
-def test_a_type_without_a_tensor_is_an_error(kind: pa.DataType) -> None:
+def test_a_type_without_a_tensor_is_an_error() -> None:
     message = r"^Column 'x(\.f)?' of train .*has the type .*, which has no tensor\. .*df\.drop"
-    with pytest.raises(TypeError, match=message):
-        check_columns(pa.schema({"a": pa.int64(), "x": kind}), TensorOptions(), None, "train")
+    maps, null = pa.map_(pa.string(), pa.int64()), pa.null()
+    for kind in (maps, null, pa.list_(maps), pa.struct([("f", null)])):
+        with pytest.raises(TypeError, match=message):
+            check_columns(pa.schema({"a": INT, "x": kind}), TensorOptions(), None, "train")
+    with pytest.raises(ValueError, match="Column 'x' of train exists twice"):
+        check_columns(pa.schema([("x", INT), ("x", INT)]), TensorOptions(), None, "train")
 
 
 def test_known_nulls_are_an_error_before_the_first_batch() -> None:
     for counts, message in (
         ({"a": 12_345}, "'a' of train has 12,345 nulls"),
-        ({"s": 1}, "'s' of train has 1 null"),
         ({"c": 3}, r"'c\.zip' of train has 3 nulls"),
         ({"c": 0, "c.city": 2}, r"'c\.city' of train has 2 nulls"),
-        ({"l": 2}, r"'l' of train has 2 nulls\."),
     ):
         with pytest.raises(ValueError, match=message):
             check_columns(SCHEMA, TensorOptions(), counts, "train")
         fill = {"a": 0, "s": "", "c.zip": 0, "c.city": "", "l": 0}
         check_columns(SCHEMA, TensorOptions(fill=fill), counts, "train")
-    with pytest.raises(ValueError, match="'l' of train has 2 nulls instead of arrays"):
-        check_columns(SCHEMA, TensorOptions(fill=0, ragged="list"), {"l": 2}, "train")
 
 
 def test_values_that_do_not_fit_name_the_column() -> None:
-    table = pa.table({"x": pa.array([2**63], pa.uint64())})
-    with pytest.raises(ValueError, match="Column 'x' has a value that does not fit int64"):
-        to_tensors(table, TensorOptions())
-    table = pa.table({"x": pa.array([2**62], pa.timestamp("s"))})
-    with pytest.raises(ValueError, match="Column 'x' has a value that does not fit int64"):
-        to_tensors(table, TensorOptions())
-
-
-def test_two_columns_of_one_name_are_an_error() -> None:
-    schema = pa.schema([("x", pa.int64()), ("x", pa.int64())])
-    with pytest.raises(ValueError, match="Column 'x' of train exists twice"):
-        check_columns(schema, TensorOptions(), None, "train")
+    for value, kind in ((2**63, pa.uint64()), (2**62, pa.timestamp("s"))):
+        with pytest.raises(ValueError, match="Column 'x' has a value that does not fit int64"):
+            to_tensors(pa.table({"x": pa.array([value], kind)}), TensorOptions())

@@ -42,30 +42,30 @@ def read_datasets() -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("num_workers", [2, 0])
-def test_datasets_are_split_or_whole(spark: Any, tmp_path: Path, num_workers: int) -> None:
+def test_datasets_are_split_or_whole(spark: Any, tmp_path: Path) -> None:
     def loop() -> None:
         shard = train.get_dataset_shard()
         assert train.get_dataset_shard("train") is shard
         (tmp_path / f"{train.get_context().get_world_rank()}.json").write_text(
             json.dumps(read_datasets())
         )
+        with pytest.raises(KeyError, match=r"no dataset 'test': there are \['train', 'valid'\]"):
+            train.get_dataset_shard("test")
         train.report({"rows": shard.count()})
 
     result = TorchTrainer(
         loop,
         datasets={"train": spark.range(0, ROWS, 1, 3), "valid": from_spark(spark.range(10))},
         dataset_config=DataConfig(datasets_to_split=["train"]),
-        scaling_config=scaling(num_workers),
+        scaling_config=scaling(2, local_mode=True),
         run_config=run_config(tmp_path / "runs"),
     ).fit()
 
-    size = max(num_workers, 1)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
-    assert [len(each["train"]) for each in found] == [ROWS // size] * size, "the rest is dropped"
-    assert sorted(chain(*(each["train"] for each in found))) == list(range(ROWS // size * size))
-    assert [each["valid"] for each in found] == [list(range(10))] * size
-    assert result.metrics == {"rows": ROWS // size}
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [len(each["train"]) for each in found] == [ROWS // 2] * 2, "the rest is dropped"
+    assert sorted(chain(*(each["train"] for each in found))) == list(range(ROWS - 1))
+    assert [each["valid"] for each in found] == [list(range(10))] * 2
+    assert result.metrics == {"rows": ROWS // 2}
 
 
 def read_and_report(config: dict[str, Any]) -> None:
@@ -86,10 +86,8 @@ def read_and_report(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("local_mode", "sizes"),
     [
-        (False, (2, 3, 1)),
-        pytest.param(True, (3, 2, 1), marks=pytest.mark.slow),
-        pytest.param(False, (1, 4, 2, 1), marks=pytest.mark.slow),
-        pytest.param(False, (4, 2, 2, 1), marks=pytest.mark.slow),
+        (True, (2, 3, 1)),
+        pytest.param(False, (2, 4, 1), marks=pytest.mark.slow(ci=True)),
     ],
 )
 def test_after_kills_each_row_is_read_once_on_other_numbers_of_ranks(
@@ -137,13 +135,3 @@ def test_invalid_datasets(datasets: Any, config: Any, kind: type[Exception], mes
     data_config = DataConfig(datasets_to_split=config) if config else None
     with pytest.raises(kind, match=message):
         TorchTrainer(lambda: None, datasets=datasets, dataset_config=data_config)
-
-
-def test_an_unknown_dataset_names_those_there_are(spark: Any, tmp_path: Path) -> None:
-    with pytest.raises(train.WorkerGroupError, match=r"no dataset 'test': there are \['train'\]"):
-        TorchTrainer(
-            lambda: train.get_dataset_shard("test"),
-            datasets={"train": spark.range(4)},
-            scaling_config=scaling(1, local_mode=True),
-            run_config=run_config(tmp_path),
-        ).fit()
