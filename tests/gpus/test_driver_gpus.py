@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +9,7 @@ from support.gpus import TOO_MANY_PROCESSES, RunGpuDriver, check_numbers
 
 
 def test_without_spark_the_mask_lists_the_gpus(run_gpu_driver: RunGpuDriver) -> None:
-    facts, stderr = run_gpu_driver(
+    facts, _ = run_gpu_driver(
         """
         facts["2"] = run_ranks(2, local_mode=True)
         facts["1"] = run_ranks(1, local_mode=True)
@@ -24,11 +23,6 @@ def test_without_spark_the_mask_lists_the_gpus(run_gpu_driver: RunGpuDriver) -> 
     assert [rank["CUDA_VISIBLE_DEVICES"] for rank in facts["1"]] == ["3"]
     assert facts["mask"] == "3,5"
     assert facts["imported"] == []
-    for verb in ("Started", "Finished"):
-        assert f"{verb} local training with 2 processes" in stderr
-        assert re.search(
-            rf"^{verb} local training with 1 process( in .* s)?$", stderr, re.MULTILINE
-        )
 
 
 def test_without_spark_or_mask_the_driver_library_counts_the_gpus(
@@ -50,30 +44,17 @@ def test_without_spark_or_mask_the_driver_library_counts_the_gpus(
     assert stderr.count(TOO_MANY_PROCESSES) == 1
 
 
-@pytest.mark.parametrize(
-    ("count", "status", "mask"),
-    [
-        (0, {}, {}),
-        (2, {"init": 9}, {}),
-        (2, {"counted": 999}, {}),
-        (2, {}, {"CUDA_VISIBLE_DEVICES": ""}),
-        (2, {}, {"CUDA_VISIBLE_DEVICES": "-1"}),
-    ],
-    ids=["none", "no driver", "lost GPUs", "all hidden", "all hidden by -1"],
-)
+@pytest.mark.parametrize("hidden", [False, True])
 def test_no_gpu_anywhere(
-    run_gpu_driver: RunGpuDriver,
-    nvml: Callable[..., str],
-    count: int,
-    status: dict[str, int],
-    mask: dict[str, str],
+    run_gpu_driver: RunGpuDriver, nvml: Callable[..., str], hidden: bool
 ) -> None:
+    status, mask = ({}, {"CUDA_VISIBLE_DEVICES": "-1"}) if hidden else ({"init": 9}, {})
     facts, _ = run_gpu_driver(
         """
         facts["error"] = error_of(TorchDistributor, 1)
         facts["cpu"] = error_of(TorchDistributor, 1, use_gpu=False)
         """,
-        LD_LIBRARY_PATH=nvml(count, **status),
+        LD_LIBRARY_PATH=nvml(2, **status),
         **mask,
     )
     types, message = facts["error"]

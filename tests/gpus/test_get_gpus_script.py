@@ -35,14 +35,10 @@ needs_get_gpus = pytest.mark.skipif(not GET_GPUS.exists(), reason="there is no c
     ("mask", "addresses"),
     [
         (None, ["0", "1", "2", "3"]),
-        ("2,3", ["0", "1"]),
         (" 3 , 2 ", ["0", "1"]),
         ("GPU-11,MIG-22", ["0", "1"]),
         ("1,-1,2", ["0"]),
-        ("1,9,2", ["0"]),
         ("", []),
-        ("-1", []),
-        ("NoDevFiles", []),
     ],
 )
 def test_addresses_are_positions_in_the_mask(

@@ -89,9 +89,3 @@ def test_the_call_site_is_the_callers_line_outside_this_package() -> None:
     found = CallSite.of_caller("train")
     assert found.short == f"test_call_site.py:{line}"
     assert found.long.startswith(f"{sys._getframe().f_code.co_name} at {found.short}\n")
-
-
-def test_runs_of_the_command_line_have_the_name_of_their_program() -> None:
-    namespace: dict[str, Any] = {"__name__": "distributor.cli", "CallSite": CallSite}
-    found = eval("CallSite.of_caller('train.py')", namespace)
-    assert found == CallSite("train.py", "distributor run train.py")

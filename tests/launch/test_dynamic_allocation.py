@@ -130,15 +130,6 @@ facts["later"] = ranks(3).run(reduce)
     assert found["later"][0] == 3
 
 
-def test_runs_that_each_need_all_executors_take_turns(run_driver: RunDriver) -> None:
-    lines = """
-with ThreadPoolExecutor(4) as pool:
-    futures = [pool.submit(ranks(3).run, reduce) for _ in range(4)]
-    facts["found"] = [future.result()[0] for future in futures]
-"""
-    assert facts_of(run_driver, lines)["found"] == [3] * 4
-
-
 def test_what_cannot_run_is_refused(run_driver: RunDriver) -> None:
     lines = """
 facts["barrier"] = error_of(ranks, 2, barrier=True)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pyspark
 import pytest
-from conftest import facts_in, needs_java
+from conftest import facts_in
 
 from distributor.core.versions import release
-from distributor.spark import application
 
 A_FAILURE = """
 import json, os, sys, tempfile, time, warnings
@@ -90,6 +87,7 @@ spark.stop()
 
 
 @pytest.mark.spark
+@pytest.mark.slow
 def test_a_failure_is_shown_once_and_the_session_left_as_it_was(
     run_driver: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
@@ -112,43 +110,3 @@ def test_a_failure_is_shown_once_and_the_session_left_as_it_was(
     assert "ERROR Executor" in users, "Spark logs the error of the user's own job"
     warns = release(pandas.__version__) >= (3,) and release(pyspark.__version__) >= (4, 1)
     assert bool(facts["own warnings"]) == warns
-
-
-OF_SPARKS_DEFAULT = ("default log", "Setting Spark log level", "sc.setLogLevel", "Rejected")
-
-
-@needs_java
-@pytest.mark.spark
-@pytest.mark.slow
-def test_the_command_line_shows_nothing_of_sparks_default_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "a folder"))
-    (tmp_path / "a folder").mkdir()
-    script = tmp_path / "train.py"
-    script.write_text("raise KeyError('lost')")
-    command = [sys.executable, "-m", "distributor", "run", "--cluster", "--master", "local[2]"]
-
-    done = subprocess.run(
-        [*command, "--nproc", "2", "--cpu", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-
-    assert done.returncode == 1
-    assert "KeyError: 'lost'" in done.stderr
-    assert [text for text in OF_SPARKS_DEFAULT if text in done.stderr] == [], done.stderr
-    assert list((tmp_path / "a folder").glob("log4j2*")) == []
-
-
-def test_the_users_configuration_of_sparks_log_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
-    monkeypatch.setenv(application.JVM_OPTIONS, "-Dmine=1")
-    with application._default_logging():
-        assert os.environ[application.JVM_OPTIONS].startswith("-Dmine=1 ")
-    (tmp_path / "log4j2.properties").touch()
-    with application._default_logging():
-        assert os.environ[application.JVM_OPTIONS] == "-Dmine=1"

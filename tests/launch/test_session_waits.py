@@ -50,11 +50,6 @@ def test_a_connect_server_that_does_not_answer_is_an_error(server: Any) -> None:
     application_end.check_not_ended(server)
 
 
-def test_it_does_not_hide_the_error_of_a_run(server: Any) -> None:
-    with pytest.raises(KeyError, match="step"), application_end.end_explained(server):
-        raise KeyError("step")
-
-
 def test_a_file_waits_only_for_the_same_file_and_not_for_ever(server: Any) -> None:
     session, written = Session(server), []
 

@@ -15,16 +15,9 @@ from support.machines import machines_on_loopback
 from support.waiting import until
 
 from distributor import TorchDistributor
-from distributor._compat import pyspark as private
 from distributor.errors import StartTimeout
-from distributor.launchers.spark.capacity.executors import Executors
-from distributor.launchers.spark.task.result_rows import ROW_SCHEMA
-from distributor.spark.call_site import CallSite
-from distributor.spark.error_translation import explain
-from distributor.spark.session import Session
-from distributor.spark.spark_job import SparkJob
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 PROGRAM = """
 try:
@@ -56,7 +49,6 @@ def message_of(cluster: Cluster, use_gpu: bool = False, **conf: str) -> str:
     return message
 
 
-@pytest.mark.slow
 def test_without_an_executor_its_size_is_named(cluster: Cluster) -> None:
     conf = {"spark.executor.memory": "64g", "spark.executor.cores": "4", GPUS: "2"}
     message = message_of(cluster, True, **conf, **{"spark.task.resource.gpu.amount": "1"})
@@ -65,7 +57,6 @@ def test_without_an_executor_its_size_is_named(cluster: Cluster) -> None:
     assert "spark.executor.memory" in message
 
 
-@pytest.mark.slow
 def test_the_executors_that_have_the_slots_are_named(cluster: Cluster) -> None:
     source = """
 while spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos().__len__() < 3:
@@ -79,7 +70,6 @@ while spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos().__len__() 
     assert "Ask for fewer ranks" in facts["message"]
 
 
-@pytest.mark.slow
 def test_executors_that_cannot_reach_the_driver_are_reported(cluster: Cluster) -> None:
     elsewhere = {"spark.driver.host": "127.99.99.99"}
     source = PROGRAM.format(use_gpu=False).replace("start_timeout=7", "start_timeout=40")
@@ -128,49 +118,3 @@ def test_slots_that_other_jobs_of_the_application_hold_are_named(
     shown = capsys.readouterr().err
     assert "Waiting: Spark has started none of the 2 tasks" in shown
     assert "Started" not in shown
-
-
-def test_notices_that_spark_cannot_give_are_missed_once_and_not_silently(
-    spark: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(context: Any) -> list[str]:
-        raise AttributeError("getExecutorIds")
-
-    monkeypatch.setattr(private, "executor_ids", fail)
-    executors = Executors(Session(spark))
-    assert [executors.leaving(None) for _ in range(3)] == [{}] * 3
-    assert caplog.text.count("is about to end, so that ranks are not notified of it (Attr") == 1
-
-
-def test_a_jobs_own_tasks_are_not_among_those_of_others(spark: Any, tmp_path: Path) -> None:
-    enough = tmp_path / "enough"
-
-    def hold(_: Any) -> Iterator[Any]:
-        while not enough.exists():
-            time.sleep(0.05)
-        yield from ()
-
-    session = Session(spark)
-    ends: list[Any] = []
-    with SparkJob(
-        session,
-        session.map_in_arrow(spark.range(0, 2, 1, 2), hold, ROW_SCHEMA, barrier=True),
-        "a-tag-of-its-own",
-        ends.append,
-        description="two tasks",
-        call_site=CallSite.of_caller("hold"),
-    ) as job:
-        try:
-            until(job.has_begun, "they run", 60)
-            assert job.other_running_tasks() == 0
-        finally:
-            enough.touch()
-        until(lambda: ends, "the job ends", 60)  # a job that has not is cancelled
-    assert ends == [[]]
-
-
-def test_sparks_error_about_too_few_slots_is_explained() -> None:
-    error = RuntimeError("[SPARK-24819]: Barrier execution mode does not allow run a barrier stage")
-    explained = explain(error, 4)
-    assert isinstance(explained, StartTimeout)
-    assert "Ask for fewer ranks" in str(explained)

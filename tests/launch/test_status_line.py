@@ -60,27 +60,6 @@ def test_a_file_gets_the_status_from_time_to_time_once_there_is_progress(
     assert driver.err() == "train: 50%\ntrain: 75%\ntrain: 100%\n"
 
 
-def test_the_last_status_stays_if_there_was_progress(driver: DriverOutput) -> None:
-    screen = driver.screen(Terminal)
-    driver.has_progress, driver.status = True, "train: 50%"
-    driver.tick(after=2.0)
-    driver.status = "train: 100%"
-    driver.close()
-    assert on_screen(screen.getvalue()) == ["train: 100%", ""]
-
-
-def test_other_code_writes_at_the_start_of_a_line(driver: DriverOutput) -> None:
-    """For example the log of Spark's JVM, which this process cannot delay."""
-    screen = driver.screen(Terminal)
-    driver.status = "train, 00:06"
-    driver.tick(after=2.0)
-    screen.write("26/01/01 WARN TaskSetManager: Lost task\n")
-    driver.status = "train, 00:07"
-    driver.tick(after=0.5)
-    expected = ["26/01/01 WARN TaskSetManager: Lost task", "train, 00:07"]
-    assert on_screen(screen.getvalue()) == expected
-
-
 def test_two_runs_share_the_status_line(driver: DriverOutput) -> None:
     screen = driver.screen(Terminal)
     other = Console(
@@ -130,30 +109,6 @@ def test_a_line_in_two_parts_stays_one(driver: DriverOutput, kind: type[io.Strin
     assert screen.getvalue().splitlines() == ["[0] validating... still... done", "[0] next"]
 
 
-@pytest.mark.parametrize("kind", [Terminal, Notebook])
-def test_a_message_ends_an_unterminated_line(driver: DriverOutput, kind: type[io.StringIO]) -> None:
-    screen = driver.screen(kind)
-    driver.write((0, "stdout", b"validating... "))
-    driver.tick(after=1.5)
-    with driver.here():
-        driver.shared.print_message("a message")
-    driver.write((0, "stdout", b"done\n"))
-    driver.tick(after=1)
-    assert screen.getvalue().splitlines() == ["[0] validating... ", "a message", "[0] done"]
-
-
-def test_an_unterminated_line_hides_the_status_line(driver: DriverOutput) -> None:
-    screen = driver.screen(Terminal)
-    driver.status = "train, 00:02"
-    driver.tick(after=2.0)
-    driver.write((0, "stdout", b"validating... "))
-    driver.tick(after=1.5)
-    assert on_screen(screen.getvalue()) == ["[0] validating..."]
-    driver.write((0, "stdout", b"done\n"))
-    driver.tick()
-    assert on_screen(screen.getvalue()) == ["[0] validating... done", "train, 00:02"]
-
-
 def test_runs_have_labels_while_several_are_active() -> None:
     with RunLabel("train") as first:
         assert first.prefix(3, 4) == "[3] "
@@ -163,46 +118,3 @@ def test_runs_have_labels_while_several_are_active() -> None:
     with RunLabel("train") as alone:
         assert alone.prefix(0, 4) == "[0] "
         assert [alone.prefix(rank, 11) for rank in (3, 10)] == ["[3]  ", "[10] "]
-
-
-class Counted(Terminal):
-    """Counts the writes and flushes."""
-
-    def __init__(self, *, tty: bool) -> None:
-        super().__init__()
-        self.tty, self.writes, self.flushes = tty, 0, 0
-
-    def isatty(self) -> bool:
-        return self.tty
-
-    def write(self, text: str, /) -> int:
-        self.writes += 1
-        return super().write(text)
-
-    def flush(self) -> None:
-        self.flushes += 1
-
-
-CHUNKS = (b"a\nb\nc\n" * 1000, b"a\nb", b"\r1%\n\r2%\nx\n\r3%", b"\r4%", b"a\r\nb\r\n")
-
-
-@pytest.mark.parametrize("tty", [False, True])
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_one_write_and_one_flush_a_chunk(driver: DriverOutput, chunk: bytes, tty: bool) -> None:
-    stdout, stderr = Counted(tty=tty), Counted(tty=tty)
-    driver.streams(stdout, stderr)
-    driver.bar("1%", rank=1)  # a terminal erases and redraws it around all further output
-    driver.write((2, "stdout", b"a prompt"))
-    driver.clock.now += 2
-    stderr.writes = stderr.flushes = 0
-    driver.write((0, "stdout", chunk))
-    assert stdout.writes == stdout.flushes == 1
-    assert stderr.writes == stderr.flushes <= 1
-
-
-def test_without_new_text_nothing_is_written(driver: DriverOutput) -> None:
-    stream = Counted(tty=True)
-    driver.streams(stream, stream)
-    driver.write((0, "stdout", b"part"), (0, "stdout", b""), (99, "stdout", b"x\n"))
-    driver.tick()
-    assert (stream.writes, stream.flushes) == (0, 0)

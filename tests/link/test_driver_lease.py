@@ -105,37 +105,14 @@ def test_a_new_driver_at_the_port_does_not_keep_the_ranks_of_an_old_one(
         assert expired.get(timeout=SOON) == "The driver is gone"
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        b"SSH-2.0-OpenSSH_9.6\r\n".ljust(protocol.GREETING.size),
-        protocol.GREETING.pack(protocol.MAGIC, bytes(32)) + bytes(32),
-    ],
-    ids=["another service", "an impostor"],
-)
-def test_another_service_at_the_port_is_no_driver(
-    driver: socket.socket, start_lease: StartLease, said: bytes
-) -> None:
-    lease, expired = start_lease(driver.getsockname())
-    lease.link_lost()
-    with driver.accept()[0] as sock:
-        sock.sendall(said)
-        assert expired.get(timeout=SOON) == "The driver is gone"
-
-
-def test_a_listener_that_hangs_up_is_asked_again(
+def test_an_impostor_at_the_port_is_no_driver(
     driver: socket.socket, start_lease: StartLease
 ) -> None:
     lease, expired = start_lease(driver.getsockname())
     lease.link_lost()
-    driver.settimeout(0.1)
-    times, deadline = 0, time.monotonic() + SOON
-    while expired.empty() and time.monotonic() < deadline:
-        with contextlib.suppress(TimeoutError):
-            driver.accept()[0].close()  # as a hub does with too many connections
-            times += 1
-    assert "could not be reached" in expired.get(timeout=0)
-    assert times >= NUM_CHECKS
+    with driver.accept()[0] as sock:
+        sock.sendall(protocol.GREETING.pack(protocol.MAGIC, bytes(32)) + bytes(32))
+        assert expired.get(timeout=SOON) == "The driver is gone"
 
 
 def test_a_driver_that_is_gone_is_noticed_at_once_if_the_link_is_lost(
@@ -151,14 +128,3 @@ def test_a_driver_that_is_gone_is_noticed_at_once_if_the_link_is_lost(
 def test_the_lease_on_an_unreachable_driver_expires(start_lease: StartLease) -> None:
     _, expired = start_lease(("127.255.255.255", 9))  # no host has this address
     assert "could not be reached" in expired.get(timeout=SOON)
-
-
-def test_a_closed_lease_never_expires(driver: socket.socket, start_lease: StartLease) -> None:
-    lease, expired = start_lease(driver.getsockname())
-    driver.accept()[0].close()
-    lease.close()
-    lease._thread.join(SOON)
-    assert not lease._thread.is_alive()
-    driver.close()
-    lease.link_lost()
-    assert expired.empty()

@@ -41,74 +41,37 @@ class Timeline:
         return self.period.is_over(seconds - self.head_start)
 
 
-@pytest.mark.parametrize(
-    ("events", "head_start", "over"),
-    [
-        pytest.param([], 0.0, NEVER, id="nothing happens"),
-        pytest.param(ALL_STARTED, 0.0, NEVER, id="all is well"),
-        pytest.param([*ALL_STARTED, (7.0, "cause")], 0.0, 7.0 + AFTER_CAUSE_SECONDS, id="a cause"),
-        pytest.param(
-            [*ALL_STARTED, (7.0, "collateral")],
-            0.0,
-            7.0 + AFTER_COLLATERAL_SECONDS,
-            id="a collateral failure",
-        ),
-        pytest.param(
-            [*ALL_STARTED, (7.0, "collateral"), (8.0, "cause")],
-            0.0,
-            8.0 + AFTER_CAUSE_SECONDS,
-            id="the cause comes after its consequence",
-        ),
-        pytest.param(
-            [*ALL_STARTED, (7.0, "cause"), (7.1, "collateral")],
-            0.0,
-            7.0 + AFTER_CAUSE_SECONDS,
-            id="a consequence after the cause delays nothing",
-        ),
-        pytest.param(
-            [*ALL_STARTED, (7.0, "collateral"), (11.9, "collateral")],
-            0.0,
-            7.0 + AFTER_COLLATERAL_SECONDS,
-            id="consequences one after another delay nothing",
-        ),
-        pytest.param(
-            [(0.0, "start 0"), (7.0, "cause")],
-            0.0,
-            7.0 + AFTER_CAUSE_SECONDS + LATE_START_SECONDS,
-            id="one never starts",
-        ),
-        pytest.param(
-            [(0.0, "start 0"), (1.0, "start 0"), (7.0, "cause")],
-            0.0,
-            7.0 + AFTER_CAUSE_SECONDS + LATE_START_SECONDS,
-            id="one that reports twice is still one",
-        ),
-        pytest.param(
-            [(0.0, "start 0"), (7.0, "cause"), (9.0, "start 1")],
-            0.0,
-            9.0 + AFTER_CAUSE_SECONDS,
-            id="one starts late, and may fail alike",
-        ),
-        pytest.param(
-            [(0.0, "start 0"), (7.0, "collateral"), (7.1, "start 1")],
-            0.0,
-            7.0 + AFTER_COLLATERAL_SECONDS,
-            id="a late start does not shorten the wait for a cause",
-        ),
-        pytest.param(
-            [*ALL_STARTED, (7.0, "cause")],
-            20.0,
-            27.0 + AFTER_CAUSE_SECONDS,
-            id="the driver decides first",
-        ),
-        pytest.param(
-            [(0.0, "start 0"), (7.0, "cause"), (9.0, "start 1")],
-            20.0,
-            29.0 + AFTER_CAUSE_SECONDS,
-            id="the driver decides first, and a rank starts late",
-        ),
-    ],
-)
+AFTER_CAUSE, AFTER_COLLATERAL = AFTER_CAUSE_SECONDS, AFTER_COLLATERAL_SECONDS
+LATE = LATE_START_SECONDS
+TIMELINES: dict[str, tuple[list[tuple[float, str]], float, float]] = {
+    "all is well": (ALL_STARTED, 0.0, NEVER),
+    "a cause": ([*ALL_STARTED, (7.0, "cause")], 0.0, 7.0 + AFTER_CAUSE),
+    "a consequence": ([*ALL_STARTED, (7.0, "collateral")], 0.0, 7.0 + AFTER_COLLATERAL),
+    "the cause comes after its consequence": (
+        [*ALL_STARTED, (7.0, "collateral"), (8.0, "cause")],
+        0.0,
+        8.0 + AFTER_CAUSE,
+    ),
+    "consequences one after another delay nothing": (
+        [*ALL_STARTED, (7.0, "collateral"), (11.9, "collateral")],
+        0.0,
+        7.0 + AFTER_COLLATERAL,
+    ),
+    "one never starts": (
+        [(0.0, "start 0"), (1.0, "start 0"), (7.0, "cause")],
+        0.0,
+        7.0 + AFTER_CAUSE + LATE,
+    ),
+    "one starts late, and may fail alike": (
+        [(0.0, "start 0"), (7.0, "cause"), (9.0, "start 1")],
+        0.0,
+        9.0 + AFTER_CAUSE,
+    ),
+    "the driver decides first": ([*ALL_STARTED, (7.0, "cause")], 20.0, 27.0 + AFTER_CAUSE),
+}
+
+
+@pytest.mark.parametrize(("events", "head_start", "over"), TIMELINES.values(), ids=TIMELINES)
 def test_the_period_ends_at_the_expected_time_and_not_before(
     events: list[tuple[float, str]],
     head_start: float,

@@ -92,15 +92,10 @@ class Cluster:
         The folder for logs, work folders and driver programs.
     cores : int
         The number of one-core executors that each worker can run.
-    worker_options : str
-        Java options of the workers.
     """
 
-    def __init__(
-        self, machines: list[Machine], folder: Path, cores: int = 1, worker_options: str = ""
-    ) -> None:
+    def __init__(self, machines: list[Machine], folder: Path, cores: int = 1) -> None:
         self._cores = cores
-        self._worker_options = worker_options
         self.mark = uuid.uuid4().hex
         self.folder = folder
         self.temporary = folder / "tmp"
@@ -159,12 +154,7 @@ class Cluster:
         with (self.folder / f"{name}{number}.log").open("wb") as log:
             return machine.start(
                 [f"{home}/bin/spark-class", f"org.apache.spark.deploy.{name}", *wanted],
-                env={
-                    **self.environment,
-                    "SPARK_HOME": home,
-                    "SPARK_NO_DAEMONIZE": "1",
-                    "SPARK_WORKER_OPTS": self._worker_options,
-                },
+                env={**self.environment, "SPARK_HOME": home, "SPARK_NO_DAEMONIZE": "1"},
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
@@ -282,11 +272,10 @@ def cluster_on(
     folder: Path,
     *,
     cores: int = 1,
-    worker_options: str = "",
     start: bool = True,
 ) -> Iterator[Cluster]:
     """Start a cluster, and kill all of its processes at the end."""
-    cluster = Cluster(machines, folder, cores, worker_options)
+    cluster = Cluster(machines, folder, cores)
     try:
         if start:
             cluster.start()
