@@ -156,19 +156,6 @@ def test_a_run_survives_a_stop_of_some_seconds(
 
 
 @needs_namespaces
-def test_a_timeout_reports_the_stack_of_every_rank(cluster: Cluster, tmp_path: Path) -> None:
-    training = Training(cluster, tmp_path / "ranks", settings=", timeout=3")
-    with training.start() as driver:
-        training.await_ranks()
-
-        report = driver.receive("error", 30)
-
-        assert report["error"] == "RunTimeout"
-        assert "ranks 0, 1:" in report["message"]
-        assert "in train" in report["message"]
-
-
-@needs_namespaces
 @pytest.mark.parametrize("how", ["killed", "cancelled"])
 def test_of_two_drivers_one_ends_and_the_other_goes_on(
     cluster: Cluster, tmp_path: Path, how: str

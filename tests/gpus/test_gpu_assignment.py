@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,19 +39,17 @@ def test_each_task_sees_the_gpus_that_spark_assigned(
 ) -> None:
     facts, _ = run_gpu_driver(
         """
-        facts["2"], facts["4"] = run_ranks(2), run_ranks(4)
+        facts["2"] = run_ranks(2)
         facts["3"] = error_of(TorchDistributor, 3, local_mode=False)
         # Has the effect of spark.executorEnv, without another cluster.
         spark.sparkContext.environment["CUDA_VISIBLE_DEVICES"] = "4,5"
         facts["4, mask"] = run_ranks(4)
-        facts["cpu"] = run_ranks(1, use_gpu=False)
         """,
         cluster_conf(make_discovery_script("0", "1")) | {"spark.task.resource.gpu.amount": amount},
     )
-    for name, gpus in (("2", {"0", "1"}), ("4", {"0", "1"}), ("4, mask", {"4", "5"})):
+    for name, gpus in (("2", {"0", "1"}), ("4, mask", {"4", "5"})):
         check_numbers(facts[name], int(name[0]), per_task)
         check_gpus(facts[name], per_task, gpus, sharers)
-    assert [rank["CUDA_VISIBLE_DEVICES"] for rank in facts["cpu"]] == [""]
     if per_task == 1:
         assert facts["3"] is None
     else:
@@ -138,41 +135,16 @@ def test_without_gpus_per_task_the_job_requests_them(
 
 @pytest.mark.slow
 @pytest.mark.spark
-def test_a_non_numeric_executor_address_is_an_error_before_any_rank(
-    run_gpu_driver: RunGpuDriver, make_discovery_script: Callable[..., str], tmp_path: Path
-) -> None:
-    conf = cluster_conf(make_discovery_script("GPU-abc"), gpus=1, master="local-cluster[1,1,1024]")
-    facts, _ = run_gpu_driver(
-        """
-        def train(path):
-            open(path, "x").close()
-
-        distributor = TorchDistributor(1, local_mode=False, timeout=120)
-        facts["error"] = error_of(distributor.run, train, os.path.abspath("ran"))
-        """,
-        conf | {"spark.task.resource.gpu.amount": "1"},
-    )
-    types, message = facts["error"]
-    assert "RuntimeError" in types
-    assert f"before its ranks ran: ValueError: {NOT_A_NUMBER}" in message
-    assert "get_gpus.sh" in message
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.spark
 def test_a_local_master_uses_the_gpus_of_the_driver(
     run_gpu_driver: RunGpuDriver, make_discovery_script: Callable[..., str]
 ) -> None:
     facts, stderr = run_gpu_driver(
         """
         facts["distributed"] = run_ranks(2)
-        facts["one"] = run_ranks(1)
         facts["three"] = error_of(TorchDistributor, 3, local_mode=False)
         distributor = TorchDistributor(4, local_mode=True)
         facts["num_processes"] = distributor.num_processes
         facts["local"] = distributor.run_all(rank_facts)
-        facts["local cpu"] = run_ranks(3, local_mode=True, use_gpu=False)
         os.environ["CUDA_VISIBLE_DEVICES"] = "4,5"
         facts["distributed, mask"] = run_ranks(2)
         facts["distributed, cpu"] = run_ranks(2, use_gpu=False)
@@ -187,25 +159,20 @@ def test_a_local_master_uses_the_gpus_of_the_driver(
 
     check_numbers(facts["distributed"], 2, per_task=1)
     assert gpus("distributed") == ["0", "1"]
-    assert gpus("one") == ["0"]
     types, message = facts["three"]
     assert types[0] == "RuntimeError"
-    assert message.startswith(
-        "On local[2] the driver needs a GPU for each of the 3 ranks, but it has 2 GPUs "
-        "('spark.task.resource.gpu.amount' was unset)"
-    )
+    assert message.startswith("On local[2] the driver needs a GPU for each of the 3 ranks")
     assert facts["num_processes"] == 2
     assert stderr.count(TOO_MANY_PROCESSES) == 1
     check_numbers(facts["local"], 2, per_task=2)
     assert gpus("local") == ["0,1", "0,1"]
-    check_numbers(facts["local cpu"], 3, per_task=3)
-    assert gpus("local cpu") == [None, None, None]
     assert gpus("distributed, mask") == ["4", "5"]
     assert gpus("distributed, cpu") == ["", ""]
     assert gpus("local, mask") == ["4,5", "4,5"]
     assert facts["mask"] == "4,5"
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_gpus_per_task_on_a_local_master_are_refused(
     run_gpu_driver: RunGpuDriver, make_discovery_script: Callable[..., str]

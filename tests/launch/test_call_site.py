@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from support.waiting import until
 
 from distributor import TorchDistributor
 from distributor._compat.pyspark import java_context
-from distributor.spark.call_site import CallSite
 
 PROGRAM = """
 def start():
@@ -51,9 +49,6 @@ def test_the_ui_names_the_users_line(spark: Any, tmp_path: Path) -> None:
     assert own[0].startswith("collect at "), "the user's own jobs keep PySpark's name"
     assert own[1] is None
     assert shown_executions(spark)[len(executions) :] == [*[title] * 3, own[0]]
-    details = shown_details(spark, len(jobs))
-    assert details[0] == f"start at driver.py:{run}"
-    assert details[1].startswith("<module> at driver.py:")
 
 
 def shown_jobs(spark: Any) -> list[tuple[str, str | None]]:
@@ -71,21 +66,7 @@ def value_in(option: Any) -> str | None:
     return option.get() if option.isDefined() else None
 
 
-def shown_details(spark: Any, number: int) -> list[str]:
-    """Return what the UI shows below the name of the only stage of a job."""
-    store = java_context(spark.sparkContext).statusStore()
-    stage = store.job(number).stageIds().head()
-    return str(store.lastStageAttempt(stage).details()).splitlines()
-
-
 def shown_executions(spark: Any) -> list[str]:
     """Return the description of each SQL query in the UI's store, the oldest first."""
     found = items_in(spark._jsparkSession.sharedState().statusStore().executionsList())
     return [query.description() for query in sorted(found, key=lambda q: q.executionId())]
-
-
-def test_the_call_site_is_the_callers_line_outside_this_package() -> None:
-    line = sys._getframe().f_lineno + 1
-    found = CallSite.of_caller("train")
-    assert found.short == f"test_call_site.py:{line}"
-    assert found.long.startswith(f"{sys._getframe().f_code.co_name} at {found.short}\n")

@@ -24,7 +24,6 @@ from distributor import NodeLost, TorchDistributor
 from distributor._compat.pyspark import jobs_with_tag
 from distributor.control.cancellation import Cancellation
 from distributor.control.run import NodeEnded, NodesEnded
-from distributor.data import from_spark
 from distributor.errors import DistributorError
 from distributor.launchers.spark.gang.gang import Gang
 from distributor.wire.hub import Hub
@@ -103,39 +102,6 @@ def test_attempts_share_a_job_that_does_not_fail(spark: Any, tmp_path: Path, how
     assert sum(stage.numFailedTasks for stage in stages) == (how == "loses its node")
 
 
-def kill_this_rank_in_attempts_below(number: int) -> int:
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    if attempt < number:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return attempt
-
-
-@pytest.mark.spark
-@pytest.mark.slow
-def test_departures_of_a_task_are_no_failures_of_it(
-    spark: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gather, tags = Gang.gather, set()
-
-    def leave_and_gather(gang: Gang, *args: Any, **kwargs: Any) -> Any:
-        tags.add(gang._run_id)
-        if not gang.is_new:
-            gang.leave({gang.members[-1].executor_id})
-        return gather(gang, *args, **kwargs)
-
-    monkeypatch.setattr(Gang, "gather", leave_and_gather)
-    failures = 1 + int(spark.conf.get("spark.task.maxFailures", "4"))
-    distributor = ranks(2, max_failures=failures)
-    assert distributor.run_all(kill_this_rank_in_attempts_below, failures) == [failures] * 2
-
-    tracker = spark.sparkContext.statusTracker()
-    jobs = [tracker.getJobInfo(job) for job in jobs_with_tag(spark.sparkContext, *tags)]
-    assert len(jobs) == 1 + failures
-    assert {job.status for job in jobs} == {"SUCCEEDED"}
-    stages = [tracker.getStageInfo(stage) for job in jobs for stage in job.stageIds]
-    assert sum(stage.numFailedTasks for stage in stages) == 0
-
-
 @pytest.mark.spark
 def test_a_lost_node_is_the_error_of_a_run_without_a_further_attempt(
     spark: Any, tmp_path: Path
@@ -189,14 +155,6 @@ def sum_of_rows(data: Any, folder: Path) -> list[int]:
         until(lambda: len(list(folder.glob("read 0-*"))) == 2, "all ranks have read", SOON)
         os.kill(os.getpid(), signal.SIGKILL)
     return rows
-
-
-@pytest.mark.spark
-@pytest.mark.slow
-def test_each_row_is_read_once_in_each_attempt(spark: Any, tmp_path: Path) -> None:
-    rows = from_spark(spark.range(0, 100, 1, 5).withColumnRenamed("id", "n"))
-    first, second = ranks(2, max_failures=1).run_all(sum_of_rows, rows, tmp_path)
-    assert sorted(first + second) == list(range(100))
 
 
 class Job:
@@ -294,17 +252,6 @@ def test_a_second_task_for_a_partition_waits_until_the_first_has_gone(tasks: Tas
     assert not any(isinstance(message, Dismissal) for message in tasks.received[11])
 
 
-def test_a_node_ends_once_and_its_task_can_work_again(tasks: Tasks) -> None:
-    tasks.come(10, 0)
-    tasks.come(12, 1)
-    for attempt in range(2):
-        tasks.assign(tasks.gather())
-        for task in (10, 12):
-            tasks.send(task, AssignmentEnded(attempt + 1))
-        assert tasks.gang.await_end(SOON)
-    assert sorted(each.node for each in tasks.posted if each.error is None) == [0, 0, 1, 1]
-
-
 def test_tasks_that_leave_are_replaced_by_a_further_job(tasks: Tasks) -> None:
     tasks.come(10, 0, "host:1")
     tasks.come(12, 1, "host:2")
@@ -322,16 +269,6 @@ def test_tasks_that_leave_are_replaced_by_a_further_job(tasks: Tasks) -> None:
     tasks.jobs[1].on_end([])  # its task has lost its link
     tasks.gang._require_jobs(2, None)
     assert tasks.sizes == [2, 1, 1, 1]
-
-
-def test_tasks_of_an_earlier_job_are_dismissed(tasks: Tasks) -> None:
-    tasks.come(10, 0)
-    tasks.await_members(10)
-    tasks.gang.dismiss()
-    tasks.await_message(10, Dismissal)
-    assert not tasks.jobs[0].is_cancelled, "its last task starts in the slot that is free, and ends"
-    tasks.come(11, 1)
-    tasks.await_message(11, Dismissal)
 
 
 def test_the_end_of_an_earlier_attempt_is_not_that_of_the_next(tasks: Tasks) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 from collections.abc import Iterator
 
 import pytest
 from support.driver_output import Chunk, DriverOutput, Notebook, Terminal, on_screen
-
-from distributor.screen.console import Console
 
 
 @pytest.fixture
@@ -38,18 +35,6 @@ def test_lines(driver: DriverOutput, chunks: list[Chunk], expected: str) -> None
     driver.write(*chunks)
     driver.close()
     assert driver.out() == expected
-
-
-def test_each_write_uses_the_current_streams(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    console, cell = Console(lambda rank: True), io.StringIO()
-    console.write(0, "stdout", b"before\n")
-    with contextlib.redirect_stdout(cell):
-        console.write(0, "stdout", b"inside\n")
-    console.write(0, "stdout", b"after\n")
-    assert cell.getvalue() == "[0] inside\n"
-    assert capsys.readouterr().out == "[0] before\n[0] after\n"
 
 
 NASTY = (
@@ -129,12 +114,3 @@ def test_a_prompt_is_shown(driver: DriverOutput) -> None:
     assert driver.out() == "[0] Continue? \n"
     driver.write((0, "stdout", b"yes\nnext\n"))
     assert driver.out() == "[0] Continue? \n[0] yes\n[0] next\n"
-
-
-def test_all_ranks_are_looked_at_a_few_times_a_second_at_most(driver: DriverOutput) -> None:
-    """It takes longer the more ranks there are, and is asked for after each message."""
-    assert driver.console.tick()
-    assert not driver.console.tick()
-    driver.clock.now += 0.2
-    driver.write((0, "stdout", b"a line\n"))
-    assert not driver.console.tick()

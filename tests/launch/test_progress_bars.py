@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import pty
-import struct
-import termios
-
 import pytest
 from support.driver_output import Chunk, DriverOutput, Terminal, on_screen
 
@@ -43,13 +37,6 @@ def test_nested_bars_have_a_line_a_minute_each(driver: DriverOutput) -> None:
     driver.write((0, "stderr", b"done\n"))
     minutes = ["epoch 0/3", "epoch 1/3", "1: step 7", "epoch 2/3", "2: step 15"]
     assert driver.err().splitlines() == [f"[0] {line}" for line in [*minutes, "epoch 3/3", "done"]]
-
-
-def test_nested_bars_move_on_a_terminal(driver: DriverOutput) -> None:
-    screen = driver.screen(Terminal)
-    for text in nested(2, 20)[:30]:
-        driver.write((0, "stderr", text.encode()))
-    assert on_screen(screen.getvalue()) == ["[0] epoch 0/2", "[0] 1: step 6"]
 
 
 BARS: dict[str, tuple[list[bytes], list[str]]] = {
@@ -103,29 +90,3 @@ def test_bars_on_a_terminal(driver: DriverOutput, chunks: list[Chunk], expected:
     driver.write(*chunks)
     driver.tick()
     assert on_screen(screen.getvalue()) == expected
-
-
-def test_a_real_terminal() -> None:
-    """A pseudo-terminal of 20 columns, with progress bars of its width and wider."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 20, 0, 0))
-    driver = DriverOutput()
-    with open(slave, "w") as terminal:
-        driver.streams(terminal, terminal)
-        driver.bar(" 1%" + "#" * 13, " 2%" + "#" * 40, " 3%" + "-" * 16)
-        driver.write((1, "stdout", b"hello\n"))
-        terminal.write("<here>")
-        driver.write((0, "stderr", b"\r 4%\n"))
-        driver.close()
-    before, after = received(master).split("<here>")
-    assert on_screen(before, 20) == ["[1] hello", "[0]  3%" + "-" * 13]
-    assert on_screen(before + after, 20) == ["[1] hello", "[0]  4%", ""]
-
-
-def received(master: int) -> str:
-    """Return all output to a terminal until its last writer has closed it."""
-    data = b""
-    with open(master, "rb", buffering=0) as terminal, contextlib.suppress(OSError):
-        while more := terminal.read(65536):
-            data += more
-    return data.decode()

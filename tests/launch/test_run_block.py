@@ -78,22 +78,6 @@ def test_it_shows_a_run_from_the_wait_to_its_end(
         assert text in shown.texts[-1]
 
 
-def test_it_is_updated_now_and_then_if_something_has_changed(
-    block: RunBlock, shown: Shown, clock: Clock
-) -> None:
-    with in_notebook(), block:
-        block.follow(RunProgress(1, clock))
-        before = len(shown.pages)
-        for _ in range(100):
-            block.note_output(0, b"a line\n")
-            block.tick()
-        assert len(shown.pages) == before
-        clock.now += INTERVAL
-        block.tick()
-        block.tick()
-        assert len(shown.pages) == before + 1
-
-
 @pytest.mark.parametrize(
     ("error", "state"),
     [(KeyError("step"), "failed"), (RunCancelled(""), "stopped")],

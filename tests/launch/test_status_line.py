@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import io
-import logging
 
 import pytest
 from support.driver_output import DriverOutput, Notebook, Terminal, on_screen
 
-from distributor.screen.console import Console
 from distributor.screen.labels import RunLabel
-from distributor.screen.messages import notify, warn
 
 
 @pytest.fixture
@@ -58,42 +55,6 @@ def test_a_file_gets_the_status_from_time_to_time_once_there_is_progress(
     driver.status = "train: 100%"
     driver.close()
     assert driver.err() == "train: 50%\ntrain: 75%\ntrain: 100%\n"
-
-
-def test_two_runs_share_the_status_line(driver: DriverOutput) -> None:
-    screen = driver.screen(Terminal)
-    other = Console(
-        lambda rank: True, status=lambda: "second", clock=driver.clock, screen=driver.shared
-    )
-    driver.status = "first"
-    driver.tick(after=2.0)
-    with driver.here():
-        other.tick()
-        other.write(0, "stdout", b"a line\n")
-    assert on_screen(screen.getvalue()) == ["[0] a line", "first | second"]
-    driver.close()
-    with driver.here():
-        other.close()
-    assert on_screen(screen.getvalue()) == ["[0] a line", ""]
-
-
-def test_a_message_is_above_the_status_line(
-    driver: DriverOutput, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("distributor.screen.messages.SCREEN", driver.shared)
-    screen = driver.screen(Terminal)
-    driver.status = "train, 00:06"
-    driver.tick(after=2.0)
-    with driver.here():
-        notify("Waiting")
-        handler = logging.StreamHandler(screen)
-        logging.getLogger("distributor").addHandler(handler)
-        try:
-            warn("a warning")
-        finally:
-            logging.getLogger("distributor").removeHandler(handler)
-    driver.tick()
-    assert on_screen(screen.getvalue()) == ["Waiting", "a warning", "train, 00:06"]
 
 
 @pytest.mark.parametrize("kind", [Terminal, Notebook])

@@ -70,15 +70,6 @@ def test_a_silent_driver_that_listens_is_alive(
         assert expired.get(timeout=SOON) == "The driver is gone"
 
 
-def test_what_listens_and_says_nothing_after_the_loss_of_the_link_is_no_driver_for_ever(
-    driver: socket.socket, start_lease: StartLease, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driver_lease, "SILENCE_SECONDS", 0.3)
-    lease, expired = start_lease(driver.getsockname())
-    lease.link_lost()
-    assert "could not be reached" in expired.get(timeout=SOON)
-
-
 @pytest.mark.parametrize("link_lost", [False, True])
 def test_a_driver_that_serves_the_run_is_alive(start_lease: StartLease, link_lost: bool) -> None:
     with Hub("127.0.0.1", SECRET) as hub, Hub("127.0.0.1", b"another run", port=hub.port):

@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import pytest
 from support.waiting import until
 
-from distributor import runtime
-from distributor.node.agent import log_relay
 from distributor.node.agent.agent import Agent
 from distributor.node.agent.listener import AgentListener
 from distributor.node.agent.share import NodeShare
@@ -105,35 +102,3 @@ def test_a_rank_that_dies_while_another_failure_is_handled_is_reported_too(tmp_p
 
     assert recorder.failed_ranks == [1, 0]
     assert [each.origin.rank for each in outcomes if isinstance(each, Failure)] == [1, 0]
-
-
-class Full(AgentListener):
-    """Has room for the first output, and then for nothing."""
-
-    def __init__(self) -> None:
-        self.written: list[tuple[int, object, bytes]] = []
-
-    def write(self, rank: int, source: object, data: bytes) -> None:
-        self.written.append((rank, source, data))
-
-    def has_room(self) -> bool:
-        return not self.written
-
-
-def print_and_report() -> None:
-    os.write(1, b"x" * log_relay.CHUNK + b"y" * 100)
-    runtime.progress(1)
-
-
-def test_output_without_room_is_replaced_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_relay, "DRAIN_SECONDS", 0.5)
-    full = Full()
-    with agent_of(full, program_of(print_and_report, (), {}), 1, []) as agent:
-        agent.release()  # as soon as the rank has a value
-        agent.run()
-
-    first, *markers = full.written
-    assert first == (0, "stdout", b"x" * log_relay.CHUNK)
-    assert [source for _, source, _ in markers] == ["stdout", "stderr"]
-    assert b"... 100 bytes of stdout are left out here" in markers[0][2]
-    assert b"bytes of progress are left out here" in markers[1][2]

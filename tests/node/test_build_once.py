@@ -7,46 +7,22 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.packages import environment, packed
 from support.waiting import SOON, until
 
 from distributor.errors import ExecutorNotReady, StartTimeout
-from distributor.node.environment.archive import find_python_library, unpack
+from distributor.node.environment.archive import unpack
 from distributor.node.environment.cache import (
     Build,
     build_once,
     cache_folder,
 )
 from distributor.train.storage.shared_download import shared_download
-
-
-def test_one_of_many_callers_builds_it(tmp_path: Path) -> None:
-    made: list[Path] = []
-
-    def make(folder: Path, lock: int) -> None:
-        made.append(folder)
-        (folder / "content").write_text("whole")
-
-    def ask() -> None:
-        with build_once(tmp_path / "folder", make, time.monotonic() + SOON) as folder:
-            together.wait(SOON)
-            assert (folder / "content").read_text() == "whole"
-
-    together = threading.Barrier(8)  # all callers use the folder at the same time
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
-    assert made == [tmp_path / "folder"]
-    assert not together.broken
 
 
 def build_now(folder: Path, build: Build = lambda *_: None, seconds: float = SOON) -> None:
@@ -116,24 +92,6 @@ def test_a_folder_that_others_have_prepared_is_not_used(
         assert copy.parent == tmp_path, "a new folder"
         assert copy.stat().st_mode & 0o777 == 0o700
     assert list((tmp_path / "trap").iterdir()) == []
-
-
-def test_an_unpacked_environment_equals_the_packed_one(tmp_path: Path) -> None:
-    made = environment(tmp_path / "made", "1.0")
-    program = made / "bin" / "program"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    archive = packed(made, tmp_path / "environment.zip")
-    unpack(archive, tmp_path / "unpacked")
-
-    python = tmp_path / "unpacked" / "bin" / "python"
-    assert os.readlink(python) == os.readlink(made / "bin" / "python")
-    assert os.access(python.with_name("program"), os.X_OK)
-    command = [str(python), "-c", "import gadget; print(gadget.VERSION)"]
-    assert subprocess.run(command, capture_output=True, text=True).stdout == "1.0\n"
-    found = find_python_library(archive)
-    assert found is not None
-    assert (found["version"], found["above"]) == ("{}.{}".format(*sys.version_info), None)
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")

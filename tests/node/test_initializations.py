@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from datetime import timedelta
 from typing import Any
@@ -71,30 +70,3 @@ def test_phases_at_an_address_and_in_a_store_of_the_program() -> None:
     ranks = TorchDistributor(2, use_gpu=False, timeout=60)
     sums = ranks.run_all(phases_elsewhere, free_port(), free_port())
     assert sums == [[[3.0, 3.0]] * 2 * PHASES] * 2
-
-
-def one_more_than_others() -> tuple[list[float], str]:
-    import torch.distributed as dist
-
-    run_store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    dist.init_process_group("gloo", timeout=SECONDS)
-    sums, failure = [sum_of_ranks()], ""
-    if my_rank() == 1:
-        dist.destroy_process_group()
-        try:  # the other rank's first group still listens
-            dist.init_process_group("gloo", timeout=timedelta(seconds=1))
-        except RuntimeError as error:
-            failure = str(error)
-        run_store.set("failed", "")
-    else:
-        run_store.wait(["failed"])
-        dist.destroy_process_group()
-    return sums, failure
-
-
-def test_a_rank_that_initializes_once_more_waits_for_the_others() -> None:
-    ranks = TorchDistributor(2, use_gpu=False, timeout=60)
-    first, (sums, failure) = ranks.run_all(one_more_than_others)
-    assert first == ([3.0], "")
-    assert sums == [3.0]
-    assert "timeout" in failure.lower()

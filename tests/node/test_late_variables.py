@@ -9,8 +9,6 @@ import pytest
 from conftest import cluster_is_slow
 from support.ranks import Distribute
 
-from distributor import TorchDistributor, cool_down
-
 pytest.importorskip("torch")
 
 SCRIPT = """
@@ -55,24 +53,3 @@ def test_variables_that_a_script_sets_before_it_imports_torch(
     out.mkdir()
     distribute(2).run(script, str(out))
     assert [json.loads((out / rank).read_text()) for rank in "01"] == [EXPECTED] * 2
-
-
-@pytest.mark.slow
-def test_more_threads_than_cores_are_limited_as_in_plain_python() -> None:
-    def threads() -> dict[str, int]:
-        import os
-
-        os.environ["OMP_NUM_THREADS"] = "999"
-        import torch
-        from threadpoolctl import threadpool_info
-
-        found = {"torch": torch.get_num_threads()}  # which has OpenMP start as many
-        return found | {pool["filepath"]: pool["num_threads"] for pool in threadpool_info()}
-
-    cool_down()  # the warm process may have loaded libraries for another run
-    warm, fresh = (
-        TorchDistributor(1, use_gpu=False, timeout=120, warm=warm).run(threads)
-        for warm in (True, False)
-    )
-    assert warm == fresh
-    assert len(fresh) > 2

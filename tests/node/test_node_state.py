@@ -1,8 +1,6 @@
-"""The states of a node ."""
+"""The states of a node."""
 
 from __future__ import annotations
-
-import threading
 
 import pytest
 
@@ -86,12 +84,3 @@ def test_a_node_whose_run_has_failed_delivers_nothing(event: NodeEvent) -> None:
     for late_event in (NodeEvent.WORK_DONE, NodeEvent.RANKS_ENDED, NodeEvent.VALUES_DELIVERED):
         assert not lifecycle.fire(late_event)
     assert lifecycle.state in (NodeState.FAILED, NodeState.STOPPED)
-
-
-def test_a_change_of_state_ends_a_wait() -> None:
-    lifecycle = after(STATES.index(NodeState.RUNNING))
-    thread = threading.Thread(target=lifecycle.fire, args=(NodeEvent.STOP_RECEIVED,))
-    thread.start()
-    lifecycle.wait_for(lambda: lifecycle.is_ended_by_driver, 60.0)
-    thread.join()
-    assert lifecycle.is_ended_by_driver

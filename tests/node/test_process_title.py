@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -33,7 +32,6 @@ def ps(pid: int, column: str) -> str:
 
 def my_training() -> dict[str, Any]:
     """Return the titles of a rank and its ancestors, and Python's copies of the command line."""
-    import os
     from multiprocessing import resource_tracker, shared_memory
 
     import psutil
@@ -70,33 +68,3 @@ def test_ps_shows_the_run_of_a_rank_and_its_supervisor() -> None:
         assert "bootstrap.main" in seen["orig_argv"][1]
         assert "multiprocessing.resource_tracker" in seen["tracker"]
         assert seen["program"] == "sleep 9"
-
-
-LOOK = """
-import json, sys
-from pathlib import Path
-from distributor.node.process.process_title import temporary_run_title
-
-def look():
-    return [Path("/proc/self", name).read_text() for name in ("cmdline", "environ", "comm")]
-
-before = look()
-with temporary_run_title(sys.argv[1], "program", "run"):
-    during = look()
-print(json.dumps([before, during, look()]))
-"""
-
-
-def test_a_title_is_cut_to_the_memory_of_the_command_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK, "\N{SNOWMAN}\n" * 9999],
-        env={"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "utf-8"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    before, during, after = json.loads(done.stdout)
-    assert during[0].startswith("distributor: \N{SNOWMAN} \N{SNOWMAN} ")
-    assert 250 < len(during[0].encode()) < 260
-    assert during[1:] == before[1:], "the environment is stored behind the command line"
-    assert after == before

@@ -17,10 +17,8 @@ import torch
 
 from distributor import TorchDistributor
 from distributor.core.versions import release
-from distributor.errors import ExecutorNotReady
 from distributor.node.agent import network
 from distributor.node.agent.network import (
-    listen_for_ranks,
     routable_address,
 )
 from distributor.node.agent.share import NodeShare
@@ -146,8 +144,6 @@ def test_ranks_of_a_later_node_are_numbered_after_those_of_earlier_nodes() -> No
 
 def test_ranks_without_gpus_are_ranks_for_accelerate_too() -> None:
     name, on_cpus = "ACCELERATE_USE_CPU", replace(NODE, gpus=())
-    assert rank_environment(on_cpus, 0, {})[name] == "true"
-    assert rank_environment(replace(NODE, gpus=None), 0, {})[name] == "true", "though it sees GPUs"
     assert rank_environment(replace(on_cpus, env={name: "false"}), 0, {})[name] == "false"
     assert name not in rank_environment(replace(NODE, gpus=("0", "1")), 0, {})
     assert name not in rank_environment(replace(on_cpus, ranks_per_node=1, num_nodes=1), 0, {})
@@ -175,28 +171,14 @@ def test_variables_that_identify_a_rank_cannot_be_overridden() -> None:
     assert rank_environment(replace(NODE, env=stale), 1, {}) == right
 
 
-@pytest.mark.parametrize(
-    ("gpus", "inherited", "users", "seen"),
-    [
-        (None, {}, {}, None),
-        (None, {"CUDA_VISIBLE_DEVICES": "4,5"}, {}, "4,5"),
-        ((), {}, {}, ""),
-        ((), {"CUDA_VISIBLE_DEVICES": "4,5"}, {}, ""),
-        (("5", "4"), {"CUDA_VISIBLE_DEVICES": "4,5,6"}, {}, "5,4"),
-        (("5", "4"), {}, {"CUDA_VISIBLE_DEVICES": "7"}, "7"),
-    ],
-    ids=["unset", "inherited", "none", "hidden", "assigned", "the user's"],
-)
-def test_ranks_see_the_gpus_of_their_node(
-    gpus: tuple[str, ...] | None,
-    inherited: dict[str, str],
-    users: dict[str, str],
-    seen: str | None,
-) -> None:
-    node = replace(NODE, gpus=gpus, env=users)
-    for local_rank in range(2):
-        environment_of_rank = rank_environment(node, local_rank, inherited)
-        assert environment_of_rank.get("CUDA_VISIBLE_DEVICES") == seen
+def test_ranks_see_the_gpus_of_their_node() -> None:
+    name = "CUDA_VISIBLE_DEVICES"
+    on_cpus, on_gpus = replace(NODE, gpus=()), replace(NODE, gpus=("5", "4"))
+    assert name not in rank_environment(NODE, 0, {})
+    assert rank_environment(NODE, 0, {name: "4,5"})[name] == "4,5", "without Spark"
+    assert rank_environment(on_cpus, 0, {name: "4,5"})[name] == ""
+    assert rank_environment(on_gpus, 1, {name: "4,5,6"})[name] == "5,4"
+    assert rank_environment(replace(on_gpus, env={name: "7"}), 0, {})[name] == "7"
 
 
 @pytest.mark.parametrize(
@@ -240,80 +222,30 @@ def test_an_address_outside_the_mask_is_refused(addresses: list[str], mask: str)
         visible_devices(addresses, mask)
 
 
-@pytest.mark.parametrize(
-    ("mask", "gpus"),
-    [
-        ("", ()),
-        ("3, 5,", ("3", "5")),
-        ("GPU-11,MIG-22", ("GPU-11", "MIG-22")),
-        ("3,-1,5", ("3",)),
-    ],
-)
-def test_without_spark_the_variable_lists_the_drivers_gpus(
-    mask: str, gpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_spark_the_variable_lists_the_drivers_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """-1 ends the list, as in CUDA."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    assert driver_gpus(None) == gpus
+    for mask, gpus in {"": (), "3, 5,": ("3", "5"), "GPU-1": ("GPU-1",), "3,-1,5": ("3",)}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+        assert driver_gpus(None) == gpus
 
 
-@pytest.mark.parametrize(
-    ("hosts", "order"),
-    [
-        (["b", "a"], [0, 1]),
-        (["a", "b", "a", "b"], [0, 2, 1, 3]),
-        (["c", "b", "a", "a", "b", "c"], [0, 5, 1, 4, 2, 3]),
-    ],
-)
-def test_nodes_of_one_host_are_adjacent(hosts: list[str], order: list[int]) -> None:
-    assert node_order(hosts) == order
+def test_nodes_of_one_host_are_adjacent() -> None:
+    assert node_order(["b", "a"]) == [0, 1]
+    assert node_order(["c", "b", "a", "a", "b", "c"]) == [0, 5, 1, 4, 2, 3]
 
 
-@pytest.fixture
-def resolver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resolve names as Debian does: a machine's own name is loopback, and its peers' are not."""
-    known = {
-        "here": ["127.0.1.1"],
-        "named": ["10.1.2.3"],
-        "localhost": ["::1", "127.0.0.1"],
-        "both": ["fd00::3", "10.1.2.3"],
-        "here6": ["::1"],
-    }
-    sources = {"there": "10.1.2.3", "[fd00::4]": "fd00::3"}
+def test_a_loopback_address_is_used_only_if_all_peers_are_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Names are resolved as by Debian: a machine's own name is loopback, its peers' are not."""
+    known = {"here": ["127.0.1.1"], "named": ["10.1.2.3"], "both": ["fd00::3", "10.1.2.3"]}
 
-    def getaddrinfo(name: str, *rest: Any, **kind: Any) -> list[Any]:
+    def getaddrinfo(name: str, *_: Any, **__: Any) -> list[Any]:
         families = {True: socket.AF_INET6, False: socket.AF_INET}
-        found = known.get(name, [name])
-        return [(families[":" in each], 1, 6, "", (each, 0)) for each in found]
+        return [(families[":" in each], 1, 6, "", (each, 0)) for each in known.get(name, [name])]
 
     monkeypatch.setattr("distributor.core.addresses.socket.getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(network, "source_address", sources.__getitem__)
-
-
-@pytest.mark.usefixtures("resolver")
-@pytest.mark.parametrize(
-    ("name", "peers", "address"),
-    [
-        ("here", ["here", "here"], "127.0.1.1"),
-        ("here", ["here", "there"], "10.1.2.3"),
-        ("localhost", ["localhost"], "127.0.0.1"),
-        ("named", ["named", "there"], "10.1.2.3"),
-        ("both", ["both", "there"], "10.1.2.3"),
-        ("here6", ["here6", "[fd00::4]"], "fd00::3"),
-    ],
-)
-def test_a_loopback_address_is_used_only_if_all_peers_are_on_this_machine(
-    name: str, peers: list[str], address: str
-) -> None:
-    assert routable_address(name, peers) == address
-
-
-def test_rank_0_listens_on_the_first_free_port_of_the_range() -> None:
-    with listen_for_ranks("127.0.0.1", None) as some:
-        port = some.getsockname()[1]
-        with listen_for_ranks("127.0.0.1", range(port, port + 50)) as other:
-            assert port < other.getsockname()[1] < port + 50
-        with pytest.raises(
-            ExecutorNotReady, match=f"rank_ports is '{port}-{port}', .* none .*already in use"
-        ):
-            listen_for_ranks("127.0.0.1", range(port, port + 1))
+    monkeypatch.setattr(network, "source_address", {"there": "10.1.2.3"}.__getitem__)
+    assert routable_address("here", ["here", "here"]) == "127.0.1.1"
+    for name in ("here", "named", "both"):
+        assert routable_address(name, [name, "there"]) == "10.1.2.3"

@@ -173,20 +173,6 @@ def test_forked_ranks_equal_fresh_ones(reports: tuple[Reports, ...]) -> None:
     assert second == fresh
 
 
-def test_the_compared_facts_differ_between_runs(reports: tuple[Reports, ...]) -> None:
-    _, _, fresh = reports
-    ranks = [report[0] for report in fresh.values()]
-    assert [rank["environment"].get("OMP_NUM_THREADS") for rank in ranks] == ["1", None, "2"]
-    assert ranks[0]["torch's threads"][0] == 1
-    assert all(number == 1 for _, number in ranks[0]["libraries' threads"])
-    for rank in ranks:
-        assert rank["environment"]["OF_THE_DRIVER"] == "naïve \udcff\n"
-        assert rank["umask"] == "0027"
-        assert rank["time zone"][1] == -(5 * 60 + 45) * 60
-        assert Path(rank["folder"]).name.startswith("folder")
-        assert rank["leads"] == [True, True]
-
-
 @pytest.mark.parametrize("source", ["random", "numpy", "torch", "torch seed"])
 def test_each_rank_of_each_run_draws_different_random_numbers(
     reports: tuple[Reports, ...], source: str

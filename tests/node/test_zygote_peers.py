@@ -15,7 +15,7 @@ import cloudpickle
 import psutil
 import pytest
 from support.waiting import until
-from support.zygotes import held_run, local, zygote_of
+from support.zygotes import held_run, zygote_of
 
 from distributor.node.process import zygote as zygote_module
 from distributor.node.process.supervisor import is_supported
@@ -69,10 +69,3 @@ def test_a_connection_during_shutdown_disturbs_no_run(tmp_path: Path) -> None:
         with late:
             assert zygote_of() != run.zygote
             assert run.release() == ["undisturbed"]
-
-
-def test_a_variable_larger_than_a_packet_works(tmp_path: Path) -> None:
-    with held_run(tmp_path / "run") as run:
-        env = {"TORCH_VARIABLE": "x" * 70_000}
-        assert local(env=env).run(os.getenv, "TORCH_VARIABLE") == env["TORCH_VARIABLE"]
-        assert run.release() == ["undisturbed"]

@@ -17,7 +17,6 @@ import cloudpickle
 import pytest
 from support.waiting import SOON, assert_gone, until
 from support.zygotes import (
-    DEADLINE,
     WriteModule,
     grandparent,
     held_run,
@@ -27,7 +26,7 @@ from support.zygotes import (
     zygotes,
 )
 
-from distributor import DistributorError, StartTimeout, warm_up
+from distributor import DistributorError, StartTimeout
 from distributor.node.process.supervisor import is_supported
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -70,19 +69,6 @@ def test_a_preloaded_module_is_imported_again_only_after_a_change(
     assert note.read_text().split() == [str(first), str(second)]
     assert_gone([first])
     assert zygote_of() == second, "a run without the module uses it too"
-
-
-def test_a_change_is_noticed_even_if_other_imports_follow(
-    write_module: WriteModule, tmp_path: Path
-) -> None:
-    begun, go = tmp_path / "begun", tmp_path / "go"
-    name, more = write_module("VALUE = 'old'"), write_module(waiting_source(begun, go), "more")
-    distributor = local(preload=[name, more])
-    warm_up(distributor)
-    until(begun.exists, "it loads more, and no run has begun", DEADLINE)
-    write_module("VALUE = 'new'")
-    go.touch()
-    assert distributor.run(lambda: importlib.import_module(name).VALUE) == "new"
 
 
 def test_a_module_that_cannot_be_imported_is_one_clear_error(write_module: WriteModule) -> None:

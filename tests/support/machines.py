@@ -7,7 +7,6 @@ import itertools
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from distributor.core.addresses import joined
-from support import delay
-from support.delay import open_tap
 
 _numbers, _networks = itertools.count(), itertools.count()
 LISTENING = "0A"
@@ -113,21 +110,6 @@ class Machine:
         _ip("-n", self.namespace, "address", "add", f"{other.address}/24", "dev", "eth0")
         return other
 
-    def slow(self, milliseconds: int) -> None:
-        """Delay the packets that are sent to this machine."""
-        name, come = self.namespace, f"{self.namespace}s"
-        address = _ip("-n", name, "-br", "link", "show", "eth0").split()[2]
-        _ip("-n", name, "tuntap", "add", "slow", "mode", "tap")
-        # With another address, the machine would drop all frames that come out of it.
-        _ip("-n", name, "link", "set", "slow", "address", address, "up")
-        tap = open_tap(come)
-        _ip("link", "set", come, "up")
-        command = [sys.executable, delay.__file__, str(tap), "slow", str(milliseconds / 1000)]
-        self.start(command, pass_fds=[tap])
-        os.close(tap)
-        _redirect("slow", "ingress", "eth0", namespace=name)
-        _redirect(name, "egress", come)
-
     def end(self) -> None:
         """Kill the processes that were started here."""
         for process in self._started:
@@ -200,16 +182,6 @@ def _join(machine: Machine, bridge: str) -> None:
     size, *options = ["/64", "nodad"] if ":" in machine.address else ["/24"]
     _ip("-n", name, "address", "add", f"{machine.address}{size}", *options, "dev", "eth0")
     _ip("-n", name, "link", "set", "eth0", "up")
-
-
-def _redirect(device: str, way: str, target: str, namespace: str = "") -> None:
-    """Redirect the frames that a device receives, or sends, to another device."""
-    tc = ["tc", *(["-n", namespace] if namespace else [])]
-    anything = ["protocol", "all", "u32", "match", "u32", "0", "0"]
-    to_target = ["action", "mirred", way, "redirect", "dev", target]
-    subprocess.run([*tc, "qdisc", "add", "dev", device, "clsact"], check=True, capture_output=True)
-    rule = [*tc, "filter", "add", "dev", device, way, *anything, *to_target]
-    subprocess.run(rule, check=True, capture_output=True)
 
 
 def _tc(namespace: str, *arguments: str) -> None:
