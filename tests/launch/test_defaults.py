@@ -14,9 +14,7 @@ from support.settings_table import ADMIN_DEFAULTS, defaults_table, settings_tabl
 
 from distributor import TorchDistributor
 from distributor.run.settings import Settings
-from distributor.settings.defaults import CACHE_DIR, conf_cache_dir
 from distributor.settings.fields import admin_defaults
-from distributor.spark.session import Session
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 VALUES = {  # three texts of a variable or Spark property for each, with the setting's value
@@ -96,16 +94,6 @@ def test_the_error_for_a_malformed_default_names_its_source(
     monkeypatch.setenv(default.variable, text)
     with pytest.raises(ValueError, match=f"^the environment variable {default.variable} {message}"):
         TorchDistributor(1, local_mode=True, use_gpu=False)
-
-
-@pytest.mark.spark
-def test_the_cache_folder_of_the_nodes_is_an_absolute_path(spark: Any, conf: Any) -> None:
-    assert conf_cache_dir(Session(spark)) is None
-    conf.set(CACHE_DIR.key, "/mnt/cache")
-    assert conf_cache_dir(Session(spark)) == "/mnt/cache"
-    conf.set(CACHE_DIR.key, "cache")
-    with pytest.raises(ValueError, match=r"spark\.distributor\.cacheDir in .* absolute .* 'cache'"):
-        conf_cache_dir(Session(spark))
 
 
 def test_a_local_run_without_a_session_does_not_import_pyspark() -> None:

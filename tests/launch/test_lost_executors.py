@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from distributor.errors import ApplicationEnded, NodeLost
+from distributor.errors import NodeLost
 from distributor.spark.error_translation import explain
 
 FAILED = (
@@ -67,14 +67,3 @@ def test_an_executor_that_was_taken_back(reason: str) -> None:
     assert f"{reason} The cluster manager took it back." in str(error)
     assert "memory" not in str(error)
     assert pickle.loads(pickle.dumps(error)).reclaimed == error.reclaimed == ("h",)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Job 3 cancelled because SparkContext was shut down",
-        'status = StatusCode.UNKNOWN\n\tdetails = "Application error processing RPC"',
-    ],
-)
-def test_a_job_of_an_application_that_has_ended(text: str) -> None:
-    assert isinstance(explain(RuntimeError(text), 2), ApplicationEnded)

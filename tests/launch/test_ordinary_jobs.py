@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import sys
 import threading
 from collections import Counter
@@ -23,8 +22,7 @@ from support.waiting import until
 from distributor import NodeLost, TorchDistributor
 from distributor._compat.pyspark import jobs_with_tag
 from distributor.control.cancellation import Cancellation
-from distributor.control.run import NodeEnded, NodesEnded
-from distributor.errors import DistributorError
+from distributor.control.run import NodeEnded
 from distributor.launchers.spark.gang.gang import Gang
 from distributor.wire.hub import Hub
 from distributor.wire.link import Link
@@ -110,18 +108,6 @@ def test_a_lost_node_is_the_error_of_a_run_without_a_further_attempt(
         ranks(2).run(note_process_and_fail, tmp_path, "loses its node")
 
 
-@pytest.mark.spark
-def test_more_ranks_than_there_can_be_slots_are_refused(spark: Any, tmp_path: Path) -> None:
-    def note(batches: Any) -> Any:
-        (tmp_path / "computed").touch()
-        yield from batches
-
-    rows = spark.range(2).mapInArrow(note, "id long")
-    with pytest.raises(DistributorError, match=r"5 .*tasks are wanted at once, .* more than 4"):
-        ranks(5).run(sum_of_rows, rows, tmp_path)
-    assert not (tmp_path / "computed").exists(), "slots are checked before DataFrames are computed"
-
-
 def save(folder: str) -> None:
     Path(f"{folder}.pt").write_bytes(bytes(3000))
     Path(folder).mkdir()
@@ -144,17 +130,6 @@ def test_a_cancelled_run_leaves_no_task(spark: Any, tmp_path: Path) -> None:
     assert future.cancel()
     tracker = spark.sparkContext.statusTracker()
     until(lambda: not tracker.getActiveJobsIds(), "no job is active", SOON)
-
-
-def sum_of_rows(data: Any, folder: Path) -> list[int]:
-    """Return this rank's rows; fail in the first attempt once they are read."""
-    rows = [int(number) for batch in data.iter_torch_batches(batch_size=7) for number in batch["n"]]
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    (folder / f"read {attempt}-{my_rank()}").touch()
-    if attempt == "0":
-        until(lambda: len(list(folder.glob("read 0-*"))) == 2, "all ranks have read", SOON)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return rows
 
 
 class Job:
@@ -281,15 +256,3 @@ def test_the_end_of_an_earlier_attempt_is_not_that_of_the_next(tasks: Tasks) -> 
         tasks.go(task)  # which is noted after that
     assert tasks.gang.await_end(SOON)
     assert [type(ended.error) for ended in tasks.posted] == [NodeLost, NodeLost]
-
-
-def test_the_end_of_the_job_ends_the_attempt_with_sparks_error(tasks: Tasks) -> None:
-    tasks.come(10, 0)
-    tasks.come(12, 1)
-    tasks.assign(tasks.gather())
-    tasks.jobs[0].on_end(RuntimeError("Task 1 in stage 3.0 failed 4 times"))
-    [ended] = tasks.posted
-    assert isinstance(ended, NodesEnded)
-    assert ended.error is not None
-    assert "failed 4 times" in str(ended.explain(ended.error, ""))
-    assert tasks.gang.await_end(0)

@@ -96,11 +96,10 @@ def test_a_broken_stream_is_not_used_again(driver: DriverOutput) -> None:
     assert driver.out() == "[0] a new stream\n"
 
 
-@pytest.mark.parametrize("start", [b"", b"\r"], ids=["line", "bar"])
-def test_a_long_line_in_small_pieces(driver: DriverOutput, start: bytes) -> None:
+def test_a_long_line_in_small_pieces(driver: DriverOutput) -> None:
     """Joining the pieces at each write would copy a quarter of a terabyte."""
     screen = driver.screen(Terminal)
-    chunks = [start, *[b"x" * 50] * 100_000, b"\n"]
+    chunks = [b"\r", *[b"x" * 50] * 100_000, b"\n"]
     driver.write(*((0, "stdout", chunk) for chunk in chunks))
     assert screen.getvalue().endswith("[0] " + "x" * 5_000_000 + "\n")
 

@@ -30,18 +30,6 @@ def build_now(folder: Path, build: Build = lambda *_: None, seconds: float = SOO
         pass
 
 
-def test_a_failed_build_is_repeated(tmp_path: Path) -> None:
-    def fail(folder: Path, lock: int) -> None:
-        (folder / "half").touch()
-        raise OSError("no room")
-
-    folder = tmp_path / "folder"
-    with pytest.raises(OSError, match="no room"):
-        build_now(folder, fail)
-    build_now(folder)
-    assert not (folder / "half").exists()
-
-
 HALF = """
 import pathlib, signal, sys, time
 from distributor.node.environment.cache import build_once

@@ -60,8 +60,7 @@ def free_too_early(folder: str) -> list[bool]:
     reason=f"torch {torch.__version__} holds the interpreter's lock while it frees a group",
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_model_is_freed_after_its_group_was_destroyed(tmp_path: Path, warm: bool) -> None:
+def test_a_model_is_freed_after_its_group_was_destroyed(tmp_path: Path) -> None:
     """The group is freed with it, and its threads end."""
-    distributor = TorchDistributor(2, local_mode=True, use_gpu=False, warm=warm, timeout=DEADLINE)
+    distributor = TorchDistributor(2, local_mode=True, use_gpu=False, timeout=DEADLINE)
     assert distributor.run(free_too_early, str(tmp_path)) == [True, True]

@@ -44,6 +44,7 @@ def test_the_ranks_of_a_machine_share_its_nodes(ranks: int, shares: list[set[int
     assert share_of_nodes([], 0, ranks) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     os.getuid() != 0 or not {0, 1} <= os.sched_getaffinity(0), reason="needs root and CPUs 0 and 1"
 )

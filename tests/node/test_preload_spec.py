@@ -26,16 +26,6 @@ def test_a_variable_that_is_read_at_start_makes_it_unfit(variable: str) -> None:
         assert made.covers(made)
 
 
-@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "OF_THE_USER"])
-def test_a_variable_that_a_forked_rank_can_apply_does_not(variable: str) -> None:
-    without, one = (
-        PreloadSpec.of({"HOME": "/"}, ()),
-        PreloadSpec.of({"HOME": "/", variable: "1"}, ()),
-    )
-    assert without.covers(one)
-    assert one.covers(without)
-
-
 def test_it_fits_runs_that_preload_less_but_not_more() -> None:
     none, one, two = (PreloadSpec.of({}, preload) for preload in ((), ("json",), ("abc", "json")))
     assert [two.covers(wanted) for wanted in (none, one, two)] == [True, True, True]

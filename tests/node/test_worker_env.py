@@ -149,11 +149,6 @@ def test_ranks_without_gpus_are_ranks_for_accelerate_too() -> None:
     assert name not in rank_environment(replace(on_cpus, ranks_per_node=1, num_nodes=1), 0, {})
 
 
-def test_an_address_without_an_interface_sets_no_interface() -> None:
-    elsewhere = rank_environment(replace(NODE, address="203.0.113.9"), 0, {})
-    assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & elsewhere.keys()
-
-
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"])
 def test_the_users_variable_overrides_the_inherited_one_and_that_overrides_the_default(
     name: str,

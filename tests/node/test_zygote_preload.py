@@ -8,10 +8,8 @@ import locale
 import os
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import pytest
@@ -77,29 +75,6 @@ def test_a_module_that_cannot_be_imported_is_one_clear_error(write_module: Write
         local(2, preload=[name]).run(os.getppid)
     assert "line 2, in fail\n    raise LookupError('on purpose')\nLookup" in str(caught.value)
     until(lambda: not zygotes(), "a zygote is left")
-
-
-def test_side_effects_of_an_import_do_not_show_in_ranks(
-    write_module: WriteModule, tmp_path: Path
-) -> None:
-    name = write_module(
-        "import ctypes, tempfile\n"
-        "print('from Python'); ctypes.CDLL(None).puts(b'from C')\n"
-        "tempfile.gettempdir()  # as torch._dynamo does, which a zygote loads by itself"
-    )
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    zygote_of(preload=[name])  # its temporary folder is not this one
-
-    def look() -> str:
-        print("from the rank")
-        return tempfile.gettempdir()
-
-    settings: dict[str, Any] = {"env": {"TMPDIR": str(temporary)}, "log_dir": tmp_path / "logs"}
-    found = local(2, preload=[name], **settings).run_all(look)
-    printed = {path.name: path.read_text() for path in tmp_path.glob("logs/*/*/*.stdout")}
-    assert printed == dict.fromkeys(["rank0.stdout", "rank1.stdout"], "from the rank\n")
-    assert found == [str(temporary)] * 2
 
 
 def test_an_import_that_never_ends_exceeds_start_timeout(

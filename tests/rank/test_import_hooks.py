@@ -59,13 +59,6 @@ def test_a_module_is_changed_once_after_its_import(package: str) -> None:
     assert values == [1]
 
 
-def test_a_module_that_is_imported_already_is_changed_at_once(package: str) -> None:
-    importlib.import_module(package)
-    values: list[int] = []
-    after_import(package, lambda module: values.append(module.value))
-    assert values == [1]
-
-
 def test_ranks_train_with_a_torch_whose_private_names_are_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

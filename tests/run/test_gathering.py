@@ -6,31 +6,7 @@ import random
 
 import pytest
 
-from distributor.policies.gathering import HOLD_SECONDS, LONGEST_HOLD, Gathering
-
-
-def rounds(run_id: str, count: int) -> list[tuple[float, float]]:
-    """Return how long each round holds its slots in vain, and how long it pauses after it."""
-    now, found = 0.0, []
-    gathering = Gathering(run_id, now)
-    for _ in range(count):
-        begin = now
-        gathering.note(1, now)
-        while not gathering.is_futile(now):
-            now += 0.1
-        pause = gathering.give_back(now)
-        found.append((now - begin, pause))
-        now += pause
-    return found
-
-
-def test_rounds_grow_and_differ_between_runs() -> None:
-    first, second = rounds("one", 12), rounds("two", 12)
-    assert first == rounds("one", 12)
-    assert all(one != other for one, other in zip(first, second, strict=True))
-    holds = [hold for hold, _ in first]
-    assert HOLD_SECONDS / 2 <= holds[0] <= HOLD_SECONDS + 0.1
-    assert LONGEST_HOLD / 2 <= holds[-1] <= LONGEST_HOLD + 0.1
+from distributor.policies.gathering import Gathering
 
 
 def test_without_a_task_nothing_is_given_back() -> None:
