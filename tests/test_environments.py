@@ -21,8 +21,6 @@ from support.waiting import assert_gone, until
 
 import distributor
 from distributor import ExecutorNotReady, StartTimeout, TorchDistributor
-from distributor.launchers.local import cool_down
-from distributor.node.environment.cache import CacheLimits, trim
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
@@ -75,13 +73,12 @@ def on_nodes(cache: Path, **variables: object) -> dict[str, str]:
 
 
 @cluster_is_slow
-@pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ranks_of_a_packed_environment_have_its_packages(
-    distribute: Distribute, archive: Path, cache: Path, warm: bool
+    distribute: Distribute, archive: Path, cache: Path
 ) -> None:
     import torch
 
-    ranks = distribute(2, environment=archive, warm=warm, env=on_nodes(cache))
+    ranks = distribute(2, environment=archive, env=on_nodes(cache))
     at_once = [ranks.submit_all(look, OURS) for _ in range(2)]
     found, again = (future.result(DEADLINE) for future in at_once)
 
@@ -95,52 +92,22 @@ def test_ranks_of_a_packed_environment_have_its_packages(
         assert report["cloudpickle"] == cloudpickle.__version__
         assert report["torch"] == torch.__version__
     assert {report["prefix"] for report in again} == {report["prefix"] for report in found}
-    assert distribute(1, warm=False).run(metadata.version, OURS) == metadata.version(OURS)
+    assert distribute(1).run(metadata.version, OURS) == metadata.version(OURS), "its own zygote"
 
 
+@pytest.mark.slow
 @pytest.mark.spark
-@pytest.mark.parametrize(
-    "local_mode",
-    [pytest.param(True, marks=pytest.mark.slow, id="local"), pytest.param(False, id="cluster")],
-)
-def test_sparks_conf_chooses_the_cache_folder(
-    spark: Any, archive: Path, cache: Path, tmp_path: Path, local_mode: bool
-) -> None:
-    """A variable takes precedence, unless it is empty."""
+def test_sparks_conf_chooses_the_cache_folder(spark: Any, archive: Path, tmp_path: Path) -> None:
     chosen = tmp_path / "of_spark"
     spark.conf.set("spark.distributor.cacheDir", str(chosen))
-    settings: dict[str, Any] = {"use_gpu": False, "timeout": 120, "warm": False}
-
-    def run(cache: object) -> None:
-        env = {"DISTRIBUTOR_CACHE": str(cache)}
-        ranks = TorchDistributor(1, local_mode=local_mode, environment=archive, env=env, **settings)
-        assert ranks.run(metadata.version, OURS) == THEIRS
-
     try:
-        run(cache)
-        assert cache.exists()
-        assert not chosen.exists()
-        run("")
+        env = {"DISTRIBUTOR_CACHE": ""}  # a variable takes precedence, unless it is empty
+        settings: dict[str, Any] = {"use_gpu": False, "timeout": 120, "env": env}
+        ranks = TorchDistributor(1, local_mode=False, environment=archive, **settings)
+        assert ranks.run(metadata.version, OURS) == THEIRS
         assert list(chosen.iterdir())
     finally:
         spark.conf.unset("spark.distributor.cacheDir")
-
-
-def test_each_environment_has_a_zygote_of_its_own(archive: Path, tmp_path: Path) -> None:
-    """What one preloads is not imported in another one, which may lack it."""
-    other = packed(environment(tmp_path / "other", "1.0", bare=True), tmp_path / "other.tar.gz")
-
-    def local(**settings: Any) -> TorchDistributor:
-        return TorchDistributor(1, use_gpu=False, timeout=120, warm=True, **settings)
-
-    with_gadget = local(environment=other, preload=[NAME])
-    try:
-        assert with_gadget.run(metadata.version, NAME) == "1.0"
-        assert with_gadget.run(os.getppid) != os.getpid()
-        assert local(environment=archive).run(metadata.version, OURS) == THEIRS
-        assert local().run(metadata.version, OURS) == metadata.version(OURS)
-    finally:
-        cool_down()
 
 
 def test_the_users_modules_come_before_those_of_the_environment(
@@ -183,45 +150,8 @@ def test_requirements_are_installed_once_on_each_node(
     assert made == (Path(folder).stat().st_ino, (Path(folder) / ".complete").stat().st_mtime_ns)
 
 
-@pytest.mark.slow
-def test_other_requirements_are_installed_beside_the_first(
-    distribute: Distribute, cache: Path, tmp_path: Path
-) -> None:
-    env = on_nodes(cache, PIP_FIND_LINKS=tmp_path / "wheels")
-
-    def run(version: str) -> dict[str, Any]:
-        wheel(tmp_path / "wheels", version)
-        environment = (f"{NAME}=={version}",)
-        return distribute(1, environment=environment, env=env, warm=False).run(look, NAME)
-
-    first, other = run("1.0"), run("2.0")
-    assert (first["version"], other["version"]) == ("1.0", "2.0")
-    assert other["prefix"] != first["prefix"]
-
-
-@cluster_is_slow
-def test_an_environment_is_not_cleaned_while_ranks_use_it(
-    distribute: Distribute, archive: Path, cache: Path, tmp_path: Path
-) -> None:
-    wheel(tmp_path / "wheels", "1.0")
-    env = on_nodes(cache, PIP_FIND_LINKS=tmp_path / "wheels")
-
-    def trimmed() -> list[str]:
-        trim(cache, CacheLimits(days=0))
-        return [path.name for path in cache.iterdir() if path.is_dir()]
-
-    kept = distribute(1, environment=[f"{NAME}==1.0"], env=env).run(trimmed)
-    assert len(kept) >= 2, kept
-
-    def is_empty() -> bool:
-        trim(cache, CacheLimits(days=0))
-        return not any((cache / name).exists() for name in kept)
-
-    until(is_empty, "the environments are not in use")
-
-
-def test_an_error_of_pip_contains_its_last_lines(distribute: Distribute, cache: Path) -> None:
-    ranks = distribute(2, environment=["no-such-gadget==3"], env=on_nodes(cache))
+def test_an_error_of_pip_contains_its_last_lines(cache: Path) -> None:
+    ranks = TorchDistributor(2, use_gpu=False, environment=["no-such-gadget==3"])
     with pytest.raises(ExecutorNotReady) as caught:
         ranks.run(os.getpid)
 
@@ -272,32 +202,26 @@ def test_uv_installs_where_it_is_configured(tmp_path: Path) -> None:
     assert "\n    " in message
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_configuration_of_pip")
-@pytest.mark.parametrize("installer", ["uv", "pip"])
-def test_pip_installs_if_uv_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installer: str
-) -> None:
+def test_pip_installs_if_uv_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requirement = str(wheel(tmp_path / "wheels", "1.0"))
-    if installer == "pip":
-        failing = tmp_path / "bin" / "uv"
-        failing.parent.mkdir()
-        failing.write_text("#!/bin/sh\nexit 1\n")
-        failing.chmod(0o755)
-        monkeypatch.setenv("PATH", str(failing.parent), prepend=os.pathsep)
+    failing = tmp_path / "bin" / "uv"
+    failing.parent.mkdir()
+    failing.write_text("#!/bin/sh\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("PATH", str(failing.parent), prepend=os.pathsep)
     ranks = TorchDistributor(1, use_gpu=False, warm=False, environment=[requirement])
-    assert ranks.run(installers, "requirements-") == {f"{NAME}==1.0": installer}
+    assert ranks.run(installers, "requirements-") == {f"{NAME}==1.0": "pip"}
 
 
-@cluster_is_slow
-def test_an_interpreter_that_does_not_run_is_named(
-    distribute: Distribute, cache: Path, tmp_path: Path
-) -> None:
+def test_an_interpreter_that_does_not_run_is_named(tmp_path: Path) -> None:
     made = environment(tmp_path / "made", "1.0")
     (made / "bin" / "python").unlink()
     (made / "bin" / "python").symlink_to("/no/such/python3.11")
     archive = packed(made, tmp_path / "made.tar.gz")
     with pytest.raises(ExecutorNotReady) as caught:
-        distribute(1, environment=archive, env=on_nodes(cache)).run(os.getpid)
+        TorchDistributor(1, use_gpu=False, environment=archive).run(os.getpid)
 
     message = str(caught.value)
     assert re.match(r"On \S+ the environment's interpreter ", message)
@@ -305,11 +229,7 @@ def test_an_interpreter_that_does_not_run_is_named(
     assert "conda-pack" in message
 
 
-@pytest.mark.parametrize(
-    "warm",
-    [pytest.param(True, id="warm"), pytest.param(False, marks=pytest.mark.slow, id="fresh")],
-)
-def test_an_environment_of_venv_pack_needs_none_of_our_packages(tmp_path: Path, warm: bool) -> None:
+def test_an_environment_of_venv_pack_needs_none_of_our_packages(tmp_path: Path) -> None:
     venv_pack = pytest.importorskip("venv_pack")
     made = environment(tmp_path / "made", "1.0", bare=True)
     archive = tmp_path / "environment.tar.gz"
@@ -321,7 +241,7 @@ def test_an_environment_of_venv_pack_needs_none_of_our_packages(tmp_path: Path, 
         names = ("distributor", "cloudpickle", "threadpoolctl", "torch", "numpy", "pyspark")
         return metadata.version(NAME), [name for name in names if find_spec(name)]
 
-    ranks = TorchDistributor(2, use_gpu=False, timeout=120, warm=warm, environment=str(archive))
+    ranks = TorchDistributor(2, use_gpu=False, timeout=120, environment=str(archive))
     assert ranks.run(see) == ("1.0", ["distributor", "cloudpickle", "threadpoolctl"])
 
 
@@ -385,6 +305,7 @@ def test_a_killed_installation_leaves_no_process_and_is_repeated(
     assert "VERSION 5.0" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_an_installation_has_a_deadline(slow_to_build: Path, tmp_path: Path) -> None:
     ranks = TorchDistributor(
         1, use_gpu=False, warm=False, environment=[str(slow_to_build)], start_timeout=4

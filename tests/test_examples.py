@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from conftest import needs_java
@@ -54,8 +53,14 @@ EXAMPLES = {
 }
 
 
+def needs_of(name: str) -> str:
+    return EXAMPLES[name].needs if name in EXAMPLES else "torch"
+
+
 def check(name: str, folder: Path, output: str) -> None:
     """Check what an example has reported, and the accuracy that it prints at the end."""
+    if name == "databricks_air":
+        return check_databricks(folder, output)
     expected = EXAMPLES[name]
     for run in (folder / "results").glob("accelerate_*"):
         seen = [report.metrics["seen"] for report in Result.from_path(run).reports]
@@ -117,15 +122,7 @@ def test_lightning_shards_a_model(tmp_path: Path) -> None:
     assert float(accuracy) > 0.9
 
 
-def test_an_example_runs_in_a_session(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(FOLDER)
-    runpy.run_path(str(FOLDER / "quick_start.py"), run_name="__main__")
-    check("quick_start", tmp_path, capsys.readouterr().out)
-
-
+ON_A_CLUSTER = ("quick_start", "fault_tolerance", "lightning_trainer", "databricks_air")
 RUN_ALL = """
 import contextlib, io, runpy, sys, traceback
 
@@ -145,24 +142,19 @@ for name in {names!r}:
     "name",
     [
         pytest.param(name, marks=[] if name == "quick_start" else pytest.mark.slow)
-        for name in EXAMPLES
+        for name in (*EXAMPLES, "databricks_air")
     ],
 )
 def test_an_example_runs_on_this_machine(name: str, tmp_path: Path) -> None:
-    skip_without(EXAMPLES[name].needs)
+    skip_without(needs_of(name))
     check(name, tmp_path, run_here(name, tmp_path))
-
-
-def test_an_example_of_databricks_runs_on_this_machine(tmp_path: Path) -> None:
-    check_databricks(tmp_path, run_here("databricks_air", tmp_path))
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Driver, Path]]:
-    """Start a driver on a standalone cluster, which runs all examples in turn."""
+    """Start a driver on a standalone cluster, which runs examples in turn."""
     folder = tmp_path_factory.mktemp("examples")
-    names = [name for name, each in EXAMPLES.items() if find_spec(each.needs) is not None]
-    names += ["databricks_air"]
+    names = [name for name in ON_A_CLUSTER if find_spec(needs_of(name)) is not None]
     source = RUN_ALL.format(folder=FOLDER, names=names)
     with (
         machines_on_loopback(4) as machines,
@@ -175,35 +167,21 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Driver, P
 @pytest.mark.slow
 @pytest.mark.spark
 @needs_java
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", ON_A_CLUSTER)
 def test_an_example_runs_on_a_standalone_cluster(name: str, driver: tuple[Driver, Path]) -> None:
-    skip_without(EXAMPLES[name].needs)
+    skip_without(needs_of(name))
     process, folder = driver
     check(name, folder, process.receive(name, DEADLINE)[name])
 
 
 @pytest.mark.slow
-@pytest.mark.spark
-@needs_java
-def test_an_example_of_databricks_runs_on_a_standalone_cluster(driver: tuple[Driver, Path]) -> None:
-    process, folder = driver
-    check_databricks(folder, process.receive("databricks_air", DEADLINE)["databricks_air"])
-
-
-@pytest.mark.parametrize(
-    "wrapper",
-    [
-        pytest.param([], marks=pytest.mark.slow),
-        pytest.param(["--ddp"], marks=pytest.mark.slow),
-    ],
-)
 def test_a_script_that_starts_its_own_processes(
-    wrapper: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As PyTorch's tutorial for FSDP does, with an address of its own and with data loaders."""
     saved = tmp_path / "model.pt"
     TorchDistributor(1, use_gpu=False, timeout=DEADLINE, env=OFFLINE).run(
-        FOLDER / "fsdp_spawned.py", *wrapper, "--port", free_port(), "--save-model", saved
+        FOLDER / "fsdp_spawned.py", "--port", free_port(), "--save-model", saved
     )
     printed = capsys.readouterr().out
     losses = [float(loss) for loss in re.findall(r"epoch \d loss (\S+)", printed)]

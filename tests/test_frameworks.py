@@ -1,4 +1,4 @@
-"""Lightning, Accelerate and Transformers train on ranks as they do under torchrun."""
+"""Lightning, Accelerate and Transformers see the ranks that they run on, as under torchrun."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import pytest
 import torch
-from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from distributor import (
     DeepspeedTorchDistributor,
@@ -30,188 +29,7 @@ from distributor.train import Result, RunConfig, ScalingConfig
 from distributor.train.torch import TorchTrainer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-ROWS, BATCH, EPOCHS = 64, 8, 3
-STEPS = EPOCHS * ROWS // (2 * BATCH)
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-
-
-class Report(NamedTuple):
-    """What a rank returns about its training."""
-
-    world_size: int
-    seen: list[int]
-    losses: list[float]
-    parameters: list[float]
-
-
-class Points(Dataset[Any]):
-    """Points on a line with a little noise; records the rows that are requested."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.x = torch.linspace(-1, 1, ROWS)[:, None]
-        self.y = 3 * self.x + 1 + 0.01 * torch.randn(ROWS, 1, generator=generator)
-        self.seen: list[int] = []
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, row: int) -> Any:
-        self.seen.append(row)
-        return self.x[row], self.y[row]
-
-
-class Counting(Points):
-    """Sequences of consecutive numbers, which a language model learns in a few steps."""
-
-    def __getitem__(self, row: int) -> Any:
-        self.seen.append(row)
-        tokens = (row + torch.arange(8)) % 16
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def flat(model: torch.nn.Module) -> list[float]:
-    """Return all parameters of a model as numbers."""
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
-
-
-def with_lightning(folder: Path) -> Report:
-    import lightning
-
-    torch.manual_seed(0)
-
-    class Line(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.line = torch.nn.Linear(1, 1)
-            self.losses: list[float] = []
-
-        def training_step(self, batch: Any, _: int) -> torch.Tensor:
-            x, y = batch
-            loss = mse_loss(self.line(x), y)
-            self.losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.2)
-
-    line, points = Line(), Points()
-    trainer = lightning.Trainer(
-        max_epochs=EPOCHS,
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(line, DataLoader(points, batch_size=BATCH, shuffle=True))
-    return Report(trainer.world_size, points.seen, line.losses, flat(line))
-
-
-def with_accelerate(folder: Path) -> Report:
-    from accelerate import Accelerator
-
-    torch.manual_seed(0)
-    accelerator = Accelerator()
-    points, losses = Points(), []
-    plain = torch.nn.Linear(1, 1)
-    model, optimizer, loader = accelerator.prepare(
-        plain,
-        torch.optim.SGD(plain.parameters(), lr=0.2),
-        DataLoader(points, batch_size=BATCH, shuffle=True),
-    )
-    for _ in range(EPOCHS):
-        for x, y in loader:
-            loss = mse_loss(model(x), y)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(accelerator.gather(loss.detach()).mean().item())
-    accelerator.end_training()
-    return Report(accelerator.num_processes, points.seen, losses, flat(plain))
-
-
-def arguments_of_trainer(folder: Path) -> Any:
-    from transformers import TrainingArguments
-
-    return TrainingArguments(
-        output_dir=str(folder),
-        num_train_epochs=EPOCHS,
-        per_device_train_batch_size=BATCH,
-        learning_rate=0.05,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-
-
-def with_transformers(folder: Path) -> Report:
-    return with_trainer(arguments_of_trainer(folder))
-
-
-def with_trainer(arguments: Any) -> Report:
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer
-
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=16,
-            n_positions=8,
-            n_embd=16,
-            n_layer=1,
-            n_head=2,
-            bos_token_id=0,
-            eos_token_id=0,
-            loss_type="ForCausalLMLoss",
-        )
-    )
-    sentences = Counting()
-    trainer = Trainer(model=model, args=arguments, train_dataset=sentences)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return Report(arguments.world_size, sentences.seen, losses, flat(model))
-
-
-@pytest.mark.parametrize(
-    ("framework", "train"),
-    [
-        pytest.param("lightning", with_lightning, marks=pytest.mark.slow),
-        ("accelerate", with_accelerate),
-        pytest.param("transformers", with_transformers, marks=pytest.mark.slow),
-    ],
-)
-def test_a_framework_trains_on_two_ranks(
-    framework: str, train: Callable[[Path], Report], tmp_path: Path
-) -> None:
-    if find_spec(framework) is None:  # importing it here would only take time
-        pytest.skip(f"{framework} is not installed")
-    distributor = TorchDistributor(2, use_gpu=False, timeout=120, env=OFFLINE)
-
-    reports = distributor.run_all(train, tmp_path)
-
-    check_training(reports)
-
-
-@pytest.mark.slow
-def test_arguments_of_the_driver_train_on_two_ranks(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    arguments = arguments_of_trainer(tmp_path)
-    assert arguments.world_size == 1
-    distributor = TorchDistributor(2, use_gpu=False, timeout=120, env=OFFLINE)
-
-    check_training(distributor.run_all(lambda: with_trainer(arguments)))
-
-
-def check_training(reports: list[Report]) -> None:
-    assert [report.world_size for report in reports] == [2, 2]
-    assert [len(report.losses) for report in reports] == [STEPS, STEPS]
-    assert all(len(report.seen) == STEPS * BATCH for report in reports)
-    first_epoch = [row for report in reports for row in report.seen[: ROWS // 2]]
-    assert sorted(first_epoch) == list(range(ROWS)), "each rank trained on its own half of the rows"
-    # Ranks that saw different rows agree only if their gradients were reduced.
-    assert reports[0].parameters == reports[1].parameters
-    assert all(report.losses[-1] < report.losses[0] / 2 for report in reports)
 
 
 # Each of these returns how many ranks a framework sees by default. A script has only its text.
@@ -300,11 +118,6 @@ def by_deepspeeds_class(seen: Seen, folder: Path, *, local_mode: bool) -> None:
     ranks.run(write_seen, seen, folder)
 
 
-def by_deepspeeds_class_as_script(seen: Seen, folder: Path, *, local_mode: bool) -> None:
-    ranks = DeepspeedTorchDistributor(2, 1, local_mode, useGpu=False, env=OFFLINE)
-    ranks.run(script_of(seen, folder))
-
-
 def by_trainer(seen: Seen, folder: Path, **mode: Any) -> None:
     TorchTrainer(
         lambda: write_seen(seen, folder),
@@ -340,7 +153,6 @@ APIS = {
     "function": by_function,
     "script": by_script,
     "deepspeed": by_deepspeeds_class,
-    "deepspeed script": by_deepspeeds_class_as_script,
     "trainer": by_trainer,
     "decorator": by_decorator,
     "command": by_command,
@@ -348,21 +160,24 @@ APIS = {
 }
 
 
+CASES = [
+    *((api, "local", "variable") for api in APIS if api != "dataframe"),
+    # Variations:
+    ("dataframe", "cluster", "accelerate"),
+    *(("function", "local", framework) for framework in FRAMEWORKS if framework != "variable"),
+    ("script", "cluster", "lightning"),
+    ("deepspeed", "cluster", "accelerate"),
+    ("trainer", "cluster", "transformers"),
+    ("decorator", "cluster", "accelerate"),
+    ("command", "cluster", "accelerate"),
+]
+
+
 def cases() -> Iterator[Any]:
-    """Yield every interface on every place with every framework."""
-    for place in ("local", "cluster"):
-        for api in APIS:
-            if (api, place) == ("dataframe", "local"):
-                continue  # an error, as in PySpark's class
-            for framework in FRAMEWORKS:
-                everyday = {("command", "local")} if framework == "accelerate" else set()
-                everyday |= {(api, place)} if framework == "variable" else set()
-                everyday -= {("command", "cluster")}  # which starts a Spark of its own
-                marks = [pytest.mark.spark(shared=api != "command")] if place == "cluster" else []
-                marks += [] if (api, place) in everyday else [pytest.mark.slow]
-                yield pytest.param(
-                    api, place, framework, marks=marks, id=f"{api}-{place}-{framework}"
-                )
+    for api, place, framework in CASES:
+        marks = [pytest.mark.spark(shared=api != "command")] if place == "cluster" else []
+        marks += [] if framework == "variable" else [pytest.mark.slow]
+        yield pytest.param(api, place, framework, marks=marks, id=f"{api}-{place}-{framework}")
 
 
 @pytest.mark.parametrize(("api", "place", "framework"), list(cases()))
@@ -381,6 +196,7 @@ def test_every_rank_on_cpus_is_seen(
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"0": "2", "1": "2"}
 
 
+@pytest.mark.slow
 def test_arguments_of_the_driver_are_those_of_each_rank(tmp_path: Path) -> None:
     arguments_class = pytest.importorskip("transformers").TrainingArguments
 
@@ -409,57 +225,36 @@ def test_arguments_of_the_driver_are_those_of_each_rank(tmp_path: Path) -> None:
     assert arguments.world_size == 1, "the driver's are as they were"
 
 
-def test_an_accelerator_of_the_driver_is_refused_and_a_state_made_anew() -> None:
+@pytest.mark.slow
+def test_what_was_made_for_the_driver_alone_is_refused() -> None:
     accelerate = pytest.importorskip("accelerate")
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accelerator, state = accelerate.Accelerator(cpu=True), accelerate.PartialState()
+    made = [accelerator, *accelerator.prepare(DataLoader([1, 2]), optimizer)]
+    if find_spec("transformers") is not None:
+        from transformers import Trainer, TrainingArguments
+
+        arguments = TrainingArguments("unused", report_to="none")
+        made.append(Trainer(model, arguments))
+    if find_spec("lightning") is not None:
+        import lightning
+
+        made.append(lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu"))
     two_ranks = TorchDistributor(2, use_gpu=False, env=OFFLINE)
 
     def size(state: Any) -> int:
         return int(state.num_processes)
 
-    assert two_ranks.run_all(size, state) == [2, 2]
-    with pytest.raises(TypeError, match=r"The driver's Accelerator, .* was made for one process: "):
-        two_ranks.run(lambda: size(accelerator))
-    assert TorchDistributor(1, use_gpu=False).run(size, accelerator) == 1, "which is the same there"
-
-
-@pytest.mark.slow
-def test_what_was_prepared_for_the_driver_alone_is_refused() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    prepared = accelerate.Accelerator(cpu=True).prepare(DataLoader([1, 2]), optimizer, scheduler)
-    made = [accelerate.Accelerator(cpu=True), accelerate.state.AcceleratorState(), *prepared]
-    if find_spec("transformers") is not None:
-        from transformers import Trainer
-
-        made.append(Trainer(model, arguments_of_trainer(Path("unused"))))
-    if find_spec("lightning") is not None:
-        import lightning
-
-        made.append(lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu"))
-        made.append(lightning.Fabric(accelerator="cpu"))
-    distributor = TorchDistributor(2, use_gpu=False, env=OFFLINE)
-
     for each in made:
         name = type(each).__name__
         with pytest.raises(TypeError, match=f"Make the {name} inside the function"):
-            distributor.run(print, each)
+            two_ranks.run(print, each)
         if name in ("Accelerator", "Trainer"):
             with pytest.raises(UnpicklableError, match=r"it belongs to the ranks; return "):
                 dump_value([each], io.BytesIO(), "rank 0")
-
-
-@pytest.mark.slow
-def test_a_data_module_that_the_driver_has_used_is_used_by_ranks() -> None:
-    lightning = pytest.importorskip("lightning")
-    module = lightning.LightningDataModule()
-    module.trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
-
-    distributor = TorchDistributor(2, use_gpu=False, env=OFFLINE)
-
-    assert distributor.run(lambda module: module.trainer, module) is None
+    assert two_ranks.run_all(size, state) == [2, 2], "it is made anew"
+    assert TorchDistributor(1, use_gpu=False).run(size, accelerator) == 1, "which is the same there"
 
 
 @pytest.mark.slow

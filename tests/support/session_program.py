@@ -1,17 +1,15 @@
-"""A driver program with a classic or a Connect session, which runs scenarios one after another.
+"""A driver program with a classic or a Connect session, which runs scenarios as they are asked for.
 
-``python session_program.py KIND FOLDER SCENARIO...`` prints, after each scenario, what it found.
-With a Connect session it then serves other clients until its standard input ends.
+``python session_program.py KIND FOLDER`` reads names of scenarios from its standard input, one a
+line, and prints after each what it found. A Connect session serves other clients meanwhile.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import random
-import shutil
 import signal
 import sys
 import threading
@@ -23,7 +21,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
 from pyspark.sql import SparkSession
 
 from distributor import TorchDistributor
@@ -193,22 +190,14 @@ def failure_beside_one_that_waits(distributor: TorchDistributor) -> dict[str, An
 # Scenarios
 
 
-def wrong_python(spark: Any, notes: Notes) -> dict[str, Any]:
-    """Run with executors whose Python has no torch; then give them one that has it."""
-    error = error_of(lambda: ranks().run(train, 10))
-    (FOLDER / "bin" / "python3").unlink()
-    shutil.copy(FOLDER / "bin" / "right", FOLDER / "bin" / "python3")
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if "pyspark.daemon" in process.cmdline():
-                process.kill()  # Spark starts another one, of the Python that is there now
-    return {"kind": type(error).__name__, "text": str(error)}
-
-
 def values(spark: Any, notes: Notes) -> dict[str, Any]:
     value, large = ranks().run(lambda: (train(10), make_bytes(30)))
-    found = {"value": value, "large": is_from(0, large, 30)}
-    return {**found, "values": ranks().run_all(train, 20)}
+    spark.conf.set("spark.distributor.hub.port", "7391")
+    try:
+        port = TorchDistributor(1, use_gpu=False, warm=False).hub_port
+    finally:
+        spark.conf.unset("spark.distributor.hub.port")
+    return {"value": value, "large": is_from(0, large, 30), "port": port}
 
 
 def environments(spark: Any, notes: Notes) -> dict[str, Any]:
@@ -297,14 +286,6 @@ def failures(spark: Any, notes: Notes) -> dict[str, Any]:
     return {**found, "died": [type(died).__name__, getattr(died, "signal", None)]}
 
 
-def hub_port(spark: Any, notes: Notes) -> dict[str, Any]:
-    spark.conf.set("spark.distributor.hub.port", "7391")
-    try:
-        return {"port": TorchDistributor(1, use_gpu=False, warm=False).hub_port}
-    finally:
-        spark.conf.unset("spark.distributor.hub.port")
-
-
 def more_ranks_than_slots(spark: Any, notes: Notes) -> dict[str, Any]:
     began = time.monotonic()
     error = error_of(lambda: ranks(4, timeout=None, start_timeout=12).run(train, 10))
@@ -329,16 +310,9 @@ def through_spark(spark: Any, notes: Notes) -> dict[str, Any]:
     return {"value": value, **found, **failure, "argument": argument, "warned": warned_twice}
 
 
-def one_link(spark: Any, notes: Notes) -> dict[str, Any]:
-    """Run on nodes of which only one reaches the hub."""
-    return values_of_all(ranks())
-
-
 def timeout_without_hub(spark: Any, notes: Notes) -> dict[str, Any]:
-    for name in LOGGERS:
-        logging.getLogger(name).setLevel(logging.INFO)
-    distributor = ranks(timeout=10)
-    with hub_without_nodes(), mock.patch.object(rendezvous, "LINK_SECONDS", 4.0):
+    distributor = ranks(timeout=7)
+    with hub_without_nodes(), mock.patch.object(rendezvous, "LINK_SECONDS", 2.0):
         error = error_of(lambda: distributor.run(wait_forever))
         ended = time.monotonic()
         before_end = [[ended - at, text] for at, _, text in notes.notes]
@@ -349,13 +323,10 @@ def timeout_without_hub(spark: Any, notes: Notes) -> dict[str, Any]:
 
 
 def main() -> None:
-    kind, _, *names = sys.argv[1:]
-    spark, notes = open_session(kind), Notes()
-    for name in names:
-        run(globals()[name], spark, notes)
-    print("SERVING", flush=True)
-    if kind == "connect":
-        sys.stdin.read()
+    spark, notes = open_session(sys.argv[1]), Notes()
+    print("READY", flush=True)
+    for name in sys.stdin:
+        run(globals()[name.strip()], spark, notes)
     spark.stop()
 
 

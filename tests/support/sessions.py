@@ -38,7 +38,9 @@ class SessionProgram:
     folder: Path
 
     def facts(self, scenario: str) -> dict[str, Any]:
-        """Wait until a scenario has ended, and return what it reports."""
+        """Run a scenario, wait until it has ended, and return what it reports."""
+        assert self.process.stdin
+        print(scenario, file=self.process.stdin, flush=True)
         end = f"\nEND {scenario} "
         self._wait_for(end)
         report, _ = self._printed("stdout").partition(end)[2].split("\n", 1)
@@ -52,8 +54,8 @@ class SessionProgram:
         return begun.partition(f"\nEND {scenario}")[0]
 
     def wait_until_it_serves(self) -> None:
-        """Wait until all scenarios have ended, and the server has none but other clients."""
-        self._wait_for("\nSERVING\n")
+        """Wait until it has its session."""
+        self._wait_for("\nREADY\n")
 
     def _wait_for(self, text: str) -> None:
         printed = self._printed("stdout")
@@ -74,23 +76,9 @@ class SessionProgram:
         return "\n" + (self.folder / stream).read_text()
 
 
-def python_without_torch() -> str | None:
-    """Return a Python that cannot run ranks; None if this machine has none."""
-    for folder in ("/usr/bin", "/bin"):
-        python = shutil.which("python3", path=folder)
-        if python is None:
-            continue
-        probe = [python, "-c", "import pyarrow, torch"]
-        if subprocess.run(probe, capture_output=True, check=False).returncode:
-            return python
-    return None
-
-
 @contextlib.contextmanager
-def session_program(
-    kind: str, folder: Path, *scenarios: str, python_begins: str = ONLY_FROM_ARCHIVES
-) -> Iterator[SessionProgram]:
-    """Start the program.
+def session_program(kind: str, folder: Path) -> Iterator[SessionProgram]:
+    """Start the program, whose executors do not have this package.
 
     Parameters
     ----------
@@ -98,18 +86,15 @@ def session_program(
         Its session: of Connect, of two threads, or of two executors.
     folder : Path
         A new folder, for all that is written.
-    *scenarios : str
-        What it runs.
-    python_begins : str
-        Source that the executors' Python runs first. By default they do not have this package.
     """
     made = environment(folder / "made", "99.0", "iniconfig")
     packed(made, folder / "environment.tar.gz")
     packed(environment(folder / "bare", "1.0", bare=True), folder / "bare.tar.gz")
-    place = _bin(folder, python_begins)
-    if "wrong_python" in scenarios and (wrong := python_without_torch()):
-        (place / "python3").unlink()
-        (place / "python3").symlink_to(wrong)
+    place = folder / "bin"
+    place.mkdir()
+    shutil.copy(
+        python_that_begins(folder / "before_all_else", ONLY_FROM_ARCHIVES), place / "python3"
+    )
     variables = {
         **os.environ,
         **SECRET,
@@ -119,7 +104,7 @@ def session_program(
     variables.pop("PYSPARK_PYTHON", None)  # a Connect server then runs python3
     if kind != "connect":
         variables["PYSPARK_PYTHON"] = str(place / "python3")
-    command = [sys.executable, str(PROGRAM), kind, str(folder), *scenarios]
+    command = [sys.executable, str(PROGRAM), kind, str(folder)]
     with open(folder / "stdout", "w") as out, open(folder / "stderr", "w") as err:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=out, stderr=err, text=True, env=variables
@@ -133,13 +118,3 @@ def session_program(
                 process.stdin.close()
                 process.wait(timeout=60)
             process.kill()
-
-
-def _bin(folder: Path, python_begins: str) -> Path:
-    """Make a folder whose ``python3`` Spark runs."""
-    python = python_that_begins(folder / "before_all_else", python_begins)
-    place = folder / "bin"
-    place.mkdir()
-    for name in ("python3", "right"):
-        shutil.copy(python, place / name)
-    return place
