@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
 from decimal import Decimal
@@ -29,13 +28,9 @@ from distributor.data import (
     from_parquet,
     predict,
     predict_batch_udf,
-    prediction,
-    prediction_task,
-    shared_model,
 )
 from distributor.data.outputs import to_arrow, type_of
 from distributor.errors import UnpicklableError
-from distributor.spark.session import Session
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [pytest.mark.spark, needs_java]
@@ -81,6 +76,7 @@ def test_outputs_are_those_of_one_process(data: Any, values: np.ndarray[Any, Any
     assert frame.dtypes == [
         ("id", "bigint"), ("x", "array<float>"), ("text", "string"), ("y", "array<float>")
     ]  # fmt: skip
+    assert len(frame.limit(3).collect()) == 3, "tasks that are not read to their end"
     rows = sorted(frame.collect(), key=lambda row: row.id)
     assert [row.id for row in rows] == list(range(ROWS))
     assert [row.text for row in rows] == list(map(str, range(ROWS)))
@@ -112,76 +108,64 @@ def test_a_model_that_writes_into_its_input_changes_no_column(
 
 @pytest.mark.parametrize("data", ["files"], indirect=True)
 def test_types_are_found_and_columns_are_kept(data: Any) -> None:
+    from pyspark.ml.linalg import VectorUDT
+    from pyspark.sql.types import StructType
+
     def load() -> Any:
         def model(batch: dict[str, Any]) -> dict[str, Any]:
             total = batch["x"].sum(dim=1)
             return {
-                "label": total > 1.5,
                 "half": total.to(torch.bfloat16),
                 "double id": batch["id"].numpy() * 2,
                 "matrix": torch.stack([total, total], 1).reshape(-1, 1, 2),
-                "reversed": [text[::-1] for text in batch["text"]],
+                "parts": {
+                    "id": batch["id"],
+                    "of": {"text": batch["text"], "twice": 2 * batch["x"]},
+                },
+                "v": batch["x"],
             }
 
         return model
 
-    frame = predict(data, load, keep=["id"])
+    frame = predict(data, load, keep=["x"])
     assert frame.dtypes == [
-        ("id", "bigint"),
-        ("label", "boolean"),
+        ("x", "array<float>"),
         ("half", "float"),
         ("double id", "bigint"),
         ("matrix", "array<array<float>>"),
-        ("reversed", "string"),
+        ("parts", "struct<id:bigint,of:struct<text:string,twice:array<float>>>"),
+        ("v", "array<float>"),
     ]
-    row = frame.where("id = 123").first()
-    assert row["double id"] == 246
-    assert row["reversed"] == "321"
-    assert np.shape(row["matrix"]) == (1, 2)
-    assert frame.count() == ROWS
-    assert predict(data, load_linear, columns="x", keep=[]).dtypes == [
-        ("prediction", "array<float>")
-    ]
+    outputs = StructType([*frame.schema[1:-1], *StructType().add("v", VectorUDT())])
+    rows = predict(data, load, keep=["x"], outputs=outputs).where("parts.id < 10").collect()
+    assert sorted(row.parts.id for row in rows) == list(range(10))
+    for row in rows:
+        assert row["double id"] == 2 * row.parts.id
+        assert np.shape(row["matrix"]) == (1, 2)
+        assert row.v.toArray().tolist() == row.x
+        assert row.parts.of.text == str(row.parts.id)
+        assert row.parts.of.twice == [2 * value for value in row.x]
 
 
-@pytest.mark.parametrize("data", ["files"], indirect=True)
-def test_each_core_has_the_same_number_of_tasks(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fixture's cluster has 4 cores, and the files have 9 row groups of 35 kB in all."""
-    for part, tasks in ((10**9, 4), (5000, 8), (1, 9)):
-        monkeypatch.setattr(prediction, "PARTITION_BYTES", part)
-        frame = predict(data, load_linear, columns="x", keep=[], outputs="y array<float>")
-        assert frame.rdd.getNumPartitions() == tasks
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["rows"], indirect=True)
 def test_models_that_cannot_be_pickled_are_loaded_once_in_each_worker(data: Any) -> None:
-    def load_of(offset: int) -> Any:
-        def load() -> Any:
-            import uuid
+    def load() -> Any:
+        import uuid
 
-            identity, lock = f"{offset} {uuid.uuid4().hex}", threading.Lock()
+        identity, lock = uuid.uuid4().hex, threading.Lock()
 
-            def model(batch: dict[str, Any]) -> dict[str, Any]:
-                with lock:
-                    return {"model": [identity] * len(batch["id"]), "y": batch["id"] + offset}
+        def model(ids: torch.Tensor) -> dict[str, Any]:
+            with lock:
+                return {"model": [identity] * len(ids), "y": ids + 1}
 
-            return model
-
-        return load
+        return model
 
     outputs = "model string, y bigint"
-    first, second = (
-        predict(data, load_of(n), columns=["id"], keep=["id"], outputs=outputs, batch_size=10)
-        for n in (1, 2)
-    )
-    models = [set[str](), set[str]()]
-    for _ in range(2):
-        for seen, frame in zip(models, (first, second), strict=True):
-            seen |= {row.model for row in frame.collect()}
-    slots = 4  # of the fixture's cluster
-    assert all(1 <= len(seen) <= slots for seen in models), models
-    joined = first.join(second.withColumnRenamed("y", "z").drop("model"), "id")
-    assert joined.where("z - y = 1 and y - id = 1").count() == ROWS
+    frame = predict(data, load, columns="id", keep=["id"], outputs=outputs, batch_size=10)
+    rows = [row for _ in range(2) for row in frame.collect()]
+    assert sorted(row.y for row in rows) == sorted([*range(1, ROWS + 1)] * 2)
+    assert 1 <= len({row.model for row in rows}) <= 4, "the slots of the fixture's cluster"
 
 
 @pytest.mark.parametrize("data", ["files"], indirect=True)
@@ -227,8 +211,10 @@ def test_an_executor_loads_a_model_once(data: Any, tmp_path: Path) -> None:
     assert len({row.process for row in rows}) > len(executors)
 
 
-def test_a_class_that_changes_is_used_as_it_is_now(spark: Any) -> None:
-    from pyspark.sql.types import LongType
+def test_code_that_changes_is_used_as_it_is_now(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class of a notebook, and the user's modules, also those that a function imports."""
 
     class Net(torch.nn.Module):
         bias = 0
@@ -236,16 +222,24 @@ def test_a_class_that_changes_is_used_as_it_is_now(spark: Any) -> None:
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
             return batch + self.bias
 
-    def make() -> Any:
-        return lambda x: Net()(torch.from_numpy(x)).numpy()
-
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # which could hide the change
+    (tmp_path / "my_offsets.py").write_text("OFFSET = 0.5")
     rows = spark.range(2).coalesce(1)
-    for bias in (0, 100, 0):
+    for factor, bias in ((2, 0), (30, 100)):
         Net.bias = bias
-        frame = predict(rows, Net, columns="id", keep=[], outputs="y long")
-        score = predict_batch_udf(make, return_type=LongType(), batch_size=2)
-        assert {row.y for row in frame.collect()} == {bias, bias + 1}
-        assert {row.y for row in rows.select(score("id").alias("y")).collect()} == {bias, bias + 1}
+        (tmp_path / "my_models.py").write_text(f"def scaled(ids): return {factor} * ids")
+        monkeypatch.delitem(sys.modules, "my_models", raising=False)
+        scaled = importlib.import_module("my_models").scaled
+
+        def load(scaled: Any = scaled) -> Any:
+            from my_offsets import OFFSET
+
+            net = Net()
+            return lambda ids: net(scaled(ids)) + OFFSET
+
+        found = predict(rows, load, columns="id", outputs="y double", keep=[]).collect()
+        assert sorted(row.y for row in found) == [bias + 0.5, factor + bias + 0.5]
 
 
 def test_killed_tasks_cost_no_row(spark: Any, tmp_path: Path) -> None:
@@ -276,52 +270,6 @@ def test_killed_tasks_cost_no_row(spark: Any, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"loading", "using"}
 
 
-@pytest.mark.parametrize("data", ["files"], indirect=True)
-def test_the_users_modules_are_sent(
-    data: Any, spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also those that a function imports, and again when they have changed."""
-    from pyspark.sql.types import DoubleType
-
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # which could hide the change
-    (tmp_path / "my_offsets.py").write_text("OFFSET = 0.5")
-    for factor in (2, 30):
-        (tmp_path / "my_models.py").write_text(f"def scaled(ids): return {factor} * ids")
-        monkeypatch.delitem(sys.modules, "my_models", raising=False)
-        scaled = importlib.import_module("my_models").scaled
-
-        def load(scaled: Any = scaled) -> Any:
-            from my_offsets import OFFSET
-
-            return lambda ids: scaled(ids) + OFFSET
-
-        found = predict(data, load, columns="id", outputs="y double", keep=["id"]).collect()
-        assert {row.id: row.y for row in found} == {at: factor * at + 0.5 for at in range(ROWS)}
-
-    def make() -> Any:
-        def function(ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-            from my_models import scaled
-
-            return np.asarray(scaled(ids), np.float64)
-
-        return function
-
-    score = predict_batch_udf(make, return_type=DoubleType(), batch_size=64)
-    assert spark.range(ROWS).select(score("id").alias("y")).where(f"y = {factor} * id").count() == (
-        ROWS
-    ), "a function may import when it is called"
-
-    def paths(batches: Any) -> Any:
-        for batch in batches:
-            yield pa.record_batch({"path": [sys.path] * len(batch)})
-
-    rows = spark.range(0, 8, 1, 8)
-    later = Session(spark).map_in_arrow(rows, paths, "path array<string>").collect()
-    assert len(later) == 8
-    assert not [row for row in later if "distributor-modules" in str(row)], "as ranks would get"
-
-
 @pytest.mark.parametrize("data", ["rows"], indirect=True)
 def test_a_checkpoint_is_loaded(data: Any, tmp_path: Path) -> None:
     from distributor.train import Checkpoint
@@ -332,36 +280,9 @@ def test_a_checkpoint_is_loaded(data: Any, tmp_path: Path) -> None:
         weight = torch.load(f"{folder}/weight.pt")
         return lambda batch: batch @ weight
 
-    checkpoint = Checkpoint(str(tmp_path))
-    for given in (checkpoint, SimpleNamespace(checkpoint=checkpoint)):
-        row = predict(data, load, checkpoint=given, columns="x").first()
-        assert row.prediction == pytest.approx(3 * sum(row.x))
-
-
-@pytest.mark.parametrize("data", ["files"], indirect=True)
-def test_vectors_and_structs_are_outputs(data: Any) -> None:
-    from pyspark.ml.linalg import VectorUDT
-    from pyspark.sql.types import StructType
-
-    def load() -> Any:
-        def model(batch: dict[str, Any]) -> dict[str, Any]:
-            parts = {"id": batch["id"], "of": {"text": batch["text"], "twice": 2 * batch["x"]}}
-            return {"v": batch["x"], "parts": parts}
-
-        return model
-
-    frame = predict(data, load, keep=["x"])
-    assert frame.dtypes[2] == (
-        "parts",
-        "struct<id:bigint,of:struct<text:string,twice:array<float>>>",
-    )
-    outputs = StructType([*StructType().add("v", VectorUDT()), frame.schema["parts"]])
-    rows = predict(data, load, keep=["x"], outputs=outputs).where("parts.id < 10").collect()
-    assert sorted(row.parts.id for row in rows) == list(range(10))
-    for row in rows:
-        assert row.v.toArray().tolist() == row.x
-        assert row.parts.of.text == str(row.parts.id)
-        assert row.parts.of.twice == [2 * value for value in row.x]
+    result = SimpleNamespace(checkpoint=Checkpoint(str(tmp_path)))
+    row = predict(data, load, checkpoint=result, columns="x").first()
+    assert row.prediction == pytest.approx(3 * sum(row.x))
 
 
 def test_columns_do_not_use_the_models_memory() -> None:
@@ -373,18 +294,11 @@ def test_columns_do_not_use_the_models_memory() -> None:
 
 LISTS: list[tuple[Any, pa.DataType, list[Any]]] = [  # outputs, their types, and the rows
     (["a", None], pa.string(), ["a", None]),
-    ([["a", "b"], ["c"]], pa.list_(pa.string()), [["a", "b"], ["c"]]),
     ([("a", None), None], pa.list_(pa.string()), [["a", None], None]),
-    ([[["a"], []], []], pa.list_(pa.list_(pa.string())), [[["a"], []], []]),
-    (np.array([["a", "b"]] * 2), pa.list_(pa.string()), [["a", "b"]] * 2),
     (np.array([["a", None]] * 2, object), pa.list_(pa.string()), [["a", None]] * 2),
-    (np.array([1, None], object), pa.int64(), [1, None]),
     (np.ma.masked_array([1, 2], [False, True]), pa.int64(), [1, None]),
-    ([np.int32(1), None], pa.int64(), [1, None]),
     ([torch.tensor(1.5), torch.tensor(2)], pa.float64(), [1.5, 2.0]),
     ([torch.arange(2), torch.arange(0)], pa.list_(pa.int64()), [[0, 1], []]),
-    (np.array([[b"a"], [b"b"]]), pa.list_(pa.binary()), [[b"a"], [b"b"]]),
-    (torch.tensor([True, False]), pa.bool_(), [True, False]),
     (torch.ones(2, 1, dtype=torch.bfloat16), pa.list_(pa.float32()), [[1.0], [1.0]]),
     (np.ones((2, 0), np.uint8), pa.list_(pa.int16()), [[], []]),
 ]
@@ -402,20 +316,18 @@ def test_lists_and_nulls_are_outputs(output: Any, kind: pa.DataType, rows: list[
     ("output", "message"),
     [
         (None, "Output 'y' is of the type NoneType. A model must return"),
-        ("ab", "Output 'y' is of the type str. A model must return"),
-        ((each for each in "ab"), "Output 'y' is of the type generator. A model must return"),
         ([1, "a"], "Output 'y' has values of no common type"),
-        ([object()] * 2, "Output 'y' has values of no common type"),
         ([[], [None]], "Output 'y' has no value in the first rows but None and empty lists"),
-        ([None] * 2, "Output 'y' has no value in the first rows but None and empty lists"),
-        (np.array(["2024-01-01"] * 2, "M8[ns]"), "Output 'y' is of the type ndarray"),
         ([datetime(2024, 1, 1)] * 2, "Output 'y' has the type timestamp[us], for which there is"),
     ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+    ids=str,
 )
 def test_an_output_without_a_type(output: Any, message: str) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
         type_of(output, "y")
+
+
+STRUCT = pa.struct([("a", pa.int64())])
 
 
 @pytest.mark.parametrize(
@@ -423,143 +335,51 @@ def test_an_output_without_a_type(output: Any, message: str) -> None:
     [
         (["a"], pa.string(), "Output 'y' has 1 values for 2 rows"),
         (["a", "b"], pa.list_(pa.string()), "Output 'y' does not fit list<"),
-        ([["a"], ["b"]], pa.string(), "Output 'y' does not fit string"),
         ([1, 1.5], pa.int64(), "Output 'y' does not fit int64"),
+        (torch.ones(2), STRUCT, "Output 'y' is no dict, and its column is a struct"),
+        ({"b": torch.ones(2)}, STRUCT, "Output 'y' is a dict of b"),
+        ({"a": torch.ones(3)}, STRUCT, "Output 'y.a' has 3 values for 2 rows"),
     ],
     ids=str,
 )
-def test_lists_that_do_not_fit(output: Any, kind: pa.DataType, message: str) -> None:
+def test_an_output_that_does_not_fit(output: Any, kind: pa.DataType, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         to_arrow(output, kind, 2, "y")
 
 
-def test_a_model_waits_only_for_the_worker_that_loads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_model, "_folder", lambda: tmp_path)
-    monkeypatch.setattr(shared_model, "LOADING_SECONDS", 0.2)
-    loading, loaded = threading.Event(), threading.Event()
-
-    def load() -> Any:
-        loading.set()
-        assert loaded.wait(60)
-        return torch.ones(1)
-
-    first = threading.Thread(target=shared_model.load_once, args=("first", load))
-    first.start()
-    try:
-        assert loading.wait(60)
-        assert shared_model.load_once("second", lambda: torch.zeros(1)).item() == 0
-        with pytest.raises(TimeoutError, match=r"loading the model for more than 0\.2 s"):
-            shared_model.load_once("first", load)
-    finally:
-        loaded.set()
-        first.join(60)
-    assert shared_model.load_once("first", torch.empty).item() == 1
-
-
-def exported() -> Any:
-    program: Any = torch.export.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),))
-    return program.module()
-
-
-@pytest.mark.parametrize(
-    ("load", "message"),
-    [
-        (lambda: None, "load has returned None, which is no model. It must return a module"),
-        (dict, "load has returned a value of type dict, which is no model"),
-        (exported, "load has returned an exported module, which eval() does not support"),
-    ],
-)
-def test_what_load_returns_is_no_model(
-    load: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prediction_task, "load_once", lambda _, load: load())
-    functions = cloudpickle.dumps([load, None, None])
-    plan: Any = SimpleNamespace(functions=functions, default="y", key="key")
-    with pytest.raises(TypeError, match=re.escape(message)):
-        prediction_task.Model(plan, "cpu", torch.get_num_threads())
-
-
-def test_an_output_that_is_no_struct() -> None:
-    column = pa.struct([("a", pa.int64())])
-    with pytest.raises(ValueError, match="Output 'y' is no dict, and its column is a struct"):
-        to_arrow(torch.ones(2), column, 2, "y")
-    with pytest.raises(ValueError, match=r"Output 'y' is a dict of b, .* struct of a\."):
-        to_arrow({"b": torch.ones(2)}, column, 2, "y")
-    with pytest.raises(ValueError, match=r"Output 'y\.a' has 3 values for 2 rows"):
-        to_arrow({"a": torch.ones(3)}, column, 2, "y")
-
-
-def test_vectors_texts_and_nulls(spark: Any) -> None:
-    from pyspark.ml.linalg import Vectors
-
-    rows = [(Vectors.dense([1.0, 2.0]), "a b", 1), (Vectors.sparse(2, {1: 3.0}), "c", None)]
-
-    frame = spark.createDataFrame(rows, ["v.w", "text", "n"])
-
-    def collate(batch: dict[str, Any]) -> Any:
-        return batch["v.w"].sum(1) + batch["n"], [len(text.split()) for text in batch["text"]]
-
-    def load() -> Any:
-        return lambda batch: {"y": batch[0], "tokens": torch.tensor(batch[1])}
-
-    settings: dict[str, Any] = {"collate_fn": collate, "outputs": "y double, tokens int"}
-    found = predict(frame, load, fill=-1, keep=["v.w"], **settings).collect()
-    assert sorted((row.y, row.tokens) for row in found) == [(2.0, 1), (4.0, 2)]
-    assert {type(row["v.w"]).__name__ for row in found} == {"DenseVector", "SparseVector"}
-    with pytest.raises(Exception, match=r"ValueError for rows 0 to 0 of partition .*has 1 null"):
-        predict(frame, load, **settings).collect()
-
-
 TEXTS = pa.dictionary(pa.int32(), pa.string())
 COLUMNS = {  # of a Parquet file
-    "uint8": pa.array([200, None], pa.uint8()),
-    "uint16": pa.array([60_000, None], pa.uint16()),
     "uint32": pa.array([2**32 - 1, None], pa.uint32()),
     "uint64": pa.array([2**64 - 1, None], pa.uint64()),
     "date64": pa.array([datetime(1500, 1, 2), None], pa.date64()),
     "milliseconds": pa.array([1, None], pa.timestamp("ms")),
     "instant in milliseconds": pa.array([1, None], pa.timestamp("ms", "Europe/Berlin")),
     "duration": pa.array([5, None], pa.duration("ms")),
-    "boolean": pa.array([True, None]),
-    "bytes": pa.array([b"ab", None]),
     "fixed-size bytes": pa.array([b"ab", None], pa.binary(2)),
-    "large string": pa.array(["x", None], pa.large_string()),
     "dictionary": pa.array(["x", None], TEXTS),
     "list of dictionaries": pa.array([["x"], None], pa.list_(TEXTS)),
     "large list": pa.array([[1], None], pa.large_list(pa.uint8())),
     "fixed-size list": pa.array([[1.5, 2.5], [3.5, 4.5]], pa.list_(pa.float32(), 2)),
-    "nested list": pa.array([[[1], []], None]),
     "map": pa.array([[("a", 1)], None], pa.map_(pa.string(), pa.uint8())),
     "structs": pa.array([[{"a": 1, "b": [datetime(2024, 1, 1)]}], None]),
     "decimal": pa.array([Decimal("1.5"), None], pa.decimal256(38, 2)),
     "nulls": pa.nulls(2),
-    "list of nulls": pa.array([[None], None]),
 }
 FOLDERS = {  # values in their names, which become columns
-    "int": ["1", "007"],
     "long": ["1", str(2**40)],
     "double": ["0.5", "1"],
     "long and double": ["0.5", str(2**40)],
     "text": ["x", "a b"],
-    "boolean": ["true", "false"],
-    "hexadecimal": ["0x10", "0x11"],
     "date": ["2024-01-01", "1500-01-01"],
-    "no date": ["2024-02-30", "2024-01-01"],
     "instant": ["2024-01-01 10:00:00", "2024-07-01 10:00:00"],
     "null": ["1", "__HIVE_DEFAULT_PARTITION__"],
 }
 SPARKS = (  # SQL of columns that Spark writes
     "timestamp'1500-01-01 10:00:00' t",
     "timestamp_ntz'9999-01-01 10:00:00' ntz",
-    "array(timestamp'9999-01-01 10:00:00') ts",
     "named_struct('t', timestamp'1500-01-01 10:00:00', 'd', date'1500-01-01') s",
     "interval '1 02:03:04' day to second i",
-    "cast(1.5 as decimal(38, 10)) d",
-    "cast(id as tinyint) tiny",
     "map('a', array(1, null)) m",
-    "cast('a' as binary) b",
 )
 
 
@@ -598,32 +418,17 @@ def test_files_have_the_types_that_spark_reads(spark: Any, tmp_path: Path) -> No
         spark.conf.unset(kind)
 
 
-def test_a_type_that_spark_does_not_have(spark: Any, tmp_path: Path) -> None:
-    """It hinders nothing unless it is asked for, and then it is named."""
+def test_a_type_that_spark_does_not_have_is_named_if_it_is_used(spark: Any, tmp_path: Path) -> None:
     path = tmp_path / "part.parquet"
     pq.write_table(pa.table({"v": [1], "c": pa.nulls(1, pa.time32("s"))}), path)
-    settings: dict[str, Any] = {"outputs": "p long"}
-    found = predict(from_parquet(path), lambda: lambda v: v, columns="v", keep=["v"], **settings)
-    assert [tuple(row) for row in found.collect()] == [(1, 1)]
-    for asked in ({"columns": "v"}, {"columns": "v", "keep": ["c"]}, {"columns": "c", "keep": []}):
-        with pytest.raises(
-            TypeError, match=r"Column 'c' of .*part\.parquet has the type .*Leave it"
-        ):
-            predict(from_parquet(path), lambda: lambda v: v, **asked, **settings)
-
-
-def test_a_type_that_spark_does_not_convert(spark: Any) -> None:
-    """It is refused if it is an input or kept, and hinders nothing otherwise."""
-    settings: dict[str, Any] = {"outputs": "p long"}
-    for sql in ("interval '1' year", "array(make_interval(1))"):
-        frame = spark.range(1).selectExpr("id", f"{sql} t")
-        for asked in ({"columns": "t", "keep": []}, {"columns": "id"}):
-            with pytest.raises(
-                TypeError, match=r"'t' of the DataFrame has the type .* Cast it, or"
-            ):
-                predict(frame, lambda: lambda ids: ids, **asked, **settings)
-        found = predict(frame, lambda: lambda ids: ids, columns="id", keep=["id"], **settings)
-        assert found.dtypes == [("id", "bigint"), ("p", "bigint")]
+    rows = spark.range(1).selectExpr("id v", "interval '1' year c")
+    for data in (from_parquet(path), rows):
+        settings: dict[str, Any] = {"outputs": "p long"}
+        found = predict(data, lambda: lambda v: v, columns="v", keep=["v"], **settings)
+        assert [name for name, _ in found.dtypes] == ["v", "p"]
+        for asked in ({"columns": "v"}, {"columns": "c", "keep": []}):
+            with pytest.raises(TypeError, match=r"'c' of .* has the type .*(Leave it|Cast it, or)"):
+                predict(data, lambda: lambda v: v, **asked, **settings)
 
 
 INPUTS = [  # SQL, the type of the output, and its value
@@ -638,105 +443,61 @@ INPUTS = [  # SQL, the type of the output, and its value
 
 
 def test_columns_of_each_type_are_inputs(spark: Any) -> None:
-    frame = spark.range(1).selectExpr(*(f"{sql} t{at}" for at, (sql, *_) in enumerate(INPUTS)))
-    outputs = ", ".join(f"p{at} {kind}" for at, (_, kind, _) in enumerate(INPUTS))
-    model = lambda batch: {name.replace("t", "p"): value for name, value in batch.items()}  # noqa: E731
-    [row] = predict(frame, lambda: model, keep=[], outputs=outputs).collect()
-    assert list(row) == [value for *_, value in INPUTS]
+    from pyspark.ml.linalg import Vectors
 
+    rows = [(Vectors.dense([1.0, 2.0]), 1), (Vectors.sparse(2, {1: 3.0}), None)]
+    frame = spark.createDataFrame(rows, ["v.w", "n"]).selectExpr(
+        "*", *(f"{sql} t{at}" for at, (sql, *_) in enumerate(INPUTS))
+    )
+    outputs = ", ".join(["y double", *(f"p{at} {kind}" for at, (_, kind, _) in enumerate(INPUTS))])
 
-def test_a_models_batches_are_full(data: Any, spark: Any) -> None:
-    """They do not end where a row group or a batch of Spark ends."""
+    def collate(batch: dict[str, Any]) -> dict[str, Any]:
+        y = batch.pop("v.w").sum(1) + batch.pop("n")
+        return {"y": y, **batch}
 
     def load() -> Any:
-        return lambda batch: torch.full([len(batch)], len(batch))
+        return lambda batch: {name.replace("t", "p"): value for name, value in batch.items()}
 
-    limit = "spark.sql.execution.arrow.maxRecordsPerBatch"
-    spark.conf.set(limit, "20")
-    try:
-        found = predict(data, load, columns="x", outputs="n int", keep=[], batch_size=64).collect()
-    finally:
-        spark.conf.unset(limit)
-    sizes = Counter(row.n for row in found)
-    assert sizes.total() == ROWS
-    # A task's last batch has fewer rows, and so has one after which Spark's rows came slowly.
-    assert sizes[64] > ROWS / 2, sizes
+    settings: dict[str, Any] = {"collate_fn": collate, "fill": -1, "outputs": outputs}
+    found = predict(frame, load, keep=["v.w"], **settings).collect()
+    assert sorted(row.y for row in found) == [2.0, 4.0]
+    assert {type(row["v.w"]).__name__ for row in found} == {"DenseVector", "SparseVector"}
+    assert all(list(row)[2:] == [value for *_, value in INPUTS] for row in found)
 
 
-@pytest.mark.parametrize("data", ["files"], indirect=True)
-def test_rows_of_an_early_end(data: Any) -> None:
-    """A task that is not read to its end leaves no thread that hinders the next."""
-    frame = predict(data, load_linear, columns="x", outputs="y array<float>", keep=["id"])
-    assert len(frame.limit(3).collect()) == 3
-    assert frame.count() == ROWS
+@pytest.mark.slow(ci=True)  # Spark runs the task four times, each in a new worker
+def test_an_error_shows_the_users_lines(spark: Any) -> None:
+    def fail(rows: Any) -> Any:
+        return rows["no such column"]  # the line of the user
 
+    def load() -> Any:
+        return lambda batch: fail(batch)
 
-def tokenize(rows: Any) -> Any:
-    return rows["no such column"]  # the line of the user
-
-
-def model_of(function: Any) -> Any:
-    return lambda: function
-
-
-@pytest.mark.parametrize(
-    ("load", "collate_fn", "outputs"),
-    [
-        (model_of(lambda batch: tokenize(batch)), None, None),
-        (lambda: tokenize({}), None, "float"),
-        (model_of(torch.abs), lambda batch: tokenize(batch), "float"),
-    ],
-    ids=["model", "load", "collate_fn"],
-)
-def test_an_error_shows_the_users_lines(
-    spark: Any, load: Any, collate_fn: Any, outputs: str | None
-) -> None:
     rows = spark.range(2).coalesce(1)
-    with pytest.raises(Exception, match=r"KeyError.*: 'no such column'") as caught:
-        predict(rows, load, columns=["id"], outputs=outputs, collate_fn=collate_fn).collect()
+    with pytest.raises(Exception, match=r"KeyError for rows 0 to 1 .*: 'no such column'") as caught:
+        predict(rows, load, columns=["id"], outputs="y float").collect()
     shown = str(caught.value)
     assert 'return rows["no such column"]  # the line of the user' in shown
-    _, _, below = shown.partition("KeyError")
-    assert "/distributor/" not in below.replace("/tests/", "")
-    assert shown.count("/distributor/data/") <= 1
+    assert "/distributor/data/" not in shown.partition("KeyError")[2]
     assert "java" not in shown
-    short = model_of(lambda batch: torch.zeros(1))
-    with pytest.raises(Exception, match=r"ValueError for rows .* of partition.*has 1 values for 2"):
-        predict(rows, short, columns=["id"], outputs="y float").collect()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="executors have a GPU")
-@pytest.mark.parametrize("data", ["files"], indirect=True)
-def test_an_executor_without_the_gpu_is_named(data: Any) -> None:
-    frame = predict(data, load_linear, columns="x", outputs="y array<float>", device="cuda")
-    with pytest.raises(Exception, match=r"The executor on .* sees no GPU, and device is 'cuda'"):
-        frame.collect()
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"columns": "z"}, ValueError, "columns has 'z', which is no column. The columns are id, x"),
-    ({"keep": ["z"]}, ValueError, "keep has 'z', which is no column"),
     ({"keep": ["id", "id"]}, ValueError, "Column 'id' is there twice"),
     ({"outputs": "y"}, ValueError, "outputs is 'y', which is no schema. Write names and types"),
-    ({"outputs": 3}, TypeError, "outputs is of the type int. Write names and types"),
     ({"outputs": "y map<int,int>"}, ValueError, "outputs has 'y' of the type map<int32, int32>"),
-    ({"outputs": "y struct<a:array<date>>"}, ValueError, "outputs has 'y' of the type date32"),
-    ({"outputs": "y int, y int"}, ValueError, "outputs has 'y' twice"),
     ({"outputs": "id int"}, ValueError, "'id' is an output, and also a column of the rows"),
-    ({"columns": []}, ValueError, "columns is empty: name at least one column"),
-    ({"keep": "id"}, TypeError, "keep must be a list of names, but is the string 'id'"),
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, but is 0"),
     ({"load": 3}, TypeError, "load must be a function, but is int"),
     ({"load": torch.nn.ReLU()}, TypeError, "load must be a function that returns the model, but"),
-    ({"collate_fn": 3}, TypeError, "collate_fn must be a function, but is int"),
-    ({"device": "no"}, RuntimeError, "no"),
-    ({"checkpoint": "/a"}, TypeError, "checkpoint must be a Checkpoint, or a Result that has one"),
     ({"fill": {"z": 1}}, ValueError, "fill names 'z'"),
     ({"data": 3}, TypeError, "predict takes a Spark DataFrame, or Parquet files"),
 ]
 
 
-def test_bad_input_is_an_error_before_the_job(data: Any) -> None:
+@pytest.mark.parametrize("data", ["files"], indirect=True)
+def test_bad_input_is_an_error_before_the_job(data: Any, spark: Any) -> None:
     for arguments, error, message in BAD:
         given = {"data": data, "load": load_linear, "columns": "x", "outputs": "y float"}
         given |= arguments
@@ -745,8 +506,11 @@ def test_bad_input_is_an_error_before_the_job(data: Any) -> None:
     lock = threading.Lock()
     with pytest.raises(UnpicklableError, match=r"load cannot be pickled: .*lock"):
         predict(data, lambda: lock, columns="x")
+    with pytest.raises(ValueError, match="A streaming DataFrame has no rows yet"):
+        predict(spark.readStream.format("rate").load(), load_linear, columns="value")
 
 
+@pytest.mark.slow(ci=True)
 def test_pysparks_function_loads_a_model_once(
     spark: Any, files: Path, tmp_path: Path, values: np.ndarray[Any, Any]
 ) -> None:
@@ -776,24 +540,6 @@ def test_pysparks_function_loads_a_model_once(
     # Near zero, matrices of other sizes differ by more than a part in a million.
     np.testing.assert_allclose(y, expected(values), rtol=1e-6, atol=1e-6)
     assert 1 <= len(loads.read_text().splitlines()) <= 2
-    with pytest.raises(TypeError, match="make_predict_fn must be a function, but is int"):
-        predict_batch_udf(3, **options)  # type: ignore[arg-type]
-
-
-def test_rows_of_a_stream(spark: Any, files: Path, values: np.ndarray[Any, Any]) -> None:
-    schema = spark.read.parquet(str(files)).schema
-    stream = spark.readStream.schema(schema).parquet(str(files))
-    with pytest.raises(ValueError, match="A streaming DataFrame has no rows yet"):
-        predict(stream, load_linear, columns="x")
-    found = predict(stream, load_linear, columns="x", keep=["id"], outputs="y array<float>")
-    query = (
-        found.writeStream.format("memory").queryName("predicted").trigger(availableNow=True).start()
-    )
-    query.awaitTermination(120)
-    rows = spark.table("predicted").orderBy("id").collect()
-    y = np.array([row.y for row in rows], np.float32)
-    # Near zero, matrices of other sizes differ by more than a part in a million.
-    np.testing.assert_allclose(y, expected(values), rtol=1e-6, atol=1e-6)
 
 
 IMPORTED_ONCE = """
@@ -839,6 +585,7 @@ print("FACTS " + json.dumps(facts))
 """
 
 
+@pytest.mark.slow
 def test_workers_are_forked_from_a_process_that_has_imported_torch(
     run_driver: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:

@@ -91,12 +91,6 @@ def accuracy(predictions: Any, label: str = "kind") -> float:
     return float(evaluator.evaluate(predictions))
 
 
-def r2(predictions: Any) -> float:
-    from pyspark.ml.evaluation import RegressionEvaluator
-
-    return float(RegressionEvaluator(metricName="r2").evaluate(predictions))
-
-
 def predictions_of(frame: Any) -> list[float]:
     return [row.prediction for row in frame.orderBy("id").collect()]
 
@@ -105,9 +99,8 @@ def test_ranks_on_executors_learn_classes(points: Any) -> None:
     torch.manual_seed(0)
     module = Net(2)
     before = [each.clone() for each in module.parameters()]
-    estimator = classifier(
-        module=module, labelCol="kind", maxIter=20, num_processes=2, local_mode=False
-    )
+    columns = {"labelCol": "kind", "probabilityCol": "chances"}
+    estimator = classifier(module=module, maxIter=20, num_processes=2, local_mode=False, **columns)
     model = estimator.fit(points)
 
     assert all(torch.equal(*each) for each in zip(before, module.parameters(), strict=True))
@@ -115,32 +108,9 @@ def test_ranks_on_executors_learn_classes(points: Any) -> None:
     predictions = model.transform(points)
     assert predictions.schema["prediction"].dataType.typeName() == "double"
     assert accuracy(predictions) > 0.95
-
-
-def test_a_number_is_learned_from_arrays(numbers: Any) -> None:
-    model = regressor(featuresCol="x", maxIter=20).fit(numbers)
-
-    assert r2(model.transform(numbers)) > 0.95
-
-
-def test_a_class_of_two_and_its_probability(numbers: Any) -> None:
-    from pyspark.ml.evaluation import BinaryClassificationEvaluator
-
-    estimator = regressor(
-        loss=torch.nn.BCEWithLogitsLoss(),
-        featuresCol="x",
-        labelCol="kind",
-        probabilityCol="chances",
-        maxIter=20,
-    )
-    found = estimator.fit(numbers).transform(numbers)
-
-    assert accuracy(found) > 0.95
-    row = found.first()
+    row = predictions.first()
     assert row.prediction == row.chances.argmax()
     assert row.chances.sum() == pytest.approx(1)
-    evaluator = BinaryClassificationEvaluator(rawPredictionCol="chances", labelCol="kind")
-    assert evaluator.evaluate(found) > 0.95
 
 
 @pytest.mark.parametrize(
@@ -239,33 +209,23 @@ def test_a_training_function_returns_the_module(numbers: Any, tmp_path: Path) ->
     assert len(list(run.glob("checkpoint_*"))) == 6
 
 
-@pytest.mark.parametrize(
-    ("train", "error"),
-    [
-        (lambda: None, "train must return the trained module on rank 0.* NoneType"),
-        (lambda: Net, "train must return the trained module on rank 0.* type"),
-    ],
-)
-def test_a_training_function_without_a_module(numbers: Any, train: Any, error: str) -> None:
-    with pytest.raises(TypeError, match=error):
-        TorchEstimator(train=train, local_mode=True).fit(numbers)
+def test_a_training_function_without_a_module(numbers: Any) -> None:
+    with pytest.raises(TypeError, match=r"train must return the trained module on rank 0.* type"):
+        TorchEstimator(train=lambda: Net, local_mode=True).fit(numbers)
 
 
 def test_params(numbers: Any) -> None:
     estimator = regressor(featuresCol="x", maxIter=1)
-    assert estimator.getFeaturesCol() == "x"
-    for name in ("batchSize", "config", "featuresCol", "labelCol", "maxIter", "predictionCol"):
+    names = ("batchSize", "config", "featuresCol", "labelCol", "maxIter", "predictionCol")
+    for name in names:
         suffix = name[0].upper() + name[1:]
         value = getattr(estimator, f"get{suffix}")()
         assert getattr(estimator, f"set{suffix}")(value) is estimator
-    changed = regressor().setStepSize(0.5).setSeed(3).setProbabilityCol("p").setBatchSize(7)
-    assert (changed.getStepSize(), changed.getSeed(), changed.getBatchSize()) == (0.5, 3, 7)
-    assert changed.getProbabilityCol() == "p"
-    with pytest.raises(ValueError, match="batchSize"):
-        changed.setBatchSize(0)
     assert {each.name for each in estimator.params} == {
-        *("batchSize", "config", "featuresCol", "labelCol", "maxIter", "predictionCol"),
-        *("probabilityCol", "seed", "stepSize"),
+        *names,
+        "probabilityCol",
+        "seed",
+        "stepSize",
     }
     extra = {estimator.maxIter: 3, estimator.predictionCol: "guess"}
     assert estimator.extractParamMap(extra).items() >= extra.items()
@@ -276,7 +236,6 @@ def test_params(numbers: Any) -> None:
     assert (one.uid, one.getMaxIter(), one.getSeed()) == (estimator.uid, 3, 0)
     assert other.getSeed() == 5
     assert one.transform(numbers).columns[-1] == "guess"
-    assert one.transform(numbers, {one.predictionCol: "y"}).columns[-1] == "y"
     [[a], [b]] = ([m.module.state_dict()["out.bias"].tolist()] for m in (one, other))
     assert a != b
 
@@ -305,6 +264,7 @@ print("FACTS " + json.dumps(predictions))
 """Loads in a new process what the next test has saved."""
 
 
+@pytest.mark.slow(ci=True)
 def test_a_cross_validated_pipeline_is_saved_and_loaded(
     numbers: Any,
     file: str,
@@ -336,7 +296,6 @@ def test_a_cross_validated_pipeline_is_saved_and_loaded(
 
     assert found.avgMetrics.index(max(found.avgMetrics)) == 1, found.avgMetrics
     model = found.bestModel
-    assert r2(model.transform(numbers)) > 0.9
     assert (model.stages[2].getStepSize(), model.stages[2].getMaxIter()) == (0.02, 8)
 
     best = pipeline.copy({estimator.stepSize: 0.02})
@@ -352,131 +311,62 @@ def test_a_cross_validated_pipeline_is_saved_and_loaded(
 def test_stages_are_saved_with_their_params_and_functions(points: Any, tmp_path: Path) -> None:
     estimator = classifier(labelCol="kind", maxIter=2, config={"a": [1]}, timeout=100)
     model = TorchModel(Net(2), lambda output: output.amax(dim=1), batchSize=7)
+    loaded = []
     for stage in (estimator, model):
         path = str(tmp_path / f"{type(stage).__name__} a%20b+ü")
         stage.save(path)
-        assert Path(path, "torch.pt").exists()
         with pytest.raises(Exception, match=r"already exists|ALREADY_EXISTS"):
             stage.save(path)
-        loaded = type(stage).load(path)
-        assert loaded.uid == stage.uid
-        assert loaded.extractParamMap() == stage.extractParamMap()
-        assert str(loaded.parts()["module"]) == str(stage.parts()["module"])
-    again = TorchEstimator.load(str(tmp_path / "TorchEstimator a%20b+ü"))
-    assert again.parts()["timeout"] == 100
-    frames = (each.fit(points).transform(points) for each in (estimator, again))
-    one, other = map(predictions_of, frames)
+        again = type(stage).load(path)
+        assert again.uid == stage.uid
+        assert again.extractParamMap() == stage.extractParamMap()
+        assert str(again.parts()["module"]) == str(stage.parts()["module"])
+        loaded.append(again)
+    assert loaded[0].parts()["timeout"] == 100
+    one, other = (predictions_of(each.transform(points)) for each in (model, loaded[1]))
     assert one == other
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"train": lambda: None}, ValueError, "either module, loss and optimizer, or train"),
-        ({"module": None}, ValueError, "either module, loss and optimizer, or train"),
-        ({"loss": None}, ValueError, "loss is missing"),
-        ({"optimizer": None}, ValueError, "optimizer is missing"),
-        ({"module": 3}, TypeError, "module must be a torch.nn.Module, or a function"),
-        ({"loss": torch.nn.MSELoss}, TypeError, r"is the class MSELoss: .* MSELoss\(\)"),
-        ({"optimizer": 0.1}, TypeError, "optimizer must be a function of the module's"),
-        ({"predict": "argmax"}, TypeError, "predict must be a function"),
-        ({"probability": 0.5}, TypeError, "probability must be a function"),
-        ({"batchSize": 0}, ValueError, "batchSize must be at least 1, but is 0"),
-        ({"batchSize": "many"}, TypeError, "batchSize must be an integer"),
-        ({"config": {"net": Net}}, TypeError, "config"),
-        ({"config": 3}, TypeError, "config must be a dict of values"),
-        ({"name": "mine"}, ValueError, "name is no setting here"),
-        ({"num_proceses": 2}, TypeError, r"TorchEstimator\(\) got .* 'num_processes'"),
-        ({"num_proc": 2}, TypeError, r"TorchEstimator\(\) got .* 'num_processes'"),
-        ({"model": Net()}, TypeError, "mean 'module'"),
-        ({"epochs": 2}, TypeError, "mean 'maxIter'"),
-        ({"feature_cols": ["a"]}, TypeError, "mean 'featuresCol'"),
-        ({"label_cols": ["a"]}, TypeError, "mean 'labelCol'"),
-        ({"batch_size": 8}, TypeError, "mean 'batchSize'"),
-        ({"lr": 0.1}, TypeError, "mean 'stepSize'"),
-        ({"featuresCol": ["a", "b"]}, TypeError, "featuresCol must be .*VectorAssembler"),
-        ({"find_unused_parameters": 3}, TypeError, "find_unused_parameters must be True or"),
-        (
-            {"optimizer": torch.optim.SGD(Net().parameters(), lr=0.1, momentum=0.5)},
-            TypeError,
-            r"lambda parameters: torch.optim.SGD\(parameters, lr=0.1, momentum=0.5\)",
-        ),
-        ({"num_processes": 0}, ValueError, "num_processes"),
-        (
-            {"module": None, "train": lambda a, b: None, "loss": None, "optimizer": None},
-            TypeError,
-            "train must take config or no argument",
-        ),
-        (
-            {"module": None, "train": lambda: None},
-            ValueError,
-            "loss and optimizer belong to module",
-        ),
-    ],
-)
-def test_wrong_arguments(spark: Any, arguments: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        classifier(**arguments)
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"train": lambda: None}, ValueError, "either module, loss and optimizer, or train"),
+    ({"loss": None}, ValueError, "loss is missing"),
+    ({"module": 3}, TypeError, "module must be a torch.nn.Module, or a function"),
+    ({"loss": torch.nn.MSELoss}, TypeError, r"is the class MSELoss: .* MSELoss\(\)"),
+    ({"predict": "argmax"}, TypeError, "predict must be a function"),
+    ({"batchSize": 0}, ValueError, "batchSize must be at least 1, but is 0"),
+    ({"config": {"net": Net}}, TypeError, "config"),
+    ({"name": "mine"}, ValueError, "name is no setting here"),
+    ({"num_proceses": 2}, TypeError, r"TorchEstimator\(\) got .* 'num_processes'"),
+    ({"epochs": 2}, TypeError, "mean 'maxIter'"),
+    ({"featuresCol": ["a", "b"]}, TypeError, "featuresCol must be .*VectorAssembler"),
+    (
+        {"optimizer": torch.optim.SGD(Net().parameters(), lr=0.1, momentum=0.5)},
+        TypeError,
+        r"lambda parameters: torch.optim.SGD\(parameters, lr=0.1, momentum=0.5\)",
+    ),
+    ({"num_processes": 0}, ValueError, "num_processes"),
+]
+WRONG_COLUMNS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"featuresCol": "y"}, ValueError, "featuresCol is 'y', which is no column.* a, b,"),
+    ({"featuresCol": "a"}, TypeError, "featuresCol is 'a', a column of type double"),
+    ({"labelCol": "x"}, TypeError, r"labelCol is 'x', a column of type array<double>"),
+    ({"config": {"seed": 1}}, ValueError, "config has 'seed', which is a Param"),
+    ({"probabilityCol": "p"}, ValueError, "probabilityCol is 'p', but .* losses of classes"),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"featuresCol": "y"}, ValueError, "featuresCol is 'y', which is no column.* a, b,"),
-        ({"labelCol": "y"}, ValueError, "labelCol is 'y', which is no column"),
-        ({"featuresCol": "a"}, TypeError, "featuresCol is 'a', a column of type double"),
-        ({"labelCol": "x"}, TypeError, r"labelCol is 'x', a column of type array<double>"),
-        ({"config": {"seed": 1}}, ValueError, "config has 'seed', which is a Param"),
-        ({"probabilityCol": "p"}, ValueError, "probabilityCol is 'p', but .* losses of classes"),
-    ],
-)
-def test_wrong_columns(numbers: Any, arguments: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        regressor(**{"featuresCol": "x", **arguments}).fit(numbers)
-
-
-def test_rows_that_cannot_be_used(numbers: Any) -> None:
-    estimator = regressor(featuresCol="x")
+def test_what_is_refused_before_a_fit(numbers: Any) -> None:
+    for arguments, error, message in WRONG:
+        with pytest.raises(error, match=message):
+            classifier(**arguments)
+    for arguments, error, message in WRONG_COLUMNS:
+        with pytest.raises(error, match=message):
+            regressor(**{"featuresCol": "x", **arguments}).fit(numbers)
     with pytest.raises(ValueError, match="The DataFrame dataset has no rows"):
-        estimator.fit(numbers.limit(0))
-    with pytest.raises(TypeError, match="dataset must be a Spark DataFrame"):
-        estimator.fit([1, 2])
+        regressor(featuresCol="x").fit(numbers.limit(0))
     model = TorchModel(Net(), featuresCol="x")
     with pytest.raises(ValueError, match="predictionCol is 'a', a column that"):
         model.transform(numbers, {model.predictionCol: "a"})
-    with pytest.raises(ValueError, match=r"probabilityCol is 'p', but .* losses of classes"):
-        model.transform(numbers, {model.probabilityCol: "p"})
-    model = TorchModel(Net(2), probability=torch.exp, featuresCol="x", probabilityCol="id")
-    with pytest.raises(ValueError, match="probabilityCol is 'id', a column that"):
-        model.transform(numbers)
-    with pytest.raises(ValueError, match="featuresCol is 'features', which is no column"):
-        TorchModel(Net()).transform(numbers)
-
-
-class Normalized(Net):
-    """Normalizes the features of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = torch.nn.Sequential(self.hidden, torch.nn.BatchNorm1d(16))  # type: ignore[assignment]
-
-
-def test_a_last_batch_of_one_row_is_joined_to_the_one_before(numbers: Any) -> None:
-    estimator = regressor(module=Normalized, featuresCol="x", maxIter=1, batchSize=8)
-    trained = estimator.fit(numbers.limit(17)).module
-    assert trained.hidden[1].num_batches_tracked == 2  # type: ignore[index,operator,union-attr]
-
-
-@pytest.mark.parametrize(
-    ("x", "message"),
-    [
-        ("if(id = 3, null, x)", r"has 1 null.* Drop their rows \(df\.dropna\), or replace them"),
-        ("if(id = 3, array(1D), x)", r"Make them as long in the DataFrame, or pass a function"),
-    ],
-)
-def test_advice_is_for_an_estimator(numbers: Any, x: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        regressor(featuresCol="x").fit(numbers.selectExpr("id", "label", f"{x} x"))
 
 
 def loss_of_classes(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -492,6 +382,7 @@ class PartlyUsed(Net):
         self.unused = torch.nn.Linear(2, 2)
 
 
+@pytest.mark.slow
 def test_a_loss_function_of_classes_and_unused_parameters(numbers: Any) -> None:
     estimator = classifier(
         module=PartlyUsed,
@@ -505,6 +396,7 @@ def test_a_loss_function_of_classes_and_unused_parameters(numbers: Any) -> None:
     assert accuracy(estimator.fit(numbers).transform(numbers)) > 0.9
 
 
+@pytest.mark.slow
 def test_labels_and_outputs_that_do_not_match(numbers: Any) -> None:
     with pytest.raises(ValueError, match="Column 'label' has labels that are no indices"):
         classifier(featuresCol="x").fit(numbers)
@@ -512,51 +404,42 @@ def test_labels_and_outputs_that_do_not_match(numbers: Any) -> None:
         regressor(module=partial(Net, 2), featuresCol="x").fit(numbers)
     with pytest.raises(ValueError, match=r"predict=lambda output: output.argmax"):
         classifier(loss=loss_of_classes, featuresCol="x", labelCol="kind").fit(numbers)
-    with pytest.raises(TypeError, match=r"module must return a torch.nn.Module.* type int"):
-        regressor(module=lambda: 3, featuresCol="x").fit(numbers)
-    model = TorchModel(Net(2), featuresCol="x")
-    with pytest.raises(Exception, match="a prediction is one number"):
-        model.transform(numbers).collect()
+    without = numbers.selectExpr("id", "label", "if(id = 3, null, x) x")
+    with pytest.raises(
+        ValueError, match=r"has 1 null.* Drop their rows \(df\.dropna\), or replace"
+    ):
+        regressor(featuresCol="x").fit(without)
 
 
 def test_what_cannot_be_pickled(numbers: Any, tmp_path: Path) -> None:
     lock = threading.Lock()
     estimator = regressor(featuresCol="x", loss=lambda output, target: lock)
-    with pytest.raises(UnpicklableError, match="the variable 'lock' used by loss is a lock"):
-        estimator.fit(numbers)
-    with pytest.raises(UnpicklableError, match="the variable 'lock' used by loss is a lock"):
-        estimator.save(str(tmp_path / "estimator"))
-    assert not (tmp_path / "estimator").exists()
     model = TorchModel(Net(), lambda output: lock, featuresCol="x")
-    with pytest.raises(UnpicklableError, match="the variable 'lock' used by predict is a lock"):
-        model.transform(numbers)
-
-    def train() -> Any:
-        found = Net()
-        found.guard = threading.Lock()
-        return found
-
-    with pytest.raises(UnpicklableError, match=r"returned a value .*: value\.guard is a lock"):
-        TorchEstimator(train=train, featuresCol="x").fit(numbers)
+    for use, part in (
+        (lambda: estimator.fit(numbers), "loss"),
+        (lambda: estimator.save(str(tmp_path / "estimator")), "loss"),
+        (lambda: model.transform(numbers), "predict"),
+    ):
+        with pytest.raises(UnpicklableError, match=f"'lock' used by {part} is a lock"):
+            use()
+    assert not (tmp_path / "estimator").exists()
 
 
 @pytest.mark.slow
-def test_runs_at_the_same_time_on_executors(points: Any) -> None:
-    """Two of four fits at a time, each with half of the slots, and then with all of them."""
+def test_fits_at_the_same_time_on_executors(points: Any) -> None:
+    """Two of four at a time, each with all of the slots."""
     from pyspark.ml.evaluation import MulticlassClassificationEvaluator
     from pyspark.ml.tuning import ParamGridBuilder, TrainValidationSplit
 
-    for num_processes in (2, 4):
-        estimator = classifier(labelCol="kind", num_processes=num_processes, local_mode=False)
-        grid = ParamGridBuilder().addGrid(estimator.stepSize, [1e-6, 0.02])
-        evaluator = MulticlassClassificationEvaluator(labelCol="kind", metricName="accuracy")
-        split = TrainValidationSplit(
-            estimator=estimator,
-            estimatorParamMaps=grid.addGrid(estimator.maxIter, [1, 10]).build(),
-            evaluator=evaluator,
-            parallelism=2,
-            seed=1,
-        )
-        found = split.fit(points)
-        assert found.validationMetrics[3] > 0.9, found.validationMetrics
-        assert min(found.validationMetrics) < 0.8
+    estimator = classifier(labelCol="kind", num_processes=4, local_mode=False)
+    grid = ParamGridBuilder().addGrid(estimator.stepSize, [1e-6, 0.02])
+    split = TrainValidationSplit(
+        estimator=estimator,
+        estimatorParamMaps=grid.addGrid(estimator.maxIter, [1, 10]).build(),
+        evaluator=MulticlassClassificationEvaluator(labelCol="kind", metricName="accuracy"),
+        parallelism=2,
+        seed=1,
+    )
+    found = split.fit(points)
+    assert found.validationMetrics[3] > 0.9, found.validationMetrics
+    assert min(found.validationMetrics) < 0.8
