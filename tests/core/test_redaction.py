@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,45 +20,27 @@ def shown(env: dict[str, str], parts: list[bytes]) -> bytes:
     return whole
 
 
-def test_a_secret_is_masked_and_the_rest_is_unchanged() -> None:
-    redaction = Redaction({"MY_TOKEN": "s3cr3t-value", "LEARNING_RATE": "0.00001"})
-    text = "rate 0.00001 with s3cr3t-value, s3cr3t-valu, s3cr3t-value"
-    assert redaction.of_text(text) == f"rate 0.00001 with {MASK}, s3cr3t-valu, {MASK}"
-
-
 @pytest.mark.parametrize(
     "name",
-    [
-        "HF_TOKEN",
-        "db_password",
-        "AWS_SECRET_ACCESS_KEY",
-        "OPENAI_API_KEY",
-        "PGPASSWORD",
-        "CLIENT_SECRET",
-        "GOOGLE_CREDENTIALS",
-        "S3_ACCESS_KEY",
-        "SSH_PRIVATE_KEY",
-    ],
+    ["HF_TOKEN", "db_password", "AWS_SECRET_ACCESS_KEY", "GOOGLE_CREDENTIALS", "SSH_PRIVATE_KEY"],
 )
 def test_secrets_are_recognized_by_their_names(name: str) -> None:
     assert Redaction({name: "abcdef"}).of_text("abcdef") == MASK
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("TOKENIZERS_PARALLELISM", "disabled"), ("MONKEY", "banana"), ("TOKEN", "1")],
+    ("env", "text", "masked"),
+    [
+        ({"TOKENIZERS_PARALLELISM": "disabled", "MONKEY": "banana"}, "disabled banana", None),
+        ({"TOKEN": "1"}, "11", None),
+        ({"A_TOKEN": "s3cr3t-value"}, "s3cr3t-valu, s3cr3t-value", f"s3cr3t-valu, {MASK}"),
+        ({"PRIVATE_KEY": "line-one\nline-two\n"}, "line-two, line-one", f"{MASK}, {MASK}"),
+    ],
 )
-def test_other_values_are_not_secret(name: str, value: str) -> None:
-    assert Redaction({name: value}).of_text(value) == value
-
-
-def test_each_line_of_a_key_is_masked() -> None:
-    redaction = Redaction({"PRIVATE_KEY": "first-line\nsecond-line\n"})
-    assert redaction.of_text("second-line, first-line") == f"{MASK}, {MASK}"
-
-
-def test_the_possible_beginning_of_a_secret_is_shown_when_the_stream_ends() -> None:
-    assert shown({"TOKEN": "abcdef"}, [b"ends with abc", b""]) == b"ends with abc"
+def test_a_secret_is_masked_and_the_rest_is_unchanged(
+    env: dict[str, str], text: str, masked: str | None
+) -> None:
+    assert Redaction(env).of_text(text) == (masked or text)
 
 
 SECRETS = st.lists(st.text("ab", min_size=6, max_size=9), min_size=1, max_size=3)
@@ -80,10 +60,5 @@ def test_the_result_is_independent_of_chunk_boundaries(
     assert not any(secret.encode() in shown(env, parts) for secret in secrets)
 
 
-def test_the_cost_of_a_long_secret_is_not_quadratic() -> None:
-    """To compare all beginnings of such a secret would take many minutes."""
-    secret = "".join(random.Random(1).choices("abcdefgh", k=1_000_000))
-    redaction = Redaction({"A_TOKEN": secret})
-    data = secret[:-1].encode()
-    assert redaction.of_stream(data, last=False) == (b"", 0)
-    assert redaction.of_stream(data[1:], last=False)[1] > len(data) - 100
+def test_the_possible_beginning_of_a_secret_is_shown_when_the_stream_ends() -> None:
+    assert shown({"TOKEN": "abcdef"}, [b"ends with abc", b""]) == b"ends with abc"
