@@ -371,7 +371,7 @@ MUTANTS: tuple[Mutant, ...] = (
         'if not hmac.compare_digest(proof, _proof(secret, b"client", hub_nonce, nonce, key, index)):',
         "if False:",
         (
-            "wire/test_protocol.py::test_another_secret_is_refused",
+            "wire/test_protocol.py::test_a_peer_is_admitted_once_and_by_the_secret_alone",
             "wire/test_listener.py::test_the_secret_of_one_run_does_not_admit_to_another",
         ),
     ),

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -33,7 +29,6 @@ from support.hubs import (
 
 from distributor.wire import listener, protocol
 from distributor.wire.hub import HERE, LOST, SILENT, Hub
-from distributor.wire.link import Link
 
 
 @pytest.fixture
@@ -111,30 +106,6 @@ def test_connecting_to_a_silent_hub_ends_at_the_timeout() -> None:
         link(mute.getsockname()[1], timeout=0.2)
 
 
-BUSY_HUB = f"""import signal
-from distributor.wire.hub import Hub
-with Hub("127.0.0.1", {SECRET!r}) as hub:
-    print(hub.port, flush=True)
-    signal.pause()"""
-
-
-def test_a_busy_hub_may_answer_later_than_a_connection_takes() -> None:
-    command = [sys.executable, "-c", BUSY_HUB]
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
-        contextlib.ExitStack() as at_end,
-    ):
-        at_end.callback(process.kill)
-        assert process.stdout
-        port = int(process.stdout.readline())
-        process.send_signal(signal.SIGSTOP)
-        continuing = threading.Timer(0.5, process.send_signal, [signal.SIGCONT])
-        continuing.start()
-        limits = {"timeout": 0.1, "handshake_timeout": SOON}
-        Link.connect("127.0.0.1", port, SECRET, 0, on_message=print, **limits).close()
-        continuing.join()
-
-
 def test_unauthenticated_connections_are_closed(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 1.0)
     monkeypatch.setattr(listener, "MAX_UNAUTHENTICATED", 2)
@@ -169,19 +140,30 @@ def test_only_authenticated_peers_are_unpickled(
     assert os.listdir(tmp_path) == ["proven"]
 
 
-@pytest.mark.parametrize("rest", [b"\xff" * 4, bytes(4), [Call(int, "no number"), "more"]])
-def test_an_authenticated_peer_that_violates_the_protocol_is_dropped(
-    hub: Hub, rest: bytes | list[object]
-) -> None:
+def test_an_authenticated_peer_whose_message_cannot_be_unpickled_is_dropped(hub: Hub) -> None:
     with link(hub.port, 1) as good:
         bad, greeting = with_greeting(hub, 2)
-        is_raw = isinstance(rest, bytes)
-        sent = b"".join(frames(greeting, ["fine", *([] if is_raw else rest)]))
-        bad.sendall(sent + (rest if is_raw else b""))
+        bad.sendall(b"".join(frames(greeting, ["fine", Call(int, "no number"), "more"])))
         assert [hub.get(SOON), hub.get(SOON)] == [(2, "fine"), (2, LOST)]
         read_until_closed(bad)
         good.send("still here")
         assert hub.get(SOON) == (1, "still here")
+
+
+def test_a_recorded_connection_cannot_be_replayed(hub: Hub) -> None:
+    sock, greeting = greeted(hub.port)
+    sent = protocol.hello(SECRET, greeting, bytes(32), 5)
+    sent += b"".join(frames(greeting, ["first", Call(os.abort, ())]))
+    with sock:
+        sock.sendall(sent[:-40])  # of the call something is missing
+        assert hub.get(SOON) == (5, "first")
+    assert hub.get(SOON) == (5, LOST)
+    again, other_greeting = greeted(hub.port)
+    assert other_greeting != greeting
+    again.sendall(sent)
+    assert read_until_closed(again) == b"", "no welcome"
+    assert hub.get(0) is None
+    assert hub.nodes() == set()
 
 
 def test_the_first_of_two_links_with_one_node_index_stays(hub: Hub) -> None:
@@ -203,30 +185,6 @@ def test_a_peer_that_answers_no_heartbeat_is_dropped(monkeypatch: pytest.MonkeyP
         read_until_closed(bad)
         good.send("still here")
         assert hub.get(SOON) == (1, "still here")
-
-
-def test_a_hub_that_was_held_up_drops_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEARTBEAT_SECONDS", 0.05)
-    monkeypatch.setattr(protocol, "NODE_LEASE_SECONDS", 0.2)
-    pause = 1.0
-    with Hub("127.0.0.1", SECRET) as hub, proven(hub, 1):
-        hub._listener.call(time.sleep, pause)
-        began = time.monotonic()
-        assert hub.get(SOON) == (1, SILENT)
-        # What the network did not deliver meanwhile may need as long a time again.
-        assert time.monotonic() > began + 2 * pause
-
-
-def test_a_killed_peer_is_lost_after_its_last_message(hub: Hub) -> None:
-    code = f"""import signal; from distributor.wire.link import Link
-link = Link.connect("127.0.0.1", {hub.port}, {SECRET!r}, 9, timeout=10, on_message=print)
-link.send("last"); signal.pause()"""
-    with subprocess.Popen([sys.executable, "-c", code]) as process:
-        assert hub.get(SOON) == (9, "last")
-        assert hub.nodes() == {9}
-        process.kill()
-        assert hub.get(SOON) == (9, LOST)
-        assert hub.nodes() == set()
 
 
 def test_a_lost_link_reports_it_once_after_all_messages_and_discards_later_ones(hub: Hub) -> None:
@@ -287,18 +245,9 @@ def test_closed_hubs_leave_no_threads_or_descriptors() -> None:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     before = census()
-    for _ in range(100):
+    for _ in range(20):
         with Hub("127.0.0.1", SECRET) as hub, link(hub.port) as one, stranger(hub.port):
             one.send("hello")
             assert hub.get(SOON) == (0, "hello")
             stranger(hub.port).close()  # possibly while it is being accepted
     assert all(now <= then for now, then in zip(census(), before, strict=True))
-
-
-def test_two_hundred_links_at_once(hub: Hub) -> None:
-    with ThreadPoolExecutor(50) as pool, contextlib.ExitStack() as stack:
-        links = list(pool.map(lambda node: link(hub.port, node), range(200)))
-        for node, one in enumerate(links):
-            stack.enter_context(one).send(str(node))
-        assert {hub.get(SOON) for _ in links} == {(n, str(n)) for n in range(200)}
-        assert hub.nodes() == set(range(200))

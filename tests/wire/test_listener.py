@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -53,15 +51,14 @@ def test_two_runs_at_one_port_have_separate_nodes(hubs: tuple[Hub, Hub]) -> None
     assert one.get(0) is other.get(0) is None
 
 
-def test_a_hub_without_a_port_uses_the_existing_listener(hubs: tuple[Hub, Hub]) -> None:
+def test_a_secret_and_a_port_that_are_taken_are_refused(hubs: tuple[Hub, Hub]) -> None:
     with Hub("localhost", b"a third secret") as third:
         assert third.port == hubs[0].port
         assert len(listener_threads()) == 1
     with pytest.raises(ValueError, match="same secret"):
         Hub("127.0.0.1", SECRET)
-
-
-def test_a_port_of_another_process_is_refused() -> None:
+    for hub in hubs:
+        hub.close()
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
         Hub("127.0.0.1", SECRET, port=taken.getsockname()[1])
     assert listener_threads() == []
@@ -111,7 +108,7 @@ def test_runs_start_and_end_concurrently_at_one_port(hubs: tuple[Hub, Hub]) -> N
         hub.close()  # so that no run is left while another starts
 
     def runs(secret: bytes) -> None:
-        for number in range(30):
+        for number in range(15):
             with (
                 Hub("127.0.0.1", secret, port=port) as hub,
                 link(port, number, secret=secret) as node,
@@ -127,27 +124,11 @@ def test_runs_start_and_end_concurrently_at_one_port(hubs: tuple[Hub, Hub]) -> N
         thread.start()
     for thread in threads:
         thread.join(3 * SOON)
-    assert correct == [True] * 120
+    assert correct == [True] * 60
     assert listener_threads() == []
 
 
-def test_a_run_that_reads_nothing_does_not_block_others(hubs: tuple[Hub, Hub]) -> None:
-    slow, other = hubs
-    flood = link(slow.port, 1)
-    for _ in range(FLOOD):
-        flood.send(bytes(MIB))
-    wait_until(lambda: slow._held_back)
-    with link(other.port, 1, secret=OTHER) as node:
-        for number in range(100):
-            node.send((number, bytes(MIB)))
-            event = other.get(SOON)
-            assert event is not None
-            assert event[1] == (number, bytes(MIB))
-    assert slow._held_back
-    flood.close(timeout=0.3)
-
-
-def test_a_run_that_reads_nothing_does_not_delay_heartbeats_of_others(
+def test_a_run_that_reads_nothing_delays_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(protocol, "HEARTBEAT_SECONDS", 0.05)
@@ -156,7 +137,7 @@ def test_a_run_that_reads_nothing_does_not_delay_heartbeats_of_others(
     with (
         Hub("127.0.0.1", SECRET) as slow,
         Hub("127.0.0.1", OTHER) as other,
-        link(other.port, 2, beats.append, secret=OTHER),
+        link(other.port, 2, beats.append, secret=OTHER) as node,
     ):
         flood = link(slow.port, 1)
         for _ in range(FLOOD):
@@ -165,45 +146,11 @@ def test_a_run_that_reads_nothing_does_not_delay_heartbeats_of_others(
         before = len(beats)
         wait_until(lambda: len(beats) > before + 20)  # longer than the lease of a silent node
         assert other.nodes() == {2}
-        assert other.get(0) is None
+        node.send(bytes(MIB))
+        assert other.get(SOON) == (2, bytes(MIB))
         with socket.create_connection(("127.0.0.1", other.port), SOON) as mute:
             greeting = mute.recv(protocol.GREETING.size, socket.MSG_WAITALL)
             mute.sendall(protocol.hello(OTHER, greeting, bytes(32), 3))
             assert [other.get(SOON), other.get(SOON)] == [(3, SILENT), (3, LOST)]
         assert slow.nodes() == {1}, "unread messages are no silence"
         flood.close(timeout=0.3)
-
-
-def in_a_fork(inherited: Hub, pipe: int) -> None:
-    """Check in a forked process that the parent's hub is unusable and that a new one works."""
-    inherited.close()
-    with Hub("127.0.0.1", SECRET) as hub, link(hub.port, 5) as node:
-        node.send("from the fork")
-        works = hub.get(SOON) == (5, "from the fork") and hub.port != inherited.port
-    os.write(pipe, b"1" if works else b"0")
-    os.read(pipe, 1)
-
-
-def test_a_forked_process_does_not_affect_its_parents_hub() -> None:
-    lost = threading.Event()
-    ours, theirs = socket.socketpair()
-    with ours, theirs, Hub("127.0.0.1", SECRET) as hub, link(hub.port, 0, on_lost=lost.set) as node:
-        wait_until(lambda: hub.nodes() == {0})
-        fork = multiprocessing.get_context("fork")
-        child = fork.Process(target=in_a_fork, args=[hub, theirs.fileno()])
-        child.start()
-        try:
-            ours.settimeout(SOON)
-            assert ours.recv(1) == b"1"
-            node.send("still here")
-            assert hub.get(SOON) == (0, "still here")
-            with within(SOON / 2):
-                hub.close()  # nodes see the connection end although the fork still runs
-                assert lost.wait(SOON)
-            assert not listens(hub.port)
-            ours.send(b"1")
-            child.join(SOON)
-            assert child.exitcode == 0
-        finally:
-            child.kill()
-            child.join()

@@ -47,15 +47,14 @@ def through_spark(failures: Sequence[Failure]) -> str:
     )
 
 
-def test_failures_round_trip() -> None:
-    failures = [failure(3, "a\nb"), failure(1, "naïve 🚀 <distributor-report AAAA>")]
+def test_failures_round_trip_and_only_ranks_and_types_are_readable() -> None:
+    failures = [
+        failure(3, "a\nb"),
+        failure(1, "naïve 🚀 <distributor-report AAAA>", kind="OSError"),
+    ]
     assert failures_in(through_spark(failures)) == failures
-
-
-def test_ranks_and_exception_types_are_readable() -> None:
-    text = str(TaskFailed.of([failure(3), failure(1, kind="OSError")], SECRET))
-    first = "rank 3 (local rank 0) on host-1, attempt 0: ValueError; rank 1 "
-    assert text.startswith(first)
+    text = str(TaskFailed.of(failures, SECRET))
+    assert text.startswith("rank 3 (local rank 0) on host-1, attempt 0: ValueError; rank 1 ")
     assert "attempt 0: OSError (the driver raises the whole error)\n" in text
 
 
@@ -86,49 +85,29 @@ def test_only_payloads_sealed_with_the_secret_are_unpickled() -> None:
         assert failures_in(f"<distributor-report {encoded}>") == []
 
 
-@pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 100_000])
-def test_a_sealed_payload_opens_only_with_the_same_secret(size: int) -> None:
-    payload = RANDOM.randbytes(size)
-    sealed = sealing.seal(payload, SECRET)
-    assert sealing.unseal(sealed, SECRET) == payload
-    assert sealing.seal(payload, SECRET) != sealed, "a nonce is used once"
-    with pytest.raises(sealing.NotAuthentic):
-        sealing.unseal(sealed, bytes(32))
-
-
 @pytest.mark.parametrize("position", [0, 20, -1])
 def test_a_changed_or_truncated_payload_is_refused(position: int) -> None:
-    sealed = bytearray(sealing.seal(b"payload" * 10, SECRET))
+    payload = b"payload" * 10
+    assert sealing.unseal(sealing.seal(payload, SECRET), SECRET) == payload
+    sealed = bytearray(sealing.seal(payload, SECRET))
     sealed[position] ^= 1
     for damaged in (bytes(sealed), bytes(sealed)[:-1], b""):
         with pytest.raises(sealing.NotAuthentic):
             sealing.unseal(damaged, SECRET)
 
 
-def test_a_stopped_node_reports_no_failure() -> None:
-    text = through_spark([])
-    assert "stopped because the run ended elsewhere" in text
-    assert failures_in(text) == []
-
-
-def test_repeated_payloads_are_read_once() -> None:
+def test_repeated_payloads_are_read_once_and_a_stopped_node_has_none() -> None:
     first, second = through_spark([failure(0), failure(1)]), through_spark([failure(1, "later")])
     assert failures_in(first + first + second) == [failure(0), failure(1)]
+    assert failures_in(through_spark([])) == []
 
 
 @pytest.mark.parametrize(
     "make_failures",
     [
-        pytest.param(lambda: [failure(2, text=noise(300_000))], id="text"),
         pytest.param(lambda: [failure(2, text=noise(100_000, 0x1F300, 0x3134A))], id="wide text"),
         pytest.param(lambda: [failure(2, summary=noise(300_000))], id="summary"),
-        pytest.param(
-            lambda: [failure(2, noise(300_000), noise(300_000, 0x4E00, 0x9FFF))], id="both"
-        ),
-        pytest.param(lambda: [failure(rank, noise(60_000)) for rank in (2, 3, 4)], id="many"),
-        pytest.param(
-            lambda: [failure(rank, noise(300_000)) for rank in (2, 3)], id="many that are long"
-        ),
+        pytest.param(lambda: [failure(rank, noise(300_000)) for rank in (2, 3)], id="many"),
         pytest.param(
             lambda: [
                 failure_of(ValueError(noise(300_000)), Origin(rank=2, local_rank=0, host="host-1"))
@@ -164,15 +143,10 @@ def encoded_bytes(data: bytes) -> str:
 @pytest.mark.parametrize(
     "garbage",
     [
-        "",
         "java.lang.OutOfMemoryError",
-        "<distributor-report >",
-        "<distributor-report A>",
         "<distributor-report AAAA>",
         f"<distributor-report {encoded_bytes(b'no pickle')}>",
-        f"<distributor-report {encoded(None)}>",
         f"<distributor-report {encoded(['no failure'])}>",
-        f"<distributor-report {encoded([failure()])[:-8]}>",
         f"<distributor-report {encoded([failure()])[:-8]} ... (cut)",
     ],
 )
