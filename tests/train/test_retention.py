@@ -38,7 +38,6 @@ KEPT = [
     (2, None, "max", "3"),
     (2, "accuracy", "max", "12"),
     (2, "accuracy", "min", "03"),
-    (1, "accuracy", "max", "1"),
     (3, "unknown", "max", "23"),
 ]
 

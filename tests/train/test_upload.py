@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pyarrow.fs as pafs
 import pytest
@@ -25,10 +25,6 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def refuse(*args: Any, **options: Any) -> NoReturn:
-    raise OSError("not supported")
-
-
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("filesystem", [LOCAL, plain(LOCAL)])
 def test_an_uploaded_file_is_complete(file: Path, filesystem: Any, keep: bool) -> None:
@@ -40,36 +36,6 @@ def test_an_uploaded_file_is_complete(file: Path, filesystem: Any, keep: bool) -
     assert size_and_checksum(filesystem, str(target)) == SIZE_AND_CHECKSUM
     copied = keep or filesystem is not LOCAL
     assert file.samefile(target) != copied
-
-
-def test_overwriting_a_kept_file_does_not_change_the_uploaded_one(file: Path) -> None:
-    upload_file(file, LOCAL, str(file.parent / "target"), keep=True)
-    file.write_bytes(b"of the next step")
-    assert (file.parent / "target").read_bytes() == CONTENT
-
-
-def test_files_are_copied_if_hard_links_are_not_supported(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "link", refuse)
-    assert upload_file(file, LOCAL, str(file.parent / "target"), keep=False) == SIZE_AND_CHECKSUM
-    assert not file.samefile(file.parent / "target")
-
-
-@pytest.mark.parametrize("calls", [0, 1])
-def test_files_are_read_and_written_if_copy_file_range_fails(
-    file: Path, monkeypatch: pytest.MonkeyPatch, calls: int
-) -> None:
-    """From the beginning, or from the byte at which `copy_file_range` failed."""
-    copy = os.copy_file_range
-    counts = [CHUNK] * calls
-
-    def fail_after_calls(source: int, target: int, count: int) -> int:
-        return copy(source, target, counts.pop()) if counts else refuse()
-
-    monkeypatch.setattr(os, "copy_file_range", fail_after_calls)
-    assert upload_file(file, LOCAL, str(file.parent / "target"), keep=True) == SIZE_AND_CHECKSUM
-    assert (file.parent / "target").read_bytes() == CONTENT
 
 
 def test_a_file_with_other_links_is_copied(file: Path) -> None:
@@ -91,3 +57,20 @@ def test_a_hard_link_left_by_a_killed_rank_is_replaced(file: Path) -> None:
         assert upload_file(file, LOCAL, str(target), keep=keep) == SIZE_AND_CHECKSUM
         assert target.read_bytes() == file.read_bytes() == CONTENT
     assert not target.samefile(file)
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_files_are_read_and_written_if_copy_file_range_fails(
+    file: Path, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    """From the beginning, or from the byte at which `copy_file_range` failed."""
+    copy, counts = os.copy_file_range, [CHUNK] * calls
+
+    def fail_after_calls(source: int, target: int, count: int) -> int:
+        if counts:
+            return copy(source, target, counts.pop())
+        raise OSError("not supported")
+
+    monkeypatch.setattr(os, "copy_file_range", fail_after_calls)
+    assert upload_file(file, LOCAL, str(file.parent / "target"), keep=True) == SIZE_AND_CHECKSUM
+    assert (file.parent / "target").read_bytes() == CONTENT

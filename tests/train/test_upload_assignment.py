@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from distributor.train.runtime.report_round import assign_among_ranks
 from distributor.train.runtime.store_channel import StoreChannel
-from distributor.train.storage.checkpoint_store import Assignment, assign_all
-from distributor.train.storage.files import file_identity
+from distributor.train.storage.checkpoint_store import Assignment
 
 FILES = {f"{number}.distcp": f"file {number}" for number in range(4)}
 
@@ -28,10 +26,6 @@ def assignment_of() -> Callable[..., Assignment]:
     return assignment
 
 
-def test_a_single_rank_uploads_all_files() -> None:
-    assert list(assign_all(FILES)) == [(name, True) for name in FILES]
-
-
 def test_each_file_is_uploaded_once(assignment_of: Callable[..., Assignment]) -> None:
     first, second = assignment_of(0)(FILES), assignment_of(1)(FILES)
     turns = [next(first), next(second), next(first)]
@@ -40,33 +34,9 @@ def test_each_file_is_uploaded_once(assignment_of: Callable[..., Assignment]) ->
     assert rest == [("3.distcp", True)]
 
 
-def test_another_file_of_the_same_name_is_compared(
-    assignment_of: Callable[..., Assignment],
-) -> None:
-    other = {**FILES, "1.distcp": "of another node"}
-    assert dict(assignment_of(0)(FILES)) == dict.fromkeys(FILES, True)
-    assert list(assignment_of(1)(other)) == [("1.distcp", False)]
-
-
 def test_the_version_of_rank_0_is_uploaded_whoever_comes_first(
     assignment_of: Callable[..., Assignment],
 ) -> None:
     other = {"1.distcp": "of another node", "only": "there"}
     assert dict(assignment_of(1)(other)) == {"1.distcp": False, "only": True}
     assert dict(assignment_of(0)(FILES)) == dict.fromkeys(FILES, True)
-
-
-def test_without_a_version_of_rank_0_the_first_is_uploaded(
-    assignment_of: Callable[..., Assignment],
-) -> None:
-    assert dict(assignment_of(1, {})({"a": "of 1"})) == {"a": True}
-    assert dict(assignment_of(2, {})({"a": "of 2"})) == {"a": False}
-
-
-def test_a_file_is_identified_by_any_of_its_paths(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "a").write_text("x")
-    (tmp_path / "b").write_text("x")
-    (tmp_path / "again").symlink_to(tmp_path / "folder")
-    assert file_identity(tmp_path / "again" / "a") == file_identity(tmp_path / "folder" / "a")
-    assert file_identity(tmp_path / "b") != file_identity(tmp_path / "folder" / "a")

@@ -16,9 +16,7 @@ import pytest
 from support.reports import save
 from support.waiting import assert_gone, until
 
-from distributor import TorchDistributor, UnpicklableError, train
-from distributor.core.checkpoint_config import CheckpointSettings
-from distributor.rank.messages import Reported
+from distributor import train
 from distributor.train import (
     Checkpoint,
     CheckpointConfig,
@@ -31,7 +29,6 @@ from distributor.train import (
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import MANIFEST, PENDING, Manifest, StoredValidation
 from distributor.train.torch import TorchTrainer
-from distributor.train.validation import ValidationQueue, validation_distributor
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 SETTINGS = {"timeout": 120, "show_output": "none"}
@@ -128,6 +125,10 @@ def test_a_validation_of_an_earlier_checkpoint_of_the_same_name_is_ignored(
     assert found
     assert (found.status, found.metrics) == ("VALIDATED", {"loss": 2})
 
+    for path in (tmp_path / "mine" / "full_model").glob(".validation*"):
+        path.write_text('{"index": 1, "st')  # as if killed while it is written
+    assert storage.manifest_of("full_model") == reported
+
 
 def test_validated_scores_decide_which_checkpoints_are_kept(tmp_path: Path) -> None:
     def loop() -> Any:
@@ -193,11 +194,8 @@ def test_checkpoints_of_a_failed_training_are_validated(tmp_path: Path) -> None:
         train.report({"step": 1}, save(tmp_path / "local", "x"), validation=True)
         raise KeyError("of the training")
 
-    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
-        return {"score": 1}
-
     with pytest.raises(train.WorkerGroupError, match="of the training"):
-        trainer(tmp_path, loop, ValidationConfig(validate)).fit()
+        trainer(tmp_path, loop, ValidationConfig(lambda _: {"score": 1})).fit()
     result = Result.from_path(tmp_path / "runs" / "mine")
     assert [metrics for _, metrics in result.best_checkpoints] == [{"step": 1, "score": 1}]
     assert result.metrics == {"step": 1, "score": 1}, "of the latest report"
@@ -241,81 +239,12 @@ def test_the_next_run_repeats_a_validation_whose_driver_was_killed(
     assert_gone([int(pid.read_text())])
     assert statuses(tmp_path) == {"a": "PENDING_VALIDATION"}
 
-    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
-        return {"score": 1}
-
-    trainer(tmp_path, lambda: None, None).fit()
-    assert statuses(tmp_path) == {"a": "PENDING_VALIDATION"}, "there is no function"
-    result = trainer(tmp_path, lambda: None, ValidationConfig(validate)).fit()
+    result = trainer(tmp_path, lambda: None, ValidationConfig(lambda _: {"score": 1})).fit()
     assert statuses(tmp_path) == {"a": "VALIDATED"}
     assert [metrics for _, metrics in result.best_checkpoints] == [{"step": 1, "score": 1}]
 
 
-def queue_of(folder: Path, validate: Callable[..., Any]) -> ValidationQueue:
-    config = ValidationConfig(validate)
-    settings = CheckpointSettings(storage_path=str(folder / "runs"), name="mine")
-    distributor = validation_distributor(config, SETTINGS, None)
-    return ValidationQueue(config, Storage(folder / "runs", "mine"), settings, distributor)
-
-
-def commit(folder: Path, name: str, index: int) -> None:
-    """Write a checkpoint that is to be validated."""
-    manifest = Manifest(
-        index=index, world_size=1, files=(), validation={}, status="PENDING_VALIDATION"
-    )
-    Storage(folder / "runs", "mine").commit(name, manifest)
-
-
-def test_a_cancelled_training_ends_its_validation(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-
-    def validate(checkpoint: Checkpoint) -> None:
-        pid.write_text(str(os.getpid()))
-        threading.Event().wait()
-
-    (tmp_path / "runs" / "mine" / "a").mkdir(parents=True)
-    commit(tmp_path, "a", 0)
-
-    def interrupt() -> None:
-        with queue_of(tmp_path, validate):
-            until(lambda: pid.exists() and pid.read_text(), "the validation begins", 60)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupt()
-    assert_gone([int(pid.read_text())])
-    assert statuses(tmp_path) == {"a": "PENDING_VALIDATION"}
-
-
-def test_a_checkpoint_is_validated_although_its_report_is_lost(tmp_path: Path) -> None:
-    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
-        return {"score": 1}
-
-    for name in ("begun", "reported", "lost"):
-        (tmp_path / "runs" / "mine" / name).mkdir(parents=True)
-    commit(tmp_path, "begun", 0)
-    with queue_of(tmp_path, validate) as queue:
-        until(lambda: statuses(tmp_path) == {"begun": "VALIDATED"}, "the first is validated", 60)
-        commit(tmp_path, "reported", 1)
-        queue.reported(Reported([{}], f"{tmp_path}/runs/mine/reported"))
-        commit(tmp_path, "lost", 2)
-    assert set(statuses(tmp_path).values()) == {"VALIDATED"}
-    assert len(statuses(tmp_path)) == 3
-
-
-def test_an_incomplete_result_of_a_validation_counts_as_none(tmp_path: Path) -> None:
-    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
-        return {"score": 1}
-
-    (tmp_path / "runs" / "mine" / "a").mkdir(parents=True)
-    commit(tmp_path, "a", 0)
-    (tmp_path / "runs" / "mine" / "a" / ".validation.json").write_text('{"index": 0, "st')
-    assert statuses(tmp_path) == {"a": "PENDING_VALIDATION"}
-    with queue_of(tmp_path, validate):
-        pass
-    assert statuses(tmp_path) == {"a": "VALIDATED"}
-
-
+@pytest.mark.slow
 def test_a_validation_can_run_a_training(tmp_path: Path) -> None:
     def loop() -> None:
         train.report({}, save(tmp_path / "local", "x"), validation=True)
@@ -337,6 +266,7 @@ def test_a_validation_can_run_a_training(tmp_path: Path) -> None:
     assert [metrics for _, metrics in result.best_checkpoints] == [{"files": 3, "rank": 0}]
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_a_validation_can_run_on_an_executor(spark: Any, tmp_path: Path) -> None:
     def loop() -> None:
@@ -358,140 +288,42 @@ def test_a_validation_can_run_on_an_executor(spark: Any, tmp_path: Path) -> None
     assert metrics == {"files": 2, "on_executor": True}
 
 
-@pytest.mark.slow
-def test_lightnings_callback_requests_validations(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-
-    def loop() -> None:
-        import lightning.pytorch as pl
-        import torch
-        from lightning.pytorch.demos.boring_classes import BoringModel
-
-        from distributor.train.lightning import RayTrainReportCallback
-
-        torch.manual_seed(0)
-        pl.Trainer(
-            max_epochs=2,
-            limit_train_batches=1,
-            limit_val_batches=0,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            callbacks=[RayTrainReportCallback("ASYNC", ValidationTaskConfig({"factor": 10}))],
-        ).fit(BoringModel())
-
-    def validate(checkpoint: Checkpoint, factor: int) -> dict[str, Any]:
-        import torch
-
-        with checkpoint.as_directory() as folder:
-            state = torch.load(Path(folder, "checkpoint.ckpt"), weights_only=False)
-        return {"score": factor * state["epoch"]}
-
-    result = trainer(tmp_path, loop, ValidationConfig(validate)).fit()
-    found = [(metrics["epoch"], metrics["score"]) for _, metrics in result.best_checkpoints]
-    assert found == [(0, 0), (1, 10)]
-
-
-@pytest.mark.parametrize("gpus", [0, 1])
-def test_gpus_of_a_validation_are_the_last_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int
+def test_the_gpu_of_a_validation_is_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
-        def visible() -> str:
-            return os.environ["CUDA_VISIBLE_DEVICES"]
-
-        nested = TorchDistributor(2, use_gpu=True, timeout=60).run_all(visible)
-        return {"own": visible(), "nested": nested}
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    (tmp_path / "runs" / "mine" / "a").mkdir(parents=True)
-    commit(tmp_path, "a", 0)
-    config = ValidationConfig(validate, ray_remote_kwargs={"num_gpus": gpus, "num_cpus": 2})
-    settings = CheckpointSettings(storage_path=str(tmp_path / "runs"), name="mine")
-    storage = Storage(tmp_path / "runs", "mine")
-    distributor = validation_distributor(config, SETTINGS, None)
-    with ValidationQueue(config, storage, settings, distributor):
-        pass
-    [(_, manifest)] = storage.committed()
-    assert manifest.metrics == {"own": "6" if gpus else "", "nested": ["6,5"] * 2}
-
-
-def test_of_the_ranks_that_a_training_shows_a_validation_has_rank_0() -> None:
-    for shown, expected in (([0, 1], [0]), ([1], []), ("all", "all")):
-        config = ValidationConfig(print, local_mode=True)
-        found = validation_distributor(config, {"show_output": shown}, None)
-        assert found.show_output == expected
-
-
-def test_a_validation_needs_a_function_and_a_checkpoint(tmp_path: Path) -> None:
     def loop() -> None:
-        with pytest.raises(ValueError, match="validation needs a checkpoint"):
-            train.report({}, validation=True)
-        with pytest.raises(TypeError, match="validation must be True, False or a Validation"):
-            train.report({}, validation="yes")  # type: ignore[arg-type]
         train.report({}, save(tmp_path / "local", "x"), validation=True)
 
-    with pytest.raises(train.WorkerGroupError, match=r"pass validation_config=ValidationConfig"):
-        trainer(tmp_path, loop, None).fit()
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        return {"gpus": os.environ["CUDA_VISIBLE_DEVICES"]}
 
-
-def nothing(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {}
-
-
-async def later(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    validation = ValidationConfig(validate, ray_remote_kwargs={"num_gpus": 1, "num_cpus": 2})
+    result = trainer(tmp_path, loop, validation).fit()
+    assert [metrics for _, metrics in result.best_checkpoints] == [{"gpus": "6"}]
 
 
 BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: ValidationTaskConfig(timeout_s=0), ValueError, "timeout_s must be a positive, finite"),
-    (lambda: ValidationTaskConfig([1]), TypeError, r"fn_kwargs must be a dict, but is \[1\]"),  # type: ignore[arg-type]
     (lambda: ValidationTaskConfig({"x": print}), TypeError, "fn_kwargs must be JSON-serializable"),
     (lambda: ValidationConfig(3), TypeError, "ValidationConfig.fn must be a function, but is 3"),  # type: ignore[arg-type]
-    (lambda: ValidationConfig(later), TypeError, "later is an async function"),  # type: ignore[arg-type]
-    (lambda: ValidationConfig(nothing, {}), TypeError, "task_config must be a Validation"),  # type: ignore[arg-type]
     (
-        lambda: ValidationConfig(nothing, ray_remote_kwargs={"num_gpus": 0.5}),
+        lambda: ValidationConfig(print, ray_remote_kwargs={"num_gpus": 0.5}),
         ValueError,
         "num_gpus is 0.5 in ray_remote_kwargs, which is not supported",
-    ),
-    (
-        lambda: ValidationConfig(nothing, ray_remote_kwargs={"scheduling_strategy": "SPREAD"}),
-        DeprecationWarning,
-        "scheduling_strategy is 'SPREAD' in ray_remote_kwargs",
-    ),
-    (
-        lambda: TorchTrainer(print, validation_config=nothing),  # type: ignore[arg-type]
-        TypeError,
-        "validation_config must be a ValidationConfig",
     ),
 ]
 
 
-@pytest.mark.parametrize(("create", "kind", "message"), BAD)
-def test_a_bad_configuration_raises_before_anything_starts(
-    create: Callable[[], Any], kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind, match=message):
-        create()
+def test_a_validation_that_cannot_run_is_refused(tmp_path: Path) -> None:
+    for create, kind, message in BAD:
+        with pytest.raises(kind, match=message):
+            create()
 
+    def loop() -> None:
+        with pytest.raises(ValueError, match="validation needs a checkpoint"):
+            train.report({}, validation=True)
+        train.report({}, save(tmp_path / "local", "x"), validation=True)
 
-def test_a_validation_that_has_no_gpu_raises_before_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(RuntimeError, match=r"leave num_gpus out of ray_remote_kwargs"):
-        trainer(tmp_path, print, ValidationConfig(nothing, ray_remote_kwargs={"num_gpus": 1}))
-
-
-def test_a_function_that_cannot_be_sent_raises_before_the_training(tmp_path: Path) -> None:
-    lock = threading.Lock()
-
-    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
-        return {"locked": lock.locked()}
-
-    ran = tmp_path / "ran"
-    with pytest.raises(UnpicklableError, match="lock"):
-        trainer(tmp_path, ran.touch, ValidationConfig(validate)).fit()
-    assert not ran.exists()
+    with pytest.raises(train.WorkerGroupError, match=r"pass validation_config=ValidationConfig"):
+        trainer(tmp_path, loop, None).fit()
