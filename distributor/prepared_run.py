@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from distributor.control.attempts import run_attempts
+from distributor.control.interrupts import Interrupts
 from distributor.control.run import Launcher, Run
 from distributor.core.cell_errors import ends_at_caller, shorten_in_cell
 from distributor.core.checkpoint_config import CheckpointSettings
@@ -37,8 +38,7 @@ from distributor.screen.labels import RunLabel
 from distributor.screen.messages import warn
 from distributor.screen.one_time_warnings import warn_once
 from distributor.screen.run_block import RunBlock
-from distributor.serialization.code_search import call_mentions, script_mentions
-from distributor.serialization.program import Program, Script
+from distributor.serialization.program import Program
 from distributor.settings.fields import AdminDefault, setting, setting_fields
 from distributor.settings.types import RANKS, SWITCH, check_num_processes, option
 from distributor.spark.call_site import CallSite
@@ -100,6 +100,10 @@ class PlannedSettings(Settings):
     )
 
     def __post_init__(self) -> None:
+        with Interrupts():
+            self._resolve()
+
+    def _resolve(self) -> None:
         given = [field.name for field in setting_fields(self) if _is_given(self, field)]
         super().__post_init__()
         # The dataclass is frozen for its users; here the number of ranks is resolved, once.
@@ -327,7 +331,18 @@ def prepare_run(
     finder : DatasetFinder, optional
         Has the datasets that ranks get without being passed them as arguments.
     """
-    finder = finder or DatasetFinder()
+    with Interrupts():
+        return _prepared(settings, keep_all, train_object, args, kwargs, finder or DatasetFinder())
+
+
+def _prepared(
+    settings: PlannedSettings,
+    keep_all: bool,
+    train_object: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    finder: DatasetFinder,
+) -> PreparedRun:
     args, kwargs = finder.replace_in(args, kwargs, train_object)
     check_datasets(finder.datasets, train_object, args)
     min_processes, max_processes = check_num_processes("num_processes", settings.num_processes)
@@ -347,7 +362,7 @@ def prepare_run(
             printable(program.name),
             describe_job(run_id, facts),
             launcher.shares_disk,
-            lambda: _mentions_mlflow(program, train_object, args, kwargs),
+            lambda: program.mentions(b"mlflow"),
         )
     env = {**rank_environment(tracking, settings.mlflow_ranks), **env}
     label = RunLabel(printable(program.name))
@@ -394,14 +409,6 @@ def _checkpoint_variables(settings: Settings, run_id: str) -> dict[str, str]:
         return {}
     path = absolute(settings.storage_path)  # ranks may have another working folder
     return CheckpointSettings(storage_path=path, name=settings.name or run_id).to_variable()
-
-
-def _mentions_mlflow(
-    program: Program, train_object: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
-    if isinstance(program, Script):
-        return script_mentions("mlflow", Path(program.path))
-    return call_mentions("mlflow", train_object, args, kwargs)
 
 
 def warm_up(distributor: PlannedSettings | None = None) -> None:

@@ -118,4 +118,4 @@ def test_ctrl_c_on_a_cluster(terminal: Callable[..., Any]) -> None:
     assert session.exitstatus == 130
     # The terminal's own "^C" precedes it.
     assert lines[-1].endswith("distributor: interrupted: the run has ended, and no rank is left.")
-    assert not any("Traceback" in line or "py4j" in line for line in lines)
+    assert not any("Traceback" in line or "py4j" in line for line in lines), "\n".join(lines)

@@ -53,6 +53,11 @@ def is_connect_session(spark: Any) -> bool:
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
+def is_pyspark_handler(handler: Any) -> bool:
+    """Return whether a handler of SIGINT is the one that a classic session installs."""
+    return str(getattr(handler, "__module__", "")).startswith("pyspark.")
+
+
 def is_same_session(one: Any, other: Any) -> bool:
     """Return whether two sessions are one; classic PySpark may wrap one session twice."""
     if one is other:

@@ -8,7 +8,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
+from distributor.control.interrupts import Interrupts
 from distributor.errors import RunCancelled
 from distributor.screen.messages import notify
 
@@ -31,8 +33,7 @@ class GracefulShutdown:
     have reported a checkpoint, or after `CHECKPOINT_TIMEOUT`, the run ends, and then this process
     ends by the same signal. A second SIGTERM ends the process at once.
 
-    A Ctrl-C on the main thread ends the run, also if Python has ignored its `KeyboardInterrupt`:
-    Py4J releases Java's objects in finalizers, whose exceptions are only printed.
+    A Ctrl-C on the main thread ends the run; see `Interrupts`.
     """
 
     def __init__(self) -> None:
@@ -40,8 +41,7 @@ class GracefulShutdown:
         self._is_subscribed = False
         self._state = _State.RUNNING
         self._deadline = 0.0
-        self._handle_sigint: Callable[..., object] | None = None
-        self._is_interrupted = False
+        self._interrupts = Interrupts()
 
     @property
     def is_subscribed(self) -> bool:
@@ -69,24 +69,19 @@ class GracefulShutdown:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._handle)
-        before = signal.getsignal(signal.SIGINT) if is_main else None
-        if callable(before):
-            self._handle_sigint = before
-            signal.signal(signal.SIGINT, self._interrupt)
+        self._interrupts.__enter__()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self._handle_sigint and signal.getsignal(signal.SIGINT) == self._interrupt:
-            signal.signal(signal.SIGINT, self._handle_sigint)
         if self.sigterm_received:
             _terminate()
+        self._interrupts.__exit__(*exc_info)
 
     def advance(self) -> None:
         """Take the next step if it is due. Called repeatedly by the thread that waits."""
-        if self._is_interrupted:
-            raise KeyboardInterrupt
+        self._interrupts.check()
         if self._state is _State.SIGTERM_RECEIVED:
             self._state = _State.RANKS_NOTIFIED
             self._deadline = time.monotonic() + CHECKPOINT_TIMEOUT
@@ -107,14 +102,6 @@ class GracefulShutdown:
     def _end_run(self, why: str) -> None:
         self._state = _State.ENDING
         raise RunCancelled(f"This process received SIGTERM; {why}.")
-
-    def _interrupt(self, *args: object) -> None:
-        assert self._handle_sigint is not None, "it was set before"
-        try:
-            self._handle_sigint(*args)  # PySpark's, in a session
-        except KeyboardInterrupt:
-            self._is_interrupted = True
-            raise
 
     def _handle(self, *_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

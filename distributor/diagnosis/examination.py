@@ -61,6 +61,11 @@ MAX_TEXT = 2000
 START_FIX = (
     "Correct what the message names. The master and Spark's configuration decide how Spark starts."
 )
+RUN_FIX = (
+    "The message says what to change; the logs of the executors have more. If nothing was "
+    "received from a task, its executor may not reach another one, where it looks for what Spark "
+    "has sent to both: see spark.blockManager.port."
+)
 HUB_FIX = Message(
     "Allow connections from the executors to the driver's port, and set {hub_port} "
     "(spark.distributor.hub.port) to a port that is open, or {hub_address} to an address of the "
@@ -256,8 +261,7 @@ def _run(
             ).run_all(examine_rank, spec)
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).strip()[:MAX_TEXT]}"
-        fix = "The message says what to change; the logs of the executors have more."
-        return [], [failure(RUN, text, fix, where)]
+        return [], [failure(RUN, text, RUN_FIX, where)]
     if not local_mode:
         where = hosts_text(each.machine.host for each in examined)
     errors = [each.collective for each in examined if each.collective]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,10 @@ class Call:
         """The full names that the pickled functions import: modules, and perhaps parts of them."""
         return self.call.imports
 
+    def mentions(self, name: bytes) -> bool:
+        """Return whether the pickled functions and values contain a name, in lower case or not."""
+        return bool(re.search(re.escape(name), self.call.payload, re.IGNORECASE))
+
 
 @dataclass(frozen=True)
 class Script:
@@ -70,6 +75,10 @@ class Script:
         """The full names that the script imports: modules, and perhaps parts of them."""
         return imports_in_source(self.source)
 
+    def mentions(self, name: bytes) -> bool:
+        """Return whether the text contains a name, in lower case or not."""
+        return name in self.source.lower()
+
 
 @dataclass(frozen=True)
 class Module:
@@ -89,6 +98,10 @@ class Module:
     @property
     def imports(self) -> frozenset[str]:
         return frozenset({self.name})
+
+    def mentions(self, name: bytes) -> bool:
+        """Return whether an argument contains a name; what the module itself needs is not known."""
+        return any(isinstance(arg, str) and name.decode() in arg.lower() for arg in self.args)
 
 
 Program = Call | Script | Module

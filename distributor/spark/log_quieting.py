@@ -7,7 +7,6 @@ begin.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -15,7 +14,6 @@ from typing import Any
 
 from distributor._compat.cpython import future_warning_ignored
 from distributor._compat.pyspark import (
-    INTERRUPTED,
     PANDAS_WARNING,
     TASK_ERROR_LOGGERS,
     TASK_ERRORS,
@@ -116,30 +114,6 @@ def _note(context: Any, tag: str, stages: set[int]) -> None:
         pattern = rf"(?s)({TASK_ERRORS}) .*?in stage ({numbers})\..*" if numbers else ""
         with suppress(Exception):  # the JVM may have ended
             drop_messages(context, TASK_ERROR_LOGGERS, pattern)
-
-
-@contextmanager
-def no_log_of_interrupts() -> Iterator[None]:
-    """Drop what Py4J logs of calls that Ctrl-C interrupts: the run ends, and says so."""
-
-    def is_shown(record: logging.LogRecord) -> bool:
-        return record.msg not in INTERRUPTED.get(record.name, ()) or not _is_of_interrupt(record)
-
-    loggers = [logging.getLogger(name) for name in INTERRUPTED]
-    for logger in loggers:
-        logger.addFilter(is_shown)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(is_shown)
-
-
-def _is_of_interrupt(record: logging.LogRecord) -> bool:
-    """Return whether a logged error is of an interrupt, or of PySpark's call in its handler."""
-    error = record.exc_info[1] if record.exc_info else None
-    causes = (error, error.__context__) if error else ()
-    return any(isinstance(cause, (KeyboardInterrupt, RuntimeError)) for cause in causes)
 
 
 def no_warning() -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ from distributor.spark.session import Session
 POOL = "spark.scheduler.pool"
 END_SECONDS = 10.0
 """Seconds for a job to end by itself, and again once it is cancelled."""
+CANCEL_SECONDS = 0.5
+"""Seconds until a job that goes on is cancelled again: Spark may not have known it yet."""
 
 
 class SparkJob:
@@ -70,15 +73,16 @@ class SparkJob:
         self._thread.start()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.end()
+    def __exit__(self, error: object, *_: object) -> None:
+        self.end(0 if error else END_SECONDS)
 
     def end(self, seconds: float = END_SECONDS) -> None:
         """Wait for the end of the job, and cancel it after so many seconds."""
         self._thread.join(seconds)
-        if self._thread.is_alive():
+        deadline = time.monotonic() + END_SECONDS
+        while self._thread.is_alive() and time.monotonic() < deadline:
             self.cancel()
-            self._thread.join(END_SECONDS)
+            self._thread.join(CANCEL_SECONDS)
 
     def cancel(self) -> None:
         """Cancel this job, and no other."""

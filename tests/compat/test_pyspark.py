@@ -255,6 +255,20 @@ def test_py4j_logs_interrupted_calls() -> None:
         assert [text for text in texts if f'"{text}"' not in source] == []
 
 
+def test_a_session_handles_interrupts() -> None:
+    source = """
+import signal
+from pyspark.sql import SparkSession
+from distributor._compat.pyspark import is_pyspark_handler
+usual = is_pyspark_handler(signal.getsignal(signal.SIGINT))
+SparkSession.builder.master("local[1]").getOrCreate()
+print(usual, is_pyspark_handler(signal.getsignal(signal.SIGINT)))
+"""
+    with relies_on("pyspark", "its handler of SIGINT", "pyspark.is_pyspark_handler"):
+        done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+        assert done.stdout == "False True\n", done.stderr
+
+
 def test_a_log_is_recorded(context: Any) -> None:
     name = private.APPLICATION_LOGGER
     log4j = context._jvm.org.apache.logging.log4j

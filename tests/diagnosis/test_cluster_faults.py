@@ -67,7 +67,9 @@ class Application:
 
 @pytest.fixture(scope="module")
 def application(cluster: Cluster) -> Iterator[Application]:
-    with cluster.driver(EXAMINE + SERVE, **{"spark.cores.max": "2"}) as driver:
+    # What Spark sends, an executor may look for at the other one, which it does not always reach.
+    soon = {"spark.shuffle.io.connectionCreationTimeout": "2s", "spark.shuffle.io.maxRetries": "0"}
+    with cluster.driver(EXAMINE + SERVE, **{"spark.cores.max": "2"}, **soon) as driver:
         yield Application(cluster, driver)
 
 

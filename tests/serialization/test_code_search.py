@@ -1,17 +1,15 @@
-"""Detecting that a program mentions a package, without running it."""
+"""Whether a program mentions a package, found without running it."""
 
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distributor.serialization.code_search import call_mentions, script_mentions
-from distributor.train.torch import TorchTrainer
+from distributor.programs.programs import program_of
 
 
 def imports_inside() -> None:
@@ -30,89 +28,38 @@ def names_a_logger() -> Any:
     return MLFlowLogger("exp")
 
 
-def passes_name_as_argument() -> dict[str, str]:
-    return {"report_to": "mlflow"}
+def takes(*args: object) -> None:
+    pass
 
 
-def nested() -> Callable[[], None]:
-    def inner() -> None:
-        imports_inside()
-
-    return inner
-
-
-class Training:
-    """A callable with a method that logs."""
-
-    def __call__(self) -> None:
-        self.log()
-
-    def log(self) -> None:
-        imports_inside()
-
-
-def mentions_only_in_text(path: str = "/somewhere/mlflow/data") -> int:
-    """Mention mlflow only in text, without using it."""
-    text = "what mlflow would log"
-    return len(text) + len(path)
-
-
-def takes_a_function(function: Callable[[], None]) -> None:
-    function()
+@pytest.fixture(autouse=True)
+def by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pickle this module's functions as those of a notebook."""
+    for function in (imports_inside, calls_another, names_a_logger, takes):
+        monkeypatch.setattr(function, "__module__", "__main__")
 
 
 @pytest.mark.parametrize(
-    "parts",
+    ("function", "args", "mentions_it"),
     [
-        (imports_inside,),
-        (calls_another,),
-        (names_a_logger,),
-        (passes_name_as_argument,),
-        (nested(),),
-        (Training(),),
-        (Training().log,),
-        (functools.partial(takes_a_function, imports_inside),),
-        (takes_a_function, (imports_inside,), {}),
-        (takes_a_function, (), {"function": calls_another}),
-        (TorchTrainer(imports_inside)._checked_loop(),),
+        (calls_another, (), True),
+        (names_a_logger, (), True),
+        (functools.partial(takes, imports_inside), (), True),
+        (takes, ({"report_to": "mlflow"},), True),
+        (takes, ([0.0] * 1000,), False),
     ],
 )
-def test_functions_that_mention_the_package_are_found(parts: tuple[object, ...]) -> None:
-    assert call_mentions("mlflow", *parts)
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        (mentions_only_in_text,),
-        (print,),
-        (functools.partial(mentions_only_in_text, path="mlflow"),),
-        (mentions_only_in_text, ([0.0] * 100_000, {"a": types}), {}),
-    ],
-)
-def test_functions_without_a_mention_are_not_found(parts: tuple[object, ...]) -> None:
-    assert not call_mentions("mlflow", *parts)
-
-
-@pytest.mark.parametrize(
-    ("files", "mentions_it"),
-    [
-        ({"train.py": "import mlflow"}, True),
-        ({"train.py": "def log():\n    from mlflow import log_metric"}, True),
-        ({"train.py": "import helpers", "helpers.py": "import mlflow"}, True),
-        (
-            {"train.py": "from steps.log import log", "steps/log.py": "import mlflow.pytorch"},
-            True,
-        ),
-        ({"train.py": "'''About mlflow.'''\nprint('mlflow is not used')"}, False),
-        ({"train.py": "import other", "unused.py": "import mlflow"}, False),
-        ({"train.py": "no python ("}, False),
-    ],
-)
-def test_scripts_that_mention_the_package_are_found(
-    tmp_path: Path, files: dict[str, str], mentions_it: bool
+def test_functions_that_mention_a_package_are_found(
+    function: Callable[..., None], args: tuple[Any, ...], mentions_it: bool
 ) -> None:
-    for name, source in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(source)
-    assert script_mentions("mlflow", tmp_path / "train.py") is mentions_it
+    assert program_of(function, args, {}).mentions(b"mlflow") is mentions_it
+
+
+@pytest.mark.parametrize(
+    ("source", "mentions_it"), [("def log():\n    import mlflow", True), ("import torch", False)]
+)
+def test_scripts_that_mention_a_package_are_found(
+    tmp_path: Path, source: str, mentions_it: bool
+) -> None:
+    (tmp_path / "train.py").write_text(source)
+    assert program_of(str(tmp_path / "train.py"), (), {}).mentions(b"mlflow") is mentions_it

@@ -49,8 +49,6 @@ def run_commands():
         threading.Thread(target=exec, args=[json.loads(line), globals()], daemon=True).start()
 
 threading.Thread(target=run_commands, daemon=True).start()
-# PySpark's own handler cancels the jobs of others, too.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 spark.sparkContext.setJobGroup("of this test", "")
 try:
     runner = TorchDistributor(2, local_mode=False, use_gpu=False{settings})

@@ -26,7 +26,6 @@ from distributor.screen.one_time_warnings import warn_once
 from distributor.serialization.program import Program
 from distributor.settings.defaults import conf_cache_dir
 from distributor.spark.application_end import end_explained
-from distributor.spark.log_quieting import no_log_of_interrupts
 from distributor.spark.plan import ClusterPlan, check_encryption, check_launch
 from distributor.spark.session import Session
 from distributor.spark.spark_job import SparkJob
@@ -121,8 +120,7 @@ class SparkLauncher(Launcher):
     @contextlib.contextmanager
     def opened(self, run: Run) -> Iterator[Launcher]:
         Slots(self.session, self.plan).check_limit(self.min_tasks(run))
-        with no_log_of_interrupts():
-            yield self
+        yield self
 
     def thread(self, target: Callable[[], object]) -> threading.Thread:
         return self.session.thread(target)

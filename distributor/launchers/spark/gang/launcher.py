@@ -21,7 +21,7 @@ from distributor.launchers.spark.task.member import MemberSpec
 from distributor.launchers.spark.task.result_rows import ROW_SCHEMA
 from distributor.screen.messages import notify
 from distributor.spark.application_end import end_explained
-from distributor.spark.log_quieting import no_log_of_interrupts, quiet
+from distributor.spark.log_quieting import quiet
 from distributor.spark.package_shipping import task_frame
 from distributor.spark.spark_job import SparkJob
 from distributor.wire.messages import Stop
@@ -48,7 +48,7 @@ class GangLauncher(SparkLauncher):
             notify(f"Spark starts executors for this run: {executor_size(self.session)} each.")
         settings, secret = run.spec.settings, secrets.token_bytes(32)
         address = choose_hub_address(self.session, settings.hub_address, settings.hub_port)
-        with no_log_of_interrupts(), open_hub(address, secret, is_required=True) as hub:
+        with open_hub(address, secret, is_required=True) as hub:
             spec = (address.advertised, hub.port), secret
 
             def submit(

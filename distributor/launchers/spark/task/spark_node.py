@@ -7,14 +7,13 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from distributor._compat.pyspark import sent_hadoop_configuration
 from distributor._compat.spark_executor import executor_of
 from distributor.core.addresses import use_host_name
-from distributor.core.resources import format_bytes
+from distributor.core.resources import format_bytes, local_folder
 from distributor.core.versions import check_interpreter
-from distributor.launchers.spark.task.dataset_file import dataset_file
 from distributor.launchers.spark.task.node_resources import (
     assigned_gpus,
     check_gpu_type,
@@ -169,13 +168,27 @@ def provisions(
     )
     with (
         prepare_environment(spec) as prepared,
-        dataset_file(spec, batches) as data,
+        _dataset_file(spec, batches) as data,
         program_file(spec.program) as program,
         _left_files_named(node),
     ):
         about_memory = warnings_about_memory(spec, placement.tasks_of_executor)
         warnings = (*node_warnings(replaced), *about_memory)
         yield Provisions(prepared.interpreter, prepared.software, program, data, warnings)
+
+
+@contextlib.contextmanager
+def _dataset_file(spec: TaskSpec, batches: Iterator[Any]) -> Iterator[BinaryIO | None]:
+    """Write the rows into a file on one of Spark's local disks, for the node's ranks to map."""
+    if not spec.datasets:
+        for _ in batches:
+            pass
+        yield None
+        return
+    from distributor.data.chunk_file import write_chunks
+
+    with write_chunks(batches, spec.datasets, spec.share.ranks_per_node, local_folder()) as file:
+        yield file
 
 
 @contextlib.contextmanager
