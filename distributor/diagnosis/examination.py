@@ -63,8 +63,8 @@ START_FIX = (
 )
 RUN_FIX = (
     "The message says what to change; the logs of the executors have more. If nothing was "
-    "received from a task, its executor may not reach another one, where it looks for what Spark "
-    "has sent to both: see spark.blockManager.port."
+    "received from a task, its executor may not reach the other ones, from which it also gets "
+    "what Spark sends: see spark.blockManager.port."
 )
 HUB_FIX = Message(
     "Allow connections from the executors to the driver's port, and set {hub_port} "
