@@ -244,7 +244,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "distributor/control/graceful_shutdown.py",
         "if not self._is_subscribed:",
         "if True:",
-        ("train/test_preemption.py::test_a_driver_that_receives_sigterm_waits_for_a_checkpoint",),
+        (
+            "train/test_preemption.py::test_after_sigterm_a_rank_and_the_driver_wait_for_a_checkpoint",
+        ),
     ),
     # Checkpoints
     Mutant(

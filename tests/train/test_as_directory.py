@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
 import signal
 import sys
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -224,90 +220,6 @@ def test_the_last_surviving_process_removes_the_copy(node: Node) -> None:
     assert node.copies() == []
 
 
-def test_all_users_are_inside_at_once_if_each_found_no_copy(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found_none, inside, flock = threading.Barrier(3), threading.Barrier(3), fcntl.flock
-
-    def wait_and_lock(descriptor: int, operation: int) -> None:
-        if operation == fcntl.LOCK_EX:
-            found_none.wait(DEADLINE)
-        flock(descriptor, operation)
-
-    def use(_: int) -> None:
-        with node.checkpoint.as_directory() as folder:
-            inside.wait(DEADLINE)
-            assert content_of(folder) == CONTENT
-
-    monkeypatch.setattr(fcntl, "flock", wait_and_lock)
-    with ThreadPoolExecutor(3) as pool:  # the locks of threads exclude each other, too
-        list(pool.map(use, range(3)))
-    assert node.read_counts() == {"first": 1, "second": 1}
-    assert node.copies() == []
-
-
-def test_an_abandoned_copy_is_not_used_again(node: Node) -> None:
-    """How its users ended is not known, nor whether the machine has restarted since."""
-    folder = abandoned_copy(node)
-    (folder / "first").write_text("damaged")
-    with node.checkpoint.as_directory() as again:
-        assert content_of(again) == CONTENT
-    assert node.copies() == []
-
-
-def test_an_abandoned_copy_is_removed_when_another_checkpoint_is_used(
-    node: Node, tmp_path: Path
-) -> None:
-    folder = abandoned_copy(node)
-    with node.save(tmp_path / "another").as_directory():
-        assert not folder.exists()
-    assert node.copies() == []
-
-
-def abandoned_copy(node: Node) -> Path:
-    """Return a local copy whose users have all been killed."""
-    users = [User(node.checkpoint), User(node.checkpoint)]
-    [folder] = {user.wait_until_inside() for user in users}
-    for user in users:
-        user.kill()
-    assert folder.exists()
-    return folder
-
-
-def test_a_download_does_not_delay_other_checkpoints(node: Node, tmp_path: Path) -> None:
-    (tmp_path / "another").mkdir()
-    (tmp_path / "another" / "third").write_text("333")
-    gate = node.gate("second")
-    slow = User(node.checkpoint)
-    until(lambda: node.read_counts()["second"] == 1, "the download has begun", DEADLINE)
-    with Checkpoint(tmp_path / "another", node.remote).as_directory() as folder:
-        assert content_of(folder) == {"third": "333"}
-        gate.open()
-        assert slow.wait_until_inside() != Path(folder)
-    slow.leave()
-    assert node.copies() == []
-
-
-@linux
-def test_a_failed_download_raises_in_all_waiting_processes(node: Node) -> None:
-    gate = node.gate("second")
-    users = [User(node.checkpoint)]
-    until(lambda: node.read_counts()["second"] == 1, "the download has begun", DEADLINE)
-    users += [User(node.checkpoint), User(node.checkpoint)]
-    for user in users[1:]:
-        user.wait_until_blocked()
-    shutil.rmtree(node.checkpoint.path)
-    gate.open()
-
-    first, *others = (user.receive() for user in users)
-    assert isinstance(first, FileNotFoundError)
-    message = f"There is no checkpoint at {node.checkpoint.path}."
-    assert [str(error) for error in others] == [message] * 2
-    assert node.copies() == []
-    with pytest.raises(FileNotFoundError, match=message), node.checkpoint.as_directory():
-        pass
-
-
 def test_a_checkpoint_that_has_changed_is_downloaded_again(node: Node) -> None:
     with node.checkpoint.as_directory() as before:
         Path(node.checkpoint.path, "first").write_text("changed")
@@ -326,18 +238,31 @@ def test_copies_of_a_file_system_that_cannot_be_identified_are_not_shared(node: 
     assert node.copies() == []
 
 
-def create_link(path: Path) -> None:
+def test_an_abandoned_copy_is_removed_and_not_used_again(node: Node, tmp_path: Path) -> None:
+    """How its users ended is not known, nor whether the machine has restarted since."""
+    for other in (node.checkpoint, node.save(tmp_path / "another")):
+        user = User(node.checkpoint)
+        folder = user.wait_until_inside()
+        user.kill()
+        (folder / "first").write_text("damaged")
+        with other.as_directory() as again:
+            assert content_of(again) == CONTENT
+            assert other is node.checkpoint or not folder.exists()
+        assert node.copies() == []
+
+
+def occupy_with_a_link(path: Path) -> None:
     path.symlink_to(path.parent.parent)
 
 
-def create_folder_of_another_user(path: Path) -> None:
+def occupy_as_another_user(path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can create a folder of another user")
     path.mkdir()
     os.chown(path, 1234, 1234)
 
 
-@pytest.mark.parametrize("occupy", [Path.touch, create_link, create_folder_of_another_user])
+@pytest.mark.parametrize("occupy", [occupy_with_a_link, occupy_as_another_user])
 def test_copies_are_not_shared_if_the_path_of_the_shared_folder_is_occupied(
     node: Node, occupy: Callable[[Path], object]
 ) -> None:
@@ -347,10 +272,3 @@ def test_copies_are_not_shared_if_the_path_of_the_shared_folder_is_occupied(
         assert content_of(one) == content_of(other) == CONTENT
     assert not Path(one).exists()
     assert not Path(other).exists()
-
-
-def test_to_directory_returns_a_copy_that_stays(node: Node) -> None:
-    with node.checkpoint.as_directory() as shared:
-        own = node.checkpoint.to_directory()
-        assert own != shared
-    assert content_of(own) == CONTENT

@@ -172,19 +172,7 @@ def notified_steps(output: str) -> set[int]:
     return {int(step) for step in re.findall(r"notified at step (\d+)", output)}
 
 
-def test_a_driver_that_receives_sigterm_waits_for_a_checkpoint(tmp_path: Path) -> None:
-    with driver(tmp_path, LOCAL) as run:
-        pids = run.rank_pids(3)
-        run.process.terminate()
-        code, output = run.wait()
-    assert code == -signal.SIGTERM, output
-    assert "Received SIGTERM: the ranks are notified, and this process ends once" in output
-    (step,) = notified_steps(output)
-    assert run.checkpointed_steps() == [step]
-    assert "returned" not in output
-    assert_gone(pids)
-
-
+@pytest.mark.slow
 def test_without_checks_for_preemption_sigterm_ends_the_run_at_once(tmp_path: Path) -> None:
     with driver(tmp_path, LOCAL, checks_notices=False) as run:
         pids = run.rank_pids(3)
@@ -195,9 +183,8 @@ def test_without_checks_for_preemption_sigterm_ends_the_run_at_once(tmp_path: Pa
     assert_gone(pids)
 
 
-def test_a_rank_survives_the_first_sigterm_and_the_second_starts_a_new_attempt(
-    tmp_path: Path,
-) -> None:
+def test_after_sigterm_a_rank_and_the_driver_wait_for_a_checkpoint(tmp_path: Path) -> None:
+    """The second SIGTERM ends the rank, and so the attempt; the next one resumes."""
     with driver(tmp_path, LOCAL) as run:
         pids = run.rank_pids(3)
         os.kill(pids[1], signal.SIGTERM)
@@ -208,32 +195,11 @@ def test_a_rank_survives_the_first_sigterm_and_the_second_starts_a_new_attempt(
         code, output = run.wait()
     assert code == -signal.SIGTERM, output
     assert "was killed by SIGTERM" in output, "the first attempt failed"
+    assert "Received SIGTERM: the ranks are notified, and this process ends once" in output
+    assert "returned" not in output
     assert set(run.checkpointed_steps()) == notified_steps(output)
     assert len(run.checkpointed_steps()) == 2, "the second attempt resumed from the first one's"
     assert_gone([*pids, *resumed_pids])
-
-
-@pytest.mark.slow
-def test_the_driver_ends_even_if_the_ranks_return_after_the_notice(tmp_path: Path) -> None:
-    source = LOCAL.replace("run(loop)", "run(return_once_preempted)") + "print('not reached')"
-    source = (
-        """
-def return_once_preempted():
-    assert not train.is_preempted()
-    Path(FOLDER, f"pid-{os.environ['RANK']}-0").write_text(str(os.getpid()))
-    while not train.is_preempted():
-        pass
-    return "preempted"
-"""
-        + source
-    )
-    with driver(tmp_path, source) as run:
-        run.rank_pids(3)
-        run.process.terminate()
-        code, output = run.wait()
-    assert code == -signal.SIGTERM, output
-    assert "Received SIGTERM: the ranks are notified, and this process ends once" in output
-    assert "not reached" not in output
 
 
 @pytest.mark.slow
@@ -261,47 +227,6 @@ def test_all_ranks_are_notified_of_a_decommissioned_executor(tmp_path: Path, bar
 
 
 @pytest.mark.slow
-def test_sigterm_between_attempts_ends_the_driver_at_once(tmp_path: Path) -> None:
-    """The listener sends SIGTERM to the driver when the first attempt has failed."""
-    source = LOCAL.replace("max_failures=1, ", "max_failures=3, listeners=[Terminate()], ")
-    listener = """
-from distributor import Listener
-
-class Terminate(Listener):
-    def failed(self, attempt, error):
-        print("attempt", attempt, "failed", flush=True)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-def fail_after_subscribing():
-    assert not train.is_preempted()
-    raise ValueError(train.get_context().get_world_rank())
-"""
-    source = listener + source.replace("run(loop)", "run(fail_after_subscribing)")
-    with driver(tmp_path, source) as run:
-        code, output = run.wait()
-    assert code == -signal.SIGTERM, output
-    assert "attempt 0 failed" in output
-    assert "attempt 1" not in output
-
-
-def test_an_attempt_that_fails_after_the_notice_is_not_retried(tmp_path: Path) -> None:
-    fails = """
-def fail_once_preempted():
-    assert not train.is_preempted()
-    Path(FOLDER, f"pid-{os.environ['RANK']}-0").write_text(str(os.getpid()))
-    while not train.is_preempted():
-        pass
-    raise ValueError("cannot be saved")
-"""
-    with driver(tmp_path, fails + LOCAL.replace("run(loop)", "run(fail_once_preempted)")) as run:
-        run.rank_pids(3)
-        run.process.terminate()
-        code, output = run.wait()
-    assert code == -signal.SIGTERM, output
-    assert output.count("Started local training") == 1
-    assert "cannot be saved" in output
-
-
 def test_the_driver_waits_for_a_checkpoint_that_was_reported_after_the_notice(
     tmp_path: Path,
 ) -> None:
@@ -357,6 +282,7 @@ def lose_rank_1() -> None:
     threading.Event().wait()
 
 
+@pytest.mark.slow
 def test_failures_after_a_notice_are_counted_for_themselves(tmp_path: Path) -> None:
     run = train.RunConfig(
         storage_path=tmp_path,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
+import signal
 import subprocess
 import sys
-import threading
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from support.reports import find_damage
 from distributor import DistributorError
 from distributor.train.storage import files as stored_files
 from distributor.train.storage.checkpoint import Checkpoint
-from distributor.train.storage.checkpoint_store import HDFS_WRITERS, Storage
+from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import MANIFEST, Manifest
 
 fsspec = pytest.importorskip("fsspec")
@@ -155,99 +154,6 @@ def test_a_file_of_another_size_in_storage_stops_the_commit(tmp_path: Path) -> N
     assert storage.committed() == []
 
 
-@pytest.mark.parametrize(
-    ("damage_file", "message"),
-    [
-        (lambda file: file.unlink(), "is missing"),
-        (lambda file: file.write_bytes(b"short"), "has 5 bytes instead of 1,000"),
-        (lambda file: file.write_bytes(bytes(1000)), "has been modified"),
-    ],
-)
-def test_find_damage_names_the_file_and_the_damage(
-    tmp_path: Path, damage_file: Any, message: str
-) -> None:
-    storage = Storage(tmp_path / "storage", "run")
-    name = save(storage, 0, tmp_path)
-    damage_file(tmp_path / "storage" / "run" / name / "__1_0.distcp")
-
-    [(_, manifest)] = storage.committed()
-    damage = find_damage(storage, name, manifest)
-    assert damage is not None
-    assert damage.endswith(message)
-    assert "__1_0.distcp" in damage
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_ranks_find_damage_in_files_that_they_read_together(
-    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
-    monkeypatch.setattr(stored_files, "CHUNK", 1)
-    monkeypatch.setattr(stored_files, "PIECE", 100)
-    name = save(storage, 0, tmp_path)
-    [(_, manifest)] = storage.committed()
-    checkpoint = storage.checkpoint(name)
-
-    def check() -> None:
-        shares = [
-            stored_files.read_share(checkpoint, manifest.files, rank, size) for rank in range(size)
-        ]
-        stored_files.check_parts(checkpoint, manifest.files, chain.from_iterable(shares))
-
-    check()
-    file = tmp_path / "storage" / "run" / name / "__1_0.distcp"
-    content = file.read_bytes()
-    for damaged in range(0, len(content), 99):
-        file.write_bytes(content[:damaged] + b"?" + content[damaged + 1 :])
-        with pytest.raises(stored_files.Damaged, match=r"__1_0\.distcp has been modified"):
-            check()
-
-
-KILLED = """
-import os, signal, sys
-import pyarrow.fs as pafs
-from distributor.train.storage import checkpoint_store as subject
-from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.manifest import Manifest
-
-folder, fatal_call = sys.argv[1], int(sys.argv[2])
-calls = [0]
-
-class KillingHandler(pafs.FSSpecHandler):
-    def open_output_stream(self, path, metadata):
-        calls[0] += 1
-        stream = super().open_output_stream(path, metadata)
-        if calls[0] == fatal_call:
-            stream.write(b"{")
-            stream.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return stream
-
-import fsspec
-storage = Storage(folder, "run", pafs.PyFileSystem(KillingHandler(fsspec.filesystem("file"))))
-files, _ = storage.upload(sys.argv[3], "checkpoint_000001")
-storage.commit("checkpoint_000001", Manifest(index=1, world_size=1, files=tuple(files)))
-print("committed")
-"""
-
-
-@pytest.mark.parametrize("fatal_call", [1, 2, 3, 4])
-def test_a_process_that_is_killed_while_saving_damages_no_committed_checkpoint(
-    tmp_path: Path, fatal_call: int
-) -> None:
-    """The process writes two files and then the manifest, so a fourth call never happens."""
-    storage = Storage(tmp_path / "storage", "run")
-    before = save(storage, 0, tmp_path)
-    mine = saved_by(7, tmp_path)
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "storage"), str(fatal_call), str(mine)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-    found = storage.committed()
-    committed = "committed" in done.stdout
-    assert committed == (fatal_call == 4), done.stderr
-    assert [name for name, _ in found] == [before, "checkpoint_000001"][: 1 + committed]
-    assert [find_damage(storage, *each) for each in found] == [None] * len(found)
-
-
 def test_a_pickled_checkpoint_keeps_its_metadata(tmp_path: Path) -> None:
     checkpoint = Checkpoint.from_directory(tmp_path)
     checkpoint.set_metadata({"epoch": 3})
@@ -261,86 +167,6 @@ def test_a_pickled_checkpoint_keeps_its_metadata(tmp_path: Path) -> None:
     assert unpickled.get_metadata() == {"epoch": 3, "step": 7}
     with unpickled.as_directory() as folder:
         assert folder == str(tmp_path), "a local checkpoint is not copied"
-
-
-def test_paths_of_a_checkpoint_are_expanded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "model.pt").write_text("x")
-    for checkpoint in (Checkpoint("~/saved"), Checkpoint.from_directory("~/saved")):
-        assert checkpoint.path == str(tmp_path / "saved")
-        assert checkpoint.to_directory("~/missing/../copy") == str(tmp_path / "copy")
-    assert (tmp_path / "copy" / "model.pt").read_text() == "x"
-    assert not (tmp_path / "missing").exists()
-
-
-def test_uris_of_pyarrow_and_of_fsspec_are_accepted(tmp_path: Path) -> None:
-    local = Checkpoint(tmp_path.as_uri())
-    assert isinstance(local.filesystem, pafs.LocalFileSystem)
-    assert local.path == str(tmp_path)
-    memory = Checkpoint("memory://bucket/checkpoint")
-    assert memory.path.endswith("bucket/checkpoint")
-    with pytest.raises(ValueError, match="No file system is known for nowhere://x"):
-        Checkpoint("nowhere://x")
-    with pytest.raises(TypeError, match=r"A file system must be one of pyarrow .* is 's3'"):
-        Checkpoint("x", filesystem="s3")
-
-
-THREADS_AT_THE_END = """
-from concurrent.futures import ThreadPoolExecutor
-from distributor.train.storage.checkpoint_store import _run_in_threads
-
-def at_the_end():
-    try:
-        while True:
-            pool.submit(int)
-    except RuntimeError:
-        _run_in_threads(lambda: print("uploaded"), 3)
-
-pool = ThreadPoolExecutor(2)
-pool.submit(at_the_end)
-"""
-
-
-def test_several_threads_upload_even_when_python_shuts_down() -> None:
-    command = [sys.executable, "-c", THREADS_AT_THE_END]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert "uploaded" in done.stdout, done.stderr
-
-
-def test_no_file_is_uploaded_after_one_that_fails(tmp_path: Path) -> None:
-    from fsspec.implementations.local import LocalFileSystem
-
-    opened = []
-
-    class Full(LocalFileSystem):  # type: ignore[misc]
-        protocol = "hdfs"  # so that several threads upload
-
-        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-            opened.append(path)
-            raise OSError("it is full")
-
-    folder = tmp_path / "saved"
-    folder.mkdir()
-    for number in range(100):
-        (folder / str(number)).touch()
-    with pytest.raises(OSError, match="it is full"):
-        Storage(tmp_path / "storage", "run", Full()).upload(folder, "checkpoint_000000")
-    assert len(opened) <= HDFS_WRITERS
-
-
-def test_a_file_that_is_missing_has_one_type_of_error(tmp_path: Path) -> None:
-    from fsspec.implementations.local import LocalFileSystem
-
-    class Shares(LocalFileSystem):  # type: ignore[misc]
-        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-            error = OSError("no such object")
-            error.errno = errno.ENOENT
-            raise error
-
-    assert Storage(tmp_path, "run", Shares()).manifest_of("checkpoint_000000") is None
 
 
 def test_a_manifest_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
@@ -368,19 +194,72 @@ def test_a_manifest_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         Storage(str(tmp_path), "run", Unreachable()).survey()
 
 
-def test_several_files_are_uploaded_to_hdfs_at_a_time(tmp_path: Path) -> None:
-    from fsspec.implementations.local import LocalFileSystem
+def test_ranks_find_damage_in_files_that_they_read_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_files, "CHUNK", 1)
+    monkeypatch.setattr(stored_files, "PIECE", 100)
+    storage = Storage(tmp_path / "storage", "run")
+    name = save(storage, 0, tmp_path)
+    [(_, manifest)] = storage.committed()
+    checkpoint, files = storage.checkpoint(name), manifest.files
 
-    opened = threading.Barrier(2, timeout=60)
+    def check(size: int) -> None:
+        shares = [stored_files.read_share(checkpoint, files, rank, size) for rank in range(size)]
+        stored_files.check_parts(checkpoint, files, chain.from_iterable(shares))
 
-    class Waiting(LocalFileSystem):  # type: ignore[misc]
-        protocol = "hdfs"
+    file = tmp_path / "storage" / "run" / name / "__1_0.distcp"
+    content = file.read_bytes()
+    for size in (1, 3, 7):
+        check(size)
+        for damaged in range(0, len(content), 99):
+            file.write_bytes(content[:damaged] + b"?" + content[damaged + 1 :])
+            with pytest.raises(stored_files.Damaged, match=r"__1_0\.distcp has been modified"):
+                check(size)
+        file.write_bytes(content)
+    file.write_bytes(b"short")
+    assert "has 5 bytes instead of 1,000" in str(find_damage(storage, name, manifest))
+    file.unlink()
+    assert "is missing" in str(find_damage(storage, name, manifest))
 
-        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-            if mode == "wb":
-                opened.wait()
-            return super()._open(path, mode, **options)
 
-    storage = Storage(str(tmp_path), "run", Waiting())
-    uploaded, _ = storage.upload(saved_by(0, tmp_path), "checkpoint_000000")
-    assert {file.name for file in uploaded} == {"__0_0.distcp", "deep/0.pt"}
+KILLED = """
+import os, signal, sys
+import pyarrow.fs as pafs
+from distributor.train.storage import checkpoint_store as subject
+from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.storage.manifest import Manifest
+
+folder, fatal_call = sys.argv[1], int(sys.argv[2])
+calls = [0]
+
+class KillingHandler(pafs.FSSpecHandler):
+    def open_output_stream(self, path, metadata):
+        calls[0] += 1
+        stream = super().open_output_stream(path, metadata)
+        if calls[0] == fatal_call:
+            stream.write(b"{")
+            stream.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return stream
+
+import fsspec
+storage = Storage(folder, "run", pafs.PyFileSystem(KillingHandler(fsspec.filesystem("file"))))
+files, _ = storage.upload(sys.argv[3], "checkpoint_000001")
+storage.commit("checkpoint_000001", Manifest(index=1, world_size=1, files=tuple(files)))
+"""
+
+
+@pytest.mark.parametrize("fatal_call", [2, 3])
+def test_a_process_that_is_killed_while_saving_damages_no_committed_checkpoint(
+    tmp_path: Path, fatal_call: int
+) -> None:
+    """The process writes two files and then the manifest."""
+    storage = Storage(tmp_path / "storage", "run")
+    before = save(storage, 0, tmp_path)
+    mine = saved_by(7, tmp_path)
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "storage"), str(fatal_call), str(mine)]
+    assert subprocess.run(command, timeout=60).returncode == -signal.SIGKILL
+
+    [(name, manifest)] = storage.committed()
+    assert (name, find_damage(storage, name, manifest)) == (before, None)
