@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,26 +40,11 @@ def test_a_sound_machine_has_no_failure(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
-def test_the_table_is_printed_and_shown_in_notebooks() -> None:
-    source = "import distributor; r = distributor.doctor(1); print(r); print(r._repr_html_())"
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=120
-    )
-
-    assert done.returncode == 0, done.stderr
-    assert "0 failures" in done.stdout
-    assert "<td>shared memory</td>" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--nproc", "0"], "--nproc has to be a positive integer"),
         (["--gpus", "2", "--nproc", "3"], "Each rank has one GPU, but --nproc is 3 and --gpus"),
-        (["--rank-ports", "many"], "--rank-ports is a range of ports"),
         (["--master", "local[2]"], "--cluster is missing"),
-        (["--cluster", "--master", "yarnn"], "not a Spark master URL"),
-        (["--nprocs", "2"], "--nproc"),
     ],
 )
 def test_bad_input_is_refused(arguments: list[str], error: str) -> None:
@@ -78,45 +62,6 @@ def test_python_has_the_names_of_parameters() -> None:
         distributor.doctor(3, gpus=2)
 
 
-@needs_java
-def test_fixes_name_options() -> None:
-    found = doctor("--cluster", "--master", "local[2]", "--gpus", "2").having("failure")
-    assert list(found) == ["GPUs"], found
-    assert "leave out --gpus" in found["GPUs"]["found"]
-
-
-def test_a_session_is_needed_for_a_cluster(run_driver: Callable[..., object]) -> None:
-    source = """
-        import distributor
-        try:
-            distributor.doctor(local_mode=False)
-        except RuntimeError as error:
-            assert "pass local_mode=True" in str(error)
-        else:
-            raise AssertionError("no error")
-    """
-    assert run_driver(source)
-
-
-def failed(name: str, *arguments: str, inside: list[str] | None = None, **env: str) -> str:
-    """Return what the one failed check of this name found, and its fix."""
-    found = doctor(*arguments, env=env, inside=inside or [])
-    assert found.exit_code == 1
-    assert list(found.having("failure")) == [name], found.text
-    assert ("run" in found.having("ok")) == (name == "storage"), "ranks do not need storage"
-    check = found.having("failure")[name]
-    assert check["where"] == "this machine"
-    return f"{check['found']} {check['fix']}"
-
-
-def test_gpus_that_are_missing() -> None:
-    if distributor.core.gpus.gpu_names():
-        pytest.skip("there are GPUs")
-    text = failed("GPUs", "--gpus", "2")
-    assert text.startswith("2 GPUs wanted, and there is no GPU: no NVIDIA driver answers")
-    assert "On a machine without GPUs, leave out --gpus." in text
-
-
 def machine(**parts: Any) -> Machine:
     """Return this machine with other parts."""
     return replace(examine("localhost"), **parts)
@@ -131,9 +76,7 @@ NO_DRIVER: dict[str, Any] = {"driver": None, "gpus": ()}
 @pytest.mark.parametrize(
     ("versions", "parts", "gpus", "expected"),
     [
-        (CPU_BUILD, NO_DRIVER, 0, {"GPUs": "ok"}),
         (CUDA_BUILD, NO_DRIVER, 0, {"GPUs": "ok"}),
-        (CPU_BUILD, NO_DRIVER, 2, {"GPUs": "failure"}),
         (CUDA_BUILD, NO_DRIVER, 2, {"GPUs": "failure"}),
         (CPU_BUILD, DRIVER, 2, {"GPUs": "ok", "CUDA": "failure"}),
         (NEWER_CUDA, DRIVER, 2, {"GPUs": "ok", "CUDA": "failure"}),
@@ -152,32 +95,32 @@ def test_a_machine_without_gpus_has_one_row_for_them(
 
 
 @needs_mounts
-def test_little_shared_memory() -> None:
-    mount = ["unshare", "--mount", "sh", "-c"]
-    mount += ['mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"', "sh"]
-    text = failed("shared memory", inside=mount)
-    assert "8.39 MB of 8.39 MB free in /dev/shm" in text
-    assert "--shm-size" in text
-
-
-@needs_mounts
-def test_a_full_disk(tmp_path: Path) -> None:
+@pytest.mark.skipif(shutil.which("prlimit") is None, reason="there is no prlimit")
+@pytest.mark.skipif(bool(distributor.core.gpus.gpu_names()), reason="there are GPUs")
+def test_each_fault_of_a_machine_is_named(tmp_path: Path) -> None:
+    inside = ["unshare", "--mount", "sh", "-c"]
+    inside += ['mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"', "sh"]
+    inside += ["prlimit", f"--as={2**30}"]
+    missing = str(tmp_path / "missing")
     with small_disk(tmp_path / "disk", 20) as disk:
-        text = failed("disk", TMPDIR=str(disk))
-    assert f"free in {disk}" in text
-    assert "TMPDIR" in text
+        variables = {"TMPDIR": str(disk)}
+        report = doctor("--gpus", "2", "--storage", missing, env=variables, inside=inside)
 
-
-def test_little_address_space() -> None:
-    if shutil.which("prlimit") is None:
-        pytest.skip("there is no prlimit")
-    text = failed("memory", inside=["prlimit", f"--as={2**30}"])
-    assert "RLIMIT_AS" in text
-
-
-def test_storage_that_does_not_exist(tmp_path: Path) -> None:
-    text = failed("storage", "--storage", str(tmp_path / "missing"))
-    assert f"{tmp_path / 'missing'}: there is no such folder" in text
+    assert report.exit_code == 1
+    faults = report.having("failure")
+    assert {each["where"] for each in faults.values()} == {"this machine"}
+    texts = {name: f"{each['found']} {each['fix']}" for name, each in faults.items()}
+    expected = {
+        "shared memory": ["8.39 MB of 8.39 MB free in /dev/shm", "--shm-size"],
+        "disk": [f"free in {disk}", "TMPDIR"],
+        "memory": ["RLIMIT_AS"],
+        "storage": [f"{missing}: there is no such folder"],
+        "GPUs": ["there is no GPU: no NVIDIA driver answers", "leave out --gpus"],
+    }
+    assert texts.keys() == expected.keys(), report.text
+    for name, parts in expected.items():
+        assert all(part in texts[name] for part in parts), texts[name]
+    assert "run" in report.having("not checked"), "ranks would fail for these reasons"
 
 
 WITHOUT_TORCH = """
@@ -206,28 +149,24 @@ def test_no_torch(tmp_path: Path) -> None:
     assert "has no torch" in torch["found"]
 
 
-def test_no_java(tmp_path: Path) -> None:
-    empty = {"PATH": str(tmp_path), "JAVA_HOME": ""}
+@pytest.mark.parametrize("java", ["", OLD_JAVA], ids=["none", "old"])
+def test_a_java_that_spark_cannot_use(tmp_path: Path, java: str) -> None:
+    variables = {"PATH": str(tmp_path), "JAVA_HOME": ""}
+    if java:
+        program = tmp_path / "bin" / "java"
+        program.parent.mkdir()
+        program.write_text(f"#!/bin/sh\necho 'openjdk version \"{java}\"' >&2\n")
+        program.chmod(0o755)
+        variables = {"JAVA_HOME": str(tmp_path)}
 
-    found = doctor("--cluster", "--master", "local[2]", env=empty)
+    found = doctor("--cluster", "--master", "local[2]", env=variables)
 
     assert found.exit_code == 1
-    assert list(found.having("failure")) == ["Java"], found.text
-    assert f"Install Java {NEEDED_JAVA}" in found.having("failure")["Java"]["fix"]
+    [(name, check)] = found.having("failure").items()
+    assert name == "Java"
+    assert f"Install Java {NEEDED_JAVA}" in check["fix"]
+    assert f"Java {java}" in check["found"] or not java
     assert set(UNREACHED) <= found.having("not checked").keys()
-    assert not set(UNREACHED) & found.having("ok").keys()
-
-
-def test_an_old_java(tmp_path: Path) -> None:
-    java = tmp_path / "bin" / "java"
-    java.parent.mkdir()
-    java.write_text(f"#!/bin/sh\necho 'openjdk version \"{OLD_JAVA}\"' >&2\n")
-    java.chmod(0o755)
-
-    found = doctor("--cluster", "--master", "local[2]", env={"JAVA_HOME": str(tmp_path)})
-
-    assert found.exit_code == 1
-    assert f"Java {OLD_JAVA}" in found.having("failure")["Java"]["found"]
 
 
 @needs_java
