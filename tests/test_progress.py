@@ -37,6 +37,7 @@ def test_the_live_line_shows_rank_0(
     assert line.endswith("2 ranks, loss=0.25, rank=0]")
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_without_a_link_progress_arrives_at_the_end(
     spark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -51,37 +52,12 @@ def test_without_a_link_progress_arrives_at_the_end(
     assert "| 4/4 [" in capsys.readouterr().err
 
 
-def test_outside_a_run_progress_does_nothing() -> None:
-    assert count_to(3) == "counted"
-
-
-def test_tensors_and_infinity_are_numbers() -> None:
+def test_numbers_and_tensors_are_taken_and_other_values_refused() -> None:
     runtime.progress(torch.tensor(1), 2.0, loss=torch.tensor(0.5), bound=float("inf"))
-
-
-def test_other_values_than_numbers_are_refused() -> None:
     with pytest.raises(TypeError, match="progress takes numbers, but loss is 'low'"):
         runtime.progress(1, 2, loss="low")
-    with pytest.raises(TypeError, match="progress takes numbers, but done is None"):
-        runtime.progress(None)
-    with pytest.raises(TypeError, match=r"done is tensor\(\[1, 2\]\)\.$"):
-        runtime.progress(torch.tensor([1, 2]))
-
-
-@pytest.mark.parametrize(
-    ("given", "loop"),
-    [
-        (range(40), "range: for step in range(40): ...; progress(step + 1, 40)"),
-        (range(1, 5), "range: for step, item in enumerate(...): ...; progress(step + 1, 4)"),
-        (["a", "b"], "list: for step, item in enumerate(...): ...; progress(step + 1, 2)"),
-    ],
-)
-def test_what_tqdm_takes_is_answered_with_the_loop(given: Any, loop: str) -> None:
-    kind, _, loop = loop.partition(": ")
-    with pytest.raises(TypeError) as caught:
-        runtime.progress(given)
-    found = f"progress takes numbers, but done is of type {kind}. Call it in a loop: {loop}"
-    assert str(caught.value) == found
+    with pytest.raises(TypeError, match=r"in a loop: for step in range\(40\): ...; progress\("):
+        runtime.progress(range(40))
 
 
 def test_the_reader_joins_parts_of_lines_and_skips_invalid_ones() -> None:
@@ -115,9 +91,7 @@ def test_the_line_shows_how_many_ranks_are_up_and_the_speed() -> None:
 @pytest.mark.parametrize(
     ("done", "total", "seconds", "line"),
     [
-        (0, 8, 4.0, "t:   0%|          | 0/8 [00:04<?, ?it/s, 2 ranks]"),
         (3, 8, 6.0, "t:  38%|███▊      | 3/8 [00:06<00:10,  2.00s/it, 2 ranks]"),
-        (100, 100, 3700.0, "t: 100%|██████████| 100/100 [1:01:40<00:00, 37.00s/it, 2 ranks]"),
         (9, 8, 2.0, "t: 9it [00:02,  4.50it/s, 2 ranks]"),
         (50, None, 0.5, "t: 50it [00:00, 100.00it/s, 2 ranks]"),
     ],

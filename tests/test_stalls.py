@@ -9,6 +9,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 import torch
+from conftest import cluster_is_slow
 
 from distributor import RunStalled, TorchDistributor
 
@@ -37,6 +38,7 @@ def read_batch() -> None:
     threading.Event().wait()
 
 
+@cluster_is_slow
 def test_a_stalled_run_is_explained_and_ended(
     distribute: Distribute, warned: Callable[[], list[str]]
 ) -> None:
@@ -85,7 +87,14 @@ def print_now_and_then(seconds: float) -> str:
     return "done"
 
 
-@pytest.mark.parametrize("work", [compute, compute_elsewhere, print_now_and_then])
+@pytest.mark.parametrize(
+    "work",
+    [
+        compute,
+        pytest.param(compute_elsewhere, marks=pytest.mark.slow),
+        pytest.param(print_now_and_then, marks=pytest.mark.slow),
+    ],
+)
 def test_a_busy_run_is_not_warned_of(
     work: Callable[[float], str], warned: Callable[[], list[str]]
 ) -> None:
@@ -106,19 +115,6 @@ def only_on_rank_1(work: Callable[[float], str], seconds: float) -> str:
     return "done"
 
 
-def test_each_stall_is_warned_of_once(warned: Callable[[], list[str]]) -> None:
-    TorchDistributor(1, use_gpu=False, stall_warning=WARNING).run(stall_twice)
-    assert len(warned()) == 2
-
-
-def stall_twice() -> None:
-    import time
-
-    for _ in range(2):
-        time.sleep(3 * WARNING)
-        print("going on", flush=True)
-
-
 def test_a_stalled_attempt_is_followed_by_another(tmp_path: Path) -> None:
     marker = tmp_path / "stalled"
 
@@ -131,9 +127,3 @@ def test_a_stalled_attempt_is_followed_by_another(tmp_path: Path) -> None:
 
     runner = TorchDistributor(1, use_gpu=False, stall_timeout=WARNING, max_failures=1)
     assert runner.run(stall_once) == "done"
-
-
-def test_without_limits_nothing_is_measured(warned: Callable[[], list[str]]) -> None:
-    runner = TorchDistributor(1, use_gpu=False, stall_warning=None)
-    runner.run(stall_twice)
-    assert warned() == []

@@ -1,4 +1,4 @@
-"""The command line on a terminal, wide and narrow."""
+"""The command line on a narrow terminal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 from conftest import needs_java
-from support.driver_output import on_screen
 
 pexpect = pytest.importorskip("pexpect")
 DEADLINE = 120
-WIDTHS = pytest.mark.parametrize("width", [80, 40])
 PROGRAM = """
 import os, sys, time
 import torch.distributed as dist
@@ -65,43 +63,6 @@ def seen(session: Any) -> str:
 
 def without_colors(text: str) -> str:
     return re.sub(r"\x1b\[\d*m", "", text)
-
-
-@WIDTHS
-def test_the_help_fits(terminal: Callable[..., Any], width: int) -> None:
-    text, examples, _ = seen(terminal(width, "run", "--help")).partition("examples:")
-    assert "usage: distributor run" in text
-    assert examples, "their commands are whole lines, which can be copied"
-    too_long = [line for line in text.splitlines() if len(line) > width]
-    assert [line for line in too_long if not line.startswith("  --")] == []
-
-
-@WIDTHS
-def test_a_run(terminal: Callable[..., Any], width: int) -> None:
-    session = terminal(width, "run", "--nproc", "2", "--cpu", "train.py")
-    printed = seen(session)
-    assert session.exitstatus == 0
-    assert "\x1b[36m[0] " in printed, "the first rank's prefix has a color"
-    assert re.search(r"train.py: +\d+%\|", printed), "the progress moves"
-    lines = on_screen(without_colors(printed).replace("\r\n", "\n"), 1000)
-    assert re.fullmatch(r"Run \S+ of train.py", lines[0])
-    ranks = [line for line in lines if line.startswith("[")]
-    assert sorted(ranks) == [f"[{rank}] {PROGRAM.split(chr(34))[3]}" for rank in range(2)]
-    started = lines.index("Started local training with 2 processes")
-    assert started < min(map(lines.index, ranks))
-    assert re.fullmatch(r"train.py: 100%\|█+\| 30/30 .*loss=0.03333\]", lines[-3])
-    assert re.fullmatch(r"Finished local training with 2 processes in [\d.]+ s", lines[-2])
-
-
-def test_ctrl_c(terminal: Callable[..., Any]) -> None:
-    session = terminal(80, "run", "--nproc", "2", "--cpu", "train.py", "hang")
-    for _ in range(2):
-        session.expect("trained for 30 steps")
-    session.sendintr()
-    lines = without_colors(seen(session)).splitlines()
-    assert session.exitstatus == 130
-    assert lines[-1] == "distributor: interrupted: the run has ended, and no rank is left."
-    assert not any("Traceback" in line for line in lines)
 
 
 @pytest.mark.slow(ci=True)

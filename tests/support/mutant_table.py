@@ -522,7 +522,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "distributor/policies/stalls.py",
         "            self._has_warned = True\n",
         "            self._has_warned = False\n",
-        ("test_stalls.py::test_each_stall_is_warned_of_once",),
+        ("test_stalls.py::test_a_stalled_run_is_explained_and_ended[local]",),
     ),
     # Preemption
     Mutant(
