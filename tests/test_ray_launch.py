@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from importlib import metadata
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,15 +28,13 @@ from support.ray_clusters import (
 from support.waiting import assert_gone, until
 
 import distributor.air
-from distributor import DistributorError, ExecutorNotReady, RunTimeout, air, runtime, serverless_gpu
+from distributor import DistributorError, ExecutorNotReady, air, runtime, serverless_gpu
 from distributor.node.agent.worker_env import RANK_VARIABLES
 from distributor.node.process.scratch import create_elsewhere, remove_scratch
-from distributor.ray import RayFunction, ray_launch
+from distributor.ray import ray_launch
 from distributor.ray.program import RayProgram
-from distributor.screen.one_time_warnings import warn_once
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 STARTED = 240.0
 """Seconds until a function runs on its cluster, at most."""
@@ -87,23 +82,6 @@ def test_a_function_drives_a_cluster_of_its_own(tmp_path: Path) -> None:
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.spark
-def test_each_spark_task_is_a_node(spark: Any) -> None:
-    @ray_launch(gpus=2, remote=True, use_gpu=False, timeout=STARTED)
-    def spread() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        return nodes_used(2), describe()
-
-    used, cluster = spread.distributed()
-
-    assert len({each["node"] for each in used}) == 2
-    assert [name.partition("-")[0] for name in cluster["nodes"]] == ["node0", "node1"]
-    assert cluster["cpus"] == 2 * max(1, (os.cpu_count() or 1) // 2), "the nodes share the host"
-    assert_ended(cluster)
-    assert_nodes_ended(used)
-
-
-@needs_ray
-@pytest.mark.slow
 def test_nothing_is_left_after_an_exception(
     short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,11 +121,10 @@ if __name__ == "__main__":
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_if_the_driver_is_killed(tmp_path: Path, signum: int) -> None:
+def test_nothing_is_left_if_the_driver_is_killed(tmp_path: Path) -> None:
     with driver(DRIVER, tmp_path, str(Path(__file__).parent), str(tmp_path)) as (process, _):
         until((tmp_path / "note").exists, "the function runs", 140)
-        process.send_signal(signum)
+        process.kill()
         process.wait(30)
 
         assert_ended(json.loads((tmp_path / "note").read_text()))
@@ -168,16 +145,6 @@ def test_nothing_is_left_of_a_cancelled_run(tmp_path: Path) -> None:
     until(note.exists, "the function runs", STARTED)
 
     assert future.cancel()
-    assert_ended(json.loads(note.read_text()))
-
-
-@needs_ray
-@pytest.mark.slow
-def test_nothing_is_left_after_a_timeout(tmp_path: Path) -> None:
-    note = tmp_path / "note"
-
-    with pytest.raises(RunTimeout, match="in stay"):
-        ray_launch(use_gpu=False, timeout=60)(stay).distributed(str(note))
     assert_ended(json.loads(note.read_text()))
 
 
@@ -252,7 +219,7 @@ def look():
 addresses, trained, *run = train.distributed()
 send(addresses=addresses, trained=trained, run=run)
 _channel.recv(100)
-send(runs=[look.distributed() for _ in range(9)])
+send(runs=[look.distributed() for _ in range(3)])
 time.sleep(1000)
 """
 
@@ -261,7 +228,7 @@ time.sleep(1000)
 @pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.skipif(bool(why_not_apart()), reason=why_not_apart())
-def test_ray_data_and_ray_train_on_two_hosts_and_ten_runs_leave_nothing(tmp_path: Path) -> None:
+def test_ray_data_and_ray_train_on_two_hosts_leave_nothing(tmp_path: Path) -> None:
     source = TWO_HOSTS.format(tests=str(Path(__file__).parent), storage=str(tmp_path / "results"))
     with machines_apart(4) as machines, cluster_on(machines, tmp_path) as cluster:
         hosts = cluster.on_workers
@@ -279,7 +246,7 @@ def test_ray_data_and_ray_train_on_two_hosts_and_ten_runs_leave_nothing(tmp_path
 
             spark_driver.send("go on")
             runs = spark_driver.receive("runs", 10 * STARTED)["runs"]
-            assert len(runs) == 9
+            assert len(runs) == 3
             for run in runs:
                 assert_run_ended(run)
             until(lambda: ports() == before, "ports are left")
@@ -292,27 +259,6 @@ def assert_run_ended(run: list[Any]) -> None:
     assert_files_and_processes_ended(ray_cluster)
 
 
-def descendants() -> set[int]:
-    return {process.pid for process in psutil.Process().children(recursive=True)}
-
-
-@needs_ray
-@pytest.mark.slow
-def test_ten_runs_leave_nothing(short_folder: Path) -> None:
-    """Not even a file in a folder for temporary files that all of them use."""
-
-    @ray_launch(use_gpu=False, timeout=STARTED, env={"TMPDIR": str(short_folder)})
-    def look() -> dict[str, Any]:
-        return describe()
-
-    look.distributed()  # starts the zygote, which stays
-    before = descendants()
-    for _ in range(10):
-        assert_ended(look.distributed())
-    until(lambda: descendants() <= before, "processes are left")
-    assert list(short_folder.iterdir()) == []
-
-
 # Without a cluster
 
 
@@ -320,63 +266,6 @@ def test_the_names_of_the_other_packages() -> None:
     assert serverless_gpu.ray.ray_launch is air.ray_launch is ray_launch
     assert distributor.air.distributed is serverless_gpu.distributed
     assert isinstance(ray_launch(stay), serverless_gpu.ray.RayFunction)
-
-
-def test_a_name_that_never_existed_is_missing() -> None:
-    with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
-        exec("from distributor.air import no_such_name", {})
-
-
-def test_a_method_is_bound() -> None:
-    class Model:
-        @ray_launch
-        def fit(self, x: int) -> tuple[object, int]:
-            return self, x
-
-    model = Model()
-    assert model.fit(3) == (model, 3)
-    assert isinstance(model.fit, RayFunction)
-
-
-async def wait() -> None:
-    pass
-
-
-@needs_ray
-@pytest.mark.parametrize(
-    ("settings", "function", "args", "kind", "says"),
-    [
-        ({}, stay, (), TypeError, "stay.* missing a required argument: 'note'"),
-        ({}, wait, (), TypeError, "wait is an async function"),
-        ({"remote": True}, stay, ("a",), ValueError, "num_accelerators, the number of"),
-        ({"remote": "yes"}, stay, ("a",), TypeError, "remote must be True or False"),
-        ({"env": 3}, stay, ("a",), TypeError, "env must map strings to strings"),
-        ({"gpus": "2"}, stay, ("a",), TypeError, "gpus has to be a positive integer, but is '2'"),
-        ({"num_accelerators": 0}, stay, ("a",), ValueError, "num_accelerators has to be a"),
-    ],
-)
-def test_bad_input_is_an_error_before_anything_is_launched(
-    settings: dict[str, Any], function: Any, args: Any, kind: type[Exception], says: str
-) -> None:
-    launched = ray_launch(**{"use_gpu": False, **settings})(function)
-    with pytest.raises(kind, match=says):
-        launched.distributed(*args)
-
-
-def test_a_number_of_gpus_without_gpus_has_no_effect(warned: Callable[[], list[str]]) -> None:
-    warn_once.cache_clear()
-    ranks = ray_launch(gpus=4, use_gpu=False)(stay)._launcher()
-    assert ranks.num_processes == 1
-    assert warned() == ["gpus has no effect: without GPUs, this machine is one Ray node."]
-
-
-def test_unknown_arguments_are_an_error_at_once() -> None:
-    with pytest.raises(
-        TypeError, match="@ray_launch got an unexpected keyword argument 'min_workers'"
-    ):
-        ray_launch(gpus=2, min_workers=3)
-    with pytest.raises(TypeError, match="@ray_launch must decorate a function"):
-        ray_launch(gpus=2)(3)  # type: ignore[arg-type]
 
 
 def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,24 +282,6 @@ def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         RayProgram(stay, 60.0, None)("a")
 
 
-@needs_ray
-def test_a_ray_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: "2.54.1")
-
-    with pytest.raises(ImportError, match=r"Ray 2\.54\.1 is installed, which is older than 2\.55"):
-        ray_launch(use_gpu=False)(stay).distributed("a")
-
-
-@needs_ray
-def test_a_folder_with_too_long_a_path_is_named(tmp_path: Path) -> None:
-    folder = tmp_path / ("long" * 10)
-    launched = ray_launch(use_gpu=False, env={"RAY_TEMP_DIR": str(folder)}, timeout=60)(stay)
-
-    with pytest.raises(DistributorError, match=r"RAY_TEMP_DIR is '.*long', which is too long"):
-        launched.distributed("a")
-    assert list(folder.iterdir()) == []
-
-
 def test_each_run_has_its_own_token() -> None:
     launched = ray_launch(use_gpu=False, env={"MINE": "x"})(stay)
     first, second = (launched._launcher().env for _ in range(2))
@@ -424,11 +295,9 @@ def test_each_run_has_its_own_token() -> None:
 def test_a_scratch_folder_is_removed_with_the_one_elsewhere(tmp_path: Path) -> None:
     scratch, parent, foreign = tmp_path / "pymp-1", tmp_path / "parent", tmp_path / "foreign"
     scratch.mkdir()  # create_scratch would keep multiprocessing of this process there
-    elsewhere = Path(create_elsewhere(str(scratch), str(parent)))
-    (elsewhere / "file").touch()
+    Path(create_elsewhere(str(scratch), str(parent)), "file").touch()
     remove_scratch(str(scratch))
-    assert list(tmp_path.iterdir()) == [parent]
-    assert list(parent.iterdir()) == []
+    assert [*tmp_path.iterdir(), *parent.iterdir()] == [parent]
 
     foreign.mkdir()
     scratch.mkdir()
