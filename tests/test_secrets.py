@@ -209,9 +209,3 @@ def test_the_output_of_a_dead_rank_is_redacted() -> None:
         )
     assert MASK in str(caught.value)
     assert SECRET not in str(caught.value)
-
-
-def test_the_repr_of_a_distributor_has_no_variables() -> None:
-    shown = repr(TorchDistributor(1, use_gpu=False, env={"MY_TOKEN": SECRET}))
-    assert shown.startswith("TorchDistributor(")
-    assert SECRET not in shown

@@ -20,10 +20,10 @@ from conftest import facts_in, needs_java
 from support.packages import HIDING_TORCH
 
 import distributor
-from distributor.source import digest_of, files_of, own_spec, state_of
 from distributor.spark.package_shipping import _own_source
 
 PACKAGE = Path(distributor.__file__).resolve().parent
+CLUSTER = "local-cluster[2,1,512]"
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -80,12 +80,6 @@ def editable(folder: Path) -> Path:
     return finder
 
 
-def single_module(folder: Path) -> Path:
-    shutil.rmtree(folder / "distributor")
-    (folder / "distributor.py").write_text("MINE = True")
-    return folder
-
-
 CHECKING = """
 import json, os, sys, types
 
@@ -128,82 +122,35 @@ def checked(tmp_path: Path, entry: Path, *, already: bool = False) -> list[Any]:
     return [archive, *facts]
 
 
-@pytest.mark.parametrize("already", [False, True], ids=["", "imported"])
-@pytest.mark.parametrize("form", [copy_to, zipped, editable])
+@pytest.mark.parametrize(("form", "already"), [(zipped, False), (editable, True)])
 def test_a_copy_with_the_same_source_is_used(
     form: Callable[[Path], Path], already: bool, tmp_path: Path
 ) -> None:
-    copy = copy_to(tmp_path / "copy")
+    entry = form(copy_to(tmp_path / "copy"))
 
-    _, replaced, used, works, again, archives = checked(
-        tmp_path, copy if form is copy_to else form(copy), already=already
-    )
+    _, replaced, used, works, again, archives = checked(tmp_path, entry, already=already)
 
     assert (replaced, again, works, archives) == ("", "", True, 0)
     assert used.startswith(str(tmp_path / "copy"))
 
 
-FORMS: dict[str, Callable[[Path], Path]] = {
-    "folder": lambda folder: folder,
-    "zip": zipped,
-    "editable": editable,
-    "bytecode": compiled_only,
-    "module": single_module,
-}
+@pytest.mark.parametrize(
+    ("form", "already"),
+    [(lambda folder: folder, True), (editable, False), (compiled_only, False)],
+    ids=["imported", "editable", "bytecode"],
+)
+def test_a_copy_with_another_source_is_not_imported(
+    form: Callable[[Path], Path], already: bool, tmp_path: Path
+) -> None:
+    entry = form(older_in(tmp_path / "older"))
 
+    archive, replaced, used, works, again, archives = checked(tmp_path, entry, already=already)
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_copy_with_another_source_is_not_imported(form: str, tmp_path: Path) -> None:
-    entry = FORMS[form](older_in(tmp_path / "older"))
-
-    archive, replaced, used, works, again, archives = checked(tmp_path, entry)
-
-    version = "(unknown version)" if form in ("bytecode", "module") else distributor.__version__
+    version = "(unknown version)" if form is compiled_only else distributor.__version__
     assert replaced.startswith(f"{version} in {tmp_path}/older")
-    assert again == replaced
     assert used.startswith(str(archive))
     assert works
-    assert archives == 1
-
-
-def test_an_imported_copy_with_another_source_is_replaced(tmp_path: Path) -> None:
-    archive, replaced, used, works, *_ = checked(
-        tmp_path, older_in(tmp_path / "older"), already=True
-    )
-
-    assert replaced.startswith(f"{distributor.__version__} in {tmp_path}/older")
-    assert used.startswith(str(archive))
-    assert works
-
-
-def test_without_an_installed_copy_nothing_is_replaced(tmp_path: Path) -> None:
-    bare = tmp_path / "bare"
-    bare.mkdir()
-
-    archive, replaced, used, works, *_ = checked(tmp_path, bare)
-
-    assert (replaced, works) == ("", True)
-    assert used.startswith(str(archive))
-
-
-def test_the_digest_is_that_of_names_and_contents(tmp_path: Path) -> None:
-    files = files_of(own_spec())
-    assert len(files) > 50
-    assert digest_of(files) == digest_of(dict(reversed(files.items())))
-    assert digest_of(files) != digest_of({**files, "more.py": b""})
-    assert digest_of(files) != digest_of({**files, "version.py": b"__version__ = '0'"})
-
-
-def test_the_state_of_files_changes_with_them(tmp_path: Path) -> None:
-    from importlib.util import spec_from_file_location
-
-    folder = copy_to(tmp_path) / "distributor"
-    spec = spec_from_file_location("distributor", folder / "__init__.py")
-    before = state_of(spec)
-    assert before == state_of(spec)
-    (folder / "node" / "added.py").touch()
-    assert before != state_of(spec)
-    assert state_of(None) == ()
+    assert (again, archives) == (replaced, 1) or already
 
 
 RUNS = """
@@ -235,17 +182,11 @@ print("FACTS " + json.dumps({"runs": facts}))
 """
 
 
-MASTERS = [
-    pytest.param("local[2]", marks=pytest.mark.slow),
-    pytest.param("local-cluster[2,1,512]", marks=pytest.mark.slow),
-]
-
-
+@pytest.mark.slow
 @pytest.mark.spark
 @needs_java
-@pytest.mark.parametrize("master", MASTERS)
 def test_executors_with_an_older_copy_run_the_drivers(
-    run_driver: RunDriver, tmp_path: Path, master: str
+    run_driver: RunDriver, tmp_path: Path
 ) -> None:
     """Their Python has imported the older copy before the first task comes.
 
@@ -260,7 +201,7 @@ def test_executors_with_an_older_copy_run_the_drivers(
     python.chmod(0o755)
 
     env = {"PYSPARK_PYTHON": str(python), "PYTHONPATH": str(ours)}
-    done = run_driver(RUNS, master, str(ours / "distributor/node/worker/main.py"), env=env)
+    done = run_driver(RUNS, CLUSTER, str(ours / "distributor/node/worker/main.py"), env=env)
 
     runs = facts_in(done)["runs"]
     assert len(runs) == 5
@@ -274,7 +215,7 @@ def test_executors_with_an_older_copy_run_the_drivers(
 @pytest.mark.slow
 @pytest.mark.spark
 @needs_java
-@pytest.mark.parametrize("master", ["local[2]", "local-cluster[2,1,512]"])
+@pytest.mark.parametrize("master", ["local[2]", CLUSTER])
 def test_source_that_changes_in_a_session_does_not_reach_its_executors(
     run_driver: RunDriver, tmp_path: Path, master: str
 ) -> None:
@@ -291,32 +232,3 @@ def test_source_that_changes_in_a_session_does_not_reach_its_executors(
     assert len(after) == 2
     for ranks in after:
         assert all("/distributor-source-" in path for _, path, _ in ranks), ranks
-
-
-CHANGING = """
-import json, logging, sys
-logging.basicConfig(format="WARNED %(message)s", level=logging.WARNING)
-from distributor import TorchDistributor
-
-def run():
-    return TorchDistributor(1, local_mode=True, use_gpu=False, timeout=60).run(int, "7")
-
-values = [run()]
-with open(sys.argv[1], "a") as file:
-    file.write("# changed\\n")
-values += [run(), run()]
-print("FACTS " + json.dumps({"values": values}))
-"""
-
-
-def test_changed_source_of_a_local_driver_is_warned_of_once(
-    run_driver: RunDriver, tmp_path: Path
-) -> None:
-    ours = copy_to(tmp_path / "ours")
-
-    done = run_driver(
-        CHANGING, str(ours / "distributor/node/worker/main.py"), env={"PYTHONPATH": str(ours)}
-    )
-
-    assert facts_in(done)["values"] == [7, 7, 7]
-    assert done.stderr.count(f"distributor in {ours}/distributor has changed since") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 import subprocess
@@ -12,9 +11,6 @@ from pathlib import Path
 
 import pytest
 from conftest import facts_in, needs_java
-from support.cluster import spark_home
-from support.packages import variables_for
-from support.waiting import until
 
 USER = 54321
 """A user who has no passwd entry."""
@@ -75,17 +71,6 @@ builder = SparkSession.builder.master("local-cluster[1,2,1024]")
 builder = builder.config("spark.executor.memory", "512m").config("spark.log.level", "OFF")
 builder.config("spark.ui.enabled", "false").getOrCreate()
 """
-WAITS = """
-from distributor import TorchDistributor
-
-TorchDistributor(1, local_mode=False, use_gpu=False).run(print)
-"""
-JAVA = """#!/bin/sh
-case "$*" in *CoarseGrainedExecutorBackend*) exec {as_user} {java} "$@";; esac
-exec {java} "$@"
-"""
-DEADLINE = 120.0
-ENDED = re.compile(r"\d+ executors? ended during this wait; .*, in (work/\S+/stderr)")
 
 
 @pytest.fixture
@@ -129,33 +114,3 @@ def test_runs_work_if_the_python_of_executors_has_such_a_user(
 ) -> None:
     done = run_driver(CLUSTER + RUNS, "cluster", env={"PYSPARK_PYTHON": python})
     check(facts_in(done))
-
-
-@pytest.mark.slow(ci=True)
-@pytest.mark.spark
-@needs_java
-def test_executors_whose_java_ends_for_lack_of_a_name_are_reported(tmp_path: Path) -> None:
-    java = str(Path(shutil.which("java") or "").resolve())
-    wrapper = tmp_path / "java" / "bin" / "java"
-    wrapper.parent.mkdir(parents=True)
-    wrapper.write_text(JAVA.format(as_user=shlex.join(AS_USER), java=shlex.quote(java)))
-    wrapper.chmod(0o755)
-    script, shown = tmp_path / "driver.py", tmp_path / "stderr"
-    script.write_text(CLUSTER + WAITS)
-    variables = variables_for(CLUSTER + WAITS, {"JAVA_HOME": str(wrapper.parents[1])})
-    variables.pop("SPARK_WORKER_DIR", None)
-    with (
-        shown.open("wb") as stderr,
-        subprocess.Popen(
-            [sys.executable, str(script)], stderr=stderr, env=variables, cwd=tmp_path
-        ) as driver,
-    ):
-        try:
-            until(lambda: ENDED.search(shown.read_text()), "they are reported", DEADLINE)
-        finally:
-            driver.kill()
-
-    log = ENDED.findall(shown.read_text())[-1]
-    assert "invalid null input: name" in Path(spark_home(), log).read_text()
-    assert "a passwd entry of their user" in shown.read_text()
-    assert "smaller executors" not in shown.read_text()
