@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from typing import Any
 
 import cloudpickle
@@ -186,23 +185,3 @@ def test_torch_compile_in_a_warm_rank() -> None:
     pytest.importorskip("triton", reason="torch.compile needs triton")
     runner = shared(1)
     assert runner.run(compiled) == runner.run(compiled) == 16.0
-
-
-def hold(seconds: float) -> bool:
-    import torch
-
-    torch.ones(GIB // 4, dtype=torch.uint8, device=device_type())
-    time.sleep(seconds)
-    return opens_gpu(os.getpid())
-
-
-def test_runs_at_the_same_time_share_a_gpu() -> None:
-    found: list[bool] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(shared(1).run(hold, 0.5))) for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert found == [device_type() == "cuda"] * 3

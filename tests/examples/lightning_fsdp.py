@@ -4,9 +4,9 @@ import os
 
 import lightning.pytorch as pl
 import torch
-from synthetic import ResNet, images
+from lightning_trainer import FailAt, ImageClassifier
+from synthetic import images
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from distributor import train
@@ -26,20 +26,7 @@ class FSDPOnCPUs(FSDP):
         super().__init__(*args, device_id=get_device(), **kwargs)
 
 
-class ImageClassifier(pl.LightningModule):
-    def __init__(self, fails_at):
-        super().__init__()
-        self.model = ResNet()
-        self.fails_at = fails_at
-
-    def training_step(self, batch, batch_index):
-        if self.current_epoch == self.fails_at:
-            raise RuntimeError("fails once")
-        pixels, labels = batch
-        loss = F.cross_entropy(self.model(pixels), labels)
-        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
-        return loss
-
+class ShardedClassifier(ImageClassifier):
     def validation_step(self, batch, batch_index):
         pixels, labels = batch
         found = self.model(pixels).argmax(dim=1)
@@ -53,12 +40,12 @@ def train_func(config):
     if get_device().type == "cpu":
         torch.distributed.fsdp.FullyShardedDataParallel = FSDPOnCPUs
     checkpoint = train.get_checkpoint()
-    model = ImageClassifier(fails_at=None if checkpoint else 1)
+    model = ShardedClassifier()
     trainer = pl.Trainer(
         max_epochs=config["epochs"],
         strategy=RayFSDPStrategy(state_dict_type="sharded"),
         plugins=[RayLightningEnvironment()],
-        callbacks=[RayTrainReportCallback()],
+        callbacks=[RayTrainReportCallback(), FailAt(None if checkpoint else 1)],
         enable_checkpointing=False,
         enable_progress_bar=False,
         logger=False,

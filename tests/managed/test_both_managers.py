@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from support.managed import (
     ManagedSession,
     Manager,
     come_and_go,
-    gpus_of_a_node,
     manager,
     nearly_a_node,
     of_services,
@@ -205,55 +203,13 @@ def test_executors_come_for_a_run_and_go(cluster: Manager, service: str) -> None
         print(f"{cluster.name} | {service} | {lines}")
 
 
-def test_a_run_brings_executors_with_gpus_and_ends_them(cluster: Manager, tmp_path: Path) -> None:
-    if gpus_of_a_node(cluster.name) < 2:
-        pytest.skip("no node of the cluster has two GPUs")
-    # YARN copies the files of Spark before an executor starts, and Kubernetes does not.
-    on_yarn = cluster.name == "yarn"
-    script = (tmp_path if on_yarn else Path(cluster.storage)) / "discover.sh"
-    script.write_text("""#!/bin/sh\necho '{"name": "gpu", "addresses": ["0", "1"]}'\n""")
-    script.chmod(0o755)
-    files = {"spark.files": str(script)} if on_yarn else {}
-    with cluster.session(None, **EMR, **files) as session:
-        cpus, gpus, left = session.run(
-            """
-            def seen():
-                import os
-                return os.environ["CUDA_VISIBLE_DEVICES"]
-
-            def executors():
-                return spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size() - 1
-
-            cpus = ranks(1).run(seen)
-            gpus = TorchDistributor(
-                2,
-                local_mode=False,
-                use_gpu=True,
-                start_timeout=120,
-                executor_resources={
-                    "spark.executor.resource.gpu.amount": 2,
-                    "spark.executor.resource.gpu.discoveryScript": script,
-                    "spark.executor.resource.gpu.vendor": "nvidia.com",
-                },
-            ).run_all(seen)
-            deadline = time.monotonic() + 60
-            while executors() and time.monotonic() < deadline:
-                time.sleep(0.2)
-            result = cpus, gpus, executors()
-            """,
-            script="./discover.sh" if on_yarn else str(script),
-        )
-        print(f"{cluster.name} | GPUs for one run | {session.seconds:.1f} s")
-    assert (cpus, gpus, left) == ("", ["0,1", "0,1"], 0)
-
-
 @pytest.fixture(scope="module")
 def dynamic_session(cluster: Manager) -> Iterator[ManagedSession]:
     with cluster.session(None, **EMR, **LEAVES_IN_ORDER) as session:
         yield session
 
 
-@pytest.mark.parametrize("kill", ["rank", "executor", "container", "pod", "eviction"])
+@pytest.mark.parametrize("kill", ["executor", "eviction"])
 def test_the_next_attempt_resumes_with_dynamic_allocation(
     cluster: Manager, dynamic_session: ManagedSession, start: Start, kill: str
 ) -> None:
@@ -281,40 +237,6 @@ def test_values_and_output(session: ManagedSession) -> None:
     assert result == [[0, 6], [1, 6]]
 
 
-def test_a_later_run_has_the_same_warm_processes(session: ManagedSession) -> None:
-    first, second = session.run("""
-        def zygote():
-            import psutil
-            return psutil.Process().parent().ppid()
-
-        result = [sorted(ranks(2).run_all(zygote)) for _ in range(2)]
-    """)
-    assert first == second
-
-
-def test_large_arguments_and_values(session: ManagedSession) -> None:
-    result = session.run("""
-        import torch
-
-        def train(weights):
-            return weights + 1
-
-        weights = torch.arange(5_000_000)
-        result = bool((ranks(2).run(train, weights) == weights + 1).all())
-    """)
-    assert result is True
-
-
-def test_the_error_of_a_rank(session: ManagedSession) -> None:
-    with pytest.raises(Failed, match="ValueError: on purpose"):
-        session.run("""
-            def train():
-                raise ValueError("on purpose")
-
-            ranks(2).run(train)
-        """)
-
-
 def test_a_container_without_memory_says_so(session: ManagedSession) -> None:
     with pytest.raises(Failed) as caught:
         session.run("""
@@ -337,16 +259,6 @@ def test_more_ranks_than_slots_are_refused_at_once(session: ManagedSession) -> N
         session.run("ranks(3).run(print)")
     assert "spark.cores.max" not in caught.value.message
     assert caught.value.seconds < 30
-
-
-def test_doctor_finds_no_failure(session: ManagedSession) -> None:
-    statuses = session.run("""
-        import distributor
-        report = distributor.doctor(2, local_mode=False)
-        result = {check.name: check.status.value for check in report.checks}
-    """)
-    assert statuses["run"] == "ok", statuses
-    assert "failure" not in statuses.values(), statuses
 
 
 @pytest.mark.parametrize("kill", ["rank", "executor", "container", "pod", "eviction"])
