@@ -1,29 +1,23 @@
-"""DataFrames of which Spark loses rows, and disks that have no room for them."""
+"""DataFrames of which Spark loses rows."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from conftest import facts_in
-from support.machines import small_disk, why_not_mounted
 
 from distributor.data.chunk_file import DatasetSpec, write_chunks
-from distributor.data.epochs import Layout
-from distributor.errors import DistributorError, ExecutorNotReady
+from distributor.errors import DistributorError
 
 pytestmark = pytest.mark.spark
-
-WHY_NOT = why_not_mounted()
-needs_mounts = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-MEGABYTE = 2**20
 
 LOSING = """
 import contextlib, json, os, sys
@@ -97,43 +91,22 @@ def test_rows_of_a_lost_executor_are_computed_again_and_must_be_the_same(
     assert "has other rows than when the run started" in facts["changed"]
 
 
-def messages(count: int) -> tuple[DatasetSpec, Iterator[pa.RecordBatch]]:
-    """Return a dataset of one chunk of a megabyte for each of `count` messages."""
-    import zlib
-
-    content = bytes(MEGABYTE)
+def test_rows_that_spark_has_computed_differently_are_an_error(tmp_path: Path) -> None:
+    message = b"rows"
     spec = DatasetSpec(
         name="df",
         schema=b"",
         vectors=frozenset(),
-        chunk_rows=np.ones(count, np.int64),
-        chunk_bytes=np.full(count, MEGABYTE),
-        checksums=np.full(count, zlib.crc32(content)),
+        chunk_rows=np.ones(2, np.int64),
+        chunk_bytes=np.full(2, len(message)),
+        checksums=np.array([zlib.crc32(message), zlib.crc32(b"other rows")]),
         null_counts={},
         equal=False,
         split=True,
     )
-    assert isinstance(spec.layout, Layout)
-    columns: dict[str, Any] = {"node": [0], "dataset": [0]}
-    batches = (
-        pa.record_batch({**columns, "chunk": [chunk], "message": [content]})
-        for chunk in range(count)
+    chunks = pa.table(
+        {"node": [0] * 2, "dataset": [0] * 2, "chunk": [0, 1], "message": [message] * 2}
     )
-    return spec, batches
-
-
-@needs_mounts
-def test_a_full_disk_of_an_executor(tmp_path: Path) -> None:
-    spec, batches = messages(8)
-    with small_disk(tmp_path / "disk", 4) as disk:
-        with pytest.raises(ExecutorNotReady, match=r"No space left.*spark.local.dir"):
-            write_chunks(batches, [spec], 1, str(disk))
-        assert not list(disk.iterdir())
-
-
-def test_rows_that_spark_has_computed_differently_are_an_error(tmp_path: Path) -> None:
-    spec, batches = messages(2)
-    spec.checksums[1] += 1
     with pytest.raises(DistributorError, match="df has other rows than when the run started"):
-        write_chunks(batches, [spec], 1, str(tmp_path))
+        write_chunks(iter(chunks.to_batches()), [spec], 1, str(tmp_path))
     assert not list(tmp_path.iterdir())

@@ -24,13 +24,10 @@ import torch
 from conftest import facts_in, needs_java
 from support.canary import relies_on
 
-from distributor.data import (
-    from_parquet,
-    predict,
-    predict_batch_udf,
-)
+from distributor.data import from_parquet, predict, predict_batch_udf
 from distributor.data.outputs import to_arrow, type_of
 from distributor.errors import UnpicklableError
+from distributor.train import Checkpoint
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [pytest.mark.spark, needs_java]
@@ -72,38 +69,31 @@ def data(request: pytest.FixtureRequest, spark: Any, files: Path) -> Any:
 
 
 def test_outputs_are_those_of_one_process(data: Any, values: np.ndarray[Any, Any]) -> None:
-    frame = predict(data, load_linear, columns="x", outputs="y array<float>", batch_size=64)
-    assert frame.dtypes == [
-        ("id", "bigint"), ("x", "array<float>"), ("text", "string"), ("y", "array<float>")
-    ]  # fmt: skip
+    """Also if the model writes into its input, which changes no column."""
+
+    def load() -> Any:
+        linear = load_linear()
+        return lambda batch: {
+            "y": linear(batch["x"]),
+            "twice": batch["x"].mul_(2),
+            "minus": batch["id"].neg_(),
+        }
+
+    outputs = "y array<float>, twice array<float>, minus int"
+    frame = predict(data, load, columns=["x", "id"], outputs=outputs, batch_size=64)
+    assert frame.columns == ["id", "x", "text", "y", "twice", "minus"]
     assert len(frame.limit(3).collect()) == 3, "tasks that are not read to their end"
     rows = sorted(frame.collect(), key=lambda row: row.id)
-    assert [row.id for row in rows] == list(range(ROWS))
-    assert [row.text for row in rows] == list(map(str, range(ROWS)))
-    assert np.array_equal(np.array([row.x for row in rows], np.float32), values)
-    found = np.array([row.y for row in rows], np.float32)
-    # Matrices of other sizes may round otherwise.
-    np.testing.assert_allclose(found, expected(values), rtol=1e-6)
-
-
-def test_a_model_that_writes_into_its_input_changes_no_column(
-    data: Any, values: np.ndarray[Any, Any]
-) -> None:
-    def load() -> Any:
-        import warnings
-
-        warnings.simplefilter("error")
-        return lambda batch: {"y": batch["x"].mul_(2), "at": batch["id"].neg_()}
-
-    outputs = "y array<float>, at int"
-    frame = predict(
-        data, load, columns=["x", "id"], keep=["id", "x"], outputs=outputs, batch_size=64
+    assert [(row.id, row.text, row.minus) for row in rows] == [
+        (at, str(at), -at) for at in range(ROWS)
+    ]
+    x, y, twice = (
+        np.array([row[name] for row in rows], np.float32) for name in ("x", "y", "twice")
     )
-    rows = sorted(frame.collect(), key=lambda row: -row["at"])
-    assert [row["at"] for row in rows] == [-at for at in range(ROWS)]
-    assert np.array_equal(np.array([row.y for row in rows], np.float32), values * 2)
-    assert [row.id for row in rows] == list(range(ROWS))
-    assert np.array_equal(np.array([row.x for row in rows], np.float32), values)
+    assert np.array_equal(x, values)
+    assert np.array_equal(twice, values * 2)
+    # Matrices of other sizes may round otherwise.
+    np.testing.assert_allclose(y, expected(values), rtol=1e-6)
 
 
 @pytest.mark.parametrize("data", ["files"], indirect=True)
@@ -115,7 +105,6 @@ def test_types_are_found_and_columns_are_kept(data: Any) -> None:
         def model(batch: dict[str, Any]) -> dict[str, Any]:
             total = batch["x"].sum(dim=1)
             return {
-                "half": total.to(torch.bfloat16),
                 "double id": batch["id"].numpy() * 2,
                 "matrix": torch.stack([total, total], 1).reshape(-1, 1, 2),
                 "parts": {
@@ -130,7 +119,6 @@ def test_types_are_found_and_columns_are_kept(data: Any) -> None:
     frame = predict(data, load, keep=["x"])
     assert frame.dtypes == [
         ("x", "array<float>"),
-        ("half", "float"),
         ("double id", "bigint"),
         ("matrix", "array<array<float>>"),
         ("parts", "struct<id:bigint,of:struct<text:string,twice:array<float>>>"),
@@ -147,27 +135,6 @@ def test_types_are_found_and_columns_are_kept(data: Any) -> None:
         assert row.parts.of.twice == [2 * value for value in row.x]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("data", ["rows"], indirect=True)
-def test_models_that_cannot_be_pickled_are_loaded_once_in_each_worker(data: Any) -> None:
-    def load() -> Any:
-        import uuid
-
-        identity, lock = uuid.uuid4().hex, threading.Lock()
-
-        def model(ids: torch.Tensor) -> dict[str, Any]:
-            with lock:
-                return {"model": [identity] * len(ids), "y": ids + 1}
-
-        return model
-
-    outputs = "model string, y bigint"
-    frame = predict(data, load, columns="id", keep=["id"], outputs=outputs, batch_size=10)
-    rows = [row for _ in range(2) for row in frame.collect()]
-    assert sorted(row.y for row in rows) == sorted([*range(1, ROWS + 1)] * 2)
-    assert 1 <= len({row.model for row in rows}) <= 4, "the slots of the fixture's cluster"
-
-
 @pytest.mark.parametrize("data", ["files"], indirect=True)
 def test_an_executor_loads_a_model_once(data: Any, tmp_path: Path) -> None:
     loads = tmp_path / "loads"
@@ -177,7 +144,6 @@ def test_an_executor_loads_a_model_once(data: Any, tmp_path: Path) -> None:
 
         with open(loads, "a") as file:
             file.write(f"{os.environ['SPARK_LOCAL_DIRS']}\n")
-        torch.set_float32_matmul_precision("high")
 
         class Model(torch.nn.Module):
             def __init__(self) -> None:
@@ -189,26 +155,19 @@ def test_an_executor_loads_a_model_once(data: Any, tmp_path: Path) -> None:
                 with open("/proc/self/maps") as file:
                     maps = [line.split() for line in file if "distributor-models" in line]
                 bounds = [[int(each, 16) for each in line[0].split("-")] for line in maps]
-                is_mapped = any(first <= begin < last for first, last in bounds)
-                precision = torch.get_float32_matmul_precision()
-                rows = len(batch)
-                return {
-                    "y": batch * self.weight[0].long(),
-                    "is_mapped": [str(is_mapped)] * rows,
-                    "settings": [f"{precision} {self.training}"] * rows,
-                    "process": [str(os.getpid())] * rows,
-                }
+                is_shared = any(first <= begin < last for first, last in bounds)
+                state = f"{'shared' if is_shared else 'own'} {self.training}"
+                return {"y": batch * self.weight[0].long(), "state": [state] * len(batch)}
 
         return Model()
 
-    outputs = "y bigint, is_mapped string, settings string, process string"
+    outputs = "y bigint, state string"
     frame = predict(data, load, columns="id", keep=["id"], outputs=outputs, batch_size=10)
     rows = [row for _ in range(2) for row in frame.collect()]
     assert sorted(row.y for row in rows) == sorted(2 * n for n in [*range(ROWS)] * 2)
-    assert {(row.is_mapped, row.settings) for row in rows} == {("True", "high False")}
+    assert {row.state for row in rows} == {"shared False"}
     executors = loads.read_text().splitlines()
     assert len(executors) == len(set(executors)) <= 2
-    assert len({row.process for row in rows}) > len(executors)
 
 
 def test_code_that_changes_is_used_as_it_is_now(
@@ -243,7 +202,8 @@ def test_code_that_changes_is_used_as_it_is_now(
 
 
 def test_killed_tasks_cost_no_row(spark: Any, tmp_path: Path) -> None:
-    """One is killed while it loads the model, and one while it uses it."""
+    """One is killed while it loads the model from a checkpoint, and one while it uses it."""
+    torch.save(torch.tensor(2), tmp_path / "factor.pt")
 
     def die_once(name: str) -> None:
         import contextlib
@@ -253,46 +213,28 @@ def test_killed_tasks_cost_no_row(spark: Any, tmp_path: Path) -> None:
         with contextlib.suppress(FileExistsError), open(tmp_path / name, "x"):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def load() -> torch.nn.Module:
+    def load(folder: str) -> torch.nn.Module:
         die_once("loading")
+        factor = torch.load(f"{folder}/factor.pt")
 
         class Model(torch.nn.Module):
             def forward(self, ids: torch.Tensor) -> torch.Tensor:
                 if 500 in ids:
                     die_once("using")
-                return 2 * ids
+                return ids * factor
 
         return Model()
 
     rows = spark.range(0, ROWS, 1, 8)
-    found = predict(rows, load, columns="id", outputs="y long", keep=["id"], batch_size=50)
+    options: dict[str, Any] = {"checkpoint": SimpleNamespace(checkpoint=Checkpoint(str(tmp_path)))}
+    options |= {"columns": "id", "outputs": "y long", "keep": ["id"], "batch_size": 50}
+    found = predict(rows, load, **options)
     assert {row.id: row.y for row in found.collect()} == {at: 2 * at for at in range(ROWS)}
-    assert {path.name for path in tmp_path.iterdir()} == {"loading", "using"}
+    assert {"loading", "using"} <= {path.name for path in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize("data", ["rows"], indirect=True)
-def test_a_checkpoint_is_loaded(data: Any, tmp_path: Path) -> None:
-    from distributor.train import Checkpoint
-
-    torch.save(torch.full((WIDTH,), 3.0), tmp_path / "weight.pt")
-
-    def load(folder: str) -> Any:
-        weight = torch.load(f"{folder}/weight.pt")
-        return lambda batch: batch @ weight
-
-    result = SimpleNamespace(checkpoint=Checkpoint(str(tmp_path)))
-    row = predict(data, load, checkpoint=result, columns="x").first()
-    assert row.prediction == pytest.approx(3 * sum(row.x))
-
-
-def test_columns_do_not_use_the_models_memory() -> None:
-    output = torch.arange(6.0).reshape(2, 3).T
-    column = to_arrow(output, pa.list_(pa.float32()), 3, "y")
-    output.zero_()
-    assert column.to_pylist() == [[0, 3], [1, 4], [2, 5]]
-
-
-LISTS: list[tuple[Any, pa.DataType, list[Any]]] = [  # outputs, their types, and the rows
+STRUCT = pa.struct([("a", pa.int64())])
+OUTPUTS: list[tuple[Any, pa.DataType, list[Any]]] = [  # their types, and the rows
     (["a", None], pa.string(), ["a", None]),
     ([("a", None), None], pa.list_(pa.string()), [["a", None], None]),
     (np.array([["a", None]] * 2, object), pa.list_(pa.string()), [["a", None]] * 2),
@@ -302,63 +244,43 @@ LISTS: list[tuple[Any, pa.DataType, list[Any]]] = [  # outputs, their types, and
     (torch.ones(2, 1, dtype=torch.bfloat16), pa.list_(pa.float32()), [[1.0], [1.0]]),
     (np.ones((2, 0), np.uint8), pa.list_(pa.int16()), [[], []]),
 ]
+WITHOUT_TYPE: list[tuple[Any, str]] = [
+    (None, "Output 'y' is of the type NoneType. A model must return"),
+    ([1, "a"], "Output 'y' has values of no common type"),
+    ([[], [None]], "Output 'y' has no value in the first rows but None and empty lists"),
+]
+UNFIT: list[tuple[Any, pa.DataType, str]] = [
+    (["a"], pa.string(), "Output 'y' has 1 values for 2 rows"),
+    (["a", "b"], pa.list_(pa.string()), "Output 'y' does not fit list<"),
+    ([1, 1.5], pa.int64(), "Output 'y' does not fit int64"),
+    ({"b": torch.ones(2)}, STRUCT, "Output 'y' is a dict of b"),
+    ({"a": torch.ones(3)}, STRUCT, "Output 'y.a' has 3 values for 2 rows"),
+]
 
 
-@pytest.mark.parametrize(("output", "kind", "rows"), LISTS, ids=lambda value: str(value)[:40])
-def test_lists_and_nulls_are_outputs(output: Any, kind: pa.DataType, rows: list[Any]) -> None:
-    assert type_of(output, "y") == kind
-    assert to_arrow(output, kind, 2, "y").to_pylist() == rows
-    if pa.types.is_integer(kind):
-        assert to_arrow(output, pa.float32(), 2, "y").to_pylist() == rows
-
-
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        (None, "Output 'y' is of the type NoneType. A model must return"),
-        ([1, "a"], "Output 'y' has values of no common type"),
-        ([[], [None]], "Output 'y' has no value in the first rows but None and empty lists"),
-        ([datetime(2024, 1, 1)] * 2, "Output 'y' has the type timestamp[us], for which there is"),
-    ],
-    ids=str,
-)
-def test_an_output_without_a_type(output: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(message)):
-        type_of(output, "y")
-
-
-STRUCT = pa.struct([("a", pa.int64())])
-
-
-@pytest.mark.parametrize(
-    ("output", "kind", "message"),
-    [
-        (["a"], pa.string(), "Output 'y' has 1 values for 2 rows"),
-        (["a", "b"], pa.list_(pa.string()), "Output 'y' does not fit list<"),
-        ([1, 1.5], pa.int64(), "Output 'y' does not fit int64"),
-        (torch.ones(2), STRUCT, "Output 'y' is no dict, and its column is a struct"),
-        ({"b": torch.ones(2)}, STRUCT, "Output 'y' is a dict of b"),
-        ({"a": torch.ones(3)}, STRUCT, "Output 'y.a' has 3 values for 2 rows"),
-    ],
-    ids=str,
-)
-def test_an_output_that_does_not_fit(output: Any, kind: pa.DataType, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        to_arrow(output, kind, 2, "y")
+def test_outputs_of_each_type() -> None:
+    for output, kind, rows in OUTPUTS:
+        assert type_of(output, "y") == kind
+        assert to_arrow(output, kind, 2, "y").to_pylist() == rows
+    for output, message in WITHOUT_TYPE:
+        with pytest.raises(TypeError, match=re.escape(message)):
+            type_of(output, "y")
+    for output, kind, message in UNFIT:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            to_arrow(output, kind, 2, "y")
+    matrix = torch.arange(6.0).reshape(2, 3).T
+    column = to_arrow(matrix, pa.list_(pa.float32()), 3, "y")
+    matrix.zero_()
+    assert column.to_pylist() == [[0, 3], [1, 4], [2, 5]], "it does not use the model's memory"
 
 
 TEXTS = pa.dictionary(pa.int32(), pa.string())
 COLUMNS = {  # of a Parquet file
     "uint32": pa.array([2**32 - 1, None], pa.uint32()),
     "uint64": pa.array([2**64 - 1, None], pa.uint64()),
-    "date64": pa.array([datetime(1500, 1, 2), None], pa.date64()),
     "milliseconds": pa.array([1, None], pa.timestamp("ms")),
-    "instant in milliseconds": pa.array([1, None], pa.timestamp("ms", "Europe/Berlin")),
     "duration": pa.array([5, None], pa.duration("ms")),
-    "fixed-size bytes": pa.array([b"ab", None], pa.binary(2)),
     "dictionary": pa.array(["x", None], TEXTS),
-    "list of dictionaries": pa.array([["x"], None], pa.list_(TEXTS)),
-    "large list": pa.array([[1], None], pa.large_list(pa.uint8())),
     "fixed-size list": pa.array([[1.5, 2.5], [3.5, 4.5]], pa.list_(pa.float32(), 2)),
     "map": pa.array([[("a", 1)], None], pa.map_(pa.string(), pa.uint8())),
     "structs": pa.array([[{"a": 1, "b": [datetime(2024, 1, 1)]}], None]),
@@ -372,6 +294,7 @@ FOLDERS = {  # values in their names, which become columns
     "text": ["x", "a b"],
     "date": ["2024-01-01", "1500-01-01"],
     "instant": ["2024-01-01 10:00:00", "2024-07-01 10:00:00"],
+    "hexadecimal": ["0x10", "0x11"],
     "null": ["1", "__HIVE_DEFAULT_PARTITION__"],
 }
 SPARKS = (  # SQL of columns that Spark writes
@@ -406,8 +329,9 @@ def test_files_have_the_types_that_spark_reads(spark: Any, tmp_path: Path) -> No
             spark.range(2).selectExpr("id v", *SPARKS).write.parquet(str(tmp_path / each))
             paths.append(tmp_path / each)
         vectors = [(0, Vectors.dense(1.0, 2.0)), (1, Vectors.sparse(3, {1: 2.0}))]
-        spark.createDataFrame(vectors, ["v", "f"]).write.parquet(str(tmp_path / "vectors"))
-        for path in (*paths, tmp_path / "vectors"):
+        paths.append(tmp_path / "vectors")
+        spark.createDataFrame(vectors, ["v", "f"]).write.parquet(str(paths[-1]))
+        for path in paths:
             expected = spark.read.parquet(str(path))
             found = predict(from_parquet(path), lambda: lambda v: v, columns="v", outputs="p long")
             assert found.drop("p").dtypes == expected.dtypes
@@ -484,14 +408,11 @@ def test_an_error_shows_the_users_lines(spark: Any) -> None:
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"columns": "z"}, ValueError, "columns has 'z', which is no column. The columns are id, x"),
-    ({"keep": ["id", "id"]}, ValueError, "Column 'id' is there twice"),
     ({"outputs": "y"}, ValueError, "outputs is 'y', which is no schema. Write names and types"),
     ({"outputs": "y map<int,int>"}, ValueError, "outputs has 'y' of the type map<int32, int32>"),
     ({"outputs": "id int"}, ValueError, "'id' is an output, and also a column of the rows"),
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, but is 0"),
-    ({"load": 3}, TypeError, "load must be a function, but is int"),
     ({"load": torch.nn.ReLU()}, TypeError, "load must be a function that returns the model, but"),
-    ({"fill": {"z": 1}}, ValueError, "fill names 'z'"),
     ({"data": 3}, TypeError, "predict takes a Spark DataFrame, or Parquet files"),
 ]
 
@@ -511,34 +432,21 @@ def test_bad_input_is_an_error_before_the_job(data: Any, spark: Any) -> None:
 
 
 @pytest.mark.slow(ci=True)
-def test_pysparks_function_loads_a_model_once(
-    spark: Any, files: Path, tmp_path: Path, values: np.ndarray[Any, Any]
-) -> None:
-    from pyspark.sql.types import ArrayType, FloatType
+def test_pysparks_function_loads_a_model_once(spark: Any, tmp_path: Path) -> None:
+    from pyspark.sql.types import ArrayType, DoubleType
 
     loads = tmp_path / "loads"
 
     def make() -> Any:
         with open(loads, "a") as file:
             file.write("loaded\n")
-        model = load_linear()
+        return lambda x: 2 * x
 
-        def function(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-            with torch.inference_mode():
-                found: np.ndarray[Any, Any] = model(torch.from_numpy(x.astype(np.float32))).numpy()
-            return found
-
-        return function
-
-    kind = ArrayType(FloatType())
-    options = {"return_type": kind, "batch_size": 64, "input_tensor_shapes": [[WIDTH]]}
-    rows = spark.read.parquet(str(files)).repartition(8)
-    score = predict_batch_udf(make, **options)
-    found = rows.select("id", score("x").alias("y")).orderBy("id").collect()
-    assert [row.id for row in found] == list(range(ROWS))
-    y = np.array([row.y for row in found], np.float32)
-    # Near zero, matrices of other sizes differ by more than a part in a million.
-    np.testing.assert_allclose(y, expected(values), rtol=1e-6, atol=1e-6)
+    options = {"return_type": ArrayType(DoubleType()), "input_tensor_shapes": [[2]]}
+    double = predict_batch_udf(make, batch_size=64, **options)
+    rows = spark.range(0, ROWS, 1, 8).selectExpr("id", "array(double(id), 0.5D) x")
+    found = rows.select("id", double("x").alias("y")).orderBy("id").collect()
+    assert [tuple(row) for row in found] == [(at, [2 * at, 1.0]) for at in range(ROWS)]
     assert 1 <= len(loads.read_text().splitlines()) <= 2
 
 
@@ -546,7 +454,7 @@ IMPORTED_ONCE = """
 import json, os, sys
 from pyspark.sql import SparkSession
 
-from distributor.data import predict, predict_batch_udf
+from distributor.data import predict
 
 os.environ["PYSPARK_PYTHON"] = sys.executable
 spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
@@ -554,34 +462,17 @@ spark = spark.config("spark.python.daemon.module", "distributor.spark.daemon").g
 
 
 def torch_is_there(batches):
-    import os, sys
+    import sys
     import pyarrow as pa
 
     for batch in batches:
-        yield pa.record_batch({"found": ["torch" in sys.modules], "daemon": [os.getppid()]})
-
-
-def load():
-    return lambda ids: ids * 2
+        yield pa.record_batch({"found": ["torch" in sys.modules]})
 
 
 rows = spark.range(10, numPartitions=1)
-first = rows.mapInArrow(torch_is_there, "found boolean, daemon long").first()
-doubled = predict(rows, load, columns="id", outputs="y int", keep=[]).collect()
-again = rows.mapInArrow(torch_is_there, "found boolean, daemon long").first()
-same = first.daemon == again.daemon
-spark.stop()
-ended = []
-for use in (
-    lambda: predict(rows, load, columns="id", outputs="y int"),
-    lambda: predict_batch_udf(load, return_type="int", batch_size=2),
-):
-    try:
-        use()
-    except Exception as error:
-        ended.append(f"{type(error).__name__}: {error}")
-facts = {"first": first.found, "same": same, "y": [y for y, in doubled], "ended": ended}
-print("FACTS " + json.dumps(facts))
+found = rows.mapInArrow(torch_is_there, "found boolean").first().found
+doubled = predict(rows, lambda: lambda ids: ids * 2, columns="id", outputs="y int", keep=[])
+print("FACTS " + json.dumps([found, [y for y, in doubled.collect()]]))
 """
 
 
@@ -591,7 +482,4 @@ def test_workers_are_forked_from_a_process_that_has_imported_torch(
 ) -> None:
     with relies_on("pyspark", "pyspark.daemon.manager", "pyspark.serve_workers"):
         facts = facts_in(run_driver(IMPORTED_ONCE))
-    of_frame, of_function = facts.pop("ended")
-    assert re.match("ApplicationEnded: The Spark application has ended.* make a new one", of_frame)
-    assert "there is none: its session has been stopped. Make one" in of_function
-    assert facts == {"first": True, "same": True, "y": [2 * at for at in range(10)]}
+    assert facts == [True, [2 * at for at in range(10)]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 import tempfile
 from collections.abc import Callable
@@ -51,18 +50,11 @@ def test_rows_of_any_numbers(sizes: list[int], ranks: int, data: st.DataObject) 
 
 
 def test_items() -> None:
-    table = pa.table(
-        {
-            "id": [0, 1, 2],
-            "name": ["a", "b", "c"],
-            "pixels": pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.float32())),
-        }
-    )
+    table = pa.table({"id": [0, 1, 2], "name": ["a", "b", "c"], "pixels": [[1, 2], [3, 4], [5, 6]]})
     shard = shard_of(TableSource([table.slice(0, 2), table.slice(2)]))
     item = shard.dataset(dtypes={"id": torch.float16})[-1]
-    assert item["name"] == "c"
     assert (item["id"].item(), item["id"].dtype, item["id"].shape) == (2, torch.float16, ())
-    assert item["pixels"].tolist() == [5, 6]
+    assert (item["name"], item["pixels"].tolist()) == ("c", [5, 6])
     with pytest.raises(IndexError, match="row 3 of a dataset of 3 rows"):
         shard.dataset()[3]
     named = shard.dataset(transform=lambda row: row["name"])
@@ -97,30 +89,11 @@ def test_iterables_have_epochs() -> None:
     assert flat(loader) == epochs[1]
 
 
-def test_an_iterable_resumes_at_epochs() -> None:
-    """A framework may have asked for more batches than it has trained on."""
-    shard = shard_of(points([10]))
-    passed = iter(shard.iterable(batch_size=5))
-    next(passed)
-    assert (shard.position()["epoch"], shard.position()["history"]) == (0, [])
-    assert len(list(passed)) == 1
-    assert shard.position()["epoch"] == 1
-
-
-def test_datasets_can_be_pickled() -> None:
-    shard = shard_of(points([5, 5]), 1, 2)
-    for dataset in (shard.dataset(), shard.iterable(shuffle=True)):
-        copied = pickle.loads(pickle.dumps(dataset))
-        assert sorted(int(row["id"]) for row in copied) == [5, 6, 7, 8, 9]
-
-
 def test_a_share_is_not_sampled_for_several_ranks() -> None:
     share = shard_of(points([6]), 0, 2).dataset()
     for dataset in (share, Subset(share, [0, 1]), ConcatDataset([share, share])):
         sampler: Any = DistributedSampler(dataset, num_replicas=2, rank=1)
         assert sorted(sampler) == list(range(len(dataset)))
-    mixed: Any = ConcatDataset([share, [1]])  # type: ignore[list-item]
-    assert len(DistributedSampler(mixed, num_replicas=2, rank=1)) == 2
     assert len(DistributedSampler([1, 2], num_replicas=2, rank=1)) == 1  # type: ignore[arg-type]
 
 
@@ -179,10 +152,6 @@ def with_lightning(source: TableSource, folder: str) -> list[list[int]]:
         devices=RANKS,
         max_epochs=EPOCHS,
         default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
     )
     line = Line()
     trainer.fit(line, DataLoader(seen.shard.dataset(transform=seen), BATCH, shuffle=True))
@@ -218,41 +187,26 @@ class Line(torch.nn.Module):
         return {"loss": values.square().mean(), "logits": id[:, None]}
 
 
-def with_prepared_trainer(source: TableSource, folder: str) -> list[list[int]]:
+def with_transformers(source: TableSource, folder: str) -> list[list[int]]:
     from transformers import Trainer, TrainingArguments
 
-    from distributor.train.huggingface.transformers import prepare_trainer
-
-    seen = Seen(source)
-
-    def named(batch: Any) -> dict[str, torch.Tensor]:
-        rows = torch.as_tensor(batch["id"])
-        seen({"id": rows})
-        return {"id": rows, "labels": torch.as_tensor(batch["label"])}
-
-    options: dict[str, Any] = {"batch_size": BATCH, "collate_fn": named, "prefetch_batches": 0}
     arguments = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
-        max_steps=EPOCHS * -(-SHARE // BATCH),
+        num_train_epochs=EPOCHS,
         per_device_train_batch_size=BATCH,
+        per_device_eval_batch_size=BATCH,
         remove_unused_columns=False,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
     )
-    trainer = Trainer(
-        Line(),
-        arguments,
-        train_dataset=seen.shard.iter_torch_batches(shuffle=True, **options),
-        eval_dataset={"whole": seen.shard.iter_torch_batches(**options)},
-    )
-    assert prepare_trainer(trainer) is trainer
+    seen = Seen(source)
+    trainer = Trainer(Line(), arguments, train_dataset=seen.shard.dataset(transform=seen))
     trainer.train()
-    epochs = seen.epochs()
-    assert "eval_whole_loss" in trainer.evaluate()
-    assert sorted(seen.rows[EPOCHS * SHARE :]) == sorted(epochs[0])
-    return epochs
+    predicted = trainer.predict(seen.shard.dataset()).predictions
+    assert sorted(predicted.ravel().tolist()) == list(range(ROWS)), "of all ranks"
+    return seen.epochs()
 
 
 @pytest.mark.parametrize(
@@ -261,7 +215,7 @@ def with_prepared_trainer(source: TableSource, folder: str) -> list[list[int]]:
         ("torch", with_prepared_loader),
         pytest.param("accelerate", with_accelerate, marks=pytest.mark.slow),
         pytest.param("lightning", with_lightning, marks=pytest.mark.slow),
-        pytest.param("transformers", with_prepared_trainer, marks=pytest.mark.slow(ci=True)),
+        pytest.param("transformers", with_transformers, marks=pytest.mark.slow(ci=True)),
     ],
 )
 def test_a_framework_reads_each_row_of_a_share_once(

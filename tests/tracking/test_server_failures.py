@@ -1,29 +1,29 @@
-"""A tracking server that fails or refuses costs a warning or an early error, and no training."""
+"""A tracking server that fails, refuses or is not there costs a warning, and no training."""
 
 from __future__ import annotations
 
-import base64
-import http.server
 import os
 import socket
+import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import pytest
-from conftest import cluster_is_slow
+from conftest import cluster_is_slow, facts_in
+from support.cluster import cluster_on
+from support.machines import machines_on_loopback
 from support.ports import free_port
-from support.tracking_server import PRELOAD, needs_mlflow, train
+from support.tracking_server import PRELOAD, mlflow, needs_mlflow, train
 
-from distributor import DistributorError, TorchDistributor
+from distributor import TorchDistributor
 from distributor.tracking import run as tracking_run
 
 pytestmark = needs_mlflow
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
+RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @cluster_is_slow
@@ -52,14 +52,6 @@ def gone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield uri
 
 
-def test_a_server_that_cannot_be_reached_costs_one_warning(
-    gone: str, warned: Callable[[], list[str]]
-) -> None:
-    assert TorchDistributor(1, use_gpu=False).run(lambda: "trained") == "trained"
-    [warning] = warned()
-    assert f"The MLflow server at {gone} cannot be reached, so this run is not tracked" in warning
-
-
 def use_mlflow_in_many_ways(uri: str, folder: str) -> list[str]:
     """Do what training functions do with MLflow, and return the names of the files it created."""
     from pathlib import Path
@@ -73,45 +65,19 @@ def use_mlflow_in_many_ways(uri: str, folder: str) -> list[str]:
     mlflow.set_experiment("mine")
     mlflow.pytorch.autolog()
     with mlflow.start_run(run_name="named") as run:
-        log_all_kinds(run.info.run_id)
-        model = mlflow.pytorch.log_model(
+        mlflow.log_metric("late", 1.0, synchronous=False).wait()
+        mlflow.log_table({"a": [1]}, "table.json")
+        mlflow.log_artifact(torch.__file__)
+        mlflow.pytorch.log_model(
             torch.nn.Linear(2, 1), name="model", registered_model_name="registered"
         )
-        mlflow.register_model(model.model_uri, "again")
         with mlflow.start_run(nested=True):
             mlflow.log_metric("inner", 1.0)
         assert mlflow.active_run().info.run_id == run.info.run_id
-    mlflow.start_run()
-    mlflow.end_run()
     mlflow.log_metric("bare", 1.0)
-    use_the_client(mlflow.MlflowClient())
-    mlflow.MlflowClient("sqlite:///another.db").create_run("0")
+    client = mlflow.MlflowClient()  # as loggers of frameworks
+    client.log_batch(client.create_run(client.create_experiment("new")).info.run_id)
     return sorted(os.listdir())
-
-
-def log_all_kinds(run_id: str) -> None:
-    import mlflow
-
-    mlflow.log_metric("loss", 1.0, step=1)
-    mlflow.log_metric("late", 1.0, synchronous=False).wait()
-    mlflow.log_metrics({"a": 1.0})
-    mlflow.log_param("p", 1)
-    mlflow.log_params({"q": 2})
-    mlflow.set_tags({"t": "v"})
-    mlflow.log_text("text", "a.txt")
-    mlflow.log_dict({"a": 1}, "a.json")
-    mlflow.log_table({"a": [1]}, "table.json")
-    mlflow.log_artifact(__import__("torch").__file__)
-    assert mlflow.get_run(run_id).info.run_id == run_id
-
-
-def use_the_client(client: Any) -> None:
-    run_id = client.create_run(client.create_experiment("new")).info.run_id
-    client.log_metric(run_id, "a", 1.0)
-    client.log_batch(run_id)
-    client.set_tag(run_id, "t", "v")
-    client.set_terminated(run_id)
-    assert list(client.search_runs(["0"])) == []
 
 
 @cluster_is_slow
@@ -125,47 +91,119 @@ def test_mlflow_is_off_if_the_server_cannot_be_reached_at_the_start(
     assert f"The MLflow server at {gone} cannot be reached, so this run is not tracked" in warning
 
 
+ON_A_CLUSTER = """
+import os, mlflow
+
+def train():
+    import mlflow, os
+    mlflow.log_metric("loss", 1.0)
+    found = mlflow.active_run().info.artifact_uri.partition(":")[0]
+    return found, os.environ.get("MLFLOW_RUN_ID"), sorted(os.listdir())
+
+runner = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120, preload=["mlflow"])
+before = runner.run_all(lambda: sorted(os.listdir()))
+send(found=runner.run_all(train), before=before, created=os.path.exists("mlflow.db"))
+spark.stop()
+"""
+
+
 @pytest.mark.slow
-def test_lightning_trains_if_mlflow_is_off(gone: str, tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
+@pytest.mark.spark
+def test_on_a_cluster_without_a_server_mlflow_is_off(tmp_path: Path) -> None:
+    with (
+        machines_on_loopback(3) as machines,
+        cluster_on(machines, tmp_path, cores=2) as cluster,
+        cluster.driver(ON_A_CLUSTER, **{"spark.executor.cores": "2"}) as driver,
+    ):
+        sent = driver.receive("found")
+        log = driver.log.read_text()
 
-    def fit() -> None:
-        import lightning
-        import mlflow
-        from lightning.pytorch.demos.boring_classes import BoringModel
-        from lightning.pytorch.loggers import MLFlowLogger
-
-        mlflow.pytorch.autolog()
-        logger = MLFlowLogger("mine", tracking_uri=gone, log_model=True)
-        logger.log_hyperparams({"lr": 0.1})
-        options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "log_every_n_steps": 1}
-        lightning.Trainer(
-            default_root_dir=tmp_path, max_epochs=1, limit_train_batches=2, logger=logger, **options
-        ).fit(BoringModel())
-
-    TorchDistributor(2, use_gpu=False, timeout=120).run(fit)
+    for before, (scheme, run_id, after) in zip(sent["before"], sent["found"], strict=True):
+        assert (scheme, run_id, after) == ("distributor-nowhere", None, before)
+    assert not sent["created"]
+    assert log.count("this run is not tracked and MLflow is off in its ranks") == 1
+    assert log.count("set MLFLOW_TRACKING_URI to its address") == 1
 
 
-class Refusing(http.server.BaseHTTPRequestHandler):
-    """A server that accepts one user, for whom it has no runs."""
+IN_AN_EMPTY_FOLDER = """
+import json, os, sys
+from distributor.serverless_gpu import distributed, runtime
 
-    def do_GET(self) -> None:
-        expected = "Basic " + base64.b64encode(b"ada:secret").decode()
-        self.send_error(404 if self.headers.get("Authorization") == expected else 401)
+PRELOAD = ["mlflow", "mlflow.store.tracking.sqlalchemy_store"]
 
-    do_POST = do_GET
+@distributed(gpus=4, use_gpu=False, mlflow_ranks="all", timeout=120, preload=PRELOAD)
+def train():
+    import mlflow
 
-    def log_message(self, *_: object) -> None:
-        pass
+    for step in range(50):
+        mlflow.log_metric(f"loss_{runtime.get_global_rank()}", 0.5, step=step)
+
+if __name__ == "__main__":
+    train.distributed()
+    import mlflow
+
+    [run] = mlflow.search_runs(output_format="list")
+    names = [f"loss_{rank}" for rank in range(4)]
+    history = mlflow.MlflowClient().get_metric_history
+    counts = [len(history(run.info.run_id, name)) for name in names]
+    print("FACTS " + json.dumps([counts, os.path.exists("mlflow.db")]))
+"""
 
 
-def test_refused_credentials_are_an_error_before_the_launch(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.slow
+def test_without_a_server_all_ranks_log_to_one_local_run(run_driver: RunDriver) -> None:
+    done = run_driver(IN_AN_EMPTY_FOLDER)
+    assert facts_in(done) == [[50] * 4, True]
+    assert "locked" not in done.stderr
+
+
+UNRELATED = """
+import json, os, sys
+from distributor import TorchDistributor
+
+if __name__ == "__main__":
+    value = TorchDistributor(1, use_gpu=False, timeout=120).run(lambda: "trained")
+    print("FACTS " + json.dumps([value, "mlflow" in sys.modules, os.path.exists("mlflow.db")]))
+"""
+
+
+def test_a_program_that_does_not_use_mlflow_imports_and_stores_nothing(
+    run_driver: RunDriver,
 ) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as refusing:
-        threading.Thread(target=refusing.serve_forever, daemon=True).start()
-        uri = f"http://127.0.0.1:{refusing.server_port}"
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-        with pytest.raises(DistributorError, match=r"refuses the credentials.*_PASSWORD"):
-            TorchDistributor(1, use_gpu=False).run(print)
-        refusing.shutdown()
+    assert facts_in(run_driver(UNRELATED)) == ["trained", False, False]
+
+
+HIDDEN = """
+import json, os, sys
+from distributor import TorchDistributor
+
+def train(uri):
+    import importlib
+
+    flow = importlib.import_module("".join(["ml", "flow"]))
+    if uri:
+        flow.set_tracking_uri(uri)
+    with flow.start_run():
+        flow.log_metric("loss", 1.0)
+    return os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT")
+
+if __name__ == "__main__":
+    runner = TorchDistributor(2, use_gpu=False, timeout=120, preload=["mlflow"])
+    timeouts = [runner.run(train, uri) for uri in ("", sys.argv[1])]
+    print("FACTS " + json.dumps([os.path.exists("mlflow.db"), *timeouts]))
+"""
+
+
+@pytest.mark.slow
+def test_if_its_use_is_not_detected_mlflow_is_off_except_for_a_server_that_ranks_name(
+    run_driver: RunDriver, server: str
+) -> None:
+    """One rank prints that it is off. A server that does not answer must not hold up training."""
+    client = mlflow.MlflowClient(server)
+    before = len(client.search_runs(["0"]))
+    done = run_driver(HIDDEN, server)
+    [run, *_] = runs = client.search_runs(["0"], order_by=["start_time DESC"])
+    assert len(runs) == before + 1
+    assert (run.info.status, run.data.metrics) == ("FINISHED", {"loss": 1.0})
+    assert facts_in(done) == [False, None, "10"]
+    assert done.stderr.count("MLflow is off: no use of it was detected on the driver") == 1
