@@ -83,6 +83,7 @@ def test_without_gpus_per_task_the_job_requests_them(
         def session():
             context = spark.sparkContext
             return {
+                "settings": {row.key: row.value for row in spark.sql("SET").collect()},
                 "conf": sorted(context.getConf().getAll()),
                 "profile": default_profile().id(),
                 "slots": slots(),
@@ -125,8 +126,8 @@ def test_without_gpus_per_task_the_job_requests_them(
     assert "have room for 2" in message
     assert facts["before"]["resources"] == [[]] * 4
     assert facts["after"] == facts["before"]
-    assert facts["profiles"] == [1, 1, 3], (
-        "one profile for two GPUs, one for one GPU, then the new one"
+    assert facts["profiles"] == [2, 2, 3], (
+        "one profile for one GPU, one for two GPUs, then the new one"
     )
 
 
