@@ -14,7 +14,6 @@ import pytest
 
 from distributor import Listener, RunTimeout, TorchDistributor, train
 from distributor.control import listeners
-from distributor.control.run import Launcher
 from distributor.rank.messages import Progress, Reported
 from distributor.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, UserCallback
 from distributor.train.torch import TorchTrainer
@@ -58,11 +57,11 @@ def train_func(config: dict[str, Any]) -> None:
         raise KeyError("lost")
 
 
-def trainer(folder: Path, callback: UserCallback, local_mode: bool, **config: Any) -> TorchTrainer:
+def trainer(folder: Path, callback: UserCallback, **config: Any) -> TorchTrainer:
     return TorchTrainer(
         train_func,
         train_loop_config=config,
-        scaling_config=ScalingConfig(num_workers=2, local_mode=local_mode),
+        scaling_config=ScalingConfig(num_workers=2, local_mode=True),
         run_config=RunConfig(
             name="run",
             storage_path=folder,
@@ -89,7 +88,7 @@ def check_calls(recorder: RecordingCallback, folder: Path) -> None:
 
 def test_callbacks_receive_the_reports_and_failures_of_all_ranks(tmp_path: Path) -> None:
     recorder = RecordingCallback()
-    trainer(tmp_path, recorder, local_mode=True, failing_rank=1).fit()
+    trainer(tmp_path, recorder, failing_rank=1).fit()
     check_calls(recorder, tmp_path)
 
 
@@ -99,17 +98,9 @@ class StopAtCheckpoint(UserCallback):
             raise StopIteration("enough")
 
 
-@pytest.mark.parametrize(
-    "local_mode",
-    [True, pytest.param(False, marks=[pytest.mark.spark(shared=True), pytest.mark.slow])],
-)
-def test_an_exception_from_a_callback_ends_the_training(
-    request: pytest.FixtureRequest, tmp_path: Path, local_mode: bool
-) -> None:
-    if not local_mode:
-        request.getfixturevalue("spark")
+def test_an_exception_from_a_callback_ends_the_training(tmp_path: Path) -> None:
     with pytest.raises(train.ControllerError, match="enough") as failed:
-        trainer(tmp_path, StopAtCheckpoint(), local_mode).fit()
+        trainer(tmp_path, StopAtCheckpoint()).fit()
     assert isinstance(failed.value.controller_failure, StopIteration)
     assert failed.value.__cause__ is failed.value.controller_failure
     result = train.Result.from_path(tmp_path / "run")
@@ -203,77 +194,3 @@ def test_a_run_with_a_listener_that_never_returns_can_be_cancelled(
     future = TorchDistributor(1, use_gpu=False, listeners=stuck, timeout=120).submit(sleep)
     assert future.cancel()
     stuck.resume.set()
-
-
-class Late(RecordingListener):
-    """Its first call returns at a request, and each further one after some time."""
-
-    def __init__(self, seconds: float = 0.0) -> None:
-        super().__init__()
-        self.resume = threading.Event()
-        self.seconds = seconds
-
-    def progressed(self, rank: int, progress: Progress) -> None:
-        super().progressed(rank, progress)
-        assert self.resume.wait(60)
-        threading.Event().wait(self.seconds)
-
-
-def pass_on_progress_and_report(to: listeners.Listeners, count: int) -> None:
-    for step in range(count):
-        to.call(lambda each, step=step: each.progressed(0, Progress(step)), listeners.OVERHEAD)
-    to.call(lambda each: each.reported(Reported([{"loss": 1.0}])))
-
-
-def test_what_is_dropped_for_a_slow_listener_is_telemetry(
-    monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
-) -> None:
-    monkeypatch.setattr(listeners, "MAX_WAITING", 10 * listeners.OVERHEAD)
-    late = Late()
-    with listeners.Listeners([late], Launcher().thread) as to:
-        pass_on_progress_and_report(to, 100)
-        late.resume.set()
-    *progressed, reported = late.calls
-    assert progressed == [("progressed", 0, step, None) for step in range(11)], "in order"
-    assert reported == ("reported", [{"loss": 1.0}], None)
-    assert [each for each in warned() if "slower than the ranks" in each] == warned() != []
-
-
-def test_the_end_of_a_run_waits_for_reports_longer_than_for_telemetry(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(listeners, "SOON", 0.0)
-    monkeypatch.setattr(listeners, "PATIENCE", 0.5)
-    late = Late(seconds=0.1)
-    late.resume.set()
-    with listeners.Listeners([late], Launcher().thread) as to:
-        pass_on_progress_and_report(to, 100)
-    assert len(late.calls) < 50
-    assert late.calls[-1] == ("reported", [{"loss": 1.0}], None)
-
-
-class RaisingAtReport(Listener):
-    def reported(self, report: Reported) -> None:
-        raise SystemExit("enough")
-
-
-def test_an_exception_of_a_listener_at_the_end_of_a_run_is_raised() -> None:
-    raising = RaisingAtReport()
-    with (
-        pytest.raises(SystemExit, match="enough"),
-        listeners.Listeners([raising], Launcher().thread) as to,
-    ):
-        pass_on_progress_and_report(to, 1)
-
-
-def test_one_listener_or_callback_needs_no_list() -> None:
-    listener, callback = Listener(), UserCallback()
-    assert TorchDistributor(1, use_gpu=False, listeners=listener).listeners == (listener,)
-    assert RunConfig(callbacks=callback).callbacks == [callback]
-
-
-def test_objects_that_are_no_listeners_or_callbacks_are_refused() -> None:
-    with pytest.raises(TypeError, match="listeners must be a list of Listener objects"):
-        TorchDistributor(1, use_gpu=False, listeners=[print])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="callbacks must be UserCallback objects"):
-        RunConfig(callbacks=[print])  # type: ignore[list-item]

@@ -19,7 +19,7 @@ from distributor import DistributorError, TorchDistributor
 from distributor.errors import OtherRankFailed
 from distributor.rank.context import TAG_BYTES, worker_context
 from distributor.train import collective, get_context
-from distributor.train.runtime import collectives, store_channel
+from distributor.train.runtime import collectives
 
 pytest.importorskip("torch")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -45,22 +45,6 @@ def test_every_rank_receives_the_object_of_rank_0_or_an_error() -> None:
 
     same = [{0: {1, 2}}, None, 20_000_000]
     assert run(receive) == [[*same, "TypeError", "next"], [*same, "OtherRankFailed", "next"]]
-
-
-def test_an_error_of_one_rank_is_not_waited_for() -> None:
-    def agree() -> str:
-        def fail(offers: list[Any]) -> Any:
-            raise OSError("the storage is gone")
-
-        channel = store_channel.StoreChannel.connect()
-        with pytest.raises((OSError, OtherRankFailed), match="the storage is gone") as error:
-            channel.agree("of a test", 1, fail)
-        value = {1} if channel.rank == 1 else 1
-        with pytest.raises((TypeError, DistributorError), match="set is not JSON") as other:
-            channel.agree("of another", value, len)
-        return f"{type(error.value).__name__} {type(other.value).__name__}"
-
-    assert run(agree) == ["OSError DistributorError", "OtherRankFailed TypeError"]
 
 
 def test_no_rank_passes_a_barrier_before_all_have_come(tmp_path: Path) -> None:
@@ -132,23 +116,3 @@ def test_the_secret_of_the_ranks_differs_by_run_and_is_in_no_variable_or_command
     assert len(first[0][0]) == 32
     assert first[0] != second[0]
     assert not any(is_public for _, is_public in [*first, *second])
-
-
-def test_ranks_that_do_not_come_are_named() -> None:
-    def wait() -> str:
-        store_channel.RANK_TIMEOUT_SECONDS = 1.0
-        if get_context().get_world_rank() == 1:
-            return "returned"
-        with pytest.raises(DistributorError) as late:
-            collective.barrier()
-        return str(late.value)
-
-    late, returned = run(wait)
-    assert returned == "returned"
-    assert "rank 0 still waits for rank 1" in late
-
-
-def test_outside_a_run_there_is_nothing_to_wait_for() -> None:
-    for call in (collective.barrier, lambda: collective.broadcast_from_rank_zero(1)):
-        with pytest.raises(RuntimeError, match=r"collective can only be called by the ranks"):
-            call()

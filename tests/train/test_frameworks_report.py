@@ -124,12 +124,9 @@ def with_accelerate(config: dict[str, Any]) -> list[float]:
     return [parameter.item() for parameter in line.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("framework", "loop"),
-    [
-        pytest.param("lightning", with_lightning, marks=pytest.mark.slow),
-        ("accelerate", with_accelerate),
-    ],
+    ("framework", "loop"), [("lightning", with_lightning), ("accelerate", with_accelerate)]
 )
 def test_a_framework_reports_and_resumes(
     framework: str, loop: Callable[[dict[str, Any]], Any], tmp_path: Path

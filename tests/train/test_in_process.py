@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-import functools
 import os
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
-from support.training import here
 
 from distributor import TorchDistributor, train
 from distributor.screen.one_time_warnings import warn_once
@@ -90,10 +86,7 @@ def test_its_exceptions_are_raised_as_they_are() -> None:
         (lambda config: config, {"a": 1}, {}),
         (lambda config, epochs=3: (config, epochs), ({"a": 1}, 3), ({}, 3)),
         (lambda *args: args, ({"a": 1},), ({},)),
-        (functools.partial(lambda config, lr: (config, lr), lr=2), ({"a": 1}, 2), ({}, 2)),
         (lambda epochs=3: epochs, 3, 3),
-        (lambda epochs=3, **others: (epochs, others), (3, {}), (3, {})),
-        (lambda: 3, 3, 3),
     ],
 )
 def test_what_a_training_function_is_called_with(
@@ -105,29 +98,6 @@ def test_what_a_training_function_is_called_with(
     assert fit(loop, train_loop_config={"a": 1}).return_value == with_configuration
     warned = "train_loop_config is not passed to <lambda>, which has no parameter without a default"
     assert (warned in caplog.text) == (with_configuration == without)
-
-
-def test_a_configuration_of_any_class_is_passed_as_it_is(tmp_path: Path) -> None:
-    class Config(dict[str, Any]):
-        """Has attributes, as the configurations of other packages do."""
-
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return self[name]
-            except KeyError as error:
-                raise AttributeError(name) from error
-
-    config = Config(lr=0.5)
-    assert fit(lambda config: config, train_loop_config=config).return_value is config
-    trainer = TorchTrainer(
-        lambda config: (type(config).__name__, config.lr),
-        train_loop_config=argparse.Namespace(lr=0.5),  # type: ignore[arg-type]
-        scaling_config=here(),
-        run_config=RunConfig(storage_path=tmp_path),
-    )
-    assert trainer.fit().return_value == ("Namespace", 0.5)
-    trainer.train_loop_config = config
-    assert trainer.fit().return_value == ("Config", 0.5)
 
 
 def test_processes_that_torchrun_has_started_train_together() -> None:
@@ -146,11 +116,3 @@ def test_processes_that_torchrun_has_started_train_together() -> None:
 
     values = TorchDistributor(2, use_gpu=False, timeout=120).run_all(run)
     assert values == [(0, 2, False)] * 2
-
-
-def test_a_checkpoint_to_start_from() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = Checkpoint.from_directory(folder)
-        assert fit(train.get_checkpoint, resume_from_checkpoint=checkpoint).return_value is (
-            checkpoint
-        )

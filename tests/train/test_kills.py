@@ -66,12 +66,10 @@ def check_checkpoints(folder: Path, undisturbed: Result) -> Result:
     return result
 
 
-def all_but(*everyday: str) -> list[Any]:
-    """Return the moments of kills, of which all but these are slow."""
-    return [each if each in everyday else pytest.param(each, marks=slow) for each in RESUMED]
+MOMENTS = [pytest.param(moment, marks=() if moment == "in upload" else slow) for moment in RESUMED]
 
 
-@pytest.mark.parametrize("moment", all_but("in upload", "between upload and commit"))
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_the_next_attempt_resumes_after_a_rank_is_killed(
     tmp_path: Path, undisturbed: Result, moment: str
 ) -> None:
@@ -114,7 +112,7 @@ def kill_driver(folder: Path, fault: Fault) -> float:
     return marker.stat().st_mtime
 
 
-@pytest.mark.parametrize("moment", all_but("in commit"))
+@pytest.mark.parametrize("moment", ["in commit", pytest.param("in pruning", marks=slow)])
 def test_a_new_driver_resumes_after_the_first_is_killed(
     tmp_path: Path, undisturbed: Result, moment: str
 ) -> None:
@@ -220,22 +218,23 @@ def test_a_training_resumes_after_an_executor_is_killed(
 
 
 @slow
-@on_a_cluster
-def test_a_training_resumes_after_a_host_is_killed(
-    tmp_path: Path, moment: str, settings: dict[str, bool]
-) -> None:
+def test_a_training_resumes_after_a_host_is_killed(tmp_path: Path) -> None:
     """The next attempt uses the remaining host."""
-    fault, left = RESUMED[moment]
-    with fault_on_cluster(tmp_path, machines_on_loopback(4), fault, (1, 2), **settings) as faulty:
+    fault = RESUMED["in commit"][0]
+    with fault_on_cluster(tmp_path, machines_on_loopback(4), fault, (1, 2)) as faulty:
         cluster, driver, machine = faulty
         for process in cluster.processes():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("SPARK_LOCAL_IP") == machine.address:
                     process.kill()
         ending = driver.receive("value")
+    check_remaining_host(tmp_path / "runs", ending, RESUMED["in commit"][1])
 
+
+def check_remaining_host(folder: Path, ending: dict[str, Any], left: int) -> None:
+    """Check that one rank continued after the reports that were left of two."""
     assert isinstance(ending["value"], list), ending
-    result = Result.from_path(tmp_path / "runs" / "line")
+    result = Result.from_path(folder / "line")
     assert [each.world_size for each in result.reports[: left + 1]] == left * [2] + [1]
     for epoch in range(EPOCHS):
         assert sorted(samples(result, epoch)) == list(range(SAMPLES))
@@ -250,7 +249,4 @@ def test_a_training_resumes_after_a_host_is_partitioned(tmp_path: Path) -> None:
         _, driver, machine = faulty
         machine.cut()
         ending = driver.receive("value", 300)
-
-    assert isinstance(ending["value"], list), ending
-    result = Result.from_path(tmp_path / "runs" / "line")
-    assert [each.world_size for each in result.reports[: left + 1]] == left * [2] + [1]
+    check_remaining_host(tmp_path / "runs", ending, left)

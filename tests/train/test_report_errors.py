@@ -13,11 +13,9 @@ from typing import Any
 import cloudpickle
 import pytest
 from support.reports import save
-from support.waiting import until
 
-from distributor import DistributorError, Listener, TorchDistributor, WorkerDied, train
+from distributor import DistributorError, TorchDistributor, train
 from distributor.core.checkpoint_config import CheckpointSettings
-from distributor.rank.messages import Reported
 from distributor.train import Checkpoint, CheckpointUploadMode
 from distributor.train.runtime import store_channel
 from distributor.train.storage.checkpoint_store import Storage
@@ -44,20 +42,7 @@ def test_ranks_that_do_not_share_the_storage_are_named(tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_run_that_stores_nothing_leaves_no_folder(tmp_path: Path, exists: bool) -> None:
-    storage = tmp_path / "all" / "runs"
-    if exists:
-        storage.mkdir(parents=True)
-    ranks = TorchDistributor(2, use_gpu=False, storage_path=storage, timeout=120)
-    ranks.run(print)
-    with pytest.raises(ZeroDivisionError):
-        ranks.run(lambda: 1 / 0)
-    assert list(tmp_path.rglob("*")) == ([storage.parent, storage] if exists else [])
-    ranks.run(lambda: train.report({"loss": 1.0}))
-    assert [path.name for path in storage.glob("*/*")] == ["reports.jsonl"]
-
-
+@pytest.mark.slow
 @pytest.mark.spark
 def test_storage_is_checked_before_the_function_runs(spark: Any, tmp_path: Path) -> None:
     """The path is another folder on each executor, and the function could run for days."""
@@ -68,78 +53,6 @@ def test_storage_is_checked_before_the_function_runs(spark: Any, tmp_path: Path)
         ranks.run((tmp_path / "ran").touch)
     assert not (tmp_path / "ran").exists()
     assert hasattr(caught.value, "rank_failures")
-
-
-def test_unwritable_storage_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("a file")
-    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
-    with pytest.raises(DistributorError, match=r"Rank 0 on .* cannot write to .*: NotADir"):
-        ranks.run(lambda: train.report({"loss": 1.0}))
-
-
-def test_what_cannot_be_reported_is_named(tmp_path: Path) -> None:
-    """And a report of the same rank afterwards succeeds."""
-    (tmp_path / "link").symlink_to(tmp_path / "runs")
-
-    def report() -> None:
-        import numpy
-        import torch
-
-        metrics = {"loss": torch.tensor(0.5), "names": ["a"], "classes": numpy.ones(1)}
-        metrics |= {"confusion": numpy.eye(2), "count": numpy.int64(3)}
-        train.report(metrics, checkpoint=save(tmp_path / "local", "x"))
-        refused: list[tuple[dict[str, Any], type[Exception], str]] = [
-            ({"checkpoint": "a path"}, TypeError, r"must be a Checkpoint, such as .*, but is 'a"),
-            ({"metrics": {"weights": torch.ones(2)}}, TypeError, r"JSON-serial.* is tensor\(\[1"),
-            (
-                {"metrics": {"log": "x" * 70_000_000}},
-                ValueError,
-                "The metric 'log' has 70 MB, but the metrics of a report may have 64 MB in all",
-            ),
-            (
-                {"delete_local_checkpoint_after_upload": "False"},
-                TypeError,
-                "after_upload must be True or False, but is 'False'",
-            ),
-        ]
-        for name in ("epochs/3", "..", "", 3):
-            named = {"checkpoint": save(tmp_path / "local", "x"), "checkpoint_dir_name": name}
-            refused.append((named, ValueError, "_name must be the name of a folder, but is"))
-        for folder in ("", "runs/mine", "link/mine"):  # which would be deleted after the upload
-            for mode in ("ASYNC", "SYNC"):
-                whole = {"checkpoint": Checkpoint(tmp_path / folder)}
-                whole |= {"checkpoint_upload_mode": mode}
-                refused.append((whole, ValueError, "is inside the reported checkpoint"))
-        deep = tmp_path / "runs/mine/c/d"
-        deep.mkdir(parents=True)
-        placed = {"checkpoint": Checkpoint(deep), "checkpoint_upload_mode": "NO_UPLOAD"}
-        refused.append((placed, ValueError, "must already be a folder in .*/mine, but .*/mine/c/d"))
-        for arguments, kind, message in refused:
-            with pytest.raises(kind, match=message):
-                train.report(**{"metrics": {}, **arguments})
-        train.report({"log": "x" * 10_000_000})
-        train.report({}, checkpoint=Checkpoint(tmp_path / "missing"))
-
-    received: list[str | None] = []
-
-    class Received(Listener):
-        def reported(self, report: Reported) -> None:
-            received.append(report.checkpoint)
-
-    ranks = TorchDistributor(
-        1, use_gpu=False, storage_path=tmp_path / "runs", name="mine", listeners=[Received()]
-    )
-    with pytest.raises(DistributorError, match=r"Rank 0 could not .*There is no checkpoint at /"):
-        ranks.run(report)
-    [(name, manifest)] = Storage(tmp_path / "runs", "mine").committed()
-    assert (name, len(received)) == ("checkpoint_000000", 2)
-    assert manifest.metrics == {
-        "loss": 0.5,
-        "names": ["a"],
-        "classes": [1.0],
-        "confusion": [[1.0, 0.0], [0.0, 1.0]],
-        "count": 3,
-    }
 
 
 def test_report_needs_a_run_with_storage() -> None:
@@ -165,6 +78,7 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """With it, waits time out sooner. Ranks with this variable need a zygote of their own."""
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_report_are_named_in_the_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,29 +97,56 @@ def test_ranks_that_do_not_report_are_named_in_the_error(
     assert re.search(f"After 2 s, {waits} to report", capfd.readouterr().out)
 
 
-@pytest.mark.parametrize(("returned", "mode"), [(0, "SYNC"), (1, "ASYNC")])
-def test_a_rank_that_has_returned_is_not_waited_for(
-    tmp_path: Path, returned: int, mode: str
-) -> None:
+def test_a_run_that_stores_nothing_leaves_no_folder(tmp_path: Path) -> None:
+    storage = tmp_path / "all" / "runs"
+    ranks = TorchDistributor(2, use_gpu=False, storage_path=storage, timeout=120)
+    with pytest.raises(ZeroDivisionError):
+        ranks.run(lambda: 1 / 0)
+    assert list(tmp_path.iterdir()) == []
+    ranks.run(lambda: train.report({"loss": 1.0}))
+    assert [path.name for path in storage.glob("*/*")] == ["reports.jsonl"]
+
+
+def test_what_cannot_be_reported_is_named(tmp_path: Path) -> None:
+    """And a report of the same rank afterwards succeeds."""
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+
     def report() -> None:
-        for _ in range(1 if train.get_context().get_world_rank() == returned else 2):
-            train.report({}, save(tmp_path, "x"), checkpoint_upload_mode=CheckpointUploadMode(mode))
+        import numpy
+        import torch
+
+        metrics = {"loss": torch.tensor(0.5), "names": ["a"], "confusion": numpy.eye(2)}
+        train.report(metrics, checkpoint=save(tmp_path / "local", "x"))
+        saved = save(tmp_path / "local", "x")
+        large = {"log": "x" * 70_000_000}
+        refused: list[tuple[dict[str, Any], type[Exception], str]] = [
+            ({"checkpoint": "a path"}, TypeError, r"must be a Checkpoint, such as .*, but is 'a"),
+            ({"metrics": {"weights": torch.ones(2)}}, TypeError, r"JSON-serial.* is tensor\(\[1"),
+            ({"metrics": large}, ValueError, "'log' has 70 MB, but .* may have 64 MB"),
+            ({"checkpoint": saved, "checkpoint_dir_name": ".."}, ValueError, "the name of a fold"),
+        ]
+        for folder in ("", "link/mine"):  # which would be deleted after the upload
+            whole = {"checkpoint": Checkpoint(tmp_path / folder)}
+            refused.append((whole, ValueError, "is inside the reported checkpoint"))
+        for arguments, kind, message in refused:
+            with pytest.raises(kind, match=message):
+                train.report(**{"metrics": {}, **arguments})
+        train.report({}, checkpoint=Checkpoint(tmp_path / "missing"))
+
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path / "runs", name="mine")
+    with pytest.raises(DistributorError, match=r"Rank 0 could not .*There is no checkpoint at /"):
+        ranks.run(report)
+    [(_, manifest)] = Storage(tmp_path / "runs", "mine").committed()
+    expected = {"loss": 0.5, "names": ["a"], "confusion": [[1.0, 0.0], [0.0, 1.0]]}
+    assert manifest.metrics == expected
+
+
+def test_a_rank_that_has_returned_is_not_waited_for(tmp_path: Path) -> None:
+    def report() -> None:
+        for _ in range(1 if train.get_context().get_world_rank() == 1 else 2):
+            train.report({}, save(tmp_path, "x"), checkpoint_upload_mode="ASYNC")
 
     ranks = TorchDistributor(3, use_gpu=False, storage_path=tmp_path / "runs", timeout=60)
-    message = f"rank {returned} has returned after 1 report, but other ranks report once more"
+    message = "rank 1 has returned after 1 report, but other ranks report once more"
     with pytest.raises(DistributorError, match=f"{message}. Every rank must call report"):
-        ranks.run(report)
-
-
-def test_the_cause_is_the_rank_that_dies_not_the_rank_that_waits(tmp_path: Path) -> None:
-    def report() -> None:
-        train.get_checkpoint()
-        if train.get_context().get_world_rank() == 0:
-            until((tmp_path / "waits").exists, "rank 1 waits", 60)
-            os._exit(5)
-        (tmp_path / "waits").touch()
-        train.report({"loss": 1.0})
-
-    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
-    with pytest.raises(WorkerDied, match=r"rank 0 .* exited with code 5"):
         ranks.run(report)

@@ -114,25 +114,6 @@ def test_a_new_attempt_continues_the_log_of_its_checkpoint(
     assert [report.number for report in found] == list(range(len(found)))
 
 
-def test_a_log_that_is_complete_is_not_written_again(
-    storage: CountingStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report_log, "SEGMENT_BYTES", 500)
-    manager = manager_of(storage)
-    for number in range(20):
-        add(manager, number)
-    manager.finish()
-    before = storage.written
-    again = manager_of(storage)
-    assert again.resume_from(name_of(5)) == 18
-    again.finish()
-    if rewrites(storage):
-        assert storage.written == before
-        assert numbers(storage) == list(range(20)), "reports after the checkpoint stay"
-    else:
-        assert numbers(storage) == list(range(18)), "the log of the run could not be updated"
-
-
 def test_a_lost_segment_costs_only_the_reports_before_it(
     storage: CountingStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import pyarrow.fs as pafs
 import pytest
+from conftest import cluster_is_slow
 from support.reports import TouchWhenPrinted, count_on, find_damage, save, use_plain_writes
-from support.training import here
 from support.waiting import until
 
-from distributor import DistributorError, TorchDistributor, train
-from distributor.train import Checkpoint, CheckpointUploadMode, RunConfig
-from distributor.train.runtime import session, store_channel
+from distributor import TorchDistributor, train
+from distributor.train import Checkpoint
+from distributor.train.runtime import store_channel
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import RESERVED
-from distributor.train.torch import TorchTrainer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
 
 
+@cluster_is_slow
 def test_all_ranks_files_are_one_checkpoint(distribute: Distribute, tmp_path: Path) -> None:
     ranks = distribute(2, storage_path=tmp_path / "runs", name="mine")
 
@@ -39,10 +37,7 @@ def test_all_ranks_files_are_one_checkpoint(distribute: Distribute, tmp_path: Pa
     assert files == {"0.txt": "2", "1.txt": "2"}
 
 
-@pytest.mark.parametrize(("scheme", "mode"), [("plain", "SYNC"), ("file", "ASYNC")])
-def test_ranks_that_save_into_one_folder_report_it_together(
-    tmp_path: Path, scheme: str, mode: str
-) -> None:
+def test_ranks_that_save_into_one_folder_report_it_together(tmp_path: Path) -> None:
     """Each file is uploaded once: the file system refuses to write one twice."""
 
     def report() -> None:
@@ -57,75 +52,14 @@ def test_ranks_that_save_into_one_folder_report_it_together(
                 {},
                 checkpoint=Checkpoint.from_directory(folder),
                 checkpoint_dir_name=f"step {step}",
-                checkpoint_upload_mode=CheckpointUploadMode(mode),
             )
 
-    address = f"{scheme}://{tmp_path}/runs"
+    address = f"plain://{tmp_path}/runs"
     TorchDistributor(3, use_gpu=False, storage_path=address, name="mine").run(report)
 
     found = Storage(tmp_path / "runs", "mine").committed()
     files = [(name, len(manifest.files)) for name, manifest in found]
     assert files == [(f"step {step}", 8 + 1) for step in range(3)], "and the log"
-    assert (tmp_path / "0").exists() == (mode == "SYNC")
-
-
-def write_late(folder: Path, warned: Path) -> None:
-    """Write this rank's file, of which rank 1 writes the end when rank 0 waits in its report."""
-    store_channel.LATE_WARNING_SECONDS = 0.5
-    rank = train.get_context().get_world_rank()
-    folder.mkdir(exist_ok=True)
-    with (folder / f"{rank}.txt").open("w", buffering=1) as file:
-        file.write("x\n")
-        if rank == 1:
-            until(warned.exists, "rank 0 waits in its report", 60)
-        file.write("y\n")
-
-
-def test_a_file_that_a_late_rank_still_writes_is_complete(tmp_path: Path) -> None:
-    """Rank 0 finds the file of rank 1, incomplete, in the folder that they share."""
-    warned = tmp_path / "warned"
-    folder = tmp_path / "local"
-
-    def report() -> None:
-        train.report({})  # makes the channel
-        write_late(folder, warned)
-        train.report({}, checkpoint=Checkpoint.from_directory(folder), checkpoint_dir_name="both")
-
-    listener = TouchWhenPrinted(b"rank 0 still waits for rank 1", warned)
-    TorchDistributor(
-        2, use_gpu=False, storage_path=tmp_path, name="mine", timeout=120, listeners=[listener]
-    ).run(report)
-
-    stored = tmp_path / "mine" / "both"
-    assert [(stored / f"{rank}.txt").read_text() for rank in (0, 1)] == ["x\ny\n"] * 2
-
-
-def test_a_checkpoint_that_was_saved_in_storage_is_not_moved(tmp_path: Path) -> None:
-    """It is complete, although a rank is late."""
-    warned = tmp_path / "warned"
-
-    def report() -> None:
-        train.report({})  # makes the run's folder
-        folder = tmp_path / "mine" / "full_model"
-        write_late(folder, warned)
-        train.report(
-            {},
-            checkpoint=Checkpoint.from_directory(folder),
-            checkpoint_dir_name="full_model",
-            delete_local_checkpoint_after_upload=True,
-        )
-
-    listener = TouchWhenPrinted(b"rank 0 still waits for rank 1", warned)
-    TorchDistributor(
-        2, use_gpu=False, storage_path=tmp_path, name="mine", timeout=120, listeners=[listener]
-    ).run(report)
-
-    storage = Storage(tmp_path, "mine")
-    [(name, manifest)] = storage.committed()
-    assert {file.name: file.size for file in manifest.files[:2]} == {"0.txt": 4, "1.txt": 4}
-    assert find_damage(storage, name, manifest) is None
-    with pytest.raises(DistributorError, match=r"full_model already exists in .*mine, and is not"):
-        storage.describe("full_model")
 
 
 def test_kinds_of_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -190,20 +124,6 @@ def test_kinds_of_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert ranks.run(report) == {"epoch": 1, "accuracy": 0.9}
 
 
-def test_reports_do_not_accumulate_keys_in_the_store(tmp_path: Path) -> None:
-    def report() -> list[int]:
-        counts = []
-        for number in range(30):
-            saved = save(tmp_path, "x") if number % 3 == 0 else None
-            train.report({"loss": 1.0}, checkpoint=saved)
-            counts.append(session.session.reporter._rounds._channel._store.num_keys())
-        return counts
-
-    ranks = TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
-    counts = ranks.run(report)
-    assert max(counts[10:]) - min(counts[10:]) <= 6, counts
-
-
 def test_the_name_and_the_files_of_rank_0_are_kept(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,31 +149,6 @@ def test_the_name_and_the_files_of_rank_0_are_kept(
     assert printed.count("Several ranks report a file model.pt with different content") == 1
     assert "same.txt" not in printed
     assert printed.count("checkpoint_dir_name is 'of 1' on rank 1, but the checkpoint's name") == 1
-
-
-def test_ranks_without_a_checkpoint_do_not_wait_for_an_upload_in_the_background(
-    tmp_path: Path,
-) -> None:
-    def report() -> None:
-        if train.get_context().get_world_rank() == 0:
-            train.report({}, slow_to_read(tmp_path), checkpoint_upload_mode="ASYNC")
-        else:
-            train.report({})
-            (tmp_path / "continues").touch()
-
-    def slow_to_read(folder: Path) -> Checkpoint:
-        """Return a checkpoint whose upload cannot end before rank 1 continues."""
-        saved = save(folder, "x")
-        as_directory = Checkpoint.as_directory
-
-        def wait(self: Checkpoint) -> Any:
-            until((folder / "continues").exists, "rank 1 continues", 60)
-            return as_directory(self)
-
-        Checkpoint.as_directory = wait  # type: ignore[method-assign]
-        return saved
-
-    TorchDistributor(2, use_gpu=False, storage_path=tmp_path / "runs", timeout=120).run(report)
 
 
 def test_a_checkpoint_that_is_uploaded_when_the_program_has_failed(tmp_path: Path) -> None:
@@ -283,34 +178,27 @@ def test_a_checkpoint_that_is_uploaded_when_the_program_has_failed(tmp_path: Pat
     assert len(Storage(tmp_path / "runs", "mine").committed()) == 1
 
 
-def test_the_storage_of_a_run_has_rays_names(tmp_path: Path) -> None:
-    def report() -> dict[str, Any]:
-        storage = train.get_context().get_storage()
-        path = storage.build_checkpoint_path_from_name("epoch 3")
-        with pytest.raises(ValueError, match="elsewhere is not in the run's folder"):
-            storage.extract_checkpoint_dir_name_from_path("/elsewhere")
-        with pytest.raises(RuntimeError, match=r"call report\(metrics, checkpoint\)"):
-            storage.persist_current_checkpoint(Checkpoint(path), "epoch 3")
-        assert storage.make_default_checkpoint_dir_name().startswith("checkpoint_20")
-        return {
-            "filesystems": (storage.filesystem.type_name, storage.storage_filesystem.type_name),
-            "paths": (storage.storage_fs_path, storage.experiment_fs_path, storage.path),
-            "name": storage.experiment_dir_name,
-            "custom": storage.custom_fs_provided,
-            "read_only": storage.read_only,
-            "names": (path, storage.extract_checkpoint_dir_name_from_path(path)),
-            "cwd": storage.local_working_directory,
-        }
+def test_a_file_that_a_late_rank_still_writes_is_complete(tmp_path: Path) -> None:
+    """Rank 0 finds the file of rank 1, incomplete, in the folder that they share."""
+    warned = tmp_path / "warned"
+    folder = tmp_path / "local"
 
-    run = RunConfig("mine", tmp_path / "runs", pafs.LocalFileSystem(), settings={"timeout": 120})
-    folder = f"{tmp_path}/runs"
-    trainer = TorchTrainer(report, scaling_config=here(), run_config=run)
-    assert trainer.fit().return_value == {
-        "filesystems": ("local", "local"),
-        "paths": (folder, f"{folder}/mine", f"{folder}/mine"),
-        "name": "mine",
-        "custom": True,
-        "read_only": False,
-        "names": (f"{folder}/mine/epoch 3", "epoch 3"),
-        "cwd": os.getcwd(),
-    }
+    def report() -> None:
+        train.report({})  # makes the channel
+        store_channel.LATE_WARNING_SECONDS = 0.5
+        rank = train.get_context().get_world_rank()
+        folder.mkdir(exist_ok=True)
+        with (folder / f"{rank}.txt").open("w", buffering=1) as file:
+            file.write("x\n")
+            if rank == 1:
+                until(warned.exists, "rank 0 waits in its report", 60)
+            file.write("y\n")
+        train.report({}, checkpoint=Checkpoint.from_directory(folder), checkpoint_dir_name="both")
+
+    listener = TouchWhenPrinted(b"rank 0 still waits for rank 1", warned)
+    TorchDistributor(
+        2, use_gpu=False, storage_path=tmp_path, name="mine", timeout=120, listeners=[listener]
+    ).run(report)
+
+    stored = tmp_path / "mine" / "both"
+    assert [(stored / f"{rank}.txt").read_text() for rank in (0, 1)] == ["x\ny\n"] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -89,57 +88,6 @@ def test_a_damaged_checkpoint_is_skipped(
     assert "checkpoint_000001 is skipped: " in capsys.readouterr().out
 
 
-def test_the_name_of_a_damaged_checkpoint_can_be_used_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def report() -> str | None:
-        found = train.get_checkpoint()
-        epoch = 0 if found is None else int(found.path[-1]) + 1
-        for each in range(epoch, 2):
-            train.report(
-                {}, checkpoint=save(tmp_path / "local", "x"), checkpoint_dir_name=f"epoch_{each}"
-            )
-        return found and found.path[-7:]
-
-    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="mine")
-    assert ranks.run(report) is None
-    (tmp_path / "mine" / "epoch_1" / "0.txt").write_text("y")
-    assert ranks.run(report) == "epoch_0"
-    assert "epoch_1 is skipped" in capfd.readouterr().out
-    assert ranks.run(report) == "epoch_1"
-
-    manifest = tmp_path / "mine" / "epoch_1" / MANIFEST
-    manifest.write_text(manifest.read_text().replace("index", "idnex"))
-    assert ranks.run(report) == "epoch_0"
-    assert "epoch_1 is skipped: its manifest is damaged" in capfd.readouterr().out
-
-
-def test_a_hard_link_left_by_a_killed_rank_is_broken(tmp_path: Path) -> None:
-    local = tmp_path / "local"
-
-    def report(text: str) -> str:
-        found = train.get_checkpoint()
-        local.mkdir(exist_ok=True)
-        (local / "state").write_text(text)  # overwrites the content of an existing file
-        if found is None:
-            checkpoint = Checkpoint.from_directory(local)
-            train.report({}, checkpoint, delete_local_checkpoint_after_upload=True)
-            return ""
-        return Path(found.path, "state").read_text()
-
-    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path / "runs", name="mine")
-    ranks.run(report, "saved")
-    stored = tmp_path / "runs/mine/checkpoint_000000/state"
-    assert stored.stat().st_nlink == 1
-    local.mkdir()
-    os.link(stored, local / "state")  # as if killed before it removed the folder
-
-    assert ranks.run(report, "of the next attempt") == "saved"
-    assert (local / "state").read_text() == "of the next attempt"
-    assert {path.name for path in stored.parent.iterdir()} >= {"state"}
-    assert not list(stored.parent.glob("*.partial"))
-
-
 def test_files_of_a_killed_attempt_are_removed_from_a_checkpoint_of_the_same_name(
     tmp_path: Path,
 ) -> None:
@@ -155,31 +103,7 @@ def test_files_of_a_killed_attempt_are_removed_from_a_checkpoint_of_the_same_nam
     assert sorted(files) == [MANIFEST, ".reports.jsonl", "0.txt"]
 
 
-def test_running_a_finished_training_again_loses_no_report(tmp_path: Path) -> None:
-    def report() -> None:
-        if train.get_checkpoint() is None:
-            train.report({"step": 0}, checkpoint=save(tmp_path / "local", "x"))
-            train.report({"step": 1})
-
-    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="mine")
-    for _ in range(2):
-        ranks.run(report)
-        assert train.Result.from_path(tmp_path / "mine").metrics == {"step": 1}
-
-
-def test_reports_after_the_checkpoint_are_forgotten(tmp_path: Path) -> None:
-    def report() -> None:
-        for step in range(0 if train.get_checkpoint() is None else 1, 3):
-            saved = save(tmp_path / "local", "x") if step == 0 else None
-            train.report({"step": step}, checkpoint=saved)
-
-    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="mine")
-    for _ in range(2):
-        ranks.run(report)
-        reports = train.Result.from_path(tmp_path / "mine").reports
-        assert [each.metrics for each in reports] == [{"step": step} for step in range(3)]
-
-
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(fsdp, "fully_shard"), reason=f"torch {torch.__version__} has another fully_shard"
 )
@@ -236,3 +160,34 @@ def test_a_checkpoint_sharded_on_four_ranks_loads_on_others(tmp_path: Path) -> N
         loaded = TorchDistributor(ranks, **where).run(train_some, 0)
         assert loaded.keys() == saved.keys()
         assert all((loaded[name] == saved[name]).all() for name in saved)
+
+
+def test_the_name_of_a_damaged_checkpoint_can_be_used_again(tmp_path: Path) -> None:
+    def report() -> str | None:
+        found = train.get_checkpoint()
+        for epoch in range(0 if found is None else int(found.path[-1]) + 1, 2):
+            saved = save(tmp_path / "local", "x")
+            train.report({}, checkpoint=saved, checkpoint_dir_name=f"epoch_{epoch}")
+        return found and found.path[-7:]
+
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="mine")
+    assert ranks.run(report) is None
+    manifest = tmp_path / "mine" / "epoch_1" / MANIFEST
+    manifest.write_text(manifest.read_text().replace("index", "idnex"))
+    assert ranks.run(report) == "epoch_0"
+    assert ranks.run(report) == "epoch_1"
+
+
+def test_reports_after_the_checkpoint_are_forgotten(tmp_path: Path) -> None:
+    """Unless the training is finished, and reports nothing when it runs again."""
+
+    def report(stop: int) -> None:
+        for step in range(0 if train.get_checkpoint() is None else 1, stop):
+            saved = save(tmp_path / "local", "x") if step == 0 else None
+            train.report({"step": step}, checkpoint=saved)
+
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, name="mine")
+    for stop in (3, 3, 0):
+        ranks.run(report, stop)
+        reports = train.Result.from_path(tmp_path / "mine").reports
+        assert [each.metrics for each in reports] == [{"step": step} for step in range(3)]

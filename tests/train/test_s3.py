@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from distributor.train.storage.manifest import CHECKPOINT_LOG
 from distributor.train.torch import TorchTrainer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-Distribute = Callable[..., TorchDistributor]
 KEYS = {
     "AWS_ACCESS_KEY_ID": "testing",
     "AWS_SECRET_ACCESS_KEY": "testing-too",
@@ -104,19 +103,15 @@ def two_ranks(runs: str, **settings: Any) -> TorchDistributor:
     return TorchDistributor(2, use_gpu=False, **settings)
 
 
-@pytest.mark.parametrize(
-    "distribute",
-    [
-        pytest.param("local", marks=pytest.mark.slow),
-        pytest.param("cluster", marks=pytest.mark.spark),
-    ],
-    indirect=True,
-)
+@pytest.mark.slow
+@pytest.mark.spark
 def test_the_next_run_resumes_from_the_reported_checkpoint(
-    runs: str, distribute: Distribute, tmp_path: Path
+    runs: str, spark: Any, tmp_path: Path
 ) -> None:
-    """Also on a cluster, whose executors have only the credentials that the run passes to ranks."""
-    ranks = distribute(2, storage_path=runs, name="mine", env=KEYS)
+    """On a cluster, whose executors have only the credentials that the run passes to ranks."""
+    ranks = TorchDistributor(
+        2, local_mode=False, use_gpu=False, storage_path=runs, name="mine", env=KEYS, timeout=120
+    )
     ranks.run(count, tmp_path, 2)
 
     results = ranks.run_all(count, tmp_path, 3)
@@ -135,28 +130,7 @@ def test_the_next_run_resumes_from_the_reported_checkpoint(
     }
 
 
-def test_a_trainer_keeps_num_to_keep_checkpoints(runs: str, tmp_path: Path) -> None:
-    result = TorchTrainer(
-        lambda: count(tmp_path, 4),
-        scaling_config=ScalingConfig(num_workers=2, local_mode=True),
-        run_config=RunConfig(
-            storage_path=runs, name="mine", checkpoint_config=CheckpointConfig(num_to_keep=2)
-        ),
-    ).fit()
-
-    kept = [checkpoint.path for checkpoint, _ in result.best_checkpoints]
-    assert kept == [f"bucket/deep/runs/mine/checkpoint_00000{step}" for step in (2, 3)]
-    assert [report.metrics["step"] for report in result.reports] == [0, 1, 2, 3]
-    with pytest.raises(FileNotFoundError, match="There is no checkpoint at bucket/deep/runs/mine"):
-        Storage(runs, "mine").checkpoint("checkpoint_000000").to_directory(tmp_path / "copy")
-
-
-def test_a_missing_bucket_is_an_error_that_names_it(runs: str) -> None:
-    ranks = two_ranks(runs.replace("bucket", "nowhere"))
-    with pytest.raises(DistributorError, match=r"Rank 0 on .*nowhere"):
-        ranks.run(lambda: train.report({"loss": 1.0}))
-
-
+@pytest.mark.slow
 def test_permissions_for_the_folder_of_the_run_are_sufficient(
     runs: str, server: str, tmp_path: Path
 ) -> None:
@@ -189,3 +163,23 @@ def credentials(server: str, allowed: dict[str, str]) -> dict[str, str]:
         "AWS_ACCESS_KEY_ID": key["AccessKeyId"],
         "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"],
     }
+
+
+def test_a_trainer_resumes_and_keeps_num_to_keep_checkpoints(runs: str, tmp_path: Path) -> None:
+    def fit(stop: int) -> train.Result:
+        return TorchTrainer(
+            lambda: count(tmp_path, stop),
+            scaling_config=ScalingConfig(num_workers=2, local_mode=True),
+            run_config=RunConfig(
+                storage_path=runs, name="mine", checkpoint_config=CheckpointConfig(num_to_keep=2)
+            ),
+        ).fit()
+
+    fit(3)
+    result = fit(4)
+    assert result.return_value["start"] == 3
+    kept = [checkpoint.path for checkpoint, _ in result.best_checkpoints]
+    assert kept == [f"bucket/deep/runs/mine/checkpoint_00000{step}" for step in (2, 3)]
+    assert [report.metrics["step"] for report in result.reports] == [0, 1, 2, 3]
+    with pytest.raises(FileNotFoundError, match="There is no checkpoint at bucket/deep/runs/mine"):
+        Storage(runs, "mine").checkpoint("checkpoint_000000").to_directory(tmp_path / "copy")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-import re
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -16,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import plain, training
+from support.reports import save
 from support.training import BATCH, EPOCHS, SAMPLES, here, samples, trainer
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from distributor import RunTimeout, TorchDistributor, train
 from distributor.train import (
-    Checkpoint,
     CheckpointConfig,
     RunConfig,
 )
@@ -39,7 +36,9 @@ cloudpickle.register_pickle_by_value(plain)
 TIMEOUT = {"timeout": 120, "show_output": "none"}
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "workers", [*(pytest.param(few, marks=pytest.mark.slow) for few in (1, 2)), 3]
+)
 def test_an_epoch_resumes_on_other_ranks(tmp_path: Path, workers: int) -> None:
     stopped = trainer(tmp_path, workers=4, stop_at=2).fit()
     assert stopped.return_value == [2]
@@ -69,95 +68,6 @@ def test_the_ranks_run_on_the_active_spark_session(
         "one; ScalingConfig(local_mode=True) runs them on this machine."
     )
     assert "Started distributed training with 1 executor process" in lines
-
-
-NO_SESSION = """
-import sys, tempfile
-from pathlib import Path
-from distributor import train
-from distributor.train.torch import TorchTrainer
-
-def save():
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "weights").write_text("1, 2, 3")
-        train.report({"a": 1}, checkpoint=train.Checkpoint.from_directory(folder))
-
-for _ in range(2):
-    TorchTrainer(save, run_config=train.RunConfig("mine", sys.argv[1])).fit()
-"""
-
-
-def test_the_ranks_run_here_without_a_session_and_a_name_continues(
-    run_driver: Any, tmp_path: Path
-) -> None:
-    lines = run_driver(NO_SESSION, str(tmp_path)).stderr.splitlines()
-    first = "TorchTrainer runs its ranks on this machine, because there is no active Spark session."
-    begins = [number for number, line in enumerate(lines) if line == first]
-    assert (len(begins), begins[0]) == (2, 0)
-    resuming = [number for number, line in enumerate(lines) if line.startswith("Resuming")]
-    assert resuming == [begins[1] + 1]
-    assert lines[resuming[0]] == (
-        f"Resuming mine from checkpoint_000000 in {tmp_path}. Another name starts anew."
-    )
-
-
-def test_best_checkpoints_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def loop() -> None:
-        for step, accuracy in enumerate([0.5, 0.9, 0.7, 0.6]):
-            with tempfile.TemporaryDirectory() as folder:
-                Path(folder, "step").write_text(str(step))
-                rank = train.get_context().get_world_rank()
-                checkpoint = Checkpoint.from_directory(folder) if rank == 0 else None
-                train.report({"accuracy": accuracy}, checkpoint=checkpoint)
-        train.report({"accuracy": 0.1}, checkpoint=None)
-
-    config = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="accuracy")
-    run = RunConfig(storage_path=tmp_path, checkpoint_config=config, settings=TIMEOUT)
-    result = TorchTrainer(loop, scaling_config=here(2), run_config=run).fit()
-
-    assert result.best_checkpoints is not None
-    assert [metrics["accuracy"] for _, metrics in result.best_checkpoints] == [0.7, 0.9]
-    assert result.metrics_dataframe is not None
-    assert result.metrics_dataframe["accuracy"].tolist() == [0.7, 0.9]
-    assert result.path is not None
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    assert train.Result.from_path(result.path).metrics_dataframe is None, "without pandas"
-    best = result.get_best_checkpoint("accuracy", "max")
-    assert best == result.best_checkpoints[1][0]
-    assert best.path.endswith("checkpoint_000001")
-    assert result.checkpoint
-    assert result.checkpoint.path.endswith("checkpoint_000003"), "the latest is kept, too"
-    assert sorted(path.name for path in Path(result.path or "").glob("checkpoint_*")) == [
-        f"checkpoint_00000{number}" for number in (1, 2, 3)
-    ]
-    assert result.metrics == {"accuracy": 0.1}
-    again = train.Result.from_path(f"{result.path}/")
-    assert again.best_checkpoints == result.best_checkpoints
-    assert (again.checkpoint, again.reports) == (result.checkpoint, result.reports)
-    lines = Path(result.path or "", "reports.jsonl").read_text().splitlines()
-    assert [json.loads(line)["metrics"]["accuracy"] for line in lines] == [0.5, 0.9, 0.7, 0.6, 0.1]
-
-
-def test_a_checkpoint_without_the_score_ranks_last(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def loop() -> None:
-        for metrics in ({"val": {"loss": 2.0}}, {"loss": 1.0}, {"loss": 0.5}, {"val/loss": 3.0}):
-            with tempfile.TemporaryDirectory() as folder:
-                Path(folder, "weights").write_text("1, 2, 3")
-                train.report(metrics, checkpoint=Checkpoint.from_directory(folder))
-
-    config = CheckpointConfig(
-        num_to_keep=1, checkpoint_score_attribute="val/loss", checkpoint_score_order="min"
-    )
-    run = RunConfig(storage_path=tmp_path, checkpoint_config=config, settings={"timeout": 120})
-    result = TorchTrainer(loop, scaling_config=here(), run_config=run).fit()
-    assert result.best_checkpoints is not None
-    assert [metrics for _, metrics in result.best_checkpoints] == [{"val": {"loss": 2.0}}]
-    assert result.checkpoint
-    assert result.checkpoint.path.endswith("checkpoint_000003")
-    warning = "checkpoint_score_attribute is 'val/loss', but the metrics .* no such number"
-    assert len(re.findall(warning, capfd.readouterr().out)) == 1
 
 
 def test_failed_ranks_raise_their_exceptions_inside_rays(tmp_path: Path) -> None:
@@ -200,27 +110,6 @@ def test_the_training_function_has_a_process_group_and_a_device(tmp_path: Path) 
     assert result.path == str(tmp_path / "mine")
 
 
-def test_a_training_resumes_from_the_checkpoint_of_another(tmp_path: Path) -> None:
-    def loop() -> Any:
-        found = train.get_checkpoint()
-        assert found is not None
-        with found.as_directory() as folder:
-            return Path(folder, "weights").read_text()
-
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "weights").write_text("1, 2, 3")
-    run = RunConfig(storage_path=tmp_path / "new", settings=TIMEOUT)
-    checkpoint = Checkpoint.from_directory(tmp_path / "old")
-    resumed = TorchTrainer(
-        loop, scaling_config=here(), run_config=run, resume_from_checkpoint=checkpoint
-    )
-    assert resumed.fit().return_value == "1, 2, 3"
-    (tmp_path / "old" / "weights").unlink()
-    (tmp_path / "old").rmdir()
-    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
-        TorchTrainer(loop, run_config=run, resume_from_checkpoint=checkpoint)
-
-
 def test_prepare_model_works_in_a_run_without_a_trainer(tmp_path: Path) -> None:
     def loop() -> Any:
         model = prepare_model(torch.nn.Linear(2, 2))
@@ -232,23 +121,6 @@ def test_prepare_model_works_in_a_run_without_a_trainer(tmp_path: Path) -> None:
 
     kinds = TorchDistributor(2, use_gpu=False, timeout=120, show_output="none").run(loop)
     assert kinds == ["DistributedDataParallel", "FullyShardedDataParallel", "Linear"]
-
-
-def test_a_configuration_can_change_until_the_training_starts(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run, scaling = RunConfig(), here()
-    assert run.name != RunConfig().name
-    assert run.storage_path == str(Path("~/distributor_results").expanduser())
-    run.storage_path, run.settings = tmp_path, TIMEOUT
-    trainer = TorchTrainer(lambda: None, run_config=run, scaling_config=scaling)
-    trainer.run_config.name, scaling.num_workers = "later", 2
-    trainer.run_config.logging_config.log_level = "warning"
-    assert trainer.fit().path == str(tmp_path / "later")
-    assert capfd.readouterr().err == "", "messages are below the level"
-    scaling.num_workers = -1
-    with pytest.raises(ValueError, match="num_workers has to be a positive integer"):
-        trainer.fit()
 
 
 def test_a_custom_sampler_is_kept_on_one_rank_and_replaced_on_several(
@@ -283,8 +155,8 @@ def test_tensors_in_batches_of_any_type_are_moved_to_the_device() -> None:
     assert pair[1] == 3
 
 
-@pytest.mark.parametrize("length", [1, 7, 12])
-def test_all_ranks_get_the_same_number_of_samples(length: int) -> None:
+def test_all_ranks_get_the_same_number_of_samples() -> None:
+    length = 7
     for size in (1, 2, 5):
         for start in range(length + 1):
             shares = [
@@ -296,3 +168,33 @@ def test_all_ranks_get_the_same_number_of_samples(length: int) -> None:
             assert len({len(each) for each in samples_of}) == 1
             assert len({sample for each in samples_of for sample in each}) == length - start
             assert [len(each) for each in samples_of] == [-(-(length - start) // size)] * size
+
+
+def test_best_checkpoints_are_kept(tmp_path: Path) -> None:
+    def loop() -> None:
+        for step, accuracy in enumerate([0.5, 0.9, 0.7, 0.6]):
+            saved = (
+                save(tmp_path / str(step), "x")
+                if train.get_context().get_world_rank() == 0
+                else None
+            )
+            train.report({"accuracy": accuracy}, checkpoint=saved)
+        train.report({"accuracy": 0.1}, checkpoint=None)
+
+    config = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="accuracy")
+    run = RunConfig("mine", tmp_path, checkpoint_config=config, settings=TIMEOUT)
+    result = TorchTrainer(loop, scaling_config=here(2), run_config=run).fit()
+
+    assert result.metrics == {"accuracy": 0.1}
+    assert [report.metrics["accuracy"] for report in result.reports] == [0.5, 0.9, 0.7, 0.6, 0.1]
+    assert [metrics["accuracy"] for _, metrics in result.best_checkpoints] == [0.7, 0.9]
+    assert result.metrics_dataframe is not None
+    assert result.metrics_dataframe["accuracy"].tolist() == [0.7, 0.9]
+    assert result.get_best_checkpoint("accuracy", "max") == result.best_checkpoints[1][0]
+    assert result.checkpoint
+    assert result.checkpoint.path.endswith("checkpoint_000003"), "the latest is kept, too"
+    kept = sorted(path.name[-1] for path in (tmp_path / "mine").glob("checkpoint_*"))
+    assert kept == ["1", "2", "3"]
+    again = train.Result.from_path(tmp_path / "mine")
+    assert again.best_checkpoints == result.best_checkpoints
+    assert (again.checkpoint, again.reports) == (result.checkpoint, result.reports)
