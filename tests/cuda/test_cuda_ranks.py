@@ -22,7 +22,6 @@ from support.cuda import (
 )
 
 from distributor import RunStalled, TorchDistributor, WorkerDied
-from distributor.core.gpus import cpus_near
 from distributor.node.process.supervisor import is_supported
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -57,18 +56,6 @@ def test_one_rank_on_nccl() -> None:
 
 def test_ranks_that_share_a_gpu_reduce_its_tensors_on_gloo() -> None:
     assert shared(3).run_all(reduce, "gloo") == [("gloo", device_type(), 6.0)] * 3
-
-
-@only_on_gpu
-def test_a_rank_is_bound_to_the_cpus_near_its_gpu() -> None:
-    def cpus() -> tuple[set[int], set[int]]:
-        return os.sched_getaffinity(0), cpus_near(os.environ["CUDA_VISIBLE_DEVICES"])
-
-    runner = TorchDistributor(1, local_mode=True, use_gpu=True, numa_binding=True, timeout=120)
-    used, near = runner.run(cpus)
-    if not near:
-        pytest.skip("the driver does not say which CPUs are near the GPU")
-    assert used == near & os.sched_getaffinity(0)
 
 
 @only_on_gpu
@@ -169,19 +156,3 @@ def index_beyond_the_end() -> str:
 def test_a_kernel_that_fails_after_the_last_statement_fails_the_run() -> None:
     with pytest.raises(Exception, match="device-side assert"):
         shared(1).run(index_beyond_the_end)
-
-
-def compiled() -> float:
-    import torch
-
-    function = torch.compile(lambda x: (x * 2 + 1).relu())
-    x = torch.arange(-4.0, 4.0, device=device_type())
-    assert torch.equal(function(x), (x * 2 + 1).relu())
-    return float(function(x).sum())
-
-
-@only_on_gpu
-def test_torch_compile_in_a_warm_rank() -> None:
-    pytest.importorskip("triton", reason="torch.compile needs triton")
-    runner = shared(1)
-    assert runner.run(compiled) == runner.run(compiled) == 16.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -112,47 +111,3 @@ def test_fsdp2_with_mixed_precision(runner: TorchDistributor) -> None:
         "parameters": {device_type()},
         "fell": True,
     }
-
-
-def train_until_failure(config: dict[str, Any]) -> None:
-    """Report a step's checkpoint; fail once after the second, and go on from there."""
-    import tempfile
-
-    import torch
-
-    from distributor import train
-    from distributor.train.torch import get_device, prepare_model
-
-    model = prepare_model(network().cpu())
-    done, checkpoint = 0, train.get_checkpoint()
-    if checkpoint:
-        with checkpoint.as_directory() as folder:
-            state = torch.load(f"{folder}/state.pt", map_location=get_device())
-            model.load_state_dict(state["model"])
-            done = state["done"]
-    for step in range(done, 4):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(step + 1.0)
-        with tempfile.TemporaryDirectory() as folder:
-            torch.save({"model": model.state_dict(), "done": step + 1}, f"{folder}/state.pt")
-            metrics = {"step": step + 1, "resumed_at": done}
-            train.report(metrics, checkpoint=train.Checkpoint.from_directory(folder))
-        if step == 1 and not checkpoint:
-            raise RuntimeError("a failure in the first attempt")
-
-
-def test_a_training_on_a_gpu_resumes_after_a_failure(tmp_path: Path) -> None:
-    from distributor import train
-    from distributor.train.torch import TorchTrainer
-
-    use_gpu = device_type() == "cuda"
-    result = TorchTrainer(
-        train_until_failure,
-        train_loop_config={},
-        scaling_config=train.ScalingConfig(num_workers=1, use_gpu=use_gpu),
-        run_config=train.RunConfig(
-            storage_path=str(tmp_path), failure_config=train.FailureConfig(max_failures=1)
-        ),
-    ).fit()
-    assert result.metrics == {**result.metrics, "step": 4, "resumed_at": 2}

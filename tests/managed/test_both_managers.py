@@ -134,21 +134,21 @@ def start(cluster: Manager) -> Iterator[Start]:
     until(lambda: not marked(mark), "no process of the ranks is left")
 
 
-def check_cause(cluster: Manager, kill: str, result: Any, placing: str = "barrier") -> None:
+def check_cause(cluster: Manager, kill: str, result: Any) -> None:
     """Print a row of the table of kills, which pytest shows with ``-rP``; check the cause."""
     [cause] = result["causes"]
-    print(f"{cluster.name} | {placing} | {kill} | {result['seconds']:.1f} s | {cause[:300]!r}")
+    print(f"{cluster.name} | {kill} | {result['seconds']:.1f} s | {cause[:300]!r}")
     assert ("WorkerDied: " if kill == "rank" else "NodeLost: ") in cause
 
 
 def check_that_it_resumes(
-    cluster: Manager, session: ManagedSession, start: Start, kill: str, placing: str
+    cluster: Manager, session: ManagedSession, start: Start, kill: str
 ) -> None:
     if kill not in KILLS[cluster.name]:
         pytest.skip(f"{cluster.name} has no {kill}")
     start(session, kill)
     result = session.result()
-    check_cause(cluster, kill, result, placing)
+    check_cause(cluster, kill, result)
     assert result["step"] == 2
     assert result["first"] == (2 if kill == "eviction" else 1)
 
@@ -213,7 +213,7 @@ def dynamic_session(cluster: Manager) -> Iterator[ManagedSession]:
 def test_the_next_attempt_resumes_with_dynamic_allocation(
     cluster: Manager, dynamic_session: ManagedSession, start: Start, kill: str
 ) -> None:
-    check_that_it_resumes(cluster, dynamic_session, start, kill, "dynamic allocation")
+    check_that_it_resumes(cluster, dynamic_session, start, kill)
 
 
 @pytest.fixture(scope="module")
@@ -254,15 +254,8 @@ def test_a_container_without_memory_says_so(session: ManagedSession) -> None:
     assert "spark.executor.memoryOverhead" in caught.value.message
 
 
-def test_more_ranks_than_slots_are_refused_at_once(session: ManagedSession) -> None:
-    with pytest.raises(Failed, match="never have room for more than 2") as caught:
-        session.run("ranks(3).run(print)")
-    assert "spark.cores.max" not in caught.value.message
-    assert caught.value.seconds < 30
-
-
 @pytest.mark.parametrize("kill", ["rank", "executor", "container", "pod", "eviction"])
 def test_the_next_attempt_resumes(
     cluster: Manager, session: ManagedSession, start: Start, kill: str
 ) -> None:
-    check_that_it_resumes(cluster, session, start, kill, "barrier")
+    check_that_it_resumes(cluster, session, start, kill)

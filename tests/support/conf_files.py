@@ -81,14 +81,12 @@ def properties(
     return text + "".join(f"{key} {value}\n" for key, value in further.items())
 
 
-def pod_template(gpus: int = 0) -> dict[str, Any]:
-    """Return the pod template of conf/, for nodes with so many GPUs."""
+def pod_template() -> dict[str, Any]:
+    """Return the pod template of conf/, for nodes without GPUs."""
     pod: dict[str, Any] = load_yaml(CONF / "executor-pod-template.yaml")
     pod["spec"]["volumes"][0]["emptyDir"]["sizeLimit"] = "1Gi"
+    for key in ("nodeSelector", "tolerations"):
+        del pod["spec"][key]
     [container] = pod["spec"]["containers"]
-    container["resources"]["limits"] = {"nvidia.com/gpu": gpus}
-    if not gpus:
-        for key in ("nodeSelector", "tolerations"):
-            del pod["spec"][key]
-        del container["resources"]
+    del container["resources"]
     return pod

@@ -330,9 +330,7 @@ def _own_address(name: str) -> str:
         return str(sock.getsockname()[0])
 
 
-def gpus_of_a_node(name: str) -> int:
-    """Return how many GPUs a node of the cluster has, real or not; 0 if no cluster is known."""
-    if name == "kubernetes":
-        return int(os.environ.get("KUBERNETES_GPUS", "0"))
+def gpus_of_a_node() -> int:
+    """Return how many GPUs a node of YARN has, real or not; 0 if no cluster is known."""
     known = properties_of_hadoop("resource-types.xml")
     return int(known.get("yarn.resource-types.yarn.io/gpu.maximum-allocation", 0))
