@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from support.project_files import load_yaml
 
 ROOT = Path(__file__).parents[1]
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
@@ -15,19 +14,6 @@ pytestmark = [
     pytest.mark.repository,
     pytest.mark.skipif(not CONTRIBUTING.exists(), reason="not in a checkout"),
 ]
-
-
-def test_the_hooks_are_the_checks_of_make_lint() -> None:
-    [repository] = load_yaml(ROOT / ".pre-commit-config.yaml")["repos"]
-    assert repository["repo"] == "local", "nothing is downloaded"
-    hooks = repository["hooks"]
-    assert {hook["language"] for hook in hooks} == {"system"}
-    recipe = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
-    checks = [
-        line.strip().replace("$(VENV)", ".venv").replace(" --check", "")
-        for line in recipe.splitlines()[1:]
-    ]
-    assert [hook["entry"].replace(" --force-exclude", "") for hook in hooks] == checks
 
 
 def test_contributing_names_targets_and_files_that_exist() -> None:

@@ -27,8 +27,7 @@ from support.ray_clusters import (
 )
 from support.waiting import assert_gone, until
 
-import distributor.air
-from distributor import DistributorError, ExecutorNotReady, air, runtime, serverless_gpu
+from distributor import DistributorError, ExecutorNotReady, air, runtime
 from distributor.node.agent.worker_env import RANK_VARIABLES
 from distributor.node.process.scratch import create_elsewhere, remove_scratch
 from distributor.ray import ray_launch
@@ -260,12 +259,6 @@ def assert_run_ended(run: list[Any]) -> None:
 
 
 # Without a cluster
-
-
-def test_the_names_of_the_other_packages() -> None:
-    assert serverless_gpu.ray.ray_launch is air.ray_launch is ray_launch
-    assert distributor.air.distributed is serverless_gpu.distributed
-    assert isinstance(ray_launch(stay), serverless_gpu.ray.RayFunction)
 
 
 def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

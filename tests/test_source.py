@@ -62,31 +62,11 @@ def compiled_only(folder: Path) -> Path:
     return folder
 
 
-def editable(folder: Path) -> Path:
-    """Install as setuptools does for some editable installs: by a finder instead of a path."""
-    finder = folder.with_name("finder")
-    init = folder / "distributor" / "__init__.py"
-    finder.mkdir()
-    (finder / "sitecustomize.py").write_text(
-        "import sys\n"
-        "from importlib.util import spec_from_file_location\n"
-        "class Finder:\n"
-        "    @classmethod\n"
-        "    def find_spec(cls, name, path=None, target=None):\n"
-        "        if name == 'distributor':\n"
-        f"            return spec_from_file_location(name, {str(init)!r})\n"
-        "sys.meta_path.append(Finder)\n"
-    )
-    return finder
-
-
 CHECKING = """
 import json, os, sys, types
 
 archive, digest, text, already, *entries = json.loads(sys.stdin.read())
 sys.path[:0] = entries
-if os.path.exists(entries[0] + "/sitecustomize.py"):
-    import sitecustomize
 if already:
     import distributor.wire.messages
 
@@ -122,11 +102,9 @@ def checked(tmp_path: Path, entry: Path, *, already: bool = False) -> list[Any]:
     return [archive, *facts]
 
 
-@pytest.mark.parametrize(("form", "already"), [(zipped, False), (editable, True)])
-def test_a_copy_with_the_same_source_is_used(
-    form: Callable[[Path], Path], already: bool, tmp_path: Path
-) -> None:
-    entry = form(copy_to(tmp_path / "copy"))
+@pytest.mark.parametrize("already", [False, True])
+def test_a_copy_with_the_same_source_is_used(already: bool, tmp_path: Path) -> None:
+    entry = zipped(copy_to(tmp_path / "copy"))
 
     _, replaced, used, works, again, archives = checked(tmp_path, entry, already=already)
 
@@ -136,8 +114,8 @@ def test_a_copy_with_the_same_source_is_used(
 
 @pytest.mark.parametrize(
     ("form", "already"),
-    [(lambda folder: folder, True), (editable, False), (compiled_only, False)],
-    ids=["imported", "editable", "bytecode"],
+    [(lambda folder: folder, True), (zipped, False), (compiled_only, False)],
+    ids=["imported", "zip", "bytecode"],
 )
 def test_a_copy_with_another_source_is_not_imported(
     form: Callable[[Path], Path], already: bool, tmp_path: Path

@@ -78,23 +78,7 @@ def compute_elsewhere(seconds: float) -> str:
     return "done"
 
 
-def print_now_and_then(seconds: float) -> str:
-    import time
-
-    for _ in range(round(2 * seconds / WARNING)):
-        time.sleep(WARNING / 2)
-        print("still here", flush=True)
-    return "done"
-
-
-@pytest.mark.parametrize(
-    "work",
-    [
-        compute,
-        pytest.param(compute_elsewhere, marks=pytest.mark.slow),
-        pytest.param(print_now_and_then, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("work", [compute, pytest.param(compute_elsewhere, marks=pytest.mark.slow)])
 def test_a_busy_run_is_not_warned_of(
     work: Callable[[float], str], warned: Callable[[], list[str]]
 ) -> None:

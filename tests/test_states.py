@@ -7,7 +7,6 @@ import enum
 import pytest
 from support.states import DOCUMENT, MACHINES, documented_tables, unreachable, with_tables
 
-from distributor.control.controller import RunEvent, RunState
 from distributor.core.states import StateMachine, Table
 
 
@@ -46,13 +45,3 @@ def test_the_document_shows_the_tables_of_the_code() -> None:
     text = DOCUMENT.read_text()
     assert documented_tables(text).keys() == MACHINES.keys()
     assert text == with_tables(text), "PYTHONPATH=tests python -m support.states rewrites them"
-
-
-def test_an_attempt_can_end_in_each_state() -> None:
-    """An error is raised, or the messages are received: no state is left without a way out."""
-    for state in RunState:
-        events = {event for of, event in MACHINES["run"].table if of is state}
-        if state is RunState.ENDED:
-            assert events == set()
-        else:
-            assert events & {RunEvent.ERROR_RAISED, RunEvent.DRAINED}, state

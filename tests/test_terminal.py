@@ -1,4 +1,4 @@
-"""The command line on a narrow terminal."""
+"""The command line on a terminal."""
 
 from __future__ import annotations
 
@@ -15,20 +15,7 @@ from conftest import needs_java
 
 pexpect = pytest.importorskip("pexpect")
 DEADLINE = 120
-PROGRAM = """
-import os, sys, time
-import torch.distributed as dist
-from distributor import runtime
-
-dist.init_process_group("gloo")
-for step in range(1, 31):
-    runtime.progress(step, 30, loss=1 / step)
-    time.sleep(0.1)
-print("trained for 30 steps, which is a line that needs more than forty columns")
-dist.barrier()
-if "hang" in sys.argv:
-    time.sleep(600)
-"""
+PROGRAM = "import time; time.sleep(600)"
 
 
 @pytest.fixture

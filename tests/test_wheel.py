@@ -194,11 +194,3 @@ def test_the_command_line_says_so_too(bare: Path, tmp_path: Path) -> None:
     assert "Traceback" not in err
     code, out, err = run(bare, "", tmp_path, "-m", "distributor", "doctor", "--json")
     assert code == 0, out + err
-
-
-def test_a_platforms_own_pyspark_is_not_replaced(bare: Path, tmp_path: Path) -> None:
-    (tmp_path / "platform" / "pyspark").mkdir(parents=True)
-    program = "from distributor import TorchDistributor\nTorchDistributor(2, False, False)\n"
-    code, _, err = run(bare, program, tmp_path, PYTHONPATH=str(tmp_path / "platform"))
-    assert code == 1
-    assert err.endswith(": pip install pyarrow pandas.\n")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from distributor.diagnosis.report import (
     Report,
     Status,
@@ -15,7 +13,6 @@ from distributor.diagnosis.report import (
     ok,
     warning,
 )
-from distributor.spark.java import java_major
 
 REPORT = Report(
     (
@@ -61,10 +58,3 @@ def test_hosts_that_are_alike_share_a_row() -> None:
         ("disk", "3 GB; 4 GB", "one, two"),
         ("storage", "missing", "two"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("version", "major"), [("17.0.15", 17), ("1.8.0_392", 8), ("21", 21), ("", 0)]
-)
-def test_the_major_version_of_java(version: str, major: int) -> None:
-    assert java_major(version) == major

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 from conftest import needs_java
 from support.doctor import doctor
 from support.machines import small_disk, why_not_mounted
-from support.packages import python_that_begins
 from support.ports import free_port
 
 import distributor
@@ -53,13 +51,6 @@ def test_bad_input_is_refused(arguments: list[str], error: str) -> None:
 
     assert done.returncode == 2
     assert error in done.stderr
-
-
-def test_python_has_the_names_of_parameters() -> None:
-    with pytest.raises(ValueError, match=r"^num_processes has to be a positive integer"):
-        distributor.doctor(0)
-    with pytest.raises(ValueError, match="num_processes is 3 and gpus is 2"):
-        distributor.doctor(3, gpus=2)
 
 
 def machine(**parts: Any) -> Machine:
@@ -121,32 +112,6 @@ def test_each_fault_of_a_machine_is_named(tmp_path: Path) -> None:
     for name, parts in expected.items():
         assert all(part in texts[name] for part in parts), texts[name]
     assert "run" in report.having("not checked"), "ranks would fail for these reasons"
-
-
-WITHOUT_TORCH = """
-import sys
-from importlib.machinery import PathFinder
-
-class WithoutTorch(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        return None if name == "torch" else super().find_spec(name, path, target)
-
-sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutTorch
-"""
-
-
-def test_no_torch(tmp_path: Path) -> None:
-    python = python_that_begins(tmp_path / "python", WITHOUT_TORCH)
-    done = subprocess.run(
-        [str(python), "-m", "distributor", "doctor", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    [torch] = [each for each in json.loads(done.stdout)["checks"] if each["name"] == "torch"]
-    assert torch["status"] == "failure"
-    assert "has no torch" in torch["found"]
 
 
 @pytest.mark.parametrize("java", ["", OLD_JAVA], ids=["none", "old"])
