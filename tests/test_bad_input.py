@@ -9,7 +9,6 @@ import socket
 import sys
 import tarfile
 import threading
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,30 +76,20 @@ def local(num_processes: Any = 1, **settings: Any) -> TorchDistributor:
 
 BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_processes": 0}, ValueError, "num_processes has to be a positive integer, but is 0"),
-    ({"num_processes": "2"}, TypeError, "num_processes .* but is '2' of type str"),
     ({"num_processes": True}, TypeError, "num_processes .* but is True of type bool"),
     ({"num_processes": [4, 2]}, ValueError, r"num_processes .*but is \[4, 2\]: the minimum is"),
     ({"num_workers": 2}, TypeError, "argument 'num_workers'. Did you mean 'num_processes'?"),
     ({"colour": "red"}, TypeError, "argument 'colour'. It takes barrier, env, .*warm"),
-    ({"local_mode": "False"}, TypeError, "local_mode must be True or False, but is 'False' of"),
     ({"use_gpu": 2}, TypeError, "use_gpu must be True or False, but is 2 of type int"),
     (
         {"executor_resources": {"spark.executor.memry": "8g"}},
         ValueError,
         "executor_resources has 'spark.executor.memry', .* It takes spark.executor.cores, ",
     ),
-    (
-        {"executor_resources": {"spark.executor.memory": "much"}},
-        ValueError,
-        r"executor_resources\['spark.executor.memory'\] must be a size such as '8g'",
-    ),
     ({"env": {"A": 1}}, TypeError, r"env must map strings .* 'A': 1 \(str to int\)"),
-    ({"env": {"A=B": "c"}}, ValueError, "env has 'A=B', which is not a valid name"),
     ({"env": {"RANK": "1"}}, ValueError, "env must not set RANK: the launcher sets it"),
-    ({"preload": "torch"}, TypeError, r"preload must be a list of modules, .* but is 'torch'"),
     ({"mlflow_ranks": "some"}, ValueError, "mlflow_ranks must be 'first' or 'all', but is 'some'"),
     ({"timeout": NAN}, ValueError, "timeout must be a positive, .* but is nan"),
-    ({"timeout": "x"}, TypeError, "timeout must be a .*number of seconds.* but is 'x'"),
     ({"start_timeout": None}, TypeError, "start_timeout must be a .* seconds, but is None"),
     ({"show_output": "loud"}, ValueError, r"show_output must be 'all', 'none' or .* but is 'loud'"),
     ({"hub_address": "host:abc"}, ValueError, "hub_address must be .* but is 'host:abc'"),
@@ -111,9 +100,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"log_dir": __file__}, NotADirectoryError, f"log_dir .* but '{re.escape(__file__)}'"),
     ({"environment": "no.tar.gz"}, FileNotFoundError, "no packed environment 'no.tar.gz' .looked"),
     ({"environment": __file__}, ValueError, "a packed environment ends in .tar.gz, .*as a list"),
-    ({"environment": ["-r x.txt"]}, ValueError, "but has '-r x.txt'. Options are variables"),
     ({"py_modules": "named"}, TypeError, "py_modules lists modules by name .* but is 'named'"),
-    ({"py_modules": ["none"]}, FileNotFoundError, "py_modules has 'none', which is neither"),
 ]
 
 
@@ -154,26 +141,21 @@ THIS = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
 @pytest.mark.parametrize(
-    ("suffix", "name", "message"),
+    ("name", "message"),
     [
-        (".tar.gz", "lib/python3.2/os.py", f"with Python 3.2, and this process runs Python {THIS}"),
-        (".zip", "a", "there is no lib/pythonX.Y"),
-        (".zip", f"venv/lib/python{THIS}/os.py", "has lib and bin in a folder 'venv/'"),
-        (".tar.gz", None, "cannot be read as an archive: "),
+        ("lib/python3.2/os.py", f"with Python 3.2, and this process runs Python {THIS}"),
+        ("a", "there is no lib/pythonX.Y"),
+        (None, "cannot be read as an archive: "),
     ],
 )
 def test_an_archive_that_is_not_an_environment(
-    nothing_launched: Any, tmp_path: Path, suffix: str, name: str | None, message: str
+    nothing_launched: Any, tmp_path: Path, name: str | None, message: str
 ) -> None:
-    archive = tmp_path / f"environment{suffix}"
-    if name is None:
-        archive.write_bytes(b"no archive")
-    elif suffix == ".zip":
-        with zipfile.ZipFile(archive, "w") as packed:
-            packed.writestr(name, "")
-    else:
-        with tarfile.open(archive, "w:gz") as packed_tar:
-            packed_tar.addfile(tarfile.TarInfo(name))
+    archive = tmp_path / "environment.tar.gz"
+    archive.write_bytes(b"no archive")
+    if name is not None:
+        with tarfile.open(archive, "w:gz") as packed:
+            packed.addfile(tarfile.TarInfo(name))
     with nothing_launched(), pytest.raises(ValueError, match=message) as caught:
         local(environment=archive).run(train)
     assert str(archive) in str(caught.value)
@@ -204,19 +186,16 @@ def test_an_invalid_train_object(
         local().run(train_object)
 
 
-SCRIPTS = {
-    "notebook": (b'{"cells": [], "nbformat": 4}', ValueError, "notebook is a notebook"),
-    "config.json": (b'{"lr": 1}', ValueError, "config.json is not a Python script"),
-    "train.py": (b"def (:", SyntaxError, r"invalid syntax .*train.py, line 1"),
-}
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_file_that_is_no_script(nothing_launched: Any, tmp_path: Path, name: str) -> None:
-    source, kind, message = SCRIPTS[name]
-    (tmp_path / name).write_bytes(source)
-    with nothing_launched(), pytest.raises(kind, match=message):
-        local().run(str(tmp_path / name))
+def test_a_file_that_is_no_script(nothing_launched: Any, tmp_path: Path) -> None:
+    for source, kind, message in (
+        ('{"cells": [], "nbformat": 4}', ValueError, "file is a notebook"),
+        ('{"lr": 1}', ValueError, "file is not a Python script"),
+        ("def (:", SyntaxError, "invalid syntax .*file.py, line 1"),
+    ):
+        path = tmp_path / ("file.py" if kind is SyntaxError else "file")
+        path.write_text(source)
+        with nothing_launched(), pytest.raises(kind, match=message):
+            local().run(str(path))
 
 
 def epochs_of(epochs: int, *, lr: float = 0.1) -> int:

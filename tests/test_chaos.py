@@ -1,4 +1,4 @@
-"""A part of ``make chaos``: every day each fault in a local run once, else some on a cluster."""
+"""A part of ``make chaos``: every day some faults in a local run, else the others and a cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from support.cluster import Cluster
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has supervisors")
 ROOT = Path(__file__).parent.parent
-ON_A_CLUSTER = ("a rank is killed", "an executor is killed", "a rank's parent is killed")
+EVERY_DAY = ("a rank is killed", "a rank's parent is killed", "a listener never returns")
+ON_A_CLUSTER = ("a rank's parent is killed", "an executor is killed", ORDINARY)
+
+
+@pytest.mark.repository
+def test_the_guarantees_show_the_results() -> None:
+    found = (ROOT / "benchmarks" / "results" / "chaos.txt").read_text()
+    page = ROOT / "docs" / "explanation" / "guarantees.md"
+    assert side_by_side(found.splitlines()) in page.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -30,32 +38,24 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def test_the_guarantees_show_the_results() -> None:
-    found = (ROOT / "benchmarks" / "results" / "chaos.txt").read_text()
-
-    page = ROOT / "docs" / "explanation" / "guarantees.md"
-    assert side_by_side(found.splitlines()) in page.read_text()
-
-
 def local_faults() -> Iterator[Any]:
-    """Yield each fault with each start."""
     for fault, activity in zip(FAULTS["local"], itertools.cycle(ACTIVITIES), strict=False):
-        yield pytest.param("warm", fault, activity)
-        yield pytest.param("fresh", fault, activity, marks=pytest.mark.slow)
+        marks = [] if fault in EVERY_DAY else [pytest.mark.slow]
+        yield pytest.param(fault, activity, marks=marks)
 
 
-@pytest.mark.parametrize(("start", "fault", "activity"), [*local_faults()])
+@pytest.mark.parametrize(("fault", "activity"), list(local_faults()))
 def test_a_faulty_run_reports_its_cause_and_leaves_nothing(
-    machine: Cluster, start: str, fault: str, activity: str
+    machine: Cluster, fault: str, activity: str
 ) -> None:
-    [result] = hurt(machine, Case("local", start, fault), [activity], times=1)
+    [result] = hurt(machine, Case("local", "warm", fault), [activity], times=1)
 
     assert result.spotless, result
 
 
 @pytest.mark.slow
 @pytest.mark.spark
-@pytest.mark.parametrize("fault", [*ON_A_CLUSTER, ORDINARY])
+@pytest.mark.parametrize("fault", ON_A_CLUSTER)
 def test_a_faulty_run_on_a_cluster_does_so_too(cluster: Cluster, fault: str) -> None:
     case = Case("cluster", "ordinary" if fault == ORDINARY else "warm", fault)
     results = hurt(cluster, case, ["ignores SIGTERM", "reduces"], times=2)

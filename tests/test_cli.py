@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from distributor import TorchDistributor, __version__
-from distributor.cli import GROUPS, main, make_parser
+from distributor.cli import main, make_parser
 
 DEADLINE = 120
 """Seconds for one command, on a loaded machine."""
@@ -104,6 +104,10 @@ def test_version_and_help(cli: Cli) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == cli("--help").stdout
     assert "run a script or module on several ranks" in done.stderr
+    shown = cli("run", "--help").stdout
+    for flags, _ in FLAGS.values():
+        # The flag, and on the same or the next line its description.
+        assert re.search(rf"{flags[0]}[ ,\n].*?[a-z]{{3}}", shown, re.DOTALL), flags[0]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +178,11 @@ NO_SPARK = {"JAVA_HOME": "/there/is/no/java"}
         (["--master", "sprak://here:7077", "train.py"], 2, "--master is 'sprak://here:7077', .*"),
         (["--master", "yarn", "train.py"], 2, "neither HADOOP_CONF_DIR nor YARN_CONF_DIR"),
         (["--master", "spark://127.0.0.1:9", "train.py"], 1, "No Spark master answers .*refused"),
+        (
+            ["--master", "local[2]", "train.py"],
+            1,
+            "/there/is/no/java/bin/java does not run.* apt-get install openjdk-17-jre-headless",
+        ),
     ],
 )
 def test_input_is_checked_before_spark_starts(
@@ -233,16 +242,6 @@ def test_a_cluster_without_a_master_and_with_its_own_python(
     assert done.stderr.count('raise KeyError("lost")') == 1
     for noise in ("[Stage", "Lost task", "distributor-report", "FutureWarning", "\tat "):
         assert noise not in done.stderr
-
-
-@pytest.mark.spark
-def test_spark_without_java_is_one_line(here: Cli, script: Any) -> None:
-    options = ["--cluster", "--cpu", "--master", "local[2]"]
-    done = here("run", *options, script("print('launched')"), env={**NO_SPARK})
-    assert (done.returncode, done.stdout) == (1, "")
-    [line] = done.stderr.splitlines()
-    assert "/there/is/no/java/bin/java does not run" in line
-    assert "apt-get install openjdk-17-jre-headless" in line
 
 
 def test_ranks_without_gpus_are_bad_input(here: Cli, script: Any) -> None:
@@ -344,16 +343,6 @@ def test_every_field_has_a_flag(field: str) -> None:
     assert (options["script"], options["args"][-1]) == ("train.py", "-x")
 
 
-def test_help_describes_every_flag(cli: Cli) -> None:
-    done = cli("run", "--help")
-    assert done.returncode == 0
-    for flags, _ in FLAGS.values():
-        # The flag, and on the same or the next line its description.
-        assert re.search(rf"{flags[0]}[ ,\n].*?[a-z]{{3}}", done.stdout, re.DOTALL), flags[0]
-    listed = [name for names in GROUPS.values() for name in names]
-    assert sorted(listed) == sorted(FLAGS)
-
-
 def test_ctrl_backslash_shows_stacks_and_ctrl_c_is_130(script: Any, tmp_path: Path) -> None:
     source = "import os, threading; print('pid', os.getpid()); threading.Event().wait()"
     process = subprocess.Popen(
@@ -389,20 +378,6 @@ def accuracies(done: Done[str]) -> list[float]:
     assert done.returncode == 0, done.stderr
     table = done.stdout.partition("test accuracy  time\n")[2].partition("\n\n")[0]
     return [float(text) for text in re.findall(r"  (0\.\d{4}|1\.0000)  +\d+\.\d s$", table, re.M)]
-
-
-@pytest.mark.slow(ci=True)
-def test_the_demo_without_java_names_the_package_to_install(here: Cli, tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    done = here("demo", env={"PATH": str(empty), "JAVA_HOME": None})
-    (accuracy,) = accuracies(done)
-    assert accuracy > 0.95
-    assert "What to try next" in done.stdout
-    assert "Spark needs Java 17 or later. There is no Java: JAVA_HOME is unset" in done.stdout
-    assert "apt-get install openjdk-17-jre-headless" in done.stdout
-    assert "[0] rank 0 of 2" in done.stdout
 
 
 @pytest.mark.slow(ci=True)

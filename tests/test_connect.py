@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -56,13 +55,6 @@ def test_values_output_and_settings(connect: SessionProgram) -> None:
     assert facts["warned"] == []
     shown = connect.output("values").splitlines()
     assert [shown.count(f"[{rank}] training on {rank}") for rank in range(2)] == [1, 1]
-
-
-@pytest.mark.slow
-def test_ranks_in_a_packed_environment(connect: SessionProgram) -> None:
-    facts = connect.facts("environments")
-    assert facts["versions"] == [[metadata.version("iniconfig")] * 2, ["99.0"] * 2]
-    assert facts["warned"] == []
 
 
 def test_failures(connect: SessionProgram) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,18 +14,17 @@ from typing import Any, NamedTuple
 import cloudpickle
 import pytest
 import torch
-from conftest import cluster_is_slow
 from support.pages import PAGES, as_script, differences
-from support.ranks import Distribute
 from torch.nn.functional import mse_loss
 
-from distributor import DeepspeedTorchDistributor
+from distributor import DeepspeedTorchDistributor, TorchDistributor
 
 if find_spec("deepspeed") is None:  # importing it here would only take time
     pytest.skip("DeepSpeed is not installed", allow_module_level=True)
 if not (shutil.which("c++") and Path(sysconfig.get_path("include"), "Python.h").is_file()):
     pytest.skip("DeepSpeed needs a C++ compiler and Python.h on CPUs", allow_module_level=True)
 
+pytestmark = pytest.mark.slow
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROWS, STEPS, RATE = 16, 30, 0.2
@@ -47,8 +44,6 @@ def own_extensions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 class Report(NamedTuple):
-    """What a rank returns about its training."""
-
     world_size: int
     stage: int
     parameters: list[float]
@@ -106,7 +101,11 @@ def train(**config: Any) -> Report:
         engine.backward(mse_loss(engine(x), y))
         engine.step()
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return Report(engine.world_size, engine.zero_optimization_stage(), flat(model))
+        return Report(
+            engine.world_size,
+            engine.zero_optimization_stage(),
+            flat(model),
+        )
 
 
 def train_stages(stages: list[int]) -> list[Report]:
@@ -133,46 +132,26 @@ def check(reports: list[Report], stage: int) -> None:
         assert report.parameters == pytest.approx(expected_parameters(), abs=1e-4)
 
 
-@pytest.mark.slow
-@cluster_is_slow
-def test_every_stage_trains_with_torch_distributor(distribute: Distribute) -> None:
+def test_every_stage_trains_with_torch_distributor() -> None:
     stages = [1, 2, 3]
-    of_ranks = distribute(2, **SETTINGS).run_all(train_stages, stages)
+    of_ranks = TorchDistributor(2, use_gpu=False, **SETTINGS).run_all(train_stages, stages)
     for stage, reports in zip(stages, zip(*of_ranks, strict=True), strict=True):
         check(list(reports), stage)
 
 
-@pytest.fixture(
-    params=[
-        "local",
-        pytest.param("cluster", marks=[pytest.mark.slow, pytest.mark.spark(shared=True)]),
-    ]
+@pytest.mark.parametrize(
+    ("local_mode", "stage"),
+    [(True, 2), pytest.param(False, 3, marks=pytest.mark.spark(shared=True))],
 )
-def deepspeed(request: pytest.FixtureRequest) -> Callable[..., DeepspeedTorchDistributor]:
-    """Make a distributor of two CPU ranks, once per launcher: ``deepspeed(config)``."""
-    local_mode = request.param == "local"
+def test_a_stage_trains_with_its_own_class(
+    local_mode: bool, stage: int, request: pytest.FixtureRequest
+) -> None:
     if not local_mode:
         request.getfixturevalue("spark")
-
-    def make(config: Any) -> DeepspeedTorchDistributor:
-        shape = (2, 1) if local_mode else (1, 2)
-        return DeepspeedTorchDistributor(*shape, local_mode, False, config, **SETTINGS)
-
-    return make
-
-
-def cases() -> Iterator[Any]:
-    for launcher, stage in itertools.product(("local", "cluster"), (1, 2, 3)):
-        marks = [pytest.mark.slow]
-        marks += [pytest.mark.spark(shared=True)] if launcher == "cluster" else []
-        yield pytest.param(launcher, stage, marks=marks)
-
-
-@pytest.mark.parametrize(("deepspeed", "stage"), list(cases()), indirect=["deepspeed"])
-def test_a_stage_trains_with_its_own_class(
-    deepspeed: Callable[..., DeepspeedTorchDistributor], stage: int
-) -> None:
-    check(deepspeed(config_of(stage)).run_all(train_by_command_line), stage)
+    shape = (2, 1) if local_mode else (1, 2)
+    config = config_of(stage)
+    ranks = DeepspeedTorchDistributor(*shape, local_mode, False, config, **SETTINGS)
+    check(ranks.run_all(train_by_command_line), stage)
 
 
 @pytest.mark.slow(ci=True)
@@ -184,40 +163,3 @@ def test_the_program_of_the_page(
         monkeypatch.setenv(name, value)
     exec(as_script(page), {"__name__": "__main__"})
     assert differences(page, capsys.readouterr().out) == []
-
-
-SCRIPT = """
-import argparse, json, os
-import deepspeed, torch
-
-parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
-parser.add_argument("--steps", type=int)
-parser.add_argument("out")
-args = parser.parse_args()
-torch.manual_seed(0)
-model = torch.nn.Linear(3, 1)
-engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
-losses = []
-for _ in range(args.steps):
-    loss = engine(torch.ones(8, 3)).pow(2).mean()
-    engine.backward(loss)
-    engine.step()
-    losses.append(loss.item())
-with open(os.path.join(args.out, os.environ["RANK"]), "w") as out:
-    json.dump([engine.zero_optimization_stage(), losses], out)
-"""
-
-
-@pytest.mark.slow
-def test_a_script_trains(
-    deepspeed: Callable[..., DeepspeedTorchDistributor], tmp_path: Path
-) -> None:
-    script, config = tmp_path / "train.py", tmp_path / "config.json"
-    script.write_text(SCRIPT)
-    config.write_text(json.dumps(config_of(3)))
-    assert deepspeed(config).run(str(script), "--steps", 20, tmp_path) is None
-    for rank in "01":
-        stage, losses = json.loads((tmp_path / rank).read_text())
-        assert stage == 3
-        assert len(losses) == 20
-        assert losses[-1] < losses[0] / 2

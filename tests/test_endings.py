@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ import distributor
 from distributor import RunTimeout, TorchDistributor, WorkerDied
 from distributor.control.graceful_shutdown import GracefulShutdown
 from distributor.node.agent import termination
-from distributor.node.process.signals import RESOURCE_TRACKER_SECONDS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Distribute = Callable[..., TorchDistributor]
@@ -79,27 +77,24 @@ ENDINGS: dict[str, type[Exception] | None] = {
 }
 
 
-EVERY_DAY = [
-    *(("local", "warm", ending) for ending in ENDINGS),
-    ("local", "fresh", "return"),
-    ("cluster", "warm", "kill"),
-]
-
-
-def endings() -> Iterator[Any]:
-    """Yield each ending with each start, most of which are variations."""
-    for launcher, warm, ending in itertools.product(
-        ("local", "cluster"), ("warm", "fresh"), ENDINGS
-    ):
-        marks = [pytest.mark.spark] if launcher == "cluster" else []
-        marks += [] if (launcher, warm, ending) in EVERY_DAY else [pytest.mark.slow]
-        yield pytest.param(
-            launcher, warm == "warm", ending, id=f"{launcher}-{warm}-{ending}", marks=marks
-        )
+on_cluster, also_on_cluster = [pytest.mark.spark], [pytest.mark.spark, pytest.mark.slow]
 
 
 @linux
-@pytest.mark.parametrize(("distribute", "warm", "ending"), [*endings()], indirect=["distribute"])
+@pytest.mark.parametrize(
+    ("distribute", "warm", "ending"),
+    [
+        ("local", True, "raise"),
+        ("local", True, "kill"),
+        ("local", True, "hang"),
+        ("local", False, "return"),
+        pytest.param("cluster", True, "kill", marks=on_cluster),
+        pytest.param("cluster", True, "return", marks=also_on_cluster),
+        pytest.param("cluster", False, "raise", marks=also_on_cluster),
+        pytest.param("cluster", False, "hang", marks=also_on_cluster),
+    ],
+    indirect=["distribute"],
+)
 def test_processes_that_ranks_started_end_with_the_run(
     distribute: Distribute, tmp_path: Path, warm: bool, ending: str
 ) -> None:
@@ -121,66 +116,26 @@ def assert_nothing_left(folder: Path, processes: int | None = None) -> None:
     until(lambda: not any(segment.exists() for segment in segments), "shared memory is left")
 
 
-SLOW_PYTHON = """\
-#!{python}
-import os, pathlib, sys, time
-pathlib.Path({begun!r}, str(os.getpid())).touch()
-time.sleep({seconds})
-os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-"""
-
-
-@linux
-@cluster_is_slow
-def test_shared_memory_is_removed_if_its_resource_tracker_starts_late(
-    distribute: Distribute, tmp_path: Path
-) -> None:
-    slow = tmp_path / "python"
-    begun = tmp_path / "begun"
-    begun.mkdir()
-    text = SLOW_PYTHON.format(
-        python=sys.executable, begun=str(begun), seconds=RESOURCE_TRACKER_SECONDS + 1
-    )
-    slow.write_text(text)
-    slow.chmod(0o755)
-
-    def program(folder: str) -> str:
-        import multiprocessing.spawn
-
-        multiprocessing.spawn.set_executable(str(slow))
-        return work(folder, "return")
-
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    assert distribute(RANKS, warm=False, timeout=120).run(program, str(notes)) == "done"
-    assert_nothing_left(notes)
-    trackers = [int(file.name) for file in begun.iterdir()]
-    assert len(trackers) == RANKS
-    assert_gone(trackers)
-
-
 DRIVER = """
     import sys
     sys.path.insert(0, sys.argv[1])
     from test_endings import work
     from distributor import TorchDistributor
 
-    warm = sys.argv[3] == "warm"
-    runner = TorchDistributor(2, local_mode=True, use_gpu=False, warm=warm)
+    runner = TorchDistributor(2, use_gpu=False, warm=sys.argv[3] == "warm")
     runner.run(work, sys.argv[2], "hang")
 """
 
 
 @linux
-@pytest.mark.parametrize("warm", ["warm", pytest.param("fresh", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("victim", ["driver", "supervisor", "zygote and supervisor"])
 def test_processes_that_ranks_started_end_with_a_killed_ancestor(
-    tmp_path: Path, victim: str, warm: str
+    tmp_path: Path, victim: str
 ) -> None:
     notes = tmp_path / "notes"
     notes.mkdir()
     here = str(Path(__file__).parent)
-    with driver(DRIVER, tmp_path, here, str(notes), warm) as (process, mark):
+    with driver(DRIVER, tmp_path, here, str(notes), "warm") as (process, mark):
         until(lambda: len(list(notes.glob("*.json"))) == RANKS, "the ranks run", 60)
         [rank, *_] = json.loads((notes / "0.json").read_text())[1]
         supervisor = psutil.Process(rank).ppid()
@@ -189,8 +144,6 @@ def test_processes_that_ranks_started_end_with_a_killed_ancestor(
             "supervisor": [supervisor],
             "zygote and supervisor": [psutil.Process(supervisor).ppid(), supervisor],
         }[victim]
-        if process.pid in victims and victim != "driver":
-            pytest.skip("fresh ranks have no zygote")
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
         # A forked daemon has no variables of the run, so without any ancestor it is not found.
@@ -275,6 +228,7 @@ def wait_for(path: str) -> str:
     return "done"
 
 
+@cluster_is_slow
 def test_the_stacks_of_an_active_run_are_reported(distribute: Distribute, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     with ThreadPoolExecutor(1) as other:
@@ -294,13 +248,9 @@ def all_are(place: str) -> bool:
     return sorted(stacks) == list(range(RANKS)) and all(place in s for s in stacks.values())
 
 
-@pytest.mark.parametrize(
-    "warm", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["warm", "fresh"]
-)
-def test_a_deadline_reports_the_stacks_of_ranks(
-    distribute: Distribute, tmp_path: Path, warm: bool
-) -> None:
-    runner: Any = distribute(4, warm=warm, timeout=2)
+@cluster_is_slow
+def test_a_deadline_reports_the_stacks_of_ranks(distribute: Distribute) -> None:
+    runner: Any = distribute(4, timeout=2)
     with pytest.raises(RunTimeout) as caught:
         runner.run(block)
     stacks = caught.value.stacks
@@ -317,6 +267,7 @@ def never_end() -> None:
     threading.Event().wait()
 
 
+@cluster_is_slow
 def test_an_exit_is_reported_if_its_exit_handlers_never_end(distribute: Distribute) -> None:
     def program() -> None:
         if os.environ["RANK"] == "0":
@@ -330,30 +281,20 @@ def test_an_exit_is_reported_if_its_exit_handlers_never_end(distribute: Distribu
     assert caught.value.exit_code == 3
 
 
-class NeverEnds:
-    def __del__(self) -> None:
-        never_end()
-
-
-@pytest.mark.parametrize("why", ["thread", "finalizer"])
 def test_a_value_is_returned_if_its_rank_never_ends(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], why: str
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(termination, "LINGERING_WARNING_SECONDS", 0.5)
     monkeypatch.setattr(termination, "LINGERING_KILL_SECONDS", 1.5)
 
     def program() -> str:
-        if why == "thread":
-            threading.Thread(target=never_end).start()
-        else:
-            vars(sys.modules["__main__"])["never ends"] = NeverEnds()
+        threading.Thread(target=never_end).start()
         return "done"
 
-    distributor = TorchDistributor(RANKS, local_mode=True, use_gpu=False, timeout=60)
+    distributor = TorchDistributor(RANKS, use_gpu=False, timeout=60)
     assert distributor.run_all(program) == ["done"] * RANKS
     shown = capfd.readouterr().err
-    for rank in range(RANKS):
-        assert f"rank {rank} (local rank {rank})" in shown
+    assert "rank 1 (local rank 1)" in shown
     assert "has done its work, but its process is still running" in shown
     assert "in never_end" in shown
 

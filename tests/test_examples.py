@@ -15,9 +15,7 @@ import pytest
 from conftest import needs_java
 from support.cluster import Driver, cluster_on
 from support.machines import machines_on_loopback
-from support.ports import free_port
 
-from distributor import TorchDistributor
 from distributor.train import Result
 
 FOLDER = Path(__file__).parent / "examples"
@@ -108,20 +106,6 @@ def skip_without(package: str) -> None:
         pytest.skip(f"{package} is not installed")
 
 
-@pytest.mark.slow
-def test_lightning_shards_a_model(tmp_path: Path) -> None:
-    """A sharded checkpoint consists of the files of both ranks, and each resumes from both."""
-    skip_without("lightning")
-    output = run_here("lightning_fsdp", tmp_path)
-    [checkpoint] = (tmp_path / "results" / "lightning_fsdp").glob("checkpoint_000002")
-    shards = {path.name for path in (checkpoint / "checkpoint.ckpt").glob("*.distcp")}
-    assert shards == {"__0_0.distcp", "__1_0.distcp"}
-    reports = Result.from_path(checkpoint.parent).reports
-    assert [report.attempt for report in reports] == [0, 1, 1]
-    [accuracy] = re.findall(r"^accuracy (\S+)$", output, re.MULTILINE)
-    assert float(accuracy) > 0.9
-
-
 ON_A_CLUSTER = ("quick_start", "fault_tolerance", "lightning_trainer", "databricks_air")
 RUN_ALL = """
 import contextlib, io, runpy, sys, traceback
@@ -172,20 +156,3 @@ def test_an_example_runs_on_a_standalone_cluster(name: str, driver: tuple[Driver
     skip_without(needs_of(name))
     process, folder = driver
     check(name, folder, process.receive(name, DEADLINE)[name])
-
-
-@pytest.mark.slow
-def test_a_script_that_starts_its_own_processes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As PyTorch's tutorial for FSDP does, with an address of its own and with data loaders."""
-    saved = tmp_path / "model.pt"
-    TorchDistributor(1, use_gpu=False, timeout=DEADLINE, env=OFFLINE).run(
-        FOLDER / "fsdp_spawned.py", "--port", free_port(), "--save-model", saved
-    )
-    printed = capsys.readouterr().out
-    losses = [float(loss) for loss in re.findall(r"epoch \d loss (\S+)", printed)]
-    assert len(losses) == 2
-    assert losses[1] < losses[0] / 2
-    assert float(re.findall(r"accuracy (\S+)", printed)[-1]) > 0.9
-    assert saved.stat().st_size > 1000

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import io
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,30 +14,21 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from conftest import cluster_is_slow
+from support.ranks import Distribute
 from torch.utils.data import DataLoader
 
 from distributor import (
-    DeepspeedTorchDistributor,
     TorchDistributor,
     UnpicklableError,
-    distributed,
 )
-from distributor.cli import main
 from distributor.serialization.pickling import dump_value
-from distributor.train import Result, RunConfig, ScalingConfig
-from distributor.train.torch import TorchTrainer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 # Each of these returns how many ranks a framework sees by default. A script has only its text.
-
-
-def seen_by_its_variable() -> int:
-    import os
-
-    return int(os.environ["WORLD_SIZE"]) if os.environ["ACCELERATE_USE_CPU"] == "true" else 1
 
 
 def seen_by_accelerate() -> int:
@@ -78,7 +68,6 @@ def seen_by_lightning() -> int:
 
 
 FRAMEWORKS = {
-    "variable": seen_by_its_variable,
     "accelerate": seen_by_accelerate,
     "transformers": seen_by_transformers,
     "lightning": seen_by_lightning,
@@ -105,93 +94,21 @@ def script_of(seen: Seen, folder: Path) -> str:
     return str(script)
 
 
-def by_function(seen: Seen, folder: Path, **mode: Any) -> None:
-    TorchDistributor(2, use_gpu=False, env=OFFLINE, **mode).run(write_seen, seen, folder)
-
-
-def by_script(seen: Seen, folder: Path, **mode: Any) -> None:
-    TorchDistributor(2, use_gpu=False, env=OFFLINE, **mode).run(script_of(seen, folder))
-
-
-def by_deepspeeds_class(seen: Seen, folder: Path, *, local_mode: bool) -> None:
-    ranks = DeepspeedTorchDistributor(2, 1, local_mode, useGpu=False, env=OFFLINE)
-    ranks.run(write_seen, seen, folder)
-
-
-def by_trainer(seen: Seen, folder: Path, **mode: Any) -> None:
-    TorchTrainer(
-        lambda: write_seen(seen, folder),
-        scaling_config=ScalingConfig(num_workers=2, use_gpu=False, **mode),
-        run_config=RunConfig(storage_path=str(folder.parent / "storage")),
-    ).fit()
-
-
-def by_decorator(seen: Seen, folder: Path, *, local_mode: bool) -> None:
-    decorate = distributed(gpus=2, use_gpu=False, remote=not local_mode, env=OFFLINE)
-    decorate(write_seen).distributed(seen, folder)
-
-
-def by_command(seen: Seen, folder: Path, *, local_mode: bool) -> None:
-    options = ["run", "--cpu", "--nproc", "2"]
-    if local_mode:
-        assert main([*options, script_of(seen, folder)]) == 0
-        return
-    options += ["--cluster", "--master", "local[2]", "--conf", "spark.ui.enabled=false"]
-    command = [sys.executable, "-m", "distributor", *options, script_of(seen, folder)]
-    subprocess.run(command, check=True, timeout=300)
-
-
-def on_dataframe(seen: Seen, folder: Path, *, local_mode: bool) -> None:
-    from pyspark.sql import SparkSession
-
-    rows = SparkSession.getActiveSession().range(4)
-    ranks = TorchDistributor(2, local_mode=local_mode, use_gpu=False, env=OFFLINE)
-    ranks.train_on_dataframe(write_seen, rows, seen, folder)
-
-
-APIS = {
-    "function": by_function,
-    "script": by_script,
-    "deepspeed": by_deepspeeds_class,
-    "trainer": by_trainer,
-    "decorator": by_decorator,
-    "command": by_command,
-    "dataframe": on_dataframe,
-}
-
-
-CASES = [
-    *((api, "local", "variable") for api in APIS if api != "dataframe"),
-    # Variations:
-    ("dataframe", "cluster", "accelerate"),
-    *(("function", "local", framework) for framework in FRAMEWORKS if framework != "variable"),
-    ("script", "cluster", "lightning"),
-    ("deepspeed", "cluster", "accelerate"),
-    ("trainer", "cluster", "transformers"),
-    ("decorator", "cluster", "accelerate"),
-    ("command", "cluster", "accelerate"),
-]
-
-
-def cases() -> Iterator[Any]:
-    for api, place, framework in CASES:
-        marks = [pytest.mark.spark(shared=api != "command")] if place == "cluster" else []
-        marks += [] if framework == "variable" else [pytest.mark.slow]
-        yield pytest.param(api, place, framework, marks=marks, id=f"{api}-{place}-{framework}")
-
-
-@pytest.mark.parametrize(("api", "place", "framework"), list(cases()))
-def test_every_rank_on_cpus_is_seen(
-    api: str, place: str, framework: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if framework != "variable" and find_spec(framework) is None:
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@cluster_is_slow
+def test_every_rank_on_cpus_is_seen(distribute: Distribute, framework: str, tmp_path: Path) -> None:
+    """By a function on this machine, and by a script on a cluster."""
+    if find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
-    if place == "cluster" and api != "command":
-        request.getfixturevalue("spark")
-    folder = tmp_path / "seen"
+    folder, seen = tmp_path / "seen", FRAMEWORKS[framework]
     folder.mkdir()
+    ranks = distribute(2, env=OFFLINE)
 
-    APIS[api](FRAMEWORKS[framework], folder, local_mode=place == "local")
+    if ranks.local_mode:
+        ranks.run(write_seen, seen, folder)
+    else:
+        ranks.run(script_of(seen, folder))
 
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"0": "2", "1": "2"}
 
@@ -199,29 +116,16 @@ def test_every_rank_on_cpus_is_seen(
 @pytest.mark.slow
 def test_arguments_of_the_driver_are_those_of_each_rank(tmp_path: Path) -> None:
     arguments_class = pytest.importorskip("transformers").TrainingArguments
-
-    class Arguments(arguments_class):  # type: ignore[misc, valid-type]
-        """A class of the program's own."""
-
-    arguments = Arguments(str(tmp_path), learning_rate=0.5, report_to="none")
-    arguments.note = "of the program's own"
-    assert (arguments.world_size, arguments.process_index) == (1, 0)
-    captured = SimpleNamespace(field=arguments_class(str(tmp_path), report_to="none"))
+    arguments = arguments_class(str(tmp_path), learning_rate=0.5, report_to="none")
+    captured = SimpleNamespace(field=arguments)
 
     def program(passed: Any) -> Any:
-        import torch.distributed as dist
-
-        assert not dist.is_initialized(), "the program may start the process group itself"
         seen = [(each.world_size, each.process_index) for each in (captured.field, passed)]
-        assert isinstance(passed, arguments_class)
-        return seen, passed.learning_rate, passed.note, passed
+        return seen, passed.learning_rate
 
     returned = TorchDistributor(2, use_gpu=False, env=OFFLINE).run_all(program, arguments)
 
-    for rank, (seen, *values, passed) in enumerate(returned):
-        assert seen == [(2, rank)] * 2
-        assert values == [0.5, "of the program's own"]
-        assert type(passed) is Arguments
+    assert returned == [([(2, rank)] * 2, 0.5) for rank in range(2)]
     assert arguments.world_size == 1, "the driver's are as they were"
 
 
@@ -255,27 +159,3 @@ def test_what_was_made_for_the_driver_alone_is_refused() -> None:
                 dump_value([each], io.BytesIO(), "rank 0")
     assert two_ranks.run_all(size, state) == [2, 2], "it is made anew"
     assert TorchDistributor(1, use_gpu=False).run(size, accelerator) == 1, "which is the same there"
-
-
-@pytest.mark.slow
-def test_t5_is_sharded_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run the script of the notebooks folder for one epoch, then for two."""
-    if find_spec("transformers") is None:
-        pytest.skip("transformers is not installed")
-    script = Path(__file__).parents[1] / "notebooks" / "t5.py"
-    distributor = TorchDistributor(
-        2, use_gpu=False, timeout=240, env=OFFLINE, storage_path=tmp_path, name="t5"
-    )
-
-    for epochs in ("1", "2"):
-        distributor.run(str(script), "--epochs", epochs, "--samples", "800", "--save")
-
-    result = Result.from_path(tmp_path / "t5")
-    assert [report.metrics["epoch"] for report in result.reports] == [1, 2]
-    first, second = (report.metrics["validation_loss"] for report in result.reports)
-    assert second < first < 5, "the untrained model's loss is log(384), which is 5.95"
-    for checkpoint, _ in result.best_checkpoints:
-        shards = sorted(path.name for path in Path(checkpoint.path).glob("*.distcp"))
-        assert shards == ["__0_0.distcp", "__1_0.distcp"]
-    lines = [line for line in capsys.readouterr().out.splitlines() if "validation loss" in line]
-    assert [line.partition(":")[0] for line in lines] == ["[0] epoch 1", "[0] epoch 2"]

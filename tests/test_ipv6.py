@@ -6,10 +6,9 @@ import contextlib
 import os
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import facts_in, needs_java
+from conftest import needs_java
 from support.cluster import cluster_on
 from support.machines import machines_apart, why_not_apart
 
@@ -28,7 +27,7 @@ needs_namespaces = pytest.mark.skipif(
     reason="this machine cannot create network namespaces",
 )
 
-TRAIN = """
+PROGRAM = """
 def train():
     import os, socket
     import torch, torch.distributed as dist
@@ -39,40 +38,10 @@ def train():
     print("rank", dist.get_rank(), "is here", flush=True)
     dist.destroy_process_group()
     return total.item(), os.environ["MASTER_ADDR"], os.environ.get("GLOO_SOCKET_IFNAME")
-"""
-LOCAL = (
-    TRAIN
-    + """
-import json
-from pyspark.sql import SparkSession
-from distributor import TorchDistributor
 
-builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
-spark = builder.config("spark.driver.host", "[::1]").getOrCreate()
-found = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).run(train)
-named = TorchDistributor(
-    2, local_mode=False, use_gpu=False, timeout=120, hub_address="[::1]", hub_port=0
-).run(train)
-print("FACTS " + json.dumps({"found": found, "named": named}))
-"""
-)
-CLUSTER = (
-    TRAIN
-    + """
 found = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120).run(train)
 send(found=found)
 """
-)
-
-
-@pytest.mark.slow
-@needs_ipv6
-def test_a_bracketed_driver_host(run_driver: Any) -> None:
-    done = run_driver(LOCAL)
-    facts = facts_in(done)
-    assert facts == {"found": [2.0, "::1", "lo"], "named": [2.0, "::1", "lo"]}
-    assert done.stdout.count("is here") == 4, "the ranks' output arrives over the link"
-    assert "No hub at" not in done.stderr
 
 
 @pytest.mark.slow
@@ -82,7 +51,7 @@ def test_hosts_with_only_ipv6(tmp_path: Path) -> None:
     with (
         machines_apart(4, ipv6=True) as machines,
         cluster_on(machines, tmp_path) as cluster,
-        cluster.driver(CLUSTER) as driver,
+        cluster.driver(PROGRAM) as driver,
     ):
         found = driver.receive("found")["found"]
         log = driver.log.read_text()

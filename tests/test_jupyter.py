@@ -21,6 +21,7 @@ from distributor.core.text import plain
 pytest.importorskip("ipykernel")
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
+pytestmark = pytest.mark.slow(ci=True)
 
 DEFINITIONS = """
 import operator, os
@@ -146,63 +147,6 @@ isinstance(found, Trained), found.rank, found.score
         assert text in page
 
 
-def test_each_cell_shows_its_own_ranks(notebook: Notebook) -> None:
-    first = notebook.run('two_ranks.run(lambda: print("first"))')
-    second = notebook.run('two_ranks.run(lambda: print("second"))')
-
-    assert sorted(first.lines("stdout")) == ["[0] first", "[1] first"]
-    assert sorted(second.lines("stdout")) == ["[0] second", "[1] second"]
-
-
-def test_an_exception_of_the_notebook_and_its_line(notebook: Notebook) -> None:
-    cell = notebook.run("""
-import traceback
-
-def fail():
-    raise Broken("no", os.environ["RANK"])  # this very line
-
-try:
-    two_ranks.run(fail)
-except Broken as error:
-    caught = error
-    shown = "".join(traceback.format_exception(error))
-print(caught.args == ("no", str(next(iter(caught.rank_failures)))), shown.count("# this very line"))
-    """)
-    assert cell.lines("stdout") == ["True 1"]
-    assert "# this very line" not in "".join(cell.lines("stderr")), "only the error shows it"
-
-
-def test_a_rank_reads_the_source_of_a_cell(notebook: Notebook) -> None:
-    cell = notebook.run("""
-def read_sources():
-    import inspect
-    return inspect.getsource(read_sources) + inspect.getsource(train)
-
-print(two_ranks.run(read_sources))
-    """)
-    lines = cell.lines("stdout")
-    assert lines[:2] == ["def read_sources():", "    import inspect"]
-    assert lines[3:5] == ["def train(number):", '    print("training on", os.environ["RANK"])']
-
-
-def test_a_progress_bar_ends_as_one_line(notebook: Notebook) -> None:
-    cell = notebook.run("""
-def with_bar():
-    import sys, time
-    for step in range(11):
-        sys.stderr.write(f"\\r{10 * step:3d}%|{'#' * step:10}| {step}/10")
-        sys.stderr.flush()
-        time.sleep(0.06)
-    sys.stderr.write("\\n")
-    print("over")
-
-TorchDistributor(1, use_gpu=False).run(with_bar)
-    """)
-    bars = [line.rstrip() for line in cell.lines("stderr") if "/10" in line]
-    assert bars == ["[0] 100%|##########| 10/10"]
-    assert cell.lines("stdout") == ["[0] over"]
-
-
 def interrupt(notebook: Notebook, ranks: str, folder: Path) -> Cell:
     """Press the stop button while two ranks hang, and check that they have ended."""
 
@@ -246,14 +190,9 @@ def frames(cell: Cell) -> list[str]:
     ("line", "message"),
     [
         ("two_ranks.run(divide, 0)", "ZeroDivisionError: division by zero"),
-        ("TorchDistributor(0)", "ValueError: "),
-        ("TorchDistributor(2, local_mode=False)", "RuntimeError: "),
-        ('two_ranks.run("missing.py")', "FileNotFoundError: "),
-        ("two_ranks.run(divide)", "TypeError: "),
-        ("two_ranks.run(divide, __import__('threading').Lock())", "UnpicklableError: "),
-        ("two_ranks.submit(divide, 0).result()", "ZeroDivisionError: division by zero"),
         ("TorchDistributor(2, nproc=3)", "TypeError: "),
-        ("TorchTrainer(divide, scaling_config=ScalingConfig(num_workers=-1))", "ValueError: "),
+        ('two_ranks.run("missing.py")', "FileNotFoundError: "),
+        ("two_ranks.submit(divide, 0).result()", "ZeroDivisionError: division by zero"),
         ("distributed(gpus=2, use_gpu=False)(divide).distributed(0)", "ZeroDivisionError: "),
     ],
 )
@@ -261,8 +200,6 @@ def test_a_failed_cell_ends_at_the_users_line(notebook: Notebook, line: str, mes
     cell = notebook.run(
         f"""
 from distributor import distributed
-from distributor.train import ScalingConfig
-from distributor.train.torch import TorchTrainer
 
 def divide(divisor):
     return 1 / divisor
@@ -276,26 +213,9 @@ def divide(divisor):
     [shown] = [each for each in cell.error if each.startswith("----> ")]
     assert shown.endswith(line)
     if "ZeroDivisionError" in message:
-        assert re.search(r"^  Cell In\[\d+\], line 6, in divide$", "\n".join(cell.error), re.M)
+        assert re.search(r"^  Cell In\[\d+\], line 4, in divide$", "\n".join(cell.error), re.M)
     assert not [each for each in cell.error if "ipykernel" in each]
     assert cell.lines("stderr") == []
-
-
-def test_stacks_name_the_cell(notebook: Notebook) -> None:
-    cell = notebook.run(
-        """
-def hang():
-    import threading
-    threading.Event().wait()
-
-TorchDistributor(1, use_gpu=False, timeout=1).run(hang)
-        """,
-        may_fail=True,
-    )
-    text = "\n".join(cell.error)
-    assert re.search(r"rank 0: in wait, called by hang \(Cell In\[\d+\]:3\)$", text, re.M), text
-    assert re.search(r"^  Cell In\[\d+\], line 3 in hang$", text, re.M)
-    assert "ipykernel" not in text
 
 
 def test_a_run_that_takes_a_while_makes_few_outputs(notebook: Notebook) -> None:
@@ -317,43 +237,6 @@ two_ranks.run(print_from_time_to_time)
     ]
 
 
-def test_two_runs_at_once_have_labels(notebook: Notebook) -> None:
-    cell = notebook.run("""
-import pathlib, tempfile, time
-folder = pathlib.Path(tempfile.mkdtemp())
-
-def one(name="one"):
-    (folder / f"{name}{os.environ['RANK']}").touch()
-    deadline = time.monotonic() + 60
-    while len(list(folder.iterdir())) < 4 and time.monotonic() < deadline:
-        time.sleep(0.02)  # until both runs are active
-    print("done")
-
-def other():
-    return one("other")
-
-runs = [two_ranks.submit(one), two_ranks.submit(other)]
-[run.result() for run in runs]
-    """)
-    assert sorted(cell.lines("stdout")) == [
-        f"[{name} {rank}] done" for name in ("one", "other") for rank in range(2)
-    ]
-
-
-def test_a_run_shows_its_id_and_log_folder(notebook: Notebook, tmp_path: Path) -> None:
-    cell = notebook.run(f"""
-def run_id():
-    return os.environ["TORCHELASTIC_RUN_ID"]
-
-TorchDistributor(1, use_gpu=False, log_dir={str(tmp_path)!r}).run(run_id)
-    """)
-    [folder] = tmp_path.iterdir()
-    assert cell.value == repr(folder.name)
-    [page] = cell.pages
-    assert f"Run {folder.name} of run_id; logs in {folder}" in page
-
-
-@pytest.mark.slow(ci=True)
 @pytest.mark.spark
 @needs_java
 def test_a_cluster_from_a_cell(notebook: Notebook, tmp_path: Path) -> None:
@@ -365,31 +248,21 @@ spark = (
     .config("spark.ui.enabled", "false").config("spark.ui.showConsoleProgress", "true")
     .getOrCreate()
 )
-slow = spark.range(0, 8_000_000, 1, 4).selectExpr("sha2(string(id), 512) AS hash")
-slow = slow.where("hash LIKE '0000%'")
 on_cluster = TorchDistributor(2, local_mode=False, use_gpu=False, timeout=120)
     """)
     cell = notebook.run("""
 found = on_cluster.run(train, 4)
 isinstance(found, Trained), found.rank, found.score
     """)
-    with_rows = notebook.run("""
-import time
-on_cluster.run(lambda rows: (time.sleep(1), print("has rows")), slow)
-    """)
-    failed = notebook.run('on_cluster.run(train, "text", 1)', may_fail=True)
     raised = notebook.run("on_cluster.run(operator.truediv, 1, 0)", may_fail=True)
     stopped = interrupt(notebook, "on_cluster", tmp_path)
-    after = notebook.run("on_cluster.run(train, 1).score")
     notebook.run("spark.stop()")
 
     assert cell.value == "(True, 0, 8)"
     ranks = [line for line in cell.lines("stdout") if re.match(r"\[\d\] ", line)]
     assert sorted(ranks) == ["[0] training on 0", "[1] training on 1"]
-    assert [len(frames(each)) for each in (failed, raised)] == [1, 1]
+    assert len(frames(raised)) == 1
     assert any(line.startswith("ZeroDivisionError: ") for line in raised.error)
     assert stopped.error == ["KeyboardInterrupt: the run of hang has ended, and no rank is left"]
-    assert after.value == "2"
-    assert sorted(with_rows.lines("stdout")) == ["[0] has rows", "[1] has rows"]
-    cells = (cell, with_rows, failed, raised, stopped, after)
-    assert [each.lines("stderr") for each in cells] == [[]] * 6, "no progress bar of Spark either"
+    cells = (cell, raised, stopped)
+    assert [each.lines("stderr") for each in cells] == [[]] * 3

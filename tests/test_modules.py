@@ -56,25 +56,6 @@ facts["again"] = ranks.run_all(look)
 (package / "answers.py").write_text("def answer(): return 'second'")
 facts["changed"] = ranks.run_all(look)
 
-(here / "plugin.py").write_text("import beside_the_plugin; value = beside_the_plugin.value")
-(here / "beside_the_plugin.py").write_text("value = 'of a plug-in'")
-(here / "experiment.py").write_text("raise RuntimeError('never imported, never sent')")
-(here / "shared" / "more").mkdir(parents=True)
-(here / "shared" / "more" / "helpers.py").write_text("value = 'asked for by path'")
-
-def by_name(*names):
-    import importlib, os
-    sent = set(os.listdir(pathlib.Path(importlib.import_module("mine").__file__).parents[1]))
-    return sorted(sent - {"__pycache__"}), [importlib.import_module(name).value for name in names]
-
-try:
-    ranks.run(by_name, "plugin")
-except ModuleNotFoundError as error:
-    facts["hint"] = [str(error), " ".join(error.__notes__)]
-asked = dict(use_gpu=False, warm=False, py_modules=["plugin", here / "shared" / "more"])
-asking = TorchDistributor(2, local_mode=False, **asked)
-facts["asked"] = asking.run(by_name, "plugin", "more.helpers")
-facts["asked here"] = TorchDistributor(1, **asked).run(by_name, "more.helpers")[1]
 print("FACTS " + json.dumps(facts))
 """
 
@@ -93,15 +74,6 @@ def test_a_changed_module_is_the_changed_one_on_executors(run_driver: RunDriver)
             assert rank == {**rank, **expected, "answer": answer, "child": answer}
     assert facts["by reference"] == ["first"] * 2
     assert {r["folder"] for r in first} == {r["folder"] for r in again}, "unpacked once"
-
-    message, hint = facts["hint"]
-    assert message == "No module named 'plugin'"
-    assert "py_modules=['plugin']" in hint
-    assert "/plugin.py" in hint
-    sent, values = facts["asked"]
-    assert sent == ["beside_the_plugin.py", "mine", "more", "plugin.py"]
-    assert values == ["of a plug-in", "asked for by path"]
-    assert facts["asked here"] == ["asked for by path"]
 
 
 @pytest.fixture(autouse=True)
@@ -181,18 +153,6 @@ def test_the_imports_of_functions_are_found_in_the_pickled_call() -> None:
     assert {"one", "two.deep", "two.deep.x", "three.four"} <= call.imports
 
 
-def test_modules_imported_on_the_driver_are_sent(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used = write(folder / "used_here.py")
-    write(folder / "unused.py")
-    module: Any = type(sys)("used_here")
-    module.__file__ = str(used)
-    monkeypatch.setitem(sys.modules, "used_here", module)
-
-    assert own_modules() == {"used_here.py": used}
-
-
 def test_the_first_match_on_the_path_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,18 +198,6 @@ def test_the_hint_names_a_module_and_why_it_was_not_sent(
     assert hint is not None
     assert f"'{lacks}' is at {folder}/{top}" in hint
     assert f"because {reason}: send it with py_modules=['{top}']" in hint
-
-
-def test_a_namespace_package_is_sent_from_all_its_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed = write(tmp_path / "site-packages" / "shared" / "theirs.py").parents[1]
-    one = write(tmp_path / "one" / "shared" / "mine.py")
-    two = write(tmp_path / "two" / "shared" / "more.py")
-    write(tmp_path / "two" / "shared" / "mine.py")
-    monkeypatch.setattr(sys, "path", [str(one.parents[1]), str(installed), str(two.parents[1])])
-
-    assert own_modules(imports=["shared"]) == {"shared/mine.py": one, "shared/more.py": two}
 
 
 def test_only_the_imported_modules_of_a_large_package_are_sent(

@@ -34,10 +34,8 @@ def names_in(path: Path) -> set[str]:
     }
 
 
-def test_there_are_enough_mutants_and_each_is_another_one() -> None:
-    assert len(MUTANTS) >= 40
+def test_each_mutant_is_another_one() -> None:
     assert len({mutant.promise for mutant in MUTANTS}) == len(MUTANTS)
-    assert len({(mutant.path, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
 
 
 TESTS = """
@@ -58,7 +56,6 @@ def test_triple():
     [
         ("2 * x", "x + 3", "noticed"),
         ("2 * x", "x + x", "NOT NOTICED"),
-        ("2 * x", "2 *", "NOT RUN"),
         ("3 * x", "x", "HUNG"),
     ],
 )
@@ -67,11 +64,6 @@ def test_the_outcome_of_a_mutant(tmp_path: Path, old: str, new: str, outcome: st
     mutant = Mutant("", "distributor/numbers.py", old, new, (f"test_numbers.py::{test}",))
     seconds = 2.0 if outcome == "HUNG" else 60.0
     assert outcome_of(mutant, project(tmp_path), seconds)[0] == outcome
-
-
-def test_a_text_that_does_not_occur_once_is_an_error() -> None:
-    with pytest.raises(ValueError, match="contains 'x' 2 times"):
-        mutated("x + x", Mutant("", "numbers.py", "x", "y", ()))
 
 
 def project(folder: Path) -> Path:

@@ -6,10 +6,9 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from conftest import facts_in, needs_java
+from conftest import facts_in
 from support.seccomp import MEMFD, PIDFD, refusing
 from support.waiting import assert_gone
 
@@ -26,20 +25,13 @@ RUNS = """
 import json, logging, os, signal, subprocess, sys, time
 
 logging.basicConfig(format="WARNED %(message)s", level=logging.WARNING)
-local_mode, warm = sys.argv[1] == "local", sys.argv[2] == "warm"
-if not local_mode:
-    from pyspark.sql import SparkSession
-
-    builder = SparkSession.builder.master("local-cluster[1,2,512]")
-    builder = builder.config("spark.executor.memory", "512m").config("spark.ui.enabled", "false")
-    builder.config("spark.log.level", "OFF").getOrCreate()
 
 from distributor import TorchDistributor
 
 def run(function, *args, timeout=100.0):
-    settings = {"local_mode": local_mode, "warm": warm, "timeout": timeout}
+    ranks = TorchDistributor(2, use_gpu=False, warm=sys.argv[1] == "warm", timeout=timeout)
     try:
-        value = TorchDistributor(2, use_gpu=False, **settings).run(function, *args)
+        value = ranks.run(function, *args)
         return {"value": value}
     except Exception as error:
         facts = {"error": type(error).__name__, "stacks": len(getattr(error, "stacks", {}))}
@@ -85,14 +77,17 @@ LOSSES = {
 }
 LOSSES[PIDFD + MEMFD] = LOSSES[PIDFD] + LOSSES[MEMFD]
 MESSAGES = {"ENOSYS": "Function not implemented", "EPERM": "Operation not permitted"}
-CASES = [
-    pytest.param(names, error, id=f"{'+'.join(names)}-{error}")
-    for names in LOSSES
-    for error in MESSAGES
-]
 
 
-def check(done: subprocess.CompletedProcess[str], names: tuple[str, ...], error: str) -> None:
+@pytest.mark.parametrize(
+    ("names", "error", "start"),
+    [(PIDFD, "ENOSYS", "warm"), (MEMFD, "EPERM", "warm"), (PIDFD + MEMFD, "EPERM", "fresh")],
+)
+def test_local_runs_work(
+    names: tuple[str, ...], error: str, start: str, run_driver: RunDriver
+) -> None:
+    done = run_driver(refusing(names, error) + RUNS, start)
+
     facts = facts_in(done)
     assert facts["sum"] == 600_000
     assert facts["ends"] == ENDS
@@ -101,29 +96,3 @@ def check(done: subprocess.CompletedProcess[str], names: tuple[str, ...], error:
     assert len(warned) == len(LOSSES[names]), done.stderr
     for loss, line in zip(LOSSES[names], warned, strict=True):
         assert loss.format(MESSAGES[error]) in line
-
-
-@pytest.mark.parametrize(("names", "error"), CASES)
-@pytest.mark.parametrize("warm", ["warm", "fresh"])
-def test_local_runs_work(
-    names: tuple[str, ...], error: str, warm: str, run_driver: RunDriver
-) -> None:
-    done = run_driver(refusing(names, error) + RUNS, "local", warm)
-
-    check(done, names, error)
-
-
-@pytest.mark.spark
-@needs_java
-@pytest.mark.parametrize(("names", "error"), CASES)
-def test_cluster_runs_work(
-    names: tuple[str, ...],
-    error: str,
-    run_driver: RunDriver,
-    python_that_begins_with: Callable[[str], Path],
-) -> None:
-    python = python_that_begins_with(refusing(names, error))
-
-    done = run_driver(RUNS, "cluster", "warm", env={"PYSPARK_PYTHON": str(python)})
-
-    check(done, names, error)

@@ -93,19 +93,3 @@ def test_the_other_pages_run_elsewhere() -> None:
 
 def test_the_documentation_shows_programs() -> None:
     assert sum(map(len, BLOCKS.values())) >= LEAST_BLOCKS
-
-
-@pytest.mark.parametrize(
-    ("text", "printed", "missing"),
-    [
-        ("```python\nprint(1)\n```\n\n```text\n1 … 3\n```\n", "1 2 3\n", ""),
-        ("```python\nprint(1)\n```\n\nprints\n\n```text\n1\n```\n", "2\n", "1\n"),
-        ("```python\nprint(f())  # 1\nprint(g())  # 2\n```\n", "[0] begun\n1\n2\n", ""),
-        ("```python\nprint(f())  # 1\nprint(g())  # 2\n```\n", "2\n1\n", "2"),
-    ],
-)
-def test_what_differs_is_found(tmp_path: Path, text: str, printed: str, missing: str) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(text)
-    [block] = python_blocks(page)
-    assert (block.line, differing(block, printed)) == (2, missing)

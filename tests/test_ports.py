@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import needs_java
@@ -19,48 +18,6 @@ from distributor import TorchDistributor
 from distributor.errors import ExecutorNotReady
 
 
-def wait_for_the_other_run(address: str, port: int) -> str:
-    """Return once the rank of another run has started too, so that both runs are active."""
-    import socket
-
-    with socket.create_connection((address, port), 120) as connection:
-        print("here", flush=True)
-        return connection.recv(10).decode()
-
-
-@pytest.mark.spark
-def test_two_runs_at_once_share_a_fixed_hub_port(
-    spark: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
-    host = spark.conf.get("spark.driver.host")
-    port = free_port(host)
-    runner = TorchDistributor(
-        1, local_mode=False, use_gpu=False, hub_address=f"{host}:{port}", timeout=120
-    )
-    with socket.create_server((host, 0)) as server:
-        runs = [
-            runner.submit(wait_for_the_other_run, host, server.getsockname()[1]) for _ in range(2)
-        ]
-        ranks = accept(server, runs)
-        for number, rank in enumerate(ranks):
-            with rank:
-                rank.sendall(f"run {number}".encode())
-        assert sorted(run.result(120) for run in runs) == ["run 0", "run 1"]
-    assert capfd.readouterr().out.count(" 0] here") == 2, "both have a link"
-    with socket.socket() as probe:
-        assert probe.connect_ex((host, port)), "the port is closed after the last run"
-
-
-def two_runs_at_once(runner: TorchDistributor) -> list[Any]:
-    """Return the MASTER_PORT of the ranks of two runs that are active at the same time."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        runs = [runner.submit(master_port, server.getsockname()[1]) for _ in range(2)]
-        ranks = accept(server, runs)
-        for rank in ranks:
-            rank.close()
-        return [run.result(120) for run in runs]
-
-
 def master_port(port: int) -> int:
     import os
     import socket
@@ -70,53 +27,22 @@ def master_port(port: int) -> int:
     return int(os.environ["MASTER_PORT"])
 
 
-def test_runs_at_once_take_different_ports_of_a_range(distribute: Any) -> None:
+def test_runs_take_ports_of_a_range_and_name_one_without_a_free_port() -> None:
     first = free_port()
-    ports = range(first, first + 20)
-    runner = distribute(1, rank_ports=f"{ports[0]}-{ports[-1]}")
-    one, other = two_runs_at_once(runner)
+    runner = TorchDistributor(1, use_gpu=False, rank_ports=f"{first}-{first + 19}", timeout=120)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        runs = [runner.submit(master_port, server.getsockname()[1]) for _ in range(2)]
+        for rank in accept(server, runs):  # both are active
+            rank.close()
+        one, other = [run.result(120) for run in runs]
     assert one != other
-    assert {one, other} <= {*ports}
+    assert {one, other} <= {*range(first, first + 20)}
 
-
-def test_a_range_without_a_free_port_is_named(distribute: Any) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        runner = distribute(1, rank_ports=str(port))
+        runner = TorchDistributor(1, use_gpu=False, rank_ports=str(port))
         with pytest.raises(ExecutorNotReady, match=f"rank_ports is '{port}-{port}', and on "):
             runner.run(os.getpid)
-
-
-@pytest.mark.spark
-def test_the_nodes_use_the_settings_of_sparks_configuration(
-    spark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    host = spark.conf.get("spark.driver.host")
-    ports, hub_port = free_port(), free_port(host)
-    conf = {"rank.ports": f"{ports}-{ports + 20}", "hub.port": hub_port, "warm": "false"}
-    for key, value in conf.items():
-        spark.conf.set(f"spark.distributor.{key}", str(value))
-    try:
-        runner = TorchDistributor(1, local_mode=False, use_gpu=False, timeout=120)
-        with socket.create_server((host, 0)) as server:
-            run = runner.submit(wait_for_the_other_run, host, server.getsockname()[1])
-            [rank] = accept(server, [run])
-            with rank:
-                with socket.create_connection((host, hub_port), 10) as hub:
-                    assert hub.recv(11) == b"distributor"
-                rank.sendall(b"seen")
-            assert run.result(120) == "seen"
-        assert ports <= runner.run(int_of_environment, "MASTER_PORT") <= ports + 20
-        assert runner.warm is False
-    finally:
-        for key in conf:
-            spark.conf.unset(f"spark.distributor.{key}")
-
-
-def int_of_environment(name: str) -> int:
-    import os
-
-    return int(os.environ[name])
 
 
 HUB, RANKS, SYSTEM = 7200, range(29500, 29510), range(31000, 31200)

@@ -121,7 +121,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "kill_children(lambda child: True)",
         "kill_children(lambda child: False)",
         (
-            "test_endings.py::test_processes_that_ranks_started_end_with_the_run[local-fresh-return]",
+            "test_endings.py::test_processes_that_ranks_started_end_with_the_run[local-False-return]",
         ),
     ),
     Mutant(
@@ -130,7 +130,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "        set_subreaper()\n",
         "",
         (
-            "test_endings.py::test_processes_that_ranks_started_end_with_the_run[local-fresh-return]",
+            "test_endings.py::test_processes_that_ranks_started_end_with_the_run[local-False-return]",
         ),
     ),
     Mutant(
@@ -139,7 +139,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "to_kill = [child for child in doomed if not is_resource_tracker(child)]",
         "to_kill = doomed",
         (
-            "test_endings.py::test_shared_memory_is_removed_if_its_resource_tracker_starts_late[local]",
+            "test_endings.py::test_processes_that_ranks_started_end_with_the_run[local-False-return]",
         ),
     ),
     Mutant(
@@ -148,7 +148,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "        kill_by_environment(self._run_variables)\n",
         "",
         (
-            "test_endings.py::test_processes_that_ranks_started_end_with_a_killed_ancestor[zygote and supervisor-warm]",
+            "test_endings.py::test_processes_that_ranks_started_end_with_a_killed_ancestor[zygote and supervisor]",
         ),
     ),
     Mutant(
@@ -508,7 +508,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "distributor/node/agent/agent.py",
         "stacks = dump_stacks({",
         "stacks = {} and dump_stacks({",
-        ("test_endings.py::test_a_deadline_reports_the_stacks_of_ranks[local-warm]",),
+        ("test_endings.py::test_a_deadline_reports_the_stacks_of_ranks[local]",),
     ),
     Mutant(
         "a stall needs idle ranks on all nodes",

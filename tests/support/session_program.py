@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -198,12 +197,6 @@ def values(spark: Any, notes: Notes) -> dict[str, Any]:
     finally:
         spark.conf.unset("spark.distributor.hub.port")
     return {"value": value, "large": is_from(0, large, 30), "port": port}
-
-
-def environments(spark: Any, notes: Notes) -> dict[str, Any]:
-    in_packed = ranks(environment=FOLDER / "environment.tar.gz", warm=False)
-    versions = [runs.run_all(metadata.version, "iniconfig") for runs in (ranks(), in_packed)]
-    return {"versions": versions}
 
 
 def bare_executors(spark: Any, notes: Notes) -> dict[str, Any]:

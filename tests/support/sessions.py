@@ -87,8 +87,6 @@ def session_program(kind: str, folder: Path) -> Iterator[SessionProgram]:
     folder : Path
         A new folder, for all that is written.
     """
-    made = environment(folder / "made", "99.0", "iniconfig")
-    packed(made, folder / "environment.tar.gz")
     packed(environment(folder / "bare", "1.0", bare=True), folder / "bare.tar.gz")
     place = folder / "bin"
     place.mkdir()
