@@ -185,7 +185,7 @@ def train(uri):
         flow.set_tracking_uri(uri)
     with flow.start_run():
         flow.log_metric("loss", 1.0)
-    return os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT")
+    return os.environ.get(flow.__name__.upper() + "_HTTP_REQUEST_TIMEOUT")
 
 if __name__ == "__main__":
     runner = TorchDistributor(2, use_gpu=False, timeout=120, preload=["mlflow"])
