@@ -18,11 +18,9 @@ from distributor.control.controller import Controller
 from distributor.control.listeners import Listeners
 from distributor.control.run import Attempt, Handle, Launcher, NodesEnded, NodeStarts, Resized, Run
 from distributor.control.sink import DriverSink
-from distributor.control.stack_requests import ANSWER_TIMEOUT
 from distributor.errors import (
     DistributorError,
     ExecutorNotReady,
-    NodeLost,
     RunStalled,
     RunTimeout,
     StartTimeout,
@@ -39,7 +37,6 @@ from distributor.serialization.outcome import Failure, Origin, Outcome
 from distributor.wire.hub import Hub
 from distributor.wire.link import Link
 from distributor.wire.messages import (
-    Failed,
     Heartbeat,
     Idle,
     NodeDone,
@@ -153,10 +150,6 @@ class FollowedRun:
 
     def _cancel(self) -> None:
         self.cancelled = True
-
-    def stacks(self) -> dict[int, str]:
-        until(lambda: self._attempt.stack_requests.send is not None, "it is followed", SOON)
-        return self._attempt.stack_requests.stacks()
 
     def report_checkpoint(self) -> None:
         self._attempt.progress.checkpoints += 1
@@ -361,54 +354,6 @@ def test_a_node_that_waits_in_a_barrier_has_failed_to_connect(
     assert "Node 2 did not reach this process" in warning
 
 
-def test_a_link_that_is_lost_before_the_rendezvous_ends_all_links(
-    start: Start, warned: Callable[[], list[str]]
-) -> None:
-    arrivals = [(0, 0)]
-    run = start(tasks=spark_reports(True, lambda: arrivals[-1]), seconds=60)
-    nodes = [FakeNode(run.hub, number) for number in range(NODES)]
-    nodes[1].close()
-    with pytest.raises(queue.Empty):
-        nodes[0].received.get(timeout=3 * SHORT)  # it has not come to a barrier
-    arrivals.append((1, 0))
-    for node in (nodes[0], nodes[2]):
-        assert node.receive() == Unlink()
-        node.close()
-    lost = RuntimeError("an executor was lost")
-    run.hub.post(NodesEnded(error=lost, explain=lambda error, first: NodeLost(f"lost: {first}")))
-    assert str(run.error()) == "lost: ", "no node has lost a link that it was to keep"
-    (warning,) = warned()
-    assert "Node 1 did not reach this process" in warning
-
-
-def test_tasks_that_passed_a_barrier_without_a_link_have_none(
-    start: Start, warned: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rendezvous, "LINK_SECONDS", 60.0)
-    arrivals = [(NODES - 1, 0)]
-    run = start(tasks=spark_reports(True, lambda: arrivals[-1]), seconds=60)
-    time.sleep(3 * SHORT)
-    assert warned() == [], "the last node has not tried"
-    arrivals.append((0, 1))
-    until(lambda: bool(warned()), "the driver warns", SOON)
-    assert run.end() == []
-    (warning,) = warned()
-    assert "Nodes 0 to 2 did not reach this process" in warning
-
-
-def test_tasks_from_which_nothing_is_received_end_the_run_at_the_deadline(
-    start: Start, warned: Callable[[], list[str]]
-) -> None:
-    run = start(tasks=spark_reports(True, none_in_barrier), seconds=3 * SHORT)
-
-    error = run.error()
-
-    assert isinstance(error, StartTimeout)
-    assert "nothing was received from the 3 tasks of this run, which Spark has" in str(error)
-    assert "Python is still starting there" in str(error)
-    assert warned() == []
-
-
 def test_tasks_that_spark_does_not_start_end_the_run_at_the_deadline(
     start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -426,41 +371,6 @@ def test_tasks_that_spark_does_not_start_end_the_run_at_the_deadline(
     shown = capsys.readouterr().err
     assert "Waiting: Spark has started none of the 3 tasks of this run. All slots are" in shown
     assert "Started" not in shown
-
-
-def test_tasks_without_a_link_are_reported_once_spark_has_started_them(
-    start: Start, warned: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = start(tasks=spark_reports(True), seconds=60)
-    until(lambda: bool(warned()), "the driver warns", SOON)
-    until(lambda: "Started distributed" in capsys.readouterr().err, "the start is shown", SOON)
-    assert run.end() == []
-    (warning,) = warned()
-    assert "Nodes 0 to 2 did not reach this process" in warning
-
-
-def test_a_run_without_a_link_continues_if_spark_does_not_report_its_tasks(
-    start: Start, warned: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = start(tasks=TaskStarts(NODES), seconds=SHORT)
-    until(lambda: bool(warned()), "the driver warns", SOON)
-    assert "Started" not in capsys.readouterr().err, "the start is not known"
-    assert run.end() == []
-    assert not run.cancelled
-
-
-def test_a_run_has_started_when_its_ranks_have(
-    run: FollowedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    nodes = nodes_with_rendezvous(run)
-    nodes[0].send(RanksStarted())
-    nodes[1].send(RanksStarted())
-    assert "Started" not in capsys.readouterr().err
-    nodes[2].send(RanksStarted())
-    until(lambda: "Started distributed" in capsys.readouterr().err, "the start is shown", SOON)
-    for node in nodes:
-        node.close()
-    assert run.end() == []
 
 
 def test_ranks_that_have_not_started_end_the_run_at_start_timeout(
@@ -489,22 +399,6 @@ def test_ranks_that_have_not_started_end_the_run_at_start_timeout(
     assert run.cancelled
 
 
-def test_a_failure_is_raised_even_if_other_ranks_have_not_started_by_start_timeout(
-    start: Start,
-) -> None:
-    run = start(seconds=60)
-    nodes = nodes_with_rendezvous(run)
-    nodes[0].send(Failed(failure_of(0)))
-    nodes[0].send(StackRequest())  # passed on once the failure was received
-    for node in nodes:
-        assert node.receive() == StackRequest()
-    run.ahead = 60.0
-    for node in nodes:
-        assert isinstance(node.receive(), Stop)
-        node.close()
-    assert run.end() == [failure_of(0)]
-
-
 def test_a_run_without_a_link_ends_a_minute_after_its_timeout(
     start: Start,
     warned: Callable[[], list[str]],
@@ -527,58 +421,40 @@ def test_a_run_without_a_link_ends_a_minute_after_its_timeout(
 
 
 def test_an_attempt_ends_after_a_checkpoint_if_there_is_room_for_more_ranks(
-    run: FollowedRun,
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started_nodes(run)
+    """What the launcher has room for is considered at intervals."""
+    monkeypatch.setattr(Settings, "_resize_interval", 100.0)
+    run = start(seconds=60)
+    nodes = started_nodes(run)
     run.further_ranks = 2
     run.report_checkpoint()
+    time.sleep(2 * SHORT)
+    run.ahead = 100.0
+    time.sleep(2 * SHORT)
+    assert not run.cancelled, "only a checkpoint may end the attempt"
+    run.report_checkpoint()
+    for node in nodes:
+        assert isinstance(node.receive(), Stop)
+        node.close()
     error = run.error()
     assert isinstance(error, Resized)
     assert "continues from the checkpoint with 5 ranks" in str(error)
 
 
-def test_more_ranks_are_considered_at_intervals(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Settings, "_resize_interval", 100.0)
-    run = start(seconds=60)
-    started_nodes(run)
-    run.further_ranks = 2
-    run.report_checkpoint()
-    time.sleep(3 * SHORT)
-    assert not run.cancelled
-    run.ahead = 100.0
-    time.sleep(3 * SHORT)
-    assert not run.cancelled, "only a checkpoint may end the attempt"
-    run.report_checkpoint()
-    assert isinstance(run.error(), Resized)
-
-
-def test_an_attempt_that_is_about_to_lose_a_node_does_not_end_for_more_ranks(
-    run: FollowedRun,
-) -> None:
-    nodes = started_nodes(run)
-    nodes[1].send(Preempted())
-    for node in nodes:
-        assert node.receive() == Preempted(("host1",))
-    run.further_ranks = 2
-    run.report_checkpoint()
-    assert run.end() == []
-
-
 def test_a_node_that_is_preempted_is_known_to_all_nodes(run: FollowedRun) -> None:
+    """And there is no need for more ranks while one is about to be lost."""
     nodes = started_nodes(run)
     nodes[1].send(Preempted())
     for node in nodes:
         assert node.receive() == Preempted(("host1",))
+    run.further_ranks = 2
+    run.report_checkpoint()
+    time.sleep(2 * SHORT)
+    assert not run.cancelled
+    for node in nodes:
         node.close()
     assert run.end() == []
-
-
-def test_a_run_without_nodes_has_no_stacks(run: FollowedRun) -> None:
-    began = time.monotonic()
-    assert run.stacks() == {}
-    assert time.monotonic() - began < ANSWER_TIMEOUT
 
 
 def test_a_stall_needs_idle_ranks_on_all_nodes(
@@ -607,19 +483,3 @@ def test_a_stall_needs_idle_ranks_on_all_nodes(
     assert isinstance(error, RunStalled)
     assert error.stacks == {0: "in step"}
     assert len(warned()) == 1
-
-
-def test_a_node_that_lost_its_link_may_be_active(
-    start: Start, warned: Callable[[], list[str]]
-) -> None:
-    run = start(settings={"stall_warning": 60.0}, seconds=60)
-    nodes = started_nodes(run)
-    nodes[0].send(Idle(90.0))
-    nodes[0].close()
-    for node in nodes[1:]:
-        node.send(Idle(90.0))
-        with pytest.raises(queue.Empty):
-            node.received.get(timeout=SHORT)
-        node.close()
-    assert run.end() == []
-    assert warned() == []

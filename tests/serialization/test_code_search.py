@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,35 +21,70 @@ def calls_another() -> None:
     imports_inside()
 
 
-def names_a_logger() -> Any:
-    from lightning.pytorch.loggers import MLFlowLogger
-
-    return MLFlowLogger("exp")
+def passes_name_as_argument() -> dict[str, str]:
+    return {"report_to": "mlflow"}
 
 
-def takes(*args: object) -> None:
-    pass
+class Training:
+    """A callable with a method that logs."""
+
+    def __call__(self) -> None:
+        self.log()
+
+    def log(self) -> None:
+        imports_inside()
 
 
-@pytest.fixture(autouse=True)
-def by_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pickle this module's functions as those of a notebook."""
-    for function in (imports_inside, calls_another, names_a_logger, takes):
-        monkeypatch.setattr(function, "__module__", "__main__")
+def mentions_only_in_text(path: str = "/somewhere/mlflow/data") -> int:
+    """Mention mlflow only in text, without using it."""
+    text = "what mlflow would log"
+    return len(text) + len(path)
+
+
+def takes_a_function(function: Callable[[], None]) -> None:
+    function()
 
 
 @pytest.mark.parametrize(
     ("function", "args", "mentions_it"),
     [
-        (calls_another, (), True),
-        (names_a_logger, (), True),
-        (functools.partial(takes, imports_inside), (), True),
-        (takes, ({"report_to": "mlflow"},), True),
-        (takes, ([0.0] * 1000,), False),
+        (imports_inside,),
+        (calls_another,),
+        (passes_name_as_argument,),
+        (Training(),),
+        (functools.partial(takes_a_function, imports_inside),),
+        (TorchTrainer(imports_inside)._checked_loop(),),
     ],
 )
-def test_functions_that_mention_a_package_are_found(
-    function: Callable[..., None], args: tuple[Any, ...], mentions_it: bool
+def test_functions_that_mention_the_package_are_found(parts: tuple[object, ...]) -> None:
+    assert call_mentions("mlflow", *parts)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (mentions_only_in_text,),
+        (mentions_only_in_text, ([0.0] * 100_000, {"a": types}), {}),
+    ],
+)
+def test_functions_without_a_mention_are_not_found(parts: tuple[object, ...]) -> None:
+    assert not call_mentions("mlflow", *parts)
+
+
+@pytest.mark.parametrize(
+    ("files", "mentions_it"),
+    [
+        ({"train.py": "def log():\n    from mlflow import log_metric"}, True),
+        (
+            {"train.py": "from steps.log import log", "steps/log.py": "import mlflow.pytorch"},
+            True,
+        ),
+        ({"train.py": "'''About mlflow.'''\nprint('mlflow is not used')"}, False),
+        ({"train.py": "import other", "unused.py": "import mlflow"}, False),
+    ],
+)
+def test_scripts_that_mention_the_package_are_found(
+    tmp_path: Path, files: dict[str, str], mentions_it: bool
 ) -> None:
     assert program_of(function, args, {}).mentions(b"mlflow") is mentions_it
 

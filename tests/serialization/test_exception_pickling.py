@@ -18,45 +18,12 @@ from distributor.serialization.pickling import dump_exception, load_exception
 LOCK = threading.Lock()
 
 
-class Plain:
-    """An object without attributes."""
-
-
 class KeywordOnly(Exception):
     """Default pickling passes only its message to the constructor, which fails."""
 
     def __init__(self, message: str, *, code: int) -> None:
         super().__init__(message)
         self.code = code
-
-
-class OtherArguments(Exception):
-    """Takes two arguments and keeps one in ``args``."""
-
-    def __init__(self, code: int, detail: str) -> None:
-        super().__init__(f"{code}: {detail}")
-        self.code = code
-
-
-class Changing(Exception):
-    """Default pickling succeeds and loads with other arguments."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(f"failed: {message}")
-
-
-class Disguised(Exception):
-    """Its ``__reduce__`` loads as another type."""
-
-    def __reduce__(self) -> Any:
-        return ValueError, self.args
-
-
-class Refusing(Exception):
-    """Its ``__reduce__`` raises."""
-
-    def __reduce__(self) -> Any:
-        raise RuntimeError("not me")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,16 +61,10 @@ def local_class() -> Exception:
     [
         (ValueError("plain", 3), {}),
         (OSError(28, "No space left", "file"), {"errno": 28, "filename": "file"}),
-        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), {"reason": "bad"}),
         (KeywordOnly("no", code=7), {"code": 7}),
-        (OtherArguments(7, "no"), {"code": 7}),
-        (Changing("no"), {}),
-        (Disguised("no"), {}),
-        (Refusing("no", 3), {}),
         (Frozen(7), {"code": 7}),
         (holding_lock(), {"step": 7}),
         (local_class(), {}),
-        (ValueError(Plain()), {}),
     ],
     ids=lambda it: type(it).__name__ if isinstance(it, Exception) else "",
 )
@@ -118,48 +79,14 @@ def test_an_exception_round_trips(error: Exception, attributes: dict[str, Any]) 
     assert not hasattr(loaded, "guard")
 
 
-class Tensor:
-    """Shown like a tensor in CUDA memory, whose copy is one in CPU memory."""
-
-    def __init__(self, shown: str) -> None:
-        self.shown = shown
-
-    def __repr__(self) -> str:
-        return self.shown
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Tensor, (self.shown.replace(", device='cuda:0'", ""),)
-
-
-def test_the_copy_of_an_exception_may_have_its_tensors_in_cpu_memory() -> None:
-    pickled = dump_exception(ValueError(Tensor("tensor([1.], device='cuda:0')")))
-    assert pickled is not None
-    assert repr(load_exception(pickled)) == "ValueError(tensor([1.]))"
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        KeyboardInterrupt(),
-        SystemExit(3),
-        ValueError(LOCK),
-        Unbuildable("no", "way"),
-    ],
-    ids=lambda it: type(it).__name__,
-)
-def test_an_exception_that_cannot_be_sent_is_none(error: BaseException) -> None:
-    assert dump_exception(error) is None
-
-
-def test_an_exception_that_is_too_large_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_that_cannot_be_sent_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (KeyboardInterrupt(), SystemExit(3), ValueError(LOCK), Unbuildable("no", "way")):
+        assert dump_exception(error) is None
     monkeypatch.setattr(pickling, "MAX_EXCEPTION", 1000)
     assert dump_exception(ValueError("x" * 500)) is not None
     assert dump_exception(ValueError("x" * 1500)) is None
-
-
-@pytest.mark.parametrize("garbage", [b"", b"garbage", pickle.dumps("no exception")])
-def test_garbage_loads_as_none(garbage: bytes) -> None:
-    assert load_exception(garbage) is None
+    for garbage in (b"", b"garbage", pickle.dumps("no exception")):
+        assert load_exception(garbage) is None
 
 
 def test_an_exception_whose_module_is_missing_here_loads_as_none(

@@ -38,46 +38,44 @@ def size_of(obj: Any) -> int:
 
 
 TENSORS = {
-    "large": lambda: torch.arange(MANY, dtype=torch.float64),
     "small": lambda: torch.arange(3),
     "empty": lambda: torch.empty(0, 3),
     "scalar": lambda: torch.tensor(2.5),
-    "bfloat16": lambda: torch.arange(MANY).to(torch.bfloat16),
-    "bool": lambda: torch.arange(2 * MANY) % 3 == 0,
-    "complex": lambda: torch.complex(torch.ones(MANY), torch.arange(MANY).float()),
     "transposed": lambda: torch.arange(2.0 * MANY).reshape(2, MANY).T,
     "slice": lambda: torch.arange(2.0 * MANY)[7:-3:2],
     "sparse": lambda: torch.eye(400).to_sparse(),
     "quantized": lambda: torch.quantize_per_tensor(torch.rand(MANY), 0.1, 0, torch.qint8),
     "needs grad": lambda: torch.ones(MANY, requires_grad=True),
     "parameter": lambda: torch.nn.Parameter(torch.rand(MANY)),
+    # of dtypes that have no class of storages
+    "float8 parameter": lambda: torch.nn.Parameter(torch.rand(8).to(torch.float8_e5m2)),
+    "uint16": lambda: torch.empty(0, 3, dtype=torch.uint16),
+    "transposed uint32": lambda: torch.arange(2 * MANY).to(torch.uint32).reshape(2, MANY).T,
+    "subclass": lambda: torch.arange(8).to(torch.uint16).as_subclass(Marked),
+    "negative": lambda: torch.ones(8, dtype=torch.complex32).conj().imag,
 }
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class of its own."""
 
 
 @pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS.keys())
 def test_tensors_round_trip(make: Any) -> None:
     given = make()
-    found = round_trip(given)
-    assert type(found) is type(given)
-    assert (found.dtype, found.shape, found.requires_grad) == (
-        given.dtype,
-        given.shape,
-        given.requires_grad,
-    )
-    if given.layout == torch.strided:
-        assert found.stride() == given.stride()
-    dense = [t.dequantize() if t.is_quantized else t.detach().to_dense() for t in (found, given)]
-    assert torch.equal(*dense)
-
-
-@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS.keys())
-def test_a_pickle_without_a_file_has_its_tensors(make: Any) -> None:
-    given = make()
-    found, same = pickle.loads(dumps([given, given]))
-    assert found is same
-    assert (type(found), found.dtype, found.shape) == (type(given), given.dtype, given.shape)
-    dense = [t.dequantize() if t.is_quantized else t.detach().to_dense() for t in (found, given)]
-    assert torch.equal(*dense)
+    in_one_pickle, same = pickle.loads(dumps([given, given]))
+    assert in_one_pickle is same
+    for found in (round_trip(given), in_one_pickle):
+        assert type(found) is type(given)
+        for name in ("dtype", "shape", "requires_grad", "layout"):
+            assert getattr(found, name) == getattr(given, name)
+        if given.layout != torch.strided:
+            assert torch.equal(found.to_dense(), given.to_dense())
+        elif given.is_quantized:
+            assert torch.equal(found.dequantize(), given.dequantize())
+        else:
+            assert (found.stride(), found.is_neg()) == (given.stride(), given.is_neg())
+            assert torch.equal(bits_of(found), bits_of(given))
 
 
 def random_bits(dtype: torch.dtype, size: int) -> torch.Tensor:
@@ -93,57 +91,21 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 def dtypes() -> list[torch.dtype]:
     """Return every dtype but those of quantized tensors, which need a scale."""
     found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    return sorted(
-        (dtype for dtype in found if "qint" not in str(dtype) and "quint" not in str(dtype)),
-        key=str,
-    )
+    return [dtype for dtype in found if "qint" not in str(dtype) and "quint" not in str(dtype)]
 
 
-@pytest.mark.parametrize("size", [8, MANY])
-@pytest.mark.parametrize("dtype", dtypes(), ids=str)
-def test_tensors_of_each_dtype_arrive_bit_for_bit(dtype: torch.dtype, size: int) -> None:
-    given = random_bits(dtype, size)
-    for found in (round_trip([given, given[2:]]), pickle.loads(dumps([given, given[2:]]))):
-        whole, part = found
-        assert whole.dtype == part.dtype == dtype
-        assert (whole.shape, whole.stride()) == (given.shape, given.stride())
-        assert torch.equal(bits_of(whole), bits_of(given))
-        assert whole.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
-        assert part.storage_offset() == 2
-
-
-NO_STORAGE_CLASS = {
-    "parameter": lambda: torch.nn.Parameter(torch.rand(8).to(torch.float8_e5m2)),
-    "requires grad": lambda: torch.rand(8).to(torch.float8_e5m2).requires_grad_(),
-    "empty": lambda: torch.empty(0, 3, dtype=torch.uint16),
-    "scalar": lambda: torch.tensor(5, dtype=torch.uint64),
-    "transposed": lambda: torch.arange(2 * MANY).to(torch.uint32).reshape(2, MANY).T,
-    "subclass": lambda: torch.arange(8).to(torch.uint16).as_subclass(Marked),
-    "negative": lambda: torch.ones(8, dtype=torch.complex32).conj().imag,
-    "meta": lambda: torch.empty(3, dtype=torch.uint16, device="meta"),
-}
-
-
-class Marked(torch.Tensor):
-    """A tensor of a class of its own."""
-
-
-@pytest.mark.parametrize("make", NO_STORAGE_CLASS.values(), ids=NO_STORAGE_CLASS.keys())
-def test_tensors_whose_dtype_has_no_storage_class_round_trip(make: Any) -> None:
-    given = make()
-    for found in (round_trip(given), pickle.loads(dumps(given))):
-        assert type(found) is type(given)
-        for name in ("dtype", "shape", "device", "requires_grad"):
-            assert getattr(found, name) == getattr(given, name)
-        assert (found.stride(), found.is_neg()) == (given.stride(), given.is_neg())
-        assert given.is_meta or torch.equal(bits_of(found), bits_of(given))
-
-
-def test_a_sparse_tensor_of_unsigned_integers_round_trips() -> None:
-    values = torch.tensor([1, 2**16 - 1]).to(torch.uint16)
-    found = round_trip(torch.sparse_coo_tensor([[0, 2]], values, (4,), is_coalesced=True))
-    assert found.indices().tolist() == [[0, 2]]
-    assert found.values().tolist() == [1, 2**16 - 1]
+def test_tensors_of_each_dtype_arrive_bit_for_bit() -> None:
+    for dtype in dtypes():
+        given = random_bits(dtype, MANY)
+        for whole, part in (
+            round_trip([given, given[2:]]),
+            pickle.loads(dumps([given, given[2:]])),
+        ):
+            assert whole.dtype == part.dtype == dtype
+            assert (whole.shape, whole.stride()) == (given.shape, given.stride())
+            assert torch.equal(bits_of(whole), bits_of(given))
+            assert whole.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+            assert part.storage_offset() == 2
 
 
 def test_views_of_one_memory_with_other_dtypes_stay_views_of_one_memory() -> None:
@@ -161,13 +123,11 @@ def test_views_of_one_memory_with_other_dtypes_stay_views_of_one_memory() -> Non
 
 
 ARRAYS = {
-    "large": lambda: np.arange(MANY),
     "small": lambda: np.arange(3.0),
     "by columns": lambda: np.asfortranarray(np.arange(2.0 * MANY).reshape(2, MANY)),
     "slice": lambda: np.arange(2 * MANY)[::2],
     "records": lambda: np.zeros(MANY, dtype=[("a", "i4"), ("b", "f8")]),
     "text": lambda: np.array(["one", "two"] * MANY),
-    "dates": lambda: np.arange(MANY).astype("datetime64[s]"),
 }
 
 
@@ -179,12 +139,6 @@ def test_arrays_round_trip(make: Any) -> None:
     assert found.flags.f_contiguous or not given.flags.f_contiguous
     assert np.array_equal(found, given)
     found[:1] = given[1:2]  # raises if the array is read-only
-
-
-def test_a_read_only_array_stays_read_only() -> None:
-    given = np.arange(MANY)
-    given.flags.writeable = False
-    assert not round_trip(given).flags.writeable
 
 
 def test_tables_round_trip() -> None:
@@ -211,15 +165,6 @@ def test_empty_tensors_do_not_come_to_share_memory() -> None:
     for number, tensor in enumerate(found):
         tensor.resize_(2).fill_(number)
     assert [tensor.tolist() for tensor in found] == [[0.0, 0.0], [1.0, 1.0]]
-
-
-def test_a_loaded_model_can_be_trained() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 2))
-    found = round_trip(model)
-    found(torch.ones(1, 300)).sum().backward()
-    torch.optim.SGD(found.parameters(), lr=0.1).step()
-    pairs = zip(found.parameters(), model.parameters(), strict=True)
-    assert not all(torch.equal(*pair) for pair in pairs)
 
 
 def test_objects_loaded_twice_from_one_file_are_independent() -> None:
@@ -256,12 +201,11 @@ def test_memory_referenced_only_by_the_pickle_lives_until_it_is_written() -> Non
         assert torch.frombuffer(buffers[0].raw(), dtype=torch.float32).eq(3.0).all()
 
 
-@pytest.mark.parametrize("kept", [0, 5, 0.5, -1])
-def test_a_truncated_file_is_an_error(kept: float) -> None:
+@pytest.mark.parametrize("lost", [1, 2 * MANY])
+def test_a_truncated_file_is_an_error(lost: int) -> None:
     with anonymous_file() as file:
         pack([torch.rand(MANY), "text"], file)
-        size = os.fstat(file.fileno()).st_size
-        os.truncate(file.fileno(), int(size * kept) if 0 < kept < 1 else int(kept % size))
+        os.truncate(file.fileno(), os.fstat(file.fileno()).st_size - lost)
         with pytest.raises((EOFError, ValueError, pickle.UnpicklingError)):
             unpack(file.fileno())
 

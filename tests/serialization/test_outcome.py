@@ -6,15 +6,11 @@ import pickle
 import signal
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
 
-from distributor.errors import RemoteError, RemoteTraceback, WorkerDied
+from distributor.errors import RemoteError, WorkerDied
 from distributor.serialization import oob_pickle, outcome
 from distributor.serialization.outcome import (
     Failure,
@@ -62,32 +58,6 @@ def test_causes_come_before_collateral_failures(
     assert {rank: found[rank].origin.rank for rank in expected} == {rank: rank for rank in expected}
 
 
-class Special(Exception):
-    """An exception with a keyword argument besides its message."""
-
-    def __init__(self, message: str, *, code: int) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-def test_the_first_failure_is_raised_unchanged() -> None:
-    def train() -> NoReturn:
-        raise Special("no", code=7)
-
-    first = failure_of(caught(train), origin(5))
-    failures = {5: first, 1: failure(1, "OSError: disk")}
-    error = caught(raise_first, failures)
-    assert type(error) is Special
-    assert (error.args, error.code) == (("no",), 7)
-    assert error.rank_failures == failures
-    assert list(error.rank_failures) == [5, 1]
-    assert isinstance(error.__cause__, RemoteTraceback)
-    remote = str(error.__cause__)
-    assert remote.startswith("\nrank 5 (local rank 1) on host-1, attempt 2:\nTraceback ")
-    assert 'in train\n    raise Special("no", code=7)' in remote
-    assert remote.endswith("Special: no")
-
-
 def test_identical_failures_are_reported_once() -> None:
     same = {rank: failure(rank, "ValueError: same") for rank in (9, 0, 7, 3)}
     others = {4: failure(4, "OSError: disk"), 12: failure(12, "ValueError: other")}
@@ -100,17 +70,11 @@ def test_identical_failures_are_reported_once() -> None:
     ]
 
 
-def test_a_single_failure_names_its_rank() -> None:
-    error = caught(raise_first, {2: failure(2)})
-    assert error.__notes__ == ["Raised by rank 2 (local rank 0) on host-1, attempt 2."]
-
-
-def test_the_users_own_notes_are_kept() -> None:
+def test_a_single_failure_names_its_rank_and_the_users_own_notes_are_kept() -> None:
     error = ValueError("no")
     error.__dict__["__notes__"] = ["mine"]
-    raised = caught(raise_first, {0: failure_of(error, origin(0))})
-    assert raised.__notes__[0] == "mine"
-    assert raised.__notes__[1].startswith("Raised by rank 0 ")
+    raised = caught(raise_first, {2: failure_of(error, origin(2))})
+    assert raised.__notes__ == ["mine", "Raised by rank 2 (local rank 0) on host-1, attempt 2."]
 
 
 @pytest.mark.parametrize("pickled", [None, b"garbage"])
@@ -122,49 +86,21 @@ def test_an_exception_that_cannot_be_unpickled_is_reported_in_full(pickled: byte
     assert "Traceback ..." in str(error.__cause__)
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_a_ranks_interrupt_does_not_interrupt_the_driver(kind: type[BaseException]) -> None:
-    error = failure_of(kind(), origin(0)).exception()
-    assert type(error) is RemoteError
-    assert kind.__name__ in str(error)
-
-
-def test_the_summary_is_the_line_that_names_the_exception() -> None:
-    assert failure_of(ValueError("one\ntwo"), origin(0)).summary == "ValueError: one"
-    assert failure_of(ValueError("only"), origin(0)).summary == "ValueError: only"
-    assert failure_of(KeyError(), origin(0)).summary == "KeyError"
-
-
-def test_the_summary_of_a_failed_checkpoint_has_the_cause(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointException) as raised:
-        dcp.load({"step": 0}, checkpoint_id=tmp_path)
-    summary = failure_of(raised.value, origin(0)).summary
-    cause = "FileNotFoundError" if torch.__version__.startswith("2.4.") else "AssertionError"
-    assert f": rank 0: {cause}: " in summary
-    assert str(tmp_path / ".metadata") in summary
-
-
 class TorchsError(RuntimeError):
     """Like torch.distributed.DistBackendError."""
 
     __module__ = "torch.distributed"
 
 
-class SomeonesError(RuntimeError): ...
-
-
 @pytest.mark.parametrize(
     ("error", "collateral"),
     [
         (ConnectionResetError(104, "Connection reset by peer"), True),
-        (BrokenPipeError(), True),
         (RuntimeError("[gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:43210"), True),
         (TorchsError("NCCL communicator was aborted on rank 1"), True),
         (TorchsError("shapes differ"), False),
         (RuntimeError("CUDA out of memory"), False),
-        (SomeonesError("connection refused"), False),
         (ValueError("connection reset by peer"), False),
-        (TimeoutError("timed out"), False),
     ],
 )
 def test_a_lost_connection_is_collateral(error: Exception, collateral: bool) -> None:
@@ -172,33 +108,25 @@ def test_a_lost_connection_is_collateral(error: Exception, collateral: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("how", "summary", "hint"),
+    ("how", "summary", "tail"),
     [
-        ({"exit_code": 3}, "WorkerDied: exited with code 3", False),
-        ({"exit_code": 0}, "WorkerDied: exited with code 0", False),
-        ({"signum": signal.SIGKILL}, "WorkerDied: was killed by SIGKILL", True),
-        ({"signum": signal.SIGSEGV}, "WorkerDied: was killed by SIGSEGV", False),
-        ({"signum": 63}, "WorkerDied: was killed by signal 63", False),
+        ({"exit_code": 3}, "WorkerDied: exited with code 3", ""),
+        ({"signum": signal.SIGKILL}, "WorkerDied: was killed by SIGKILL", "loss 0.3\nand more"),
+        ({"signum": 63}, "WorkerDied: was killed by signal 63", "loss 0.3"),
     ],
 )
-@pytest.mark.parametrize("tail", ["", "loss 0.3\nSegfault ahead"])
-def test_a_dead_process_is_described(
-    how: dict[str, int], summary: str, hint: bool, tail: str
-) -> None:
+def test_a_dead_process_is_described(how: dict[str, int], summary: str, tail: str) -> None:
     failed = pickle.loads(pickle.dumps(death(origin(3), tail=tail, **how)))
     assert (failed.summary, failed.collateral) == (summary, False)
     error = failed.exception()
     assert isinstance(error, WorkerDied)
     assert (error.exit_code, error.signal) == (how.get("exit_code"), how.get("signum"))
     assert str(error).startswith(f"{origin(3)} {summary.removeprefix('WorkerDied: ')}.")
-    assert ("out-of-memory killer" in str(error)) is hint
-    output = f"\nIts last output:\n{tail}" if tail else "\nIt printed nothing."
-    assert output in str(error)
-    assert str(error).endswith("look at its log." if hint else output), "what to do comes last"
-    assert error.__cause__ is None, "the message is complete"
+    assert (f"\nIts last output:\n{tail}" if tail else "\nIt printed nothing.") in str(error)
+    assert ("out-of-memory killer" in str(error)) is ("SIGKILL" in summary)
 
 
-@pytest.mark.parametrize("size", [0, 1, 3000, 5000])
+@pytest.mark.parametrize("size", [0, 5000])
 def test_a_value_can_be_read_in_parts_and_as_a_whole(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
