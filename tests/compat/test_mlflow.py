@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 import pytest
+from support.canary import relies_on
 from support.tracking_server import mlflow, needs_mlflow
 
 from distributor._compat import mlflow as compat
@@ -21,15 +22,6 @@ pytestmark = [
     needs_mlflow,
     pytest.mark.xdist_group("mlflow"),  # whose process has imported it
 ]
-
-
-def lost(name: str, dependent: str) -> str:
-    return f"MLflow {mlflow.__version__} no longer has {name}; {dependent} depends on it"
-
-
-def test_importing_the_package_does_not_import_mlflow() -> None:
-    program = "import sys, distributor, distributor._compat.mlflow; print('mlflow' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
 
 
 @pytest.fixture(scope="module")
@@ -44,22 +36,15 @@ def test_the_default_experiment_is_the_one_that_was_set(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)
-    fluent = mlflow.tracking.fluent
-    assert hasattr(fluent, "_get_experiment_id"), lost(
-        "mlflow.tracking.fluent._get_experiment_id", "the experiment of a run made for a job"
-    )
-    assert hasattr(fluent, "_active_experiment_id"), lost(
-        "mlflow.tracking.fluent._active_experiment_id", "attaching ranks to a run of another one"
-    )
+    what = "tracking.fluent._get_experiment_id or ._active_experiment_id"
     mlflow.set_tracking_uri(database)
     try:
         chosen = mlflow.set_experiment("chosen").experiment_id
         os.environ.pop("MLFLOW_EXPERIMENT_ID", None)  # newer versions of MLflow set it
-        assert compat.default_experiment_id() == chosen
-        compat.forget_active_experiment()
-        assert compat.default_experiment_id() == "0", lost(
-            "the meaning of _active_experiment_id", "attaching ranks to a run of another experiment"
-        )
+        with relies_on("mlflow", what, "mlflow.default_experiment_id"):
+            assert compat.default_experiment_id() == chosen
+            compat.forget_active_experiment()
+            assert compat.default_experiment_id() == "0"
     finally:
         mlflow.set_tracking_uri(None)
 
@@ -76,41 +61,23 @@ import mlflow
 import mlflow.store.tracking.sqlalchemy_store  # once, before the forks
 from distributor._compat import mlflow as compat
 
-def start_run(calls):
-    print("RUN", mlflow.start_run().info.run_id, flush=True)
-    exec(calls)
-
 mlflow.set_tracking_uri(sys.argv[1])
 for calls in {list(ENDINGS)!r}:
     if not os.fork():
-        start_run(calls)
+        print(mlflow.start_run().info.run_id, flush=True)
+        exec(calls)
         sys.exit()
     _, status = os.wait()
     assert status == 0
 """
 
 
-@pytest.fixture(scope="module")
-def statuses(database: str) -> dict[str, str]:
-    """Return the status of each run of `ENDINGS`; their processes have imported MLflow by fork."""
+def test_mlflow_ends_a_run_by_an_exit_handler_that_can_be_removed(database: str) -> None:
     client = mlflow.MlflowClient(database)
-    program = [sys.executable, "-c", START_RUNS, database]
-    output = subprocess.check_output(program, text=True)
-    ids = [line.split()[1] for line in output.splitlines() if line.startswith("RUN ")]
-    found = [client.get_run(run_id).info.status for run_id in ids]
-    return dict(zip(ENDINGS, found, strict=True))
-
-
-@pytest.mark.parametrize("calls", ENDINGS)
-def test_mlflow_ends_a_run_by_an_exit_handler_that_can_be_removed(
-    statuses: dict[str, str], calls: str
-) -> None:
-    assert hasattr(mlflow.tracking.fluent, "_safe_end_run"), lost(
-        "mlflow.tracking.fluent._safe_end_run", "leaving the end of the job's run to the driver"
-    )
-    assert statuses[calls] == ENDINGS[calls], lost(
-        "the exit handler _safe_end_run", "leaving the end of the job's run to the driver"
-    )
+    with relies_on("mlflow", "tracking.fluent._safe_end_run", "mlflow.keep_run_open_at_exit"):
+        program = [sys.executable, "-c", START_RUNS, database]
+        ids = subprocess.check_output(program, text=True).split()
+        assert [client.get_run(each).info.status for each in ids] == list(ENDINGS.values())
 
 
 class Workspace(http.server.BaseHTTPRequestHandler):
@@ -129,42 +96,34 @@ def test_databricks_credentials_are_resolved(monkeypatch: pytest.MonkeyPatch) ->
         host = f"http://127.0.0.1:{workspace.server_port}"
         monkeypatch.setenv("DATABRICKS_HOST", host)
         monkeypatch.setenv("DATABRICKS_TOKEN", "t0ken")
-        try:
-            found = compat.databricks_credentials("databricks")
-        except (ImportError, AttributeError) as error:
-            name = "mlflow.utils.databricks_utils.get_databricks_host_creds"
-            pytest.fail(f"{lost(name, 'tracking on Databricks')}: {error}")
-        finally:
-            workspace.shutdown()
-    assert found == (host, "t0ken")
+        what = "utils.databricks_utils.get_databricks_host_creds"
+        with relies_on("mlflow", what, "mlflow.databricks_credentials"):
+            assert compat.databricks_credentials("databricks") == (host, "t0ken")
+        workspace.shutdown()
 
 
 def test_operations_that_log_nothing_are_finished() -> None:
-    try:
+    what = "utils.async_logging.run_operations.RunOperations"
+    with relies_on("mlflow", what, "mlflow.finished_operations"):
         operations: Any = compat.finished_operations()
-    except (ImportError, AttributeError, TypeError) as error:
-        name = "mlflow.utils.async_logging.run_operations.RunOperations"
-        pytest.fail(f"{lost(name, 'asynchronous logging in ranks that do not log')}: {error}")
-    operations.wait()
+        operations.wait()
 
 
-@pytest.mark.parametrize(
-    ("module", "owner", "name", "parameters"),
-    [
-        ("mlflow.tracking.registry", "StoreRegistry", "get_store_builder", ["store_uri"]),
-        (
-            "mlflow.store.artifact.artifact_repository_registry",
-            "ArtifactRepositoryRegistry",
-            "get_artifact_repository",
-            ["artifact_uri"],
-        ),
-    ],
-)
-def test_stores_are_made_by_the_registries_that_ranks_change(
-    module: str, owner: str, name: str, parameters: list[str]
-) -> None:
+REGISTRIES = {
+    "mlflow.tracking.registry": ("StoreRegistry", "get_store_builder", "store_uri"),
+    "mlflow.store.artifact.artifact_repository_registry": (
+        "ArtifactRepositoryRegistry",
+        "get_artifact_repository",
+        "artifact_uri",
+    ),
+}
+
+
+@pytest.mark.parametrize("module", REGISTRIES)
+def test_stores_are_made_by_the_registries_that_ranks_change(module: str) -> None:
     """These names are public, but MLflow documents them only for authors of plugins."""
+    owner, name, parameter = REGISTRIES[module]
     importlib.import_module("mlflow")
-    found = getattr(getattr(sys.modules.get(module), owner, None), name, None)
-    assert found is not None, lost(f"{module}.{owner}.{name}", "the choice of stores in ranks")
-    assert list(inspect.signature(found).parameters)[1 : 1 + len(parameters)] == parameters
+    with relies_on("mlflow", f"{module}.{owner}.{name}", "mlflow"):
+        found = getattr(getattr(sys.modules[module], owner), name)
+        assert list(inspect.signature(found).parameters)[1] == parameter

@@ -50,75 +50,52 @@ def unchanged_rows(spark: Any) -> Any:
         return spark.range(0, 1, numPartitions=1).mapInArrow(same, "id long")
 
 
-def test_the_jvm_has_the_context(context: Any) -> None:
-    with relies_on("pyspark", "SparkContext._jsc", "pyspark.java_context"):
-        assert private.java_context(context).applicationId() == context.applicationId
-
-
-def test_slots_are_counted(context: Any) -> None:
-    what = "the JVM's maxNumConcurrentTasks or resourceProfileManager"
-    with relies_on("pyspark", what, "pyspark.max_concurrent_tasks"):
-        assert private.max_concurrent_tasks(context) == EXECUTORS * CORES
-
-
-def test_slots_of_a_resource_profile_are_counted(context: Any) -> None:
+def test_slots_and_executors_are_counted(context: Any) -> None:
     from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
-    profile = ResourceProfileBuilder().require(TaskResourceRequests().cpus(CORES)).build
-    what = "ResourceProfile._java_resource_profile"
+    with relies_on("pyspark", "SparkContext._jsc", "pyspark.java_context"):
+        assert private.java_context(context).applicationId() == context.applicationId
+    what = "the JVM's maxNumConcurrentTasks, or ResourceProfile._java_resource_profile"
     with relies_on("pyspark", what, "pyspark.max_concurrent_tasks"):
+        assert private.max_concurrent_tasks(context) == EXECUTORS * CORES
+        profile = ResourceProfileBuilder().require(TaskResourceRequests().cpus(CORES)).build
         assert private.max_concurrent_tasks(context, profile) == EXECUTORS
-
-
-def test_executors_are_listed(context: Any) -> None:
     with relies_on("pyspark", "the JVM's getExecutorInfos", "pyspark.executor_hosts"):
         assert len(private.executor_hosts(context)) == EXECUTORS + 1
     with relies_on("pyspark", "the scheduler backend's getExecutorIds", "pyspark.executor_ids"):
         ids = private.executor_ids(context)
         assert len(ids) == EXECUTORS
     with relies_on("pyspark", "the JVM's status store", "pyspark.executor_host"):
-        assert {private.executor_host(context, each) for each in ids} <= set(
-            private.executor_hosts(context)
-        )
+        hosts = {private.executor_host(context, each) for each in ids}
+        assert hosts <= set(private.executor_hosts(context))
     what = "the scheduler backend's isExecutorActive"
     with relies_on("pyspark", what, "pyspark.inactive_executors"):
         assert private.inactive_executors(context, [*ids, "no such one"]) == ["no such one"]
 
 
-def test_jobs_are_found_by_their_tag(spark: Any, context: Any) -> None:
-    context.addJobTag("a-canarys-tag")
-    try:
-        spark.range(1).collect()
-    finally:
-        context.removeJobTag("a-canarys-tag")
-    with relies_on("pyspark", "the JVM's getJobIdsForTag", "pyspark.jobs_with_tag"):
-        assert private.jobs_with_tag(context, "a-canarys-tag")
-        assert private.jobs_with_tag(context, "no such tag") == []
-
-
-def test_a_task_that_failed_is_explained(spark: Any, context: Any) -> None:
+def test_a_job_is_found_by_its_tag_and_its_failed_task_is_explained(context: Any) -> None:
     def fail(_: Any) -> Any:
         from pyspark import TaskContext
 
-        task = TaskContext.get().taskAttemptId()
-        raise ValueError(f"the canary's task {task}.")
+        raise ValueError(f"the canary's task {TaskContext.get().taskAttemptId()}.")
 
-    context.addJobTag("a-task-that-fails")
+    context.addJobTag("a-canarys-tag")
     try:
         with pytest.raises(Exception, match="the canary's task") as caught:
             context.parallelize([0], 1).map(fail).collect()
     finally:
-        context.removeJobTag("a-task-that-fails")
-    found = re.findall(r"the canary's task (\d+)\.", str(caught.value))
+        context.removeJobTag("a-canarys-tag")
+    with relies_on("pyspark", "the JVM's getJobIdsForTag", "pyspark.jobs_with_tag"):
+        [job] = private.jobs_with_tag(context, "a-canarys-tag")
+        assert private.jobs_with_tag(context, "no such tag") == []
+    [task] = set(re.findall(r"the canary's task (\d+)\.", str(caught.value)))
     with relies_on("pyspark", "the status store's tasks", "pyspark.task_failure"):
-        [job] = private.jobs_with_tag(context, "a-task-that-fails")
         stages = list(context.statusTracker().getJobInfo(job).stageIds)
         until(
-            lambda: "the canary's task" in private.task_failure(context, stages, int(found[0])),
+            lambda: "the canary's task" in private.task_failure(context, stages, int(task)),
             "the status store has the error",
             30,
         )
-        assert private.task_failure(context, stages, 10**9) == ""
 
 
 def test_a_worker_finds_its_executor(context: Any) -> None:
@@ -156,14 +133,14 @@ def test_arrivals_at_barriers_are_counted(spark: Any, context: Any, tmp_path: Pa
     with private.python_executable(context, sys.executable):
         frame = spark.range(0, 2, numPartitions=2).mapInArrow(pass_barrier, "id long", barrier=True)
 
-    def run() -> None:
-        context.addJobTag("a-barrier")
-        frame.collect()
-
     def arrivals() -> tuple[int, int]:
         infos = map(context.statusTracker().getJobInfo, private.jobs_with_tag(context, "a-barrier"))
         stages = {stage for info in infos if info for stage in info.stageIds}
         return private.barrier_arrivals(context, stages)
+
+    def run() -> None:
+        context.addJobTag("a-barrier")
+        frame.collect()
 
     job = threading.Thread(target=run)
     job.start()
@@ -179,11 +156,6 @@ def test_arrivals_at_barriers_are_counted(spark: Any, context: Any, tmp_path: Pa
         job.join()
 
 
-def test_the_temporary_folder_exists(context: Any) -> None:
-    with relies_on("pyspark", "SparkContext._temp_dir", "pyspark.temporary_folder"):
-        assert Path(private.temporary_folder(context)).is_dir()
-
-
 def test_a_function_runs_with_another_interpreter(spark: Any, context: Any) -> None:
     usual = context.pythonExec
     with private.python_executable(context, "/no/such/python"):
@@ -192,6 +164,8 @@ def test_a_function_runs_with_another_interpreter(spark: Any, context: Any) -> N
         assert context.pythonExec == usual
         with pytest.raises(Exception, match="/no/such/python"):
             frame.collect()
+    with relies_on("pyspark", "SparkContext._temp_dir", "pyspark.temporary_folder"):
+        assert Path(private.temporary_folder(context)).is_dir()
 
 
 def test_files_of_spark_are_found_in_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,23 +201,27 @@ def test_a_job_keeps_its_call_site(spark: Any, context: Any) -> None:
         assert set(names) == {"train.py:42"}
 
 
-def test_messages_are_dropped(context: Any) -> None:
+def test_the_log_is_recorded_and_messages_are_dropped(context: Any) -> None:
     name, without = private.APPLICATION_LOGGER, "distributor.canary.without.a.level"
-    with relies_on("pyspark", "the JVM's Log4j 2", "pyspark.drop_messages"):
-        log4j = context._jvm.org.apache.logging.log4j
+    with relies_on("pyspark", "the JVM's Log4j 2", "pyspark.RecordedLog and drop_messages"):
+        logger = context._jvm.org.apache.logging.log4j.LogManager.getLogger(name)
+        usual = logger.getLevel().name()
         recorded = private.RecordedLog(context, name)
         try:
+            logger.debug("too fine")
             for pattern in ("(?s).*stage (3|4)\\..*", "(?s).*stage (4)\\..*", ""):
                 private.drop_messages(context, [name, without], pattern)
                 for stage in (3, 4, 34):
-                    log4j.LogManager.getLogger(name).info(f"Lost task 0.0 in stage {stage}.0\nby")
+                    logger.info(f"Lost task 0.0 in stage {stage}.0\nby")
         finally:
             recorded.close()
+        logger.error("too late")
         found = [line.split()[-1] for line in recorded.text.splitlines()[::2]]
         assert found == ["34.0", "3.0", "34.0", "3.0", "4.0", "34.0"]
+        assert logger.getLevel().name() == usual
     with relies_on("pyspark", "the classes that log errors", "pyspark.TASK_ERROR_LOGGERS"):
-        for logger in private.TASK_ERROR_LOGGERS:
-            context._jvm.java.lang.Class.forName(logger)
+        for each in private.TASK_ERROR_LOGGERS:
+            context._jvm.java.lang.Class.forName(each)
 
 
 def test_py4j_logs_interrupted_calls() -> None:
@@ -253,38 +231,6 @@ def test_py4j_logs_interrupted_calls() -> None:
         source = inspect.getsource(java_gateway) + inspect.getsource(clientserver)
         texts = [text for texts in private.INTERRUPTED.values() for text in texts]
         assert [text for text in texts if f'"{text}"' not in source] == []
-
-
-def test_a_session_handles_interrupts() -> None:
-    source = """
-import signal
-from pyspark.sql import SparkSession
-from distributor._compat.pyspark import is_pyspark_handler
-usual = is_pyspark_handler(signal.getsignal(signal.SIGINT))
-SparkSession.builder.master("local[1]").getOrCreate()
-print(usual, is_pyspark_handler(signal.getsignal(signal.SIGINT)))
-"""
-    with relies_on("pyspark", "its handler of SIGINT", "pyspark.is_pyspark_handler"):
-        done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
-        assert done.stdout == "False True\n", done.stderr
-
-
-def test_a_log_is_recorded(context: Any) -> None:
-    name = private.APPLICATION_LOGGER
-    log4j = context._jvm.org.apache.logging.log4j
-    with relies_on("pyspark", "Log4j 2, Spark's log", "pyspark.RecordedLog"):
-        logger = log4j.LogManager.getLogger(name)
-        usual = logger.getLevel().name()
-        recorded = private.RecordedLog(context, name)
-        try:
-            logger.info("Executor updated: app-1/0 is now EXITED (Command exited with code 1)")
-            logger.debug("too fine")
-        finally:
-            recorded.close()
-        logger.error("too late")
-        text = "Executor updated: app-1/0 is now EXITED (Command exited with code 1)\n"
-        assert recorded.text == text
-        assert logger.getLevel().name() == usual
 
 
 def test_the_progress_bar_can_be_hidden(
@@ -300,7 +246,6 @@ def test_the_progress_bar_can_be_hidden(
             from distributor._compat.pyspark import progress_bar
 
             os.environ["PYSPARK_PYTHON"] = sys.executable
-
             conf = SparkConf().setMaster("local[1]").setAppName("tests")
             conf.set("spark.ui.enabled", "false").set("spark.ui.showConsoleProgress", "true")
             context = SparkContext(conf=conf)
@@ -337,7 +282,7 @@ def test_a_connect_session_is_recognized(spark: Any) -> None:
         assert not private.is_connect_session(spark)
 
 
-def test_schemas_of_arrow_and_of_spark() -> None:
+def test_schemas_of_arrow_and_of_spark(spark: Any) -> None:
     import pyarrow as pa
     from pyspark.sql.types import LongType, StructType, TimestampNTZType, TimestampType
 
@@ -349,11 +294,6 @@ def test_schemas_of_arrow_and_of_spark() -> None:
         assert private.arrow_schema(spark_schema).equals(arrow_schema)
     with relies_on("pyspark", "pandas.types.from_arrow_schema", "pyspark.spark_schema"):
         assert private.spark_schema(arrow_schema) == spark_schema
-
-
-def test_types_are_parsed(spark: Any) -> None:
-    from pyspark.sql.types import LongType, StructType
-
     with relies_on("pyspark", "types._parse_datatype_string", "pyspark.parse_type"):
         assert private.parse_type("id long") == StructType().add("id", LongType())
         assert private.parse_type("bigint") == LongType()

@@ -41,29 +41,24 @@ def error_of_task(spark: Any, body: str, barrier: bool = True) -> str:
     return str(error.value)
 
 
-def test_an_exception_of_a_task(spark: Any) -> None:
-    text = error_of_task(spark, "raise ValueError('this is why')")
-    with relies_on("pyspark", "the text of a task's exception", "spark_texts.END_OF_ERROR"):
-        error = r"spark/task/task\.py.*\n(\w[\w.]*: .*?)" + spark_texts.END_OF_ERROR
-        assert found_in(text, error) == "ValueError: this is why"
+ERROR = r"spark/task/task\.py.*\n(\w[\w.]*: .*?)" + spark_texts.END_OF_ERROR
 
 
-def test_a_module_that_a_worker_does_not_have(spark: Any) -> None:
-    text = error_of_task(spark, "import no_such_package.part")
-    with relies_on("pyspark", "the text of an ImportError", "spark_texts.NO_MODULE"):
-        assert found_in(text, spark_texts.NO_MODULE) == "no_such_package"
-
-
-def test_a_lost_task(spark: Any) -> None:
-    text = error_of_task(spark, "import os\nos._exit(3)", barrier=False)
-    with relies_on("pyspark", "the text of a lost task", "spark_texts.LOST_TASK"):
-        assert found_in(text, spark_texts.LOST_TASK)
-
-
-def test_a_worker_that_crashes(spark: Any) -> None:
-    text = error_of_task(spark, "import os\nos._exit(3)")
-    with relies_on("pyspark", "the text of a crashed worker", "spark_texts.CRASHED_WORKER"):
-        assert found_in(text, spark_texts.CRASHED_WORKER)
+@pytest.mark.parametrize(
+    ("name", "body", "barrier", "pattern", "expected"),
+    [
+        ("END_OF_ERROR", "raise ValueError('this is why')", True, ERROR, "ValueError: this is why"),
+        ("NO_MODULE", "import no_such_pkg.part", True, spark_texts.NO_MODULE, "no_such_pkg"),
+        ("LOST_TASK", "import os\nos._exit(3)", False, spark_texts.LOST_TASK, None),
+        ("CRASHED_WORKER", "import os\nos._exit(3)", True, spark_texts.CRASHED_WORKER, None),
+    ],
+)
+def test_the_error_of_a_task(
+    spark: Any, name: str, body: str, barrier: bool, pattern: str, expected: str | None
+) -> None:
+    text = error_of_task(spark, body, barrier)
+    with relies_on("pyspark", "the text of a task's error", f"spark_texts.{name}"):
+        assert found_in(text, pattern) == expected or expected is None
 
 
 def test_an_interpreter_that_does_not_exist(spark: Any) -> None:
@@ -104,31 +99,20 @@ def test_a_package_that_a_worker_does_not_have(monkeypatch: pytest.MonkeyPatch) 
         assert found_in(text, spark_texts.NO_PACKAGE) == "Pandas"
 
 
-def test_too_few_slots(spark: Any) -> None:
+def test_errors_of_the_jvm(spark: Any) -> None:
     jvm = spark.sparkContext._jvm
     with relies_on("pyspark", "the text of a lack of slots", "spark_texts.TOO_FEW_SLOTS"):
         error = jvm.org.apache.spark.scheduler.BarrierJobSlotsNumberCheckFailed(5, 4)
         assert found_in(error.getMessage(), spark_texts.TOO_FEW_SLOTS)
-
-
-@pytest.fixture
-def full_disk() -> str:
-    """Return a file of which every write fails, because its disk is full."""
-    if sys.platform != "linux":
-        pytest.skip("only Linux has /dev/full")
-    return "/dev/full"
-
-
-def test_a_full_disk(spark: Any, full_disk: str) -> None:
-    with pytest.raises(Exception) as error:  # noqa: PT011
-        spark.sparkContext._jvm.java.io.FileOutputStream(full_disk).write(1)
-    with relies_on("pyspark", "the text of a full disk", "spark_texts.FULL_DISK"):
-        assert found_in(str(error.value), spark_texts.FULL_DISK)
-
-
-def test_a_lost_executor(spark: Any) -> None:
-    jvm = spark.sparkContext._jvm
     with relies_on("pyspark", "the text of a lost executor", "spark_texts.LOST_EXECUTOR"):
         reason = jvm.scala.Option.apply("it was killed")
         error = jvm.org.apache.spark.ExecutorLostFailure("1", True, reason)
         assert "it was killed" in found_in(error.toErrorString(), spark_texts.LOST_EXECUTOR)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/full")
+def test_a_full_disk(spark: Any) -> None:
+    with pytest.raises(Exception) as error:  # noqa: PT011
+        spark.sparkContext._jvm.java.io.FileOutputStream("/dev/full").write(1)
+    with relies_on("pyspark", "the text of a full disk", "spark_texts.FULL_DISK"):
+        assert found_in(str(error.value), spark_texts.FULL_DISK)

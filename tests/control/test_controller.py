@@ -27,8 +27,6 @@ from distributor.errors import (
 )
 from distributor.launchers.spark import task_starts
 from distributor.launchers.spark.task_starts import TaskStarts
-from distributor.node.agent.share import NodeShare
-from distributor.node.node import Node
 from distributor.policies.deadlines import UNLINKED_SECONDS
 from distributor.programs.programs import program_of
 from distributor.run.settings import Settings
@@ -39,12 +37,10 @@ from distributor.wire.link import Link
 from distributor.wire.messages import (
     Heartbeat,
     Idle,
-    NodeDone,
     NodeUp,
     Preempted,
     Preparing,
     RanksStarted,
-    Release,
     Rendezvous,
     StackRequest,
     Stacks,
@@ -56,7 +52,6 @@ SECRET = b"a secret of the run"
 SOON = 10.0
 SHORT = 0.2
 NODES = 3
-UNKNOWN = Origin(rank=0, local_rank=0, host="host0")
 
 
 class FakeNode:
@@ -234,22 +229,6 @@ def failure_of(rank: int) -> Failure:
     return Failure(origin=origin, summary="KeyError: 'x'", text="", pickled=None)
 
 
-def test_a_message_of_unknown_type_is_ignored_on_both_sides(run: FollowedRun) -> None:
-    nodes = nodes_with_rendezvous(run)
-    nodes[0].send(UNKNOWN)
-    for node in nodes:
-        node.send(RanksStarted())
-        node.send(NodeDone())
-    for node in nodes:
-        assert node.receive() == Release()
-        node.close()
-    assert run.end() == []
-    share = NodeShare(run_id="run", host="host0", ranks_per_node=1, secret=SECRET)
-    node = Node(share)
-    node.receive(UNKNOWN)
-    node.check_not_ended()
-
-
 def test_all_nodes_go_on_without_links_if_one_has_none_in_time(
     run: FollowedRun, warned: Callable[[], list[str]]
 ) -> None:
@@ -352,25 +331,6 @@ def test_a_node_that_waits_in_a_barrier_has_failed_to_connect(
     assert run.end() == []
     (warning,) = warned()
     assert "Node 2 did not reach this process" in warning
-
-
-def test_tasks_that_spark_does_not_start_end_the_run_at_the_deadline(
-    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(polling, "REMINDER_SECONDS", SHORT)
-    run = start(tasks=spark_reports(False), seconds=3 * SHORT)
-
-    error = run.error()
-
-    assert isinstance(error, StartTimeout)
-    assert str(error) == (
-        "After start_timeout, Spark has started none of the 3 tasks of this run. "
-        "All slots are taken."
-    )
-    assert run.cancelled
-    shown = capsys.readouterr().err
-    assert "Waiting: Spark has started none of the 3 tasks of this run. All slots are" in shown
-    assert "Started" not in shown
 
 
 def test_ranks_that_have_not_started_end_the_run_at_start_timeout(

@@ -23,7 +23,7 @@ def ranks(**settings: object) -> TorchDistributor:
 
 
 def test_output_is_complete_if_the_driver_is_slower_than_the_ranks(tmp_path: Path) -> None:
-    size = 3 * MAX_BACKLOG
+    size = MAX_BACKLOG * 3 // 2
 
     class Slow(Listener):
         def printed(self, rank: int, stream: object, data: bytes) -> None:

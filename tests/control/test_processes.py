@@ -53,18 +53,6 @@ def test_nodes_find_each_other_and_values_arrive_in_rank_order() -> None:
     assert [value[3] for value in values] == [large(rank) for rank in range(4)]
 
 
-def test_a_failure_on_one_node_stops_the_others(tmp_path: Path) -> None:
-    def fail() -> None:
-        if os.environ["RANK"] == "1":
-            raise ValueError("of rank 1")
-        wait_for_the_end(tmp_path)
-
-    with pytest.raises(ValueError, match="of rank 1") as caught:
-        distribute(ProcessLauncher(), 3, fail)
-    assert list(vars(caught.value)["rank_failures"]) == [1]
-    assert_gone([int(path.read_text()) for path in tmp_path.iterdir()])
-
-
 def test_a_lost_node_ends_the_attempt_and_another_follows(tmp_path: Path) -> None:
     """The launcher reports the end of the node's process, and the controller ends the others."""
 
@@ -87,6 +75,7 @@ def test_a_lost_node_ends_the_attempt_and_another_follows(tmp_path: Path) -> Non
     assert_gone([int(path.read_text()) for path in tmp_path.iterdir()])
 
 
+@pytest.mark.slow
 def test_a_deadline_shows_the_stacks_of_all_nodes(tmp_path: Path) -> None:
     with pytest.raises(RunTimeout) as caught:
         distribute(ProcessLauncher(), 2, lambda: wait_for_the_end(tmp_path), timeout=1.5)

@@ -13,18 +13,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from support.failing import (
-    CASES,
-    Case,
-    Opaque,
-    exception_group,
-    exit_3,
-    killed,
-    module_of_the_rank_only,
-    opaque_argument,
-    own_type,
-    unpicklable_value,
-)
+from support.failing import CASES, Case, killed, own_type
 from support.ranks import (
     Distribute,
     failures_of,
@@ -45,23 +34,17 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 RANKS: dict[str, tuple[int, ...]] = {"first": (0,), "last": (1,), "all": (0, 1)}
 """The ranks that fail."""
-REPRESENTATIVE = (own_type, module_of_the_rank_only, unpicklable_value, exit_3, killed)
-"""One case of each kind of error: these run on a cluster every day."""
+ON_CLUSTER = (own_type, killed)
+"""The cases that run on a cluster every day."""
 
 
 def failing_runs() -> Iterator[Any]:
-    """Yield each case on each set of ranks locally, and on one set, in turn, on a cluster.
-
-    The everyday tests run each case once locally, and the representative ones on a cluster.
-    """
+    """Yield each case locally and on a cluster, on a set of ranks in turn."""
     for number, case in enumerate(CASES):
-        name = case.fail.__name__
-        in_turn = list(RANKS)[number % len(RANKS)]
-        for ranks in RANKS:
-            marks = [] if ranks == in_turn else [pytest.mark.slow]
-            yield pytest.param("local", ranks, case, id=f"local-{ranks}-{name}", marks=marks)
-        marks = [pytest.mark.spark] + ([] if case.fail in REPRESENTATIVE else [pytest.mark.slow])
-        yield pytest.param("cluster", in_turn, case, id=f"cluster-{in_turn}-{name}", marks=marks)
+        name, ranks = case.fail.__name__, list(RANKS)[number % len(RANKS)]
+        yield pytest.param("local", ranks, case, id=f"local-{ranks}-{name}")
+        marks = [pytest.mark.spark] + ([] if case.fail in ON_CLUSTER else [pytest.mark.slow])
+        yield pytest.param("cluster", ranks, case, id=f"cluster-{ranks}-{name}", marks=marks)
 
 
 @pytest.mark.parametrize(
@@ -117,14 +100,6 @@ def check_error(error: Any, case: Case) -> None:
         assert error.args == case.args
     for name, expected in (case.attributes or {}).items():
         assert getattr(error, name) == expected, name
-    if case.fail is opaque_argument:
-        assert [type(arg) for arg in error.args] == [str, Opaque]
-    if case.fail is exception_group:
-        parts = error.exceptions
-        assert [(type(part), part.args) for part in parts] == [
-            (KeyError, ("a",)),
-            (ValueError, ("b", 2)),
-        ]
 
 
 def check_traceback(error: BaseException, case: Case, rank: int, host: str, is_local: bool) -> None:

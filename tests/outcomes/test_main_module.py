@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import textwrap
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from conftest import cluster_is_slow, facts_in
+from conftest import cluster_is_slow
 from support.ranks import Distribute
 
 Main = Callable[[str], Any]
@@ -60,7 +59,6 @@ def increase():
     COUNT += 1
 
 class Trainer:
-    def __call__(self, *args): return facts(*args)
     def run(self, *args): return [copy(self), *facts(*args)][1:]
 
 def facts(config: Config, *parts) -> Unknown:
@@ -79,64 +77,37 @@ def facts(config: Config, *parts) -> Unknown:
 """
 
 
-@pytest.mark.parametrize("kind", ["function", "callable object", "bound method", "partial"])
+@pytest.mark.parametrize("kind", ["function", "bound method"])
+@cluster_is_slow
 def test_classes_of_the_main_program_are_found_by_name(
     main: Main, distribute: Distribute, kind: str
 ) -> None:
     program = main(NAMES)
-    function = {
-        "function": program.facts,
-        "callable object": program.Trainer(),
-        "bound method": program.Trainer().run,
-        "partial": functools.partial(program.facts),
-    }[kind]
+    function = program.facts if kind == "function" else program.Trainer().run
     parts = program.Outer.Part(), program.bootstrap(), program.json()
     facts = distribute(1).run(function, program.Config(), *parts)
     assert facts == [True, True, [True, True, True], True, True, True, True, True]
 
 
-def test_a_trainer_s_config_is_found_by_name(main: Main) -> None:
-    from distributor.train import ScalingConfig
-    from distributor.train.torch import TorchTrainer
-
-    program = main(
-        NAMES
-        + textwrap.dedent("""
-        def loop(config):
-            assert facts(config["config"], config["part"])[2] == [True]
-        """)
-    )
-    TorchTrainer(
-        program.loop,
-        train_loop_config={"config": program.Config(), "part": program.Outer.Part()},
-        scaling_config=ScalingConfig(num_workers=1, local_mode=True),
-    ).fit()
-
-
+@cluster_is_slow
 def test_values_and_errors_are_of_the_driver_s_own_classes(
     main: Main, distribute: Distribute
 ) -> None:
     program = main("""
     class State:
         registry = []
-        def add(self):
-            self.registry.append(1)
-            return len(self.registry)
+        def add(self): self.registry.append(1)
 
-    class Trouble(Exception):
-        pass
+    class Trouble(Exception): ...
 
     class Kind(State):
         made = []
-        def __init_subclass__(cls):
-            Kind.made.append(cls)
+        def __init_subclass__(cls): Kind.made.append(cls)
 
-    class Own(Kind):
-        pass
+    class Own(Kind): ...
 
     class Missing:
-        def __reduce__(self):
-            return "MISSING"
+        def __reduce__(self): return "MISSING"
 
     MISSING = Missing()
 
@@ -148,121 +119,11 @@ def test_values_and_errors_are_of_the_driver_s_own_classes(
     """)
     add, registry = program.State.add, program.State.registry
     state, missing, own = distribute(1).run(program.make, False)
-    assert type(state) is program.State
+    assert (type(state), type(own)) == (program.State, program.Own)
     assert missing is program.MISSING
-    assert type(own) is program.Own
     assert program.Kind.made == [program.Own]
     with pytest.raises(program.Trouble, match="in a rank"):
         distribute(1).run(program.make, True)
     assert program.State.add is add, "the class is the driver's, not a copy of the rank's"
     assert program.State.registry is registry
     assert registry == []
-    assert state.add() == 1
-
-
-FUNCTOOLS = """
-import functools, typing
-
-@functools.lru_cache(maxsize=3)
-def vocabulary(): return ["a", "b"]
-
-@functools.cache
-def factorial(n): return n * factorial(n - 1) if n else 1
-
-@functools.singledispatch
-def encoded(value): return "any"
-
-@encoded.register
-def _(value: int): return "int"
-
-@encoded.register(list)
-def _(value): return [encoded(each) for each in value]
-
-class Model:
-    @functools.cached_property
-    def size(self): return 1
-    @functools.lru_cache
-    def layers(self): return 2
-    @functools.singledispatchmethod
-    def add(self, value): return "any"
-    @add.register
-    def _(self, value: int): return "int"
-
-UserId = typing.NewType("UserId", int)
-P = typing.ParamSpec("P")
-
-def logged(function: typing.Callable[P, int]) -> typing.Callable[P, int]:
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> int: return function(*args, **kwargs)
-    return call
-
-@logged
-def user() -> UserId: return UserId(7)
-
-def train(model):
-    return [
-        vocabulary(), vocabulary() is vocabulary(), vocabulary.cache_parameters()["maxsize"],
-        factorial(5), factorial.cache_info().currsize,
-        encoded(3), encoded([1, "b"]), encoded.dispatch(int) is encoded.registry[int],
-        model.size, model.layers(), model.add(1), model.add(""), user(),
-    ]
-"""
-
-
-def test_cached_and_dispatching_functions_run_in_ranks(main: Main, distribute: Distribute) -> None:
-    program = main(FUNCTOOLS)
-    expected = [["a", "b"], True, 3, 120, 6, "int", ["int", "any"], True, 1, 2, "int", "any", 7]
-    assert distribute(1).run(program.train, program.Model()) == expected
-    assert distribute(1).run(program.vocabulary) == ["a", "b"]
-    assert program.factorial.cache_info().currsize == 0
-
-
-CLASS_BODIES = """
-from fractions import Fraction
-
-RATE = 3
-
-def doubled(value): return 2 * value
-
-def train():
-    class Options:
-        rate = doubled(RATE)
-        class Nested:
-            half = Fraction(1, 2)
-        def scaled(self, by: Fraction = Fraction(RATE)) -> Fraction: return by * self.rate
-    return [Options.rate, Options.Nested.half, Options().scaled()]
-"""
-
-
-@cluster_is_slow
-def test_bodies_of_classes_in_a_function_find_globals(main: Main, distribute: Distribute) -> None:
-    program = main(CLASS_BODIES)
-    assert distribute(1).run(program.train) == program.train() == [6, 0.5, 18]
-
-
-@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
-def test_run_in_a_process_that_multiprocessing_started(run_driver: Any, method: str) -> None:
-    done = run_driver(
-        f"""
-        import json, multiprocessing, pickle
-        from distributor import TorchDistributor
-
-        RATE = 2
-
-        class Result:
-            def __init__(self, rate): self.rate = rate
-
-        def train(rate):
-            return pickle.loads(pickle.dumps(Result(rate * RATE)))
-
-        def trial(rate):
-            distributor = TorchDistributor(1, local_mode=True, use_gpu=False, warm=False)
-            result = distributor.run(train, rate)
-            return result.rate, type(result) is Result
-
-        if __name__ == "__main__":
-            with multiprocessing.get_context("{method}").Pool(1) as pool:
-                print("FACTS " + json.dumps({{"trials": pool.map(trial, [1, 2])}}))
-        """
-    )
-    assert facts_in(done) == {"trials": [[2, True], [4, True]]}

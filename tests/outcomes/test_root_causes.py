@@ -7,12 +7,12 @@ import os
 import signal
 import sys
 import textwrap
-import traceback
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
+from conftest import cluster_is_slow
 from support.ranks import (
     Distribute,
     failures_of,
@@ -22,16 +22,15 @@ from support.ranks import (
 
 from distributor import (
     RemoteError,
-    TorchDistributor,
     WorkerDied,
 )
 from distributor.wire.protocol import MAX_FRAME
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-on_cluster = pytest.mark.spark
 
-
+@pytest.mark.slow
+@cluster_is_slow
 def test_message_larger_than_any_frame_is_cut_in_its_middle(distribute: Distribute) -> None:
     def program() -> None:
         raise ValueError("begin" + "m" * MAX_FRAME + "end")  # in the traceback
@@ -44,32 +43,7 @@ def test_message_larger_than_any_frame_is_cut_in_its_middle(distribute: Distribu
     assert len(shown) < MAX_FRAME
 
 
-def test_the_frames_of_the_launcher_are_cut(distribute: Distribute, tmp_path: Path) -> None:
-    """The last lines of a failed run: the cause, its rank, and the folder of its output."""
-
-    def program() -> None:
-        raise KeyError("lost")  # in the traceback
-
-    with pytest.raises(KeyError) as caught:
-        distribute(1, log_dir=tmp_path).run(program)
-    frames = traceback.extract_tb(caught.value.__traceback__)
-    ours = [frame.name for frame in frames if "/distributor/" in frame.filename]
-    assert ours == ["run", "start"], "of TorchDistributor and PreparedRun"
-    [run] = tmp_path.iterdir()
-    *_, cause, where, what = "".join(traceback.format_exception(caught.value)).splitlines()
-    assert cause == "KeyError: 'lost'"
-    assert where.startswith("Raised by rank 0 ")
-    assert what == f"The output of all ranks is in {run}."
-
-
-def test_an_earlier_interrupt_does_not_hide_an_error() -> None:
-    try:
-        raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        with pytest.raises(ZeroDivisionError):
-            TorchDistributor(1, use_gpu=False).run(divmod, 1, 0)
-
-
+@cluster_is_slow
 def test_functions_of_a_notebook_show_their_source(
     distribute: Distribute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,20 +78,13 @@ def test_functions_of_a_notebook_show_their_source(
         assert f'File "{filename}", line ' in shown
 
 
-BLOCKED = [
-    ("local", "all_reduce", "raise", 1),
-    ("local", "all_reduce", "kill", 0),
-    ("local", "barrier", "exit", 1),
-    ("local", "rendezvous", "raise", 0),
-    ("cluster", "barrier", "raise", 0),
-    ("cluster", "all_reduce", "kill", 1),
-]
-CAUSES = {"raise": LookupError, "kill": WorkerDied, "exit": WorkerDied}
-
-
 @pytest.mark.parametrize(
     ("distribute", "blocked_in", "how", "culprit"),
-    [pytest.param(*row, marks=[on_cluster] if row[0] == "cluster" else []) for row in BLOCKED],
+    [
+        ("local", "all_reduce", "raise", 1),
+        ("local", "rendezvous", "raise", 0),
+        pytest.param("cluster", "barrier", "kill", 1, marks=pytest.mark.spark),
+    ],
     indirect=["distribute"],
 )
 def test_root_cause_is_raised_and_not_the_error_of_a_blocked_peer(
@@ -134,8 +101,6 @@ def test_root_cause_is_raised_and_not_the_error_of_a_blocked_peer(
             wait_until((tmp_path / "blocked").exists, "the peer waits for this rank")
             if how == "raise":
                 raise LookupError("the cause")
-            if how == "exit":
-                os._exit(5)
             os.kill(os.getpid(), signal.SIGKILL)
         (tmp_path / "blocked").touch()
         if blocked_in == "rendezvous":
@@ -146,7 +111,7 @@ def test_root_cause_is_raised_and_not_the_error_of_a_blocked_peer(
             dist.all_reduce(torch.ones(1))
         raise AssertionError("a collective ended without its peer")
 
-    with pytest.raises(CAUSES[how]) as caught:
+    with pytest.raises(LookupError if how == "raise" else WorkerDied) as caught:
         distribute(2).run(program)
 
     failures = failures_of(caught.value)

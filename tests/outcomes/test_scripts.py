@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-import zipapp
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
+from conftest import cluster_is_slow
 from support.ranks import (
     Distribute,
     failures_of,
 )
 
 from distributor import (
-    TorchDistributor,
     WorkerDied,
 )
 
@@ -72,17 +71,12 @@ def test_script_runs_as_if_started_by_hand(
     arguments = (str(out), "--b", "word with spaces")
     assert distribute(2).run_all("project/train.py", *arguments) == [None, None]
 
-    expected = [
-        list(arguments),
-        "__main__",
-        str(script),
-        "from beside the script",
-        "2",
-    ]
+    expected = [list(arguments), "__main__", str(script), "from beside the script", "2"]
     assert [json.loads((out / rank).read_text()) for rank in "01"] == [expected, expected]
     assert sorted(path.name for path in out.iterdir()) == ["0", "1"]
 
 
+@cluster_is_slow
 @pytest.mark.parametrize(
     ("arguments", "kind"),
     [(("exit", "3"), WorkerDied), (("raise",), Exception)],
@@ -105,57 +99,3 @@ def test_failing_script_raises_its_own_error(
         assert 'raise Trouble(7, "in the script")  # the script\'s line' in shown
         assert f'File "{script}", line ' in shown
         assert "runpy" not in shown
-
-
-def test_a_linked_script_imports_from_beside_its_target(
-    distribute: Distribute, script: Path, tmp_path: Path
-) -> None:
-    out, links = tmp_path / "out", tmp_path / "links"
-    out.mkdir()
-    links.mkdir()
-    link = links / "experiment.py"
-    link.symlink_to("../project/train.py")
-
-    distribute(1).run(link, str(out), "--")
-
-    name, file, value = json.loads((out / "0").read_text())[1:4]
-    assert (name, file, value) == ("__main__", str(link), "from beside the script")
-
-
-def test_a_zip_application_runs(distribute: Distribute, tmp_path: Path) -> None:
-    (tmp_path / "application").mkdir()
-    for name, source in {"__main__.py": "import inner", "inner.py": ZIPPED}.items():
-        (tmp_path / "application" / name).write_text(source)
-    zipapp.create_archive(tmp_path / "application", tmp_path / "train.pyz", "/usr/bin/python3")
-
-    distribute(1).run(tmp_path / "train.pyz", str(tmp_path / "out"))
-    assert (tmp_path / "out").read_text() == str(tmp_path / "train.pyz")
-
-
-ZIPPED = "import sys; open(sys.argv[1], 'w').write(sys.argv[0])"
-READS = """
-import sys
-open(sys.argv[1]).close()
-"""
-
-
-@pytest.mark.spark
-def test_the_error_of_a_missing_file_says_that_the_driver_has_it(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "reads.py"
-    script.write_text(READS)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.csv").touch()
-    monkeypatch.chdir(tmp_path)
-    ranks = TorchDistributor(1, local_mode=False, use_gpu=False)
-
-    with pytest.raises(FileNotFoundError) as caught:
-        ranks.run("reads.py", "data/train.csv")
-    notes = " ".join(vars(caught.value)["__notes__"])
-    assert f"On the driver 'data/train.csv' is {tmp_path}/data/train.csv" in notes
-    assert "absolute path to storage that all executors can reach" in notes
-
-    with pytest.raises(FileNotFoundError) as caught:
-        ranks.run("reads.py", "nowhere/train.csv")
-    assert "On the driver" not in " ".join(vars(caught.value)["__notes__"])

@@ -60,15 +60,9 @@ def test_functions_that_mention_the_package_are_found(parts: tuple[object, ...])
     assert call_mentions("mlflow", *parts)
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        (mentions_only_in_text,),
-        (mentions_only_in_text, ([0.0] * 100_000, {"a": types}), {}),
-    ],
-)
-def test_functions_without_a_mention_are_not_found(parts: tuple[object, ...]) -> None:
-    assert not call_mentions("mlflow", *parts)
+def test_functions_without_a_mention_are_not_found() -> None:
+    assert not call_mentions("mlflow", mentions_only_in_text)
+    assert not call_mentions("mlflow", mentions_only_in_text, ([0.0] * 100_000, {"a": types}), {})
 
 
 @pytest.mark.parametrize(

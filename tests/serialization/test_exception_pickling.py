@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import pickle
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,18 +84,3 @@ def test_an_exception_that_cannot_be_sent_is_none(monkeypatch: pytest.MonkeyPatc
     assert dump_exception(ValueError("x" * 1500)) is None
     for garbage in (b"", b"garbage", pickle.dumps("no exception")):
         assert load_exception(garbage) is None
-
-
-def test_an_exception_whose_module_is_missing_here_loads_as_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "only_on_the_node.py").write_text("class Odd(Exception): ...\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module("only_on_the_node")
-    pickled = dump_exception(module.Odd("no"))
-    assert pickled is not None
-    assert type(load_exception(pickled)) is module.Odd
-    monkeypatch.undo()
-    del sys.modules["only_on_the_node"]
-    importlib.invalidate_caches()
-    assert load_exception(pickled) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from distributor.serialization.oob_pickle import (
     Pickler,
     anonymous_file,
     dumps,
-    give_back,
     pack,
     unpack,
 )
@@ -160,13 +158,6 @@ def test_shared_memory_is_written_once_and_stays_shared() -> None:
     assert weights[-1].item() != 7.0
 
 
-def test_empty_tensors_do_not_come_to_share_memory() -> None:
-    found = round_trip([torch.empty(0), torch.empty(0)])
-    for number, tensor in enumerate(found):
-        tensor.resize_(2).fill_(number)
-    assert [tensor.tolist() for tensor in found] == [[0.0, 0.0], [1.0, 1.0]]
-
-
 def test_objects_loaded_twice_from_one_file_are_independent() -> None:
     with anonymous_file() as file:
         pack({"a": torch.zeros(MANY), "b": np.zeros(MANY)}, file)
@@ -208,17 +199,3 @@ def test_a_truncated_file_is_an_error(lost: int) -> None:
         os.truncate(file.fileno(), os.fstat(file.fileno()).st_size - lost)
         with pytest.raises((EOFError, ValueError, pickle.UnpicklingError)):
             unpack(file.fileno())
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="only Linux can release the memory of a part of a file"
-)
-def test_the_part_of_a_file_that_was_read_occupies_no_memory() -> None:
-    with anonymous_file() as file:
-        file.write(bytes(2**20) + b"rest")
-        file.flush()
-        give_back(file, 2**20)
-        status = os.fstat(file.fileno())
-        assert status.st_size == 2**20 + 4
-        assert status.st_blocks * 512 < 2**20
-        assert os.pread(file.fileno(), 4, 2**20) == b"rest"

@@ -5,12 +5,9 @@ The failing line of each function has the comment "fails": the traceback must sh
 
 from __future__ import annotations
 
-import asyncio
-import builtins
 import ctypes
 import inspect
 import json
-import math
 import os
 import signal
 import sys
@@ -26,9 +23,6 @@ from distributor import (
     UnpicklableError,
     WorkerDied,
 )
-from support.ranks import (
-    MIB,
-)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -43,62 +37,10 @@ class Position:
     history: list[float]
 
 
-class Diverged(Exception):
-    """An exception that pickle cannot rebuild: its constructor does not accept its `args`."""
-
-    def __init__(self, step: int, loss: float) -> None:
-        super().__init__(f"diverged at step {step}")
-        self.step = step
-        self.loss = loss
-
-
-class Doubled(Exception):
-    """An exception that each unpickling changes without an error."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(f"twice {what}")
-
-
-@dataclass(frozen=True)
-class Halted(Exception):
-    step: int
-    reason: str
-
-
-class Opaque:
-    """An object whose repr shows its address in memory."""
-
-
-def key_error() -> None:
-    raise KeyError("x", 3)  # fails
-
-
 def own_type() -> None:
     error = Tagged("tagged\nin two lines")
     vars(error).update(step=7, position=Position(2, []))
     raise error  # fails
-
-
-def two_arguments() -> None:
-    raise Diverged(3, math.inf)  # fails
-
-
-def doubled() -> None:
-    raise Doubled("ouch")  # fails
-
-
-def frozen() -> None:
-    raise Halted(4, "no progress")  # fails
-
-
-def with_a_lock() -> None:
-    error = ValueError("locked", 1)
-    vars(error).update(lock=threading.Lock(), step=5)
-    raise error  # fails
-
-
-def opaque_argument() -> None:
-    raise ValueError("opaque", Opaque())  # fails
 
 
 def chained() -> None:
@@ -128,21 +70,8 @@ def keyboard_interrupt() -> None:
     raise KeyboardInterrupt("in the rank")  # fails
 
 
-def cancelled() -> None:
-    raise asyncio.CancelledError  # fails
-
-
 def endless_recursion() -> None:
     endless_recursion()  # fails
-
-
-def exception_group() -> None:
-    group = vars(builtins)["ExceptionGroup"]
-    raise group("several", [KeyError("a"), ValueError("b", 2)])  # fails
-
-
-def long_message() -> None:
-    raise ValueError("m" * MIB, "end")  # fails
 
 
 def unpicklable_value() -> object:
@@ -167,10 +96,6 @@ def hard_exit() -> None:
 def killed() -> None:
     print("about to be killed")
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def terminated() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def segmentation_fault() -> None:
@@ -202,28 +127,12 @@ def died(fail: Callable[[], object], *says: str, **how: int) -> Case:
 
 OUT_OF_MEMORY = "out-of-memory killer"
 CASES = [
-    Case(fail=key_error, kind=KeyError, args=("x", 3)),
     Case(
         fail=own_type,
         kind=Tagged,
         args=("tagged\nin two lines",),
         attributes={"step": 7, "position": Position(2, [])},
     ),
-    Case(
-        fail=two_arguments,
-        kind=Diverged,
-        args=("diverged at step 3",),
-        attributes={"step": 3, "loss": math.inf},
-    ),
-    Case(fail=doubled, kind=Doubled, args=("twice ouch",)),
-    Case(
-        fail=frozen,
-        kind=Halted,
-        args=(4, "no progress"),
-        attributes={"step": 4, "reason": "no progress"},
-    ),
-    Case(fail=with_a_lock, kind=ValueError, args=("locked", 1), attributes={"step": 5}),
-    Case(fail=opaque_argument, kind=ValueError, says=("ValueError: ('opaque', <",)),
     Case(
         fail=chained,
         kind=ValueError,
@@ -237,9 +146,7 @@ CASES = [
         says=("rank_only.Broken: ('all of its text', 12)",),
     ),
     Case(fail=keyboard_interrupt, kind=RemoteError, says=("KeyboardInterrupt: in the rank",)),
-    Case(fail=cancelled, kind=RemoteError, says=("CancelledError",)),
     Case(fail=endless_recursion, kind=RecursionError, says=("Previous line repeated",)),
-    Case(fail=long_message, kind=ValueError, args=("m" * MIB, "end")),
     Case(
         fail=unpicklable_value,
         kind=UnpicklableError,
@@ -249,7 +156,6 @@ CASES = [
     died(exit_with_text, "no data found", exit_code=1),
     died(hard_exit, "exited with code 5", "about to leave", exit_code=5),
     died(killed, "SIGKILL", OUT_OF_MEMORY, "about to be killed", signal=9),
-    died(terminated, "SIGTERM", signal=15),
     died(
         segmentation_fault,
         "SIGSEGV",
@@ -258,11 +164,3 @@ CASES = [
         signal=11,
     ),
 ]
-if sys.version_info >= (3, 11):
-    CASES.append(
-        Case(
-            fail=exception_group,
-            kind=vars(builtins)["ExceptionGroup"],
-            says=("several (2 sub-exceptions)", "KeyError: 'a'", "ValueError: ('b', 2)"),
-        )
-    )

@@ -36,7 +36,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "distributor/control/attempts.py",
         "else [0]",
         "else [1]",
-        ("outcomes/test_values.py::test_value_arrives_whole[local-int]",),
+        ("outcomes/test_values.py::test_values_arrive_whole[local]",),
     ),
     Mutant(
         "run_all returns values in rank order",
@@ -44,7 +44,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "wanted = range(attempt.num_ranks) if",
         "wanted = range(attempt.num_ranks)[::-1] if",
         (
-            "outcomes/test_values.py::test_run_all_returns_each_ranks_value_in_whatever_order_they_end[local-(2, 1, 0)]",
+            "outcomes/test_values.py::test_run_all_returns_each_ranks_value_in_whatever_order_they_end[local]",
         ),
     ),
     Mutant(
@@ -179,10 +179,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "distributor/node/process/exit.py",
         "names = [name for name in candidates if _is_of_program(name)]",
         "names: list[str] = []",
-        (
-            "outcomes/test_open_objects.py::test_of_a_script[local-return-True]",
-            "outcomes/test_open_objects.py::test_of_a_module_that_is_run_by_name[local-True]",
-        ),
+        ("outcomes/test_open_objects.py::test_of_a_script[local-return]",),
     ),
     Mutant(
         "the globals of a script exist until the process ends",
@@ -199,7 +196,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "distributor/node/process/exit.py",
         "    _close_hdf5()\n",
         "",
-        ("outcomes/test_open_objects.py::test_of_hdf5[local-True]",),
+        ("outcomes/test_open_objects.py::test_of_hdf5[local]",),
     ),
     Mutant(
         "a file that is left open and cannot be written is reported",

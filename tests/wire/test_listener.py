@@ -92,42 +92,6 @@ def test_a_run_that_ends_leaves_the_port_open_for_others() -> None:
     assert not listens(one.port)
 
 
-def test_a_fixed_port_can_be_reused_at_once() -> None:
-    with Hub("127.0.0.1", SECRET) as hub:
-        port = hub.port
-    for _ in range(20):
-        with Hub("127.0.0.1", SECRET, port=port) as hub, link(port, 3) as node:
-            node.send("here")
-            assert hub.get(SOON) == (3, "here")
-
-
-def test_runs_start_and_end_concurrently_at_one_port(hubs: tuple[Hub, Hub]) -> None:
-    """No end waits for another, and none closes another run's listener."""
-    port = hubs[0].port
-    for hub in hubs:
-        hub.close()  # so that no run is left while another starts
-
-    def runs(secret: bytes) -> None:
-        for number in range(15):
-            with (
-                Hub("127.0.0.1", secret, port=port) as hub,
-                link(port, number, secret=secret) as node,
-            ):
-                node.send(number)
-                correct.append(hub.get(SOON) == (number, number))
-
-    correct: list[bool] = []
-    threads = [
-        threading.Thread(target=runs, args=[f"run {n}".encode()], daemon=True) for n in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(3 * SOON)
-    assert correct == [True] * 60
-    assert listener_threads() == []
-
-
 def test_a_run_that_reads_nothing_delays_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from distributor.errors import RunTimeout
 from distributor.serialization.outcome import Failure, Origin, failure_of
 from distributor.wire import sealing, spark_error_payload
 from distributor.wire.spark_error_payload import LIMIT, TaskFailed
@@ -106,7 +105,6 @@ def test_repeated_payloads_are_read_once_and_a_stopped_node_has_none() -> None:
     "make_failures",
     [
         pytest.param(lambda: [failure(2, text=noise(100_000, 0x1F300, 0x3134A))], id="wide text"),
-        pytest.param(lambda: [failure(2, summary=noise(300_000))], id="summary"),
         pytest.param(lambda: [failure(rank, noise(300_000)) for rank in (2, 3)], id="many"),
         pytest.param(
             lambda: [
@@ -153,16 +151,3 @@ def encoded_bytes(data: bytes) -> str:
 def test_garbage_is_ignored_and_hides_no_failure(garbage: str) -> None:
     assert failures_in(garbage) == []
     assert failures_in(garbage + "\n" + through_spark([failure()])) == [failure()]
-
-
-@pytest.mark.parametrize("length", [10, 2 * LIMIT])
-def test_a_timeout_error_comes_through_spark(length: int) -> None:
-    error = RunTimeout(f"The run took too long.\n{noise(length)}", stacks={3: noise(length)})
-    text = f"Job aborted: {TaskFailed.timed_out(error, SECRET)}\n\tat org.apache.spark"
-    found = spark_error_payload.timeout_in(text, SECRET)
-    assert isinstance(found, RunTimeout)
-    assert str(found).startswith("The run took too long.")
-    assert found.stacks == (error.stacks if length < LIMIT else {}), "all, unless too large"
-    assert spark_error_payload.timeout_in(text, bytes(32)) is None
-    assert spark_error_payload.timeout_in("<distributor-timeout bm90aGluZw==>", SECRET) is None
-    assert spark_error_payload.timeout_in(str(TaskFailed.of([failure()], SECRET)), SECRET) is None
