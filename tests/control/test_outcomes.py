@@ -38,8 +38,4 @@ def test_memory_is_reserved_for_values_that_have_begun(received: Outcomes) -> No
     assert received.add_part(ValuePart(1, b"a" * 60)) is None
     assert not received.values
     assert received.start_value(ValueStart(2, 40)) is None
-
-
-def test_no_memory_is_left_beside_a_value_that_takes_it_all(received: Outcomes) -> None:
-    assert received.start_value(ValueStart(0, 100)) is None
-    assert received.start_value(ValueStart(1, 1)) == ValueRefused(1, 0)
+    assert received.start_value(ValueStart(3, 1)) == ValueRefused(3, 0)

@@ -84,21 +84,3 @@ def test_every_path_is_checked_before_a_folder_is_made(
     with pytest.raises(ValueError, match=r" is 'dbfs:/x', "):
         use("dbfs:/x")
     assert list(tmp_path.iterdir()) == []
-
-
-def note_and_save(folder: Path) -> None:
-    (folder / "state").write_text("saved")
-    train.report({}, checkpoint=train.Checkpoint.from_directory(folder))
-
-
-def test_an_address_of_this_machine_is_storage(tmp_path: Path) -> None:
-    (tmp_path / "state").mkdir()
-    storage = f"file:{tmp_path}/runs"
-    TorchDistributor(1, use_gpu=False, storage_path=storage, name="run", timeout=120).run(
-        note_and_save, tmp_path / "state"
-    )
-    result = train.Result.from_path(f"{storage}/run")
-    assert result.path == f"{tmp_path}/runs/run"
-    assert result.checkpoint is not None
-    with result.checkpoint.as_directory() as folder:
-        assert Path(folder, "state").read_text() == "saved"

@@ -23,6 +23,13 @@ class KeywordOnly(Exception):
         self.code = code
 
 
+class Changing(Exception):
+    """Default pickling succeeds and loads with other arguments."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"failed: {message}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Frozen(Exception):
     """Attributes are read-only, and ``args`` is empty."""
@@ -59,6 +66,7 @@ def local_class() -> Exception:
         (ValueError("plain", 3), {}),
         (OSError(28, "No space left", "file"), {"errno": 28, "filename": "file"}),
         (KeywordOnly("no", code=7), {"code": 7}),
+        (Changing("no"), {}),
         (Frozen(7), {"code": 7}),
         (holding_lock(), {"step": 7}),
         (local_class(), {}),

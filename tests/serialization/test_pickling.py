@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import pickle
 import sys
@@ -18,7 +17,6 @@ from distributor.serialization import code_pickle
 from distributor.serialization.pickle_diagnostics import find_unpicklable, heaviest
 from distributor.serialization.pickling import (
     dump_call,
-    dump_value,
 )
 
 LOCK = threading.Lock()
@@ -165,20 +163,3 @@ def test_the_largest_part_of_a_call_is_named() -> None:
     path, weight = heaviest(add, (1, table), {"other": bytes(1_000_000)})
     assert path == "argument 1['large'][0]"
     assert 2_000_000 <= weight < 2_001_000
-
-
-class Exhausting:
-    """Raises when it is pickled."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def __reduce__(self) -> Any:
-        raise self.error
-
-
-@pytest.mark.parametrize("error", [MemoryError("all gone"), OSError(28, "No space left")])
-def test_a_lack_of_memory_or_disk_is_not_reported_as_unpicklable(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught:
-        dump_value([Exhausting(error)], io.BytesIO(), "rank 3")
-    assert caught.value is error

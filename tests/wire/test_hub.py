@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from support.hubs import (
 )
 
 from distributor.wire import listener, protocol
-from distributor.wire.hub import HERE, LOST, SILENT, Hub
+from distributor.wire.hub import LOST, SILENT, Hub
 
 
 @pytest.fixture
@@ -74,15 +73,6 @@ def test_messages_arrive_in_order_in_both_directions(hub: Hub) -> None:
         assert hub.get(SOON) == (4, b"x" * (20 * MIB))
         with pytest.raises(protocol.FrameTooLarge):
             four.send(bytes(protocol.MAX_FRAME))
-
-
-def test_get_returns_on_a_post_a_deadline_and_ctrl_c(hub: Hub) -> None:
-    threading.Timer(0.05, hub.post, ["mine"]).start()
-    assert hub.get(SOON) == (HERE, "mine")
-    assert hub.get(0.01) is None
-    threading.Timer(0.1, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
-    with within(SOON / 2), pytest.raises(KeyboardInterrupt):
-        hub.get(SOON)
 
 
 def test_each_side_refuses_a_wrong_secret(hub: Hub) -> None:
