@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from support.waiting import until
@@ -161,16 +161,8 @@ class FollowedRun:
         return self._outcomes
 
 
-class Start(Protocol):
-    """Starts a controller, with what the launcher reports of the nodes."""
-
-    def __call__(
-        self,
-        *,
-        tasks: NodeStarts | None = None,
-        seconds: float,
-        settings: Mapping[str, Any] | None = None,
-    ) -> FollowedRun: ...
+Start = Callable[..., FollowedRun]
+"""Starts a controller; takes seconds, and optionally tasks (the launcher's report) and settings."""
 
 
 @pytest.fixture
