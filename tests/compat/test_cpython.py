@@ -122,13 +122,15 @@ def test_source_lines_of_a_cell_are_shown() -> None:
 
 
 def test_stacks_are_split_by_thread() -> None:
-    done = threading.Event()
+    ready, done = threading.Event(), threading.Event()
 
     def wait_in_a_thread() -> None:
+        ready.set()
         done.wait(60)
 
     thread = threading.Thread(target=wait_in_a_thread)
     thread.start()
+    ready.wait()
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
