@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,57 +10,49 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from support.reports import save
+from support.training import here
 
 from distributor import Listener, RunTimeout, TorchDistributor, train
 from distributor.control import listeners
 from distributor.rank.messages import Progress, Reported
-from distributor.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, UserCallback
+from distributor.train import FailureConfig, RunConfig, UserCallback
 from distributor.train.torch import TorchTrainer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class RecordingCallback(UserCallback):
-    """Records the calls that it receives."""
+    """Records the calls that it receives, and may end the training at a checkpoint."""
 
-    def __init__(self) -> None:
-        self.reports: list[tuple[list[dict[str, Any]], Checkpoint | None]] = []
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.reports: list[tuple[list[dict[str, Any]], str | None]] = []
         self.exceptions: list[dict[int, Exception]] = []
-        self.names: set[str | None] = set()
+        self.error = error
 
     def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
-        if checkpoint is not None:
-            with checkpoint.as_directory() as folder:
-                assert Path(folder, "rank1.txt").read_text() == str(metrics[1]["step"])
-        self.names.add(run_context.get_run_config().name)
-        self.reports.append((metrics, checkpoint))
+        assert run_context.get_run_config().name == "run"
+        self.reports.append((metrics, checkpoint and Path(checkpoint.path).name))
+        if checkpoint is not None and self.error is not None:
+            raise self.error
 
     def after_exception(self, run_context: Any, worker_exceptions: Any) -> None:
         self.exceptions.append(worker_exceptions)
 
 
-def save(step: int) -> None:
-    rank = train.get_context().get_world_rank()
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, f"rank{rank}.txt").write_text(str(step))
-        checkpoint = Checkpoint.from_directory(folder)
-        train.report({"step": step, "rank": rank}, checkpoint=checkpoint)
-
-
-def train_func(config: dict[str, Any]) -> None:
+def report_and_fail_once(folder: Path) -> None:
     rank = train.get_context().get_world_rank()
     resumed = train.get_checkpoint() is not None
-    train.report({"step": 0, "rank": rank})
-    save(1)
-    if not resumed and rank == config.get("failing_rank"):
+    train.report({"rank": rank})
+    train.report({"rank": rank}, checkpoint=save(folder, "x"))
+    if not resumed and rank == 1:
         raise KeyError("lost")
 
 
-def trainer(folder: Path, callback: UserCallback, **config: Any) -> TorchTrainer:
-    return TorchTrainer(
-        train_func,
-        train_loop_config=config,
-        scaling_config=ScalingConfig(num_workers=2, local_mode=True),
+def fit(folder: Path, callback: UserCallback) -> None:
+    TorchTrainer(
+        lambda: report_and_fail_once(folder / "local"),
+        scaling_config=here(2),
         run_config=RunConfig(
             name="run",
             storage_path=folder,
@@ -69,40 +60,24 @@ def trainer(folder: Path, callback: UserCallback, **config: Any) -> TorchTrainer
             callbacks=[callback],
             settings={"show_output": "none", "timeout": 120},
         ),
-    )
-
-
-def check_calls(recorder: RecordingCallback, folder: Path) -> None:
-    metrics = [[{"step": step, "rank": rank} for rank in range(2)] for step in (0, 1, 0, 1)]
-    assert [reported for reported, _ in recorder.reports] == metrics
-    names = [Path(c.path).name if c else None for _, c in recorder.reports]
-    assert names == [None, "checkpoint_000000", None, "checkpoint_000001"]
-    assert [c.path for _, c in recorder.reports if c] == [
-        str(folder / "run" / name) for name in names if name
-    ]
-    (raised,) = recorder.exceptions
-    assert isinstance(raised[1], KeyError)
-    assert raised[1].args == ("lost",)
-    assert recorder.names == {"run"}
+    ).fit()
 
 
 def test_callbacks_receive_the_reports_and_failures_of_all_ranks(tmp_path: Path) -> None:
     recorder = RecordingCallback()
-    trainer(tmp_path, recorder, failing_rank=1).fit()
-    check_calls(recorder, tmp_path)
-
-
-class StopAtCheckpoint(UserCallback):
-    def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
-        if checkpoint is not None:
-            raise StopIteration("enough")
+    fit(tmp_path, recorder)
+    metrics = [{"rank": 0}, {"rank": 1}]
+    checkpoints = [None, "checkpoint_000000", None, "checkpoint_000001"]
+    assert recorder.reports == [(metrics, checkpoint) for checkpoint in checkpoints]
+    (raised,) = recorder.exceptions
+    assert isinstance(raised[1], KeyError)
 
 
 def test_an_exception_from_a_callback_ends_the_training(tmp_path: Path) -> None:
+    error = StopIteration("enough")
     with pytest.raises(train.ControllerError, match="enough") as failed:
-        trainer(tmp_path, StopAtCheckpoint()).fit()
-    assert isinstance(failed.value.controller_failure, StopIteration)
-    assert failed.value.__cause__ is failed.value.controller_failure
+        fit(tmp_path, RecordingCallback(error))
+    assert failed.value.__cause__ is failed.value.controller_failure is error
     result = train.Result.from_path(tmp_path / "run")
     assert result.checkpoint is not None, "the checkpoint was committed before the call"
 

@@ -1,13 +1,11 @@
-"""Lightning, and the documented example for Accelerate, report checkpoints and resume from them."""
+"""Lightning reports checkpoints and resumes from them."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,16 +20,7 @@ from distributor import train
 from distributor.train.torch import TorchTrainer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "frameworks.md"
 EPOCHS, ROWS, BATCH = 3, 32, 4
-
-
-def example() -> str:
-    """Return the functions of the documented example for Accelerate."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    [block] = [block for block in blocks if "accelerator.save_state" in block]
-    functions, *_ = str(block).partition("\ndistributor = ")
-    return functions
 
 
 def points() -> DataLoader[Any]:
@@ -97,47 +86,15 @@ def with_lightning(config: dict[str, Any]) -> list[float]:
     return [parameter.item() for parameter in line.parameters()]
 
 
-def with_accelerate(config: dict[str, Any]) -> list[float]:
-    from accelerate import Accelerator, DataLoaderConfiguration
-
-    torch.manual_seed(0)
-    namespace: dict[str, Any] = {}
-    exec(config["example"], namespace)
-    # An epoch's order follows from its number, and so is the same after a restart.
-    loading = DataLoaderConfiguration(use_seedable_sampler=True)
-    accelerator = Accelerator(cpu=True, dataloader_config=loading)
-    line = torch.nn.Linear(1, 1)
-    model, optimizer, loader = accelerator.prepare(
-        line, torch.optim.Adam(line.parameters(), lr=0.1), points()
-    )
-    for epoch in range(namespace["load"](accelerator), EPOCHS):
-        losses = []
-        loader.set_epoch(epoch)
-        for x, y in loader:
-            loss = mse_loss(model(x), y)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(accelerator.gather(loss.detach()).mean())
-        maybe_die(config, epoch)
-        namespace["save"](accelerator, epoch, {"loss": torch.stack(losses).mean().item()})
-    return [parameter.item() for parameter in line.parameters()]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("framework", "loop"), [("lightning", with_lightning), ("accelerate", with_accelerate)]
-)
-def test_a_framework_reports_and_resumes(
-    framework: str, loop: Callable[[dict[str, Any]], Any], tmp_path: Path
-) -> None:
-    if find_spec(framework) is None:  # importing it here would only take time
-        pytest.skip(f"{framework} is not installed")
+def test_a_framework_reports_and_resumes(tmp_path: Path) -> None:
+    if find_spec("lightning") is None:  # importing it here would only take time
+        pytest.skip("lightning is not installed")
 
     def fit(name: str, *, killed: bool) -> train.Result:
         return TorchTrainer(
-            loop,
-            train_loop_config={"example": example(), "killed": killed},
+            with_lightning,
+            train_loop_config={"killed": killed},
             scaling_config=train.ScalingConfig(num_workers=2, local_mode=True),
             run_config=train.RunConfig(
                 name=name,

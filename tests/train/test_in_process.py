@@ -14,70 +14,19 @@ import pytest
 from distributor import TorchDistributor, train
 from distributor.screen.one_time_warnings import warn_once
 from distributor.train import Checkpoint, RunConfig, ScalingConfig, collective
-from distributor.train.torch import TorchTrainer, get_devices, prepare_data_loader, prepare_model
+from distributor.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 
 torch = pytest.importorskip("torch")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
+def raise_error(error: Exception) -> None:
+    raise error
+
+
 def fit(func: Any, **options: Any) -> train.Result:
     scaling = ScalingConfig(num_workers=0)
     return TorchTrainer(func, scaling_config=scaling, **options).fit()
-
-
-def test_the_function_runs_in_the_calling_thread(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    seen: dict[str, Any] = {}
-
-    def loop(config: dict[str, Any]) -> int:
-        context = train.get_context()
-        seen["process"] = os.getpid(), threading.get_ident()
-        seen["context"] = context.get_world_size(), context.get_world_rank()
-        seen["name"] = context.get_experiment_name()
-        with pytest.raises(NotImplementedError, match="no storage"):
-            context.get_storage()
-        with pytest.raises(KeyError, match="There is no dataset 'train'"):
-            train.get_dataset_shard(train.TRAIN_DATASET_KEY)
-        assert train.get_checkpoint() is None
-        train.report({"loss": 2.0}, checkpoint=Checkpoint.from_directory(tmp_path))
-        assert train.get_checkpoint() == Checkpoint.from_directory(tmp_path)
-        train.report({"loss": 1.0})
-        assert train.get_all_reported_checkpoints() == []
-        assert train.get_preemption_info() is None
-        collective.barrier()
-        assert collective.broadcast_from_rank_zero("data") == "data"
-        model = prepare_model(torch.nn.Linear(1, 1))
-        loader = prepare_data_loader(torch.utils.data.DataLoader(range(4)))  # type: ignore[arg-type]
-        assert (type(model), len(list(loader))) == (torch.nn.Linear, 4)
-        return len(get_devices()) + int(config["a"])
-
-    result = fit(loop, train_loop_config={"a": 1}, run_config=RunConfig("mine"))
-
-    assert seen["process"] == (os.getpid(), threading.get_ident())
-    assert (seen["context"], seen["name"]) == ((1, 0), "mine")
-    assert result == train.Result(
-        {"loss": 1.0}, Checkpoint.from_directory(tmp_path), None, None, return_value=2
-    )
-    shown = capfd.readouterr().err
-    assert shown == (
-        "TorchTrainer runs the training function in this process, because num_workers is 0.\n"
-    )
-    with pytest.raises(RuntimeError, match="report and get_checkpoint can only be called by"):
-        train.report({})
-
-
-def test_its_exceptions_are_raised_as_they_are() -> None:
-    error = KeyError("a bug")
-
-    def loop() -> None:
-        raise error
-
-    with pytest.raises(KeyError) as raised:
-        fit(loop)
-    assert raised.value is error
-    with pytest.raises(RuntimeError, match="can only be called by the ranks"):
-        train.get_checkpoint()
 
 
 @pytest.mark.parametrize(
@@ -116,3 +65,33 @@ def test_processes_that_torchrun_has_started_train_together() -> None:
 
     values = TorchDistributor(2, use_gpu=False, timeout=120).run_all(run)
     assert values == [(0, 2, False)] * 2
+
+
+def test_the_function_runs_in_the_calling_thread(tmp_path: Path) -> None:
+    def loop(config: dict[str, Any]) -> Any:
+        context = train.get_context()
+        assert (context.get_world_size(), context.get_world_rank()) == (1, 0)
+        assert (context.get_experiment_name(), train.get_checkpoint()) == ("mine", None)
+        with pytest.raises(NotImplementedError, match="no storage"):
+            context.get_storage()
+        train.report({"loss": 2.0}, checkpoint=Checkpoint.from_directory(tmp_path))
+        train.report({"loss": 1.0})
+        assert train.get_checkpoint() == Checkpoint.from_directory(tmp_path)
+        collective.barrier()
+        assert collective.broadcast_from_rank_zero("data") == "data"
+        assert type(prepare_model(torch.nn.Linear(1, 1))) is torch.nn.Linear
+        loader = prepare_data_loader(torch.utils.data.DataLoader(range(4)))  # type: ignore[arg-type]
+        return os.getpid(), threading.get_ident(), len(list(loader)), config
+
+    result = fit(loop, train_loop_config={"a": 1}, run_config=RunConfig("mine"))
+
+    value = (os.getpid(), threading.get_ident(), 4, {"a": 1})
+    assert result == train.Result(
+        {"loss": 1.0}, Checkpoint.from_directory(tmp_path), None, None, return_value=value
+    )
+    error = KeyError("a bug")
+    with pytest.raises(KeyError) as raised:
+        fit(lambda: raise_error(error))
+    assert raised.value is error
+    with pytest.raises(RuntimeError, match="report and get_checkpoint can only be called by"):
+        train.report({})

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import psutil
 import pytest
 from support import training
 from support.cluster import Cluster, Driver, cluster_on, kill
-from support.machines import Machine, machines_apart, machines_on_loopback, why_not_apart
+from support.machines import Machine, machines_on_loopback
 from support.reports import find_damage
 from support.training import BATCH, EPOCHS, SAMPLES, Fault, curve, samples, trainer
 from support.waiting import assert_gone, until
@@ -26,9 +25,7 @@ from distributor.train import Result
 from distributor.train.storage.checkpoint_store import Storage
 
 cloudpickle.register_pickle_by_value(training)
-WHY_NOT = why_not_apart()
 slow = pytest.mark.slow
-needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 COUNT = 3
 STEPS = EPOCHS * SAMPLES // (2 * BATCH)
 RESUMED = {
@@ -220,7 +217,7 @@ def test_a_training_resumes_after_an_executor_is_killed(
 @slow
 def test_a_training_resumes_after_a_host_is_killed(tmp_path: Path) -> None:
     """The next attempt uses the remaining host."""
-    fault = RESUMED["in commit"][0]
+    fault, left = RESUMED["in commit"]
     with fault_on_cluster(tmp_path, machines_on_loopback(4), fault, (1, 2)) as faulty:
         cluster, driver, machine = faulty
         for process in cluster.processes():
@@ -228,25 +225,9 @@ def test_a_training_resumes_after_a_host_is_killed(tmp_path: Path) -> None:
                 if process.environ().get("SPARK_LOCAL_IP") == machine.address:
                     process.kill()
         ending = driver.receive("value")
-    check_remaining_host(tmp_path / "runs", ending, RESUMED["in commit"][1])
 
-
-def check_remaining_host(folder: Path, ending: dict[str, Any], left: int) -> None:
-    """Check that one rank continued after the reports that were left of two."""
     assert isinstance(ending["value"], list), ending
-    result = Result.from_path(folder / "line")
+    result = Result.from_path(tmp_path / "runs" / "line")
     assert [each.world_size for each in result.reports[: left + 1]] == left * [2] + [1]
     for epoch in range(EPOCHS):
         assert sorted(samples(result, epoch)) == list(range(SAMPLES))
-
-
-@slow
-@needs_namespaces
-def test_a_training_resumes_after_a_host_is_partitioned(tmp_path: Path) -> None:
-    """Spark itself notices the partition only minutes later."""
-    fault, left = RESUMED["while training"]
-    with fault_on_cluster(tmp_path, machines_apart(4), fault, (1, 2)) as faulty:
-        _, driver, machine = faulty
-        machine.cut()
-        ending = driver.receive("value", 300)
-    check_remaining_host(tmp_path / "runs", ending, left)

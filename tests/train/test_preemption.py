@@ -17,12 +17,10 @@ from pathlib import Path
 import cloudpickle
 import psutil
 import pytest
-from support.training import here
 from support.waiting import MARK, assert_gone, marked, until
 
-from distributor import TorchDistributor, WorkerDied, train
+from distributor import TorchDistributor, train
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.torch import TorchTrainer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -33,7 +31,7 @@ from distributor import TorchDistributor, train
 from distributor.control.graceful_shutdown import GracefulShutdown
 from distributor.train import Checkpoint
 
-FOLDER, CHECKS_NOTICES = sys.argv[1], sys.argv[2] == "checks notices"
+FOLDER = sys.argv[1]
 ENDLESS = 10**9
 
 
@@ -64,7 +62,7 @@ def loop():
     checkpoint = train.get_checkpoint()
     first = int(Path(checkpoint.path, "rank0.txt").read_text()) + 1 if checkpoint else 0
     for step in range(first, ENDLESS):
-        preempted = CHECKS_NOTICES and train.is_preempted()
+        preempted = train.is_preempted()
         notified_ranks[0] = float(preempted)
         dist.all_reduce(notified_ranks)
         assert notified_ranks.item() in (0, dist.get_world_size()), "all ranks or none"
@@ -110,11 +108,8 @@ print("returned", distributor.run(loop), flush=True)
 class Run:
     """A driver in its own process, and its ranks."""
 
-    def __init__(
-        self, folder: Path, process: subprocess.Popen[str], mark: str, checks_notices: bool
-    ) -> None:
+    def __init__(self, folder: Path, process: subprocess.Popen[str], mark: str) -> None:
         self.folder, self.process, self.mark = folder, process, mark
-        self.checks_notices = checks_notices
 
     def rank_pids(self, count: int, resumed: bool = False) -> list[int]:
         """Wait until each rank has trained for some steps, and return the processes' ids.
@@ -123,8 +118,7 @@ class Run:
         """
         files = [self.folder / f"pid-{rank}-{int(resumed)}" for rank in range(count)]
         until(lambda: all(f.exists() and f.read_text() for f in files), "the ranks train", 100)
-        if self.checks_notices:
-            until((self.folder / "subscribed").exists, "the driver knows that ranks take notices")
+        until((self.folder / "subscribed").exists, "the driver knows that ranks take notices")
         return [int(file.read_text()) for file in files]
 
     def wait(self) -> tuple[int, str]:
@@ -140,19 +134,18 @@ class Run:
 
 
 @contextmanager
-def driver(folder: Path, source: str, checks_notices: bool = True) -> Iterator[Run]:
+def driver(folder: Path, source: str) -> Iterator[Run]:
     script, mark = folder / "driver.py", uuid.uuid4().hex
     script.write_text(TRAINING + source)
-    arguments = [str(folder), "checks notices" if checks_notices else "ignores notices"]
     with subprocess.Popen(
-        [sys.executable, str(script), *arguments],
+        [sys.executable, str(script), str(folder)],
         env={**os.environ, MARK: mark, "PYSPARK_PYTHON": sys.executable},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     ) as process:
         try:
-            yield Run(folder, process, mark, checks_notices)
+            yield Run(folder, process, mark)
         finally:
             for remaining in marked(mark):
                 remaining.kill()
@@ -170,17 +163,6 @@ def executor_of(rank_pid: int) -> psutil.Process:
 def notified_steps(output: str) -> set[int]:
     """Return the steps at which any rank was notified."""
     return {int(step) for step in re.findall(r"notified at step (\d+)", output)}
-
-
-@pytest.mark.slow
-def test_without_checks_for_preemption_sigterm_ends_the_run_at_once(tmp_path: Path) -> None:
-    with driver(tmp_path, LOCAL, checks_notices=False) as run:
-        pids = run.rank_pids(3)
-        run.process.terminate()
-        code, output = run.wait()
-    assert code == -signal.SIGTERM, output
-    assert "SIGTERM" not in output
-    assert_gone(pids)
 
 
 def test_after_sigterm_a_rank_and_the_driver_wait_for_a_checkpoint(tmp_path: Path) -> None:
@@ -226,48 +208,6 @@ def test_all_ranks_are_notified_of_a_decommissioned_executor(tmp_path: Path, bar
     assert_gone([*pids, resumed_pid])
 
 
-@pytest.mark.slow
-def test_the_driver_waits_for_a_checkpoint_that_was_reported_after_the_notice(
-    tmp_path: Path,
-) -> None:
-    """An asynchronous report from before the notice does not count, although it commits later."""
-    late = """
-from distributor.train.storage.checkpoint_store import Storage
-
-def report_before_and_after():
-    commit, Storage.commit = Storage.commit, lambda *args: commit_late(commit, *args)
-    assert not train.is_preempted()
-    save(0, train.CheckpointUploadMode.ASYNC)
-    Path(FOLDER, "pid-0-0").write_text(str(os.getpid()))
-    while not train.is_preempted():
-        pass
-    Path(FOLDER, "notified").touch()
-    save(1, train.CheckpointUploadMode.SYNC)
-    threading.Event().wait()
-
-def commit_late(commit, *args):
-    while not Path(FOLDER, "notified").exists():
-        pass
-    return commit(*args)
-
-def save(step, mode):
-    folder = tempfile.mkdtemp()
-    Path(folder, "state").write_text(str(step))
-    train.report(
-        {"step": step}, Checkpoint.from_directory(folder), checkpoint_upload_mode=mode
-    )
-"""
-    source = LOCAL.replace("    3, use_gpu", "    1, use_gpu").replace(
-        "run(loop)", "run(report_before_and_after)"
-    )
-    with driver(tmp_path, late + source) as run:
-        run.rank_pids(1)
-        run.process.terminate()
-        code, output = run.wait()
-    assert code == -signal.SIGTERM, output
-    assert run.checkpointed_steps() == [0, 1]
-
-
 def lose_rank_1() -> None:
     rank = train.get_context().get_world_rank()
     assert train.get_preemption_info() is None
@@ -280,20 +220,6 @@ def lose_rank_1() -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait()
-
-
-@pytest.mark.slow
-def test_failures_after_a_notice_are_counted_for_themselves(tmp_path: Path) -> None:
-    run = train.RunConfig(
-        storage_path=tmp_path,
-        failure_config=train.FailureConfig(max_failures=0, max_preemption_failures=1),
-        settings={"timeout": 100},
-    )
-    with pytest.raises(train.PreemptionError, match=r"preempted_ranks=\[0, 1\]") as failed:
-        TorchTrainer(lose_rank_1, scaling_config=here(2), run_config=run).fit()
-    assert isinstance(failed.value.__cause__, WorkerDied)
-    assert [attempt.number for attempt in failed.value.attempts] == [0, 1]  # type: ignore[attr-defined]
-    assert any("max_preemption_failures is 1" in note for note in failed.value.__notes__)
 
 
 def test_preempted_attempts_are_not_counted_in_max_failures() -> None:

@@ -6,9 +6,6 @@ import importlib
 import sys
 
 import pytest
-import torch
-
-from distributor.train.torch import TorchCheckpoint
 
 UNSUPPORTED = [
     ("tensorflow", "TensorflowTrainer"),
@@ -37,20 +34,3 @@ def test_the_files_of_a_folder_are_refused(package: str) -> None:
     error = rf"distributor\.{package}\.data: files of a folder are not divided(.|\n)*from_parquet"
     with pytest.raises(NotImplementedError, match=error):
         importlib.import_module(f"distributor.{package}.data")
-
-
-DEPRECATED = "TorchCheckpoint is deprecated in Ray Train too"
-
-
-def test_a_checkpoint_with_a_model() -> None:
-    model = torch.nn.Linear(2, 1)
-    state = {f"module.{name}": value for name, value in model.state_dict().items()}
-    with pytest.warns(DeprecationWarning, match=DEPRECATED):
-        checkpoint = TorchCheckpoint.from_state_dict(state)
-    with pytest.warns(DeprecationWarning, match=DEPRECATED):
-        whole = TorchCheckpoint.from_model(model)
-    loaded = checkpoint.get_model(torch.nn.Linear(2, 1))
-    assert torch.equal(loaded.weight, model.weight)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="pass the model to load it into"):
-        checkpoint.get_model()
-    assert torch.equal(whole.get_model().weight, model.weight)  # type: ignore[arg-type]

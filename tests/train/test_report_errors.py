@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from support.reports import save
 from distributor import DistributorError, TorchDistributor, train
 from distributor.core.checkpoint_config import CheckpointSettings
 from distributor.train import Checkpoint, CheckpointUploadMode
-from distributor.train.runtime import store_channel
 from distributor.train.storage.checkpoint_store import Storage
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -42,27 +39,6 @@ def test_ranks_that_do_not_share_the_storage_are_named(tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-@pytest.mark.slow
-@pytest.mark.spark
-def test_storage_is_checked_before_the_function_runs(spark: Any, tmp_path: Path) -> None:
-    """The path is another folder on each executor, and the function could run for days."""
-    ranks = TorchDistributor(
-        4, local_mode=False, use_gpu=False, storage_path="/proc/self/cwd/runs", timeout=120
-    )
-    with pytest.raises(DistributorError, match="The ranks do not share the storage") as caught:
-        ranks.run((tmp_path / "ran").touch)
-    assert not (tmp_path / "ran").exists()
-    assert hasattr(caught.value, "rank_failures")
-
-
-def test_report_needs_a_run_with_storage() -> None:
-    with pytest.raises(RuntimeError, match="report and get_checkpoint can only be called by the"):
-        train.report({"loss": 1.0})
-    assert train.get_context().get_world_size() == 1
-    with pytest.raises(RuntimeError, match="This run has no storage: pass a storage_path"):
-        TorchDistributor(1, use_gpu=False).run(lambda: train.report({}))
-
-
 def test_a_failed_asynchronous_report_raises_from_a_later_one(tmp_path: Path) -> None:
     def report() -> None:
         missing = Checkpoint.from_directory(tmp_path / "missing")
@@ -72,29 +48,6 @@ def test_a_failed_asynchronous_report_raises_from_a_later_one(tmp_path: Path) ->
     ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path / "runs", timeout=120)
     with pytest.raises(DistributorError, match="There is no checkpoint at"):
         ranks.run(report)
-
-
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""With it, waits time out sooner. Ranks with this variable need a zygote of their own."""
-
-
-@pytest.mark.slow
-def test_ranks_that_do_not_report_are_named_in_the_error(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def report() -> None:
-        train.report({"loss": 2.0})
-        store_channel.RANK_TIMEOUT_SECONDS, store_channel.LATE_WARNING_SECONDS = 6.0, 2.0
-        if train.get_context().get_world_rank() in (0, 2):
-            train.report({"loss": 1.0})
-        else:
-            time.sleep(100)  # until the failed run ends it
-
-    ranks = TorchDistributor(4, use_gpu=False, storage_path=tmp_path, env=QUIET, timeout=120)
-    waits = r"rank 0 still waits for ranks 1, 3"
-    with pytest.raises(DistributorError, match=f"After 6 s, {waits}. Every rank must call"):
-        ranks.run(report)
-    assert re.search(f"After 2 s, {waits} to report", capfd.readouterr().out)
 
 
 def test_a_run_that_stores_nothing_leaves_no_folder(tmp_path: Path) -> None:

@@ -62,68 +62,6 @@ def test_ranks_that_save_into_one_folder_report_it_together(tmp_path: Path) -> N
     assert files == [(f"step {step}", 8 + 1) for step in range(3)], "and the log"
 
 
-def test_kinds_of_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of some ranks, stored already, empty, placed, in another file system, and with metadata."""
-
-    def report() -> Any:
-        import fsspec
-
-        if (found := train.get_checkpoint()) is not None:
-            return found.get_metadata()
-        context = train.get_context()
-        rank, storage = context.get_world_rank(), context.get_storage()
-        train.report({"step": 0})
-        some, name = (save(tmp_path, "x"), "of some") if rank == 0 else (None, None)
-        train.report({}, some, checkpoint_dir_name=name)
-        for name in ("again", "and again"):
-            train.report(
-                {},
-                train.get_checkpoint(),
-                checkpoint_dir_name=name,
-                delete_local_checkpoint_after_upload=True,
-            )
-        (tmp_path / "empty").mkdir(exist_ok=True)
-        train.report({}, Checkpoint(tmp_path / "empty"), checkpoint_dir_name="empty")
-        placed = Path(storage.build_checkpoint_path_from_name("placed"))
-        placed.mkdir(exist_ok=True)
-        (placed / f"{rank}.txt").write_text("x")
-        train.report(
-            {},
-            Checkpoint(placed),
-            checkpoint_dir_name="other",
-            checkpoint_upload_mode="NO_UPLOAD",
-        )
-        local, elsewhere = tmp_path / f"local {rank}", fsspec.filesystem("memory")
-        local.mkdir()
-        elsewhere.pipe(f"{local}/{rank}", b"x")
-        train.report(
-            {},
-            Checkpoint(str(local), elsewhere),
-            checkpoint_dir_name="elsewhere",
-            delete_local_checkpoint_after_upload=True,
-        )
-        last = save(tmp_path / "last", "x")
-        last.set_metadata({"epoch": 1})
-        train.report({}, last, checkpoint_dir_name="last")
-        return [Path(each.checkpoint.path).name for each in train.get_all_reported_checkpoints()]
-
-    ranks = TorchDistributor(
-        2, use_gpu=False, storage_path=tmp_path / "runs", name="mine", timeout=120
-    )
-    names = ["of some", "again", "and again", "empty", "placed", "elsewhere", "last"]
-    assert ranks.run(report) == names
-    assert "empty is empty: no rank saved a file." in capfd.readouterr().out
-    storage = Storage(tmp_path / "runs", "mine")
-    assert [name for name, _ in storage.committed()] == names
-    assert [find_damage(storage, *each) for each in storage.committed()] == [None] * len(names)
-    stored = [sorted(path.name for path in (tmp_path / "runs/mine" / n).glob("*")) for n in names]
-    assert stored[0] == stored[1] == stored[2]
-    assert {"0", "1"} <= set(stored[5])
-    assert (tmp_path / "local 0").exists(), "it is not what was uploaded"
-    storage.checkpoint("last").update_metadata({"accuracy": 0.9})
-    assert ranks.run(report) == {"epoch": 1, "accuracy": 0.9}
-
-
 def test_the_name_and_the_files_of_rank_0_are_kept(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,3 +140,45 @@ def test_a_file_that_a_late_rank_still_writes_is_complete(tmp_path: Path) -> Non
 
     stored = tmp_path / "mine" / "both"
     assert [(stored / f"{rank}.txt").read_text() for rank in (0, 1)] == ["x\ny\n"] * 2
+
+
+def test_kinds_of_checkpoints(tmp_path: Path) -> None:
+    """Of some ranks, stored already, empty, in the run's folder, and with metadata."""
+
+    def report() -> Any:
+        if (found := train.get_checkpoint()) is not None:
+            return found.get_metadata()
+        context = train.get_context()
+        rank, storage = context.get_world_rank(), context.get_storage()
+        train.report({"step": 0})
+        train.report({}, save(tmp_path, "x") if rank == 0 else None, checkpoint_dir_name="of some")
+        train.report(
+            {},
+            train.get_checkpoint(),
+            checkpoint_dir_name="again",
+            delete_local_checkpoint_after_upload=True,
+        )
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        train.report({}, Checkpoint(tmp_path / "empty"), checkpoint_dir_name="empty")
+        placed = Path(storage.build_checkpoint_path_from_name("placed"))
+        placed.mkdir(exist_ok=True)
+        (placed / f"{rank}.txt").write_text("x")
+        train.report({}, Checkpoint(placed), checkpoint_upload_mode="NO_UPLOAD")
+        last = save(tmp_path / "last", "x")
+        last.set_metadata({"epoch": 1})
+        train.report({}, last, checkpoint_dir_name="last")
+        return [Path(each.checkpoint.path).name for each in train.get_all_reported_checkpoints()]
+
+    ranks = TorchDistributor(
+        2, use_gpu=False, storage_path=tmp_path / "runs", name="mine", timeout=120
+    )
+    names = ["of some", "again", "empty", "placed", "last"]
+    assert ranks.run(report) == names
+    storage = Storage(tmp_path / "runs", "mine")
+    found = storage.committed()
+    assert [name for name, _ in found] == names
+    assert [find_damage(storage, *each) for each in found] == [None] * len(names)
+    stored = [{file.name for file in manifest.files} - set(RESERVED) for _, manifest in found]
+    assert stored[:4] == [{"0.txt"}, {"0.txt"}, set(), {"0.txt", "1.txt"}]
+    storage.checkpoint("last").update_metadata({"accuracy": 0.9})
+    assert ranks.run(report) == {"epoch": 1, "accuracy": 0.9}

@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
-from support.reports import save
 
-from distributor import TorchDistributor, train
 from distributor.core.checkpoint_config import CheckpointSettings
-from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import Manifest
 from distributor.train.storage.retention import select_removable
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-def test_reports_continue_if_an_old_checkpoint_cannot_be_removed(tmp_path: Path) -> None:
-    def report() -> int:
-        def fail(self: Storage, checkpoint: str) -> None:
-            raise PermissionError("not yours")
-
-        Storage.remove = fail  # type: ignore[method-assign]
-        for step in range(3):
-            train.report({"step": step}, checkpoint=save(tmp_path / str(step), "x"))
-        return len(train.get_all_reported_checkpoints())
-
-    env = CheckpointSettings(storage_path=str(tmp_path), name="mine", num_to_keep=1).to_variable()
-    assert TorchDistributor(1, use_gpu=False, env=env).run(report) == 3
 
 
 KEPT = [

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
-import signal
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +14,6 @@ from support.reports import find_damage
 
 from distributor import DistributorError
 from distributor.train.storage import files as stored_files
-from distributor.train.storage.checkpoint import Checkpoint
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import MANIFEST, Manifest
 
@@ -104,26 +99,6 @@ def test_committed_checkpoints_are_found_in_order(storage: Storage, tmp_path: Pa
         assert Path(folder, "deep", "1.pt").read_bytes() == b"x"
 
 
-def test_the_operations_of_a_run(storage: Storage, tmp_path: Path) -> None:
-    """Every operation on storage that a run uses, in the order in which it uses them."""
-    storage.write(".proof-1", b"\n")
-    assert storage.remove_files([".proof-1", ".proof-2"]) == {".proof-1"}
-    found = storage.survey()
-    assert (found.committed, found.unfinished, found.next_index) == ([], [], 0)
-
-    uncommitted = "checkpoint_000000"
-    storage.upload(saved_by(0, tmp_path / "killed"), uncommitted)
-    assert storage.survey().next_index == 1
-    names = [save(storage, index, tmp_path) for index in (1, 2)]
-    assert storage.survey().unfinished == [uncommitted]
-
-    storage.remove(uncommitted)
-    storage.remove(names[0])
-    found = storage.survey()
-    assert [name for name, _ in found.committed] == names[1:]
-    assert (found.unfinished, found.next_index) == ([], 3)
-
-
 def test_a_checkpoint_with_a_modified_manifest_is_not_committed(
     storage: Storage, tmp_path: Path
 ) -> None:
@@ -152,21 +127,6 @@ def test_a_file_of_another_size_in_storage_stops_the_commit(tmp_path: Path) -> N
     ):
         storage.commit("a", Manifest(index=0, world_size=1, files=tuple(files)))
     assert storage.committed() == []
-
-
-def test_a_pickled_checkpoint_keeps_its_metadata(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.from_directory(tmp_path)
-    checkpoint.set_metadata({"epoch": 3})
-    checkpoint.update_metadata({"step": 7})
-
-    with pytest.raises(TypeError):
-        checkpoint.set_metadata({"epoch": object()})  # and what is there remains
-
-    unpickled: Checkpoint = pickle.loads(pickle.dumps(checkpoint))
-    assert unpickled == checkpoint
-    assert unpickled.get_metadata() == {"epoch": 3, "step": 7}
-    with unpickled.as_directory() as folder:
-        assert folder == str(tmp_path), "a local checkpoint is not copied"
 
 
 def test_a_manifest_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
@@ -221,45 +181,3 @@ def test_ranks_find_damage_in_files_that_they_read_together(
     assert "has 5 bytes instead of 1,000" in str(find_damage(storage, name, manifest))
     file.unlink()
     assert "is missing" in str(find_damage(storage, name, manifest))
-
-
-KILLED = """
-import os, signal, sys
-import pyarrow.fs as pafs
-from distributor.train.storage import checkpoint_store as subject
-from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.manifest import Manifest
-
-folder, fatal_call = sys.argv[1], int(sys.argv[2])
-calls = [0]
-
-class KillingHandler(pafs.FSSpecHandler):
-    def open_output_stream(self, path, metadata):
-        calls[0] += 1
-        stream = super().open_output_stream(path, metadata)
-        if calls[0] == fatal_call:
-            stream.write(b"{")
-            stream.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return stream
-
-import fsspec
-storage = Storage(folder, "run", pafs.PyFileSystem(KillingHandler(fsspec.filesystem("file"))))
-files, _ = storage.upload(sys.argv[3], "checkpoint_000001")
-storage.commit("checkpoint_000001", Manifest(index=1, world_size=1, files=tuple(files)))
-"""
-
-
-@pytest.mark.parametrize("fatal_call", [2, 3])
-def test_a_process_that_is_killed_while_saving_damages_no_committed_checkpoint(
-    tmp_path: Path, fatal_call: int
-) -> None:
-    """The process writes two files and then the manifest."""
-    storage = Storage(tmp_path / "storage", "run")
-    before = save(storage, 0, tmp_path)
-    mine = saved_by(7, tmp_path)
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "storage"), str(fatal_call), str(mine)]
-    assert subprocess.run(command, timeout=60).returncode == -signal.SIGKILL
-
-    [(name, manifest)] = storage.committed()
-    assert (name, find_damage(storage, name, manifest)) == (before, None)

@@ -11,11 +11,9 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-import torch.distributed as dist
 from support import plain, training
 from support.reports import save
 from support.training import BATCH, EPOCHS, SAMPLES, here, samples, trainer
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from distributor import RunTimeout, TorchDistributor, train
 from distributor.train import (
@@ -24,11 +22,9 @@ from distributor.train import (
 )
 from distributor.train.torch import (
     TorchTrainer,
-    get_device,
-    prepare_data_loader,
     prepare_model,
 )
-from distributor.train.torch.loaders import ShardSampler, prepare
+from distributor.train.torch.loaders import ShardSampler
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(training)
@@ -62,12 +58,8 @@ def test_the_ranks_run_on_the_active_spark_session(
     run = RunConfig(storage_path=tmp_path, settings=TIMEOUT)
     trainer = TorchTrainer(lambda: train.report({"a": 1}), run_config=run)
     assert trainer.fit().metrics == {"a": 1}
-    lines = capfd.readouterr().err.splitlines()
-    assert lines[0] == (
-        "TorchTrainer runs its ranks on executors of the active Spark session, because there is "
-        "one; ScalingConfig(local_mode=True) runs them on this machine."
-    )
-    assert "Started distributed training with 1 executor process" in lines
+    shown = capfd.readouterr().err
+    assert "TorchTrainer runs its ranks on executors of the active Spark session" in shown
 
 
 def test_failed_ranks_raise_their_exceptions_inside_rays(tmp_path: Path) -> None:
@@ -94,22 +86,6 @@ def test_a_deadline_is_an_error_of_the_run(tmp_path: Path) -> None:
     assert isinstance(failed.value.__cause__, RunTimeout)
 
 
-def test_the_training_function_has_a_process_group_and_a_device(tmp_path: Path) -> None:
-    def loop(config: dict[str, Any]) -> Any:
-        context = train.get_context()
-        storage = context.get_storage()
-        assert config == {}, "the default is an empty configuration"
-        sizes = context.get_world_size(), dist.get_world_size()
-        return str(get_device()), sizes, context.get_experiment_name(), storage.path
-
-    run = RunConfig(name="mine", storage_path=tmp_path, settings=TIMEOUT)
-    result = TorchTrainer(loop, scaling_config=here(2), run_config=run).fit()
-
-    assert result.return_value == ("cpu", (2, 2), "mine", str(tmp_path / "mine"))
-    assert (result.metrics, result.checkpoint, result.error) == (None, None, None)
-    assert result.path == str(tmp_path / "mine")
-
-
 def test_prepare_model_works_in_a_run_without_a_trainer(tmp_path: Path) -> None:
     def loop() -> Any:
         model = prepare_model(torch.nn.Linear(2, 2))
@@ -121,38 +97,6 @@ def test_prepare_model_works_in_a_run_without_a_trainer(tmp_path: Path) -> None:
 
     kinds = TorchDistributor(2, use_gpu=False, timeout=120, show_output="none").run(loop)
     assert kinds == ["DistributedDataParallel", "FullyShardedDataParallel", "Linear"]
-
-
-def test_a_custom_sampler_is_kept_on_one_rank_and_replaced_on_several(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    def share() -> Any:
-        data = TensorDataset(torch.arange(4))
-        weighted = DataLoader(data, sampler=WeightedRandomSampler([1.0, 0, 0, 0], 4))
-        loader = prepare_data_loader(prepare_data_loader(weighted))
-        kept = prepare_data_loader(weighted, add_dist_sampler=False)
-        sampler = loader.sampler
-        return [int(x) for (x,) in loader], len(kept), getattr(sampler, "num_replicas", None)
-
-    assert share() == ([0] * 4, 4, None), "one rank"
-    values = TorchDistributor(2, use_gpu=False, timeout=120).run_all(share)
-    shares, lengths, replicas = zip(*values, strict=True)
-    assert sorted(shares[0] + shares[1]) == [0, 1, 2, 3]
-    assert (lengths, replicas) == ((4, 4), (2, 2))
-    warning = "the WeightedRandomSampler of a data loader is replaced"
-    assert capfd.readouterr().out.count(warning) == 1
-
-
-def test_tensors_in_batches_of_any_type_are_moved_to_the_device() -> None:
-    device = torch.device("meta")
-    batches = [{"x": torch.ones(2), "names": ["a"]}, (torch.ones(1), 3)]
-    loader = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
-
-    named, pair = prepare(loader, shard=True, device=device, pin_memory=False)
-
-    assert (named["x"].device, named["names"]) == (device, ["a"])
-    assert pair[0].device == device
-    assert pair[1] == 3
 
 
 def test_all_ranks_get_the_same_number_of_samples() -> None:

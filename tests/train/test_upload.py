@@ -57,20 +57,3 @@ def test_a_hard_link_left_by_a_killed_rank_is_replaced(file: Path) -> None:
         assert upload_file(file, LOCAL, str(target), keep=keep) == SIZE_AND_CHECKSUM
         assert target.read_bytes() == file.read_bytes() == CONTENT
     assert not target.samefile(file)
-
-
-@pytest.mark.parametrize("calls", [0, 1])
-def test_files_are_read_and_written_if_copy_file_range_fails(
-    file: Path, monkeypatch: pytest.MonkeyPatch, calls: int
-) -> None:
-    """From the beginning, or from the byte at which `copy_file_range` failed."""
-    copy, counts = os.copy_file_range, [CHUNK] * calls
-
-    def fail_after_calls(source: int, target: int, count: int) -> int:
-        if counts:
-            return copy(source, target, counts.pop())
-        raise OSError("not supported")
-
-    monkeypatch.setattr(os, "copy_file_range", fail_after_calls)
-    assert upload_file(file, LOCAL, str(file.parent / "target"), keep=True) == SIZE_AND_CHECKSUM
-    assert (file.parent / "target").read_bytes() == CONTENT

@@ -7,17 +7,13 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import pytest
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from support.reports import find_damage, save
 
 from distributor import DistributorError, TorchDistributor, train
-from distributor.train import Checkpoint, CheckpointUploadMode
+from distributor.train import Checkpoint
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import RESERVED
 
@@ -76,44 +72,6 @@ def test_a_function_copies_the_checkpoint_of_each_rank(tmp_path: Path) -> None:
         "last": ["0.txt"],
     }
     assert (tmp_path / "0" / "of rank 0").exists()
-
-
-@pytest.mark.slow
-def test_a_function_waits_for_a_save_into_storage(tmp_path: Path) -> None:
-    """The mode is ASYNC, which deletes local folders: not those in storage."""
-
-    def report() -> float:
-        dist.init_process_group("gloo")
-        group = dist.new_group(backend="gloo")  # not in use by the training
-        storage = train.get_context().get_storage()
-        state = {"weight": torch.full((4,), float(dist.get_rank()))}
-        future: Any = None
-        for step in range(2):
-            if future is not None:
-                future.result()  # torch makes one save at a time
-            path = storage.build_checkpoint_path_from_name(str(step))
-            future = dcp.async_save(state, checkpoint_id=path, process_group=group)
-
-            def wait(checkpoint: Checkpoint, name: str, future: Any = future) -> Checkpoint:
-                future.result()
-                return checkpoint
-
-            train.report(
-                {"step": step},
-                Checkpoint(path),
-                checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
-                checkpoint_upload_fn=wait,
-            )
-        reported = train.get_all_reported_checkpoints()
-        assert [each.metrics["step"] for each in reported] == [0, 1]
-        dcp.load(state, checkpoint_id=reported[-1].checkpoint.path)
-        dist.destroy_process_group()
-        return float(state["weight"].sum())
-
-    ranks(tmp_path).run(report)
-    found = files_in(tmp_path)
-    assert list(found) == ["0", "1"]
-    assert {".metadata", "__0_0.distcp"} <= set(found["1"])
 
 
 UPLOADS: list[tuple[UploadFn | None, type[Exception], str]] = [
