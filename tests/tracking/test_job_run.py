@@ -165,14 +165,15 @@ def test_only_the_first_rank_logs_artifacts_and_models(
         import mlflow
         import torch
 
-        mlflow.log_text(os.environ["RANK"], "rank.txt")
+        mlflow.log_text("text", f"{os.environ['RANK']}.txt")
         how = {"serialization_format": "pickle", "pip_requirements": ["torch"]}
         mlflow.pytorch.log_model(torch.nn.Linear(2, 1), name="model", **how)
 
     distribute(2, preload=PRELOAD).run(log)
 
     [run] = runs_of(experiment)
-    assert mlflow.artifacts.load_text(f"runs:/{run.info.run_id}/rank.txt") == "0"
+    files = [file.path for file in mlflow.MlflowClient().list_artifacts(run.info.run_id)]
+    assert [path for path in files if path.endswith(".txt")] == ["0.txt"]
     models = mlflow.search_logged_models([experiment], output_format="list")
     assert [model.source_run_id for model in models] == [run.info.run_id]
 
