@@ -94,6 +94,7 @@ def test_the_walkthrough(place: Place) -> None:
 @pytest.mark.slow
 @pytest.mark.spark
 @needs_java
+@pytest.mark.timeout(1800)
 def test_the_other_notebooks_with_spark(place: Place) -> None:
     ran = Ran(place.run("serverless", **{"spark.master": "local[2]"}))
     nodes = [{"rank": rank, "local": rank, "node": 0} for rank in (0, 1)]
@@ -120,6 +121,7 @@ def test_the_other_notebooks_with_spark(place: Place) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_notebooks_without_spark(tmp_path: Path) -> None:
     """Resume FSDP2 after a rank is lost, then on one rank; compare DDP and FSDP."""
     for module in ("ipykernel", "matplotlib", "mlxtend", "nbclient"):
