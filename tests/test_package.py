@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import graphlib
 import inspect
@@ -20,11 +19,7 @@ import pytest
 
 import distributor
 from distributor import (
-    DeepspeedTorchDistributor,
-    RunFuture,
-    TorchDistributor,
     air,
-    distributed,
     runtime,
 )
 from distributor.decorated_function import DistributedFunction
@@ -71,8 +66,7 @@ EXECUTOR_SIDE = {"_compat", "core", "rank", "serialization", "wire", "link", "po
 
 
 def python(source: str, *args: str) -> str:
-    """Run a program in a new interpreter, and return what it prints."""
-    # Without PYTHON* variables and site hooks, but with this package.
+    """Run a program in a new interpreter that finds this package, and return what it prints."""
     start = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n"
     done = subprocess.run(
         [sys.executable, "-c", start + textwrap.dedent(source), *args],
@@ -122,21 +116,8 @@ def graph() -> dict[str, set[str]]:
     return {module: set(imported(module, path)) for module, path in modules().items()}
 
 
-def test_the_graph_has_known_imports() -> None:
-    """Otherwise the next two tests could not fail."""
-    known = graph()
-    assert len(known) > 20
-    assert "distributor.node.agent.agent" in known["distributor.node.node"]
-    assert "distributor.launchers.spark.barrier_launcher" in known["distributor.prepared_run"], (
-        "in a function"
-    )
-    assert "distributor.serialization.pickling" in known["distributor.node.worker.main"], (
-        "from a package"
-    )
-    assert layer("distributor") > layer("distributor.launchers.local") > layer("distributor.errors")
-
-
 def test_nothing_imports_upward() -> None:
+    assert "distributor.launchers.spark.barrier_launcher" in graph()["distributor.prepared_run"]
     upward = [
         f"{module} imports {other}"
         for module, others in graph().items()
@@ -147,7 +128,14 @@ def test_nothing_imports_upward() -> None:
 
 
 def test_nothing_imports_in_a_circle() -> None:
-    tuple(graphlib.TopologicalSorter(graph()).static_order())
+    """Modules, or what lies below a name of so many parts."""
+    for depth in (2, 3, 4, 9):
+        parts: dict[str, set[str]] = {}
+        for module, others in graph().items():
+            own = ".".join(module.split(".")[:depth])
+            found = parts.setdefault(own, set())
+            found |= {".".join(other.split(".")[:depth]) for other in others} - {own}
+        tuple(graphlib.TopologicalSorter(parts).static_order())
 
 
 def folder_of(module: str) -> str:
@@ -164,18 +152,6 @@ def test_no_folders_import_each_other_in_a_circle() -> None:
     del folders["distributor"]
     assert "distributor.node.agent" in folders["distributor.node"]
     tuple(graphlib.TopologicalSorter(folders).static_order())
-
-
-@pytest.mark.parametrize("depth", [2, 3, 4])
-def test_no_folders_with_their_subfolders_import_in_a_circle(depth: int) -> None:
-    """What lies below a name of this many parts is one node."""
-    parts: dict[str, set[str]] = {}
-    for module, others in graph().items():
-        own = ".".join(module.split(".")[:depth])
-        found = parts.setdefault(own, set())
-        found |= {".".join(other.split(".")[:depth]) for other in others} - {own}
-    assert len(parts) > 20
-    tuple(graphlib.TopologicalSorter(parts).static_order())
 
 
 def test_every_module_is_used() -> None:
@@ -231,8 +207,7 @@ def names_defined_in(path: Path) -> Iterator[str]:
         elif (
             isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Name)
-            and node.value.id in ("self", "cls")
+            and ast.unparse(node.value) in ("self", "cls")
         ):
             yield node.attr
 
@@ -256,64 +231,13 @@ def test_compat_imports_nothing_of_this_package() -> None:
 def test_an_import_is_light() -> None:
     output = python(
         f"""
-        import distributor, distributor.air, distributor.serverless_gpu
-        print(sorted(set({HEAVY!r}) & set(sys.modules)), distributor.__version__)
-        """
-    )
-    assert output == f"[] {distributor.__version__}\n"
-
-
-def test_an_import_leaves_the_environment_as_it_was() -> None:
-    output = python(
-        """
         import os
         before = dict(os.environ)
-        import distributor.launchers.spark.launcher
-        print(dict(os.environ) == before)
+        import distributor, distributor.air, distributor.serverless_gpu
+        print(sorted(set({HEAVY!r}) & set(sys.modules)), dict(os.environ) == before)
         """
     )
-    assert output == "True\n"
-
-
-BLOCK = """
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in BLOCKED:
-            raise ImportError(f"{name} is blocked", name=name)
-
-sys.meta_path.insert(0, Blocker())
-for name in BLOCKED:
-    try:
-        __import__(name)
-    except ImportError:
-        pass
-    else:
-        sys.exit(f"{name} is not blocked")
-"""
-
-
-def test_runs_without_torch(tmp_path: Path) -> None:
-    """Neither the driver's nor a rank's part of this package needs torch."""
-    (tmp_path / "torch.py").write_text("raise ImportError('torch is blocked in the ranks too')")
-    output = python(
-        f"""
-        BLOCKED = ["torch"]
-        {textwrap.indent(BLOCK, " " * 8).strip()}
-        from distributor import TorchDistributor
-
-        def train(x):
-            import os
-            try:
-                import torch
-            except ImportError as error:
-                return x + int(os.environ["WORLD_SIZE"]), str(error)
-
-        sys.path.insert(0, sys.argv[1])  # ranks have the driver's sys.path
-        print(*TorchDistributor(2, local_mode=True, use_gpu=False, timeout=50).run(train, 40))
-        """,
-        str(tmp_path),
-    )
-    assert output == "42 torch is blocked in the ranks too\n"
+    assert output == "[] True\n"
 
 
 def test_modules_on_executors_need_neither_pyspark_nor_torch() -> None:
@@ -326,9 +250,8 @@ def test_modules_on_executors_need_neither_pyspark_nor_torch() -> None:
     assert {"distributor.launchers.spark.task.task", "distributor.wire.link"} < set(names)
     output = python(
         f"""
-        BLOCKED = {HEAVY!r}
-        {textwrap.indent(BLOCK, " " * 8).strip()}
         import importlib
+        sys.modules.update(dict.fromkeys({HEAVY!r}))  # None: an import is an error
         for name in sys.argv[1:]:
             importlib.import_module(name)
         print("all imported")
@@ -397,36 +320,6 @@ def parameters_of(thing: Any) -> set[str]:
     if inherited and issubclass(thing, Exception) and not issubclass(thing, TimeoutError):
         return set()  # the message alone
     return set(inspect.signature(thing).parameters) - {"self"}
-
-
-def test_public_docstrings_name_the_apis_that_they_follow() -> None:
-    pages = {
-        TorchDistributor: "https://spark.apache.org/docs/latest/api/python/reference/api/",
-        DeepspeedTorchDistributor: "https://spark.apache.org/docs/latest/api/python/reference/api/",
-        distributed: "https://docs.databricks.com/aws/en/machine-learning/ai-runtime/",
-        ray_launch: "https://docs.databricks.com/aws/en/machine-learning/ai-runtime/",
-        RunFuture: "https://docs.python.org/3/library/concurrent.futures.html",
-    }
-    for thing, page in pages.items():
-        assert page in (thing.__doc__ or "")
-
-
-def test_each_setting_is_documented_once() -> None:
-    """The docstrings and the command line take the descriptions from the fields."""
-    for field in dataclasses.fields(TorchDistributor):
-        line = field.metadata["text"].splitlines()[0]
-        assert line in (TorchDistributor.__doc__ or "")
-        source = "".join(path.read_text() for path in PACKAGE.glob("*.py"))
-        source += (PACKAGE / "run" / "settings.py").read_text()
-        assert source.count(line) == 1, line
-
-
-def test_the_signature_has_all_settings_with_their_types() -> None:
-    """For editors and type checkers, which do not run the code that builds the docstring."""
-    parameters = inspect.signature(TorchDistributor).parameters
-    assert list(parameters)[:4] == ["num_processes", "local_mode", "use_gpu", "env"]
-    assert parameters["timeout"].annotation == "float | None"
-    assert parameters["timeout"].default is None
 
 
 def test_types_ship() -> None:
