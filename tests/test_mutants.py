@@ -59,7 +59,7 @@ def test_triple():
 )
 def test_the_outcome_of_a_mutant(tmp_path: Path, old: str, new: str, outcome: str) -> None:
     test = "test_double" if old == "2 * x" else "test_triple"
-    mutant = Mutant("", "distributor/numbers.py", old, new, (f"test_numbers.py::{test}",))
+    mutant = Mutant("", "distributor/numbers.py", old, new, f"test_numbers.py::{test}")
     seconds = 2.0 if outcome == "HUNG" else 60.0
     assert outcome_of(mutant, project(tmp_path), seconds)[0] == outcome
 
