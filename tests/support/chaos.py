@@ -116,18 +116,7 @@ PYSPARKS = (
 
 
 class Case(NamedTuple):
-    """A fault that is injected into a run.
-
-    Parameters
-    ----------
-    launcher : str
-        "local" or "cluster".
-    start : str
-        "warm" or "fresh", "ordinary" (warm, in the tasks of an ordinary job), or "pyspark" for
-        PySpark's class.
-    fault : str
-        What happens to which process.
-    """
+    """A fault of `FAULTS`, and into which of `STARTS` on which launcher it is injected."""
 
     launcher: str
     start: str
@@ -143,17 +132,7 @@ class Note(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of one run.
-
-    Parameters
-    ----------
-    seconds : float or None
-        From the fault until the driver reported it; None if it reported nothing.
-    right : bool
-        Whether it reported the cause.
-    processes, files, ports, segments : int
-        How many were left.
-    """
+    """Whether the driver reported the cause of a fault, after how long, and what was left."""
 
     seconds: float | None
     right: bool
@@ -182,32 +161,24 @@ CAUSES = {
 DRIVERS_END = ("the driver is killed", "the driver's JVM is killed", "a host is cut off")
 """Faults after which a driver cannot start the next run."""
 UNREPORTED = ("the driver is killed",)
-FAULTS = {
-    "local": (
-        "a rank raises",
-        "a rank exits",
-        "a rank is killed",
-        "a rank's parent is killed",
-        "the driver is killed",
-        "a listener never returns",
-    ),
-    "cluster": (
-        "a rank raises",
-        "a rank exits",
-        "a rank is killed",
-        "a rank's parent is killed",
-        "an agent is killed",
-        "an agent is stopped",
-        "an executor is killed",
-        "the driver is killed",
-        "the driver's JVM is killed",
-        "a host is cut off",
-        "a listener never returns",
-    ),
-}
+ANYWHERE = (
+    "a rank raises",
+    "a rank exits",
+    "a rank is killed",
+    "a rank's parent is killed",
+    "the driver is killed",
+    "a listener never returns",
+)
+ON_A_CLUSTER = (
+    "an agent is killed",
+    "an agent is stopped",
+    "an executor is killed",
+    "the driver's JVM is killed",
+    "a host is cut off",
+)
 ORDINARY = "a task leaves before each attempt"
 """A fault of tasks of an ordinary job alone; Spark ends a job whose task has failed four times."""
-FAULTS["cluster"] += (ORDINARY,)
+FAULTS = {"local": ANYWHERE, "cluster": (*ANYWHERE, *ON_A_CLUSTER, ORDINARY)}
 DRIVERS = {
     "a listener never returns": (STUCK, "listeners=Stuck()"),
     ORDINARY: (LEAVING, "max_failures=6"),
@@ -385,13 +356,7 @@ def line_of(case: Case, results: Sequence[Result]) -> str:
 
 
 def side_by_side(lines: Iterable[str]) -> str:
-    """Return a Markdown table from the lines of this package and of PySpark.
-
-    Parameters
-    ----------
-    lines : iterable of str
-        The lines that `line_of` returns; others are skipped.
-    """
+    """Return a Markdown table from the lines that `line_of` returns; others are skipped."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for line in lines:
         launcher, start, fault, *found = line.strip().split(" | ")

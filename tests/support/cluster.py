@@ -82,16 +82,9 @@ def _target(descriptor: Path) -> str:
 
 
 class Cluster:
-    """A master, workers and a driver, each on its own machine.
+    """A master, a driver and workers, each on its own machine.
 
-    Parameters
-    ----------
-    machines : list of Machine
-        The master's, the driver's, and one for each worker.
-    folder : Path
-        The folder for logs, work folders and driver programs.
-    cores : int
-        The number of one-core executors that each worker can run.
+    Each worker can run as many executors as it has cores. The folder has logs and driver programs.
     """
 
     def __init__(self, machines: list[Machine], folder: Path, cores: int = 1) -> None:
@@ -132,10 +125,7 @@ class Cluster:
         return marked(self.mark)
 
     def listens(self, port: int) -> bool:
-        """Return True if a process of this cluster or its drivers listens on a port.
-
-        Other programs may listen on the same port of another address, or after the process.
-        """
+        """Return True if a process of this cluster or its drivers listens on a port."""
         return any(listens(process.pid, port) for process in self.processes())
 
     def find(self, role: str, machine: Machine | None = None) -> list[psutil.Process]:
@@ -176,11 +166,8 @@ class Cluster:
     @property
     def environment(self) -> dict[str, str]:
         """The variables in the environment of all processes of the cluster."""
-        return {
-            MARK: self.mark,
-            "PYSPARK_PYTHON": sys.executable,
-            "TMPDIR": str(self.temporary),
-        }
+        temporary = str(self.temporary)
+        return {MARK: self.mark, "PYSPARK_PYTHON": sys.executable, "TMPDIR": temporary}
 
 
 CHANNEL = """
@@ -209,13 +196,7 @@ send(ready=True)
 
 
 class Driver:
-    """A running driver program; a context manager that ends it.
-
-    Attributes
-    ----------
-    process : Popen
-        Its process.
-    """
+    """A running driver program; a context manager that ends it."""
 
     def __init__(self, cluster: Any, script: Path, properties: dict[str, str]) -> None:
         self._cluster = cluster

@@ -101,13 +101,13 @@ def make_discovery_script(tmp_path: Path) -> Callable[..., str]:
     return make
 
 
-def cluster_conf(discovery_script: str, gpus: int = 2, master: str = CLUSTER) -> dict[str, str]:
+def cluster_conf(discovery_script: str) -> dict[str, str]:
     """Return the configuration of a cluster with GPUs on its executors."""
     return {
-        "spark.master": master,
-        "spark.worker.resource.gpu.amount": str(gpus),
+        "spark.master": CLUSTER,
+        "spark.worker.resource.gpu.amount": "2",
         "spark.worker.resource.gpu.discoveryScript": discovery_script,
-        "spark.executor.resource.gpu.amount": str(gpus),
+        "spark.executor.resource.gpu.amount": "2",
     }
 
 
@@ -122,17 +122,9 @@ def local_conf(discovery_script: str, gpus: int) -> dict[str, str]:
 
 def check_numbers(ranks: list[dict[str, str]], world_size: int, per_task: int) -> None:
     """Check the rank numbers of a run with `per_task` ranks in each task."""
-    assert [
-        (
-            rank["RANK"],
-            rank["GROUP_RANK"],
-            rank["LOCAL_RANK"],
-            rank["LOCAL_WORLD_SIZE"],
-            rank["WORLD_SIZE"],
-        )
-        for rank in ranks
-    ] == [
-        (str(rank), str(rank // per_task), str(rank % per_task), str(per_task), str(world_size))
+    names = ["RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"]
+    assert [[int(rank[name]) for name in names] for rank in ranks] == [
+        [rank, rank // per_task, rank % per_task, per_task, world_size]
         for rank in range(world_size)
     ]
 

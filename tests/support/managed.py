@@ -14,7 +14,7 @@ import sys
 import textwrap
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +77,7 @@ for line in _channel.makefile():
 
 
 class Failed(Exception):
-    """What a session was sent has raised an exception.
-
-    Attributes
-    ----------
-    kind, message : str
-        The exception's type and text.
-    seconds : float
-        How long it took.
-    """
+    """What a session was sent has raised an exception of this kind, after so many seconds."""
 
     def __init__(self, kind: str, message: str, seconds: float) -> None:
         super().__init__(f"{kind}: {message}")
@@ -96,30 +88,16 @@ class Failed(Exception):
 
 @dataclass
 class ManagedSession:
-    """A driver program with a Spark session.
-
-    Attributes
-    ----------
-    mark : str
-        The value of `MARK` in the environment of all of its processes.
-    seconds : float
-        How long the driver took for what it was sent last.
-    """
+    """A driver program with a Spark session."""
 
     driver: Driver
     mark: str
+    """The value of `MARK` in the environment of all of its processes."""
     seconds: float = 0.0
+    """How long the driver took for what it was sent last."""
 
     def run(self, source: str, **names: Any) -> Any:
-        """Run code in the driver, and return what it assigns to ``result``.
-
-        It finds the session in ``spark``, and ``ranks(count, **settings)``.
-
-        Raises
-        ------
-        Failed
-            If it raised an exception.
-        """
+        """Run code in the driver, which has ``spark`` and `LOOP`; return its ``result``."""
         self.send(source, **names)
         return self.result()
 
@@ -139,28 +117,16 @@ class ManagedSession:
 
 @dataclass
 class Manager:
-    """A cluster manager, and what Spark needs to use it.
-
-    Parameters
-    ----------
-    name : str
-        "yarn" or "kubernetes".
-    folder : Path
-        For driver programs and their logs.
-    properties : dict of str to str
-        Spark properties.
-    environment : dict of str to str
-        The variables of drivers.
-    storage : str
-        A folder, by path or address, that drivers and executors can write to; empty if there is
-        none.
-    """
+    """A cluster manager, and what Spark needs to use it."""
 
     name: str
     folder: Path
+    """For driver programs and their logs."""
     properties: dict[str, str]
-    environment: dict[str, str] = field(default_factory=dict)
-    storage: str = ""
+    environment: dict[str, str]
+    """The variables of drivers."""
+    storage: str
+    """A folder, by path or address, that drivers and executors can write to, if there is one."""
 
     @property
     def on_driver(self) -> Machine:
@@ -191,12 +157,9 @@ class Manager:
 
 
 def of_services(shuffle: str) -> dict[str, tuple[dict[str, str], int]]:
-    """Return the properties of sessions as services make them, and the executors that stay idle.
+    """Return the properties of services' sessions, and how many of their executors stay idle.
 
-    Parameters
-    ----------
-    shuffle : str
-        The property by which rows outlive executors.
+    The property `shuffle` lets rows outlive executors.
     """
     emr = {
         "spark.dynamicAllocation.enabled": "true",
@@ -213,15 +176,7 @@ def of_services(shuffle: str) -> dict[str, tuple[dict[str, str], int]]:
 
 
 def come_and_go(session: ManagedSession, least: int) -> str:
-    """Check that executors come for runs and go once idle; return how long each run took.
-
-    Parameters
-    ----------
-    session : ManagedSession
-        A session with dynamic allocation, which has not run anything.
-    least : int
-        How many executors it keeps.
-    """
+    """Check that executors of a new session come for runs, and go once idle but for the least."""
     counts, seconds, values = session.run(
         """
         def train():
