@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from support.gpus import make_discovery_script, run_gpu_driver  # noqa: F401  (fixtures)
-from support.packages import python_that_begins, variables_for
+from support.packages import variables_for
 from support.tracking_server import experiment, server  # noqa: F401  (fixtures)
 from support.waiting import until
 from support.zygotes import modules_folder, without_torch, write_module  # noqa: F401  (fixtures)
@@ -199,16 +199,6 @@ def run_driver(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
         return done
 
     return run
-
-
-@pytest.fixture
-def python_that_begins_with(tmp_path: Path) -> Callable[[str], Path]:
-    """Make an interpreter for executors: this one, after some lines of its own."""
-
-    def make(source: str) -> Path:
-        return python_that_begins(tmp_path / "before_all_else", source)
-
-    return make
 
 
 NVML = """

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("connect"), needs_java,
 @pytest.fixture(scope="module")
 def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionProgram]:
     """Start a program that has a Connect session, and runs scenarios."""
-    with session_program("connect", tmp_path_factory.mktemp("connect")) as program:
+    with session_program(tmp_path_factory.mktemp("connect")) as program:
         yield program
 
 

@@ -39,11 +39,10 @@ def link(
     on_message: Callable[[object], None] = print,
     on_lost: Callable[[], None] = lambda: None,
     secret: bytes = SECRET,
-    timeout: float = SOON,
 ) -> Link:
     """Connect a link to the hub at a port of this machine."""
     return Link.connect(
-        "127.0.0.1", port, secret, node, timeout=timeout, on_message=on_message, on_lost=on_lost
+        "127.0.0.1", port, secret, node, timeout=SOON, on_message=on_message, on_lost=on_lost
     )
 
 

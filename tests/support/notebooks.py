@@ -97,28 +97,11 @@ class Place:
         return folder
 
 
-def run_here(
-    name: str, folder: Path, environment: Mapping[str, str] | None = None, *, before: str = ""
-) -> Any:
-    """Run a notebook, or its beginning, in a new folder, and return it with its outputs.
-
-    Parameters
-    ----------
-    name : str
-        The file's, without its ending.
-    folder : Path
-        Where it works.
-    environment : mapping of str to str, optional
-        More variables for its kernel.
-    before : str, optional
-        A line: only the cells above the first one that has it are run.
-    """
+def run_here(name: str, folder: Path, environment: Mapping[str, str] | None = None) -> Any:
+    """Run a notebook in a new folder, with more variables, and return it with its outputs."""
     import nbformat
 
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", nbformat.NO_CONVERT)
-    if before:
-        lines = [cell.source.splitlines() for cell in notebook.cells]
-        del notebook.cells[next(place for place, of in enumerate(lines) if before in of) :]
     folder.mkdir()
     with kernel_for(notebook, folder, {**PLAIN, **(environment or {})}) as client:
         client.execute()

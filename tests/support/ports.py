@@ -14,11 +14,11 @@ DEADLINE = 120.0
 """Seconds in which the ranks of all runs must have connected."""
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port() -> int:
     """Return a port on which no process listens, and which the system gives to none by itself."""
     while True:
         port = random.SystemRandom().randrange(15_100, 32_000)
-        with contextlib.suppress(OSError), socket.create_server((host, port)):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
 
 

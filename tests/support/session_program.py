@@ -1,6 +1,6 @@
-"""A driver program with a classic or a Connect session, which runs scenarios as they are asked for.
+"""A driver program with a Connect session, which runs scenarios as they are asked for.
 
-``python session_program.py KIND FOLDER`` reads names of scenarios from its standard input, one a
+``python session_program.py FOLDER`` reads names of scenarios from its standard input, one a
 line, and prints after each what it found. A Connect session serves other clients meanwhile.
 """
 
@@ -27,7 +27,7 @@ from distributor.control import rendezvous
 from distributor.launchers.spark import launcher
 from distributor.launchers.spark.hub_address import HubAddress
 
-FOLDER = Path(sys.argv[2])
+FOLDER = Path(sys.argv[1])
 """For all that a scenario reads and writes."""
 LOGGERS = ("distributor", "TorchDistributor")
 """The loggers of the package's messages about runs."""
@@ -57,14 +57,6 @@ class Notes(logging.Handler):
         found = [text for _, level, text in self.notes if level >= logging.WARNING]
         self.notes.clear()
         return found
-
-
-def open_session(kind: str) -> Any:
-    builder: Any = SparkSession.builder
-    if kind == "connect":
-        return builder.remote("local[2]").getOrCreate()
-    master = "local-cluster[2,1,1024]" if kind == "cluster" else "local[2]"
-    return builder.master(master).config("spark.ui.enabled", "false").getOrCreate()
 
 
 def ranks(number: int = 2, **settings: Any) -> TorchDistributor:
@@ -316,7 +308,7 @@ def timeout_without_hub(spark: Any, notes: Notes) -> dict[str, Any]:
 
 
 def main() -> None:
-    spark, notes = open_session(sys.argv[1]), Notes()
+    spark, notes = SparkSession.builder.remote("local[2]").getOrCreate(), Notes()
     print("READY", flush=True)
     for name in sys.stdin:
         run(globals()[name.strip()], spark, notes)

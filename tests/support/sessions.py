@@ -24,15 +24,7 @@ SECRET = {"SPARK_CONNECT_AUTHENTICATE_TOKEN": "of these tests"}
 
 @dataclass
 class SessionProgram:
-    """A driver program that runs, or has run, scenarios.
-
-    Parameters
-    ----------
-    process : subprocess.Popen
-        Its process.
-    folder : Path
-        Where it writes its output, and its scenarios their files.
-    """
+    """A driver program that runs scenarios; its output and their files are in the folder."""
 
     process: subprocess.Popen[str]
     folder: Path
@@ -77,16 +69,8 @@ class SessionProgram:
 
 
 @contextlib.contextmanager
-def session_program(kind: str, folder: Path) -> Iterator[SessionProgram]:
-    """Start the program, whose executors do not have this package.
-
-    Parameters
-    ----------
-    kind : {"connect", "classic", "cluster"}
-        Its session: of Connect, of two threads, or of two executors.
-    folder : Path
-        A new folder, for all that is written.
-    """
+def session_program(folder: Path) -> Iterator[SessionProgram]:
+    """Start the program, whose executors do not have this package; all is written to a folder."""
     packed(environment(folder / "bare", "1.0", bare=True), folder / "bare.tar.gz")
     place = folder / "bin"
     place.mkdir()
@@ -100,9 +84,7 @@ def session_program(kind: str, folder: Path) -> Iterator[SessionProgram]:
         "PATH": os.pathsep.join([str(place), os.environ["PATH"]]),
     }
     variables.pop("PYSPARK_PYTHON", None)  # a Connect server then runs python3
-    if kind != "connect":
-        variables["PYSPARK_PYTHON"] = str(place / "python3")
-    command = [sys.executable, str(PROGRAM), kind, str(folder)]
+    command = [sys.executable, str(PROGRAM), str(folder)]
     with open(folder / "stdout", "w") as out, open(folder / "stderr", "w") as err:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=out, stderr=err, text=True, env=variables

@@ -10,6 +10,7 @@ import os
 import signal
 import tempfile
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,7 @@ def trainer(
     workers: int | tuple[int, int] = 2,
     failures: int = 0,
     local_mode: bool = True,
+    settings: Mapping[str, object] | None = None,
     **config: Any,
 ) -> TorchTrainer:
     """Return a trainer; the fault in its configuration also applies to its storage."""
@@ -235,6 +237,7 @@ def trainer(
                 "show_output": "none",
                 # Most of the CPU time of a local rank; executors have their zygotes already.
                 "preload": OPTIMIZER_IMPORTS if local_mode else (),
+                **(settings or {}),
             },
         ),
     )
