@@ -22,17 +22,7 @@ LISTENING = "0A"
 
 @dataclass
 class Machine:
-    """Where processes run.
-
-    Parameters
-    ----------
-    address : str
-        Its address, of IPv4 or IPv6.
-    namespace : str
-        Its network namespace; empty for an address of the loopback.
-    environment : dict of str to str
-        Variables of all that is started here.
-    """
+    """A loopback address, or one in a network namespace, and variables of what starts there."""
 
     address: str
     namespace: str = ""

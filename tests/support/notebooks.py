@@ -43,32 +43,14 @@ OF_THIS_MACHINE = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where notebooks run: their kernels' environment has the cluster and the server.
-
-    Parameters
-    ----------
-    folder : Path
-        For all that is written.
-    cluster : Cluster
-        Where their Spark sessions have their executors.
-    uri : str
-        The tracking server's address.
-    """
+    """Where notebooks run: a folder, their sessions' cluster, the tracking server's address."""
 
     folder: Path
     cluster: Cluster
     uri: str
 
     def run(self, name: str, **properties: str) -> Any:
-        """Run a notebook, and return it with its outputs. An unexpected error is raised.
-
-        Parameters
-        ----------
-        name : str
-            The file's, without its ending.
-        **properties
-            Spark properties, for a session that is not on the cluster.
-        """
+        """Run a notebook, with Spark properties of its own; an unexpected error is raised."""
         return run_here(name, self.folder / name, self._environment(name, properties))
 
     def _environment(self, name: str, properties: dict[str, str]) -> dict[str, str]:

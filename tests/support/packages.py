@@ -21,15 +21,7 @@ PACKAGES = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages
 
 
 def variables_for(source: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a driver program; torch is hidden if its source does not name it.
-
-    Parameters
-    ----------
-    source : str
-        The program.
-    variables : mapping of str to str
-        Variables that the program needs; they take precedence over those of this process.
-    """
+    """Return a driver program's environment; torch is hidden if its source does not name it."""
     found = {**os.environ, **variables}
     if not re.search(r"\btorch\b", source):
         found["PYTHONPATH"] = os.pathsep.join(filter(None, [HIDING_TORCH, found.get("PYTHONPATH")]))

@@ -24,17 +24,7 @@ _BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 class Block(NamedTuple):
-    """A block of Python in a page.
-
-    Parameters
-    ----------
-    source : str
-        The program.
-    line : int
-        The number of its first line in the page.
-    printed : str
-        The block of text that follows it, which it prints; empty if none does.
-    """
+    """A block of Python in a page, its first line there, and the text after it, which it prints."""
 
     source: str
     line: int

@@ -60,15 +60,7 @@ def count_on(folder: Path, until: int, mode: str = "SYNC") -> tuple[int, str | N
 
 
 class TouchWhenPrinted(Listener):
-    """Creates a file when a rank prints a text, so that other ranks can wait for it.
-
-    Parameters
-    ----------
-    text : bytes
-        The text.
-    file : Path
-        The file.
-    """
+    """Creates a file when a rank prints a text, so that other ranks can wait for it."""
 
     def __init__(self, text: bytes, file: Path) -> None:
         self._text, self._file = text, file

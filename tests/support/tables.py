@@ -15,19 +15,7 @@ from distributor.data.shard import DatasetShard
 
 @dataclass(frozen=True)
 class TableSource:
-    """A dataset of tables.
-
-    Parameters
-    ----------
-    tables : list of Table
-        The chunks.
-    name : str
-        The dataset's name.
-    missing : frozenset of int
-        Chunks that cannot be read.
-    vectors : frozenset of str
-        The columns of Spark ML vectors.
-    """
+    """A dataset of tables, its chunks; those that are missing cannot be read."""
 
     tables: Sequence[pa.Table]
     name: str = "points"
