@@ -23,6 +23,7 @@ from distributor import (
     UnpicklableError,
 )
 from distributor.serialization.pickling import dump_value
+from distributor.train import Result
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -159,3 +160,27 @@ def test_what_was_made_for_the_driver_alone_is_refused() -> None:
                 dump_value([each], io.BytesIO(), "rank 0")
     assert two_ranks.run_all(size, state) == [2, 2], "it is made anew"
     assert TorchDistributor(1, use_gpu=False).run(size, accelerator) == 1, "which is the same there"
+
+
+@pytest.mark.slow
+def test_t5_is_sharded_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run the script of the notebooks folder for one epoch, then for two."""
+    if find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    script = Path(__file__).parents[1] / "notebooks" / "t5.py"
+    distributor = TorchDistributor(
+        2, use_gpu=False, timeout=240, env=OFFLINE, storage_path=tmp_path, name="t5"
+    )
+
+    for epochs in ("1", "2"):
+        distributor.run(str(script), "--epochs", epochs, "--samples", "800", "--save")
+
+    result = Result.from_path(tmp_path / "t5")
+    assert [report.metrics["epoch"] for report in result.reports] == [1, 2]
+    first, second = (report.metrics["validation_loss"] for report in result.reports)
+    assert second < first < 5, "the untrained model's loss is log(384), which is 5.95"
+    for checkpoint, _ in result.best_checkpoints:
+        shards = sorted(path.name for path in Path(checkpoint.path).glob("*.distcp"))
+        assert shards == ["__0_0.distcp", "__1_0.distcp"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "validation loss" in line]
+    assert [line.partition(":")[0] for line in lines] == ["[0] epoch 1", "[0] epoch 2"]

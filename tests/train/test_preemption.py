@@ -208,6 +208,47 @@ def test_all_ranks_are_notified_of_a_decommissioned_executor(tmp_path: Path, bar
     assert_gone([*pids, resumed_pid])
 
 
+def test_the_driver_waits_for_a_checkpoint_that_was_reported_after_the_notice(
+    tmp_path: Path,
+) -> None:
+    """An asynchronous report from before the notice does not count, although it commits later."""
+    late = """
+from distributor.train.storage.checkpoint_store import Storage
+
+def report_before_and_after():
+    commit, Storage.commit = Storage.commit, lambda *args: commit_late(commit, *args)
+    assert not train.is_preempted()
+    save(0, train.CheckpointUploadMode.ASYNC)
+    Path(FOLDER, "pid-0-0").write_text(str(os.getpid()))
+    while not train.is_preempted():
+        pass
+    Path(FOLDER, "notified").touch()
+    save(1, train.CheckpointUploadMode.SYNC)
+    threading.Event().wait()
+
+def commit_late(commit, *args):
+    while not Path(FOLDER, "notified").exists():
+        pass
+    return commit(*args)
+
+def save(step, mode):
+    folder = tempfile.mkdtemp()
+    Path(folder, "state").write_text(str(step))
+    train.report(
+        {"step": step}, Checkpoint.from_directory(folder), checkpoint_upload_mode=mode
+    )
+"""
+    source = LOCAL.replace("    3, use_gpu", "    1, use_gpu").replace(
+        "run(loop)", "run(report_before_and_after)"
+    )
+    with driver(tmp_path, late + source) as run:
+        run.rank_pids(1)
+        run.process.terminate()
+        code, output = run.wait()
+    assert code == -signal.SIGTERM, output
+    assert run.checkpointed_steps() == [0, 1]
+
+
 def lose_rank_1() -> None:
     rank = train.get_context().get_world_rank()
     assert train.get_preemption_info() is None
