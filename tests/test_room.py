@@ -14,7 +14,7 @@ from support.cluster import cluster_on
 from support.machines import machines_apart, small_disk, why_not_apart, why_not_mounted
 
 from distributor import (
-    ExecutorNotReady,
+    DistributorError,
     TorchDistributor,
     ValueTooLarge,
     WorkerDied,
@@ -120,15 +120,15 @@ print("FACTS " + json.dumps(facts))
 @pytest.mark.spark
 @needs_java
 @needs_mounts
-def test_arguments_larger_than_an_executors_disk_are_refused(
+def test_arguments_larger_than_the_drivers_disk_are_refused(
     run_driver: RunDriver, tmp_path: Path
 ) -> None:
     with small_disk(tmp_path / "disk", 8) as disk:
         facts = facts_in(run_driver(ARGUMENTS, str(disk)))
 
     assert facts["small"] == 100
-    assert facts["kind"] == ExecutorNotReady.__name__
-    assert "the program and its arguments take 12 MB" in facts["message"]
+    assert facts["kind"] == DistributorError.__name__
+    assert "'size_of' takes 12 MB to the ranks" in facts["message"]
     assert "MB free in " + str(disk) in facts["message"]
     assert "spark.local.dir" in facts["message"]
 
