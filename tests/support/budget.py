@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 27_800,
+    "lines of code in distributor/": 27_780,
     "modules in distributor/": 295,
-    "lines in tests/": 49_100,
+    "lines in tests/": 31_300,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
