@@ -33,10 +33,13 @@ WARNS = {"docs/how-to/hangs.md"}
 """Pages whose programs show warnings of this package on purpose."""
 LEAST_BLOCKS = 60
 BLOCKS = {str(page.relative_to(ROOT)): python_blocks(page) for page in pages()}
-SLOW = {"docs/how-to/estimator.md", "docs/how-to/frameworks.md"}
+SLOW = {
+    "docs/how-to/estimator.md": pytest.mark.slow,
+    "docs/how-to/frameworks.md": pytest.mark.slow(ci=True),
+}
 """Pages whose programs take minutes."""
 RUN_HERE = [
-    pytest.param(page, marks=pytest.mark.slow(ci=True) if page in SLOW else ())
+    pytest.param(page, marks=SLOW.get(page, ()))
     for page, blocks in BLOCKS.items()
     if blocks and page not in ELSEWHERE
 ]

@@ -45,7 +45,7 @@ def load_pysparks() -> list[Any]:
     return load(loader, 5, 0)
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 def test_the_batches_are_pysparks(spark: Any) -> None:
     """More rows than there are in a partition, which are then repeated; columns of any name."""
     from pyspark import cloudpickle

@@ -230,7 +230,7 @@ print("FACTS " + json.dumps(found))
 """Loads in a new process what the next test has saved."""
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 def test_a_cross_validated_pipeline_is_saved_and_loaded(
     numbers: Any,
     file: str,
