@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from distributor.control.attempts import run_attempts
-from distributor.control.interrupts import Interrupts
+from distributor.control.interrupts import interruptible
 from distributor.control.run import Launcher, Run
 from distributor.core.cell_errors import ends_at_caller, shorten_in_cell
 from distributor.core.checkpoint_config import CheckpointSettings
@@ -99,11 +99,8 @@ class PlannedSettings(Settings):
         those on this machine have its ``CUDA_VISIBLE_DEVICES``.""",
     )
 
+    @interruptible
     def __post_init__(self) -> None:
-        with Interrupts():
-            self._resolve()
-
-    def _resolve(self) -> None:
         given = [field.name for field in setting_fields(self) if _is_given(self, field)]
         super().__post_init__()
         # The dataclass is frozen for its users; here the number of ranks is resolved, once.
@@ -310,6 +307,7 @@ def _is_explained(error: Exception) -> bool:
 
 
 @ends_at_caller
+@interruptible
 def prepare_run(
     settings: PlannedSettings,
     keep_all: bool,
@@ -331,18 +329,7 @@ def prepare_run(
     finder : DatasetFinder, optional
         Has the datasets that ranks get without being passed them as arguments.
     """
-    with Interrupts():
-        return _prepared(settings, keep_all, train_object, args, kwargs, finder or DatasetFinder())
-
-
-def _prepared(
-    settings: PlannedSettings,
-    keep_all: bool,
-    train_object: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    finder: DatasetFinder,
-) -> PreparedRun:
+    finder = finder or DatasetFinder()
     args, kwargs = finder.replace_in(args, kwargs, train_object)
     check_datasets(finder.datasets, train_object, args)
     min_processes, max_processes = check_num_processes("num_processes", settings.num_processes)

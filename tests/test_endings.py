@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from support.waiting import assert_gone, marked, until
 import distributor
 from distributor import RunTimeout, TorchDistributor, WorkerDied
 from distributor.control.graceful_shutdown import GracefulShutdown
+from distributor.control.interrupts import Interrupts
 from distributor.node.agent import termination
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -321,3 +323,22 @@ def test_an_interrupt_in_a_finalizer_ends_the_run(monkeypatch: pytest.MonkeyPatc
     assert (next(interrupts, None), ignored) == (None, []), "it came, and is not printed"
     assert sys.unraisablehook == ignored.append
     assert signal.getsignal(signal.SIGINT) == handler
+
+
+def test_an_interrupt_at_the_end_of_its_context_leaves_the_usual_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = types.FunctionType(
+        (lambda: signal.raise_signal(signal.SIGINT)).__code__,
+        {"__name__": "py4j.of_this_test", "signal": signal},
+    )
+    join, usual = threading.Timer.join, (signal.getsignal(signal.SIGINT), sys.unraisablehook)
+
+    def join_late(timer: threading.Timer) -> None:
+        join(timer)
+        signal.raise_signal(signal.SIGINT)  # the timer's, which had just been sent
+
+    monkeypatch.setattr(threading.Timer, "join", join_late)
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        call()
+    assert (signal.getsignal(signal.SIGINT), sys.unraisablehook) == usual

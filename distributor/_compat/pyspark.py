@@ -27,12 +27,13 @@ TASK_ERRORS = "Exception in task|Lost task|Task"
 # The logger of the driver's JVM that writes what a standalone master reports of executors.
 APPLICATION_LOGGER = "org.apache.spark.deploy.client.StandaloneAppClient$ClientEndpoint"
 
-# How the warning begins that PySpark issues for each call if pandas 3 is installed.
 INTERRUPTED = {
     "root": ("Exception while sending command.", "KeyboardInterrupt while sending command."),
     "py4j.clientserver": ("Exception occurred while shutting down connection",),
 }
 """What Py4J logs of calls that Ctrl-C interrupts, by logger."""
+
+# How the warning begins that PySpark issues for each call if pandas 3 is installed.
 PANDAS_WARNING = "PySpark does not yet fully support pandas"
 
 # The folder with the Hadoop configuration of spark-submit, in the working folder of a YARN

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import signal
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 from distributor._compat.pyspark import INTERRUPTED, is_pyspark_handler
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 CALL_SECONDS = 2.0
 """Seconds for a call of Py4J to return before it is interrupted."""
@@ -31,10 +37,10 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._before: Callable[..., object] | None = None
-        self._print_ignored = sys.unraisablehook
         self._is_interrupted = False
         self._deadline = 0.0
         self._retry: threading.Timer | None = None
+        self._is_ending = False
 
     def __enter__(self) -> Interrupts:
         is_main = threading.current_thread() is threading.main_thread()
@@ -49,6 +55,7 @@ class Interrupts:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self._before:
+            self._is_ending = True  # what raises from here on would keep the rest from its place
             if self._retry:
                 self._retry.cancel()
                 self._retry.join()  # a signal that it has sent is handled here
@@ -69,10 +76,12 @@ class Interrupts:
     def _handle(self, number: int, frame: types.FrameType | None) -> None:
         assert self._before is not None, "it was set before"
         is_usual = self._before is signal.default_int_handler or is_pyspark_handler(self._before)
+        if is_usual and self._is_ending:
+            self._is_interrupted = True  # for `check`, once all is as it was
+            return
         if is_usual and _is_in_py4j(frame) and self._may_wait():
             main = threading.get_ident()
             self._retry = threading.Timer(RETRY_SECONDS, signal.pthread_kill, [main, number])
-            self._retry.daemon = True
             self._retry.start()
             return
         try:
@@ -95,9 +104,17 @@ class Interrupts:
         return not self._is_interrupted or record.msg not in INTERRUPTED.get(record.name, ())
 
 
+def interruptible(function: Callable[P, R]) -> Callable[P, R]:
+    """Have each call of a function be such a context."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with Interrupts():
+            return function(*args, **kwargs)
+
+    return call
+
+
 def _is_in_py4j(frame: types.FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("py4j."):
-            return True
-        frame = frame.f_back
-    return False
+    frames = (each for each, _ in traceback.walk_stack(frame))
+    return any(each.f_globals.get("__name__", "").startswith("py4j.") for each in frames)

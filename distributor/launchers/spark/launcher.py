@@ -117,10 +117,9 @@ class SparkLauncher(Launcher):
             "application_id": self.session.conf("spark.app.id"),
         }
 
-    @contextlib.contextmanager
-    def opened(self, run: Run) -> Iterator[Launcher]:
+    def opened(self, run: Run) -> contextlib.AbstractContextManager[Launcher]:
         Slots(self.session, self.plan).check_limit(self.min_tasks(run))
-        yield self
+        return super().opened(run)
 
     def thread(self, target: Callable[[], object]) -> threading.Thread:
         return self.session.thread(target)
