@@ -57,7 +57,7 @@ test-spark35: venv-spark35 ## Run the tests, less the slow ones, on PySpark 3.5
 	$(VENV35)/bin/$(PYTEST) -m "not slow and not repository" $(ARGS)
 
 test-torch-newest: $(NEWEST)/.installed ## Run what depends on torch, on the newest one: on Linux a CUDA build of gigabytes
-	$(NEWEST)/bin/$(PYTEST) -m "not slow and not spark" $(or $(ARGS),tests/compat tests/outcomes tests/node tests/rank tests/train)
+	$(NEWEST)/bin/$(PYTEST) -m "not slow and not spark" $(or $(ARGS),tests/compat tests/outcomes tests/node tests/rank tests/serialization tests/train tests/test_stalls.py)
 
 test-yarn: venv ## Run the tests of YARN, on the cluster of HADOOP_CONF_DIR
 	$(VENV)/bin/python -m pytest tests/managed -k "yarn or hdfs" $(ARGS)
